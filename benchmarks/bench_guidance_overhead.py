@@ -3,7 +3,7 @@
 python benchmarks/bench_guidance_overhead.py [--pruner specvlm,uv] [--tokens 128,1024,8192,25088] [--rounds 3]
 
 The bundled LLaVA-OneVision target (16 tokens a frame) prefills one video of that many tokens and the usual question, in
-one chunk: vision tower and language model. Prefills with and without the listeners take turns in one engine; `share` is
+one chunk: vision tower and language model. Prefills with and without the hooks take turns in one engine; `share` is
 the median of (with - without) / without over the rounds, `inside_share` the time that our own clock saw inside the
 listeners. Only the target's forward is timed, not the draft's. The same model at every length: its attention is a small
 part of a step, so the share here is an upper bound of the kind, not a prediction for a large model.
@@ -18,11 +18,11 @@ import harness
 
 
 class Prefill:
-    """Times the runner's forward, with the listeners in place or taken out."""
+    """Times the runner's forward, with the hooks in place or taken out."""
 
     def __init__(self, engine: harness.Engine) -> None:
-        self._engine, self._listeners = engine, engine.runner.listeners
-        self._guarded = self._listeners._guarded
+        self._engine, self._hooks = engine, engine.runner.hooks
+        self._guarded = self._hooks._guarded
         self._seconds = 0.0
         execute = engine.runner.execute_model
 
@@ -36,8 +36,8 @@ class Prefill:
         engine.runner.execute_model = timed
 
     def run(self, prompt: harness.Row, is_guided: bool) -> tuple[float, float]:
-        """Return the seconds of one prefill, and those inside the listeners."""
-        self._listeners._guarded = self._guarded if is_guided else []
+        """Return the seconds of one prefill, and those inside the hooks."""
+        self._hooks._guarded = self._guarded if is_guided else []
         self._engine.llm.reset_prefix_cache()
         self._seconds = 0.0
         _, gained = self._engine.measure(self._engine.answer, [prompt], max_tokens=1)

@@ -1,4 +1,4 @@
-"""Environment of every test, set before torch, triton or vLLM is imported."""
+"""The environment of every test, set before torch, triton or vLLM is imported."""
 
 import os
 import sys
@@ -24,10 +24,9 @@ from vllm_vidspec.devices import has_nvidia_gpu  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what the machine cannot run, and run the cheap tests first: pure, then engine, then serve.
+    """Skip tests that need a GPU, and run cheap ones first: pure, then engine, then serve.
 
-    Where workers share the tests it is the other way round: a worker takes a file at a time, and if the long ones came
-    last, one worker would wait for the other.
+    Workers take a file at a time and begin with the long ones, so that none is left alone with them at the end.
     """
     has_gpu = has_nvidia_gpu()
     for item in items:
@@ -42,9 +41,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def no_draft_errors(request):
-    """An error on the draft's side, the drafter's process included, fails any test that is not marked to plant some.
+    """A draft error, of the drafter's process too, fails any test without the mark `draft_errors`.
 
-    `on_draft_error: raise` raises most of them where they happen; the counters tell of the rest.
+    `on_draft_error: raise` raises most of them where they happen; counters show the rest.
     """
     harness = sys.modules.get("tests.engine.harness")
     before = harness.draft_errors() if harness else None

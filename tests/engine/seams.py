@@ -3,7 +3,6 @@
 # ruff: noqa: F401
 from vllm_vidspec.engine import tree_attention
 from vllm_vidspec.engine.draft import drafter, score_blocks
-from vllm_vidspec.engine.draft.chains import ChainDrafter
 from vllm_vidspec.engine.draft.drafter import Drafter
 from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.model import DraftModel

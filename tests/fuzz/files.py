@@ -1,4 +1,4 @@
-"""Targets without an engine: configurations, calibration files, counter files, media that a person names."""
+"""Targets without an engine: configurations, calibration files, counter files, media files of the tools."""
 
 import functools
 import json
@@ -35,7 +35,7 @@ _GROUP = st.dictionaries(
     max_size=4,
 )
 _RATIO, _COUNT = st.one_of(st.floats(0, 1), NUMBERS), st.one_of(st.integers(1, 70), NUMBERS)
-# Of each kind of knob what is nearly right, so that much is accepted and the borders are met.
+# Nearly valid values of each kind of knob, so that many are accepted and the limits are met.
 _NEARLY = {
     **dict.fromkeys(("prune_ratio", "image_prune_ratio", "lambda_r", "lambda_loose", "lambda_max"), _RATIO),
     **dict.fromkeys(("tree_threshold", "tree_history_low", "fly_entropy", "draft_kv_fraction"), _RATIO),
@@ -67,7 +67,7 @@ _KNOBS = st.one_of(
 
 
 def check_config(asked: dict[str, Any]) -> str:
-    """What is accepted says the same when it is given back, and can be used; all else is one line."""
+    """An accepted configuration survives a round trip and is usable; any other is refused in one line."""
     try:
         config, passed = parse_config({**_VALID, **asked})
     except VidSpecError as error:
@@ -111,7 +111,7 @@ _PLACES = ("folder", "/dev/null", "/dev/zero", "missing", "pipe", "link", "a\nb"
 
 
 def check_calibration(content: bytes | str) -> str:
-    """A file, or a place that is none: accepted with values in range, or one line, and never waited for."""
+    """A file, or a path that is none: accepted with values in range or refused in one line, without blocking."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "pair.json")
         if isinstance(content, bytes):
@@ -157,7 +157,7 @@ def _counter_files(draw: Any) -> bytes:
 
 
 def check_counters(content: bytes) -> str:
-    """A file of ours, whatever its numbers are, can be read; every other one is a line."""
+    """Our own file can be read whatever its numbers; any other is refused in one line."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "m")
         path.touch(mode=0o600)
@@ -175,7 +175,7 @@ def check_counters(content: bytes) -> str:
     return "accepted"
 
 
-# ---- media that a person names ---------------------------------------------------------------------------------------
+# ---- media files of the tools ---------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -199,7 +199,7 @@ def media(draw: Any) -> tuple[str, bytes]:
 
 
 def check_media(given: tuple[str, bytes]) -> str:
-    """What `vidspec demo --video` and its like read: frames, or one line."""
+    """`vidspec demo --video` and its like read frames, or refuse in one line."""
     suffix, content = given
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "media" + suffix)

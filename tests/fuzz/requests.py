@@ -44,7 +44,7 @@ _ASKED = st.one_of(
 
 
 def check_choice(given: tuple[dict, dict]) -> str:
-    """A scorer that the server allows with a share within its bound, or one short line."""
+    """An allowed scorer with a share within its bound, or a refusal in one short line."""
     server, asked = given
     knobs = ScoreKnobs(**server)
     try:
@@ -89,7 +89,7 @@ _BODIES = st.fixed_dictionaries(
 
 
 def check_body(body: dict[str, Any]) -> str:
-    """A body is refused by vLLM's own errors, which its server answers with 400, or what is left of it is allowed."""
+    """A body is refused by errors that vLLM's server answers with 400, or its choices are allowed ones."""
     request_class, serving, refusals, knobs = _api()
     try:
         request = request_class(messages=[{"role": "user", "content": "hello"}], model="m", **body)
@@ -103,7 +103,7 @@ def check_body(body: dict[str, Any]) -> str:
 
 
 async def _guarded(serving: Any, request: Any) -> None:
-    """Run our check of a request, and none of vLLM's serving behind it."""
+    """Run our check of a request without the rest of vLLM's serving."""
 
     class Reached(Exception):
         pass
@@ -133,7 +133,7 @@ class _Bomb:
 
 @functools.cache
 def _messages() -> list[bytes]:
-    """Messages as the drafter sends them, and some that ask for code to be run."""
+    """Return the drafter's messages, and some that would run code if they were unpickled."""
     import pickle
 
     from vllm.v1.serial_utils import CUSTOM_TYPE_CLOUDPICKLE, CUSTOM_TYPE_PICKLE, MsgpackEncoder
@@ -163,7 +163,7 @@ _HEADS = (struct.pack("<qq", 1, 1 << 40), struct.pack("<q", 1 << 60), struct.pac
 
 
 def check_channel(given: tuple[str, bytes]) -> str:
-    """Nothing that comes through the channel is run, waited for or believed: a message of ours, or a channel closed."""
+    """A packet is one of our messages, or the channel is closed: nothing is executed, waited for or trusted."""
     from vllm_vidspec.engine.parallel import channel
     from vllm_vidspec.engine.parallel.messages import ToTarget
 

@@ -1,4 +1,4 @@
-"""How many inputs hypothesis tries, and what came of each: the same targets for the tests and for the figures."""
+"""Fuzz targets and the number of inputs that hypothesis draws, for tests and for recorded counts."""
 
 import os
 from collections import Counter
@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
-# So many times the tests' own numbers of examples, and new ones each time.
+# A factor of the tests' own numbers of examples, which are then drawn anew each time.
 TIMES = "VIDSPEC_PROPERTY_TIMES"
 
 
@@ -31,11 +31,11 @@ def drawing(usual: int, **more: Any) -> settings:
 
 @dataclass(frozen=True)
 class Target:
-    """What is fuzzed.
+    """A function under test and its inputs.
 
     Attributes:
-        inputs: What is tried.
-        check: An input -> what came of it, in a word; an AssertionError, or any other, where that must not be.
+        inputs: A strategy.
+        check: Takes an input and returns the outcome in a word; raises where an outcome is wrong.
         usual: Examples of a test.
     """
 
@@ -44,7 +44,7 @@ class Target:
     usual: int = 300
 
     def run(self, how: settings | None = None) -> Counter[str]:
-        """Try inputs; return how many ended how."""
+        """Try inputs; return the number of each outcome."""
         outcomes: Counter[str] = Counter()
 
         @(how or drawing(self.usual))

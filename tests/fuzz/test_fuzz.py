@@ -1,4 +1,4 @@
-"""Every target is tried with its own number of inputs; `vidspec_tools.pages.measure --only fuzz` tries more."""
+"""Every fuzz target; `vidspec_tools.pages.measure --only fuzz` tries more inputs."""
 
 import pytest
 
@@ -10,6 +10,6 @@ TARGETS = {**files.TARGETS, **requests.TARGETS}
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_whatever_comes_in(name):
-    """Some of it is accepted and some refused: a target that knows one answer alone tries nothing."""
+    """Some inputs are accepted and some refused, or a target would test nothing."""
     outcomes = TARGETS[name].run()
     assert outcomes["accepted"] and outcomes["refused"], outcomes

@@ -1,4 +1,4 @@
-"""Values that a client or a file can hold: JSON of every type, size and depth, and floats that are no numbers."""
+"""Values of clients and files: JSON of every type, size and depth, NaN and infinities included."""
 
 from typing import Any
 

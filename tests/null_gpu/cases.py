@@ -27,36 +27,32 @@ import made_up
 
 QWEN, LLAVA, QWEN3 = pairs.FAMILIES
 NUM_FRAMES, FRAME_SIZE = 8, 112
-# The host learns how deep the next trees are from the step before; by then this step's target forward is launched.
+# The host reads how deep the next trees are, as planned a step ago; this step's target forward is launched by then.
 PLANNED_DEPTHS = "adaptive.py read"
 # Counters on their way to /metrics; a block more for the draft, every sixteenth token.
-CROSSINGS = ("counters.py flush", "kv.py reserve", "kv.py apply")
+TRANSFERS = ("counters.py flush", "kv.py reserve", "kv.py apply")
 TWO_RANKS = {
     "tensor_parallel_size": 2,
     "disable_custom_all_reduce": True,  # it reads another process's device memory
     "worker_extension_cls": "null_gpu.probe.WorkerProbe",
 }
-GRAPHS = {
-    "enforce_eager": False,
-    "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
-}
-GRAPHS_SIXTEEN = {
-    "enforce_eager": False,
-    "max_num_seqs": 16,
-    "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 96]},
-}
-# Room for one tree of 64 nodes and its root.
-GRAPHS_65 = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 65]}}
-# Room for four of 25: three requests are padded.
-GRAPHS_104 = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 2, 4, 104]}}
+
+
+def _compiled(*sizes: int, mode: int = 0, **how: Any) -> dict[str, Any]:
+    """Return arguments of `LLM` for CUDA graphs of these numbers of tokens."""
+    compilation = {"mode": mode, **how, "cudagraph_capture_sizes": [*sizes]}
+    return {"enforce_eager": False, "compilation_config": compilation}
+
+
+GRAPHS = _compiled(1, 2, 4, 8, 16, 32, 64)
+GRAPHS_SIXTEEN = {"max_num_seqs": 16, **_compiled(1, 2, 4, 8, 16, 96)}
+GRAPHS_65 = _compiled(1, 2, 65)  # room for one tree of 64 nodes and its root
+GRAPHS_104 = _compiled(1, 2, 4, 104)  # room for four trees of 25 nodes: three requests are padded
 # Of compilation and capture nothing is said: torch.compile, FULL_AND_PIECEWISE.
 DEFAULTS: dict[str, Any] = {"enforce_eager": False}
 # FlashAttention as GPUs get it that are neither Hopper nor sm_100: it splits no keys over several query rows.
 GRAPHS_FA2 = GRAPHS | {"attention_config": {"flash_attn_version": 2}}
-PIECES = {
-    "enforce_eager": False,
-    "compilation_config": {"mode": 3, "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]},
-}
+PIECES = _compiled(1, 2, 4, 8, 16, 32, mode=3, cudagraph_mode="PIECEWISE")
 
 
 @dataclass(frozen=True)
@@ -64,11 +60,11 @@ class Case:
     """One engine and the requests that it runs.
 
     Attributes:
-        name: How tests and tables call it.
-        vanilla: Whose waits and copies are the measure: vanilla vLLM in the same mode.
+        name: In tests and tables.
+        vanilla: The case of vanilla vLLM in the same mode, whose waits and copies are the bound.
         spec: Knobs of VidSpecConfig, None for vanilla vLLM.
         family: The bundled pair.
-        is_whole: Whether it is not the bundled pair but one as published, with made-up weights and a user's defaults.
+        is_whole: Whether it is a pair of published size, with made-up weights and a user's defaults.
         device_gb: Memory of a device.
         overrides: Arguments of `LLM`.
         batch: Requests at a time.
@@ -77,14 +73,14 @@ class Case:
         skip: Steps after the first token that are not counted.
         steps: Steps that are counted.
         timed_steps: Steps that are timed afterwards.
-        sampled_steps: Steps after these in which it is seen whose code the host runs.
-        allowed: `file.py function` of lines that may wait once per step, for a good reason.
-        crossings: `file.py function` of lines of ours that may copy between host and device once per step.
-        most_launches: Budget of launches per step, counted ones plus a little.
+        sampled_steps: Steps after these whose Python stack is sampled.
+        allowed: `file.py function` of lines that may wait once a step, for a good reason.
+        transfers: `file.py function` of our lines that may copy between host and device once a step.
+        most_launches: Budget of launches per step: those counted, plus a few.
         before: Called before the engine starts.
-        after: Called with the session once its requests are aborted; returns what it measured.
+        after: Called with the session once its requests are aborted; returns further measurements.
         is_planted: Whether it carries defects on purpose.
-        is_slow: Whether `make test-slow` runs it: an engine more for what others almost show.
+        is_slow: Whether only `make test-slow` runs it.
     """
 
     name: str
@@ -102,7 +98,7 @@ class Case:
     timed_steps: int = 20
     sampled_steps: int = 8
     allowed: tuple[str, ...] = ()
-    crossings: tuple[str, ...] = CROSSINGS
+    transfers: tuple[str, ...] = TRANSFERS
     most_launches: int = 0
     before: Callable[[], None] | None = None
     after: Callable[[Any], dict[str, Any]] | None = None
@@ -169,20 +165,24 @@ _EIGHT_CLIPS = {
 _FEW_STEPS, _FEWER_STEPS = {"skip": 3, "steps": 3}, {"skip": 2, "steps": 2}
 # A variant of a case whose ten steps have a block added among them.
 _VARIANT = {"skip": 3, "steps": 4}
-_PLANNED = {"allowed": (PLANNED_DEPTHS,), "crossings": (*CROSSINGS, "adaptive.py send")}
-_STATIC, _ADAPTIVE = {"drafting": "tree-static"}, {"drafting": "tree-adaptive"}
-# The drafter on a second device, in a process that nobody measures here.
-_PARALLEL = {"parallel": {"device": "cuda:1"}, "pruner": "uniform"}
 # Logits without meaning accept trees of 64 nodes to the end: a context holds thirty such steps.
 _LONG_STEPS = {"skip": 3, "steps": 5, "timed_steps": 10, "sampled_steps": 6}
+_BATCH, _THREE = {"batch": 4, **_VARIANT}, {"batch": 3, **_VARIANT}
+_TOP_P, _WARM = {"sampling": {"temperature": 1.0, "top_p": 0.9}}, {"sampling": {"temperature": 1.0}}
+_GRAPHS, _FA2, _SLOW = {"overrides": GRAPHS}, {"overrides": GRAPHS_FA2}, {"is_slow": True}
+_BESIDE_THREE = "vanilla graphs batch"
+_SIXTEEN = {"overrides": GRAPHS_SIXTEEN, "batch": 16, **_SLOW, **_VARIANT}
+_PIECES = {"overrides": PIECES, **_SLOW, **_VARIANT}
+_PLANNED = {"allowed": (PLANNED_DEPTHS,), "transfers": (*TRANSFERS, "adaptive.py send")}
+_STATIC, _ADAPTIVE, _SELF = {"drafting": "tree-static"}, {"drafting": "tree-adaptive"}, {"draft": "target"}
+# The drafter on a second device, in a process that nobody measures here.
+_PARALLEL = {"parallel": {"device": "cuda:1"}, "pruner": "uniform"}
 # A thread of its own waits for what a step has sampled, and for what it has taken of streams.
 _COMMITS = ("commits.py _write_down", "commits.py _write_down")
 # What was sampled on its way to the drafter, and, when that changes, how long windows may be on its way to the device.
 # What the drafter says, the device reads itself: a copy of it would be a line of shared.py.
 _STREAMS = ("commits.py _send", "backend.py _cut")
 _CONTROLLED = {"adaptive_tokens": True}
-_SAMPLED = {"temperature": 1.0, "top_p": 0.9}
-_WARM = {"temperature": 1.0}
 
 
 def _whole(name: str, family: str, device_gb: int) -> tuple[Case, ...]:
@@ -212,136 +212,42 @@ _ALL = (
     Case("vanilla eight clips", **_EIGHT_CLIPS),
     Case("eight clips", {}, **_EIGHT_CLIPS),
     Case("vanilla"),
-    Case("vanilla batch", batch=4, **_VARIANT),
-    Case("vanilla sampled", sampling=_SAMPLED, **_VARIANT),
+    Case("vanilla batch", **_BATCH),
+    Case("vanilla sampled", **_TOP_P, **_VARIANT),
     Case("chain", {}, most_launches=356, after=sums_of_guidance),
-    Case("chain batch", {}, "vanilla batch", batch=4, most_launches=357, **_VARIANT),
-    Case("chain sampled", {}, "vanilla sampled", sampling=_SAMPLED, most_launches=417, **_VARIANT),
+    Case("chain batch", {}, "vanilla batch", **_BATCH, most_launches=357),
+    Case("chain sampled", {}, "vanilla sampled", **_TOP_P, **_VARIANT, most_launches=417),
     Case("planted", {}, steps=4, timed_steps=0, sampled_steps=0, after=plant_each, is_planted=True),
     Case("static", _STATIC, most_launches=357),
-    Case("adaptive", _ADAPTIVE, **_PLANNED, **_FEW_STEPS, most_launches=255, is_slow=True),
-    Case(
-        "adaptive batch",
-        _ADAPTIVE,
-        "vanilla batch",
-        batch=2,
-        **_PLANNED,
-        **_FEWER_STEPS,
-        most_launches=256,
-        is_slow=True,
-    ),
-    Case("adaptive sampled", _ADAPTIVE, sampling=_WARM, **_PLANNED, **_FEWER_STEPS, most_launches=254, is_slow=True),
-    Case("loose", {"scorer": "loose"}, most_launches=361, **_VARIANT),
-    Case("uv", {"pruner": "uv"}, most_launches=357, **_VARIANT),
-    Case("self", {"draft": "target"}, most_launches=429, is_slow=True, **_VARIANT),
-    Case("parallel", _PARALLEL, allowed=_COMMITS, crossings=(*CROSSINGS, *_STREAMS), most_launches=88),
-    Case("vanilla graphs", overrides=GRAPHS),
-    Case("vanilla graphs batch", overrides=GRAPHS, batch=3, **_VARIANT),
-    Case("vanilla graphs sampled", overrides=GRAPHS, sampling=_WARM, **_VARIANT),
-    Case("chain graphs", {}, "vanilla graphs", overrides=GRAPHS, most_launches=30, after=kernels_of_drafts),
-    Case(
-        "chain graphs batch",
-        {},
-        "vanilla graphs batch",
-        overrides=GRAPHS,
-        batch=3,
-        most_launches=30,
-        after=kernels_of_a_step,
-        **_VARIANT,
-    ),
-    Case(
-        "chain graphs sampled",
-        {},
-        "vanilla graphs sampled",
-        overrides=GRAPHS,
-        sampling=_WARM,
-        most_launches=28,
-        **_VARIANT,
-    ),
-    Case(
-        "chain graphs processed",
-        {},
-        "vanilla graphs sampled",
-        overrides=GRAPHS,
-        sampling=_SAMPLED,
-        most_launches=105,
-        **_VARIANT,
-    ),
-    Case(
-        "chain graphs FA2",
-        {},
-        "vanilla graphs batch",
-        overrides=GRAPHS_FA2,
-        batch=3,
-        most_launches=31,
-        after=kernels_of_a_step,
-        **_VARIANT,
-    ),
+    Case("adaptive", _ADAPTIVE, **_PLANNED, **_FEW_STEPS, **_SLOW, most_launches=255),
+    Case("adaptive batch", _ADAPTIVE, "vanilla batch", batch=2, **_PLANNED, **_FEWER_STEPS, **_SLOW, most_launches=256),
+    Case("adaptive sampled", _ADAPTIVE, **_WARM, **_PLANNED, **_FEWER_STEPS, **_SLOW, most_launches=254),
+    Case("loose", {"scorer": "loose"}, **_VARIANT, most_launches=361),
+    Case("uv", {"pruner": "uv"}, **_VARIANT, most_launches=357),
+    Case("self", _SELF, **_SLOW, **_VARIANT, most_launches=429),
+    Case("parallel", _PARALLEL, allowed=_COMMITS, transfers=(*TRANSFERS, *_STREAMS), most_launches=88),
+    Case("vanilla graphs", **_GRAPHS),
+    Case("vanilla graphs batch", **_GRAPHS, **_THREE),
+    Case("vanilla graphs sampled", **_GRAPHS, **_WARM, **_VARIANT),
+    Case("chain graphs", {}, "vanilla graphs", **_GRAPHS, most_launches=30, after=kernels_of_drafts),
+    Case("chain graphs batch", {}, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=30, after=kernels_of_a_step),
+    Case("chain graphs sampled", {}, "vanilla graphs sampled", **_GRAPHS, **_WARM, **_VARIANT, most_launches=28),
+    Case("chain graphs processed", {}, "vanilla graphs sampled", **_GRAPHS, **_TOP_P, **_VARIANT, most_launches=105),
+    Case("chain graphs FA2", {}, _BESIDE_THREE, **_FA2, **_THREE, most_launches=31, after=kernels_of_a_step),
     # A batch in which one request rests has whole graphs, padded; one at rest takes vLLM's way without speculation.
-    Case(
-        "one rests",
-        _CONTROLLED,
-        "vanilla graphs batch",
-        overrides=GRAPHS,
-        batch=3,
-        most_launches=34,
-        before=let_rest(first_alone=True),
-        **_VARIANT,
-    ),
-    Case(
-        "all rest",
-        _CONTROLLED,
-        "vanilla graphs batch",
-        overrides=GRAPHS,
-        batch=3,
-        most_launches=24,
-        before=let_rest(first_alone=False),
-        **_VARIANT,
-    ),
-    Case("static graphs", _STATIC, "vanilla graphs", overrides=GRAPHS, most_launches=36, after=kernels_of_drafts),
-    Case(
-        "static graphs batch",
-        _STATIC,
-        "vanilla graphs batch",
-        overrides=GRAPHS_104,
-        batch=3,
-        most_launches=39,
-        **_VARIANT,
-    ),
-    Case(
-        "adaptive graphs",
-        _ADAPTIVE,
-        "vanilla graphs",
-        overrides=GRAPHS_65,
-        **_PLANNED,
-        **_LONG_STEPS,
-        most_launches=38,
-        after=kernels_of_drafts,
-    ),
-    Case(
-        "self graphs",
-        {"draft": "target"},
-        "vanilla graphs",
-        overrides=GRAPHS,
-        most_launches=30,
-        is_slow=True,
-        **_VARIANT,
-    ),
-    Case("vanilla graphs sixteen", overrides=GRAPHS_SIXTEEN, batch=16, is_slow=True, **_VARIANT),
-    Case(
-        "chain graphs sixteen",
-        {},
-        "vanilla graphs sixteen",
-        overrides=GRAPHS_SIXTEEN,
-        batch=16,
-        most_launches=30,
-        is_slow=True,
-        **_VARIANT,
-    ),
-    Case("vanilla pieces", overrides=PIECES, is_slow=True, **_VARIANT),
-    Case("static pieces", _STATIC, "vanilla pieces", overrides=PIECES, most_launches=42, is_slow=True, **_VARIANT),
+    Case("one rests", _CONTROLLED, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=34, before=let_rest(True)),
+    Case("all rest", _CONTROLLED, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=24, before=let_rest(False)),
+    Case("static graphs", _STATIC, "vanilla graphs", **_GRAPHS, most_launches=36, after=kernels_of_drafts),
+    Case("static graphs batch", _STATIC, _BESIDE_THREE, overrides=GRAPHS_104, **_THREE, most_launches=39),
+    Case("adaptive graphs", _ADAPTIVE, "vanilla graphs", overrides=GRAPHS_65, **_PLANNED, **_LONG_STEPS,
+         most_launches=38, after=kernels_of_drafts),
+    Case("self graphs", _SELF, "vanilla graphs", **_GRAPHS, **_SLOW, **_VARIANT, most_launches=30),
+    Case("vanilla graphs sixteen", **_SIXTEEN),
+    Case("chain graphs sixteen", {}, "vanilla graphs sixteen", **_SIXTEEN, most_launches=30),
+    Case("vanilla pieces", **_PIECES),
+    Case("static pieces", _STATIC, "vanilla pieces", **_PIECES, most_launches=42),
     Case("vanilla defaults", overrides=DEFAULTS, **_VARIANT),
-    Case("chain defaults", {}, "vanilla defaults", overrides=DEFAULTS, most_launches=30, **_VARIANT),
+    Case("chain defaults", {}, "vanilla defaults", overrides=DEFAULTS, **_VARIANT, most_launches=30),
     *_whole("7b", QWEN, 80),
     *_whole("qwen3 8b", QWEN3, 141),
     # The Qwen pair's three vision heads are not for two ranks.
@@ -350,7 +256,7 @@ _ALL = (
     Case("sleep", {}, overrides={"enable_sleep_mode": True}, after=sleep_and_wake, **_ONE_STEP),
     # The last of its process: the plant stays.
     Case("planted capture", {}, overrides=GRAPHS, before=allocate_while_capturing, is_planted=True),
-)
+)  # fmt: skip
 CASES = {case.name: case for case in _ALL}
 # What runs on each supported vLLM; everything else on the oldest, which all budgets were counted on.
 ON_EVERY_VERSION = ("vanilla", "chain", "static", "vanilla graphs batch", "chain graphs batch", "chain graphs FA2")

@@ -1,17 +1,17 @@
-"""What the null GPU has counted, and which Python line caused what; loads libcuda.so.1 and touches nothing else."""
+"""The null GPU's counters, and the Python line behind each event; loads libcuda.so.1 and touches nothing else."""
 
 import collections
 import contextlib
 import ctypes
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 # In the order of core.h.
 CATEGORIES = ("sync", "copy", "alloc", "launch", "illegal", "query", "stub", "graph", "replay")
 _PAGEABLE, PINNED, DEVICE = range(3)
-# Frames of these say nothing about who asked for an event.
-_NOBODY = re.compile(r"/torch/|/triton/|/numba/|/null_gpu/(device|emulate)\.py|<frozen|<string>|contextlib\.py")
+# Frames of these files do not name the cause of an event.
+_FRAMEWORKS = re.compile(r"/torch/|/triton/|/numba/|/null_gpu/(device|emulate)\.py|<frozen|<string>|contextlib\.py")
 
 _library = ctypes.CDLL("libcuda.so.1")
 _library.ng_snapshot.restype = ctypes.c_size_t
@@ -46,7 +46,7 @@ def caller(depth: int = 3) -> str:
     frame, lines = sys._getframe(1), []
     while frame is not None and len(lines) < depth:
         path = frame.f_code.co_filename
-        if not _NOBODY.search(path):
+        if not _FRAMEWORKS.search(path):
             lines.append(f"{'/'.join(path.split('/')[-3:])}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return " < ".join(lines) or "(no Python line)"
@@ -64,11 +64,15 @@ class Trace:
         row[0] += 1
         row[1] += size
 
-    def table(self, events: tuple[str, ...] = ("",)) -> str:
-        """Return the lines of events whose name begins so, the most frequent first."""
-        rows = [(times, size, *key) for key, (times, size) in self.lines.items() if key[0].startswith(events)]
-        rows.sort(reverse=True)
-        return "\n".join(f"{times:6d} x {event} ({size} bytes)  {line}" for times, size, event, line in rows)
+
+@contextlib.contextmanager
+def _called(function: Callable[[int, bytes, int], None], categories: tuple[str, ...]) -> Iterator[None]:
+    callback = _Callback(function)
+    _library.ng_set_callback(callback, sum(1 << CATEGORIES.index(category) for category in categories))
+    try:
+        yield
+    finally:
+        _library.ng_set_callback(_Callback(), 0)
 
 
 @contextlib.contextmanager
@@ -82,21 +86,13 @@ def trace(*categories: str) -> Iterator[Trace]:
         except Exception as error:  # nothing may be raised into C
             sys.stderr.write(f"[null GPU] trace: {error!r}\n")
 
-    callback = _Callback(note)
-    _library.ng_set_callback(callback, sum(1 << CATEGORIES.index(category) for category in categories))
-    try:
+    with _called(note, categories):
         yield seen
-    finally:
-        _library.ng_set_callback(_Callback(), 0)
 
 
 @contextlib.contextmanager
 def in_order(*categories: str) -> Iterator[list[str]]:
     """Yield a list that gains the names of events of `CATEGORIES`, in their order; one trace at a time."""
     names: list[str] = []
-    callback = _Callback(lambda _category, name, _size: names.append(name.decode(errors="replace")))
-    _library.ng_set_callback(callback, sum(1 << CATEGORIES.index(category) for category in categories))
-    try:
+    with _called(lambda _category, name, _size: names.append(name.decode(errors="replace")), categories):
         yield names
-    finally:
-        _library.ng_set_callback(_Callback(), 0)

@@ -1,18 +1,20 @@
-"""Makes some kernels real on the host, so that what the host reads from the device is plausible.
+"""Computes on the host what kernels would compute on a GPU, so that what the host reads from the device is plausible.
 
 Three parts: blocks of PyTorch's caching allocator read as zeros; Triton kernels also run in Triton's interpreter;
-PyTorch's operators also run on the CPU. All work on the "device" memory itself, which is host memory, and none calls
-the null runtime: the counters stay those of the engine. Compiled kernels (attention, norms, vLLM's own operators) and
-what a graph replays write nothing, so logits mean nothing and neither does acceptance.
+PyTorch's operators also run on the CPU. All of them work on the null GPU's memory, which is host memory, and none calls
+the null runtime: its counters stay those of the engine. Replays of a `Graph` are computed too. Compiled kernels
+(attention, norms, vLLM's own operators) and replays of any other graph write nothing, so an engine's logits mean
+nothing, and neither does its acceptance.
 
-What cannot be emulated is noted in `failed` once per kernel, and left undone.
+A kernel that cannot be emulated is noted in `failed` once, and does nothing.
 """
 
 import contextlib
 import ctypes
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import triton.runtime.interpreter as triton_interpreter
@@ -24,7 +26,7 @@ from triton.runtime.jit import JITFunction
 from null_gpu import device
 from vidspec_kernels.dispatch import LaunchPlan
 
-# Kernels whose numbers no host code looks at, and that take long in the interpreter; top-p never ends without numbers.
+# Kernels whose results no host code reads, slow in the interpreter; top-p does not end on meaningless logits.
 _LEAVE_KERNELS = re.compile(
     r"mrope|rotary|^triton_|_attn_|attention|merge|relevance|guidance|row_stats|visual|rms|silu|topp|candidates|mm_input"
 )
@@ -35,8 +37,9 @@ _LEAVE_OPERATORS = re.compile(
 _INDEXING = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
 _MOST_ELEMENTS = 1 << 22
 
-failed: dict[str, str] = {}  # why by kernel or operator
+failed: dict[str, str] = {}  # the error by kernel or operator
 _is_on = False
+_recording: "Graph | None" = None  # the graph that is being captured
 
 
 def zero_blocks() -> None:
@@ -78,7 +81,7 @@ def _note(name: str, error: BaseException) -> None:
 
 
 class _Guarded:
-    """The interpreter's memory, refused where a pointer is nowhere: what garbage points to must not end the process."""
+    """The interpreter's memory access, which refuses pointers outside all memory: garbage must not end the process."""
 
     def __init__(self, real):
         self._real = real
@@ -104,6 +107,112 @@ def _check_pointers(pointers, mask) -> None:
 _run, _call, _launch = JITFunction.run, JITFunction.__call__, LaunchPlan.__call__
 _interpreted: dict[int, tuple] = {}
 _depth = 0  # of interpreted kernels that call each other
+
+
+def to_host(tree: Any) -> Any:
+    """Return a structure in which each tensor of the null GPU is a CPU tensor on the same memory."""
+    return tree_map(lambda leaf: alias(leaf) if isinstance(leaf, torch.Tensor) and leaf.is_cuda else leaf, tree)
+
+
+def to_device(tree: Any) -> Any:
+    """Return a structure with a copy on the null GPU of each CPU tensor in it; nothing is counted as a transfer."""
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.is_cuda:
+            return leaf
+        out = torch.empty_like(leaf, device="cuda")
+        alias(out).copy_(leaf)
+        return out
+
+    with _disable_current_modes():
+        return tree_map(moved, tree)
+
+
+def launched(function: Callable) -> Callable:
+    """Return a function of host tensors as a kernel of the null GPU; nothing of it is counted."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for leaf in tree_flatten((args, kwargs))[0]:
+            is_host = isinstance(leaf, torch.Tensor) and not leaf.is_cuda
+            assert not (is_host and leaf.ndim), f"a kernel was given a host tensor of {list(leaf.shape)}"
+        args, kwargs = to_host((args, kwargs))  # of a graph: its containers and numbers are those of the capture
+        with _disable_current_modes():
+            out = to_device(function(*args, **kwargs))
+        if _recording is not None:
+            result = to_host(out)
+            _recording.own += tensors_of(result)
+            _recording.launches.append(lambda: _refill(result, function(*args, **kwargs)))
+        return out
+
+    return run
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of a structure."""
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _refill(out: Any, result: Any) -> None:
+    for real, value in zip(tensors_of(out), tensors_of(result), strict=True):
+        assert real.shape == value.shape, f"a kernel gives {list(value.shape)}, captured were {list(real.shape)}"
+        real.copy_(value)
+
+
+class Graph(torch.cuda.CUDAGraph):
+    """A CUDA graph whose replay is emulated: what was captured is done again on the same memory.
+
+    A replay runs no Python of the product: numbers, shapes and branches are those of the capture. Results of its
+    operators are the graph's own, and hold garbage once it has run. What a capture must not do, the null GPU refuses.
+
+    Attributes:
+        launches: What a replay runs, in order.
+        own: Results of operators, on the host.
+        num_replays: So far.
+    """
+
+    @contextlib.contextmanager
+    def capture(self, pool: Any = None) -> Iterator[None]:
+        """Capture what runs within. It is also computed once, as in the warm-up before a capture, which a GPU omits."""
+        global _recording
+        self.launches: list[Callable[[], None]] = []
+        self.own: list[torch.Tensor] = []
+        self.num_replays = 0
+        with torch.cuda.graph(self, pool):
+            _recording = self
+            try:
+                yield
+            finally:
+                _recording = None
+        self._spoil()
+
+    def replay(self) -> None:
+        """Compute what was captured."""
+        self.num_replays += 1
+        with _disable_current_modes():
+            for launch in self.launches:
+                launch()
+        self._spoil()
+
+    def _spoil(self) -> None:
+        """Fill the graph's own memory with what cannot be taken for a result: NaN, or a number that is no index."""
+        with _disable_current_modes():
+            for memory in self.own:
+                if memory.is_floating_point():
+                    memory.fill_(float("nan"))
+                else:
+                    memory.fill_(memory.dtype == torch.bool or 0x5A5A5A5A & torch.iinfo(memory.dtype).max)
+
+
+def _is_lost() -> bool:
+    """Return whether a capture is under way that is no `Graph`'s: its replays compute nothing."""
+    return _recording is None and torch.cuda.is_current_stream_capturing()
+
+
+def _do(launch: Callable[[], None]) -> None:
+    """Run a launch on the host, and with each replay of the graph that is being captured."""
+    launch()
+    if _recording is not None:
+        _recording.launches.append(launch)
 
 
 def _install() -> None:
@@ -137,23 +246,23 @@ def _launch_both(self, grid, *changing):
 
 def _emulate(function: JITFunction, grid: tuple[int, ...], args: tuple, kwargs: dict) -> None:
     """Interpret a kernel that has been launched."""
-    global _depth
     name = function.fn.__name__
-    if not _is_on or torch.cuda.is_current_stream_capturing() or _LEAVE_KERNELS.search(name):
+    if not _is_on or _is_lost() or _LEAVE_KERNELS.search(name):
         return
+    values, named = to_host((args, kwargs))  # tensors may come in tuples
 
-    def on_host(value):
-        return alias(value) if isinstance(value, torch.Tensor) and value.is_cuda else value
+    def launch() -> None:
+        global _depth
+        _depth += 1
+        try:
+            with _disable_current_modes():
+                _interpret(function).run(*values, grid=grid, warmup=False, **named)
+        except Exception as error:
+            _note(name, error.__cause__ or error)
+        finally:
+            _depth -= 1
 
-    _depth += 1
-    try:
-        with _disable_current_modes():
-            values, named = tree_map(on_host, (args, kwargs))  # tensors may come in tuples
-            _interpret(function).run(*values, grid=grid, warmup=False, **named)
-    except Exception as error:
-        _note(name, error.__cause__ or error)
-    finally:
-        _depth -= 1
+    _do(launch)
 
 
 def _call_inside(self, *args, **kwargs):
@@ -183,17 +292,14 @@ class _Operators(TorchDispatchMode):
                 return _nonzero(args[0])
         out = function(*args, **kwargs)
         if _can_run(function, name, args, kwargs, out):
-            try:
-                _run_on_host(function, args, kwargs, out)
-            except Exception as error:
-                _note(name, error)
+            _do(_on_host(function, name, args, kwargs, out))
         return out
 
 
 def _can_run(function, name: str, args, kwargs, out) -> bool:
     if function.namespace != "aten" or function.is_view or _LEAVE_OPERATORS.match(name):
         return False
-    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+    if torch.compiler.is_compiling() or _is_lost():
         return False
     leaves = (*tree_flatten((args, kwargs))[0], *tree_flatten(out)[0])
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -201,21 +307,28 @@ def _can_run(function, name: str, args, kwargs, out) -> bool:
     return plain and any(t.is_cuda for t in tensors) and all(t.numel() <= _MOST_ELEMENTS for t in tensors)
 
 
-def _run_on_host(function, args, kwargs, out) -> None:
+def _on_host(function, name, args, kwargs, out) -> Callable[[], None]:
+    """Return an operator as a launch on the memory of its operands and its result."""
+
     def on_host(value):
-        if isinstance(value, torch.Tensor) and value.is_cuda:
-            return alias(value)
         if isinstance(value, torch.device) and value.type == "cuda":
             return torch.device("cpu")
-        return value
+        return to_host(value)
 
-    values = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-    result = function(*tree_map(on_host, args), **tree_map(on_host, values))
-    if function._schema.is_mutable:
-        return
-    for real, value in zip(tree_flatten(out)[0], tree_flatten(result)[0], strict=True):
-        if isinstance(real, torch.Tensor) and real.is_cuda:
-            alias(real).copy_(value)
+    values = tree_map(on_host, {key: value for key, value in kwargs.items() if key != "pin_memory"})
+    operands, result = tree_map(on_host, args), to_host(out)
+    if _recording is not None and not function._schema.is_mutable:
+        _recording.own += tensors_of(result)
+
+    def launch() -> None:
+        try:
+            found = function(*operands, **values)
+            if not function._schema.is_mutable:
+                _refill(result, found)
+        except Exception as error:
+            _note(name, error)
+
+    return launch
 
 
 def _nonzero(mask: torch.Tensor) -> torch.Tensor:
@@ -228,7 +341,7 @@ def _nonzero(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _mask_to_indices(index) -> list:
-    """Return what an index stands for: the indices of a boolean mask's true elements, else itself."""
+    """Return an index as a list: the positions of a boolean mask's true elements, else the index itself."""
     if not (isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)):
         return [index]
     return list(index.nonzero(as_tuple=True)) if not index.is_cuda else list(_nonzero(index).unbind(1))

@@ -2,9 +2,8 @@
 
     python -m null_gpu.engine_run OUT.json NAME...
 
-A process of its own: an engine leaves threads and caches behind that a test's process should not have. Each name is one
-of `CASES`; cases with the same engine share it, one after another. A case that fails is reported with its traceback and
-takes its engine with it; the next one starts.
+It runs in a process of its own, as an engine leaves threads and caches behind. Each name is one of `CASES`; consecutive
+cases with the same engine share it. A case that fails is reported with its traceback, and its engine is shut down.
 """
 
 import contextlib
@@ -31,23 +30,23 @@ _MOST_STEPS = 400
 
 @dataclass
 class Measured:
-    """What one configuration did.
+    """Measurements of one configuration.
 
     Attributes:
         name: The case.
         error: Traceback, None if it ran.
-        start_s: What the engine took to start, 0 if an earlier case has started it.
-        took_s: What all of the case took.
-        start: What starting counted.
-        prefill: What the steps before the counted ones counted.
-        steps: What each counted decode step counted.
+        start_s: Seconds to start the engine, 0 if an earlier case has started it.
+        took_s: Seconds of the whole case.
+        start: Counters of the start.
+        prefill: Counters of the steps before the counted ones.
+        steps: Counters of each counted decode step.
         lines: `event|line` to `[times, bytes]`, of the counted steps.
         tokens: Output tokens of the counted steps.
         host_ms: Of each timed step, nothing emulated.
         shares: Of the host time of further steps, by owner (see `host_time.owner`); of one rank alone.
-        timed: What the timed steps counted together.
-        not_emulated: What the emulation could not do.
-        extra: What the case itself measured.
+        timed: Counters of all timed steps.
+        not_emulated: Errors of the emulation, by kernel.
+        extra: Measurements of the case's own.
     """
 
     name: str
@@ -92,7 +91,7 @@ class Session:
 
     @contextlib.contextmanager
     def decoding(self, **sampling: Any) -> Iterator[None]:
-        """Let new requests, of new videos, decode under emulation until they are aborted at the end."""
+        """Let new requests with new videos decode under emulation; abort them at the end."""
         from vllm import SamplingParams
 
         self.probe("emulate", True)
@@ -122,7 +121,7 @@ class Session:
         raise RuntimeError(f"no tokens after {_MOST_STEPS} steps: {self.tokens}")
 
     def _abort(self, names: list[str]) -> None:
-        """Abort requests and let the engine forget them."""
+        """Abort requests and step until the engine has released them."""
         self.engine.abort_request(names)
         for _ in range(_MOST_STEPS):
             if not self.engine.has_unfinished_requests():
@@ -143,7 +142,7 @@ class Session:
 
 
 def start(case: Case, out: Measured) -> Session:
-    """Start a case's engine, with what that took and counted in `out`."""
+    """Start a case's engine; write time and counters into `out`."""
     if case.before is not None:
         case.before()
     gc.freeze()  # vLLM collects garbage some twenty times an engine, over all that the process has imported
@@ -155,7 +154,7 @@ def start(case: Case, out: Measured) -> Session:
 
 
 def measure(session: Session, out: Measured) -> None:
-    """Count the decode steps of the session's case under emulation, time some without, and sample more."""
+    """Count decode steps of the session's case under emulation, time others without, and sample the stack in more."""
     case = session.case
     before = session.probe("counters")
     with session.decoding(**case.sampling):
@@ -181,7 +180,7 @@ def measure(session: Session, out: Measured) -> None:
 
 
 def _check_running(session: Session) -> None:
-    """Raise if requests ended: steps that do nothing would count as cheap ones."""
+    """Raise if requests have ended: steps that do nothing would count as cheap ones."""
     if not session.engine.has_unfinished_requests():
         raise RuntimeError(f"requests ended while steps were measured: {session.tokens}; count or time fewer")
 
@@ -204,12 +203,12 @@ def count_steps(session: "Session", out: Measured) -> None:
 
 
 def gained(before: list[dict[str, int]], after: list[dict[str, int]]) -> list[Counter]:
-    """Return by rank what each counter has gained; those that have not are missing."""
+    """Return the increase of each counter by rank; counters that have not changed are missing."""
     return [Counter(late) - Counter(early) for early, late in zip(before, after, strict=True)]
 
 
 def run(names: list[str]) -> Iterator[Measured]:
-    """Measure cases in the order given, as far as those with the same engine follow each other on one engine."""
+    """Measure cases in the order given; consecutive ones with the same engine share it."""
     session = None
     for name, following in zip(names, [*names[1:], None], strict=True):
         case, out, begun = CASES[name], Measured(name), time.perf_counter()

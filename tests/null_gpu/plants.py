@@ -1,4 +1,4 @@
-"""Defects planted into a running engine, so that the tests of the decode path are seen to fail."""
+"""Defects planted into a running engine, to see the tests of the decode path fail."""
 
 import ctypes
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-# By name: what is planted into `propose` (given the draft tokens, vLLM's batch and what was sampled), a line each by
-# which complaints know it, and the counters that must show it.
+# By name: what `propose` does in addition, given draft tokens, vLLM's batch and the sampled counts, in a lambda whose
+# line complaints must name; and the counters that must show it.
 PLANTS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "item": (lambda drafts, batch, sampled: sampled[0].item(), ("sync",)),
     "host index": (lambda drafts, batch, sampled: drafts[torch.tensor([0])], ("sync", "copy.blocking")),
@@ -36,7 +36,7 @@ def line_of(name: str) -> str:
 
 
 def plant_each(session: Any) -> dict[str, Any]:
-    """Return by plant what the decode steps did with it; the engine is whole again afterwards."""
+    """Return the counted decode steps by plant; the plants are removed afterwards."""
     from null_gpu.engine_run import Measured, count_steps
 
     speculator, found = session.worker.model_runner.speculator, {}

@@ -28,7 +28,7 @@ class Probe:
             self._emulating.enter_context(emulate.emulating())
 
     def trace(self, on: bool) -> dict[str, list[int]]:
-        """Begin or end recording lines; return what was recorded: `event|line` to `[times, bytes]`."""
+        """Begin or end a trace; return the lines so far: `event|line` to `[times, bytes]`."""
         self._tracing.close()
         lines = {f"{event}|{line}": row for (event, line), row in self._seen.lines.items()}
         if on:
@@ -40,7 +40,7 @@ class Probe:
         return dict(device.counters())
 
     def not_emulated(self) -> dict[str, str]:
-        """Return what the emulation could not do."""
+        """Return the errors of the emulation, by kernel."""
         return dict(emulate.failed)
 
 

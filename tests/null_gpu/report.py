@@ -1,4 +1,4 @@
-"""The table of what a decode step does on the null GPU, as docs/gpu.md has it; pure, reads measurements.
+"""The table of decode steps on the null GPU in docs/gpu.md; pure, reads measurements.
 
 python -m null_gpu.report RESULTS.json            # print the tables
 python -m null_gpu.report RESULTS.json PAGE.md    # and write them between the page's marks
@@ -13,12 +13,12 @@ from typing import Any
 
 from null_gpu import host_time, judge
 
-# The marks of a page between which a table stands: of the bundled pairs, of whole models.
+# The marks of a page around each table: of the bundled pairs, of whole models.
 MARKS = {
     False: ("<!-- null-gpu -->", "<!-- /null-gpu -->"),
     True: ("<!-- null-gpu-whole -->", "<!-- /null-gpu-whole -->"),
 }
-# What a row says per step, and the counters that it adds up.
+# Columns per step, each the sum of some counters.
 PER_STEP = {
     "launches": ("launch",),
     "launches_runtime": ("launch.cudaLaunchKernel", "launch.cudaLaunchKernelExC", "launch.cudaLaunchCooperativeKernel"),
@@ -59,7 +59,7 @@ def summary(measured: dict[str, Any], vanilla: dict[str, Any]) -> dict[str, Any]
 
 
 def _of_whole(measured: dict[str, Any]) -> dict[str, Any]:
-    """Return what is told of whole models: graphs captured until requests came, bytes by owner."""
+    """Return what rows of whole models have in addition: graphs captured at the start, bytes by owner."""
     counts = {name: measured["start"][counter] for name, counter in CAPTURED.items()}
     return {"memory": measured["extra"]["memory"], **counts}
 
@@ -102,7 +102,7 @@ def table(rows: list[dict[str, Any]], whole: bool = False) -> str:
 
 
 def section(results: dict[str, Any], whole: bool = False) -> str:
-    """Return a table and where it comes from, as a page has them."""
+    """Return a table and its provenance, as a page shows them."""
     origin = results["provenance"]
     versions = ", ".join(f"{name} {origin['versions'][name]}" for name in ("vllm", "torch", "triton"))
     commit = f"commit {origin['git_sha'][:10]}" if origin["git_sha"] else "no commit"

@@ -1,4 +1,4 @@
-"""What a running engine goes through beside decoding: prompts, sleep; each returns what the tests look at."""
+"""Further measurements of a running engine: long prompts, kernels of a step, memory by owner, sleep."""
 
 import resource
 from collections.abc import Callable, Iterable
@@ -10,11 +10,11 @@ import torch
 
 
 def peak_of_a_prompt(session: Any) -> dict[str, int]:
-    """Prefill and decode prompts that the engine has not seen; return the peak in bytes and what bounds it.
+    """Prefill prompts that the engine has not seen; return the peak in bytes and its bound.
 
     Returns:
-        `peak`: most that was allocated above what there was before; `profiled`: what vLLM's profile run took, and so
-        left free beside weights and caches, and what is set aside for pixels.
+        `peak`: the largest increase of allocated memory; `profiled`: the peak of vLLM's profile run, which stays free
+        beside weights and caches, and the memory set aside for pixels.
     """
     worker = session.worker
     torch.cuda.synchronize()
@@ -28,7 +28,7 @@ def peak_of_a_prompt(session: Any) -> dict[str, int]:
 
 
 def sums_of_guidance(session: Any) -> dict[str, list[list[int] | None]]:
-    """Prefill a prompt; return by layer the shape of the log-sum-exps that guidance was told, None where it was not."""
+    """Prefill a prompt; return by layer the shape of the log-sum-exps that guidance got, None where it got none."""
     from vllm_vidspec.engine.hooks import attention
 
     told, scores = [], attention.guidance_scores
@@ -43,7 +43,7 @@ def sums_of_guidance(session: Any) -> dict[str, list[list[int] | None]]:
 
 
 def kernels_of_drafts(session: Any) -> dict[str, list[str]]:
-    """Draft with graphs and without; return the kernels of one step each, in their order."""
+    """Draft one step with graphs and one without; return the kernels of each in order."""
     from null_gpu import device
     from vllm_vidspec.engine.draft.drafter import Drafter
 
@@ -52,7 +52,7 @@ def kernels_of_drafts(session: Any) -> dict[str, list[str]]:
     captured = graphs.graphs
 
     def noting(self: Drafter, message: Any) -> Any:
-        # A step of its own each: what it is to draft follows from the step before.
+        # Two steps, as each drafts from the result of the one before.
         name = "replayed" if "replayed" not in found else "launched"
         graphs.graphs = captured if name == "replayed" else {}
         with device.in_order("launch", "replay") as kernels:
@@ -68,9 +68,7 @@ def kernels_of_drafts(session: Any) -> dict[str, list[str]]:
 
 
 def let_rest(first_alone: bool) -> Callable[[], None]:
-    """Return what lets the controller of the next engine decide that its first request gets no drafts, or that nobody
-    does, whatever its steps take.
-    """
+    """Return a patch of the next engine's controller: drafts for all but the first request, or for none."""
 
     def before() -> None:
         from vllm_vidspec.adapt import REST, Controller, Decision
@@ -88,7 +86,7 @@ def let_rest(first_alone: bool) -> Callable[[], None]:
 
 
 def kernels_of_a_step(session: Any) -> dict[str, Any]:
-    """Make a step; return its kernels in their order, those of graphs too, and how many layers both models have."""
+    """Make a step; return its kernels in order, those of graphs included, and the numbers of layers of both models."""
     from null_gpu import device
 
     runner = session.worker.model_runner
@@ -100,7 +98,7 @@ def kernels_of_a_step(session: Any) -> dict[str, Any]:
 
 
 def memory_by_owner(session: Any) -> dict[str, dict[str, int]]:
-    """Return bytes of the device by who holds them, and how much of the host's memory the process really has.
+    """Return bytes of device memory by owner, and the process's resident host memory.
 
     Returns:
         `memory`: weights of target and draft, the target's KV cache, the draft's pool and its vision embeddings,

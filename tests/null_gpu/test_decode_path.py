@@ -1,4 +1,4 @@
-"""What a decode step makes the CUDA builds do on the null GPU: no wait, blocking copy or allocation of ours."""
+"""Decode steps of the CUDA builds on the null GPU: no synchronisation, blocking copy or allocation beside vanilla's."""
 
 import json
 import os
@@ -19,7 +19,6 @@ TWO_RANKS = [name for name, case in CASES.items() if case.num_ranks > 1]
 RUN = [name for name, case in CASES.items() if not case.is_planted]
 # Those with a vanilla counterpart in the same mode.
 OURS = [name for name in RUN if CASES[name].most_launches]
-# One process runs many engines; those with several ranks have processes of their own.
 # Of a prompt's video: 8 frames, of which the processor takes 4, in pairs of 64 patches; 2 bytes a value.
 PIXEL_BYTES = 2 * 64 * 1176 * 2
 TIMEOUT_S, GIB = 1200, 2**30
@@ -27,16 +26,16 @@ TIMEOUT_S, GIB = 1200, 2**30
 
 @pytest.fixture(scope="session")
 def measured(request, tmp_path_factory):
-    """Return what was measured, by case: all that the selected tests ask for, and what they are compared with."""
+    """Return measurements by case: all that the selected tests need, and the vanilla cases beside them."""
     wanted = set().union(*(cases_of(item) for item in request.session.items))
     wanted |= {CASES[name].vanilla for name in wanted}
     target, rows = os.environ.get("NULL_GPU_RESULTS"), []
     small = [name for name in CASES if name in wanted and not CASES[name].is_whole]
     single, double = ([name for name in small if CASES[name].num_devices == n] for n in (1, 2))
-    # Two at a time on two cores, unless times are wanted that can be reported: what needs two devices takes a quarter
-    # of all time, and follows the shorter part of the others.
+    # Two at a time on two cores, unless times are to be reported. What needs two devices takes a quarter of the time
+    # and follows the shorter part of the others.
     singles = [single] if target else split(single, 0.32 if double else 0.5)
-    # Whole models want a device of their own, which an earlier engine of their process would not leave them.
+    # Whole models need the whole device, so each has a process of its own.
     whole = [[name] for name in CASES if name in wanted and CASES[name].is_whole]
     parts = [part for part in (*singles, double, *whole) if part]
     with ThreadPoolExecutor(1 if target else 2) as pool:
@@ -53,7 +52,7 @@ def measured(request, tmp_path_factory):
 
 
 def split(names, share):
-    """Return cases in two lists, the first with such a share of them, between two engines."""
+    """Split cases between two engines; the first list has about this share of them."""
     middle = int(share * len(names))
     while 0 < middle < len(names) and CASES[names[middle - 1]].shares_engine(CASES[names[middle]]):
         middle += 1
@@ -61,7 +60,7 @@ def split(names, share):
 
 
 def run(folder, names):
-    """Run cases of one machine in a process of their own and return what it measured."""
+    """Measure cases with the same numbers of devices in one process."""
     path, case = folder / "results.json", CASES[names[0]]
     machine = {"NULLGPU_DEVICES": str(case.num_devices), "NULLGPU_MEM_GB": str(case.device_gb)}
     environment = os.environ | machine | {"VLLM_LOGGING_LEVEL": "WARNING"}
@@ -90,42 +89,42 @@ def write_results(path, rows):
 
 @pytest.fixture
 def row(measured, name):
-    """Return what a case has measured, which must have run."""
+    """Return a case's measurements; the case must have run."""
     assert not measured[name]["error"], measured[name]["error"]
     return measured[name]
 
 
 @pytest.mark.parametrize("name", RUN)
 def test_it_runs_without_fault(row):
-    """Starts, profiles, captures, prefills a video, decodes, aborts; nothing that a device would have refused."""
+    """Start, profile, capture, prefill of a video, decoding, abort: a device would have refused nothing."""
     assert judge.faults(row) == []
     assert row["tokens"] >= len(row["steps"])
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_no_wait_is_ours(measured, row, name):
+def test_steps_wait_no_more_than_vanillas(measured, row, name):
     vanilla = measured[CASES[name].vanilla]
-    complaints = judge.waits_of_ours(row, vanilla, CASES[name].allowed)
+    complaints = judge.extra_waits(row, vanilla, CASES[name].allowed)
     assert not complaints, f"{name}, beside {vanilla['name']}:\n" + "\n".join(complaints)
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_nothing_else_of_ours_crosses(row, name):
-    assert judge.crossings_of_ours(row, CASES[name].crossings) == []
+def test_host_device_transfers_are_known(row, name):
+    assert judge.unknown_transfers(row, CASES[name].transfers) == []
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_launches_stay_in_the_budget(row, name):
     assert judge.per_step(row, "launch") <= CASES[name].most_launches
-    # Nothing is emulated while steps are timed: they must do the same nevertheless, but for steps that add a block.
+    # Timed steps are not emulated; they must launch the same, but for steps that add a block.
     per_step = judge.per_step(row, "launch")
     assert row["timed"]["launch"] / len(row["host_ms"]) == pytest.approx(per_step, rel=0.05, abs=2)
 
 
 @pytest.mark.parametrize("name", [name for name in OURS if CASES[name].has_whole_graphs])
 def test_the_target_is_one_graph(row, name):
-    """Whatever is drafted, and in a padded batch too. Catches: trees that fall back to pieces, or to no graph."""
-    assert judge.replays(row, "execute_model") == len(row["steps"]), judge.culprits(row, "cudaGraphLaunch")
+    """In padded batches too. Catches: trees that fall back to pieces, or to no graph."""
+    assert judge.replays(row, "execute_model") == len(row["steps"]), judge.callers(row, "cudaGraphLaunch")
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
@@ -145,7 +144,7 @@ def test_eight_clips_stay_within_the_profiled_peak(measured):
 
 @pytest.mark.parametrize("name", [name for name in OURS if CASES[name].is_whole])
 def test_whole_models_have_their_memory_on_the_device_alone(measured, row, name):
-    """Catches: weights that are written on the host, and so none that are whole; tensors of ours that nobody counts."""
+    """Catches: weights written on the host, models that are not whole; memory of ours that is not accounted for."""
     memory, vanilla = row["extra"]["memory"], measured[CASES[name].vanilla]["extra"]["memory"]
     assert memory["host"] < 8 * GIB < 50 * GIB < memory["allocated"], memory
     assert memory["target"] == vanilla["target"] > 15 * GIB and memory["draft"] > 3 * GIB
@@ -166,7 +165,7 @@ def test_sleep_gives_memory_back(measured, level):
 
 @pytest.mark.cases("chain", "vanilla")
 def test_pixels_go_to_the_device_once(measured):
-    """What a prompt's prefill copies up beside vanilla's is no second copy of its video."""
+    """A prefill uploads hardly more than vanilla's. Catches: a second copy of the video."""
     ours, vanilla = (
         sum(measured[name]["prefill"].get(f"copy.h2d_{kind}_bytes", 0) for kind in ("pinned", "pageable"))
         for name in ("chain", "vanilla")
@@ -178,8 +177,8 @@ def test_pixels_go_to_the_device_once(measured):
 
 
 @pytest.mark.cases("chain")
-def test_guidance_is_told_the_sums_of_the_layers_own_attention(measured):
-    """Catches: a pass over all keys of each layer that FlashAttention has made already."""
+def test_guidance_gets_the_log_sum_exps_of_the_layers_own_attention(measured):
+    """Catches: a second pass over all keys of a layer."""
     told = measured["chain"]["extra"]["told"]
     assert told and all(shape is not None and shape[:2] == shape[2:] for shape in told), told
 
@@ -196,32 +195,32 @@ def test_chains_take_tree_attention_where_keys_are_not_split(measured):
     found = measured["chain graphs FA2"]["extra"]
     num_target, num_draft = found["layers"]
     assert found["kernels"].count("_tree_attention_kernel") == num_target + num_draft
-    # Single rows stay with it: the draft's levels behind the first.
+    # FlashAttention keeps the draft's levels after the first, of single rows.
     own = [kernel for kernel in found["kernels"] if "flash_fwd" in kernel]
     assert len(own) % num_draft == 0 and len(own) >= num_draft, own
     assert "_tree_attention_kernel" not in measured["chain graphs batch"]["extra"]["kernels"]
 
 
-# ---- the tests above are seen to fail
+# ---- planted defects fail the tests above
 
 
 @pytest.mark.cases("planted")
 @pytest.mark.parametrize("plant", [name for name, (_, counters) in PLANTS.items() if counters])
-def test_a_planted_defect_is_seen_and_named(measured, plant):
+def test_a_planted_defect_is_seen_by_its_line(measured, plant):
     assert not measured["planted"]["error"], measured["planted"]["error"]
-    complaints = judge.waits_of_ours(measured["planted"]["extra"][plant], measured["vanilla"])
+    complaints = judge.extra_waits(measured["planted"]["extra"][plant], measured["vanilla"])
     assert {complaint.split(":")[0] for complaint in complaints} >= set(PLANTS[plant][1])
     assert all(f"{line_of(plant)} <" in complaint for complaint in complaints), complaints
 
 
-def test_a_thread_of_ours_may_be_a_step_late():
-    """Catches: a thread's wait for the step before that passes for one too many; a wait of the loop that may do so."""
+def test_a_wait_of_our_thread_may_be_a_step_late():
+    """Catches: a thread's wait for the step before counted as one too many; the same leave for the main thread."""
 
     def waits(times, caller):
         line = f"engine/parallel/commits.py:148 _write_down < {caller}"
         steps = [{"sync": 0}] * 9 + [{"sync": times}]
         row = {"steps": steps, "lines": {f"cudaEventSynchronize|{line}": [times, 0]}}
-        return judge.waits_of_ours(row, {"steps": [{"sync": 0}] * 10, "lines": {}}, ["commits.py _write_down"])
+        return judge.extra_waits(row, {"steps": [{"sync": 0}] * 10, "lines": {}}, ["commits.py _write_down"])
 
     thread, loop = "lib/python3.11/threading.py:1045 _bootstrap_inner", "engine/runner.py:1 sample_tokens"
     assert waits(11, thread) == [] == waits(10, loop)
@@ -229,9 +228,9 @@ def test_a_thread_of_ours_may_be_a_step_late():
 
 
 @pytest.mark.cases("planted")
-def test_a_planted_crossing_is_seen(measured):
-    """Pinned copies keep nobody waiting, but each costs a launch: a new one has to be asked for."""
-    (found,) = judge.crossings_of_ours(measured["planted"]["extra"]["pinned upload"], CASES["planted"].crossings)
+def test_a_planted_transfer_is_seen(measured):
+    """Pinned copies do not block, but each costs a launch."""
+    (found,) = judge.unknown_transfers(measured["planted"]["extra"]["pinned upload"], CASES["planted"].transfers)
     assert line_of("pinned upload") in found
 
 
@@ -243,7 +242,7 @@ def test_launches_past_the_budget_are_seen(measured):
 
 @pytest.mark.cases("planted")
 def test_without_the_plants_it_is_clean(measured):
-    assert judge.waits_of_ours(measured["planted"], measured["vanilla"]) == []
+    assert judge.extra_waits(measured["planted"], measured["vanilla"]) == []
 
 
 @pytest.mark.cases("planted capture")

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.simulated_device.fakes import StagedWrites
-from tests.unit.engine.fakes import ALONE, CPU, Counts, make_knobs
+from tests.unit.engine.fakes import ALONE, CPU, Counts, StagedWrites, make_knobs
 from vllm_vidspec.engine.draft.backend import LocalBackend
 from vllm_vidspec.engine.draft.drafter import UNBOUNDED, Drafter
 from vllm_vidspec.engine.draft.kv import NULL_BLOCK, DraftKV

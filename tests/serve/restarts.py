@@ -1,7 +1,7 @@
-"""What becomes of a server whose processes are killed, or whose host lacks something; rows of docs/reliability.md.
+"""Servers whose processes are killed, or whose host lacks something: the rows of docs/reliability.md.
 
-Each case serves the bundled pair, does something to it, and returns in words what was seen; it raises AssertionError
-where that is not what it should be.
+Each case serves the bundled pair, disturbs it, and returns its observations in words; it raises AssertionError where
+one is not as expected.
 """
 
 import os
@@ -27,13 +27,13 @@ from vllm_vidspec.tools.processes import VllmServer, free_port
 FAMILY, QUESTION, MAX_TOKENS = "qwen2.5-vl", pairs.DEFAULT_QUESTION, 24
 OF_RANKS = "llava-onevision"  # its towers have an even number of heads
 SMALL = {"kv_cache_memory_bytes": 96 * 2**20}  # an engine fills its cache with zeros when it starts
-_SOON_S = 90.0  # within which everything that was killed must be over, on a loaded machine
+_SOON_S = 90.0  # bound of every wait after a kill, on a loaded machine
 _NOWHERE = "/proc/nowhere"  # where not even root can make a folder
 SHM = Path("/dev/shm")
 
 
 class _Server(VllmServer):
-    """A server behind a command that prepares its surroundings."""
+    """A server started through a command that prepares its environment."""
 
     prefix: tuple[str, ...] = ()
 
@@ -50,7 +50,7 @@ def _serving(
     prefix: Sequence[str] = (),
     **overrides: Any,
 ) -> Iterator[_Server]:
-    """Serve the pair, with a temporary directory of its own for its counters, and wait until it answers."""
+    """Serve the pair with a temporary directory of its own for counters, and wait until it is ready."""
     port, tmp = free_port(), folder / "tmp"
     tmp.mkdir(exist_ok=True)
     family = OF_RANKS if overrides.get("tensor_parallel_size", 1) > 1 else FAMILY
@@ -77,14 +77,14 @@ def _processes(server: VllmServer) -> list[psutil.Process]:
 
 
 def _called(processes: list[psutil.Process], name: str) -> psutil.Process:
-    """Return the one that has given itself this name."""
+    """Return the process with this name in its command line."""
     found = [process for process in processes if name in " ".join(process.cmdline())]
     assert len(found) == 1, (name, [" ".join(process.cmdline())[:80] for process in processes])
     return found[0]
 
 
 class _Client(threading.Thread):
-    """Streams one long answer; how it ended is in `end`."""
+    """Streams one long answer; `end` says how the stream ended."""
 
     def __init__(self, server: VllmServer):
         super().__init__(daemon=True)
@@ -118,16 +118,16 @@ def _wait(is_there: Callable[[], bool], what: str) -> float:
     return time.monotonic() - start
 
 
-# ---- what is killed -------------------------------------------------------------------------------------------------
+# ---- killed processes ------------------------------------------------------------------------------------------------
 
 
 def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> str:
-    """Kill -9 one process in mid-answer; the next server finds nothing left of it.
+    """Kill -9 one process while it answers; the next server finds nothing left of it.
 
     Args:
         folder: For logs and counters.
-        victim: What the process calls itself; "" for the API server.
-        stops: Whether the server ends by itself; else its group is ended, as a supervisor does.
+        victim: The process's name; "" for the API server.
+        stops: Whether the server exits by itself; else its process group is ended, as a supervisor does.
         overrides: Of the engine's arguments.
     """
     in_shm = set(os.listdir(SHM))
@@ -141,9 +141,9 @@ def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> s
         client.start()
         assert client.has_begun.wait(_SOON_S), "no answer began"
         (_called(processes[1:], victim) if victim else processes[0]).kill()
-        heard_s = _wait(lambda: not client.is_alive(), "the client still waits")
+        received_s = _wait(lambda: not client.is_alive(), "the client still waits")
         assert client.end and client.end != "answered", client.end
-        seen = [f"the client gets {client.end} after {heard_s:.0f} s"]
+        seen = [f"the client gets {client.end} after {received_s:.0f} s"]
         if stops:
             ended_s = _wait(lambda: server.process.poll() is not None, "the server goes on without it")
             # vLLM's own API server says 0 here, with or without us: the page tells.
@@ -168,11 +168,11 @@ def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> s
     return "; ".join([*seen, "the same answer again"])
 
 
-# ---- what the host lacks --------------------------------------------------------------------------------------------
+# ---- a host that lacks something ------------------------------------------------------------------------------------
 
 
 def two_servers(folder: Path) -> str:
-    """Two servers of one user, in one temporary directory: each counts its own."""
+    """Two servers of one user share a temporary directory: each counts its own requests."""
     with _serving(folder, "one") as one, _serving(folder, "two") as two:
         assert len(_counters(folder)) == 2
         before = [server.metrics() for server in (one, two)]
@@ -184,12 +184,12 @@ def two_servers(folder: Path) -> str:
 
 
 def lacking(folder: Path, env: dict[str, str], prefix: Sequence[str] = ()) -> str:
-    """Serve and ask where the host lacks something.
+    """Serve and ask on a host that lacks something.
 
     Args:
         folder: For logs.
-        env: What says so.
-        prefix: A command that makes it so.
+        env: Variables of the server.
+        prefix: A command in front of the server's.
     """
     with _serving(folder, env=env, prefix=prefix) as server:
         assert _ask(server), "no answer"
@@ -239,7 +239,7 @@ _FULL_SHM = (
 
 
 def full_shm(folder: Path) -> str:
-    """Start with a /dev/shm that is full: vLLM refuses to, with or without us, and says how much it needs."""
+    """Start with a full /dev/shm: vLLM refuses, with or without us, and says how much it needs."""
     try:
         lacking(folder, {}, _FULL_SHM)
     except VidSpecError as refusal:
@@ -250,7 +250,7 @@ def full_shm(folder: Path) -> str:
 
 
 class Case(NamedTuple):
-    """A row of the page: what is done, and what does it."""
+    """A row of the page: its name and its function."""
 
     name: str
     run: Callable[[Path], str]

@@ -1,4 +1,4 @@
-"""A server that loses its engine ends, and the next finds nothing left of it; the other cases are run by a script."""
+"""A server whose engine is killed exits and leaves nothing behind; a script runs the other cases."""
 
 import tempfile
 from pathlib import Path

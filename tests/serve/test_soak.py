@@ -1,4 +1,4 @@
-"""The soak's short form: half a minute of every kind of traffic, every answer compared, nothing left afterwards."""
+"""A short soak: half a minute of mixed traffic, every output compared, nothing leaked."""
 
 import json
 import subprocess

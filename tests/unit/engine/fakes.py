@@ -131,3 +131,26 @@ def model_state(positions: torch.Tensor | None = None) -> SimpleNamespace:
         prepare_dummy_inputs=lambda num_reqs, num_tokens: inputs,
         prepare_attn=prepare_attn,
     )
+
+
+class StagedWrites:
+    """Stands in for vLLM's `StagedWriteTensor`, whose kernel reads what is staged from host memory that it maps."""
+
+    def __init__(self, size: Any, dtype: torch.dtype, device: torch.device, **_options: Any):
+        self.gpu = torch.zeros(size, dtype=dtype, device=device)
+        self._staged: list[tuple[int, int, list]] = []
+
+    def stage_write(self, row: int, start: int, values: Any) -> None:
+        self._staged.append((row, start, list(values)))
+
+    def stage_write_elem(self, row: int, value: int) -> None:
+        self._staged.append((row, 0, [value]))
+
+    def apply_write(self) -> None:
+        memory = self.gpu.numpy().reshape(len(self.gpu), -1)
+        for row, start, values in self._staged:
+            memory[row, start : start + len(values)] = values
+        self.clear_staged_writes()
+
+    def clear_staged_writes(self) -> None:
+        self._staged.clear()

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.simulated_device.fakes import StagedWrites
-from tests.unit.engine.fakes import Counts
+from tests.unit.engine.fakes import Counts, StagedWrites
 from vllm_vidspec.engine.draft import drafter as drafter_module
 from vllm_vidspec.engine.draft import kv as kv_module
 from vllm_vidspec.engine.draft.drafter import UNBOUNDED, Drafter

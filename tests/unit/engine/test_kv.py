@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.simulated_device.fakes import StagedWrites
+from tests.unit.engine.fakes import StagedWrites
 from vidspec_kernels import CacheList, StepTables, begin_step
 from vllm_vidspec.engine.draft import kv as kv_module
 from vllm_vidspec.engine.draft.buffers import DraftBuffers

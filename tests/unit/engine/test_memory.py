@@ -7,8 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from tests.simulated_device.fakes import StagedWrites
-from tests.unit.engine.fakes import make_knobs
+from tests.unit.engine.fakes import StagedWrites, make_knobs
 from vllm_vidspec.engine.draft import kv as kv_module
 from vllm_vidspec.engine.draft import memory
 from vllm_vidspec.engine.draft.buffers import DraftBuffers

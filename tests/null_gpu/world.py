@@ -1,23 +1,24 @@
-"""A decode loop of the engine's own tensor code around two networks of integers, on the CPU or on the simulated device.
+"""The engine's own decode loop around two networks of integers, on the CPU or on the null GPU.
 
-The networks keep their keys and values in paged caches as the engine does, and what they answer depends on every entry
-that a token attends to: a wrong slot, position or mask changes the text. vLLM's own kernels (sampling, commits, its
-attention) are one launch each.
+The networks keep keys and values in paged caches as the engine does, and their logits depend on every entry that a
+token attends to: a wrong slot, position or mask changes the text. vLLM's own kernels (attention, sampling, commits) are
+one launch each.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+from vllm.config.compilation import CUDAGraphMode
 
-from tests.simulated_device import device as sim
-from tests.simulated_device.fakes import (
+from null_gpu.emulate import Graph, emulating, launched, to_device, to_host
+from null_gpu.networks import (
     BLOCK_SIZE,
-    CPU,
     MAX_LEN,
     MAX_REQS,
     NUM_BLOCKS,
@@ -25,8 +26,6 @@ from tests.simulated_device.fakes import (
     FakeAttention,
     FakeDraft,
     FakeSampler,
-    GrowLaunch,
-    StagedWrites,
     as_dict,
     attend,
     hashed,
@@ -35,12 +34,13 @@ from tests.simulated_device.fakes import (
 from tests.unit.engine import fakes
 from vidspec_kernels import candidates_reference, draw_reference
 from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.drafting import adaptive
 from vllm_vidspec.engine import parts, speculator, tree_attention
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft import backend, drafter, noise
 from vllm_vidspec.engine.draft import kv as kv_pool
 from vllm_vidspec.engine.draft import prefill as draft_prefill
+from vllm_vidspec.engine.draft.drafter import Drafter
+from vllm_vidspec.engine.draft.graphs import DraftGraphs
 from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.knobs import Knobs
@@ -53,14 +53,14 @@ from vllm_vidspec.metrics import MetricsFile
 
 
 class World:
-    """The runner's part, from which the engine's own parts are made: rows, batches, the target, commits.
+    """The model runner's side, from which the engine builds its parts: rows, batches, the target, commits.
 
     Args:
-        device: Where the tensors live.
-        launch: Makes a launch of a function of host tensors.
+        device: The device of all tensors.
+        launch: Makes a kernel of a function of host tensors.
         config: The knobs.
-        temperature: Of every other request.
-        fills_trees: Whether trees are filled, as where vLLM schedules asynchronously.
+        temperature: Of every other request; the rest are greedy.
+        fills_trees: Whether trees are filled up to K, as under vLLM's asynchronous scheduling.
     """
 
     max_num_reqs, vocab_size, model = MAX_REQS, VOCAB, None
@@ -112,7 +112,7 @@ class World:
         self.target_trees = made.target_trees
         self.speculator, self.draft = made.speculator, made.speculator.backend.draft_model
         self.hooks.init_kv(self)
-        self.speculator.backend._graphs = PaddedGraphs()
+        self.graphs = self.speculator.backend._graphs = PaddedGraphs() if device.type == "cpu" else StepGraphs()
         self.speculator.backend._memory = DraftMemory(pool_bytes=0, vision_bytes=1)
         self.speculator.backend.init_kv(None, contextlib.nullcontext)
         self.draft.attention = self.speculator.backend.drafter.attention
@@ -122,20 +122,20 @@ class World:
         return torch.zeros(*shape, dtype=dtype, device=self.device)
 
     def put(self, values: np.ndarray) -> torch.Tensor:
-        """Return a host array on the device; vLLM's part, so it is not counted."""
+        """Return a host array on the device, as vLLM does; not counted."""
         tensor = torch.from_numpy(np.array(values))
-        return tensor if self.device == CPU else sim.to_device(tensor)
+        return tensor if self.device.type == "cpu" else to_device(tensor)
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def add(self, row: int, prompt: np.ndarray, num_dropped: int) -> None:
-        """Begin a request: both networks have seen its prompt, the draft without its first `num_dropped` tokens."""
+        """Add a request whose prompt is in both KV caches, in the draft's without its first `num_dropped` tokens."""
         tokens = np.append(prompt, 3)
         self.lengths[row], self.num_drafts[row] = len(tokens), 0
-        at = sim.to_host(self.text)[row]
+        at = to_host(self.text)[row]
         at[: len(tokens)] = torch.from_numpy(tokens.astype(np.int32))
-        sim.to_host(self.total_len)[row] = len(tokens)
-        sim.to_host(self.last_sampled)[row] = 3
+        to_host(self.total_len)[row] = len(tokens)
+        to_host(self.last_sampled)[row] = 3
         here = self.speculator.backend.drafter
         here.kv.add(row, num_dropped, 0)
         assert here.kv.reserve(np.array([row]), np.array([len(tokens) - num_dropped + self.K]))[0]
@@ -159,18 +159,34 @@ class World:
     @staticmethod
     def _fill(cache: torch.Tensor, table: torch.Tensor, row: int, tokens: np.ndarray, positions: np.ndarray) -> None:
         entry = np.arange(len(tokens))
-        slots = sim.to_host(table)[row].numpy()[entry // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + entry % BLOCK_SIZE
-        sim.to_host(cache).numpy().reshape(-1, 2)[slots] = np.stack((tokens, positions), axis=1)
+        slots = to_host(table)[row].numpy()[entry // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + entry % BLOCK_SIZE
+        to_host(cache).numpy().reshape(-1, 2)[slots] = np.stack((tokens, positions), axis=1)
 
     def end(self, row: int) -> None:
         """End a request."""
         self.requests.remove(row)
         self.counters.end_requests([str(row)])
 
+    def skip(self, row: int) -> None:
+        """Let a request go on without drafts."""
+        self.requests.skip(row, "too_long")
+
+    # ---- the drafter -----------------------------------------------------------------------------------------------
+
+    @property
+    def drafter(self) -> Drafter:
+        return self.speculator.backend.drafter
+
+    def capture(self, mostly_processed: bool) -> None:
+        """Capture the parts of draft steps, if the loop runs on the GPU."""
+        if isinstance(self.graphs, StepGraphs):
+            self.graphs._mostly_processed = mostly_processed
+            self.speculator.backend.capture()
+
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def batch(self, rows: list[int]) -> SimpleNamespace:
-        """Return what vLLM makes of a step's requests."""
+        """Return vLLM's input batch of a step."""
         rows_np = np.array(rows, dtype=np.int32)
         drafts, before = self.num_drafts[rows_np], self.lengths[rows_np]
         counts = drafts + 1
@@ -200,7 +216,7 @@ class World:
         )
 
     def step(self, rows: list[int], max_drafts: int | None = None) -> None:
-        """Verify what is scheduled for these rows, commit it, and draft again; vLLM's parts are launches."""
+        """Run the target over the scheduled drafts of these rows, verify and commit them, and draft again."""
         batch = self.batch(rows)
         logits, tokens = self._forward(batch)
         sampled, num_sampled = self._verify(batch, logits, tokens)
@@ -215,10 +231,10 @@ class World:
         if publish is not None:
             publish()
         self._schedule(batch, drafts, max_drafts)
-        self.log.append([sim.to_host(tensor).tolist() for tensor in (sampled, num_sampled, drafts)])
+        self.log.append([to_host(tensor).tolist() for tensor in (sampled, num_sampled, drafts)])
         if self.trees is not None:
             tables = (self.trees.parents, self.trees.depths, self.trees.ancestors, self.trees.path)
-            self.log.append([sim.to_host(table).tolist() for table in tables])
+            self.log.append([to_host(table)[:MAX_REQS].tolist() for table in tables])  # the last row is of padding
 
     def _forward(self, batch: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the target's logits and its input tokens."""
@@ -267,36 +283,29 @@ class World:
         return sampled, num_sampled
 
     def _commit(self, batch: SimpleNamespace, sampled: torch.Tensor, num_sampled: torch.Tensor) -> None:
-        """Do what vLLM's post-update kernel does."""
+        """Stand in for vLLM's post-update kernel."""
         rows = batch.idx_mapping_np
-        emitted, counts = sim.to_host(sampled).numpy(), sim.to_host(num_sampled).numpy()
-        text = sim.to_host(self.text).numpy()
+        emitted, counts = to_host(sampled).numpy(), to_host(num_sampled).numpy()
+        text = to_host(self.text).numpy()
         for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
             text[row, self.lengths[row] : self.lengths[row] + count] = emitted[i, :count]
             self.lengths[row] += count
-            sim.to_host(self.last_sampled)[row] = int(emitted[i, count - 1])
-        sim.to_host(self.total_len).numpy()[rows] = self.lengths[rows]
+            to_host(self.last_sampled)[row] = int(emitted[i, count - 1])
+        to_host(self.total_len).numpy()[rows] = self.lengths[rows]
 
     def _schedule(self, batch: SimpleNamespace, drafts: torch.Tensor, max_drafts: int | None) -> None:
-        """Do what vLLM's scheduler does where it does not wait: K drafts, or none where nothing is drafted."""
+        """Stand in for vLLM's asynchronous scheduler: K drafts where there are drafts, up to the context's end."""
         rows = batch.idx_mapping_np
-        sim.to_host(self.drafts).numpy()[rows] = sim.to_host(drafts).numpy()
+        to_host(self.drafts).numpy()[rows] = to_host(drafts).numpy()
         live = self.requests.phase[rows] == Phase.DRAFTING
-        self.num_drafts[rows] = np.where(live, self.K if max_drafts is None else max_drafts, 0)
-
-
-def launched(launch: Callable, reference: Callable) -> Callable:
-    """Return a kernel of the draft's sampler as one launch of its reference, which reads noise back."""
-    return lambda *args, scratch, **more: launch(reference)(*args, **more)
+        most = np.minimum(self.K if max_drafts is None else max_drafts, MAX_LEN - 1 - self.lengths[rows])
+        self.num_drafts[rows] = np.where(live, most, 0)
 
 
 class PaddedGraphs:
-    """Stands in for `DraftGraphs`: every step is padded as if it had a graph, and its parts run as functions."""
+    """Stands in for `DraftGraphs` on the CPU: steps are padded as if they had graphs, and run as functions."""
 
     is_on = is_wanted = True
-
-    def __init__(self, *_: Any):
-        """Nothing is captured."""
 
     def size_for(self, num_reqs: int, _width: int, _is_processed: bool) -> int:
         return num_reqs + num_reqs % 2
@@ -306,40 +315,71 @@ class PaddedGraphs:
         return False
 
 
+class StepGraphs(DraftGraphs):
+    """The product's, with graphs of the null GPU; vLLM's manager captures where parallel groups are initialised."""
+
+    sizes, max_tokens, is_wanted = (1, 2, MAX_REQS), 512, True
+    _is_capturing = _mostly_processed = False
+
+    def __init__(self) -> None:
+        self.graphs: dict[Any, Graph] = {}
+        self.num_eager = 0  # parts that ran without a graph
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, create_forward_fn: Callable, progress_bar_desc: str = "") -> None:
+        for key in self._capture_descs[CUDAGraphMode.FULL]:
+            create_forward_fn(key, True)(CUDAGraphMode.NONE)
+            run, self.graphs[key] = create_forward_fn(key, False), Graph()
+            with self.graphs[key].capture(self._pool):
+                run(CUDAGraphMode.NONE)
+
+    def run(self, key: Any, function: Callable[[], object]) -> bool:
+        is_graph = super().run(key, function)
+        self.num_eager += not (is_graph or self._is_capturing)
+        return is_graph
+
+    def run_fullgraph(self, desc: Any) -> None:
+        self.graphs[desc].replay()
+
+
 @contextlib.contextmanager
 def world(
-    device: sim.SimulatedDevice | None, tmp_path: Any, config: VidSpecConfig, splits_keys: bool = True, **more: Any
+    device: torch.device, folder: Path, config: VidSpecConfig, splits_keys: bool = True, **more: Any
 ) -> Iterator[World]:
-    """Build a world on the simulated device, or on the CPU.
+    """Build a decode loop on the null GPU, or on the CPU.
 
     Args:
-        device: None: the CPU.
-        tmp_path: Where counters are.
+        device: The device of its tensors.
+        folder: Of the counter file.
         config: The knobs.
-        splits_keys: Whether both models' own attention does, so that chains leave it to them.
+        splits_keys: Whether the attention backends of both models split keys, so that chains need no tree attention.
         more: Of `World`.
     """
-    launch = (lambda kernel: kernel) if device is None else device.launch
+    on_gpu = device.type == "cuda"
+    launch = launched if on_gpu else lambda kernel: kernel
+
+    def sampling_kernel(reference: Callable) -> Callable:
+        return lambda *args, scratch, **more: launch(reference)(*args, **more)
+
     with contextlib.ExitStack() as stack:
         for module, name, stand_in in (
-            (counters.Counters, "_open", staticmethod(lambda _: MetricsFile.create(tmp_path / f"{id(device)}.i64"))),
+            (counters.Counters, "_open", staticmethod(lambda _: MetricsFile.create(folder / f"{device.type}.i64"))),
             (parts, "DraftModel", lambda _config, device, *_: FakeDraft(device, launch)),
             (parts, "held_bytes", lambda _: 0),
             (parts, "make_guidance", lambda *_: None),
-            (parts, "VisualStates", lambda *_: None),  # `_verify` says what they would
+            (parts, "VisualStates", lambda *_: None),  # `_verify` makes up relevance
             *((module, "kv_bytes_per_token", lambda _: 0) for module in (backend, drafter)),
             (draft_prefill, "adapter_for", lambda *_: None),
             *((module, "attention_layers", lambda config: {"layer": config.cache}) for module in (backend, parts)),
             (tree_attention, "TreeAttention", FakeAttention),
             (tree_attention.backends, "splits_keys", lambda *_: splits_keys),
             (tree_attention, "_obstacles", lambda *_: iter(())),
-            (kv_pool, "StagedWriteTensor", StagedWrites),
+            *(() if on_gpu else ((kv_pool, "StagedWriteTensor", fakes.StagedWrites),)),
             (looseness, "protected_ids", lambda *_: {0, 9}),
-            (noise, "draw", launched(launch, draw_reference)),
-            (noise, "candidates", launched(launch, candidates_reference)),
+            (noise, "draw", sampling_kernel(draw_reference)),
+            (noise, "candidates", sampling_kernel(candidates_reference)),
         ):
             stack.enter_context(mock.patch.object(module, name, stand_in))
-        here = World(CPU if device is None else sim.DEVICE, launch, config, **more)
-        if device is not None:
-            stack.enter_context(mock.patch.object(adaptive, "tree_grow", GrowLaunch(here)))
-        yield here
+        if on_gpu:
+            stack.enter_context(emulating())
+        yield World(device, launch, config, **more)

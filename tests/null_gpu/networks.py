@@ -1,6 +1,5 @@
-"""Two networks of integers and vLLM's parts around them, as functions of host tensors that a device launches."""
+"""Two networks of integers, and stand-ins for the parts of vLLM around them; kernels are functions of host tensors."""
 
-import copy
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.simulated_device import device as sim
-from vidspec_kernels import CacheList, tree_grow
+from null_gpu.emulate import to_host
+from vidspec_kernels import CacheList
 from vllm_vidspec.engine.compat import backends
 from vllm_vidspec.engine.cpu import kernels as cpu_kernels
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
@@ -52,11 +51,12 @@ def attend(
             if request in in_trees:
                 tree = in_trees[request]
                 mask = int(step["masks"][tree, query - low])
-                prefix = int(step["prefix_lens"][tree])
-                seen = [*range(prefix), *(prefix + bit for bit in range(64) if mask >> bit & 1)]
+                prefix, nodes = int(step["prefix_lens"][tree]), [bit for bit in range(64) if mask >> bit & 1]
             else:
-                seen = range(int(seq_lens[request]) - (high - query) + 1)
-            seen = np.fromiter(seen, dtype=np.int64)
+                prefix, nodes = int(seq_lens[request]) - (high - query) + 1, []
+            if prefix > table.shape[1] * BLOCK_SIZE:
+                raise IndexError(f"a prefix of {prefix} entries")
+            seen = np.array([*range(prefix), *(prefix + bit for bit in nodes)], dtype=np.int64)
             if not len(seen):  # padding
                 continue
             entries = flat[table[request, seen // BLOCK_SIZE] * BLOCK_SIZE + seen % BLOCK_SIZE]
@@ -72,13 +72,13 @@ def agreed_logits(hidden: torch.Tensor) -> np.ndarray:
 
 
 def target_logits(hidden: torch.Tensor) -> torch.Tensor:
-    """Return what the target says, which depends a little on everything before."""
+    """Return the target's logits, which depend a little on all tokens before."""
     own = hashed(hidden.numpy()[:, :1], np.arange(VOCAB), 1) % 8 / 8
     return torch.from_numpy(agreed_logits(hidden) + own.astype(np.float32))
 
 
 def draft_logits(hidden: torch.Tensor) -> torch.Tensor:
-    """Return what the draft says."""
+    """Return the draft's logits."""
     own = hashed(hidden.numpy()[:, :1], np.arange(VOCAB), 2) % 12 / 8
     return torch.from_numpy(agreed_logits(hidden) + own.astype(np.float32))
 
@@ -117,9 +117,10 @@ class FakeDraft:
         return token_ids.long()[:, None]
 
     def forward(self, embeds, positions, layout, **arguments: Any) -> torch.Tensor:
-        assert bool(sim.to_host(positions[0] == positions[2]).all())
+        axes = to_host(positions)
+        assert torch.equal(axes[0], axes[2])
         starts = layout.query_start_loc_np
-        assert np.array_equal(starts, sim.to_host(layout.query_start_loc).numpy())
+        assert np.array_equal(starts, to_host(layout.query_start_loc).numpy())
         step = None if self.attention is None else as_dict(self.attention.step)
         return self._launch(attend)(
             self.cache, embeds[:, 0], positions[1], query_start_loc=starts, step=step, **arguments
@@ -161,7 +162,7 @@ class FakeSampler:
             temperature=SimpleNamespace(np=heat, gpu=world.put(heat)),
             seeds=SimpleNamespace(gpu=world.put(np.arange(MAX_REQS) * 2**40 + 11)),
             min_p=SimpleNamespace(np=np.zeros(MAX_REQS)),
-            top_k=SimpleNamespace(np=np.full(MAX_REQS, VOCAB)),
+            top_k=SimpleNamespace(np=np.array([4] + [VOCAB] * (MAX_REQS - 1))),  # the first one's logits are processed
             top_p=SimpleNamespace(np=np.ones(MAX_REQS)),
             vocab_size=VOCAB,
         )
@@ -191,63 +192,15 @@ class FakeSampler:
 
 
 def gumbel_sample(logits, rows, temperature, seeds, pos, **_options: Any) -> torch.Tensor:
-    """Do what vLLM's kernel does, under shared noise."""
+    """Stand in for vLLM's kernel, with shared noise."""
     noisy = logits.clone()
     add_noise(noisy, None, rows, seeds, pos, temperature, logits.shape[1])
     return noisy.argmax(dim=-1)
 
 
 def add_noise(logits, _stride, rows, seeds, pos, temperature, vocab_size, **_constants: Any) -> None:
-    """Do what the draft's noise kernel does."""
+    """Add Gumbel noise, as the draft's kernel does."""
     is_noisy = temperature[rows].numpy() != 0
     keys = np.arange(vocab_size, dtype=np.uint32)
     values = cpu_kernels.gumbel_noise(seeds[rows].numpy()[is_noisy], pos.numpy()[is_noisy], keys)
     logits.numpy()[is_noisy] += values
-
-
-class StagedWrites:
-    """Stands in for vLLM's `StagedWriteTensor`, whose kernel reads what is staged from host memory that it maps."""
-
-    def __init__(self, size: Any, dtype: torch.dtype, device: torch.device, **_options: Any):
-        self.gpu = torch.zeros(size, dtype=dtype, device=device)
-        self._staged: list[tuple[int, int, list]] = []
-
-    def stage_write(self, row: int, start: int, values: Any) -> None:
-        self._staged.append((row, start, list(values)))
-
-    def stage_write_elem(self, row: int, value: int) -> None:
-        self._staged.append((row, 0, [value]))
-
-    def apply_write(self) -> None:
-        memory = sim.to_host(self.gpu).numpy().reshape(len(self.gpu), -1)
-        for row, start, values in self._staged:
-            memory[row, start : start + len(values)] = values
-        self.clear_staged_writes()
-
-    def clear_staged_writes(self) -> None:
-        self._staged.clear()
-
-
-class GrowLaunch:
-    """`tree_grow` as the kernel that CUDA takes: the reference on the device's memory, at the kernel's width."""
-
-    def __init__(self, world: Any):
-        self._world = world
-        self._on_host: dict[int, Any] = {}  # the same memory by the buffers' id
-
-    def __call__(self, buffers: Any, *tensors: torch.Tensor, num_next: int, trims: bool, **numbers: int) -> int:
-        assert not trims
-        if id(buffers) not in self._on_host:
-            host = self._on_host[id(buffers)] = copy.copy(buffers)
-            host.device = CPU
-            for name in ("tree_arrays", "planned_arrays", "rule_arrays", "frontier_arrays", "leftover_arrays"):
-                setattr(host, name, tuple(tensor.numpy() for tensor in sim.to_host(getattr(buffers, name))))
-            host.next_free, host.next_free_array = (
-                sim.to_host(buffers.next_free),
-                sim.to_host(buffers.next_free).numpy(),
-            )
-        host = self._on_host[id(buffers)]
-        self._world.launch(lambda *tensors: tree_grow(host, *tensors, num_next=num_next, impl="torch", **numbers))(
-            *tensors
-        )
-        return num_next
