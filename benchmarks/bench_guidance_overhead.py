@@ -5,7 +5,7 @@ python benchmarks/bench_guidance_overhead.py [--pruner specvlm,uv] [--tokens 128
 The bundled LLaVA-OneVision target (16 tokens a frame) prefills one video of that many tokens and the usual question, in
 one chunk: vision tower and language model. Prefills with and without the hooks take turns in one engine; `share` is
 the median of (with - without) / without over the rounds, `inside_share` the time that our own clock saw inside the
-listeners. Only the target's forward is timed, not the draft's. The same model at every length: its attention is a small
+hooks. Only the target's forward is timed, not the draft's. The same model at every length: its attention is a small
 part of a step, so the share here is an upper bound of the kind, not a prediction for a large model.
 """
 

@@ -182,15 +182,15 @@ def kv_connector_without_pixels(folder: Path) -> tuple[dict[str, int], str]:
     """A decode side whose requests bring token ids and no pixels: no drafts, and a counter that says so."""
     from vllm_vidspec.engine.runner import VidSpecModelRunner
 
-    original = VidSpecModelRunner._arrival
+    original = VidSpecModelRunner._new_request
 
     def blind(self: Any, request: Any) -> Any:
-        arrival = original(self, request)
-        for feature in arrival.features:  # copies: the target's keep theirs
+        made = original(self, request)
+        for feature in made.features:  # copies: the target's keep theirs
             feature.data = None
-        return arrival
+        return made
 
-    with mock.patch.object(VidSpecModelRunner, "_arrival", blind):
+    with mock.patch.object(VidSpecModelRunner, "_new_request", blind):
         _, _, counted = _prefill_then_decode(folder)
     assert counted["draft_tokens"] == 0 and counted["prompts"] == 0
     return counted, f"; runs without speculation, counted ({_skips(counted)})"

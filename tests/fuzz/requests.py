@@ -138,10 +138,10 @@ def _messages() -> list[bytes]:
 
     from vllm.v1.serial_utils import CUSTOM_TYPE_CLOUDPICKLE, CUSTOM_TYPE_PICKLE, MsgpackEncoder
 
-    from vllm_vidspec.engine.parallel.messages import Begin, Failed, Ready, Refused
+    from vllm_vidspec.engine.parallel.messages import Failed, Prefill, Ready, Refused
 
     encoder, bomb = MsgpackEncoder(), pickle.dumps(_Bomb())
-    sent = [Ready(), Failed("why"), Refused(1, 2, "too_long", "why"), Begin(1, 2, None, ["guided_prompts"])]
+    sent = [Ready(), Failed("why"), Refused(1, 2, "too_long", "why"), Prefill(1, 2, None, ["guided_prompts"])]
     evil = [msgspec.msgpack.Ext(code, bomb) for code in (CUSTOM_TYPE_PICKLE, CUSTOM_TYPE_CLOUDPICKLE, 3, 99)]
     refused = {"type": "Refused", "req_state_idx": 1, "epoch": 2, "reason": "too_long"}
     packed = [msgspec.msgpack.encode(value) for value in (*evil, *({**refused, "detail": one} for one in evil))]

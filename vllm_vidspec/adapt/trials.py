@@ -80,8 +80,8 @@ class Trials:
         tried = int(hopes.argmax())
         if hopes[tried] <= WORTH * rates[best]:
             return best
-        loss = float(max(0.0, 1 - rates[tried] / rates[best]) * seconds[tried])
-        if not self.pay((TRIAL_STEPS + _UNMEASURED) * loss):
+        lost_s = float(max(0.0, 1 - rates[tried] / rates[best]) * seconds[tried])
+        if not self.pay((TRIAL_STEPS + _UNMEASURED) * lost_s):
             situation.until = situation.steps + _PAUSE
             return best
         situation.until, situation.measured = situation.steps + _LONGEST_TRIAL, 0

@@ -31,8 +31,8 @@ def test_the_window_is_the_engines():
     for step, draft, rate in ((420, 46.6, 0.8), (78.3, 25.8, 0.5), (203, 39.8, 0.95), (10, 40, 0.5), (900, 10, 0.9)):
         rule = WindowRule(16)
         for _ in range(400):
-            rule.hear_step(1, step)
-            rule.hear_acceptance(round(100 * rate), 100)
+            rule.observe_step(1, step)
+            rule.observe_acceptance(round(100 * rate), 100)
         assert window_of(step, draft, rate, 16) == rule.window(1, draft)
 
 
