@@ -2,11 +2,11 @@
 
     python benchmarks/bench_long.py acceptance --tokens 256,1024,4096,16384 --shares 0.5,0.9,0.99
     python benchmarks/bench_long.py speed --tokens 1024,4096,16384 --pads 0,5,9
-    python benchmarks/bench_long.py page
+    python -m vidspec_tools.pages
 
 Each request is a held-out reel with one question of its own. `acceptance` asks one engine with every setting in turn;
 `speed` holds all engines at once and lets each answer a request before the next request comes. Finished points stay in
-the file, and a run measures what is missing. `page` writes docs/long-videos.md's tables and its figure.
+the file, and a run measures what is missing.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from typing import Any
 from vidspec_tools import inflation
 from vidspec_tools.bench import ratios
 from vidspec_tools.bench.trials import cores
+from vidspec_tools.pages.long_videos import draw, mean_length
 from vllm_vidspec import assets
 from vllm_vidspec.shapeworld import reel
 from vllm_vidspec.tools import pairs
@@ -31,7 +32,7 @@ MAX_TOKENS = 160
 WHOLE, BLIND = {"pruner": "none", "prune_ratio": 0.0}, {"pruner": "uniform", "prune_ratio": 1.0}
 PRUNERS = ("specvlm", "uv", "uniform", "random")
 RESULTS = Path("docs/results/long-videos.json")
-PAGE, FIGURE = Path("docs/long-videos.md"), Path("docs/long-videos.png")
+FIGURE = "docs/long-videos.png"
 
 
 def job(tokens: int, held_out: range, spec: dict[str, Any] | None, layers: int = 0) -> dict[str, Any]:
@@ -104,13 +105,6 @@ def acceptance(args: argparse.Namespace, data: dict[str, Any]) -> None:
                 ]
                 save(data)
                 print(tokens, name, f"{mean_length(points[name]):.2f}", f"{identical(points[name]):.0%}", flush=True)
-
-
-def mean_length(requests: list[dict[str, Any]], kind: str | None = None) -> float:
-    """Return output tokens per verify step, over the requests of one kind of question or all."""
-    chosen = [one for one in requests if kind in (None, one["kind"])]
-    drafts = sum(one["drafts"] for one in chosen)
-    return 1 + sum(one["accepted"] for one in chosen) / drafts if drafts else float("nan")
 
 
 def identical(requests: list[dict[str, Any]]) -> float:
@@ -214,7 +208,7 @@ def numbers(kind: type) -> Any:
 
 
 def main() -> None:
-    """Measure, or write the page."""
+    """Measure, and draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("acceptance", "speed"))
     parser.add_argument("--tokens", type=numbers(int), default=[256, 1024, 4096, 16384])
@@ -228,6 +222,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=3, help="engines beside vanilla that are in memory together")
     args, data = parser.parse_args(), load()
     {"acceptance": acceptance, "speed": speed}[args.what](args, data)
+    draw(FIGURE)
 
 
 if __name__ == "__main__":

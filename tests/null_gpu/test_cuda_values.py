@@ -22,7 +22,8 @@ from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.draft.chains import ChainDrafter
 from vllm_vidspec.engine.draft.drafter import Drafter
 from vllm_vidspec.engine.verify.verifier import TargetTrees
-from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner, pruner_names
+from vllm_vidspec.names import PRUNERS
+from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner
 from vllm_vidspec.scoring import top_entropy
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -313,7 +314,7 @@ def test_pruners(grid, share, seed):
     scores = torch.randint(0, 5, (grid.num_tokens,), generator=generator).float()
     features = torch.randint(0, 3, (grid.num_tokens, 3), generator=generator).float()
     num_keep = int(share * grid.num_tokens)
-    for name in pruner_names():
+    for name in PRUNERS:
         prune = get_pruner(name)
         expected = prune(PruneInputs(grid, num_keep, scores=scores, features=features))
         with emulating():

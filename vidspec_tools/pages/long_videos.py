@@ -1,0 +1,126 @@
+"""Sections of docs/long-videos.md: acceptance and decode speed of the long pair, by video length."""
+
+from collections.abc import Callable
+from typing import Any
+
+from vidspec_tools.pages.tables import Row, markdown, origin, read, recorded
+
+NAME = "long-videos"
+KEPT = 0.9  # the share dropped of the tables
+
+
+def mean_length(requests: list[Row], kind: str | None = None) -> float:
+    """Return output tokens per verify step, over the requests of one kind of question or all."""
+    chosen = [one for one in requests if kind in (None, one["kind"])]
+    drafts = sum(one["drafts"] for one in chosen)
+    return 1 + sum(one["accepted"] for one in chosen) / drafts if drafts else float("nan")
+
+
+def by_length(found: dict[str, Any]) -> str:
+    """Return tokens per verify step at each length: whole video, KEPT dropped by each pruner, no video."""
+    names = ["whole", *(name for name in _names(found) if name.endswith(f" {KEPT:g}")), "blind"]
+    heads = ["video tokens", *(_words(name) for name in names), "identical to vanilla"]
+    rows = []
+    for tokens, points in found.items():
+        shown = [f"{mean_length(points[name]):.2f}" if name in points else "-" for name in names]
+        same = [one["is_identical"] for requests in points.values() for one in requests]
+        rows.append([f"{int(tokens):,}", *shown, f"{sum(same)} of {len(same)}"])
+    return markdown(heads, rows, words=0)
+
+
+def by_share(found: dict[str, Any]) -> str:
+    """Return tokens per verify step by share dropped, of the longest videos that were measured."""
+    tokens = max(found, key=int)
+    points = found[tokens]
+    pruners = sorted({name.split()[0] for name in points if " " in name})
+    shares = sorted({float(name.split()[1]) for name in points if " " in name})
+    rows = [
+        [f"{100 * share:g} %", *(f"{mean_length(points[f'{one} {share:g}']):.2f}" for one in pruners)]
+        for share in shares
+    ]
+    return markdown([f"dropped, of {int(tokens):,} tokens", *(f"`{one}`" for one in pruners)], rows, words=0)
+
+
+def by_question(found: dict[str, Any]) -> str:
+    """Return tokens per verify step by kind of question, over all lengths."""
+    kinds = sorted({one["kind"] for points in found.values() for one in points["whole"]})
+    names = ["whole", *(name for name in _names(found) if name.endswith(f" {KEPT:g}")), "blind"]
+    rows = []
+    for kind in kinds:
+        requests = {name: [one for points in found.values() for one in points.get(name, ())] for name in names}
+        rows.append([f"`{kind}`", *(f"{mean_length(requests[name], kind):.2f}" for name in names)])
+    return markdown(["question", *map(_words, names)], rows)
+
+
+def speed(found: dict[str, Any]) -> str:
+    """Return decode speed over vanilla by length and padding."""
+    rows = []
+    for key, point in found.items():
+        tokens, pads = key.split()
+        for name, row in point["engines"].items():
+            low, high = row["spread"]
+            rows.append(
+                [
+                    f"{int(tokens):,}",
+                    "as it is" if pads == "0" else f"{pads} drafts",
+                    _words(name if name in ("whole", "blind", "default") else f"{name} {KEPT:g}"),
+                    f"{row['decode_over_vanilla']:.2f} ({low:.2f} to {high:.2f})",
+                    f"{row['tokens_per_step']:.2f}",
+                    f"{row['step_ms']:.1f} / {row['vanilla_step_ms']:.1f}",
+                    "-" if row["draft_forward_ms"] is None else f"{row['draft_forward_ms']:.2f}",
+                    f"{row['ttft_over_vanilla']:.2f}",
+                    f"{100 * row['identical']:.0f} %",
+                ]
+            )
+    heads = (
+        "video tokens | target padded to | draft sees | decode over vanilla | tokens per step | step, vanilla's (ms)"
+    )
+    heads += " | draft forward (ms) | time to first token over vanilla | identical"
+    return markdown(heads.split(" | "), rows, words={1, 2})
+
+
+def sections() -> dict[str, Callable[[], str]]:
+    """Return what writes each section, where there is a result."""
+    if not recorded(NAME):
+        return {}
+    result = read(NAME)
+    found, timed = result["acceptance"], result["speed"]
+    return {
+        "long-acceptance": lambda: f"{by_length(found)}\n\n{origin(result)}",
+        "long-shares": lambda: by_share(found),
+        "long-questions": lambda: by_question(found),
+        "long-speed": lambda: speed(timed),
+    }
+
+
+def draw(path: str) -> None:
+    """Draw tokens per verify step by length and by share dropped."""
+    from vidspec_tools.views import figures
+
+    found = read(NAME)["acceptance"]
+    lengths, longest = [int(tokens) for tokens in found], found[max(found, key=int)]
+    styles = {"whole": ("#000000", "o"), "blind": ("#777777", "P"), "specvlm": ("#882255", "o"), "uv": ("#AA4499", "^")}
+    styles |= {"uniform": ("#332288", "D"), "random": ("#88CCEE", "v")}
+    with figures.panels(path, (9, 3.4), 1, 2) as (_, panels, lines):
+        of_length: dict[str, Any] = {}
+        for name in ("whole", *(one for one in _names(found) if one.endswith(f" {KEPT:g}")), "blind"):
+            points = {int(t): mean_length(points[name]) for t, points in found.items() if name in points}
+            of_length[name.split()[0]] = (styles[name.split()[0]], points)
+        lines |= figures.lines(panels[0, 0], lengths, of_length)
+        panels[0, 0].set(xlabel="video tokens; 90 % dropped where pruned", ylabel="tokens per verify step")
+        shares = sorted({float(name.split()[1]) for name in longest if " " in name})
+        by_pruner: dict[str, dict[float, float]] = {}
+        for name, requests in longest.items():
+            if " " in name:
+                by_pruner.setdefault(name.split()[0], {})[float(name.split()[1])] = mean_length(requests)
+        figures.lines(panels[0, 1], shares, {name: (styles[name], points) for name, points in by_pruner.items()})
+        panels[0, 1].set(xlabel=f"share dropped, of {max(lengths):,} tokens")
+
+
+def _names(found: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(name for points in found.values() for name in points))
+
+
+def _words(name: str) -> str:
+    known = {"whole": "whole video", "blind": "no video", "default": "as by default"}
+    return known.get(name) or f"{round(100 * (1 - float(name.split()[-1])))} %, `{' '.join(name.split()[:-1])}`"
