@@ -23,7 +23,8 @@ def peak_of_a_prompt(session: Any) -> dict[str, int]:
     with session.decoding():
         most = torch.cuda.max_memory_allocated()
     speculator = worker.model_runner.speculator
-    set_aside = 0 if speculator is None else speculator.backend._pixels.num_bytes
+    pixels = None if speculator is None else speculator.backend._pixels
+    set_aside = 0 if pixels is None else pixels.num_bytes
     return {"peak": most - before, "profiled": int(worker.peak_activation_memory) + set_aside}
 
 
