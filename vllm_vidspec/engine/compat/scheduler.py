@@ -25,7 +25,7 @@ def hook_scheduler(attach: Callable) -> None:
     its output; vLLM's own extension point, `--scheduler-cls`, is left to the user. The scheduler strips the pixels of
     images and videos that the prefix cache covers, as the target needs no encoder run for them; the draft has a cache
     of its own and needs them, as in the second turn of a chat about a video. And the scheduler does not send workers
-    the cache salt that separates tenants, by which our listeners separate what they keep of prompts.
+    the cache salt that separates tenants, by which our hooks separate what they keep of prompts.
 
     Args:
         attach: `(scheduler, VllmConfig)` -> what has `add(request)`, called before a new request is queued,
