@@ -88,23 +88,31 @@ def acceptance(args: argparse.Namespace, data: dict[str, Any]) -> None:
         with EngineSession(job(tokens, range(args.requests), None)) as session:
             vanilla = [clock(session, i)["token_ids"] for i in range(args.requests)]
         questions = [reel.held_out(i, tokens)[1] for i in range(args.requests)]
-        with EngineSession(job(tokens, range(args.requests), WHOLE)) as session:
-            for name, spec in missing:
-                session.ask({"command": "retune", "knobs": spec})
-                answers = [clock(session, i) for i in range(args.requests)]
-                points[name] = [
-                    {
-                        "kind": question.kind,
-                        "output_tokens": len(answer["token_ids"]),
-                        "drafts": answer["metrics"]["drafts"],
-                        "accepted": answer["metrics"]["accepted_tokens"],
-                        "skipped": sum(n for key, n in answer["metrics"].items() if key.startswith("skipped_")),
-                        "is_identical": answer["token_ids"] == expected,
-                    }
-                    for answer, expected, question in zip(answers, vanilla, questions, strict=True)
-                ]
-                save(data)
-                print(tokens, name, f"{mean_length(points[name]):.2f}", f"{identical(points[name]):.0%}", flush=True)
+        # An engine that starts with a guided pruner can change to an unguided one, not to another guided one.
+        for guided in ("specvlm", "uv"):
+            own = [(name, spec) for name, spec in missing if (spec["pruner"] == "uv") == (guided == "uv")]
+            if not own:
+                continue
+            start = {"pruner": guided, "prune_ratio": 0.9}
+            with EngineSession(job(tokens, range(args.requests), start)) as session:
+                for name, spec in own:
+                    session.ask({"command": "retune", "knobs": spec})
+                    answers = [clock(session, i) for i in range(args.requests)]
+                    points[name] = [
+                        {
+                            "kind": question.kind,
+                            "output_tokens": len(answer["token_ids"]),
+                            "drafts": answer["metrics"]["drafts"],
+                            "accepted": answer["metrics"]["accepted_tokens"],
+                            "skipped": sum(n for key, n in answer["metrics"].items() if key.startswith("skipped_")),
+                            "is_identical": answer["token_ids"] == expected,
+                        }
+                        for answer, expected, question in zip(answers, vanilla, questions, strict=True)
+                    ]
+                    save(data)
+                    print(
+                        tokens, name, f"{mean_length(points[name]):.2f}", f"{identical(points[name]):.0%}", flush=True
+                    )
 
 
 def identical(requests: list[dict[str, Any]]) -> float:

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoProcessor
 
 from training import train_long
+from vllm_vidspec import assets
 from vllm_vidspec.shapeworld import reel
 
 TOKENS = 512
@@ -75,3 +76,11 @@ def test_each_phase_trains_its_part(path, monkeypatch):
     train_long.answer_step(reader, rng, 0.2)
     trained = [any(weight.grad is not None for weight in part.parameters()) for part in parts]
     assert trained == [False, True]
+
+
+@pytest.mark.parametrize(("role", "facts"), [("target", 0.8), ("draft", 0.65)])
+def test_the_long_pair_answers_from_the_video(role, facts):
+    """Catches: a checkpoint that was not trained, or whose tower or positions are not those that it was trained with."""
+    reader = train_long.Reader(assets.checkpoint(assets.LONG, role))
+    found = train_long.validate(reader, 512, 4)
+    assert found["facts"] > facts, found
