@@ -21,7 +21,7 @@ def by_length(found: dict[str, Any]) -> str:
     names = ["whole", *(name for name in _names(found) if name.endswith(f" {KEPT:g}")), "blind"]
     heads = ["video tokens", *(_words(name) for name in names), "identical to vanilla"]
     rows = []
-    for tokens, points in found.items():
+    for tokens, points in sorted(found.items(), key=lambda point: int(point[0])):
         shown = [f"{mean_length(points[name]):.2f}" if name in points else "-" for name in names]
         same = [one["is_identical"] for requests in points.values() for one in requests]
         rows.append([f"{int(tokens):,}", *shown, f"{sum(same)} of {len(same)}"])
@@ -29,9 +29,8 @@ def by_length(found: dict[str, Any]) -> str:
 
 
 def by_share(found: dict[str, Any]) -> str:
-    """Return tokens per verify step by share dropped, of the longest videos that were measured."""
-    tokens = max(found, key=int)
-    points = found[tokens]
+    """Return tokens per verify step by share dropped, of the longest videos that were measured at several shares."""
+    tokens, points = _most_shares(found)
     pruners = sorted({name.split()[0] for name in points if " " in name})
     shares = sorted({float(name.split()[1]) for name in points if " " in name})
     rows = [
@@ -55,7 +54,7 @@ def by_question(found: dict[str, Any]) -> str:
 def speed(found: dict[str, Any]) -> str:
     """Return decode speed over vanilla by length and padding."""
     rows = []
-    for key, point in found.items():
+    for key, point in sorted(found.items(), key=lambda one: [float(part) for part in reversed(one[0].split())]):
         tokens, pads = key.split()
         for name, row in point["engines"].items():
             low, high = row["spread"]
@@ -98,7 +97,7 @@ def draw(path: str) -> None:
     from vidspec_tools.views import figures
 
     found = read(NAME)["acceptance"]
-    lengths, longest = [int(tokens) for tokens in found], found[max(found, key=int)]
+    lengths, (tokens, longest) = sorted(map(int, found)), _most_shares(found)
     styles = {"whole": ("#000000", "o"), "blind": ("#777777", "P"), "specvlm": ("#882255", "o"), "uv": ("#AA4499", "^")}
     styles |= {"uniform": ("#332288", "D"), "random": ("#88CCEE", "v")}
     with figures.panels(path, (9, 3.4), 1, 2) as (_, panels, lines):
@@ -114,7 +113,12 @@ def draw(path: str) -> None:
             if " " in name:
                 by_pruner.setdefault(name.split()[0], {})[float(name.split()[1])] = mean_length(requests)
         figures.lines(panels[0, 1], shares, {name: (styles[name], points) for name, points in by_pruner.items()})
-        panels[0, 1].set(xlabel=f"share dropped, of {max(lengths):,} tokens")
+        panels[0, 1].set(xlabel=f"share dropped, of {int(tokens):,} tokens")
+
+
+def _most_shares(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the length, and its points, at which most settings were measured; of several the longest."""
+    return max(found.items(), key=lambda point: (len(point[1]), int(point[0])))
 
 
 def _names(found: dict[str, Any]) -> list[str]:
