@@ -80,7 +80,7 @@ def test_each_phase_trains_its_part(path, monkeypatch):
 
 @pytest.mark.parametrize(("role", "facts"), [("target", 0.8), ("draft", 0.65)])
 def test_the_long_pair_answers_from_the_video(role, facts):
-    """Catches: a checkpoint that was not trained, or whose tower or positions are not those that it was trained with."""
+    """Catches: a checkpoint that was not trained, or whose tower or positions are not those it was trained with."""
     reader = train_long.Reader(assets.checkpoint(assets.LONG, role))
     found = train_long.validate(reader, 512, 4)
     assert found["facts"] > facts, found
