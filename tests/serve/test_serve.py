@@ -178,10 +178,9 @@ def test_an_aborted_request_gives_its_blocks_back(server):
     messages = _video_message(pairs.sample_video().read_bytes())
     body = {"model": "target", "messages": messages, "max_tokens": 1000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.base_url}/v1/chat/completions", json=body, timeout=120) as stream:
-        lines = stream.iter_lines()
-        for _ in range(6):
-            next(lines)
-        assert server.metrics()["draft_pool_blocks_used"] > 0
+        # A scrape takes as long as many steps: one after a fixed number of lines may come before the gauge is set or
+        # after the answer has ended.
+        assert any(line and server.metrics()["draft_pool_blocks_used"] > 0 for line in stream.iter_lines())
     for _ in range(50):
         ask(server.base_url, QUESTION, max_tokens=2)  # a step of the engine publishes the gauge
         if server.metrics()["draft_pool_blocks_used"] == 0:
