@@ -27,7 +27,6 @@ from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.provenance import provenance
 
 FAMILY = assets.LONG
-K = 5
 MAX_TOKENS = 160
 WHOLE, BLIND = {"pruner": "none", "prune_ratio": 0.0}, {"pruner": "uniform", "prune_ratio": 1.0}
 PRUNERS = ("specvlm", "uv", "uniform", "random")
@@ -62,9 +61,9 @@ def job(tokens: int, held_out: range, spec: dict[str, Any] | None, layers: int =
     return {"llm": llm, "prompts": prompts, "cpus": [cores()[0]]}
 
 
-def clock(session: EngineSession, index: int, temperature: float = 0.0) -> dict[str, Any]:
+def clock(session: EngineSession, index: int) -> dict[str, Any]:
     """Let an engine answer one request alone."""
-    sampling = {"temperature": temperature, "max_tokens": MAX_TOKENS}
+    sampling = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
     return session.ask({"command": "clock", "index": index, "sampling": sampling, "seed": index})
 
 
@@ -87,7 +86,7 @@ def acceptance(args: argparse.Namespace, data: dict[str, Any]) -> None:
             continue
         with EngineSession(job(tokens, range(args.requests), None)) as session:
             vanilla = [clock(session, i)["token_ids"] for i in range(args.requests)]
-        questions = [reel.held_out(i, tokens)[1] for i in range(args.requests)]
+        kinds = [reel.held_out(i, tokens)[1].kind for i in range(args.requests)]
         # An engine that starts with a guided pruner can change to an unguided one, not to another guided one.
         for guided in ("specvlm", "uv"):
             own = [(name, spec) for name, spec in missing if (spec["pruner"] == "uv") == (guided == "uv")]
@@ -98,21 +97,23 @@ def acceptance(args: argparse.Namespace, data: dict[str, Any]) -> None:
                 for name, spec in own:
                     session.ask({"command": "retune", "knobs": spec})
                     answers = [clock(session, i) for i in range(args.requests)]
-                    points[name] = [
-                        {
-                            "kind": question.kind,
-                            "output_tokens": len(answer["token_ids"]),
-                            "drafts": answer["metrics"]["drafts"],
-                            "accepted": answer["metrics"]["accepted_tokens"],
-                            "skipped": sum(n for key, n in answer["metrics"].items() if key.startswith("skipped_")),
-                            "is_identical": answer["token_ids"] == expected,
-                        }
-                        for answer, expected, question in zip(answers, vanilla, questions, strict=True)
-                    ]
+                    points[name] = list(map(acceptance_of, answers, vanilla, kinds))
                     save(data)
-                    print(
-                        tokens, name, f"{mean_length(points[name]):.2f}", f"{identical(points[name]):.0%}", flush=True
-                    )
+                    found = points[name]
+                    print(tokens, name, f"{mean_length(found):.2f}", f"{identical(found):.0%}", flush=True)
+
+
+def acceptance_of(answer: dict[str, Any], vanilla: list[int], kind: str) -> dict[str, Any]:
+    """Return what came of one request's drafts, and whether it was answered as vanilla answers it."""
+    counted = answer["metrics"]
+    return {
+        "kind": kind,
+        "output_tokens": len(answer["token_ids"]),
+        "drafts": counted["drafts"],
+        "accepted": counted["accepted_tokens"],
+        "skipped": sum(n for name, n in counted.items() if name.startswith("skipped_")),
+        "is_identical": answer["token_ids"] == vanilla,
+    }
 
 
 def identical(requests: list[dict[str, Any]]) -> float:
@@ -181,6 +182,7 @@ def speed_row(ours: list[dict[str, Any]], vanilla: list[dict[str, Any]]) -> dict
     """Return medians over requests of one engine beside vanilla in the same turns."""
     chosen = [(a, b) for a, b in zip(ours, vanilla, strict=True) if len(b["token_ids"]) > 8]
     drafts = sum(a["metrics"]["drafts"] for a in ours)
+    forwards_ms = [ms for a in ours if (ms := ratios.draft_ms(a["metrics"]))]
     return {
         "decode_over_vanilla": round(statistics.median(b["decode_s"] / a["decode_s"] for a, b in chosen), 3),
         "spread": [round(f(b["decode_s"] / a["decode_s"] for a, b in chosen), 3) for f in (min, max)],
@@ -189,9 +191,7 @@ def speed_row(ours: list[dict[str, Any]], vanilla: list[dict[str, Any]]) -> dict
         "ttft_s": round(statistics.median(a["ttft_s"] for a in ours), 3),
         "step_ms": round(1e3 * statistics.median(s for a in ours for s in a["step_s"]), 3),
         "vanilla_step_ms": round(1e3 * statistics.median(s for b in vanilla for s in b["step_s"]), 3),
-        "draft_forward_ms": round(statistics.median(ms for a in ours if (ms := ratios.draft_ms(a["metrics"]))), 3)
-        if drafts and any(ratios.draft_ms(a["metrics"]) for a in ours)
-        else None,
+        "draft_forward_ms": round(statistics.median(forwards_ms), 3) if forwards_ms else None,
         "draft_kv_tokens": statistics.mean(
             a["metrics"]["text_tokens"] + a["metrics"]["visual_tokens_kept"] for a in ours
         ),

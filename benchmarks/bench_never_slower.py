@@ -35,6 +35,7 @@ from vidspec_tools.bench import parallel, scaling
 from vidspec_tools.bench.acceptance import identical_frac
 from vidspec_tools.bench.methods import SEQUENTIAL
 from vidspec_tools.bench.trials import VANILLA_VARIANT, Variant, Workload
+from vidspec_tools.pages.never_slower import line, table
 from vllm_vidspec import assets
 from vllm_vidspec.adapt import REST, Controller, Option, class_label
 from vllm_vidspec.tools import pairs
@@ -213,10 +214,11 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                             "batch": batch,
                             "pads": pads,
                             "max_tokens": args.max_tokens,
+                            "commit": (provenance()["git_sha"] or "")[:10],
                         }
                         cells.append(cell | {"rows": rows})
                         path.write_text(json.dumps(found | {"provenance": provenance()}, indent=1) + "\n")
-                        print(line(cells[-1]), flush=True)
+                        print(" | ".join(line(cells[-1])), flush=True)
     return cells
 
 
@@ -249,39 +251,6 @@ def decision_us(num_reqs: int = 64, steps_per_arrival: int = 3, num_steps: int =
     return {"decide, learning": decided[:200].mean(), "decide": decided[200:].mean(), "observe": observed.mean()}
 
 
-HEAD = (
-    "| video tokens | draft | batch | target padded to | best fixed over vanilla | controller over vanilla | over best "
-    "fixed | first round | time to first token | whole answers over vanilla | tokens per verify step |\n|"
-    + " ---: |"
-    * 11
-)
-
-
-def line(cell: dict[str, Any]) -> str:
-    """Return a cell as a row of a page's table."""
-    vanilla, ours, *fixed = cell["rows"]
-    best = max((vanilla, *fixed), key=lambda row: row["speedup"])
-    steps = ours["verify_steps_last"]
-    length = f"{1 + ours['accepted_last'] / steps:.2f}" if steps else "rests"
-    figures = [
-        f"{cell['tokens']:,}",
-        cell["draft"],
-        str(cell["batch"]),
-        f"{cell['pads']:g} drafts" if cell["pads"] else "-",
-        f"{best['speedup']:.2f} ({best['engine']})",
-        *(f"{value:.2f}" for value in (ours["speedup"], ours["speedup"] / best["speedup"], ours["speedup_first"])),
-        f"{ours['ttft_more_ms']:+.1f} of {vanilla['ttft_ms']:.0f} ms",
-        f"{whole_s(cell, vanilla) / whole_s(cell, ours):.2f}",
-        length,
-    ]
-    return f"| {' | '.join(figures)} |"
-
-
-def whole_s(cell: dict[str, Any], row: dict[str, Any]) -> float:
-    """Return the seconds of a round's answers, from the request on."""
-    return 1e-3 * row["ttft_ms"] + (cell["max_tokens"] - 1) * cell["batch"] / row["tokens_per_s"]
-
-
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -304,7 +273,7 @@ def main() -> None:
         run_mixed(args)
         return
     cells = run(args)
-    print("\n".join([HEAD, *map(line, cells)]))
+    print(table(cells))
 
 
 if __name__ == "__main__":

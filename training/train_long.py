@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training import tiny_captioner
 from training.tiny_captioner import layer_weights, rms_norm, rotate
 from training.tiny_models import build_config, build_processor
-from training.train_tiny import ADAMW_LR, MUON_LR, mixed_precision
+from training.train_tiny import make_optimizers, mixed_precision, save_in_bf16
 from vllm_vidspec.shapeworld import reel
 
 FAMILY = "qwen2.5-vl"
@@ -268,7 +268,7 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     path, reader = Path(args.path), Reader(args.path)
     head = CellHead(reader.captioner.text.config.hidden_size)
-    optimizers = make_optimizers(reader, head)
+    optimizers = make_optimizers(reader.captioner, head)
     step, before = 0, 0.0
     if (path / STATE_FILE).exists():
         state = torch.load(path / STATE_FILE, weights_only=False)
@@ -316,22 +316,9 @@ def learning_rate_scale(progress: float, step: int) -> float:
     return min(1.0, (step + 1) / 40) * max(0.02, min(1.0, (1 - progress) / (1 - DECAY_FROM)))
 
 
-def make_optimizers(reader: Reader, head: CellHead) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Muon for the matrices, AdamW for the rest, each with its peak learning rate."""
-    named = list(reader.captioner.model.named_parameters())
-    matrices = [p for n, p in named if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
-    chosen = {id(p) for p in matrices}
-    rest = [p for _, p in named if id(p) not in chosen] + list(head.parameters())
-    muon = torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.02, adjust_lr_fn="match_rms_adamw")
-    return [(muon, MUON_LR), (torch.optim.AdamW(rest, lr=ADAMW_LR, betas=(0.9, 0.98), weight_decay=0.0), ADAMW_LR)]
-
-
 def export(args: argparse.Namespace) -> None:
     """Write a checkpoint with bf16 weights."""
-    model = Reader(args.path).captioner.model
-    for part in (model.config, model.config.text_config, model.config.vision_config):
-        part.dtype = torch.bfloat16
-    model.to(torch.bfloat16).save_pretrained(args.out)
+    save_in_bf16(Reader(args.path).captioner.model, args.out)
     make_processor().save_pretrained(args.out)
 
 

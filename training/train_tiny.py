@@ -102,7 +102,7 @@ if not HAS_BF16:
     torch.optim._muon._zeropower_via_newtonschulz = orthogonalise
 
 
-def make_optimizers(captioner: Captioner, heads: AuxiliaryHeads) -> list[tuple[torch.optim.Optimizer, float]]:
+def make_optimizers(captioner: Captioner, heads: torch.nn.Module) -> list[tuple[torch.optim.Optimizer, float]]:
     """Muon for the matrices, AdamW for the rest, each with its peak learning rate."""
     named = list(captioner.model.named_parameters())
     matrices = [p for n, p in named if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
@@ -307,13 +307,17 @@ def evaluate(args: argparse.Namespace) -> None:
         Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
 
 
+def save_in_bf16(model: torch.nn.Module, out: str) -> None:
+    """Turn a model's weights into bf16, and write it."""
+    for part in (model.config, model.config.text_config, model.config.vision_config):
+        part.dtype = torch.bfloat16
+    model.to(torch.bfloat16).save_pretrained(out)
+
+
 def export(args: argparse.Namespace) -> None:
     """Write a checkpoint with bf16 weights."""
     captioner = tiny_captioner.load(args.path)
-    config = captioner.model.config
-    for part in (config, config.text_config, config.vision_config):
-        part.dtype = torch.bfloat16
-    captioner.model.to(torch.bfloat16).save_pretrained(args.out)
+    save_in_bf16(captioner.model, args.out)
     build_processor(captioner.family).save_pretrained(args.out)
     use_hub_names(Path(args.out) / "model.safetensors")
 

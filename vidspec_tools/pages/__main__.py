@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from vidspec_tools.pages import configuration, long_videos, reliability, results
+from vidspec_tools.pages import configuration, long_videos, never_slower, reliability, results
 from vidspec_tools.pages.tables import DOCS, RESULTS, ROOT, written
 
 
@@ -19,6 +19,7 @@ def pages() -> Iterator[tuple[Path, str]]:
         DOCS / "reliability.md": of_reliability,
         DOCS / "coexistence.md": of_reliability,
         DOCS / "long-videos.md": long_videos.sections(),
+        DOCS / "never-slower.md": never_slower.sections(),
     }
     for path, sections in pages.items():
         yield path, written(path.read_text(), sections)

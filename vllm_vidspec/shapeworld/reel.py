@@ -13,7 +13,16 @@ from functools import cache
 
 import numpy as np
 
-from vllm_vidspec.shapeworld.world import BACKGROUNDS, COLORS, PATTERNS, SHAPES, SYNONYM_PROBS, _sprite
+from vllm_vidspec.shapeworld.world import (
+    BACKGROUNDS,
+    COLORS,
+    PATTERNS,
+    SHAPES,
+    SYNONYM_PROBS,
+    _pick,
+    _sprite,
+    patterned,
+)
 
 FRAME_SIZE, CELL_SIZE, FRAME_RATE = 224, 28, 2.0
 GRID_SIZE = FRAME_SIZE // CELL_SIZE
@@ -238,10 +247,6 @@ def _tell(rng: np.random.Generator, scene: Scene) -> str:
     )
 
 
-def _pick(rng: np.random.Generator, options, probs=None) -> str:
-    return list(options)[rng.choice(len(options), p=probs)]
-
-
 @cache
 def _empty_frames(background: str, pattern: str) -> np.ndarray:
     """A background under eight draws of camera noise, uint8 [8, FRAME_SIZE, FRAME_SIZE, 3].
@@ -249,15 +254,9 @@ def _empty_frames(background: str, pattern: str) -> np.ndarray:
     A soft gradient of light tells a patch where it is in the frame.
     """
     y, x = np.mgrid[0:FRAME_SIZE, 0:FRAME_SIZE]
-    marks = {
-        "plain": np.zeros_like(x, bool),
-        "striped": y % 14 < 5,
-        "dotted": (y % 14 - 7) ** 2 + (x % 14 - 7) ** 2 < 10,
-    }[pattern]
-    color = np.array(BACKGROUNDS[background], float)
     light = np.stack([x * 60, 0 * x, y * 60], -1) / FRAME_SIZE - [30, 0, 30]
     noise = np.random.default_rng(7).normal(0, 5, (8, FRAME_SIZE, FRAME_SIZE, 3))
-    return np.clip(np.where(marks[..., None], color * 0.7, color) + light + noise, 0, 255).astype(np.uint8)
+    return np.clip(patterned(background, pattern, FRAME_SIZE) + light + noise, 0, 255).astype(np.uint8)
 
 
 @cache

@@ -394,14 +394,19 @@ def _light() -> np.ndarray:
 @cache
 def _background_image(background: str, pattern: str) -> np.ndarray:
     """Background without noise, int16 [FRAME_SIZE, FRAME_SIZE, 3]."""
-    y, x = np.mgrid[0:FRAME_SIZE, 0:FRAME_SIZE]
+    return patterned(background, pattern, FRAME_SIZE).astype(np.int16) + _light()
+
+
+def patterned(background: str, pattern: str, side: int) -> np.ndarray:
+    """A background's colour with its pattern, float64 [side, side, 3]; neither light nor noise."""
+    y, x = np.mgrid[0:side, 0:side]
     marks = {
         "plain": np.zeros_like(x, bool),
         "striped": y % 14 < 5,
         "dotted": (y % 14 - 7) ** 2 + (x % 14 - 7) ** 2 < 10,
     }[pattern]
     color = np.array(BACKGROUNDS[background], float)
-    return (np.where(marks[..., None], color * 0.7, color)).astype(np.int16) + _light()
+    return np.where(marks[..., None], color * 0.7, color)
 
 
 @cache
