@@ -214,6 +214,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                             "batch": batch,
                             "pads": pads,
                             "max_tokens": args.max_tokens,
+                            "rounds": args.rounds - LEARNING,
                             "commit": (provenance()["git_sha"] or "")[:10],
                         }
                         cells.append(cell | {"rows": rows})

@@ -55,7 +55,8 @@ def wrong_about_texts(engine: Engine) -> Iterator[list[bool]]:
 @contextlib.contextmanager
 def steps(engine: Engine) -> Iterator[list]:
     """Yield a list that gains of each step its decision, the drafts that were scheduled of each request, and who had
-    real ones. On its clock a step takes 10 ms and a millisecond for each level of the draft, whatever runs beside it.
+    real ones. On its clock a step takes 10 ms and a millisecond for each level of the draft, and the draft reads a
+    prompt in no time, whatever runs beside it.
     """
     side, seen, now = engine.scheduler._vidspec_side, [], [0.0]
     observe = side.observe
@@ -68,7 +69,11 @@ def steps(engine: Engine) -> Iterator[list]:
         observe(scheduler_output, output)
 
     clock = mock.Mock(monotonic=lambda: now[0])
-    with mock.patch.object(side, "observe", noting), mock.patch.object(control, "time", clock):
+    with (
+        mock.patch.object(side, "observe", noting),
+        mock.patch.object(control, "time", clock),
+        mock.patch.object(control.compat, "report_of", lambda output: report_of(output)._replace(reading_s=0.0)),
+    ):
         yield seen
 
 
@@ -81,7 +86,7 @@ def test_answers_are_vanillas_whatever_is_decided(reference, is_async, shape):
     """
     knobs = {"drafting": "auto", "num_speculative_tokens": 12} if shape == "auto" else {}
     mixed, videos = reference(QWEN, "mixed"), reference(QWEN, "videos")
-    with adaptive(is_async, **knobs) as engine:
+    with adaptive(is_async, **knobs) as engine, steps(engine):
         outputs, counted = engine.measured(harness.mixed_batch(QWEN))
         assert_same_answers(mixed, outputs)
         assert skipped(counted) == {} and counted["accepted_tokens"] > 0

@@ -96,6 +96,7 @@ class Controller:
         self._left, self._wait, self._limit, self._unmeasured = 0, _DECIDE_FIRST, -1, 0
         self._is_measured = False  # what the last step measured is known
         self._usual_size = 0.0  # requests of a step, the mean of late
+        self._rest_sizes: set[int] = set()  # classes of batch size of which a step without drafts was measured
 
     # ---- a request's life ------------------------------------------------------------------------------------------
 
@@ -259,6 +260,8 @@ class Controller:
             hoped = self._lengths(slots, places, int(self._num_tokens[places[best]]))
             doubt = self.costs.doubt([steps.kinds[row] for row in rows.tolist()], steps.features[rows], best)
             hopes = (len(slots) + (hoped * drafted).sum(axis=1)) / seconds * (1 + doubt) * (rates > 0)
+            if batch.place[0] not in self._rest_sizes:  # what all else is compared with must not be a guess
+                hopes[rest] = np.inf
             chosen = self._trials.begin(situation, rates, hopes, seconds, best)
             situation.trial = int(places[chosen]) if chosen != best else None
         elif situation.trial is not None and ((places == situation.trial) & (rates > 0)).any():
@@ -369,6 +372,8 @@ class Controller:
             return
         step = self._step(batch, place, drafted)
         self.costs.observe(step.kinds[0], step.features[0], seconds)
+        if not self._num_tokens[place]:
+            self._rest_sizes.add(batch.place[0])
         self._is_measured = self.costs.count(step.kinds[0]) > 2 * _MEASURE_EVERY and situation.trial is None
         situation.measured += place == situation.trial
 

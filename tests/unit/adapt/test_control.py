@@ -145,6 +145,19 @@ def test_costs_are_those_of_the_batch_size():
     assert alone >= 3 and np.mean(np.array(together[150:]) > 0) < 0.1
 
 
+def test_a_step_without_drafts_is_measured_first():
+    """Drafting at all costs twice a step: the first answer takes no longer than 1.6 times as without drafts.
+
+    Catches: a step without drafts whose time is a guess, so that drafting goes on which costs more than it gains.
+    """
+
+    def dear_at_all(num_reqs, context, drafted, levels):
+        return 2.1e-3 + (5e-3 if levels else 0.0) + 1e-3 * levels
+
+    first = [SimulatedEngine(fixed, cost=dear_at_all).serve((1024, 0.7), requests=1) for fixed in (None, 0)]
+    assert first[0] > 0.62 * first[1], first
+
+
 def test_a_tree_is_chosen_where_it_gains_more():
     """`draft_shape: auto`: catches a tree's acceptance that is never tried, or taken for a chain's."""
     tree = Option("tree-static", 25, 5, False)
