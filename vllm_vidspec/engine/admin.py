@@ -53,7 +53,6 @@ class AdminRoutes:
         app.add_api_route(PATH, change, methods=["POST"], include_in_schema=False)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Keep the way to the engine; see vLLM's."""
         self._engine = engine_client
 
     async def _answer(self, request: Any, change: bool) -> Any:

@@ -36,12 +36,7 @@ _FREELY = contextlib.nullcontext()
 
 
 class OthersFailed(Exception):
-    """Another rank could not go on, so that this one must not either.
-
-    Args:
-        message: For the log.
-        step: Number of the step that is left.
-    """
+    """Another rank could not go on, so that this one must not either."""
 
     def __init__(self, message: str, step: int):
         super().__init__(message)
@@ -49,13 +44,7 @@ class OthersFailed(Exception):
 
 
 class Agreement:
-    """One per process; a single rank agrees with itself and pays nothing.
-
-    Args:
-        group: vLLM's `GroupCoordinator` of the tensor-parallel ranks.
-        patience_s: How long to wait for a rank, in seconds.
-        failed_patience_s: How long to wait for others to have failed alike, in seconds.
-    """
+    """One per process; a single rank agrees with itself and pays nothing."""
 
     def __init__(self, group: Any, patience_s: float = _PATIENCE_S, failed_patience_s: float = _FAILED_PATIENCE_S):
         self._group = group
@@ -69,12 +58,10 @@ class Agreement:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank, which speaks for all."""
         return self._rank == 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other rank."""
         return self._size == 1
 
     def run(self, phase: str, step: Callable[..., None], *args: Any, is_careful: bool = True) -> Exception | None:
@@ -134,10 +121,6 @@ class Agreement:
 
     def all_ranks_and(self, phase: str, flags: Sequence[bool]) -> list[bool]:
         """Return, for each of the ranks' flags, whether it is set on all of them; a few 100 us, none for no flags.
-
-        Args:
-            phase: What is settled, for messages.
-            flags: As many on every rank.
 
         Raises:
             OthersFailed: A rank has failed in the careful step that this one is in.

@@ -98,7 +98,6 @@ class DraftBackend:
         """Queue requests for their draft prefill.
 
         Args:
-            step: The step.
             rows: `[n]` rows of the step that may start, those that wait for blocks among them.
             requests: Those whose guidance has just come.
         """

@@ -26,13 +26,7 @@ def say_hints(vllm_config: Any, config: VidSpecConfig) -> None:
 
 
 def graph_ceiling(config: VidSpecConfig, max_num_seqs: int, max_tokens: int) -> Iterator[str]:
-    """Yield a line if batches that vLLM may schedule are beyond any CUDA graph, of the target or of the draft.
-
-    Args:
-        config: The knobs.
-        max_num_seqs: Requests of the largest batch.
-        max_tokens: Of the largest graph.
-    """
+    """Yield a line if batches that vLLM may schedule are beyond any CUDA graph, of the target or of the draft."""
     sizes = [(size, config.plan_for(size)) for size in range(1, max_num_seqs + 1)]
     drafting = [(size, plan) for size, plan in sizes if plan.num_tokens]
     verify = next((size for size, plan in drafting if size * (plan.num_tokens + 1) > max_tokens), None)

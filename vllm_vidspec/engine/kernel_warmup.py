@@ -19,11 +19,7 @@ logger = init_logger("vllm.vidspec")
 
 
 def warm_up_kernels(runner: Any) -> None:
-    """Prepare every variant that a runner's steps can reach, on CUDA only, once its KV caches exist.
-
-    Args:
-        runner: Our model runner.
-    """
+    """Prepare every variant that a runner's steps can reach, on CUDA only, once its KV caches exist."""
     if runner.device.type != "cuda":
         return
     begin = time.perf_counter()
@@ -32,7 +28,6 @@ def warm_up_kernels(runner: Any) -> None:
 
 
 def prepare(runner: Any) -> None:
-    """Call what prepares each kernel, for the parts that this runner has."""
     config, num_drafts, parts = runner.knobs.current, runner.num_speculative_steps, runner.parts
     in_trees, block_table = parts.trees is not None, runner.block_tables.input_block_tables[0]
     warm_up.warm_accept(
@@ -62,7 +57,6 @@ def prepare(runner: Any) -> None:
 
 
 def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
-    """Prepare the draft's own launches."""
     kv, trees = drafter.kv, drafter.trees
     drafter.warm_up()
     if trees is None:

@@ -17,11 +17,7 @@ _RULES = {
 
 
 class Knobs:
-    """The configuration, which tools may change between requests.
-
-    Args:
-        config: The one that the engine starts with.
-    """
+    """The configuration, which tools may change between requests."""
 
     def __init__(self, config: VidSpecConfig):
         self.current = self._first = config
@@ -29,7 +25,6 @@ class Knobs:
 
     @property
     def pruning(self) -> dict[str, Any]:
-        """What may always change, by flat name."""
         return {name: value for name, value in self.current.flat().items() if name in _PRUNING}
 
     def on_change(self, observe: Callable[[VidSpecConfig], None]) -> None:

@@ -15,7 +15,6 @@ _DTYPES = ("auto", "float16", "bfloat16")  # whose elements are the numbers them
 
 
 def attention_layers(vllm_config: VllmConfig) -> dict[str, Attention]:
-    """Return the attention layers of a configuration's model by name, in order."""
     layers = vllm_config.compilation_config.static_forward_context
     return {name: layer for name, layer in layers.items() if isinstance(layer, Attention)}
 
@@ -24,7 +23,6 @@ def check_readable(layer: Any, what: str, way_out: str) -> None:
     """Refuse an attention layer whose cache we cannot read or whose softmax is not the plain one.
 
     Args:
-        layer: vLLM's `Attention`.
         what: Who reads it, for the message; `way_out` what to do instead.
 
     Raises:
@@ -74,7 +72,6 @@ def cache_views(kv_cache: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch
 
     Args:
         kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, vLLM's logical shape.
-        layer: Its attention layer.
     """
     head_size = layer.impl.head_size
     if getattr(layer, "isa", None) is None:  # not the CPU backend

@@ -25,9 +25,6 @@ class RunnerParts:
 
     The order matters in one place: a draft that shares the target's weights must not share its hooks, so it is
     loaded before they are.
-
-    Args:
-        runner: Our model runner.
     """
 
     def __init__(self, runner: Any):

@@ -168,7 +168,6 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
 
 
 def _drafter_devices(vllm_config: Any, config: VidSpecConfig, platform: Any) -> Iterator[str]:
-    """Yield a line for each thing that is wrong with the drafter's devices."""
     from vllm_vidspec.engine.parallel import launch
 
     places = launch.places_of(config)
@@ -186,7 +185,6 @@ def _drafter_devices(vllm_config: Any, config: VidSpecConfig, platform: Any) -> 
 
 
 def _pruned_twice(model: Any, config: VidSpecConfig) -> Iterator[str]:
-    """Yield a line for each thing with which no draft sees what is left of a video that the target has pruned."""
     family = families.adapter_for(model.hf_config)
     if not family.follows_pruned_videos(model.hf_config):
         yield (
@@ -283,7 +281,6 @@ def choose_backend(vllm_config: Any, what: str, way_out: str) -> None:
 
 
 def _warn(vllm_config: Any, config: VidSpecConfig) -> None:
-    """Log what is allowed and may surprise."""
     draft_len = vllm_config.speculative_config.draft_model_config.max_model_len
     target_len = vllm_config.model_config.max_model_len
     if draft_len < target_len:
@@ -349,7 +346,6 @@ def _check_args(args: Any) -> None:
 
 
 def _check_pair(args: Any, config: VidSpecConfig, draft_revision: str | None) -> None:
-    """Compare the two checkpoints' configurations, before any weight is read."""
     target = _hf_config(args.model, args.revision, args, "target")
     if config.is_self_draft:
         families.adapter_for(target)

@@ -45,7 +45,6 @@ class NewRequest:
 
     @property
     def is_structured(self) -> bool:
-        """Whether a grammar constrains the output."""
         return self.sampling is not None and self.sampling.structured_outputs is not None
 
 
@@ -113,17 +112,11 @@ class DraftBatch(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole batch is drafted for."""
         return len(self.places_np) == len(self.rows_np)
 
 
 class RequestRows:
-    """What every persistent row is doing, and what its draft in flight is.
-
-    Args:
-        max_num_reqs: Persistent rows.
-        device: Where `has_draft` lives.
-    """
+    """What every persistent row is doing, and what its draft in flight is."""
 
     def __init__(self, max_num_reqs: int, device: torch.device):
         self._phase = np.full(max_num_reqs, Phase.UNSEEN, dtype=np.int8)
@@ -150,7 +143,6 @@ class RequestRows:
         """Tell tables of every row's ends from here on, in the order of registration.
 
         Args:
-            tables: They are told.
             drafting: What serves drafts alone: its `remove` is also called for a row that is skipped.
         """
         self._tables.extend(tables)
@@ -159,14 +151,12 @@ class RequestRows:
     # ---- both ends of a request's life -----------------------------------------------------------------------------
 
     def add(self, request: NewRequest) -> None:
-        """Take a request in, in every table."""
         self._draft_batch = None
         self.unstarted[request.req_state_idx] = Request(request)
         for table in self._tables:
             table.add(request)
 
     def remove(self, req_state_idx: int) -> None:
-        """Forget a row in every table."""
         self.unstarted.pop(req_state_idx, None)
         for table in self._tables:
             table.remove(req_state_idx)
@@ -185,16 +175,10 @@ class RequestRows:
         return self._phase[idx_mapping_np] & sum(phases) != 0
 
     def any_in(self, *phases: Phase) -> bool:
-        """Return whether any row is in one of these phases."""
         return bool((self._phase & sum(phases)).any())
 
     def draft_batch(self, idx_mapping_np: np.ndarray, is_done: np.ndarray) -> DraftBatch:
-        """Return which of a step's requests are drafted for: the last step's answer where that has not changed.
-
-        Args:
-            idx_mapping_np: `[num_reqs]` persistent rows.
-            is_done: `[num_reqs]` bool: the target's prefill is complete.
-        """
+        """Return which of a step's requests are drafted for: the last step's answer where that has not changed."""
         last, is_done_all = self._draft_batch, bool(is_done.all())
         if last is not None and is_done_all and _are_equal(last.rows_np, idx_mapping_np):
             return last
@@ -236,9 +220,6 @@ class RequestRows:
         """Note which of a step's requests have a draft in flight from here on.
 
         Args:
-            idx_mapping: `[num_reqs]` int64 persistent rows of the batch on the device.
-            req_ids: `[num_reqs]` their requests.
-            draft_batch: Those that were drafted for.
             num_nodes: `[n]` int nodes of their trees on the device; None for chains.
         """
         if draft_batch is not self._published:

@@ -113,7 +113,6 @@ class VidSpecModelRunner(GPUModelRunner):
             self.rejection_sampler.profile(logits)
 
     def get_draft_model(self):
-        """Return the draft network, whose weights vLLM can exchange; None while it is the target itself."""
         return self.speculator.model
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -162,7 +161,6 @@ class VidSpecModelRunner(GPUModelRunner):
             self.counters.set("relevance_held_bytes", self.parts.visual.store.held_bytes)
 
     def forget_kv(self) -> None:
-        """Give up what the draft and relevance know of running requests; see the worker."""
         self.speculator.backend.give_up_all()
         self.hooks.forget_kv()
 
@@ -258,16 +256,13 @@ class VidSpecModelRunner(GPUModelRunner):
     # ---- tools -----------------------------------------------------------------------------------------------------
 
     def retune(self, changes: dict[str, Any]) -> None:
-        """Change knobs between requests; see `worker.vidspec_retune`."""
         self.knobs.retune(changes)
 
     def watch_timeline(self, on: bool) -> list[dict[str, Any]]:
-        """Return what target and draft did since watching began, and go on or not; see the worker."""
         events = self.timeline.watch(on)
         if isinstance(self.speculator.backend, ParallelBackend):
             events += self.speculator.backend.watch_timeline(on)
         return sorted(events, key=lambda event: event["start_s"])
 
     def watch_scores(self, on: bool) -> list[dict[str, Any]]:
-        """Return what became of every token since watching began, and go on or not; see the worker."""
         return self.rejection_sampler.watch(on)

@@ -30,14 +30,6 @@ from vllm_vidspec.engine.target_step import Step
 class Speculator(BaseSpeculator):
     """vLLM's speculator slot: one step, in order, over a backend.
 
-    Args:
-        knobs: The configuration.
-        requests: The rows.
-        guidance: Scores visual tokens for the pruner; None where the pruner needs none.
-        counters: Records what is not drafted for.
-        failures: Guards the parts of a step.
-        backend: Where the draft runs.
-
     Attributes:
         decision: The controller's, of the step that runs; None: `knobs` say what a batch size drafts.
     """
@@ -63,7 +55,6 @@ class Speculator(BaseSpeculator):
 
     @property
     def model(self) -> torch.nn.Module | None:
-        """The draft network; None while it is the target itself, or another process's."""
         return self.backend.model
 
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
@@ -71,7 +62,6 @@ class Speculator(BaseSpeculator):
         self.graphs = self.backend.make_graphs(cudagraph_mode)
 
     def capture(self) -> None:
-        """Capture the parts of a draft step."""
         self.backend.capture()
 
     @property

@@ -46,9 +46,6 @@ class Step(NamedTuple):
         """Read a step from vLLM's batch; nothing here waits for the device.
 
         Args:
-            batch: vLLM's `InputBatch`.
-            num_sampled: `[num_reqs]` int32.
-            plan: What is drafted at this batch size, where nobody has decided otherwise.
             decision: What was decided beside the scheduler.
             most: Drafts that vLLM has room for.
         """

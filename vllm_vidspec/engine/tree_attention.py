@@ -53,7 +53,6 @@ class TreeAttention:
 
     Args:
         layers: The model's attention layers (not those that another model shares with it).
-        device: Where their caches live.
     """
 
     def __init__(self, layers: Iterable[Any], device: torch.device):
@@ -128,9 +127,6 @@ def make_attention(
     A layer that it cannot stand for keeps its own backend, which loses nothing but time, and one line says so.
 
     Args:
-        layers: The model's attention layers.
-        config: The model's.
-        device: Where their caches live.
         num_rows: Query rows of a chain.
         in_trees: Whether drafts can be trees.
         whose: "target" or "draft", for the log.
@@ -161,7 +157,6 @@ def make_attention(
 
 
 def _obstacles(layer: Any, config: VllmConfig) -> Iterator[str]:
-    """Yield why a layer's own backend has to stay for chains."""
     try:
         check_readable(layer, REFUSAL[0], _SLOW)
     except VidSpecError as error:

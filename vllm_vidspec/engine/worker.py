@@ -39,7 +39,6 @@ class VidSpecWorker:
 
     @tells_why
     def init_device(self) -> None:
-        """Build the runner; see vLLM's."""
         super().init_device()  # type: ignore[misc]
         # The draft's pool goes where the target's cache does: neither is worth keeping while the engine sleeps.
         self.model_runner.kv_allocation = functools.partial(  # type: ignore[attr-defined]
@@ -49,12 +48,10 @@ class VidSpecWorker:
 
     @tells_why
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
-        """Make the KV caches; see vLLM's."""
         super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
 
     @tells_why
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load target and draft; see vLLM's."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> Any:
@@ -84,7 +81,6 @@ class VidSpecWorker:
         super().sleep(min(level, 1))  # type: ignore[misc]
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Let go of some of the device's memory; see `sleep`."""
         self.model_runner.forget_kv()  # type: ignore[attr-defined]
         super().discard(tags)  # type: ignore[misc]
 

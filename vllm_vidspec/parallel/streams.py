@@ -33,9 +33,6 @@ class Observed(NamedTuple):
 class Streams:
     """The drafter's side of the tables, by persistent row.
 
-    Args:
-        tables: Shared with the target.
-
     Attributes:
         is_on: bool [M], the drafter has read the prompt: the row draws.
         length: int64 [M], tokens of text and stream.
@@ -57,7 +54,6 @@ class Streams:
     # ---- a request's life ------------------------------------------------------------------------------------------
 
     def add(self, req_state_idx: int, epoch: int, limit: int) -> None:
-        """Give a row to a request that the drafter is about to read."""
         self.epoch[req_state_idx], self.limit[req_state_idx] = epoch, limit
         self.is_on[req_state_idx] = False
         self._publish_state(req_state_idx, StreamState.READING)
@@ -71,7 +67,6 @@ class Streams:
         self._publish_state(req_state_idx, StreamState.REFUSED)
 
     def remove(self, req_state_idx: int) -> None:
-        """Take a row from its request."""
         with self._changing(req_state_idx):
             self.tables.stream_epoch[req_state_idx], self.tables.end[req_state_idx] = NOBODY, 0
         self._publish_state(req_state_idx, StreamState.NONE)

@@ -107,7 +107,6 @@ class Tables:
 
     @staticmethod
     def num_bytes(sizes: Sizes) -> int:
-        """Return how much memory the arrays take."""
         return sum(aligned(int(np.prod(shape)) * np.dtype(dtype).itemsize) for _, dtype, shape in _layout(sizes))
 
     def forget_streams(self) -> None:
@@ -126,15 +125,12 @@ class Tables:
         self.epoch[req_state_idx] = epoch
 
     def remove(self, req_state_idx: int) -> None:
-        """Take a row from its request; the target's."""
         self.epoch[req_state_idx] = -1
 
     def commit(self, idx_mapping_np: np.ndarray, lengths: np.ndarray, tails: np.ndarray) -> None:
         """Append to the committed texts of `[n]` rows; the target's.
 
         Args:
-            idx_mapping_np: `[n]` rows.
-            lengths: `[n]` int64 new lengths.
             tails: `[n, t]` int32 the last tokens of each text, among them all that are new.
         """
         cols = lengths[:, None] - np.arange(tails.shape[1], 0, -1)

@@ -43,17 +43,7 @@ class LocalBackend(DraftBackend):
     """See `DraftBackend`.
 
     Args:
-        vllm_config: vLLM's.
-        knobs: The configuration.
-        draft_model: The draft, loaded.
-        requests: The rows.
-        req_states: The runner's tables of committed text.
-        sample: The draft's sampler.
         trees: The target's side of tree drafts; None where drafts are chains.
-        counters: Records what is drafted and what is not.
-        agreement: Of the tensor-parallel ranks.
-        failures: Guards the parts of a step.
-        timeline: Records what took the time, while a tool watches.
         placed: `(row, length) -> Placed`, for a target that prunes videos itself; else None.
         pixels: What the target has copied to the device; None where the draft's tower is shown nothing.
     """
@@ -95,7 +85,6 @@ class LocalBackend(DraftBackend):
 
     @property
     def model(self) -> torch.nn.Module | None:
-        """The draft network; None while it is the target itself."""
         return None if self.draft_model.is_self_draft else self.draft_model.model
 
     @property
@@ -107,12 +96,10 @@ class LocalBackend(DraftBackend):
     # ---- set-up ----------------------------------------------------------------------------------------------------
 
     def reserve(self, available_bytes: int) -> int:
-        """Plan the draft's memory; see `DraftBackend`."""
         self._memory = DraftMemory.plan(self._knobs.current, self._vllm_config, self.draft_model, available_bytes)
         return self._memory.num_bytes
 
     def make_graphs(self, cudagraph_mode: Any) -> DraftGraphs:
-        """Return the manager of the draft's CUDA graphs."""
         self._drafter = None  # that of vLLM's memory profile, whose graphs are gone
         self.draft_model.use_cudagraph_mode(mode_of_draft(cudagraph_mode))
         self._graphs = self.graphs_class(
@@ -127,7 +114,6 @@ class LocalBackend(DraftBackend):
     def init_kv(
         self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
     ) -> None:
-        """Allocate the draft's memory and build the drafter; see `DraftBackend`."""
         model, config, vllm_config = self.draft_model, self._knobs.current, self._vllm_config
         memory = self._memory = DraftMemory.least(model) if is_profiling else self._memory
         assert memory is not None
@@ -173,12 +159,10 @@ class LocalBackend(DraftBackend):
         self._drafter.count_memory()
 
     def capture(self) -> None:
-        """Capture the parts of a draft step."""
         if self._drafter is not None:
             self._drafter.capture()
 
     def dummy_run(self, num_reqs: int, is_profile: bool) -> torch.Tensor:
-        """Return `[num_reqs, K]` zeros; run the draft at its largest where vLLM profiles its memory."""
         if is_profile:
             self.draft_model.profile()
         return self._draft_tokens[:num_reqs].zero_()
@@ -193,21 +177,18 @@ class LocalBackend(DraftBackend):
             self._pixels.add(request.req_state_idx, request.features)
 
     def remove(self, req_state_idx: int) -> None:
-        """Free what a row's request holds on the draft's side."""
         if self._pixels is not None:
             self._pixels.remove(req_state_idx)
         if self._drafter is not None:
             self._drafter.remove(req_state_idx)
 
     def active_rows(self) -> Iterable[int]:
-        """Return the rows whose pixels or draft KV are here."""
         return (
             *(() if self._pixels is None else self._pixels.active_rows()),
             *(() if self._drafter is None else self._drafter.active_rows()),
         )
 
     def give_up_all(self) -> None:
-        """Give every running request up, because the contents of the pool and the cache are about to be lost."""
         rows = np.arange(len(self._requests.phase))
         started = self._requests.are_in(rows, Phase.PREFILLING, Phase.DRAFTING, Phase.PREFILL_STALLED)
         for row in rows[started].tolist():
@@ -215,7 +196,6 @@ class LocalBackend(DraftBackend):
         self.forget_media()
 
     def forget_media(self) -> None:
-        """Drop the draft's vision embeddings: weights have changed, or the memory that holds them has."""
         if self._drafter is not None:
             self._drafter.forget_media()
 
@@ -245,7 +225,6 @@ class LocalBackend(DraftBackend):
     # ---- start -----------------------------------------------------------------------------------------------------
 
     def refusal(self, request: Request) -> tuple[str, str] | None:
-        """Return why a request is not drafted for, and what to say of it."""
         new = request.new
         if new.has_embeds:
             return "unsupported", "its prompt is one of embeddings, made for the target"
@@ -284,7 +263,6 @@ class LocalBackend(DraftBackend):
         return outcome
 
     def _message(self, request: Request) -> PrefillMessage:
-        """Return what the drafter is told of a request."""
         new = request.new
         row, guidance = new.req_state_idx, {} if request.guided is None else request.guided._asdict()
         message = PrefillMessage(
@@ -367,7 +345,6 @@ class LocalBackend(DraftBackend):
     # ---- draft -----------------------------------------------------------------------------------------------------
 
     def propose(self, step: Step, batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draft for every request that the draft has read; see `DraftBackend`."""
         if not step.plan.num_tokens:
             if step.is_undrafted:
                 self._counters.add("undrafted_steps")
@@ -388,7 +365,6 @@ class LocalBackend(DraftBackend):
         return tokens, num_nodes
 
     def _places_of(self, batch: DraftBatch) -> torch.Tensor:
-        """Return the places of who is drafted for on the device, uploaded once."""
         if self._picked[0] is not batch:
             self._picked = (batch, async_tensor_h2d(batch.places_np, device=self._device))
         return self._picked[1]
@@ -400,7 +376,6 @@ class LocalBackend(DraftBackend):
         batch: DraftBatch,
         proposals: list[tuple[Drafts, torch.Tensor | None]],
     ) -> None:
-        """Draft for these requests, and append what is proposed and to which of the batch's, None for all."""
         # The usual step is of the whole batch, and uploads nothing.
         picked = None if batch.is_whole else self._places_of(batch)
         num_verified = step.batch.num_draft_tokens_per_req

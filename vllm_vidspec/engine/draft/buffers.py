@@ -16,8 +16,6 @@ class DraftBuffers:
     touches nothing. `begin_step` says where padding begins; nothing later needs to know.
 
     Args:
-        model: The draft.
-        kv: Its KV memory.
         max_num_reqs: Persistent rows, M below.
         tree_width: Most nodes of a request in a forward; 0 where drafts are chains.
         max_drafts: K.

@@ -14,9 +14,6 @@ class ChainDrafter:
     """Proposes K tokens one after another.
 
     Args:
-        forwards: The draft's, with the step's buffers.
-        sample: The draft's sampler.
-        graphs: What runs the parts of a step.
         goes_on: Whether `go_on` is ever asked for.
     """
 
@@ -32,8 +29,6 @@ class ChainDrafter:
         """Write `num_drafts` tokens of each of `num_reqs` requests, padding included, into the buffers' `drafts`.
 
         Args:
-            num_reqs: R.
-            num_drafts: In [0, K].
             processed: What vLLM's processors need, if the logits of any request need them; they run between graphs.
 
         Returns:
@@ -57,22 +52,18 @@ class ChainDrafter:
         return dict([self._whole(num_reqs, num_drafts)]) | more
 
     def _whole(self, num_reqs: int, num_drafts: int) -> tuple[Part, Run]:
-        """Return the part that is a whole chain of unprocessed logits."""
         key = part("chain", num_reqs, max_drafts=num_drafts)
         return key, functools.partial(self._chain, num_reqs, num_drafts, None)
 
     def _more(self, num_reqs: int) -> tuple[Part, Run]:
-        """Return the part that is one more token of unprocessed logits."""
         return part("more", num_reqs), functools.partial(self._feed_and_draw, num_reqs, None)
 
     def _feed_and_draw(self, num_reqs: int, processed: Processed | None) -> bool:
-        """Feed what was drawn last and draw once more; return whether a graph ran the forward."""
         is_graph = self._graphs.run(self._key(num_reqs, 1), self._function(num_reqs, 1))
         self._draw(num_reqs, 1, processed, column=0)
         return is_graph
 
     def _chain(self, num_reqs: int, num_drafts: int, processed: Processed | None) -> bool:
-        """Feed and draw, level after level; return whether graphs ran every level."""
         is_whole = True
         for level in range(max(num_drafts, 1)):
             is_whole &= self._graphs.run(self._key(num_reqs, level), self._function(num_reqs, level))
@@ -90,7 +81,6 @@ class ChainDrafter:
         return functools.partial(self._next if level else self._forwards.roots, num_reqs)
 
     def _next(self, num_reqs: int) -> None:
-        """Feed what was drawn last."""
         self._buffers.step.level.add_(1)
         self._buffers.place(num_reqs)
         self._forwards.tokens(num_reqs)
@@ -116,7 +106,6 @@ class ChainDrafter:
             )
 
     def _cut(self, low: int, high: int, level: int) -> tuple[torch.Tensor, ...]:
-        """Return temperatures, seeds and positions of batch rows `low` to `high`, and where draws go."""
         buffers, (logical_pos, _) = self._buffers, self._forwards.fed(level)
         step = buffers.step
         rows = (step.temperature, step.seeds, logical_pos, buffers.drafts, buffers.token_ids)

@@ -47,17 +47,6 @@ class Drafter:
     """Owns what the draft keeps of every persistent row: its KV, its place in the prefill queue, its policy.
 
     Args:
-        model: The draft, loaded, its KV cache allocated.
-        knobs: The configuration.
-        sample: The draft's sampler.
-        counters: Records what is drafted.
-        num_blocks: Of the KV pool.
-        max_num_reqs: Persistent rows.
-        max_model_len: The target's context length.
-        cache: The draft's vision embeddings of what was shown lately.
-        agreement: Of the tensor-parallel ranks, for prefills.
-        committed: The target's tables.
-        graphs: What runs the parts of a draft step.
         attention: Of the draft's layers, for trees, and for the two tokens that a step feeds first where the layers'
             own is slow for them; None where neither asks for it.
         shared: The target's own, by identifier, where it drafts for itself; else empty.
@@ -136,7 +125,6 @@ class Drafter:
         """Take a request in, if there is room; one that will not be drafted for is counted by reason.
 
         Args:
-            message: The request.
             num_tokens: Bound of its committed length, where that is past the prompt by now.
         """
         outcome = self.prefills.add(message, num_tokens)
@@ -151,16 +139,13 @@ class Drafter:
             self.trees.policy.reset_rows(np.array([req_state_idx]))
 
     def requeue(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Put `[n]` rows that were drafted for back into the queue; `[n]` tokens of their text at least are read."""
         self.prefills.requeue(idx_mapping_np, num_tokens)
 
     @property
     def is_reading(self) -> bool:
-        """Whether any request is in the prefill queue."""
         return self.prefills.is_reading
 
     def prefill(self, step: PrefillStep) -> Prefilled:
-        """Show the draft what fits into this step of the prompts that it has not seen whole."""
         start = time.perf_counter()
         done = self.prefills.step(step)
         self.counters.add("draft_prefill_us", int(1e6 * (time.perf_counter() - start)))
@@ -217,7 +202,6 @@ class Drafter:
         return np.minimum(ends.min(axis=0), kv.capacity_np[idx_mapping_np] + dropped) - self._num_speculative_tokens
 
     def draft(self, message: DraftMessage) -> Drafts:
-        """Propose drafts in the shape that the message names, for all its requests at once."""
         start = time.perf_counter()
         buffers, rows_np = self.buffers, message.idx_mapping_np
         if message.draft_batch is None or message.draft_batch is not self._draft_batch:
@@ -254,7 +238,6 @@ class Drafter:
         return drafts
 
     def _count(self, num_forwards: int, is_graph: bool, start: float) -> None:
-        """Count a step."""
         self.counters.add("draft_steps")
         self.counters.add("draft_forwards", num_forwards)
         if self._graphs.is_wanted and not is_graph:
@@ -269,7 +252,6 @@ class Drafter:
         was_verified: torch.Tensor | None,
         num_reqs: int,
     ) -> None:
-        """Write a step's requests into the buffers, and padding behind them, in one launch."""
         begin_step(
             batch_rows,
             picked,
@@ -302,7 +284,6 @@ class Drafter:
     # ---- graphs ----------------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        """Capture every part of a step that a step of this configuration can take."""
         if not self._graphs.is_on:
             return
         parts: dict[Part, Run] = {}
@@ -351,13 +332,11 @@ class Drafter:
                 low = size + 1
 
     def _width(self, shape: str) -> int:
-        """Return the most tokens of a request in a forward of the draft: two in the first."""
         return 2 if self.trees is None or shape == "chain" else max(2, self.trees.policy.max_frontier)
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
     def count_memory(self) -> None:
-        """Publish how large the pool and the cache of vision embeddings are."""
         model, num_blocks = self.model, self.kv.num_blocks
         self.counters.set("draft_pool_blocks_total", num_blocks - 1)
         self.counters.set("draft_pool_bytes", num_blocks * model.bytes_per_block)
@@ -365,23 +344,19 @@ class Drafter:
         self.counters.set("draft_kv_bytes_per_token", kv_bytes_per_token(model.config))
 
     def remove(self, req_state_idx: int) -> None:
-        """Forget a row: finished, aborted, preempted or given up. Its blocks go back to the pool."""
         self.prefills.remove(req_state_idx)
         self.kv.remove(req_state_idx)
         self._capacity_limit[req_state_idx] = UNBOUNDED
         self.counters.set("draft_pool_blocks_used", self.kv.num_used_blocks)
 
     def active_rows(self) -> Iterable[int]:
-        """Return the rows that have blocks, or a prompt in the queue or remembered."""
         return (*np.flatnonzero(self.kv.capacity_np).tolist(), *self.prefills.active_rows())
 
     def forget_media(self) -> None:
-        """Drop the draft's vision embeddings: weights have changed, or the memory that holds them has."""
         self.prefills.vision.cache.clear()
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return what is free of a device's memory, 0 of a CPU's."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 

@@ -28,14 +28,7 @@ class _Inputs:
 
 
 class Forwards:
-    """Runs the draft over what the buffers say, and leaves hidden states there.
-
-    Args:
-        model: The draft.
-        kv: Its KV memory.
-        buffers: Of the step.
-        attention: Of the draft's layers; None where no forward needs it.
-    """
+    """Runs the draft over what the buffers say, and leaves hidden states there."""
 
     def __init__(self, model: DraftModel, kv: DraftKV, buffers: DraftBuffers, attention: TreeAttention | None):
         self.model = model
@@ -64,11 +57,9 @@ class Forwards:
         self._run(num_reqs, 2, is_first=True)
 
     def tokens(self, num_reqs: int) -> None:
-        """Feed one token of each request: a level of chains."""
         self._run(num_reqs, 1)
 
     def nodes(self, num_reqs: int, width: int) -> None:
-        """Feed `width` nodes of each request: a level of trees."""
         self._run(num_reqs, width, in_tree=True)
 
     def fed(self, level: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +91,6 @@ class Forwards:
             inputs.hidden_states.copy_(hidden[1::2] if is_first else hidden)
 
     def _cut(self, low: int, high: int, width: int, is_first: bool) -> _Inputs:
-        """Return what a forward of batch rows `low` to `high` reads: the step's first one, or a level's."""
         buffers, places = self.buffers, slice(low * width, high * width)
         at = buffers.step if is_first else buffers.level
         return _Inputs(
@@ -114,7 +104,6 @@ class Forwards:
         )
 
     def _see(self, low: int, high: int, width: int, is_first: bool) -> TreeStep:
-        """Return what attention needs to know of the trees of batch rows `low` to `high`: the step's first, a level."""
         step, level, layout = self.buffers.step, self.buffers.level, self.buffers.layout(high - low, width)
         prefix_lens, masks = (step.root_slot, self._pair_masks) if is_first else (level.seq_lens, level.masks)
         assert masks is not None
@@ -130,7 +119,6 @@ class Forwards:
 
     @contextlib.contextmanager
     def _masked(self, step: TreeStep) -> Iterator[None]:
-        """Let the attention layers see trees."""
         assert self._attention is not None
         self._attention.step = step
         try:

@@ -54,10 +54,7 @@ class DraftGraphs(CudaGraphManager):
     captures, in its pool, with its collectives registered; it also drops the graphs after its memory profile.
 
     Args:
-        vllm_config: vLLM's.
-        device: Of the draft.
         mode: What vLLM resolved for the target; see `mode_of_draft`.
-        max_num_reqs: Most requests of a step.
         mostly_processed: Whether a request that names no sampling parameters has its logits processed.
 
     Attributes:
@@ -115,7 +112,6 @@ class DraftGraphs(CudaGraphManager):
         """Capture parts.
 
         Args:
-            parts: What to capture.
             prepare: Makes the buffers ready for a run of nothing but padding; returns the part's function.
         """
         self._capture_descs = {CUDAGraphMode.FULL: sorted(parts, key=lambda key: -key.num_tokens)}

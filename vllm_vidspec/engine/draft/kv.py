@@ -39,10 +39,7 @@ class DraftKV:
 
     Args:
         num_blocks: Blocks of the pool, the null block included.
-        block_size: Tokens per block.
-        max_num_reqs: Persistent rows.
         max_slots: Most KV entries that one row may hold.
-        device: Where the tables live.
         caches: Of the draft's layers; None where drafts are chains, whose accepted nodes lie together.
     """
 
@@ -95,12 +92,10 @@ class DraftKV:
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks owned by rows."""
         return self.num_blocks - 1 - len(self._free)
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks owned by nobody."""
         return len(self._free)
 
     # ---- a request's life ------------------------------------------------------------------------------------------
@@ -118,7 +113,6 @@ class DraftKV:
         The device knows after `apply`.
 
         Args:
-            idx_mapping_np: `[n]` int persistent rows.
             num_slots: `[n]` int entries wanted in all.
 
         Returns:

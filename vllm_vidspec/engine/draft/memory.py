@@ -38,12 +38,10 @@ class DraftMemory:
 
     @property
     def num_bytes(self) -> int:
-        """All of it."""
         return self.pool_bytes + self.vision_bytes + self.pixel_bytes + self.table_bytes
 
     @classmethod
     def least(cls, model: DraftModel) -> "DraftMemory":
-        """Return what padding needs: the null block, and one that a row could have."""
         return cls(2 * model.bytes_per_block, 0)
 
     @classmethod
@@ -51,9 +49,6 @@ class DraftMemory:
         """Choose the sizes.
 
         Args:
-            config: The knobs.
-            vllm_config: Of the target.
-            model: The draft, loaded.
             available_bytes: KV memory of this rank, target and draft together.
 
         Raises:
@@ -99,12 +94,10 @@ def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, avai
 
 
 def _max_slots(config: VidSpecConfig, vllm_config: Any) -> int:
-    """Return `max_slots_per_request` of a configuration."""
     return max_slots_per_request(vllm_config.model_config.max_model_len, config.num_speculative_tokens)
 
 
 def _say_what_fits(pool_bytes: int, target_bytes: int, model: DraftModel, max_slots: int) -> None:
-    """Log the pool and the longest request that it holds."""
     num_tokens = (pool_bytes // model.bytes_per_block - 1) * model.block_size
     longer = "" if num_tokens >= max_slots else f"; a request that keeps more, of {max_slots} at most, runs undrafted"
     logger.info(
@@ -117,7 +110,6 @@ def _say_what_fits(pool_bytes: int, target_bytes: int, model: DraftModel, max_sl
 
 
 def _vision_bytes(config: VidSpecConfig, vllm_config: Any, available_bytes: int) -> int:
-    """Return the size of the cache of vision embeddings: none for a target that is shown nothing."""
     wanted = config.pool.encoder_bytes
     if wanted is None:
         wanted = int(pool.VISION_SHARE * available_bytes) if _shows(vllm_config) else 0
@@ -127,6 +119,5 @@ def _vision_bytes(config: VidSpecConfig, vllm_config: Any, available_bytes: int)
 
 
 def _shows(vllm_config: Any) -> bool:
-    """Return whether a target is ever shown anything."""
     multimodal = vllm_config.model_config.multimodal_config
     return multimodal is not None and any(map(multimodal.get_limit_per_prompt, ("image", "video")))

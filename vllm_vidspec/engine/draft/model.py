@@ -54,10 +54,6 @@ def rope_positions(language_model: nn.Module, max_model_len: int) -> int:
 
     They are no token counts: under M-RoPE a video's positions follow its duration, so vLLM's tables hold more rows than
     the context has tokens (four times as many), and texts use them.
-
-    Args:
-        language_model: Its modules, without the vision tower, whose tables have other positions.
-        max_model_len: Stands for a model without tables.
     """
     tables = (getattr(module, "cos_sin_cache", None) for module in language_model.modules())
     return min((len(table) for table in tables if isinstance(table, torch.Tensor)), default=max_model_len)
@@ -88,7 +84,6 @@ class Layout:
 
     @classmethod
     def uniform(cls, num_reqs: int, width: int, device: torch.device) -> "Layout":
-        """Return the layout of requests with `width` tokens each."""
         starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * width
         starts_np = np.arange(num_reqs + 1, dtype=np.int32) * np.int32(width)
         return cls(starts, starts_np, torch.full_like(starts[1:], width), width)
@@ -113,7 +108,6 @@ class DraftModel:
         self.config: VllmConfig
 
     def load(self, target: nn.Module) -> None:
-        """Load the draft's weights, or share the target's."""
         self.config = draft_config(self.target_config, self.is_self_draft)
         if self.is_self_draft:
             # Attention finds its layer, and so its KV cache, by name in the forward context: the same network run under
@@ -149,12 +143,10 @@ class DraftModel:
 
     @property
     def hidden_size(self) -> int:
-        """Of the final hidden states."""
         return self.config.model_config.get_hidden_size()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of hidden states."""
         return self.config.model_config.dtype
 
     @property
@@ -172,12 +164,10 @@ class DraftModel:
 
     @property
     def hf_config(self) -> Any:
-        """The draft's Hugging Face configuration."""
         return self.config.model_config.hf_config
 
     @property
     def max_model_len(self) -> int:
-        """The draft's own context length, at most the target's."""
         return self.config.model_config.max_model_len
 
     @functools.cached_property
@@ -203,12 +193,10 @@ class DraftModel:
 
     @functools.cached_property
     def block_size(self) -> int:
-        """Tokens per KV block."""
         return self._kv_groups()[0].kv_cache_spec.block_size
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one KV block on this rank, over all layers."""
         return kv_bytes_per_token(self.config) * self.block_size
 
     def resolve_layout(self) -> None:
@@ -271,11 +259,8 @@ class DraftModel:
         the backend computes on the device is computed in the graph.
 
         Args:
-            embeds: `[num_tokens, hidden_size]` input embeddings.
             positions: `[num_axes, num_tokens]` int64 rope positions.
-            layout: Of the tokens.
             seq_lens: `[num_reqs]` int32 KV entries of each request after this forward.
-            block_table: `[num_reqs, max_blocks]` int32.
             slot_mapping: `[num_tokens]` int64 physical slots.
             seq_lens_upper_bound: `[num_reqs]` host bound of `seq_lens`; None: what the block table holds.
 
@@ -336,7 +321,6 @@ class DraftModel:
             deep_gemm_warmup(self.model, self.max_num_tokens)
 
     def _profile_tower(self) -> list[torch.Tensor]:
-        """Encode as many of the largest items as a step may hold, and return them."""
         multimodal = self.target_config.model_config.multimodal_config
         if multimodal is None or multimodal.skip_mm_profiling:
             return []
@@ -408,7 +392,6 @@ class DraftModel:
         return self._encode([(feature.modality, self._cut(feature.data, some)) for feature, some in items])
 
     def _cut(self, item: Any, frames: range | None) -> Any:
-        """Return vLLM's processor outputs of an item for some frames of it; nothing is copied."""
         if frames is None:
             return item
         data = {key: element.data for key, element in item.items()}

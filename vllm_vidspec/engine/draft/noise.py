@@ -38,7 +38,6 @@ def gumbel_noised(scores, token_ids, seed, pos, USE_FP64: tl.constexpr):
 
 
 def _noise_on_host(seeds: np.ndarray, positions: np.ndarray, token_ids: np.ndarray, use_fp64: bool) -> np.ndarray:
-    """Return the noise that `gumbel_noised` adds, on the CPU engine."""
     from vllm_vidspec.engine.cpu import kernels as cpu_kernels
 
     return cpu_kernels.gumbel_noise(seeds, positions, token_ids, use_fp64)
@@ -59,7 +58,6 @@ class Processed:
 
     @property
     def num_reqs(self) -> int:
-        """Requests of the step."""
         return len(self.rows_np)
 
     def __call__(
@@ -81,7 +79,6 @@ class CoupledSampler:
     costs acceptance and never exactness.
 
     Args:
-        sampler: The target's sampler.
         noise: "shared", "independent" or "greedy" (`VidSpecConfig.draft_noise`).
     """
 

@@ -39,13 +39,7 @@ class DraftPrefill:
     """Owns the queue of requests in prefill.
 
     Args:
-        model: The draft, its KV cache allocated.
-        knobs: What is pruned, and how.
-        counters: Records what is prefilled and what is not.
-        kv: The draft's KV memory.
-        cache: The draft's vision embeddings of what was shown lately.
         shared: The target's own, by identifier, where its tower is the draft's; else empty.
-        agreement: Of the tensor-parallel ranks: what fails on one of them is left by all.
         pixels: What the target has copied to the device, if it runs here.
     """
 
@@ -81,7 +75,6 @@ class DraftPrefill:
         Whatever is wrong with a prompt costs that request alone.
 
         Args:
-            message: The request.
             num_tokens: Bound of its committed length, where that is past the prompt by now.
         """
         try:
@@ -157,13 +150,11 @@ class DraftPrefill:
         return dataclasses.replace(item, seen=seen)
 
     def remove(self, req_state_idx: int) -> None:
-        """Forget a row's request: finished, aborted, preempted or given up."""
         self._jobs.pop(req_state_idx, None)
         self._queue.pop(req_state_idx, None)
         self._drop_unfinished()
 
     def active_rows(self) -> Iterable[int]:
-        """Return the rows whose requests it has a record of."""
         return self._jobs
 
     def requeue(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
@@ -174,7 +165,6 @@ class DraftPrefill:
 
     @property
     def is_reading(self) -> bool:
-        """Whether any request is in the queue."""
         return bool(self._queue)
 
     def watch(self, on: bool) -> list[dict[str, Any]]:
@@ -186,7 +176,6 @@ class DraftPrefill:
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def step(self, step: PrefillStep) -> Prefilled:
-        """Run this step's share of the prefills of the requests in its batch."""
         bounds = dict(zip(step.idx_mapping_np.tolist(), step.num_tokens_upper_bound.tolist(), strict=True))
         due = [job for row, job in self._queue.items() if row in bounds]
         self._failed = []
@@ -210,7 +199,6 @@ class DraftPrefill:
         return self._queue.get(job.req_state_idx) is job
 
     def _fail(self, job: PrefillJob, error: Exception) -> None:
-        """Take a request out of the queue that an error has cost its drafts."""
         if self._is_alive(job):
             del self._jobs[job.req_state_idx], self._queue[job.req_state_idx]
             self._drop_unfinished()
@@ -259,12 +247,7 @@ class DraftPrefill:
     # ---- language model --------------------------------------------------------------------------------------------
 
     def _pieces(self, due: list[PrefillJob], bounds: dict[int, int]) -> tuple[list[PrefillPiece], list[PrefillJob]]:
-        """Return what the language model reads in this step, and the requests that are ready to be drafted for then.
-
-        Args:
-            due: The line.
-            bounds: By row how many tokens are committed at most.
-        """
+        """Return what the language model reads in this step, and the requests that are ready to be drafted for then."""
         pieces: list[PrefillPiece] = []
         ready: list[PrefillJob] = []
         left = self.model.max_num_tokens

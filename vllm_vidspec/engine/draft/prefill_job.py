@@ -26,7 +26,6 @@ class TextLayout(NamedTuple):
 
     @classmethod
     def of(cls, plan: PromptPlan) -> "TextLayout":
-        """Return where the text after a prompt stands."""
         return cls(plan.num_kept, plan.num_dropped, plan.pos_delta, plan.num_axes)
 
 
@@ -69,7 +68,6 @@ class PrefillJob:
 
     @property
     def plan(self) -> PromptPlan:
-        """Its prompt; there is none once that has been read."""
         assert self.planned is not None
         return self.planned
 

@@ -25,10 +25,6 @@ class TreeDrafter:
     policy knows beforehand how many there are, are one graph.
 
     Args:
-        forwards: The draft's, with the step's buffers.
-        sample: The draft's sampler.
-        graphs: What runs the parts of a step.
-        policy: What shapes the trees.
         fills: Whether every tree is filled up to the budget, because vLLM will verify that many tokens anyway (async
             scheduling).
         take: Who verifies the trees: told their shapes by `[R]` persistent rows, padding's among them, in the last part
@@ -67,8 +63,6 @@ class TreeDrafter:
         """Write trees of at most `max_nodes` nodes, and their tokens into the buffers' `drafts`.
 
         Args:
-            num_reqs: R, padding included.
-            max_nodes: In [0, K].
             rows_np: `[n]` persistent rows without padding, on the host.
             processed: What vLLM's processors need, if the logits of any request need them; they run between graphs.
 
@@ -150,13 +144,11 @@ class TreeDrafter:
         return self._run("nodes", self._nodes, num_reqs, max_nodes, level)
 
     def _first(self, num_reqs: int, max_nodes: int) -> None:
-        """Begin the trees, and feed the roots."""
         step = self._buffers.step
         self.policy.begin(step.rows[:num_reqs], step.num_accepted[:num_reqs], max_nodes)
         self._forwards.roots(num_reqs)
 
     def _nodes(self, num_reqs: int, max_nodes: int, level: int) -> None:
-        """Feed the frontier that the level before has left."""
         nodes, tokens = self._frontiers[num_reqs, max_nodes, level]
         self._buffers.place(num_reqs, level, nodes, tokens, self.policy.tree.ancestors)
         self._forwards.nodes(num_reqs, nodes.shape[1])
@@ -191,10 +183,8 @@ class TreeDrafter:
             self._frontiers[num_reqs, max_nodes, level + 1] = frontier
 
     def _cut_found(self, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where candidates of places `low` to `high` are found: log-probabilities and tokens."""
         return self._log_probs[low:high], self._token_ids[low:high]
 
     def _cut_fed(self, is_nodes: bool, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logical positions and tokens of places `low` to `high` of the last forward: of nodes, or of roots."""
         logical_pos, input_ids = self._forwards.fed(int(is_nodes))
         return logical_pos[low:high], input_ids[low:high]

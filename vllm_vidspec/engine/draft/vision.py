@@ -42,12 +42,10 @@ class Part(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing of the item is missing after it."""
         return self.end == self.item.num_tokens
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the item."""
         return self.start == 0 and self.is_last
 
 
@@ -55,12 +53,7 @@ class DraftVision:
     """Encodes, and hands out.
 
     Args:
-        model: The draft.
-        adapter: Of its family.
-        counters: Records what is encoded and what is found.
-        cache: The draft's vision embeddings of what was shown lately.
         shared: The target's own, by identifier, where its tower is the draft's; else empty.
-        agreement: Of the tensor-parallel ranks: what fails on one of them is left by all.
         fail: Told of a job whose item could not be encoded, and of the error.
         pixels: What the target has copied to the device, if it runs here.
     """
@@ -178,7 +171,6 @@ class DraftVision:
         return Part(item, range(first, end), start, end_row, (end - first) * size)
 
     def _frames_of(self, item: PromptItem) -> TokenGrid | None:
-        """Return the grid by which an item can be cut; None where it must be encoded whole."""
         feature = item.feature
         data = {key: element.data for key, element in feature.data.items()}
         grid = self._adapter.frames(feature.modality, data, self.model.hf_config)
@@ -249,7 +241,6 @@ class DraftVision:
             self._counters.add("draft_encoder_hits", len(takers) - 1)
 
     def _release_pixels(self, takers: list[tuple[PrefillJob, int]]) -> None:
-        """Let go of the pixels of what has been encoded."""
         if self._pixels is not None:
             for job, i in takers:
                 self._pixels.drop(job.plan.items[i].feature.identifier)
@@ -258,7 +249,6 @@ class DraftVision:
         return self.cache.extend(part.item.name, part.item.num_tokens, part.start, embeddings)
 
     def _lookup(self, job: PrefillJob, i: int) -> bool:
-        """Give a request an item's embeddings from a cache, if one has them."""
         item, kept = job.plan.items[i], job.kept[i]
         shared = self._shared.get(item.feature.identifier)
         if shared is not None and shared.shape[:-1].numel() == item.num_tokens:

@@ -31,9 +31,6 @@ class VisionCache:
 
     Args:
         num_bytes: Size; what is less than a page keeps nothing.
-        hidden_size: Of an embedding.
-        dtype: Of an embedding.
-        device: Where they live.
     """
 
     def __init__(self, num_bytes: int, hidden_size: int, dtype: torch.dtype, device: torch.device):
@@ -46,19 +43,16 @@ class VisionCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated."""
         return self._store.shape[0] // PAGE_ROWS * self._bytes_per_page
 
     @property
     def num_used_bytes(self) -> int:
-        """Bytes of the pages that hold an item."""
         return self.num_bytes - len(self._free) * self._bytes_per_page
 
     def read(self, name: str, num_rows: int, chosen: np.ndarray | None = None) -> torch.Tensor | None:
         """Return a copy of an item's rows.
 
         Args:
-            name: The item's.
             num_rows: How many it should have; one of another size is not the same item.
             chosen: `[k]` which rows; None for all.
 
@@ -77,7 +71,6 @@ class VisionCache:
         return item.num_here if item is not None and item.num_rows == num_rows else 0
 
     def unfinished(self) -> set[str]:
-        """Return the items of which not all rows are here."""
         return {name for name, item in self._items.items() if item.num_here < item.num_rows}
 
     def can_keep(self, num_rows: int) -> bool:
@@ -92,10 +85,7 @@ class VisionCache:
         """Copy the next rows of an item in.
 
         Args:
-            name: The item's.
-            num_rows: Of the whole item.
             start: The first of these rows; 0 begins it anew.
-            embeddings: `[k, hidden_size]` the rows.
 
         Returns:
             Whether they are kept: not where the whole cache cannot hold the item, or has let go of the rows before.
@@ -119,7 +109,6 @@ class VisionCache:
         return True
 
     def clear(self) -> None:
-        """Forget everything: the weights or the memory have changed."""
         for name in list(self._items):
             self.drop(name)
 

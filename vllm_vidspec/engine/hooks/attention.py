@@ -92,15 +92,12 @@ class AttentionGuidance(Guidance):
             compat.observe_attention(layer, functools.partial(self._observe, index), lambda: self._step is not None)
 
     def _select(self, config: VidSpecConfig) -> None:
-        """Choose the layers to sum; a VidSpecError if the target has no such layer."""
         self._layers = chosen_layers(config.prune.guidance_layers, len(self.attention))
 
     def init_kv(self, runner: Any) -> None:
-        """Refuse keys packed in a way that no view describes (bf16 on AMX); see `TargetHook`."""
         check_layout(self.attention.values(), *REFUSAL)
 
     def before_forward(self, batch: Any) -> None:
-        """Gather the step's guiding queries."""
         self._step = None
         rows, positions, found, req_indices = [], [], [], []
         for req_idx, prompt, start, end in prefills(batch, self._prompts):
@@ -142,11 +139,7 @@ class AttentionGuidance(Guidance):
         self, index: int, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any,
         lse: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """Add one layer's weights, after its own attention, from a cache that holds this step's keys.
-
-        Args:
-            index: Of the layer; the others are `compat.observe_attention`'s.
-        """
+        """Add one layer's weights, after its own attention, from a cache that holds this step's keys."""
         step = self._step
         # A captured graph or a split batch does not carry this step's rows; `after_forward` notices the missing layer.
         if step is None or index not in self._layers or metadata is None or query.shape[0] <= step.max_row:
@@ -170,7 +163,6 @@ class AttentionGuidance(Guidance):
         self.counters.add("guidance_us", int(1e6 * (time.perf_counter() - begin)))
 
     def after_forward(self, forward: Forward) -> None:
-        """Add the step's sums to its requests."""
         step, self._step = self._step, None
         error, self._error = self._error, None
         if error is not None:

@@ -17,7 +17,6 @@ class Guard:
     """Says what becomes of an exception in a hook that only observes: `on_draft_error: raise` lets it through.
 
     Args:
-        knobs: `on_draft_error`.
         agreement: Ends the engine where an exception is let through and other ranks would wait for this one.
         loss: What it costs, for the log.
     """
@@ -44,10 +43,6 @@ class TargetHooks:
     """Calls all of them, as a table of rows too. An exception in one costs what that one says, never the forward.
 
     What fails while memory is set up is a refusal, and nobody's to survive.
-
-    Args:
-        hooks: In the order in which they observe.
-        knobs: See `Guard`; `agreement` too.
     """
 
     def __init__(self, hooks: Sequence[TargetHook], knobs: Knobs, agreement: Agreement):
@@ -65,7 +60,6 @@ class TargetHooks:
         return taken
 
     def init_kv(self, runner: Any) -> None:
-        """Let each take its memory; see `TargetHook.init_kv`."""
         for hook, _ in self._guarded:
             hook.init_kv(runner)
 
@@ -75,27 +69,21 @@ class TargetHooks:
             self._tell("add", request)
 
     def before_forward(self, batch: Any) -> None:
-        """Let each plan a step, given vLLM's `InputBatch`."""
         self._tell("before_forward", batch)
 
     def after_forward(self, forward: Forward) -> None:
-        """Let each collect what the step showed."""
         self._tell("after_forward", forward)
 
     def remove(self, req_state_idx: int) -> None:
-        """Forget a row, whose request has ended or lost it."""
         self._tell("remove", req_state_idx)
 
     def active_rows(self) -> Iterable[int]:
-        """Return the rows of which any of them holds something."""
         return (row for hook, _ in self._guarded for row in hook.active_rows())
 
     def forget_kv(self) -> None:
-        """Give up what lies in KV memory, because its contents are about to be lost."""
         self._tell("forget_kv")
 
     def _tell(self, what: str, *args: Any) -> None:
-        """Call a method of each, by its name."""
         for hook, guard in self._guarded:
             try:
                 getattr(hook, what)(*args)

@@ -68,13 +68,11 @@ class HiddenStateGuidance(Guidance):
         self._batch: Any = None
 
     def reserve(self, available_bytes: int) -> int:
-        """Keep `guidance_bytes` for hidden states; see `TargetHook`."""
         wanted = self.knobs.current.prune.guidance_bytes
         self._max_bytes = available_bytes // 20 if wanted is None else wanted
         return self._max_bytes
 
     def before_forward(self, batch: Any) -> None:
-        """Remember the step's layout."""
         self._batch = batch
 
     def after_forward(self, forward: Forward) -> None:
@@ -140,13 +138,11 @@ class HiddenStateGuidance(Guidance):
         prompt.text_high = torch.zeros(self._hidden_size, device=self.device)
 
     def remove(self, req_state_idx: int) -> None:
-        """Forget a request and its states."""
         prompt = self._prompts.pop(req_state_idx, None)
         if prompt is not None and prompt.states is not None:
             self._num_bytes -= prompt.states.numel() * prompt.states.element_size()
 
     def take(self, req_state_idx: int) -> PendingScores | None:
-        """Send the scores; see `Guidance`."""
         prompt = self._prompts.get(req_state_idx)
         if prompt is None:
             return None

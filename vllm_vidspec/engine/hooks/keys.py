@@ -18,8 +18,6 @@ def content_keys(request: NewRequest, shown: Sequence[Any], ends: Sequence[int])
     """Return a digest per image or video of all that the target computes up to its end, and for whom.
 
     Args:
-        request: The request.
-        shown: Those of its features that keys are wanted of, in prompt order.
         ends: `[n]` prompt index behind the last token of each.
     """
     digest = hashlib.sha256()

@@ -22,13 +22,7 @@ logger = init_logger("vllm.vidspec")
 
 
 class SharedPixels:
-    """Keeps an item for as long as a request is to be drafted for that shows it, and the tower has not seen it.
-
-    Args:
-        model_state: The runner's, whose encoder is observed.
-        device: Where pixels go.
-        counters: Records what the draft has to copy itself.
-    """
+    """Keeps an item for as long as a request is to be drafted for that shows it, and the tower has not seen it."""
 
     def __init__(self, model_state: Any, device: torch.device, counters: Counters):
         self.num_bytes = 0  # the most that is kept; none before memory is reserved
@@ -39,7 +33,6 @@ class SharedPixels:
 
     @property
     def num_used_bytes(self) -> int:
-        """Bytes of what is kept."""
         return sum(map(_num_bytes, self._items.values()))
 
     def add(self, req_state_idx: int, features: Iterable[Any]) -> None:
@@ -57,14 +50,12 @@ class SharedPixels:
         self._items.pop(identifier, None)
 
     def active_rows(self) -> Iterable[int]:
-        """Return the rows whose pixels are kept."""
         return [row for row, wanted in self._wanted.items() if not wanted.isdisjoint(self._items)]
 
     def on_device(self, feature: Any, is_first: bool) -> Any:
         """Return a feature of vLLM's for the draft's tower: with pixels on the device, if they are kept.
 
         Args:
-            feature: Of a request that is drafted for.
             is_first: Whether the tower has seen nothing of it yet; copies are counted once.
         """
         item = self._items.get(feature.identifier)
@@ -110,5 +101,4 @@ def _is_pixels(element: Any) -> bool:
 
 
 def _num_bytes(item: Any) -> int:
-    """Return the bytes that an item takes on the device."""
     return sum(element.data.nbytes for element in item.values() if _is_pixels(element))

@@ -48,7 +48,6 @@ class ObservedPrompt:
 
     @property
     def num_tokens(self) -> int:
-        """To be prefilled."""
         return len(self.token_ids)
 
     @property
@@ -93,21 +92,13 @@ class PendingScores:
             self._copied.record()
 
     def wait(self) -> Guided:
-        """Return the scores, once they are on the host."""
         if not self.is_here:
             self._copied.synchronize()
         return self._finish(self._measured)
 
 
 class Guidance(TargetHook):
-    """Scores visual tokens during the target's prefill: what both kinds share.
-
-    Args:
-        knobs: The budgets of images and videos.
-        counters: Records how long observing took.
-        device: Of the target.
-        agreement: Of the ranks.
-    """
+    """Scores visual tokens during the target's prefill: what both kinds share."""
 
     _kind = ObservedPrompt
     reads_hidden_states = False  # whether the target's forward must return some beside its last ones
@@ -156,11 +147,9 @@ class Guidance(TargetHook):
         raise NotImplementedError
 
     def remove(self, req_state_idx: int) -> None:
-        """Forget a request, whose prefill may not be done."""
         self._prompts.pop(req_state_idx, None)
 
     def active_rows(self) -> Iterable[int]:
-        """Return the rows whose prompts are being observed, or were observed and not taken."""
         return self._prompts
 
     def fail(self, error: Exception) -> None:
@@ -176,7 +165,6 @@ class Guidance(TargetHook):
         """Return a request's scores, remembered ones where this prefill did not compute them; say what came of it.
 
         Args:
-            prompt: Whose prefill is done.
             observed: Per item the scores `[m_i]` of this prefill, or None.
         """
         scores = [
@@ -198,12 +186,7 @@ class Guidance(TargetHook):
 
 
 def prefills(batch: Any, prompts: Mapping[int, Any]) -> Iterator[tuple[int, Any, int, int]]:
-    """Yield (req_idx, prompt, first position, end position) of the requests in prefill that are observed.
-
-    Args:
-        batch: vLLM's `InputBatch`.
-        prompts: By persistent row; each with the `num_tokens` of its prompt.
-    """
+    """Yield (req_idx, prompt, first position, end position) of the requests in prefill that are observed."""
     if not prompts:  # the usual decode step
         return
     for req_idx in np.flatnonzero(batch.is_prefilling_np).tolist():

@@ -39,16 +39,7 @@ class Item:
 
 
 class StateStore:
-    """Holds items, and by persistent row which of them a request is measured against.
-
-    Args:
-        hidden_size: Of a state.
-        dtype: That states are kept in.
-        max_model_len: Most tokens of a request.
-        max_num_reqs: Persistent rows.
-        device: Where the pool lives.
-        group: vLLM's `GroupCoordinator` of the tensor-parallel ranks.
-    """
+    """Holds items, and by persistent row which of them a request is measured against."""
 
     def __init__(
         self,
@@ -69,7 +60,6 @@ class StateStore:
         self._items: OrderedDict[bytes, Item] = OrderedDict()  # complete ones, the least recently used first
 
     def _num_blocks(self, num_tokens: int) -> int:
-        """Return how many blocks a rank's share of so many tokens takes."""
         return -(-num_tokens // (self._group.world_size * BLOCK_ROWS))
 
     def reserve(self, wanted_bytes: int, available_bytes: int) -> int:
@@ -119,8 +109,6 @@ class StateStore:
         """Return a new item, without states yet, for one user; None if there is no room.
 
         Args:
-            key: Of the item.
-            num_tokens: Of the image or video.
             may_drop: Whether items that nobody uses may go for it.
         """
         count = self._num_blocks(num_tokens)
@@ -178,11 +166,9 @@ class StateStore:
         store_states(hidden_states, source, slot, self.pool)
 
     def fits(self, items: list[Item]) -> bool:
-        """Whether a row's table has room for these."""
         return sum(len(item.blocks) for item in items) <= self.block_table.shape[1]
 
     def show(self, req_state_idx: int, items: list[Item]) -> None:
-        """Let a row be measured against these items."""
         rank, size = self._group.rank_in_group, self._group.world_size
         blocks = [block for item in items for block in item.blocks]
         fills = []
@@ -195,7 +181,6 @@ class StateStore:
         self.num_blocks_np[req_state_idx], self._is_stale = len(blocks), True
 
     def hide(self, req_state_idx: int) -> None:
-        """Let a row be measured against nothing."""
         if self.num_blocks_np[req_state_idx]:
             self.num_blocks_np[req_state_idx], self._is_stale = 0, True
 
@@ -203,9 +188,6 @@ class StateStore:
         """Return `[num_logits, top_n]` float32, the largest cosines of states with this rank's part of their videos.
 
         Args:
-            states: `[num_logits, hidden_size]`.
-            batch: vLLM's `InputBatch`, whose rows these are.
-            top_n: How many.
             max_queries: Most of `states` that are of one request.
         """
         if self._is_stale:

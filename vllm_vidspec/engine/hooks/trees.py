@@ -32,12 +32,7 @@ class TargetTrees(TargetHook):
     together.
 
     Args:
-        attention: Of the target's layers.
-        model_state: The runner's, whose positions are adjusted.
         requests: Its `is_tree` is written here.
-        max_nodes: K.
-        max_num_tokens: Most tokens of one forward.
-        device: Where all of it lives.
         in_trees: Whether drafts can be trees; else all are chains, whose KV never moves.
     """
 
@@ -77,7 +72,6 @@ class TargetTrees(TargetHook):
         compat.observe_attention_metadata(model_state, self._observe)
 
     def init_kv(self, runner: Any) -> None:
-        """Find the caches whose entries move; see `TargetHook`."""
         if not self._in_trees:
             return
         if len(runner.kv_cache_config.kv_cache_groups) != 1:
@@ -117,7 +111,6 @@ class TargetTrees(TargetHook):
             self._is_tree[req_state_idx] = False
 
     def active_rows(self) -> Iterable[int]:
-        """Return the rows whose tables are a tree's."""
         return np.flatnonzero(self._is_tree).tolist()
 
     # ---- the forward -----------------------------------------------------------------------------------------------
@@ -176,7 +169,6 @@ class TargetTrees(TargetHook):
         return positions if out is None else out
 
     def _place(self, batch: Any, positions: torch.Tensor, out: torch.Tensor | None = None) -> None:
-        """Write a batch's places, those of its padding too, and its positions, into `out` if there is one."""
         place_trees(
             batch.idx_mapping,
             batch.query_start_loc,
@@ -204,7 +196,6 @@ class TargetTrees(TargetHook):
 
     @property
     def is_active(self) -> bool:
-        """Whether the batch that is being verified holds a tree."""
         return self._batch is not None
 
     def shapes(self, idx_mapping: torch.Tensor) -> TreeShapes:

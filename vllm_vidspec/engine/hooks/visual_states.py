@@ -57,12 +57,7 @@ class VisualStates(TargetHook):
     """Keeps the states and measures relevance against them; see the module.
 
     Args:
-        knobs: Those of relevance.
-        vllm_config: vLLM's.
-        max_num_reqs: Persistent rows.
-        counters: Records what was kept and what was not.
         rules: Says whether a request's verification needs relevance; told once every rank can measure it.
-        agreement: Of the ranks.
     """
 
     loss = "hidden states were not kept; these requests are verified strictly"
@@ -90,11 +85,9 @@ class VisualStates(TargetHook):
         self._batch: Any = None
 
     def reserve(self, available_bytes: int) -> int:
-        """Keep `relevance_bytes` for the store; see `TargetHook`."""
         return self.store.reserve(self.knobs.current.score.relevance_bytes or available_bytes // 20, available_bytes)
 
     def init_kv(self, runner: Any) -> None:
-        """Allocate the store's pool; see `TargetHook`."""
         self.store.allocate(runner.kv_allocation())
         self.counters.set("relevance_pool_bytes", self.store.pool.nbytes)
         self.counters.set("relevance_bytes_per_token", self._bytes_per_token)
@@ -117,7 +110,6 @@ class VisualStates(TargetHook):
         self._claim(holder, content_keys(request, features, [int(item[-1]) + 1 for item in places]))
 
     def _claim(self, holder: _Holder, keys: list[bytes]) -> None:
-        """Find or make room for every item."""
         for key, places in zip(keys, holder.places, strict=True):
             item = self.store.find(key)
             if item is not None:
@@ -139,19 +131,16 @@ class VisualStates(TargetHook):
         self._leave(holder)
 
     def _leave(self, holder: _Holder) -> None:
-        """Let a request have no states."""
         for item in holder.items:
             self.store.drop(item)
         holder.items = []
         self.store.hide(holder.req_state_idx)
 
     def remove(self, req_state_idx: int) -> None:
-        """Forget a request: finished, aborted or preempted."""
         if holder := self._holders.pop(req_state_idx, None):
             self._leave(holder)
 
     def active_rows(self) -> Iterable[int]:
-        """Return the rows whose requests have visual tokens."""
         return self._holders
 
     def forget_kv(self) -> None:
@@ -171,7 +160,6 @@ class VisualStates(TargetHook):
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
     def before_forward(self, batch: Any) -> None:
-        """Remember the step's layout."""
         self._batch = batch
 
     def after_forward(self, forward: Forward) -> None:
@@ -212,7 +200,6 @@ class VisualStates(TargetHook):
             self.store.write(hidden_states, np.concatenate(sources), np.concatenate(slots))
 
     def _finish(self, holder: _Holder) -> None:
-        """Decide whether a prefilled request has all of its states, and let the kernel find them."""
         if holder.missed is not None:
             return
         for i, item in enumerate(holder.items):
@@ -250,7 +237,6 @@ class VisualStates(TargetHook):
 
         Args:
             hidden_states: `[num_tokens, hidden_size]` final ones of the forward.
-            batch: vLLM's `InputBatch`, which says which of them have logits.
             max_queries: Most logits rows of a request.
         """
         begin, top_n = time.perf_counter(), self.knobs.current.score.top_n

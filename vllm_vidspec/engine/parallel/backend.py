@@ -43,7 +43,6 @@ _UNKNOWN, _BEGUN, _REFUSED = range(3)  # what the first rank tells the others of
 
 
 def sizes_of(config: VidSpecConfig, max_num_reqs: int, max_model_len: int, num_counters: int) -> Sizes:
-    """Return the sizes of the shared tables."""
     return Sizes(max_num_reqs, max_model_len, config.parallel.max_ahead, num_counters)
 
 
@@ -70,14 +69,9 @@ class ParallelBackend(DraftBackend):
     """See `DraftBackend`. Of its memory, graphs and rollback the target's process has none: they are the drafter's.
 
     Args:
-        knobs: The configuration.
         client: The drafter's process; None on every tensor-parallel rank but the first.
-        requests: The rows.
-        req_states: The runner's tables of committed text.
         sampler: The target's, for each request's seed.
         is_guided: Whether something guides pruning, which a prompt has to wait for.
-        counters: Records what is drafted for and what is not.
-        device: Of the target.
     """
 
     reads_at_rest = True  # by the drafter, which is told of every token
@@ -137,7 +131,6 @@ class ParallelBackend(DraftBackend):
         self._share(self._windows)
 
     def dummy_run(self, num_reqs: int, is_profile: bool) -> torch.Tensor:
-        """Return `[num_reqs, K]` zeros."""
         return self._outputs(num_reqs)[0].zero_()
 
     # ---- both ends of a request's life -----------------------------------------------------------------------------
@@ -182,7 +175,6 @@ class ParallelBackend(DraftBackend):
         )
 
     def _begin(self, sent: _Sent) -> None:
-        """Let the drafter read a prompt."""
         row = sent.new.req_state_idx
         self._requests.unstarted.pop(row, None)
         sent.has_begun = True
@@ -193,7 +185,6 @@ class ParallelBackend(DraftBackend):
             self._client.send(messages.Prefill(row, sent.epoch, scores, list(outcome)))
 
     def remove(self, req_state_idx: int) -> None:
-        """Take a row from its request, here and in the drafter."""
         self._progress[req_state_idx], self._epochs[req_state_idx] = _UNKNOWN, -1
         sent = self._sent.pop(req_state_idx, None)
         if sent is not None and self._client is not None:
@@ -201,11 +192,9 @@ class ParallelBackend(DraftBackend):
             self._client.send(messages.Remove(req_state_idx, sent.epoch))
 
     def active_rows(self) -> Iterable[int]:
-        """Return the rows whose requests the drafter is to know."""
         return self._sent
 
     def forget_media(self) -> None:
-        """Let the drafter drop its vision embeddings."""
         if self._client is not None:
             self._client.send(messages.ForgetMedia())
 
@@ -216,7 +205,6 @@ class ParallelBackend(DraftBackend):
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def start(self, step: Step, rows: np.ndarray, requests: list[Request]) -> None:
-        """Let the drafter read the prompts whose scores have come."""
         for request in requests:
             sent = self._sent[request.new.req_state_idx]
             sent.guided = request.guided
@@ -281,7 +269,6 @@ class ParallelBackend(DraftBackend):
             raise VidSpecError(detail)
 
     def _send_again(self, client: DrafterClient) -> None:
-        """Tell a drafter that has just come up of all running requests, as far as they have come."""
         tables = client.tables
         for row, sent in self._sent.items():
             self._send(sent, tables.text[row, : tables.committed[row]].copy())
@@ -296,12 +283,10 @@ class ParallelBackend(DraftBackend):
         self._last_step = (now, num_reqs if step.is_done.all() else 0)
 
     def _window(self, client: DrafterClient, rows: np.ndarray) -> int:
-        """Return the window of a step: what the draft draws while the target verifies."""
         num_streams = int((client.tables.state[rows] == StreamState.STREAMING).sum())
         return self._rule.window(len(rows), float(client.tables.draft_us[num_streams]))
 
     def propose(self, step: Step, draft_batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Take the next window of every stream; zeros behind it. See `DraftBackend`."""
         batch = step.batch
         tokens, info, both = self._outputs(batch.num_reqs)
         if not len(draft_batch.places_np):
@@ -316,7 +301,6 @@ class ParallelBackend(DraftBackend):
         return tokens, info[async_tensor_h2d(draft_batch.places_np, device=self._device), 0]
 
     def _cut(self, batch: Any, draft_batch: DraftBatch, most: int, tokens: torch.Tensor, info: torch.Tensor) -> None:
-        """Let the device cut windows; see `gather_draft_windows`."""
         client, commits, streams, rows = self._client, self._commits, self._streams, batch.idx_mapping_np
         assert client is not None and commits is not None and streams is not None
         wanted = np.minimum(commits.wanted(rows, self._window(client, rows)), most)
@@ -347,7 +331,6 @@ class ParallelBackend(DraftBackend):
         return self._views[num_reqs]
 
     def _share(self, windows: torch.Tensor) -> None:
-        """Let all ranks have what the first one has cut, in the order of the device's work."""
         if self._group.world_size > 1:
             self._group.broadcast(windows)
 

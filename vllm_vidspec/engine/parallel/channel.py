@@ -42,7 +42,6 @@ class _Packet:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can be sent."""
         return bool(self.data) or self.memory is not None
 
 
@@ -160,7 +159,6 @@ class Channel:
                 select.select([self._socket], [], [], timeout_s)
 
     def close(self) -> None:
-        """Hang up; nobody waits for what is in the queue."""
         with self._lock:
             if self.is_closed:
                 return

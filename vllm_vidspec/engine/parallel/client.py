@@ -30,12 +30,6 @@ _GRACE_S = 5.0  # to end by itself
 class DrafterClient:
     """Starts the drafter and talks to it. Nothing here waits but `wait_ready` and `close`.
 
-    Args:
-        packed: What `launch.pack_config` made.
-        config: The knobs.
-        sizes: Of the tables.
-        vocab_size: Of the target.
-
     Attributes:
         tables: Shared with whichever process is the drafter now.
         is_up: Whether it has loaded, and not gone since.
@@ -59,7 +53,6 @@ class DrafterClient:
 
     @property
     def pids(self) -> list[int]:
-        """Of the drafter's ranks; none while it is down."""
         return [process.pid for process in self._processes]
 
     # ---- its life --------------------------------------------------------------------------------------------------
@@ -126,7 +119,6 @@ class DrafterClient:
 
     @property
     def has_requests(self) -> bool:
-        """Whether a row is given to a request."""
         return bool((self.tables.epoch > 0).any())
 
     def send(self, message: Any) -> None:
@@ -155,7 +147,6 @@ class DrafterClient:
             self._lose(self._reason or _why(gone))
 
     def _lose(self, reason: str) -> None:
-        """Let go of a drafter that is gone or hangs; it is started again later."""
         self._reason = reason
         delay = _BACKOFF_S[min(self._num_failures, len(_BACKOFF_S) - 1)]
         self._num_failures += 1
@@ -172,7 +163,6 @@ class DrafterClient:
         self._next_start = time.monotonic() + delay
 
     def close(self) -> None:
-        """End it, and let its memory go."""
         self.send(Stop())
         self._end(_GRACE_S if self.is_up else 0.0)
         for descriptor in (self._packed, self._memory):

@@ -26,15 +26,7 @@ _POLL_S = 20e-6
 
 
 class Commits:
-    """Of the target's first rank.
-
-    Args:
-        tables: Shared with the drafter.
-        rule: Told what stands.
-        counters: Records what was late or out of date, and what the drafter counts.
-        device: Of the target.
-        most: K.
-    """
+    """Of the target's first rank."""
 
     def __init__(self, tables: Tables, rule: WindowRule, counters: Counters, device: torch.device, most: int):
         self._tables, self._rule, self._counters = tables, rule, counters

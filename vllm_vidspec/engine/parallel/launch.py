@@ -44,12 +44,10 @@ class Plan:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What the process inherits."""
         return tuple(fd for fd in (self.tables, self.config, self.channel) if fd is not None)
 
 
 def write_memory(data: bytes, name: str) -> int:
-    """Return the descriptor of new memory that holds `data`."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     view = memoryview(data)
     while len(view):
@@ -58,20 +56,17 @@ def write_memory(data: bytes, name: str) -> int:
 
 
 def read_memory(descriptor: int) -> bytes:
-    """Return what `write_memory` wrote."""
     size = os.fstat(descriptor).st_size
     return os.pread(descriptor, size, 0)
 
 
 def make_tables(sizes: Sizes) -> tuple[int, Tables]:
-    """Return a descriptor of new shared tables, and the tables, all zeros."""
     descriptor = os.memfd_create("vidspec-tables", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, Tables.num_bytes(sizes))
     return descriptor, map_tables(descriptor, sizes)
 
 
 def map_tables(descriptor: int, sizes: Sizes) -> Tables:
-    """Return the tables in a descriptor's memory."""
     return Tables(mmap.mmap(descriptor, Tables.num_bytes(sizes)), sizes)
 
 
@@ -81,13 +76,11 @@ def pack_config(vllm_config: Any, config: VidSpecConfig) -> bytes:
 
 
 def unpack_config(data: bytes) -> tuple[Any, VidSpecConfig]:
-    """Return what `pack_config` packed."""
     vllm_config, knobs = cloudpickle.loads(data)
     return vllm_config, VidSpecConfig(**knobs)
 
 
 def start(plan: Plan, environment: dict[str, str]) -> subprocess.Popen:
-    """Start a rank."""
     return subprocess.Popen(
         [sys.executable, "-m", MODULE, json.dumps(asdict(plan))],
         env=environment,
@@ -101,7 +94,6 @@ def environment_for(config: VidSpecConfig, devices: Sequence[str]) -> dict[str, 
     """Return the environment of the drafter's processes.
 
     Args:
-        config: The knobs.
         devices: Names that the driver gives the drafter's devices, by rank; empty on the CPU.
     """
     env = dict(os.environ)
@@ -128,9 +120,6 @@ def cores_beside(rank_pid: int) -> set[int]:
 
     vLLM binds the rank to cores of its own, and what the rank starts inherits them: a drafter would share them with the
     target while others are idle, and on a busy machine starve.
-
-    Args:
-        rank_pid: The process that starts the drafter.
 
     Returns:
         None of them where the rank is not bound, or has all the cores there are.

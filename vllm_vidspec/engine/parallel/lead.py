@@ -31,9 +31,6 @@ class DrafterLead:
 
     Args:
         do: Carries a command out on every rank, and returns what it returns here; see `DrafterRank`.
-        tables: Shared with the target.
-        channel: To the target.
-        max_rows: Most requests of a forward.
     """
 
     def __init__(self, do: Callable[[Any], Any], tables: Tables, channel: Channel, max_rows: int):
@@ -50,7 +47,6 @@ class DrafterLead:
         self._worked = time.monotonic()  # when there was something to do last
 
     def run(self) -> None:
-        """Go on until the target's process says so, or is gone."""
         while not self._is_over:
             self._tables.beat[0] += 1
             self._channel.flush()
@@ -103,7 +99,6 @@ class DrafterLead:
             table.pop(row, None)
 
     def _refuse(self, row: int, reason: str, detail: str) -> None:
-        """Let a row's request go on undrafted, and say why."""
         epoch = int(self.streams.epoch[row])
         self._remove(row)
         self._do(messages.Remove(row, epoch))
@@ -113,14 +108,12 @@ class DrafterLead:
     # ---- a turn ----------------------------------------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Do what there is to do; return whether there was anything."""
         self.streams.observe()
         did = self._read() if self._reading else False
         did |= self._look() if self._waiting and not did else False
         return self._draw() or did
 
     def _look(self) -> bool:
-        """Let the tower encode a part of one request's media, before its scores are known."""
         row, arrived = next(iter(self._waiting.items()))
         start = time.monotonic()
         if not self._do(messages.Look(row)):
@@ -129,7 +122,6 @@ class DrafterLead:
         return True
 
     def _read(self) -> bool:
-        """Read on in the prompts in the queue."""
         rows = np.fromiter(self._reading, dtype=np.int64)
         rows = rows[self.streams.live(rows)]
         if not len(rows):
@@ -153,7 +145,6 @@ class DrafterLead:
         return True
 
     def _draw(self) -> bool:
-        """Draw on in the shortest streams."""
         streams = self.streams
         rows = streams.due(self._max_rows)
         missing = streams.missing(rows)

@@ -19,7 +19,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(plan: launch.Plan) -> None:
-    """Load and serve."""
     vllm_config, config = launch.unpack_config(launch.read_memory(plan.config))
     if cores := launch.cores_of(config, plan.parent):
         os.sched_setaffinity(0, cores)

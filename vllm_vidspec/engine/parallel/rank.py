@@ -33,14 +33,7 @@ class Progress(NamedTuple):
 
 
 class TargetMirror:
-    """The target's sampling parameters and committed text, by the same persistent rows, on the draft's device.
-
-    Args:
-        vllm_config: vLLM's.
-        max_num_reqs: Persistent rows.
-        vocab_size: Of the target.
-        device: Of the draft.
-    """
+    """The target's sampling parameters and committed text, by the same persistent rows, on the draft's device."""
 
     def __init__(self, vllm_config: Any, max_num_reqs: int, vocab_size: int, device: torch.device):
         self.states = RequestState(
@@ -96,7 +89,6 @@ class TargetMirror:
             self._told.record()
 
     def remove(self, req_state_idx: int) -> None:
-        """Forget a row's request."""
         self.states.remove_request(self.states.index_to_req_id.get(req_state_idx, ""))
 
     def append(self, row: int, start: int, tokens: np.ndarray) -> None:
@@ -115,14 +107,7 @@ class TargetMirror:
 
 
 class DrafterRank:
-    """Carries out commands.
-
-    Args:
-        drafter: The drafter, ready; made by `make_drafter`.
-        mirror: What it draws by.
-        knobs: The configuration.
-        counters: What the drafter counts.
-    """
+    """Carries out commands."""
 
     def __init__(self, drafter: Drafter, mirror: TargetMirror, knobs: Knobs, counters: DrafterCounters):
         self.drafter = drafter
@@ -133,7 +118,6 @@ class DrafterRank:
         self._ones = torch.ones(mirror.states.max_num_reqs, dtype=torch.int32, device=mirror.text.device)
 
     def add(self, message: messages.Add) -> None:
-        """Take a request in that may be looked at, and begins when its scores are known."""
         self._arrived[message.req_state_idx] = message
         self._mirror.add(message)
 
@@ -145,7 +129,6 @@ class DrafterRank:
         return arrived is not None and self.drafter.prefills.encode_ahead(self._prompt(arrived))
 
     def prefill(self, message: messages.Prefill) -> tuple[str, str] | None:
-        """Put a request in the queue; return why not and what to say of it, or None."""
         arrived = self._arrived.pop(message.req_state_idx)
         prompt = self._prompt(arrived, message.scores, tuple(message.outcome))
         outcome = self.drafter.add(prompt)
@@ -169,25 +152,20 @@ class DrafterRank:
         )
 
     def remove(self, message: messages.Remove) -> None:
-        """Forget a row's request."""
         self._arrived.pop(message.req_state_idx, None)
         self._mirror.remove(message.req_state_idx)
         self.drafter.remove(message.req_state_idx)
 
     def forget_media(self, _: messages.ForgetMedia) -> None:
-        """Drop the draft's vision embeddings."""
         self.drafter.forget_media()
 
     def retune(self, message: messages.Retune) -> None:
-        """Change knobs between requests."""
         self._knobs.change(self._knobs.current.changed(json.loads(message.knobs)))
 
     def requeue(self, message: messages.Requeue) -> None:
-        """Put rows back into the queue."""
         self.drafter.requeue(message.rows, message.num_fed)
 
     def read(self, message: messages.Read) -> Progress:
-        """Read a bounded piece of the prompts in the queue."""
         self._mirror.apply()
         for row, (start, tokens) in zip(message.rows.tolist(), message.new_text, strict=True):
             if len(tokens):

@@ -13,11 +13,7 @@ from vllm_vidspec.engine.parallel.rank import DrafterRank
 
 
 class Ranks:
-    """Hands commands to the other ranks; a single one has nobody to hand them to.
-
-    Args:
-        rank: This process's.
-    """
+    """Hands commands to the other ranks; a single one has nobody to hand them to."""
 
     def __init__(self, rank: DrafterRank):
         self._group = get_tp_group()
@@ -42,7 +38,6 @@ class Ranks:
         return self._methods[type(command)](command)
 
     def follow(self) -> None:
-        """Carry out what the first rank does, until it stops."""
         while not isinstance(command := self._receive(), messages.Stop):
             self._methods[type(command)](command)
 

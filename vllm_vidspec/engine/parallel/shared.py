@@ -24,11 +24,6 @@ class SharedStreams:
     addresses. Where that fails, the device gets copies that are as old as the host is ahead, counted in
     `window_snapshots`.
 
-    Args:
-        tables: Shared with the drafter, no request of which has begun.
-        device: Of the target.
-        counters: Records of copies.
-
     Attributes:
         is_direct: Whether the device reads the table itself.
     """
@@ -78,5 +73,4 @@ class SharedStreams:
 
 
 def _unregister(pointer: int, _tables: Any) -> None:
-    """Let the device forget memory that is kept until then."""
     torch.cuda.cudart().cudaHostUnregister(pointer)

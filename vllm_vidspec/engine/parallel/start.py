@@ -114,7 +114,6 @@ def _make_drafter(
 
 
 def _own_config(base: Any, config: VidSpecConfig, rank: int) -> Any:
-    """Return the target's configuration with the drafter's own ranks in it."""
     own = copy.copy(base)
     own.parallel_config = _own_ranks(base.parallel_config, config, rank)
     own.cache_config = copy.copy(base.cache_config)
@@ -170,8 +169,6 @@ def available_bytes(free: int, total: int, utilization: float, config: VidSpecCo
 
     Args:
         free, total: Bytes of the device, with the draft's weights on it.
-        utilization: `--gpu-memory-utilization`.
-        config: The knobs.
 
     Raises:
         VidSpecError: It is less than is asked for, or nothing.

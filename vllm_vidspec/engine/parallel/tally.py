@@ -19,12 +19,10 @@ class DrafterCounters:
         self._reasons: dict[str, tuple[str, str]] = {}  # by request id
 
     def add(self, name: str, value: int = 1) -> None:
-        """Add to a counter."""
         if self._values is not None:
             self._values[_SLOT[name]] += value
 
     def set(self, name: str, value: int) -> None:
-        """Set a gauge."""
         if self._values is not None:
             self._values[_SLOT[name]] = value
 

@@ -21,7 +21,6 @@ class EventKind(IntEnum):
 
 
 def event(lane: str, kind: int, start_s: float, end_s: float, num_reqs: int, num_tokens: int) -> dict[str, Any]:
-    """Return one event as tools read it; times are of CLOCK_MONOTONIC, in seconds."""
     return {
         "lane": lane,
         "kind": EventKind(int(kind)).name.lower(),
@@ -33,17 +32,12 @@ def event(lane: str, kind: int, start_s: float, end_s: float, num_reqs: int, num
 
 
 class Recorder:
-    """The drafter's, in the shared tables.
-
-    Args:
-        tables: Where events go, the oldest first to be written over.
-    """
+    """The drafter's, in the shared tables."""
 
     def __init__(self, tables: Tables):
         self._tables = tables
 
     def note(self, kind: EventKind, start_s: float, num_reqs: int, num_tokens: int) -> None:
-        """Keep what began at `start_s` and ends now, if anybody watches."""
         tables = self._tables
         if tables.watching[0]:
             count = int(tables.num_events[0])
@@ -66,7 +60,6 @@ class Timeline:
         self._events: deque[dict[str, Any]] = deque(maxlen=NUM_EVENTS)
 
     def watch(self, on: bool) -> list[dict[str, Any]]:
-        """Return what was kept since watching began, and go on watching or not."""
         kept = list(self._events)
         self._events.clear()
         self.is_on = on

@@ -11,25 +11,19 @@ class CPUInterpreterBackend(_compiler.BaseBackend):
 
     @staticmethod
     def supports_target(target):
-        """Whether this backend serves the target."""
         return target.backend == "cpu"
 
     def hash(self):
-        """Key of the (empty) compilation cache."""
         return "vidspec-cpu-interpreter"
 
     def parse_options(self, options):
-        """Unreachable."""
         raise RuntimeError(_REASON)
 
     def add_stages(self, stages, options, language=None):
-        """Unreachable."""
         raise RuntimeError(_REASON)
 
     def load_dialects(self, context):
-        """Unreachable."""
         raise RuntimeError(_REASON)
 
     def get_module_map(self):
-        """No device library on the CPU."""
         return {}

@@ -29,7 +29,6 @@ class PathSampler:
     more than MAX_PATH_BYTES in float32 (one segment where one takes more), and once more where they are bfloat16.
 
     Args:
-        sampler: The runner's.
         max_depth: Most drafts on a path.
     """
 
@@ -80,11 +79,7 @@ class PathSampler:
         """Return `[num_logits]` int64 tokens and `[num_logits, vocab_size]` processed logits, as vLLM's sampler does.
 
         Args:
-            part: The requests and their drafts.
-            logits: `[num_logits, vocab_size]`.
-            input_ids: `[num_logits]` each row's input token.
             bound_np: `[num_reqs]` vLLM's bound of each sequence's length.
-            options: vLLM's own.
         """
         in_segments = np.zeros(len(part.idx_mapping_np), dtype=bool)
         if part.shapes is not None:
@@ -138,11 +133,7 @@ class PathSampler:
         """Return `[n * length]` logits, persistent rows, positions, input tokens and places in the chain.
 
         Args:
-            part: The requests and their drafts.
-            logits: `[num_logits, vocab_size]`.
-            input_ids: `[num_logits]`.
             rows: `[n]` int64 logits rows that a segment each ends in.
-            length: Of each segment.
         """
         assert part.shapes is not None
         req_state_idx, node = part.expanded_idx_mapping[rows], part.nodes[rows].long()

@@ -21,16 +21,7 @@ from vllm_vidspec.scoring.token_bits import ids_of_words, num_words, pack_ids
 
 
 class LooseRules:
-    """Every request's rule by persistent row, and the tokens that it may neither gain nor lose. A `RowTable`.
-
-    Args:
-        knobs: The server's defaults and bounds; they change while no request runs.
-        vllm_config: vLLM's, for the tokenizer.
-        max_num_reqs: Persistent rows.
-        vocab_size: Of the logits.
-        sampler: The runner's, for the seeds of random scores.
-        counters: Records who is verified strictly against its wish, and why.
-    """
+    """Every request's rule by persistent row, and the tokens that it may neither gain nor lose. A `RowTable`."""
 
     def __init__(
         self, knobs: Knobs, vllm_config: Any, max_num_reqs: int, vocab_size: int, sampler: Any, counters: Counters
@@ -51,7 +42,6 @@ class LooseRules:
         knobs.on_change(self._protect_words)
 
     def _protect_words(self, config: VidSpecConfig) -> None:
-        """Make the tables of what no request may gain or lose."""
         self._base = pack_ids(protected_ids(config, self._model_config), self._shape[1])  # [num_words]
         # [max_num_reqs, num_words] int32: bit v of a row: token v is protected; the request ends with token v
         self.protected = async_tensor_h2d(np.tile(self._base, (self._shape[0], 1)), device=self._device)
@@ -99,7 +89,6 @@ class LooseRules:
             self._loose.discard(req_state_idx)
 
     def active_rows(self) -> Iterable[int]:
-        """Return the rows whose requests have a rule of their own."""
         return self._choices
 
     def _set(self, req_state_idx: int) -> None:
@@ -112,7 +101,6 @@ class LooseRules:
         self._loose.add(req_state_idx)
 
     def _protect_stops(self, req_state_idx: int, stops: frozenset[int]) -> None:
-        """Write a request's stop tokens, if they are not what the row has already."""
         if self._stop_ids.get(req_state_idx) != stops:
             ends = pack_ids(stops, self._shape[1])
             self.protected[req_state_idx], self._ends[req_state_idx] = async_tensor_h2d(
@@ -139,7 +127,6 @@ class LooseRules:
         """Return what may stand of the drafts that are verified at once.
 
         Args:
-            part: The requests and their drafts.
             target_tokens: `[num_logits]` int64, what the target samples after each row.
             logits: `[num_logits, vocab_size]` as sampled from: -inf where the request forbids a token.
         """

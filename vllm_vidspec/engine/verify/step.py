@@ -51,12 +51,7 @@ class VerifyStep:
         self._relevance: torch.Tensor | None = None
 
     def open(self, cu_num_logits_np: np.ndarray, relevance: torch.Tensor | None) -> None:
-        """Take in the batch's layout.
-
-        Args:
-            cu_num_logits_np: `[num_reqs + 1]`, where each request's rows begin.
-            relevance: `[num_logits]` float32; see `VerifySlice`.
-        """
+        """Take in the batch's layout."""
         self._cu_num_logits_np, self._relevance = cu_num_logits_np, relevance
         self.hidden_states = None  # they have been measured
 

@@ -26,10 +26,6 @@ class CoupledVerifier(RejectionSampler):
     Logprobs, chunking over large vocabularies and grammar-invalid drafts are vLLM's own code, inherited.
 
     Args:
-        sampler: The runner's sampler.
-        speculative_config: vLLM's.
-        device: Where logits live.
-        counters: Records the outcome of every step.
         trees: Where drafts can be trees; None where all are chains.
         max_path: The most drafts that can follow each other.
         rules: Which mismatches may stand; None where every request is verified strictly.
@@ -65,11 +61,9 @@ class CoupledVerifier(RejectionSampler):
         self.paths = PathSampler(sampler, max_path)
 
     def begin(self, step: VerifyStep) -> None:
-        """Take the step that vLLM verifies next. One without drafts passes by."""
         self._step = step
 
     def end(self) -> None:
-        """Let go of the step."""
         self._step = VerifyStep()
 
     def profile(self, logits: torch.Tensor) -> None:

@@ -33,7 +33,6 @@ class ScoreWatch:
         self._req_ids = [None if skip else req_id for req_id, skip in zip(req_ids, is_prefilling, strict=True)]
 
     def see(self, part: VerifySlice, scored: Scored) -> None:
-        """Take in what stands of the batch's next requests."""
         bounds, positions = part.cu_num_logits.tolist(), part.pos.tolist()
         of_row = [None] * len(positions) if part.relevance is None else part.relevance.tolist()
         for i, (start, end) in enumerate(itertools.pairwise(bounds)):
