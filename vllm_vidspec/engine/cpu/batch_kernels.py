@@ -1,37 +1,13 @@
 """Numpy twins of vLLM's kernels that prepare a step's batch and take down what it gave: see `kernels`. CPU engine only.
 
-Each takes all arguments of its kernel under the kernel's names (`*_ptr` without the ending), tensors as arrays, and
-serves the whole grid. What this project never asks for, as context parallelism, is left to the kernel.
+What this project never asks for, as context parallelism, is left to the kernel.
 """
 
 import ctypes
-from typing import Any
 
 import numpy as np
-import torch
 
-from vllm_vidspec.engine.cpu.kernels import Twin
-
-
-class WholeTwin(Twin):
-    """A twin whose function takes every argument of the kernel, constants by name; where it returns False, and
-    for bfloat16, which numpy does not know, the interpreted kernel runs.
-
-    Args:
-        run: Serves the whole grid.
-        interpreted: The kernel.
-    """
-
-    def __init__(self, run: Any, interpreted: Any):
-        super().__init__(run)
-        self._interpreted = interpreted
-
-    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        constants.pop("num_warps", None)
-        is_known = not any(isinstance(arg, torch.Tensor) and arg.dtype == torch.bfloat16 for arg in args)
-        arrays = [arg.numpy() if isinstance(arg, torch.Tensor) else arg for arg in args] if is_known else []
-        if not is_known or self._run(grid, *arrays, **constants) is False:
-            self._interpreted[grid](*args, **constants)
+_F32 = np.float32
 
 
 def _tokens(query_start_loc: np.ndarray, num_reqs: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -47,10 +23,8 @@ def _memory(address: np.uint64, size: int) -> np.ndarray:
     return np.ctypeslib.as_array(ctypes.cast(int(address), ctypes.POINTER(ctypes.c_int32)), (size,))
 
 
-def prepare_pos_seq_lens(
-    grid, pos, seq_lens, idx_mapping, query_start_loc, num_computed_tokens, max_num_reqs, BLOCK_SIZE
-) -> None:
-    """Twin of `vllm.v1.worker.gpu.input_batch._prepare_pos_seq_lens_kernel`; pos [num_tokens], lengths [R]."""
+def prepare_pos_seq_lens(grid, pos, seq_lens, idx_mapping, query_start_loc, num_computed_tokens, max_num_reqs) -> None:
+    """Write `pos` `[num_tokens]` and `seq_lens` `[num_reqs]`, zeros behind it."""
     num_reqs = grid[0] - 1
     computed = num_computed_tokens[idx_mapping[:num_reqs]]
     place, owner, i = _tokens(query_start_loc, num_reqs)
@@ -61,20 +35,18 @@ def prepare_pos_seq_lens(
 
 def prepare_rope_positions(
     grid,
-    positions,  # [NUM_DIMS, max_tokens], out
-    positions_stride,
-    prefill_positions,  # [max_num_reqs * NUM_DIMS, max_model_len]
+    positions,
+    prefill_positions,
     prefill_positions_stride0,
     prefill_positions_stride1,
-    prefill_delta,  # [max_num_reqs]
+    prefill_delta,
     idx_mapping,
     query_start_loc,
     prefill_lens,
     num_computed_tokens,
-    BLOCK_SIZE,
     NUM_DIMS,
 ) -> None:
-    """Twin of `vllm.v1.worker.gpu.mm.rope._prepare_rope_positions_kernel`."""
+    """Write `positions` `[NUM_DIMS, max_tokens]`: of prompts those in `[max_num_reqs * NUM_DIMS, max_model_len]`."""
     row = idx_mapping[: grid[0]].astype(np.int64)
     place, owner, i = _tokens(query_start_loc, grid[0])
     logical = num_computed_tokens[row][owner].astype(np.int64) + i
@@ -88,21 +60,19 @@ def prepare_rope_positions(
 
 def combine_sampled_and_draft_tokens(
     grid,
-    input_ids,  # [num_tokens], in place
+    input_ids,
     idx_mapping,
-    last_sampled_tokens,  # [max_num_reqs, 1]
+    last_sampled_tokens,
     query_start_loc,
     seq_lens,
     prefill_len,
-    draft_tokens,  # [max_num_reqs, K]
-    draft_tokens_stride,
+    draft_tokens,
     cu_num_logits,
-    logits_indices,  # [num_logits], out
-    BLOCK_SIZE,
-    NUM_NEW_SAMPLED_TOKENS=1,
+    logits_indices,
+    NUM_NEW_SAMPLED_TOKENS,
 ) -> bool:
-    """Twin of `vllm.v1.worker.gpu.input_batch._combine_sampled_and_draft_tokens_kernel`."""
-    if NUM_NEW_SAMPLED_TOKENS != 1:
+    """Write the last token `[max_num_reqs, 1]` and the drafts `[max_num_reqs, K]` of each request into `input_ids`."""
+    if NUM_NEW_SAMPLED_TOKENS not in (None, 1):
         return False
     num_reqs = grid[0]
     row, (place, owner, i) = idx_mapping[:num_reqs], _tokens(cu_num_logits, num_reqs)
@@ -118,16 +88,15 @@ def combine_sampled_and_draft_tokens(
     return True
 
 
-def expand_idx_mapping(grid, idx_mapping, expanded_idx_mapping, expanded_local_pos, cu_num_logits, BLOCK_SIZE) -> None:
-    """Twin of `vllm.v1.worker.gpu.input_batch._expand_idx_mapping_kernel`: each row's request and place."""
+def expand_idx_mapping(grid, idx_mapping, expanded_idx_mapping, expanded_local_pos, cu_num_logits) -> None:
     place, owner, i = _tokens(cu_num_logits, grid[0])
     expanded_idx_mapping[place], expanded_local_pos[place] = idx_mapping[owner], i
 
 
 def gather_draft_sampled(
     grid,
-    draft_sampled,  # [num_logits], out
-    pos,  # [num_logits], out
+    draft_sampled,
+    pos,
     input_ids,
     positions,
     logits_indices,
@@ -135,9 +104,8 @@ def gather_draft_sampled(
     expanded_local_pos,
     prefill_len,
     num_logits,
-    BLOCK_SIZE,
 ) -> None:
-    """Twin of `vllm.v1.worker.gpu.spec_decode.rejection_sampler._gather_draft_sampled_kernel`."""
+    """Write the input token and the position of each of `num_logits` rows; -1 for what is no draft."""
     token, local = logits_indices[:num_logits], expanded_local_pos[:num_logits]
     pos[:num_logits] = positions[token]
     is_placeholder = (local > 0) & (positions[token] - local < prefill_len[expanded_idx_mapping[:num_logits]])
@@ -147,7 +115,6 @@ def gather_draft_sampled(
 def get_num_sampled_and_rejected(
     grid, num_sampled, num_rejected, seq_lens, cu_num_logits, idx_mapping, prefill_len
 ) -> None:
-    """Twin of `vllm.v1.worker.gpu.input_batch._get_num_sampled_and_rejected_kernel`; [num_reqs] each."""
     num_reqs = grid[0]
     is_prefilling = seq_lens[:num_reqs] < prefill_len[idx_mapping[:num_reqs]]
     num_sampled[:num_reqs][is_prefilling] = 0
@@ -158,20 +125,18 @@ def get_num_sampled_and_rejected(
 def post_update(
     grid,
     idx_mapping,
-    num_computed_tokens,  # [max_num_reqs], in place, as what follows up to `sampled_tokens`
-    last_sampled_tokens,  # [max_num_reqs, 1]
-    output_bin_counts,  # [max_num_reqs, vocab_size], or None
-    output_bin_counts_stride,
-    sampled_tokens,  # [num_reqs, >= num_sampled]
-    sampled_tokens_stride,
+    num_computed_tokens,
+    last_sampled_tokens,
+    output_bin_counts,
+    sampled_tokens,
     num_sampled,
     num_rejected,
-    query_start_loc,  # [num_reqs + 1], or None
-    all_token_ids,  # [max_num_reqs, max_model_len], in place
+    query_start_loc,
+    all_token_ids,
     all_token_ids_stride,
-    total_len,  # [max_num_reqs], in place
+    total_len,
 ) -> None:
-    """Twin of `vllm.v1.worker.gpu.input_batch._post_update_kernel`."""
+    """Append what each request has sampled to its row of the tables; the counts and `query_start_loc` may be None."""
     batch = np.flatnonzero(idx_mapping[: grid[0]] >= 0)
     row, gained = idx_mapping[batch].astype(np.int64), num_sampled[batch]
     req, i = np.nonzero(np.arange(sampled_tokens.shape[1]) < gained[:, None])
@@ -189,18 +154,9 @@ def post_update(
 
 
 def apply_write(
-    grid,
-    output,  # [num_rows, ...], in place
-    output_stride,
-    write_indices,
-    write_starts,
-    write_contents,
-    write_cu_lens,
-    write_group_ids,
-    BLOCK_SIZE,
-    MULTI_GROUP,
+    grid, output, output_stride, write_indices, write_starts, write_contents, write_cu_lens, MULTI_GROUP
 ) -> bool:
-    """Twin of `vllm.v1.worker.gpu.buffer_utils._apply_write_kernel`: pieces of the contents into rows of the output."""
+    """Write pieces of the contents into rows of the output."""
     if MULTI_GROUP:
         return False
     flat, begin = output.reshape(-1, copy=False), 0
@@ -213,17 +169,9 @@ def apply_write(
 
 
 def gather_block_tables(
-    grid,
-    batch_idx_to_req_idx,
-    src_block_table_ptrs,  # [num_groups] addresses of tables [max_num_reqs, stride]
-    dst_block_table_ptrs,
-    block_table_strides,
-    num_blocks,  # [num_groups, max_num_reqs]
-    num_blocks_stride,
-    num_reqs,
-    BLOCK_SIZE,
+    grid, batch_idx_to_req_idx, src_block_table_ptrs, dst_block_table_ptrs, block_table_strides, num_blocks, num_reqs
 ) -> None:
-    """Twin of `vllm.v1.worker.gpu.block_table._gather_block_tables_kernel`: a batch's rows, zeros behind them."""
+    """Copy a batch's rows, zeros behind them; the addresses `[num_groups]` are of tables `[max_num_reqs, stride]`."""
     num_groups, num_padded = grid
     rows = batch_idx_to_req_idx[:num_reqs].tolist()
     for group in range(num_groups):
@@ -242,20 +190,15 @@ def compute_slot_mappings(
     idx_mapping,
     query_start_loc,
     pos,
-    block_table_ptrs,  # [num_groups] addresses of tables [max_num_reqs, stride]
+    block_table_ptrs,
     block_table_strides,
     block_sizes,
     slot_mapping_enabled,
-    dcp_sharded,
-    slot_mappings,  # [num_groups, max_num_tokens], out
-    slot_mappings_stride,
-    cp_rank,
+    slot_mappings,
     CP_SIZE,
-    CP_INTERLEAVE,
     PAD_ID,
-    TRITON_BLOCK_SIZE,
 ) -> bool:
-    """Twin of `vllm.v1.worker.gpu.block_table._compute_slot_mappings_kernel`."""
+    """Write `slot_mappings` `[num_groups, max_num_tokens]`; the addresses are as in `gather_block_tables`."""
     if CP_SIZE != 1:
         return False
     num_groups, num_reqs = grid[0], grid[1] - 1
@@ -272,3 +215,33 @@ def compute_slot_mappings(
             table = _memory(block_table_ptrs[group], int(entry.max(initial=0)) + 1)
             slots[place[is_real]] = table[entry].astype(np.int64) * size + positions[is_real] % size
     return True
+
+
+def flatten_sampled(grid, flat_sampled, sampled, num_sampled, cu_num_logits) -> None:
+    """Write each request's tokens `[num_reqs, >= num_sampled]` from its first row of `[num_logits]` on."""
+    req_idx, i = np.nonzero(np.arange(sampled.shape[1]) < num_sampled[: grid[0], None])
+    flat_sampled[cu_num_logits[req_idx] + i] = sampled[req_idx, i]
+
+
+def bilinear_pos_embed(grid, embed, output, H, W, h_scale, w_scale, NUM_GRID, M_SIZE, HIDDEN_DIM) -> None:
+    """Of Qwen3-VL's tower: interpolate `[NUM_GRID ** 2, HIDDEN_DIM]` float32 into `[t * H * W, HIDDEN_DIM]`, in the
+    order of merged patches.
+    """
+    place = np.arange(H * W)
+    block, local = place // M_SIZE**2, place % M_SIZE**2
+    row, col = block // (W // M_SIZE) * M_SIZE + local // M_SIZE, block % (W // M_SIZE) * M_SIZE + local % M_SIZE
+    h, w = row.astype(_F32) * _F32(h_scale), col.astype(_F32) * _F32(w_scale)
+    low, left = np.floor(h).astype(np.int32), np.floor(w).astype(np.int32)
+    high, right = np.minimum(low + 1, NUM_GRID - 1), np.minimum(left + 1, NUM_GRID - 1)
+    dh, dw = h - low.astype(_F32), w - left.astype(_F32)
+    both = dh * dw
+    corners = (
+        (_F32(1) - dh - (dw - both), low, left),
+        (dw - both, low, right),
+        (dh - both, high, left),
+        (both, high, right),
+    )
+    frame = np.zeros((len(place), HIDDEN_DIM), dtype=_F32)
+    for share, y, x in corners:
+        frame += share[:, None] * embed[y * NUM_GRID + x]
+    output.reshape(-1, len(place), HIDDEN_DIM)[:] = frame

@@ -1,10 +1,13 @@
-"""Vectorised numpy twins of vLLM Triton kernels that the interpreter runs one program at a time. CPU engine only.
+"""Vectorised numpy twins of vLLM's Triton kernels for logits, and its noise. CPU engine only.
 
-Each twin is bit-equal to the interpreted kernel (tests compare them), so it changes the CPU engine's speed and nothing
-else: the interpreter computes with numpy too.
+Triton's interpreter runs one program at a time, some milliseconds each. Each twin is bit-equal to the interpreted
+kernel (tests compare them), so it changes the CPU engine's speed and nothing else: the interpreter computes with numpy,
+too. `penalties` here is the twin of vLLM's `_penalties_kernel`, and so on; rows are `[num_tokens]`, tables
+`[max_num_reqs]`.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,123 +17,189 @@ import torch
 _F32 = np.float32
 _U32 = np.uint32
 DRAFT_NOISE_SALT = 1 << 30
+# Tiles of vLLM's kernels: in what order a float32 sum is added up, and how far a row is padded.
+_SUM_BLOCK, _RANK_BLOCK = 1024, 8192
 
 
 class Twin:
-    """Stands in for a Triton kernel: `kernel[grid](...)` calls a function of the grid and the kernel's tensors once.
+    """Stands in for a Triton kernel: `kernel[grid](...)` calls a function once, for the whole grid.
 
     Args:
-        run: Serves the whole grid; strides, sizes and compile-time constants are left out of its arguments.
+        run: Takes the grid and those of the kernel's arguments that it names (`*_ptr` without the ending): arrays for
+            tensors, or the tensor where it is annotated as one. Where it returns False, and for bfloat16, which numpy
+            does not know, the interpreted kernel runs.
+        interpreted: The kernel.
     """
 
-    def __init__(self, run: Callable[..., None]):
-        self._run = run
+    def __init__(self, run: Callable[..., bool | None], interpreted: Any):
+        self._run, self._interpreted = run, interpreted
+        wanted = list(inspect.signature(run).parameters.values())[1:]
+        self._is_tensor = {it.name: it.annotation is torch.Tensor for it in wanted}
+        names = inspect.signature(interpreted.fn).parameters
+        self._names = [name if name in self._is_tensor else name.removesuffix("_ptr") for name in names]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         """Return the launcher for a grid."""
         return functools.partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *args: Any, **_constants: Any) -> None:
-        self._run(grid, *(arg for arg in args if isinstance(arg, torch.Tensor)))
-
-
-class GumbelTwin(Twin):
-    """Twin of `vllm.v1.worker.gpu.sample.gumbel._gumbel_sample_kernel`.
-
-    Args:
-        interpreted: The kernel, which still serves what this project never asks for: fp64 noise, the logits cache.
-    """
-
-    def __init__(self, interpreted: Any):
-        self._interpreted = interpreted
-
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        # Out: `[num_tokens, num_blocks]` int64 and float32; tokens are `[num_tokens]`, requests `[max_num_reqs]`.
-        local_argmax, _, local_max, _, cache, *_, logits, _, idx_mapping, seeds, pos, temperature, vocab_size = args
-        if cache is not None or constants["USE_FP64"] or constants["APPLY_TEMPERATURE"]:
+        given = dict(zip(self._names, args, strict=False)) | constants
+        taken: dict[str, Any] = {}
+        for name, as_tensor in self._is_tensor.items():
+            value = given.get(name)
+            if isinstance(value, torch.Tensor) and not as_tensor:
+                if value.dtype == torch.bfloat16:
+                    break
+                value = value.numpy()
+            taken[name] = value
+        if len(taken) < len(self._is_tensor) or self._run(grid, **taken) is False:
             self._interpreted[grid](*args, **constants)
-            return
-        rows, block_size = idx_mapping.numpy(), constants["BLOCK_SIZE"]
-        values = logits.float().numpy().copy()  # [num_tokens, vocab_size]
-        noisy = (rows >= 0) & (temperature.numpy()[rows] != 0.0)
-        if noisy.any():
-            keys = np.arange(vocab_size, dtype=_U32)
-            positions = pos.numpy()[noisy] + (DRAFT_NOISE_SALT if constants["IS_DRAFTING"] else 0)
-            values[noisy] += gumbel_noise(seeds.numpy()[rows[noisy]], positions, keys)
-        for block in range(local_argmax.shape[1]):
-            part = values[:, block * block_size : (block + 1) * block_size]
-            best = part.argmax(axis=1)
-            local_argmax.numpy()[:, block] = block * block_size + best
-            local_max.numpy()[:, block] = np.take_along_axis(part, best[:, None], axis=1)[:, 0]
+
+
+def gumbel_sample(
+    grid,
+    local_argmax,
+    local_max,
+    logits_cache,
+    logits: torch.Tensor,
+    expanded_idx_mapping,
+    seeds,
+    pos,
+    temp,
+    vocab_size,
+    BLOCK_SIZE,
+    IS_DRAFTING,
+    APPLY_TEMPERATURE,
+    USE_FP64,
+) -> bool:
+    """Find the best noised token of each block of each row: `local_argmax`, `local_max` `[num_tokens, num_blocks]`."""
+    if logits_cache is not None or USE_FP64 or APPLY_TEMPERATURE:  # this project never asks for it
+        return False
+    rows, values = expanded_idx_mapping, logits.float().numpy().copy()  # [num_tokens, vocab_size]
+    noisy = (rows >= 0) & (temp[rows] != 0.0)
+    if noisy.any():
+        positions = pos[noisy] + (DRAFT_NOISE_SALT if IS_DRAFTING else 0)
+        values[noisy] += gumbel_noise(seeds[rows[noisy]], positions, np.arange(vocab_size, dtype=_U32))
+    for block in range(local_argmax.shape[1]):
+        part = values[:, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
+        best = part.argmax(axis=1)
+        local_argmax[:, block] = block * BLOCK_SIZE + best
+        local_max[:, block] = np.take_along_axis(part, best[:, None], axis=1)[:, 0]
+    return True
+
+
+def temperature(grid, logits, expanded_idx_mapping, temperature) -> None:
+    heat = temperature[expanded_idx_mapping[: grid[0]]]
+    rows = np.flatnonzero((heat != 0.0) & (heat != 1.0))
+    logits[rows] /= heat[rows, None]
+
+
+def min_p(grid, logits, expanded_idx_mapping, min_p) -> None:
+    share = min_p[expanded_idx_mapping[: grid[0]]]
+    rows = np.flatnonzero(share != 0.0)
+    values = logits[rows]
+    values[values < values.max(axis=1, keepdims=True) + np.log(share[rows, None])] = -np.inf
+    logits[rows] = values
+
+
+def bias(
+    grid,
+    logits,
+    expanded_idx_mapping,
+    num_allowed_token_ids,
+    allowed_token_ids,
+    num_logit_bias,
+    bias_token_ids,
+    bias,
+    pos,
+    min_lens,
+    num_stop_token_ids,
+    stop_token_ids,
+    CHECK_ALL_MASKED_ROWS,
+) -> bool:
+    """Allow, bias and ban tokens, listed `[max_num_reqs, most]`; rows are looked at one by one where asked for."""
+    if CHECK_ALL_MASKED_ROWS:
+        return False
+    reqs = expanded_idx_mapping[: grid[0]]
+    for row in np.flatnonzero(num_allowed_token_ids[reqs]):
+        allowed = allowed_token_ids[reqs[row], : num_allowed_token_ids[reqs[row]]]
+        kept = logits[row, allowed]
+        logits[row] = -np.inf
+        logits[row, allowed] = kept
+    for row in np.flatnonzero(num_logit_bias[reqs]):
+        count = num_logit_bias[reqs[row]]
+        logits[row, bias_token_ids[reqs[row], :count]] += bias[reqs[row], :count]
+    for row in np.flatnonzero((num_stop_token_ids[reqs] > 0) & (pos[: grid[0]] + 1 < min_lens[reqs])):
+        logits[row, stop_token_ids[reqs[row], : num_stop_token_ids[reqs[row]]]] = -np.inf
+    return True
 
 
 def penalties(
-    _grid,
-    logits,  # [num_tokens, vocab_size] float32, in place
-    expanded_idx_mapping,  # [num_tokens]
-    token_ids,  # [num_tokens]
-    expanded_local_pos,  # [num_tokens]
-    repetition_penalty,  # [max_num_reqs] float32
+    grid,
+    logits,
+    expanded_idx_mapping,
+    token_ids,
+    expanded_local_pos,
+    repetition_penalty,
     frequency_penalty,
     presence_penalty,
-    prompt_bin_mask,  # [max_num_reqs, ceil(vocab_size / 32)] int32
-    output_bin_counts,  # [max_num_reqs, vocab_size] int32
+    prompt_bin_mask,
+    output_bin_counts,
 ) -> None:
-    """Twin of `vllm.v1.worker.gpu.sample.penalties._penalties_kernel`, all rows at once.
-
-    Why: trees verify some thirty rows a request, and the interpreter takes milliseconds for each.
+    """Penalise all rows at once: trees verify some thirty a request. `prompt_bin_mask` `[max_num_reqs,
+    ceil(vocab_size / 32)]` int32, `output_bin_counts` `[max_num_reqs, vocab_size]` int32.
     """
-    reqs, vocab_size = expanded_idx_mapping.numpy(), logits.shape[1]
-    repetition, frequency, presence = (
-        penalty.numpy()[reqs].astype(_F32) for penalty in (repetition_penalty, frequency_penalty, presence_penalty)
-    )
+    reqs, vocab_size = expanded_idx_mapping, logits.shape[1]
+    asked = (repetition_penalty, frequency_penalty, presence_penalty)
+    repetition, frequency, presence = (penalty[reqs].astype(_F32) for penalty in asked)
     rows = np.flatnonzero((repetition != 1.0) | (frequency != 0.0) | (presence != 0.0))
     if not len(rows):
         return
     reqs, repetition = reqs[rows], repetition[rows, None]
     frequency, presence = frequency[rows, None], presence[rows, None]
-    counts = output_bin_counts.numpy()[reqs].copy()  # [n, vocab_size]
-    local_pos = expanded_local_pos.numpy()[rows]
+    counts = output_bin_counts[reqs].copy()  # [n, vocab_size]
+    local_pos = expanded_local_pos[rows]
     owner = np.repeat(np.arange(len(rows)), local_pos)
     before = np.arange(len(owner)) - np.repeat(np.cumsum(local_pos) - local_pos, local_pos)
-    drafted = token_ids.numpy()[np.repeat(rows - local_pos, local_pos) + before + 1]
+    drafted = token_ids[np.repeat(rows - local_pos, local_pos) + before + 1]
     known = (drafted >= 0) & (drafted < vocab_size)
     np.add.at(counts, (owner[known], drafted[known]), 1)
     seen = counts > 0
-    values = logits.numpy()[rows].astype(_F32)
-    bits = (prompt_bin_mask.numpy()[reqs][:, :, None] >> np.arange(32, dtype=np.int32)) & 1
+    values = logits[rows].astype(_F32)
+    bits = (prompt_bin_mask[reqs][:, :, None] >> np.arange(32, dtype=np.int32)) & 1
     in_prompt = bits.reshape(len(rows), -1)[:, :vocab_size].astype(bool)
     scale = np.where(in_prompt | seen, repetition, _F32(1.0))
     scaled = values * np.where(values > 0, _F32(1.0) / scale, scale)
     values = np.where(repetition != 1.0, scaled, values)
     values = values - frequency * counts.astype(_F32)
-    logits.numpy()[rows] = values - presence * seen.astype(_F32)
+    logits[rows] = values - presence * seen.astype(_F32)
 
 
 def bad_words(
-    grid: tuple[int, int],  # logits rows, most words of a request
-    logits,  # [num_tokens, vocab_size] float, in place
-    expanded_idx_mapping,  # [num_tokens]
-    bad_word_token_ids,  # [max_num_reqs, n]
-    bad_word_offsets,  # [max_num_reqs, max words + 1]
-    num_bad_words,  # [max_num_reqs]
-    all_token_ids,  # [max_num_reqs, max_model_len]
-    prompt_len,  # [max_num_reqs]
-    total_len,  # [max_num_reqs]
-    input_ids,  # [num_tokens]
-    expanded_local_pos,  # [num_tokens]
+    grid,
+    logits,
+    expanded_idx_mapping,
+    bad_word_token_ids,
+    bad_word_offsets,
+    num_bad_words,
+    all_token_ids,
+    prompt_len,
+    total_len,
+    input_ids,
+    expanded_local_pos,
 ) -> None:
-    """Twin of `vllm.v1.worker.gpu.sample.bad_words._bad_words_kernel`, all rows at once."""
-    reqs, local_pos = expanded_idx_mapping.numpy(), expanded_local_pos.numpy()
-    ids, committed, fed = bad_word_token_ids.numpy(), all_token_ids.numpy(), input_ids.numpy()
+    """Ban the last token of each word whose beginning a row's text ends with. The grid: rows, most words of a request;
+    `bad_word_offsets` `[max_num_reqs, most words + 1]`.
+    """
+    reqs, local_pos, ids = expanded_idx_mapping, expanded_local_pos, bad_word_token_ids
     first_row = np.arange(len(reqs)) - local_pos  # of the request
-    prompt = prompt_len.numpy()[reqs]
-    num_output = total_len.numpy()[reqs] - prompt  # [num_tokens] committed output tokens
+    prompt = prompt_len[reqs]
+    num_output = total_len[reqs] - prompt  # [num_tokens] committed output tokens
     length = num_output + local_pos
     for word in range(grid[1]):
-        start, end = bad_word_offsets.numpy()[reqs, word], bad_word_offsets.numpy()[reqs, word + 1]
+        start, end = bad_word_offsets[reqs, word], bad_word_offsets[reqs, word + 1]
         prefix = end - start - 1
-        match = (word < num_bad_words.numpy()[reqs]) & (prefix <= length)
+        match = (word < num_bad_words[reqs]) & (prefix <= length)
         for i in range(int(prefix[match].max(initial=0))):
             rows = np.flatnonzero(match & (i < prefix))
             place = (length - prefix + i)[rows]  # in the output
@@ -139,11 +208,32 @@ def bad_words(
             # Each place is looked up in one of the two texts only: in the other it may lie past the end.
             actual = np.empty(len(rows), dtype=np.int64)
             there, here = rows[~is_drafted], rows[is_drafted]
-            actual[~is_drafted] = committed[reqs[there], prompt[there] + place[~is_drafted]]
-            actual[is_drafted] = fed[first_row[here] + drafted[is_drafted] + 1]
+            actual[~is_drafted] = all_token_ids[reqs[there], prompt[there] + place[~is_drafted]]
+            actual[is_drafted] = input_ids[first_row[here] + drafted[is_drafted] + 1]
             match[rows] &= ids[reqs[rows], start[rows] + i] == actual
         rows = np.flatnonzero(match)
-        logits.numpy()[rows, ids[reqs[rows], end[rows] - 1]] = -np.inf
+        logits[rows, ids[reqs[rows], end[rows] - 1]] = -np.inf
+
+
+def topk_log_softmax(grid, output, logits: torch.Tensor, topk_ids) -> None:
+    """Write the log-probabilities of `[num_tokens, n]` tokens."""
+    values = logits.float().numpy()
+    top = values.max(axis=1, keepdims=True)
+    total = np.zeros(len(values), _F32)
+    for first in range(0, values.shape[1], _SUM_BLOCK):
+        part = values[:, first : first + _SUM_BLOCK]
+        weights = np.zeros((len(values), _SUM_BLOCK), _F32)
+        np.exp(part - top, out=weights[:, : part.shape[1]])
+        total += weights.sum(axis=1)
+    output[:] = np.take_along_axis(values, topk_ids, axis=1) - top - np.log(total)[:, None]
+
+
+def ranks(grid, output, logits: torch.Tensor, token_ids) -> None:
+    values = logits.float().numpy()
+    own = np.take_along_axis(values, token_ids[:, None], axis=1)
+    # A row is padded with -inf, which counts beside a token that has no less.
+    padding = -values.shape[1] % _RANK_BLOCK
+    output[:] = (values >= own).sum(axis=1) + padding * (own[:, 0] == -np.inf)
 
 
 def gumbel_noise(seeds: np.ndarray, positions: np.ndarray, keys: np.ndarray, use_fp64: bool = False) -> np.ndarray:

@@ -28,9 +28,8 @@ from vllm_vidspec.engine.hooks.prompts import Guided
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import messages
 from vllm_vidspec.engine.parallel.client import DrafterClient
-from vllm_vidspec.engine.parallel.commits import Commits
-from vllm_vidspec.engine.parallel.shared import SharedStreams
-from vllm_vidspec.engine.parallel.timeline import drafter_events
+from vllm_vidspec.engine.parallel.commits import Commits, SharedStreams
+from vllm_vidspec.engine.parallel.timeline import watch_tables
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Phase, Request, RequestRows
 from vllm_vidspec.engine.target_step import Step
@@ -48,21 +47,13 @@ def sizes_of(config: VidSpecConfig, max_num_reqs: int, max_model_len: int, num_c
 
 @dataclasses.dataclass(eq=False)
 class _Sent:
-    """A request that the drafter knows, or is to know when it is there again.
-
-    Attributes:
-        new: The request.
-        epoch: Its number in the tables; -1 on every rank but the first.
-        guided: What guides its pruning, if anything does.
-        has_begun: Whether the drafter may read it: what guides its pruning is known.
-        refusal: Why the drafter does not draft for it, until all ranks act on that at once.
-    """
+    """A request that the drafter knows, or is to know when it is there again."""
 
     new: NewRequest
-    epoch: int = -1
+    epoch: int = -1  # its number in the tables; -1 on every rank but the first
     guided: Guided | None = None
-    has_begun: bool = False
-    refusal: str | None = None
+    has_begun: bool = False  # whether the drafter may read it: what guides its pruning is known
+    refusal: str | None = None  # why the drafter does not draft for it, until all ranks act on that at once
 
 
 class ParallelBackend(DraftBackend):
@@ -115,11 +106,7 @@ class ParallelBackend(DraftBackend):
     def init_kv(
         self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
     ) -> None:
-        """Wait for the drafter, which has loaded beside the target.
-
-        Raises:
-            VidSpecError: It has not.
-        """
+        """Wait for the drafter, which has loaded beside the target; a VidSpecError if it has not."""
         if self._client is not None and not is_profiling:
             self._client.wait_ready()
             logger.info("vidspec: the drafter's process is up (%s)", ", ".join(map(str, self._client.pids)))
@@ -161,18 +148,9 @@ class ParallelBackend(DraftBackend):
         self._client.tables.add(row, sent.epoch, token_ids)
         sampling = new.sampling.clone()
         sampling.seed = int(self._sampler.sampling_states.seeds.np[row])  # vLLM's own, where the request has none
-        self._client.send(
-            messages.Add(
-                new.req_id,
-                row,
-                sent.epoch,
-                token_ids,
-                int(states.prompt_len.np[row]),
-                int(min(states.max_seq_len[row], states.max_model_len)),
-                new.features,
-                sampling,
-            )
-        )
+        prompt_len, limit = int(states.prompt_len.np[row]), int(min(states.max_seq_len[row], states.max_model_len))
+        text = (row, sent.epoch, token_ids, prompt_len, limit)
+        self._client.send(messages.Add(new.req_id, *text, new.features, sampling))
 
     def _begin(self, sent: _Sent) -> None:
         row = sent.new.req_state_idx
@@ -213,7 +191,7 @@ class ParallelBackend(DraftBackend):
     def prefill(self, step: Step) -> None:
         """Commit a step to the shared tables; let requests be where they are by now, the same on every rank."""
         rows = step.batch.idx_mapping_np
-        progress = np.zeros(step.batch.num_reqs, dtype=np.int64) if self._client is None else self._commit(step)
+        progress = np.zeros(len(rows), dtype=np.int64) if self._client is None else self._commit(step)
         if self._group.world_size > 1:
             group = self._group
             torch.distributed.broadcast(torch.from_numpy(progress), group.ranks[0], group=group.cpu_group)
@@ -258,11 +236,6 @@ class ParallelBackend(DraftBackend):
         commits.publish_counters()
 
     def _refuse(self, sent: _Sent, reason: str, detail: str) -> None:
-        """Note that a request is not drafted for, and why.
-
-        Raises:
-            VidSpecError: It is for an error, and errors are not to pass.
-        """
         sent.refusal, self._progress[sent.new.req_state_idx] = reason, _REFUSED
         self._counters.skip(reason, sent.new.req_id, detail)
         if reason == "draft_error" and self._knobs.current.on_draft_error == "raise":
@@ -338,11 +311,4 @@ class ParallelBackend(DraftBackend):
 
     def watch_timeline(self, on: bool) -> list[dict[str, Any]]:
         """Return the drafter's events since watching began, and go on watching or not."""
-        if self._client is None:
-            return []
-        tables = self._client.tables
-        events = drafter_events(tables) if tables.watching[0] else []
-        tables.watching[0] = 0
-        tables.num_events[0] = 0
-        tables.watching[0] = int(on)
-        return events
+        return [] if self._client is None else watch_tables(self._client.tables, on)

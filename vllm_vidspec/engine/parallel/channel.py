@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_vidspec.names import WRITER_THREAD
-from vllm_vidspec.parallel.tables import aligned
+from vllm_vidspec.parallel import aligned
 
 logger = init_logger("vllm.vidspec")
 

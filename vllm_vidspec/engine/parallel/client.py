@@ -16,7 +16,7 @@ from vllm_vidspec.engine.parallel import launch
 from vllm_vidspec.engine.parallel.channel import Channel
 from vllm_vidspec.engine.parallel.messages import Failed, Ready, Refused, Stop, ToTarget
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.parallel import Sizes
+from vllm_vidspec.parallel import Sizes, Tables
 
 logger = init_logger("vllm.vidspec")
 
@@ -40,7 +40,9 @@ class DrafterClient:
     def __init__(self, packed: bytes, config: VidSpecConfig, sizes: Sizes, vocab_size: int):
         self._config, self._sizes, self._vocab_size = config, sizes, vocab_size
         self._packed = launch.write_memory(packed, "vidspec-config")
-        self._memory, self.tables = launch.make_tables(sizes)
+        self._memory = os.memfd_create("vidspec-tables", os.MFD_CLOEXEC)
+        os.ftruncate(self._memory, Tables.num_bytes(sizes))
+        self.tables = launch.map_tables(self._memory, sizes)
         self._processes: list[subprocess.Popen] = []
         self._channel: Channel | None = None
         self.is_up = False
@@ -67,26 +69,16 @@ class DrafterClient:
         self._channel, other = Channel.pair(ToTarget, launch.cores_of(self._config, os.getpid()))
         with other:
             for rank in range(self._config.parallel.tensor_parallel_size):
+                channel, memory = other.fileno() if rank == 0 else None, (self._memory, self._packed)
                 plan = launch.Plan(
-                    rank,
-                    os.getpid(),
-                    vars(self._sizes),
-                    self._memory,
-                    self._packed,
-                    other.fileno() if rank == 0 else None,
-                    init_method,
-                    self._vocab_size,
+                    rank, os.getpid(), vars(self._sizes), *memory, channel, init_method, self._vocab_size
                 )
                 self._processes.append(launch.start(plan, environment))
         self.num_restarts += 1
         self._since = time.monotonic()
 
     def wait_ready(self) -> None:
-        """Wait until it has loaded.
-
-        Raises:
-            VidSpecError: It has not; one line.
-        """
+        """Wait until it has loaded; a VidSpecError of one line if it has not."""
         deadline = time.monotonic() + START_S
         while not self.is_up:
             assert self._channel is not None

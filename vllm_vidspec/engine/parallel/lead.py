@@ -17,7 +17,7 @@ import numpy as np
 
 from vllm_vidspec.engine.parallel import messages
 from vllm_vidspec.engine.parallel.channel import Channel
-from vllm_vidspec.engine.parallel.timeline import EventKind, Recorder
+from vllm_vidspec.engine.parallel.timeline import EventKind, note_in
 from vllm_vidspec.parallel import Streams, Tables, running_mean
 
 _IDLE_S = 0.2  # nobody is there: a message wakes the loop
@@ -42,7 +42,6 @@ class DrafterLead:
         self._waiting: dict[int, messages.Add] = {}  # by row: arrived, and not looked at
         self._num_known: dict[int, int] = {}  # by row: arrived, and tokens of its text that the ranks know
         self._reading: dict[int, int] = {}  # by row: in the queue, and tokens of its text that the ranks know
-        self._recorder = Recorder(tables)
         self._is_over = False
         self._worked = time.monotonic()  # when there was something to do last
 
@@ -65,7 +64,7 @@ class DrafterLead:
         is_alert = self.streams.is_on.any() or self._reading
         alert_s = max(_ALERT_S, _ALERT_SHARE * (start - self._worked))
         self._channel.wait(min(alert_s, _IDLE_S) if is_alert else _IDLE_S)
-        self._recorder.note(EventKind.WAIT, start, 0, 0)
+        note_in(self._tables, EventKind.WAIT, start, 0, 0)
 
     # ---- messages --------------------------------------------------------------------------------------------------
 
@@ -118,7 +117,7 @@ class DrafterLead:
         start = time.monotonic()
         if not self._do(messages.Look(row)):
             del self._waiting[row]
-        self._recorder.note(EventKind.VISION, start, 1, sum(item.mm_position.length for item in arrived.features))
+        note_in(self._tables, EventKind.VISION, start, 1, sum(item.mm_position.length for item in arrived.features))
         return True
 
     def _read(self) -> bool:
@@ -141,7 +140,7 @@ class DrafterLead:
             self.streams.start(ready, np.array([at[row] for row in ready.tolist()], dtype=np.int64))
             for row in ready.tolist():
                 del self._reading[row]
-        self._recorder.note(EventKind.PREFILL, start, len(rows), 0)
+        note_in(self._tables, EventKind.PREFILL, start, len(rows), 0)
         return True
 
     def _draw(self) -> bool:
@@ -166,10 +165,7 @@ class DrafterLead:
         if refused:
             rows = rows[streams.is_on[rows]]
         streams.extend(rows, tokens)
-        self._time(len(rows), start)
-        return True
-
-    def _time(self, num_reqs: int, start: float) -> None:
-        self._recorder.note(EventKind.DRAFT, start, num_reqs, num_reqs)
+        note_in(self._tables, EventKind.DRAFT, start, len(rows), len(rows))
         known = self._tables.draft_us
-        known[num_reqs] = running_mean(known[num_reqs], 1e6 * (time.monotonic() - start))
+        known[len(rows)] = running_mean(known[len(rows)], 1e6 * (time.monotonic() - start))
+        return True

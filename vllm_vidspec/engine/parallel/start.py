@@ -24,8 +24,7 @@ from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.engine.parallel.launch import Plan
-from vllm_vidspec.engine.parallel.rank import DrafterRank, TargetMirror
-from vllm_vidspec.engine.parallel.tally import DrafterCounters
+from vllm_vidspec.engine.parallel.rank import DrafterCounters, DrafterRank, TargetMirror
 from vllm_vidspec.engine.tree_attention import make_attention
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.parallel import Tables
@@ -37,11 +36,7 @@ _MARGIN_BYTES = 256 << 20  # for graphs, and what a forward takes beyond its pro
 
 
 def build(plan: Plan, vllm_config: Any, config: VidSpecConfig, tables: Tables) -> DrafterRank:
-    """Return a rank that is ready.
-
-    Raises:
-        VidSpecError: A knob asks for too much memory, or for too little.
-    """
+    """Return a rank that is ready; a VidSpecError where a knob asks for too much memory, or for too little."""
     vllm_config = _own_config(vllm_config, config, plan.rank)
     # A token of each stream is drawn, and has room, at a time.
     config = config.changed({"num_speculative_tokens": 1, "num_speculative_tokens_per_batch_size": None})
@@ -118,9 +113,8 @@ def _own_config(base: Any, config: VidSpecConfig, rank: int) -> Any:
     own.parallel_config = _own_ranks(base.parallel_config, config, rank)
     own.cache_config = copy.copy(base.cache_config)
     own.speculative_config = copy.copy(base.speculative_config)
-    own.speculative_config.draft_parallel_config = _own_ranks(
-        base.speculative_config.draft_parallel_config, config, rank
-    )
+    theirs = base.speculative_config.draft_parallel_config
+    own.speculative_config.draft_parallel_config = _own_ranks(theirs, config, rank)
     return own
 
 
@@ -146,11 +140,7 @@ def _device(rank: int) -> torch.device:
 
 
 def _available_bytes(vllm_config: Any, config: VidSpecConfig, model: DraftModel) -> int:
-    """Return the KV memory that the drafter may take: of its own device, or as much as the target has of the CPU's.
-
-    Raises:
-        VidSpecError: Its device has less.
-    """
+    """Return the KV memory that the drafter may take: of its own device, or as much as the target has of the CPU's."""
     cache = vllm_config.cache_config
     if model.device.type == "cpu":
         from vllm import envs
@@ -165,10 +155,7 @@ def available_bytes(free: int, total: int, utilization: float, config: VidSpecCo
     """Return the KV memory that the drafter may take of a GPU.
 
     A device of its own is used up to the target's utilization. One that the target has, too, says nothing of what is
-    for whom: `draft_kv_bytes` does, and what is free must hold that.
-
-    Args:
-        free, total: Bytes of the device, with the draft's weights on it.
+    for whom: `draft_kv_bytes` does, and what is free (with the draft's weights on the device) must hold that.
 
     Raises:
         VidSpecError: It is less than is asked for, or nothing.
