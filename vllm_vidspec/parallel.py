@@ -34,19 +34,12 @@ class StreamState(IntEnum):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the tables.
+    """Of the tables."""
 
-    Attributes:
-        max_num_reqs: Persistent rows, M.
-        max_model_len: Longest text.
-        max_ahead: Tokens that a stream may be ahead of the committed text.
-        num_counters: Counters of the drafter.
-    """
-
-    max_num_reqs: int
-    max_model_len: int
-    max_ahead: int
-    num_counters: int
+    max_num_reqs: int  # persistent rows, M
+    max_model_len: int  # longest text
+    max_ahead: int  # tokens that a stream may be ahead of the committed text
+    num_counters: int  # counters of the drafter
 
     @property
     def ring(self) -> int:

@@ -17,31 +17,18 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 @dataclass(frozen=True, eq=False)
 class NewRequest:
-    """A request that has got a row: new, or back after a preemption.
-
-    Attributes:
-        req_id: vLLM's request id.
-        req_state_idx: Its persistent row.
-        token_ids: Prompt, and after a preemption the output so far.
-        features: vLLM's multimodal features in prompt order; copies that keep the pixels.
-        sampling: vLLM's `SamplingParams`; None for a request that samples nothing.
-        adapter: Name of its LoRA adapter, "" for none.
-        cache_salt: Whose it is, where an operator keeps tenants apart; "" for everybody's.
-        has_embeds: Whether the prompt is one of embeddings, whose `token_ids` mean nothing.
-        prune_variant: By which of `PruneKnobs.variants` its prompt is pruned.
-        is_shown: Whether the draft is to see it; requests of a class that has not paid are not shown.
-    """
+    """A request that has got a row: new, or back after a preemption."""
 
     req_id: str
     req_state_idx: int
-    token_ids: list[int]
-    features: list[Any]
-    sampling: Any
-    adapter: str = ""
-    cache_salt: str = ""
-    has_embeds: bool = False
-    prune_variant: int = 0
-    is_shown: bool = True
+    token_ids: list[int]  # prompt, and after a preemption the output so far
+    features: list[Any]  # vLLM's multimodal features in prompt order; copies that keep the pixels
+    sampling: Any  # vLLM's `SamplingParams`; None for a request that samples nothing
+    adapter: str = ""  # name of its LoRA adapter, "" for none
+    cache_salt: str = ""  # whose it is, where an operator keeps tenants apart; "" for everybody's
+    has_embeds: bool = False  # whether the prompt is one of embeddings, whose `token_ids` mean nothing
+    prune_variant: int = 0  # by which of `PruneKnobs.variants` its prompt is pruned
+    is_shown: bool = True  # whether the draft is to see it; requests of a class that has not paid are not shown
 
     @property
     def is_structured(self) -> bool:
@@ -50,21 +37,14 @@ class NewRequest:
 
 @dataclass(eq=False)
 class Request:
-    """The record of a request that the draft has not begun with: what it is, and what it waits for.
-
-    Attributes:
-        new: The request.
-        pending: Its scores on their way to the host (`PendingScores`), while they are.
-        guided: What guides its pruning (`Guided`), once that is here.
-        message: What the drafter is told of it (`PrefillMessage`), once it was told in vain: the pool was full.
-        num_attempts: How often it has found the pool full.
-    """
+    """The record of a request that the draft has not begun with: what it is, and what it waits for."""
 
     new: NewRequest
-    pending: Any = None
-    guided: Any = None
+    pending: Any = None  # its scores on their way to the host (`PendingScores`), while they are
+    guided: Any = None  # what guides its pruning (`Guided`), once that is here
+    # what the drafter is told of it (`PrefillMessage`), once it was told in vain: the pool was full
     message: Any = None
-    num_attempts: int = 0
+    num_attempts: int = 0  # how often it has found the pool full
 
 
 class RowTable(Protocol):
@@ -97,18 +77,12 @@ class Phase(IntEnum):
 class DraftBatch(NamedTuple):
     """Who of a batch is drafted for. One object as long as neither the batch nor any row has changed, so that what
     follows from these rows alone can be kept beside it, and is compared by `is`.
-
-    Attributes:
-        rows_np: `[num_reqs]` persistent rows of the batch.
-        places_np: `[n]` int64 places in the batch of the requests that are drafted for.
-        drafted_np: `[n]` their persistent rows.
-        is_drafted: `[num_reqs]` bool: the same as a mask.
     """
 
-    rows_np: np.ndarray
-    places_np: np.ndarray
-    drafted_np: np.ndarray
-    is_drafted: np.ndarray
+    rows_np: np.ndarray  # [num_reqs] persistent rows of the batch
+    places_np: np.ndarray  # [n] int64 places in the batch of the requests that are drafted for
+    drafted_np: np.ndarray  # [n] their persistent rows
+    is_drafted: np.ndarray  # [num_reqs] bool: the same as a mask
 
     @property
     def is_whole(self) -> bool:

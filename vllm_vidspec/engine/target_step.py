@@ -10,25 +10,16 @@ from vllm_vidspec.config import Plan
 
 
 class Step(NamedTuple):
-    """A step that the target has committed, as the draft's side sees it.
+    """A step that the target has committed, as the draft's side sees it."""
 
-    Attributes:
-        batch: vLLM's `InputBatch`.
-        is_done: `[num_reqs]` bool: the target's prefill is complete, so that this step sampled a token.
-        bound: `[num_reqs]` int64 host bound of the committed lengths, the target's last token included.
-        num_sampled: `[num_reqs]` int32 accepted drafts and the target's own token.
-        plan: What to draft.
-        is_undrafted: Whether somebody has decided that drafts do not pay in this step.
-        rests: `[num_reqs]` bool: requests that get no drafts in this step, though others may; None: there are none.
-    """
-
-    batch: Any
-    is_done: np.ndarray
-    bound: np.ndarray
-    num_sampled: torch.Tensor
-    plan: Plan
+    batch: Any  # vLLM's `InputBatch`
+    is_done: np.ndarray  # [num_reqs] bool: the target's prefill is complete, so that this step sampled a token
+    bound: np.ndarray  # [num_reqs] int64 host bound of the committed lengths, the target's last token included
+    num_sampled: torch.Tensor  # [num_reqs] int32 accepted drafts and the target's own token
+    plan: Plan  # what to draft
+    # [num_reqs] bool: requests that get no drafts in this step, though others may; None: there are none
     rests: np.ndarray | None = None
-    is_undrafted: bool = False
+    is_undrafted: bool = False  # whether somebody has decided that drafts do not pay in this step
 
     def active(self, found: np.ndarray) -> np.ndarray:
         """Return `[num_reqs]` bool: those of `[num_reqs]` bool that do not rest."""

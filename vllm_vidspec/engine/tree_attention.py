@@ -27,24 +27,16 @@ _SLOW = "chains are slow at long contexts"
 
 @dataclass(frozen=True)
 class TreeStep:
-    """Where the trees of one forward are, and which KV entries each of their rows attends to.
+    """Where the trees of one forward are, and which KV entries each of their rows attends to."""
 
-    Attributes:
-        rows: `[n]` int64 row of each tree in the forward's block table.
-        query_start: `[>= n]` int32 its first query row.
-        num_queries: `[>= n]` int32 its query rows; 0: it is no tree.
-        prefix_lens: `[>= n]` int32 KV entries that all its rows attend to, the root's included.
-        masks: `[>= n, >= max_queries]` int64; bit j: the row attends to entry prefix_lens + j (tree node j + 1).
-        max_queries: Most query rows of a tree.
-        is_whole_batch: Whether every row of the forward belongs to a tree, so that vLLM's own attention can stay out.
-    """
-
-    rows: torch.Tensor
-    query_start: torch.Tensor
-    num_queries: torch.Tensor
-    prefix_lens: torch.Tensor
+    rows: torch.Tensor  # [n] int64 row of each tree in the forward's block table
+    query_start: torch.Tensor  # [>= n] int32 its first query row
+    num_queries: torch.Tensor  # [>= n] int32 its query rows; 0: it is no tree
+    prefix_lens: torch.Tensor  # [>= n] int32 KV entries that all its rows attend to, the root's included
+    # [>= n, >= max_queries] int64; bit j: the row attends to entry prefix_lens + j (tree node j + 1)
     masks: torch.Tensor
-    max_queries: int
+    max_queries: int  # most query rows of a tree
+    # whether every row of the forward belongs to a tree, so that vLLM's own attention can stay out
     is_whole_batch: bool
 
 

@@ -19,17 +19,11 @@ _SPARSE = 4
 
 @dataclass(frozen=True)
 class Part(BatchExecutionDescriptor):
-    """What one graph holds: a part of a draft step, for so many requests.
-
-    Attributes:
-        name: Of the part.
-        level: Of a tree, where the part is one of its levels.
-        max_drafts: Draft tokens of the step, where the part depends on them.
-    """
+    """What one graph holds: a part of a draft step, for so many requests."""
 
     name: str = ""
-    level: int = 0
-    max_drafts: int = 0
+    level: int = 0  # of a tree, where the part is one of its levels
+    max_drafts: int = 0  # draft tokens of the step, where the part depends on them
 
 
 def mode_of_draft(mode: CUDAGraphMode) -> CUDAGraphMode:

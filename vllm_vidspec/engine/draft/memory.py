@@ -22,19 +22,12 @@ def max_slots_per_request(max_model_len: int, num_speculative_tokens: int) -> in
 
 @dataclass(frozen=True)
 class DraftMemory:
-    """What is taken, in bytes per rank.
+    """What is taken, in bytes per rank."""
 
-    Attributes:
-        pool_bytes: The draft's KV pool.
-        vision_bytes: Vision embeddings of what was shown lately.
-        pixel_bytes: The most that is kept of pixels on the device (`SharedPixels`).
-        table_bytes: What a step hands on and looks up by row, which is allocated after vLLM's memory profile.
-    """
-
-    pool_bytes: int
-    vision_bytes: int
-    pixel_bytes: int = 0
-    table_bytes: int = 0
+    pool_bytes: int  # the draft's KV pool
+    vision_bytes: int  # vision embeddings of what was shown lately
+    pixel_bytes: int = 0  # the most that is kept of pixels on the device (`SharedPixels`)
+    table_bytes: int = 0  # what a step hands on and looks up by row, which is allocated after vLLM's memory profile
 
     @property
     def num_bytes(self) -> int:

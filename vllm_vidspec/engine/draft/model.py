@@ -69,18 +69,12 @@ def held_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tokens of a forward belong to its requests.
+    """How the tokens of a forward belong to its requests."""
 
-    Attributes:
-        query_start_loc: `[num_reqs + 1]` int32; `query_start_loc_np` the same on the host.
-        num_queries: `[num_reqs]` int32 tokens of each request.
-        max_queries: The most tokens of a request.
-    """
-
-    query_start_loc: torch.Tensor
+    query_start_loc: torch.Tensor  # [num_reqs + 1] int32; `query_start_loc_np` the same on the host
     query_start_loc_np: np.ndarray
-    num_queries: torch.Tensor
-    max_queries: int
+    num_queries: torch.Tensor  # [num_reqs] int32 tokens of each request
+    max_queries: int  # the most tokens of a request
 
     @classmethod
     def uniform(cls, num_reqs: int, width: int, device: torch.device) -> "Layout":

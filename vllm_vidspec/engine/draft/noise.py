@@ -45,15 +45,10 @@ def _noise_on_host(seeds: np.ndarray, positions: np.ndarray, token_ids: np.ndarr
 
 @dataclass(frozen=True)
 class Processed:
-    """What vLLM's processors of logits need of a step's requests, padding left out; they have branches on the host.
-
-    Attributes:
-        sampler: Ours.
-        rows: `[num_reqs]` int64 persistent rows; `rows_np` the same on the host.
-    """
+    """What vLLM's processors of logits need of a step's requests, padding left out; they have branches on the host."""
 
     sampler: "CoupledSampler"
-    rows: torch.Tensor
+    rows: torch.Tensor  # [num_reqs] int64 persistent rows; `rows_np` the same on the host
     rows_np: np.ndarray
 
     @property

@@ -12,16 +12,11 @@ from vllm_vidspec.pruning.prompt import PromptItem, PromptPlan, PrunedPrompt
 
 
 class TextLayout(NamedTuple):
-    """Where the text after a pruned prompt stands: all that is left to know of a prompt that was read.
+    """Where the text after a pruned prompt stands: all that is left to know of a prompt that was read."""
 
-    Attributes:
-        num_kept: KV entries of the prompt; `num_dropped` tokens of it have none.
-        pos_delta: Rope position minus logical position of the text; `num_axes` of these positions.
-    """
-
-    num_kept: int
+    num_kept: int  # KV entries of the prompt; `num_dropped` tokens of it have none
     num_dropped: int
-    pos_delta: int
+    pos_delta: int  # rope position minus logical position of the text; `num_axes` of these positions
     num_axes: int
 
     @classmethod
@@ -31,39 +26,29 @@ class TextLayout(NamedTuple):
 
 @dataclass(eq=False)
 class PrefillJob:
-    """The record of a request in the draft, from `DraftPrefill.add` to `remove`: encoded ahead, in the queue, or read.
-
-    Attributes:
-        req_id: vLLM's request id.
-        req_state_idx: Its persistent row.
-        layout: Where its text stands.
-        planned: Its prompt, until that has been read.
-        scores: The target's guidance by what is pruned together (`PromptPlan.units`), or None.
-        kept: By item which embeddings stay, None until that is known.
-        media: By item those embeddings `[k_i, hidden_size]`, None until the tower has made them; all of them while
-            the choice waits for other items of its unit.
-        looks: By item all its embeddings on the host, for tools that look at pruning.
-        prompt: What the draft sees, once every item is there; `embeds` the media of it, `[num_media, hidden_size]`.
-        num_done: KV entries that the draft has.
-        knobs: By which it is pruned; None of text alone.
-        gathered: By item that is encoded in parts how many embeddings have been made, and those of them that stay; of
-            items that no cache can gather.
-        ahead: Items by name that are encoded before what guides the pruning is known.
-    """
+    """A request in the draft, from `DraftPrefill.add` to `remove`: encoded ahead, in the queue, or read."""
 
     req_id: str
     req_state_idx: int
-    layout: TextLayout
-    planned: PromptPlan | None
-    scores: list[torch.Tensor] | None
+    layout: TextLayout  # where its text stands
+    planned: PromptPlan | None  # its prompt, until that has been read
+    scores: list[torch.Tensor] | None  # the target's guidance by what is pruned together (`PromptPlan.units`), or None
+    # by item which embeddings stay, None until that is known
     kept: list[torch.Tensor | None] = field(default_factory=list)
+    # by item those embeddings [k_i, hidden_size], None until the tower has made them; all of them while the choice
+    # waits for other items of its unit
     media: list[torch.Tensor | None] = field(default_factory=list)
+    # by item all its embeddings on the host, for tools that look at pruning
     looks: list[torch.Tensor | None] = field(default_factory=list)
+    # what the draft sees, once every item is there; `embeds` the media of it, [num_media, hidden_size]
     prompt: PrunedPrompt | None = None
     embeds: torch.Tensor | None = None
-    num_done: int = 0
-    knobs: PruneKnobs | None = None
+    num_done: int = 0  # KV entries that the draft has
+    knobs: PruneKnobs | None = None  # by which it is pruned; None of text alone
+    # by item that is encoded in parts how many embeddings have been made, and those of them that stay; of items that no
+    # cache can gather
     gathered: dict[int, tuple[int, list[torch.Tensor]]] = field(default_factory=dict)
+    # items by name that are encoded before what guides the pruning is known
     ahead: dict[str, PromptItem] = field(default_factory=dict)
 
     @property

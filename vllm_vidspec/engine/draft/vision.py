@@ -25,20 +25,13 @@ from vllm_vidspec.pruning.prompt import PromptItem, choose_kept
 
 
 class Part(NamedTuple):
-    """What one call of the tower encodes of an item.
+    """What one call of the tower encodes of an item."""
 
-    Attributes:
-        item: The image or video.
-        frames: Of its grid; None for the whole of it.
-        start: The first of the item's embeddings that come of it; `end` one past the last.
-        num_encoded: Tokens that the tower makes.
-    """
-
-    item: PromptItem
-    frames: range | None
-    start: int
+    item: PromptItem  # the image or video
+    frames: range | None  # of its grid; None for the whole of it
+    start: int  # the first of the item's embeddings that come of it; `end` one past the last
     end: int
-    num_encoded: int
+    num_encoded: int  # tokens that the tower makes
 
     @property
     def is_last(self) -> bool:

@@ -38,33 +38,19 @@ class _AttentionPrompt(ObservedPrompt):
 
 @dataclass
 class _AttentionStep:
-    """The guiding queries of one forward, compacted to the n requests that have any.
+    """The guiding queries of one forward, compacted to the n requests that have any."""
 
-    Attributes:
-        query_rows: `[num_queries]` int64 rows of the step's query tensor.
-        query_start_loc: `[n + 1]` int32.
-        query_pos: `[num_queries]` int32 place in the sequence.
-        req_indices: `[n]` int64 batch rows, for the block table.
-        num_keys: `[n]` int32 keys to score.
-        sums: `[n, max(num_keys)]` float32.
-        prompts: The n requests and how many queries each has here.
-        out_rows: `[n]` int64, 0 to n - 1.
-        max_queries: Most queries of one request.
-        max_row: Largest of `query_rows`.
-        num_observed: Layers observed.
-    """
-
-    query_rows: torch.Tensor
-    query_start_loc: torch.Tensor
-    query_pos: torch.Tensor
-    req_indices: torch.Tensor
-    num_keys: torch.Tensor
-    sums: torch.Tensor
-    prompts: list[tuple[_AttentionPrompt, int]]
-    out_rows: torch.Tensor
-    max_queries: int
-    max_row: int
-    num_observed: int = 0
+    query_rows: torch.Tensor  # [num_queries] int64 rows of the step's query tensor
+    query_start_loc: torch.Tensor  # [n + 1] int32
+    query_pos: torch.Tensor  # [num_queries] int32 place in the sequence
+    req_indices: torch.Tensor  # [n] int64 batch rows, for the block table
+    num_keys: torch.Tensor  # [n] int32 keys to score
+    sums: torch.Tensor  # [n, max(num_keys)] float32
+    prompts: list[tuple[_AttentionPrompt, int]]  # the n requests and how many queries each has here
+    out_rows: torch.Tensor  # [n] int64, 0 to n - 1
+    max_queries: int  # most queries of one request
+    max_row: int  # largest of `query_rows`
+    num_observed: int = 0  # layers observed
 
 
 class AttentionGuidance(Guidance):

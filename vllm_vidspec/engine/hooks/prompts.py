@@ -32,19 +32,12 @@ _MAX_REMEMBERED, _LEAST_REMEMBERED = 64 * 25_000, 256
 
 @dataclass(eq=False)
 class ObservedPrompt:
-    """A request whose prefill is being observed.
+    """A request whose prefill is being observed."""
 
-    Attributes:
-        items: Per image or video the prompt indices `[m_i]` int64 of its tokens.
-        keys: Per item by what its scores are remembered.
-        token_ids: Prompt, and after a preemption the output so far.
-        missed: Why there will be no scores, or None.
-    """
-
-    items: list[torch.Tensor]
-    keys: list[bytes]
-    token_ids: list[int]
-    missed: str | None = None
+    items: list[torch.Tensor]  # per image or video the prompt indices [m_i] int64 of its tokens
+    keys: list[bytes]  # per item by what its scores are remembered
+    token_ids: list[int]  # prompt, and after a preemption the output so far
+    missed: str | None = None  # why there will be no scores, or None
 
     @property
     def num_tokens(self) -> int:
@@ -57,15 +50,10 @@ class ObservedPrompt:
 
 
 class Guided(NamedTuple):
-    """What a prompt's pruning goes by.
+    """What a prompt's pruning goes by."""
 
-    Attributes:
-        scores: One float32 `[m_i]` CPU tensor per item; None where there is no guidance.
-        outcome: Counters to add to if the draft is shown the prompt: what came of observing it.
-    """
-
-    scores: list[torch.Tensor] | None
-    outcome: tuple[str, ...]
+    scores: list[torch.Tensor] | None  # one float32 [m_i] CPU tensor per item; None where there is no guidance
+    outcome: tuple[str, ...]  # counters to add to if the draft is shown the prompt: what came of observing it
 
 
 class PendingScores:

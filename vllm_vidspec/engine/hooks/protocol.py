@@ -9,14 +9,10 @@ from vllm_vidspec.engine.requests import NewRequest
 
 
 class Forward(NamedTuple):
-    """What a forward of the target left.
+    """What a forward of the target left."""
 
-    Attributes:
-        hidden_states: `[num_tokens, hidden_size]` final ones; None where the step ran no forward.
-        aux_hidden_states: `[num_tokens, hidden_size]` of each layer that was asked for; None where none was.
-    """
-
-    hidden_states: torch.Tensor | None
+    hidden_states: torch.Tensor | None  # [num_tokens, hidden_size] final ones; None where the step ran no forward
+    # [num_tokens, hidden_size] of each layer that was asked for; None where none was
     aux_hidden_states: list[torch.Tensor] | None
 
 

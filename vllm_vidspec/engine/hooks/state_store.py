@@ -23,19 +23,12 @@ _MAX_ITEMS = 256  # of one prompt, beyond which its table may be too short
 
 @dataclass(eq=False)
 class Item:
-    """The states of one image or video.
+    """The states of one image or video."""
 
-    Attributes:
-        key: Digest of what they depend on.
-        blocks: Of this rank.
-        observed: `[m]` bool, which tokens have their states.
-        users: Requests that hold it.
-    """
-
-    key: bytes
-    blocks: list[int]
-    observed: np.ndarray
-    users: int = 1
+    key: bytes  # digest of what they depend on
+    blocks: list[int]  # of this rank
+    observed: np.ndarray  # [m] bool, which tokens have their states
+    users: int = 1  # requests that hold it
 
 
 class StateStore:

@@ -30,27 +30,16 @@ from vllm_vidspec.pruning.prompt import visual_indices
 
 @dataclass(eq=False)
 class _Holder:
-    """A request with visual tokens, while it runs.
-
-    Attributes:
-        req_state_idx: Its persistent row.
-        places: Per item `[m]` int64 prompt indices.
-        num_tokens: Length of the prompt, and after a preemption of the output so far.
-        is_needed: Whether its own verification needs them; else they are for those that will share its prefix.
-        items: In prompt order.
-        num_reused: Items whose states another request's prefill has left.
-        missed: Why it is verified strictly, or None.
-        is_done: Whether its prefill is.
-    """
+    """A request with visual tokens, while it runs."""
 
     req_state_idx: int
-    places: list[np.ndarray]
-    num_tokens: int
-    is_needed: bool
-    items: list[Item] = field(default_factory=list)
-    num_reused: int = 0
-    missed: str | None = None
-    is_done: bool = False
+    places: list[np.ndarray]  # per item [m] int64 prompt indices
+    num_tokens: int  # length of the prompt, and after a preemption of the output so far
+    is_needed: bool  # whether its own verification needs them; else they are for those that will share its prefix
+    items: list[Item] = field(default_factory=list)  # in prompt order
+    num_reused: int = 0  # items whose states another request's prefill has left
+    missed: str | None = None  # why it is verified strictly, or None
+    is_done: bool = False  # whether its prefill is
 
 
 class VisualStates(TargetHook):
