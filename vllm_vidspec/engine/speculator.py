@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm_vidspec.adapt import Decision
 from vllm_vidspec.engine.backend import DraftBackend
 from vllm_vidspec.engine.failures import DraftFailures
+from vllm_vidspec.engine.hooks.guidance import GuidanceByWay
 from vllm_vidspec.engine.hooks.prompts import Guidance
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
@@ -42,7 +43,7 @@ class Speculator(BaseSpeculator):
         self,
         knobs: Knobs,
         requests: RequestRows,
-        guidance: Guidance | None,
+        guidance: Guidance | GuidanceByWay | None,
         counters: Counters,
         failures: DraftFailures,
         backend: DraftBackend,

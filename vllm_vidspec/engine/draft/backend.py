@@ -1,6 +1,5 @@
 """LocalBackend: the draft runs in the target's process, between the target's forwards."""
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -117,38 +116,29 @@ class LocalBackend(DraftBackend):
         model, config, vllm_config = self.draft_model, self._knobs.current, self._vllm_config
         memory = self._memory = DraftMemory.least(model) if is_profiling else self._memory
         assert memory is not None
-        states = self._req_states
+        states, is_async = self._req_states, vllm_config.scheduler_config.async_scheduling
         if self._attention is None:
             layers = attention_layers(model.config).values()
             self._attention = make_attention(
                 layers, model.config, self._device, num_rows=2, in_trees=config.in_trees, whose="draft"
             )
-        with allocation():
-            cache = model.make_vision_cache(memory.vision_bytes)
-        num_blocks = model.init_kv(memory.pool_bytes, allocation())
-        if why := model.why_no_graphs:
-            self._graphs.give_up(why)
+        path = None if self._trees is None else self._trees.path
+        committed = Committed(states.total_len.gpu, states.all_token_ids.gpu, states.last_sampled_tokens, path)
         shares = config.is_self_draft and encoder_cache is not None
-        is_async = vllm_config.scheduler_config.async_scheduling
         self._drafter = Drafter(
             model,
             self._knobs,
             self._sample,
             self._counters,
-            num_blocks,
+            memory,
             len(self._requests.phase),
             vllm_config.model_config.max_model_len,
-            cache,
             self._agreement,
-            Committed(
-                states.total_len.gpu,
-                states.all_token_ids.gpu,
-                states.last_sampled_tokens,
-                None if self._trees is None else self._trees.path,
-            ),
+            committed,
             self._graphs,
             self._attention,
-            shared=encoder_cache.encoder_outputs if shares else {},
+            encoder_cache.encoder_outputs if shares else {},
+            allocation,
             fills_trees=is_async if config.tree.fill is None else config.tree.fill,
             take_trees=None if self._trees is None else self._trees.take,
             pixels=self._pixels,
@@ -156,7 +146,6 @@ class LocalBackend(DraftBackend):
         if self._pixels is not None:
             self._pixels.num_bytes = memory.pixel_bytes
         self._counters.set("target_kv_bytes_per_token", kv_bytes_per_token(vllm_config))
-        self._drafter.count_memory()
 
     def capture(self) -> None:
         if self._drafter is not None:
@@ -263,14 +252,11 @@ class LocalBackend(DraftBackend):
         return outcome
 
     def _message(self, request: Request) -> PrefillMessage:
-        new = request.new
-        row, guidance = new.req_state_idx, {} if request.guided is None else request.guided._asdict()
-        message = PrefillMessage(
-            new.req_id, row, new.token_ids, new.features, prune_variant=new.prune_variant, **guidance
-        )
-        if self._placed is None:
-            return message
-        return dataclasses.replace(message, placed=self._placed(row, len(new.token_ids)))
+        new, row = request.new, request.new.req_state_idx
+        scores, outcome = (None, ()) if request.guided is None else request.guided
+        placed = None if self._placed is None else self._placed(row, len(new.token_ids))
+        prompt = (new.req_id, row, new.token_ids, new.features)
+        return PrefillMessage(*prompt, scores, outcome, placed, new.prune_variant)
 
     def _release_resting(self, step: Step) -> bool:
         """Give up the draft KV of a step's requests that rest; return whether there was any."""

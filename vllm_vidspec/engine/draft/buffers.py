@@ -47,13 +47,8 @@ class DraftBuffers:
         self._max_position = model.num_positions - 1
 
     def place(self, num_reqs: int, level: int | None = None, *tree: torch.Tensor) -> None:
-        """Say where the next forward's tokens stand: of chains what was drawn last, of trees the nodes of a level.
-
-        Args:
-            num_reqs: R.
-            level: Of a tree's nodes; None: a chain's, which the device knows.
-            tree: Nodes `[R, F]` int64, 0 for none, their tokens `[R, F]` int64, and the ancestors `[M, K + 1]` int64 of
-                every node (see `DraftTree`).
+        """Say where the next forward's tokens stand: of chains what was drawn last, whose level the device knows, of
+        trees a level's nodes `[R, F]` int64, 0 for none, with tokens `[R, F]` and ancestors `[M, K + 1]` (`DraftTree`).
         """
         next_level(
             self.step,

@@ -18,21 +18,13 @@ class ChainDrafter:
     """
 
     def __init__(self, forwards: Forwards, sample: CoupledSampler, graphs: DraftGraphs, goes_on: bool = False):
-        self._forwards = forwards
-        self._goes_on = goes_on
+        self._forwards, self._sample, self._graphs, self._goes_on = forwards, sample, graphs, goes_on
         self._buffers = forwards.buffers
-        self._sample = sample
-        self._graphs = graphs
         self._views = functools.cache(self._cut)
 
     def draft(self, num_reqs: int, num_drafts: int, processed: Processed | None) -> bool:
-        """Write `num_drafts` tokens of each of `num_reqs` requests, padding included, into the buffers' `drafts`.
-
-        Args:
-            processed: What vLLM's processors need, if the logits of any request need them; they run between graphs.
-
-        Returns:
-            Whether graphs ran all that can be captured.
+        """Write `num_drafts` tokens of each of `num_reqs` requests, padding included, into `drafts` of the buffers;
+        return whether graphs ran all that can be captured. Processors, if any request needs them, run between graphs.
         """
         if processed is None:
             return self._graphs.run(*self._whole(num_reqs, num_drafts))

@@ -1,7 +1,9 @@
 """The drafter: prefills pruned prompts and proposes drafts; it takes messages and never sees the model runner."""
 
+import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ from vllm_vidspec.engine.draft.chains import ChainDrafter
 from vllm_vidspec.engine.draft.forwards import Forwards
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, Part, Run
 from vllm_vidspec.engine.draft.kv import DraftKV
-from vllm_vidspec.engine.draft.memory import max_slots_per_request
+from vllm_vidspec.engine.draft.memory import DraftMemory, max_slots_per_request
 from vllm_vidspec.engine.draft.messages import (
     Admission,
     Committed,
@@ -32,7 +34,6 @@ from vllm_vidspec.engine.draft.noise import CoupledSampler, Processed
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
 from vllm_vidspec.engine.draft.score_blocks import rows_per_block
 from vllm_vidspec.engine.draft.trees import TakeTrees, TreeDrafter
-from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
@@ -47,6 +48,7 @@ class Drafter:
     """Owns what the draft keeps of every persistent row: its KV, its place in the prefill queue, its policy.
 
     Args:
+        memory: What of the rank's is allocated here, inside `allocation()`.
         attention: Of the draft's layers, for trees, and for the two tokens that a step feeds first where the layers'
             own is slow for them; None where neither asks for it.
         shared: The target's own, by identifier, where it drafts for itself; else empty.
@@ -61,35 +63,38 @@ class Drafter:
         knobs: Knobs,
         sample: CoupledSampler,
         counters: Counters,
-        num_blocks: int,
+        memory: DraftMemory,
         max_num_reqs: int,
         max_model_len: int,
-        cache: VisionCache,
         agreement: Agreement,
         committed: Committed,
         graphs: DraftGraphs,
         attention: TreeAttention | None,
         shared: Mapping[str, torch.Tensor],
+        allocation: Callable[[], AbstractContextManager] = contextlib.nullcontext,
         fills_trees: bool = False,
         take_trees: TakeTrees | None = None,
         max_run: int = 0,
         pixels: SharedPixels | None = None,
     ):
         config = knobs.current
-        self.model = model
-        self.counters = counters
-        self._knobs = knobs
-        self._max_model_len = max_model_len
-        self._num_speculative_tokens = config.num_speculative_tokens
-        self._max_run = max_run
-        max_slots = max_slots_per_request(max_model_len, config.num_speculative_tokens)
+        K = self._num_speculative_tokens = config.num_speculative_tokens
+        self.model, self.counters, self.attention = model, counters, attention
+        self._knobs, self._sample, self._graphs = knobs, sample, graphs
+        self._max_model_len, self._max_run = max_model_len, max_run
+        with allocation():
+            cache = model.make_vision_cache(memory.vision_bytes)
+        num_blocks = model.init_kv(memory.pool_bytes, allocation())
+        if why := model.why_no_graphs:
+            graphs.give_up(why)
         tree_shapes = config.shapes - {"chain"}
         caches = attention.caches() if attention is not None and tree_shapes else None
+        max_slots = max_slots_per_request(max_model_len, K)
         self.kv = DraftKV(num_blocks, model.block_size, max_num_reqs, max_slots, model.device, caches)
         self.prefills = DraftPrefill(model, knobs, counters, self.kv, cache, shared, agreement, pixels)
         policy = make_policy(next(iter(tree_shapes)), config, max_num_reqs, model.device) if tree_shapes else None
         width = 0 if policy is None else policy.max_frontier
-        self.buffers = DraftBuffers(model, self.kv, max_num_reqs, width, config.num_speculative_tokens)
+        self.buffers = DraftBuffers(model, self.kv, max_num_reqs, width, K)
         self._tables = StepTables(
             committed.num_tokens,
             committed.text,
@@ -104,28 +109,26 @@ class Drafter:
         num_candidates = 0 if policy is None else policy.num_candidates
         sample.reserve(min(num_rows, rows_per_block(model.vocab_size)), model.vocab_size, model.device, num_candidates)
         forwards = Forwards(model, self.kv, self.buffers, attention)
-        self.attention = attention
         # [max_num_reqs] see `has_room`; rows that nobody drafts for need none
         self._capacity_limit = np.full(max_num_reqs, UNBOUNDED, dtype=np.int64)
-        self._graphs = graphs
-        self._sample = sample
-        self._draft_batch: object | None = (
-            None  # of the last step; below, whether its logits go through vLLM's processors
-        )
+        # Of the last step, and whether its logits go through vLLM's processors.
+        self._draft_batch: object | None = None
         self._is_processed = False
         # Of the last step, for `go_on`: requests, padding included, processors, drafts; and how many tokens may follow.
         self._step: tuple[int, Processed | None, Drafts] | None = None
         self._num_more = 0
         self.chains = ChainDrafter(forwards, sample, graphs, max_run > 0) if "chain" in config.shapes else None
         self.trees = None if policy is None else TreeDrafter(forwards, sample, graphs, policy, fills_trees, take_trees)
+        counters.set("draft_pool_blocks_total", num_blocks - 1)
+        counters.set("draft_pool_bytes", num_blocks * model.bytes_per_block)
+        counters.set("draft_encoder_bytes", cache.num_bytes)
+        counters.set("draft_kv_bytes_per_token", kv_bytes_per_token(model.config))
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
     def add(self, message: PrefillMessage, num_tokens: int = 0) -> Admission:
-        """Take a request in, if there is room; one that will not be drafted for is counted by reason.
-
-        Args:
-            num_tokens: Bound of its committed length, where that is past the prompt by now.
+        """Take a request in, if there is room; one that will not be drafted for is counted by reason. `num_tokens`
+        bounds its committed length, where that is past the prompt by now.
         """
         outcome = self.prefills.add(message, num_tokens)
         if outcome == Admission.ADMITTED:
@@ -153,15 +156,6 @@ class Drafter:
 
     # ---- draft -----------------------------------------------------------------------------------------------------
 
-    @property
-    def limits_detail(self) -> str:
-        """What to say of a request that `holds` says no of."""
-        tokens, positions, slots = self.model.max_model_len, self.model.num_positions, self.kv.num_slots
-        return (
-            f"it is longer than the draft's context of {tokens} tokens and {positions} positions, or than its KV pool "
-            f"of {slots} tokens"
-        )
-
     def holds(self, idx_mapping_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> np.ndarray:
         """Return `[n]` bool: the draft's context, which may be shorter than the target's, has room for the next step,
         and so would the pool have if it had no other request: else there is nothing to wait for.
@@ -180,8 +174,7 @@ class Drafter:
 
     def reserve(self, idx_mapping_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> np.ndarray:
         """Make room for the next step, and send the step's tables; return `[n]` bool, False where the pool is full.
-
-        Called once a step: what is staged travels through buffers that are as many as there are steps in flight.
+        Called once a step, see `DraftKV.apply`.
         """
         num_slots = self._num_slots(num_tokens_upper_bound, self.kv.num_dropped_np[idx_mapping_np])
         fits = self.kv.reserve(idx_mapping_np, num_slots)
@@ -316,8 +309,7 @@ class Drafter:
         """Yield padded numbers of requests with what their steps may draft: the plan of as many requests or more, as
         some of a batch may not be drafted for.
         """
-        config = self._knobs.current
-        plans = config.plans
+        config, plans = self._knobs.current, self._knobs.current.plans
         if config.adaptive_tokens:  # any batch size may be given any of them
             for plan in config.choices(has_graphs=True):
                 for size in self._graphs.sizes_of(self._width(plan.shape), is_processed):
@@ -335,13 +327,6 @@ class Drafter:
         return 2 if self.trees is None or shape == "chain" else max(2, self.trees.policy.max_frontier)
 
     # ---- memory ---------------------------------------------------------------------------------------------------
-
-    def count_memory(self) -> None:
-        model, num_blocks = self.model, self.kv.num_blocks
-        self.counters.set("draft_pool_blocks_total", num_blocks - 1)
-        self.counters.set("draft_pool_bytes", num_blocks * model.bytes_per_block)
-        self.counters.set("draft_encoder_bytes", self.prefills.vision.cache.num_bytes)
-        self.counters.set("draft_kv_bytes_per_token", kv_bytes_per_token(model.config))
 
     def remove(self, req_state_idx: int) -> None:
         self.prefills.remove(req_state_idx)
@@ -374,9 +359,14 @@ def without_room(
     """
     if drafter.has_room(idx_mapping_np, num_tokens_upper_bound):
         return
-    is_held = drafter.holds(idx_mapping_np, num_tokens_upper_bound)
+    is_held, model = drafter.holds(idx_mapping_np, num_tokens_upper_bound), drafter.model
     for i in np.flatnonzero(~is_held).tolist():
-        yield i, "too_long", drafter.limits_detail
+        limits = f"context of {model.max_model_len} tokens and {model.num_positions} positions"
+        yield (
+            i,
+            "too_long",
+            f"it is longer than the draft's {limits}, or than its KV pool of {drafter.kv.num_slots} tokens",
+        )
     held = np.flatnonzero(is_held)
     fits = drafter.reserve(idx_mapping_np[held], num_tokens_upper_bound[held])
     for i in held[~fits].tolist():

@@ -31,10 +31,7 @@ class Forwards:
     """Runs the draft over what the buffers say, and leaves hidden states there."""
 
     def __init__(self, model: DraftModel, kv: DraftKV, buffers: DraftBuffers, attention: TreeAttention | None):
-        self.model = model
-        self.buffers = buffers
-        self._kv = kv
-        self._attention = attention
+        self.model, self.buffers, self._kv, self._attention = model, buffers, kv, attention
         self._roots_in_tree = attention is not None and attention.outruns(2)
         self._in_order = torch.arange(buffers.max_num_reqs, device=model.device)
         # Of the first forward, a chain of two: the root alone attends to its own entry.

@@ -65,8 +65,7 @@ class DraftGraphs(CudaGraphManager):
     ):
         mode = mode_of_draft(mode)
         super().__init__(vllm_config, device, mode, decode_query_len=1)
-        self._is_capturing = False
-        self._mostly_processed = mostly_processed
+        self._is_capturing, self._mostly_processed = False, mostly_processed
         self.is_wanted = bool(mode)
         sizes = self.compilation_config.cudagraph_capture_sizes or () if mode else ()
         self.sizes = batch_sizes(sizes, max_num_reqs)
@@ -103,11 +102,7 @@ class DraftGraphs(CudaGraphManager):
         return next((size for size in self.sizes_of(width, is_processed) if size >= num_reqs), num_reqs)
 
     def capture_parts(self, parts: Iterable[Part], prepare: Callable[[Part], Run]) -> None:
-        """Capture parts.
-
-        Args:
-            prepare: Makes the buffers ready for a run of nothing but padding; returns the part's function.
-        """
+        """Capture parts; `prepare` readies the buffers for a run of padding alone, and returns a part's function."""
         self._capture_descs = {CUDAGraphMode.FULL: sorted(parts, key=lambda key: -key.num_tokens)}
 
         def create(key: Part, warmup: bool) -> Callable[[CUDAGraphMode], object]:
@@ -130,10 +125,8 @@ class DraftGraphs(CudaGraphManager):
 
 
 def batch_sizes(capture_sizes: Sequence[int], max_num_reqs: int) -> list[int]:
-    """Return the numbers of requests that have graphs.
-
-    Those of vLLM's sizes that are a third more than the one before, up to what holds `max_num_reqs`: a draft step is
-    several graphs where vLLM has one, and reads the weights however many rows are padding.
+    """Return the numbers of requests that have graphs: those of vLLM's sizes that are a third more than the one before,
+    up to what holds `max_num_reqs`, as a draft step is several graphs, and reads the weights whatever rows are padding.
     """
     most, sizes = min(max_num_reqs, max(capture_sizes, default=0)), [0]
     for size in sorted(capture_sizes):

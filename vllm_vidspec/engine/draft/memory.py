@@ -39,10 +39,7 @@ class DraftMemory:
 
     @classmethod
     def plan(cls, config: VidSpecConfig, vllm_config: Any, model: DraftModel, available_bytes: int) -> "DraftMemory":
-        """Choose the sizes.
-
-        Args:
-            available_bytes: KV memory of this rank, target and draft together.
+        """Choose the sizes, given the KV memory of this rank, target and draft together.
 
         Raises:
             VidSpecError: A knob asks for too much, or for too little for one request.

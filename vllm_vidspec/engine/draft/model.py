@@ -50,10 +50,10 @@ from vllm_vidspec.errors import VidSpecError
 
 
 def rope_positions(language_model: nn.Module, max_model_len: int) -> int:
-    """Return how many rope positions a language model has: the rows of its smallest table.
+    """Return how many rope positions a language model has: the rows of its smallest table, where it has any.
 
-    They are no token counts: under M-RoPE a video's positions follow its duration, so vLLM's tables hold more rows than
-    the context has tokens (four times as many), and texts use them.
+    They are no token counts: under M-RoPE a video's positions follow its duration, so vLLM's tables hold four times as
+    many rows as the context has tokens, and texts use them. A vision tower's tables have other positions.
     """
     tables = (getattr(module, "cos_sin_cache", None) for module in language_model.modules())
     return min((len(table) for table in tables if isinstance(table, torch.Tensor)), default=max_model_len)
@@ -86,15 +86,13 @@ class Layout:
 class DraftModel:
     """A model that vLLM's KV manager does not see.
 
-    Its attention layers live in a `static_forward_context` of its own, so their KV cache is bound to the draft's pool,
-    their block tables are the draft's, and the target's memory accounting stays untouched.
+    Its attention layers live in a `static_forward_context` of its own: their KV cache and block tables are the draft's,
+    and the target's memory accounting stays untouched.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_self_draft: bool, agreement: Agreement):
-        self.target_config = vllm_config
+        self.target_config, self.device, self.is_self_draft = vllm_config, device, is_self_draft
         self._agreement = agreement  # every collective of a prefill is entered under it
-        self.device = device
-        self.is_self_draft = is_self_draft
         self.max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.max_encoder_tokens = vllm_config.scheduler_config.max_num_encoder_input_tokens
         self.num_positions: int  # rope positions that the draft has, from 0 on
@@ -107,10 +105,8 @@ class DraftModel:
             # Attention finds its layer, and so its KV cache, by name in the forward context: the same network run under
             # a context of copied attention layers is a second model without a second copy of any weight.
             self.model = target
-            layers = self.target_config.compilation_config.static_forward_context
-            self.config.compilation_config.static_forward_context.update(
-                {name: own_cache(layer) for name, layer in layers.items()}
-            )
+            ours, theirs = (it.compilation_config.static_forward_context for it in (self.config, self.target_config))
+            ours.update({name: own_cache(layer) for name, layer in theirs.items()})
         else:
             # No prefix: what a quantised checkpoint leaves out, it names as its own modules are called. The names may
             # be the target's, because everything that looks layers up by name belongs to one configuration.
@@ -207,14 +203,8 @@ class DraftModel:
         return groups
 
     def init_kv(self, num_bytes: int, allocation: AbstractContextManager) -> int:
-        """Allocate and bind the KV cache.
-
-        Args:
-            num_bytes: Size on this rank.
-            allocation: Entered while the memory is taken.
-
-        Returns:
-            The number of blocks: the smallest of the tensor-parallel ranks', so that all allocate alike.
+        """Allocate the KV cache of so many bytes a rank, inside `allocation`, and bind it; return the number of blocks:
+        the smallest of the tensor-parallel ranks', so that all allocate alike.
         """
         num_blocks = _smallest_of_ranks(num_bytes // self.bytes_per_block)
         with set_current_vllm_config(self.config):
@@ -261,14 +251,13 @@ class DraftModel:
         Returns:
             `[num_tokens, hidden_size]` final hidden states.
         """
-        num_reqs = len(seq_lens)
+        num_reqs, slot_mappings = len(seq_lens), slot_mapping[None]
         if seq_lens_upper_bound is None:
             max_seq_len = block_table.shape[1] * self.block_size
             bound = self._longest[:num_reqs].fill_(max_seq_len)
         else:
             bound = torch.from_numpy(seq_lens_upper_bound.astype(np.int32))
             max_seq_len = int(seq_lens_upper_bound.max())
-        slot_mappings = slot_mapping[None]
         metadata = build_attn_metadata(
             attn_groups=self._attn_groups,
             num_reqs=num_reqs,
@@ -284,18 +273,14 @@ class DraftModel:
             seq_lens_cpu_upper_bound=bound,
             is_prefilling=self._never_prefilling[:num_reqs],
         )
-        slots = build_slot_mappings_by_layer(slot_mappings, self._kv_config)
-        return self._run(embeds, positions, metadata, slots)
+        return self._run(embeds, positions, metadata, build_slot_mappings_by_layer(slot_mappings, self._kv_config))
 
     def profile(self) -> None:
-        """Run the largest forwards, so that the memory profile (and compilation) sees the draft.
-
-        The vision tower over the encoder's budget first, then the language model without attention, then the choice of
-        candidates from a block of logits.
+        """Run the largest forwards, so that the memory profile (and compilation) sees the draft: the tower over the
+        encoder's budget, the language model without attention, the choice of candidates from a block of logits.
         """
-        held = self._profile_tower()
-        hidden_size = self.config.model_config.get_inputs_embeds_size()
-        embeds = torch.zeros(self.max_num_tokens, hidden_size, dtype=self.config.model_config.dtype, device=self.device)
+        held, width = self._profile_tower(), self.config.model_config.get_inputs_embeds_size()
+        embeds = torch.zeros(self.max_num_tokens, width, dtype=self.dtype, device=self.device)
         hidden = self._run(embeds, torch.zeros_like(self._positions[:, : self.max_num_tokens]), None, None)
         # More scores than one block's never live at a time.
         logits = self.compute_logits(hidden[: rows_per_block(self.vocab_size)])
@@ -373,14 +358,9 @@ class DraftModel:
         return embeds
 
     def encode(self, features: list[Any], frames: Sequence[range | None]) -> list[torch.Tensor]:
-        """Run the draft's vision tower over items, or frames of them, modality by modality.
-
-        Args:
-            features: vLLM's multimodal features.
-            frames: Of each the frames of its grid to look at, None for all of it; see `FamilyAdapter.frames`.
-
-        Returns:
-            `[m_i, num_media_levels * hidden_size]` embeddings of each, in the order given.
+        """Run the draft's vision tower over vLLM's multimodal features, modality by modality; of each over some frames
+        of its grid (see `FamilyAdapter.frames`), None for all of it. Return `[m_i, num_media_levels * hidden_size]` of
+        each, in the order given.
         """
         items = zip(features, frames, strict=True)
         return self._encode([(feature.modality, self._cut(feature.data, some)) for feature, some in items])

@@ -40,13 +40,9 @@ class TreeDrafter:
         fills: bool,
         take: TakeTrees | None = None,
     ):
-        self._forwards = forwards
+        self._forwards, self._sample, self._graphs, self._take = forwards, sample, graphs, take
         self._buffers = forwards.buffers
-        self._sample = sample
-        self._graphs = graphs
-        self._take = take
-        self.policy = policy
-        self.fills = fills
+        self.policy, self.fills = policy, fills
         policy.trims &= not graphs.is_on
         # Of a level: its nodes `[R, F]` and their tokens. A graph that was captured goes on writing there.
         self._frontiers: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -60,14 +56,9 @@ class TreeDrafter:
     def draft(
         self, num_reqs: int, max_nodes: int, rows_np: np.ndarray, processed: Processed | None
     ) -> tuple[int, bool]:
-        """Write trees of at most `max_nodes` nodes, and their tokens into the buffers' `drafts`.
-
-        Args:
-            rows_np: `[n]` persistent rows without padding, on the host.
-            processed: What vLLM's processors need, if the logits of any request need them; they run between graphs.
-
-        Returns:
-            Forwards of the draft, and whether graphs ran all that can be captured.
+        """Write trees of at most `max_nodes` nodes, and their tokens into the buffers' `drafts`, for `[n]` persistent
+        rows and padding; return the draft's forwards, and whether graphs ran all that can be captured. vLLM's
+        processors, if any request needs them, run between graphs.
         """
         policy, size = self.policy, (num_reqs, max_nodes)
         policy.prepare(max_nodes)

@@ -50,14 +50,8 @@ class VisionCache:
         return self.num_bytes - len(self._free) * self._bytes_per_page
 
     def read(self, name: str, num_rows: int, chosen: np.ndarray | None = None) -> torch.Tensor | None:
-        """Return a copy of an item's rows.
-
-        Args:
-            num_rows: How many it should have; one of another size is not the same item.
-            chosen: `[k]` which rows; None for all.
-
-        Returns:
-            `[k, hidden_size]`, or None where the item is not kept.
+        """Return a copy of an item's rows, or of those that `chosen` `[k]` names, `[k, hidden_size]`; None where the
+        item is not kept, or has another size, and so is not the same.
         """
         if num_rows != self.num_here(name, num_rows):
             return None
@@ -82,10 +76,7 @@ class VisionCache:
         return self.extend(name, len(embeddings), 0, embeddings)
 
     def extend(self, name: str, num_rows: int, start: int, embeddings: torch.Tensor) -> bool:
-        """Copy the next rows of an item in.
-
-        Args:
-            start: The first of these rows; 0 begins it anew.
+        """Copy the next rows `[k, hidden_size]` of an item in, from `start` on; 0 begins it anew.
 
         Returns:
             Whether they are kept: not where the whole cache cannot hold the item, or has let go of the rows before.

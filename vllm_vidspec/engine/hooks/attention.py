@@ -61,7 +61,7 @@ class AttentionGuidance(Guidance):
     a query is scored in the chunk that computes it, against keys that are in the cache by then, whoever computed them.
     """
 
-    _kind = _AttentionPrompt
+    _kind, need = _AttentionPrompt, "attention"
 
     def __init__(self, knobs: Knobs, vllm_config: Any, counters: Counters, agreement: Agreement):
         super().__init__(knobs, counters, vllm_config.device_config.device, agreement)
@@ -96,23 +96,21 @@ class AttentionGuidance(Guidance):
                 req_indices.append(req_idx)
         if not found:
             return
+        upload = functools.partial(async_tensor_h2d, device=self.device)
         num_keys, counts = [prompt.text_start for prompt, _ in found], [count for _, count in found]
         query_rows = np.concatenate(rows)
         self._step = _AttentionStep(
-            query_rows=self._upload(query_rows, torch.int64),
-            query_start_loc=self._upload(np.cumsum([0, *counts]), torch.int32),
-            query_pos=self._upload(np.concatenate(positions), torch.int32),
-            req_indices=self._upload(np.array(req_indices), torch.int64),
-            num_keys=self._upload(np.array(num_keys), torch.int32),
+            query_rows=upload(query_rows, dtype=torch.int64),
+            query_start_loc=upload(np.cumsum([0, *counts]), dtype=torch.int32),
+            query_pos=upload(np.concatenate(positions), dtype=torch.int32),
+            req_indices=upload(np.array(req_indices), dtype=torch.int64),
+            num_keys=upload(np.array(num_keys), dtype=torch.int32),
             sums=torch.zeros(len(found), max(num_keys), dtype=torch.float32, device=self.device),
             prompts=found,
             out_rows=torch.arange(len(found), device=self.device),
             max_queries=max(counts),
             max_row=int(query_rows.max()),
         )
-
-    def _upload(self, values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        return async_tensor_h2d(values, device=self.device, dtype=dtype)
 
     def _observe(self, index: int, *args: Any) -> None:
         """Observe one layer in the forward, which an exception must not leave: `after_forward` raises it."""
@@ -190,11 +188,7 @@ class AttentionGuidance(Guidance):
 
 
 def chosen_layers(layers: str | tuple[int, ...], num_layers: int) -> frozenset[int]:
-    """Return the layers that `guidance_layers` means in a target of so many.
-
-    Raises:
-        VidSpecError: The target has no such layer.
-    """
+    """Return the layers that `guidance_layers` means in a target of so many; a VidSpecError if it has no such layer."""
     chosen = range(num_layers) if layers == "all" else layers
     if wrong := [index for index in chosen if not 0 <= int(index) < num_layers]:
         raise VidSpecError(f"guidance_layers: the target has layers 0 to {num_layers - 1}, not {wrong[0]}")

@@ -47,7 +47,7 @@ class HiddenStateGuidance(Guidance):
     tensor-parallel ranks: nothing is reduced.
     """
 
-    _kind = _StatePrompt
+    _kind, need = _StatePrompt, "uv"
     reads_hidden_states = True
 
     def __init__(
@@ -55,9 +55,8 @@ class HiddenStateGuidance(Guidance):
     ):
         super().__init__(knobs, counters, vllm_config.device_config.device, agreement)
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-        layer = (
-            knobs.current.prune.uv_layer if knobs.current.prune.uv_layer is not None else default_uv_layer(num_layers)
-        )
+        chosen = knobs.current.prune.uv_layer
+        layer = default_uv_layer(num_layers) if chosen is None else chosen
         if layer > num_layers:
             raise VidSpecError(f"uv_layer: the target has layers 1 to {num_layers}, not {layer}")
         compat.expose_hidden_states(target, (0, layer))

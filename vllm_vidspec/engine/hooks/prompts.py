@@ -2,12 +2,13 @@
 
 It only reads: the target's own computation, and so its output, stays bit for bit what it was. A request is observed
 over as many prefill chunks as it takes. Scores that a cached prefix hides are those of the last prompt that vLLM would
-share that prefix with (`keys.py`); failing that there is no guidance, which is counted by reason, and the pruner is
-`uniform`.
+share that prefix with (`content_keys`); failing that there is no guidance, which is counted by reason, and the pruner
+is `uniform`.
 """
 
+import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,12 +17,11 @@ import torch
 
 from vllm_vidspec.config import PruneKnobs
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.hooks.keys import content_keys
 from vllm_vidspec.engine.hooks.protocol import TargetHook
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import NewRequest
-from vllm_vidspec.pruning import SCORE_NEEDS, budget, get_pruner
+from vllm_vidspec.pruning import budget, get_pruner
 from vllm_vidspec.pruning.frames import pruned_together
 from vllm_vidspec.pruning.prompt import UnsupportedPrompt, embedding_indices
 
@@ -89,6 +89,7 @@ class Guidance(TargetHook):
     """Scores visual tokens during the target's prefill: what both kinds share."""
 
     _kind = ObservedPrompt
+    need = ""  # what a pruner asks for that is guided by this
     reads_hidden_states = False  # whether the target's forward must return some beside its last ones
     loss = "guidance failed; these prompts are pruned uniformly (further ones: counted)"
 
@@ -101,13 +102,18 @@ class Guidance(TargetHook):
         self._prompts: dict[int, Any] = {}  # by persistent row
         self._remembered: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # key -> [m] float32 on the CPU
 
+    @property
+    def kinds(self) -> "tuple[Guidance, ...]":
+        """The hooks that observe."""
+        return (self,)
+
     def add(self, request: NewRequest) -> None:
         """Begin to observe a request, if there is anything to choose in it."""
         if request.has_embeds:
             return  # its tokens mean nothing, and the draft will refuse it
         way = self.knobs.current.prune.variant(request.prune_variant)
-        if not get_pruner(way.pruner).needs & SCORE_NEEDS:
-            return  # it was changed to one that looks at nothing
+        if self.need not in get_pruner(way.pruner).needs:
+            return  # another hook observes it, or nobody
         if items := self._choosable(request.features, way):
             keys = content_keys(request, request.features, [int(item[-1]) + 1 for item in items])
             self._prompts[request.req_state_idx] = self._kind(items, keys, request.token_ids)
@@ -171,6 +177,35 @@ class Guidance(TargetHook):
             return Guided(None, (f"unguided_{prompt.missed or 'cached'}",))
         is_reused = any(fresh is None for fresh in observed)
         return Guided(scores, ("guided_prompts", "reused_guidance") if is_reused else ("guided_prompts",))  # type: ignore[arg-type]
+
+
+def content_keys(request: NewRequest, shown: Sequence[Any], ends: Sequence[int]) -> list[bytes]:
+    """Return a digest per image or video of all that the target computes up to its end, and for whom.
+
+    vLLM lets requests share a prefix's KV by a chain of hashes over tokens, media, LoRA adapter and `cache_salt`, by
+    which an operator keeps tenants apart. What hooks keep beside that KV is known by the same things, so that nothing
+    goes from one request to another which vLLM's own cache would not share.
+
+    Args:
+        ends: `[n]` prompt index behind the last token of each.
+    """
+    digest = hashlib.sha256()
+
+    def enter(part: bytes) -> None:
+        digest.update(len(part).to_bytes(8, "little") + part)  # a client chooses salt and names: none runs into another
+
+    enter(request.cache_salt.encode())
+    enter(request.adapter.encode())
+    token_ids, done, keys = np.asarray(request.token_ids, dtype=np.int64), 0, []
+    wanted = {id(feature): end for feature, end in zip(shown, ends, strict=True)}
+    for feature in request.features:  # what is not shown is observed all the same: audio, say
+        enter(feature.identifier.encode())
+        end = wanted.get(id(feature))
+        if end is not None:
+            enter(token_ids[done:end].tobytes())
+            done = end
+            keys.append(digest.digest())
+    return keys
 
 
 def prefills(batch: Any, prompts: Mapping[int, Any]) -> Iterator[tuple[int, Any, int, int]]:

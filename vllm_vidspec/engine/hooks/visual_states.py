@@ -1,8 +1,8 @@
 """The target's final hidden states of each request's video tokens, kept from prefill for the loose scorer (LVSpec).
 
-An image or video is an item of the store, known by all that it depends on (`keys.py`). So requests that share a prefix
-share an item, and one whose prefill the target took from its prefix cache finds the states there; if they are gone, or
-do not fit, the request is verified strictly, which is counted by reason. All tensor-parallel ranks decide alike.
+An image or video is an item of the store, known by all that it depends on (`content_keys`). So requests that share a
+prefix share an item, and one whose prefill the target took from its prefix cache finds the states there; if they are
+gone, or do not fit, the request is verified strictly, counted by reason. All tensor-parallel ranks decide alike.
 """
 
 import time
@@ -16,10 +16,8 @@ from vllm.distributed import get_tp_group
 
 from vidspec_kernels import merge_relevance
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.hooks.guarded import Guard
-from vllm_vidspec.engine.hooks.keys import content_keys
-from vllm_vidspec.engine.hooks.prompts import prefills
-from vllm_vidspec.engine.hooks.protocol import Forward, TargetHook
+from vllm_vidspec.engine.hooks.prompts import content_keys, prefills
+from vllm_vidspec.engine.hooks.protocol import Forward, Guard, TargetHook
 from vllm_vidspec.engine.hooks.state_store import Item, StateStore
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters

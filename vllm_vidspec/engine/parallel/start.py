@@ -72,24 +72,19 @@ def _make_drafter(
     # Before what is left is measured: the texts of all rows may take a gigabyte.
     mirror = TargetMirror(vllm_config, max_num_reqs, plan.vocab_size, model.device)
     memory = DraftMemory.plan(knobs.current, vllm_config, model, _available_bytes(vllm_config, knobs.current, model))
-    cache = model.make_vision_cache(memory.vision_bytes)
     model.resolve_layout()
-    num_blocks = model.init_kv(memory.pool_bytes, torch.no_grad())
     sample = CoupledSampler(mirror.sampler, knobs.current.draft_noise)
     by_default = sample.processes_by_default(vllm_config.model_config)
     graphs = DraftGraphs(vllm_config, model.device, mode, max_num_reqs, by_default)
-    if why := model.why_no_graphs:
-        graphs.give_up(why)
     layers = attention_layers(model.config).values()
     drafter = Drafter(
         model,
         knobs,
         sample,
         counters,  # type: ignore[arg-type]
-        num_blocks,
+        memory,
         max_num_reqs,
         max_model_len,
-        cache,
         agreement,
         Committed(mirror.num_tokens, mirror.text, mirror.states.last_sampled_tokens, None),
         graphs,
@@ -97,7 +92,6 @@ def _make_drafter(
         shared={},
         max_run=_MAX_RUN,
     )
-    drafter.count_memory()
     if model.device.type == "cuda":
         drafter.warm_up()
     else:
