@@ -78,8 +78,7 @@ class CoupledSampler:
     """
 
     def __init__(self, sampler: Sampler, noise: str):
-        self._sampler = sampler
-        self._noise = noise
+        self._sampler, self._noise = sampler, noise
         salt = DRAFT_NOISE_SALT if noise == "independent" else 0
         self.noise = Noise(gumbel_noised, _noise_on_host, salt, sampler.use_fp64_gumbel)
         self._scratch: SampleScratch | None = None
@@ -167,9 +166,8 @@ class CoupledSampler:
         out_ids: torch.Tensor,
         is_processed: bool = False,
     ) -> None:
-        """Draw a token of every row, as the kernel `draw` says; no decision here depends on a request.
-
-        `is_processed`: the logits come from `process`, which has applied the temperature.
+        """Draw a token of every row, as the kernel `draw` says; no decision here depends on a request. Logits that come
+        from `process` have the temperature already.
         """
         assert self._scratch is not None, "reserve comes first"
         draw(
@@ -191,10 +189,7 @@ class CoupledSampler:
         with_log_probs: bool = True,
         is_processed: bool = False,
     ) -> None:
-        """Choose candidates of every row, as the kernel `candidates` says; no decision here depends on a request.
-
-        `is_processed`: the logits come from `process`, which has applied the temperature.
-        """
+        """Choose candidates of every row, as the kernel `candidates` says; see `draw_into`."""
         assert self._scratch is not None, "reserve comes first"
         candidates(
             logits, temperature, seeds, pos, self.noise, log_probs=log_probs, ids=ids, scratch=self._scratch,
@@ -216,23 +211,12 @@ class CoupledSampler:
     ) -> torch.Tensor:
         """Return the `[n, vocab_size]` logits under the target's sampling parameters, the temperature included.
 
-        A copy, or the logits where no row asks for anything but a temperature of 0 or 1.
-
-        Args:
-            logits: `[n, vocab_size]` float.
-            rows: `[n]` int64 persistent rows; `rows_np` the same on the host.
-            pos: `[n]` int64 logical position of the input token: the key of the noise.
-            input_ids: `[n]` input tokens.
+        A copy, or the logits where no row asks for anything but a temperature of 0 or 1. `pos` `[n]` is the logical
+        position of each row's input token: the key of the noise.
         """
+        place, max_lens = self._place[: len(rows_np)], self._max_lens[: len(rows_np)]
         return self._sampler.apply_sampling_params(
-            logits,
-            rows,
-            rows,
-            rows_np,
-            pos,
-            input_ids.to(torch.int32),
-            self._place[: len(rows_np)],
-            self._max_lens[: len(rows_np)],
+            logits, rows, rows, rows_np, pos, input_ids.to(torch.int32), place, max_lens
         )
 
 

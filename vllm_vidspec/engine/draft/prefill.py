@@ -54,13 +54,10 @@ class DraftPrefill:
         agreement: Agreement,
         pixels: SharedPixels | None = None,
     ):
-        self.model = model
-        self._knobs = knobs
-        self.counters = counters
+        self.model, self.counters = model, counters
+        self._knobs, self._kv, self._agreement = knobs, kv, agreement
         self._adapter = adapter_for(model.hf_config)
         self.vision = DraftVision(model, self._adapter, counters, cache, shared, agreement, self._fail, pixels)
-        self._kv = kv
-        self._agreement = agreement
         self._jobs: dict[int, PrefillJob] = {}  # by row
         self._queue: dict[int, PrefillJob] = {}  # by row, those that are not read whole, in order
         self._failed: list[int] = []  # rows, of the step that runs
@@ -72,10 +69,7 @@ class DraftPrefill:
     def add(self, message: PrefillMessage, num_tokens: int = 0) -> Admission:
         """Put a request in the queue and stage its blocks; one that cannot be drafted for is counted by reason.
 
-        Whatever is wrong with a prompt costs that request alone.
-
-        Args:
-            num_tokens: Bound of its committed length, where that is past the prompt by now.
+        Whatever is wrong with a prompt costs that request alone. See `Drafter.add`.
         """
         try:
             job = self._plan(message)
@@ -85,17 +79,14 @@ class DraftPrefill:
         except Exception as error:
             self._count_error(message.req_id, error)
             return Admission.REFUSED
-        plan, limit = job.plan, self._knobs.current.max_draft_len
-        if limit is not None and plan.num_kept > limit:
-            detail = f"its pruned prompt has {plan.num_kept} tokens, max_draft_len is {limit}"
-            self.counters.skip("too_long", message.req_id, detail)
-            return Admission.REFUSED
+        plan, limit, too_long = job.plan, self._knobs.current.max_draft_len, ""
         num_slots = max(plan.num_kept + 1, num_tokens - plan.num_dropped) + self._knobs.current.num_speculative_tokens
-        if num_slots > self._kv.num_slots:
-            detail = (
-                f"its pruned prompt takes {num_slots} tokens of the draft's KV pool, which has {self._kv.num_slots}"
-            )
-            self.counters.skip("too_long", message.req_id, detail)
+        if limit is not None and plan.num_kept > limit:
+            too_long = f"has {plan.num_kept} tokens, max_draft_len is {limit}"
+        elif num_slots > self._kv.num_slots:
+            too_long = f"takes {num_slots} tokens of the draft's KV pool, which has {self._kv.num_slots}"
+        if too_long:
+            self.counters.skip("too_long", message.req_id, f"its pruned prompt {too_long}")
             return Admission.REFUSED
         if not self._kv.reserve(np.array([job.req_state_idx]), np.array([num_slots]))[0]:
             return Admission.FULL
@@ -134,15 +125,12 @@ class DraftPrefill:
         return job
 
     def _as_seen(self, item: PromptItem, positions: torch.Tensor) -> PromptItem:
-        """Return an item with what the target has kept of it, given the `[num_axes, num_tokens]` positions of a prompt.
-
-        Raises:
-            UnsupportedPrompt: Nobody can tell what that is.
+        """Return an item with what the target has kept of it, given the `[num_axes, num_tokens]` positions of a prompt;
+        an UnsupportedPrompt if nobody can tell.
         """
-        feature = item.feature
-        if feature.modality != "video":
+        if item.feature.modality != "video":
             return item
-        data = {key: element.data for key, element in feature.data.items()}
+        data = {key: element.data for key, element in item.feature.data.items()}
         found = self._adapter.whole_video(data, self.model.hf_config)
         seen = None if found is None else kept_places(positions[:, item.where], *found)
         if seen is None:
@@ -217,13 +205,8 @@ class DraftPrefill:
     # ---- vision ----------------------------------------------------------------------------------------------------
 
     def encode_ahead(self, message: PrefillMessage) -> bool:
-        """Let the tower encode a step's share of a prompt's media before what guides the pruning is known; the cache
-        keeps what it can.
-
-        What goes wrong here goes wrong again in `step`, where it has an owner.
-
-        Returns:
-            Whether there is more of it.
+        """Let the tower encode a step's share of a prompt's media before what guides the pruning is known, for the
+        cache; return whether there is more. What goes wrong here goes wrong again in `step`, where it has an owner.
         """
         row = message.req_state_idx
         with contextlib.suppress(Exception):
@@ -309,15 +292,10 @@ class DraftPrefill:
         job.media = []
         if self._watched is not None:
             units, looks = job.plan.units, [look for look in job.looks if look is not None]
-            self._watched.append(
-                {
-                    "req_id": job.req_id,
-                    "grids": tuple(unit.grid for unit in units),
-                    "kept_indices": tuple(unit.merged(kept) for unit in units),
-                    "scores": job.scores,
-                    "embeddings": [unit.joined(looks) for unit in units] if len(looks) == len(job.looks) else None,
-                }
-            )
+            embeddings = [unit.joined(looks) for unit in units] if len(looks) == len(job.looks) else None
+            grids, indices = tuple(unit.grid for unit in units), tuple(unit.merged(kept) for unit in units)
+            record = {"req_id": job.req_id, "grids": grids, "kept_indices": indices}
+            self._watched.append(record | {"scores": job.scores, "embeddings": embeddings})
 
     def _embed(self, pieces: list[PrefillPiece], starts: np.ndarray, text: torch.Tensor) -> torch.Tensor:
         """Return the pieces' input embeddings `[num_tokens, hidden_size]`; `starts` says where each begins."""

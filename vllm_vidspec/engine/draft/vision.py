@@ -62,15 +62,10 @@ class DraftVision:
         fail: Callable[[PrefillJob, Exception], None],
         pixels: SharedPixels | None = None,
     ):
-        self.model = model
-        self.cache = cache
+        self.model, self.cache = model, cache
         self.keeps_looks = False  # whether jobs keep embeddings for tools that look at pruning
-        self._counters = counters
-        self._shared = shared
-        self._agreement = agreement
-        self._fail = fail
-        self._pixels = pixels
-        self._adapter = adapter
+        self._adapter, self._counters, self._shared = adapter, counters, shared
+        self._agreement, self._fail, self._pixels = agreement, fail, pixels
 
     # ---- what a step encodes ---------------------------------------------------------------------------------------
 
@@ -108,13 +103,8 @@ class DraftVision:
             self._counters.set("draft_encoder_bytes_used", self.cache.num_used_bytes)
 
     def encode_ahead(self, items: dict[str, PromptItem]) -> bool:
-        """Encode a step's share of a prompt's items for the cache, before what guides the pruning is known.
-
-        Args:
-            items: Those left, by name; who is done, failed or cannot be kept is taken out.
-
-        Returns:
-            Whether any is left.
+        """Encode a step's share of a prompt's items for the cache, by name; who is done, failed or cannot be kept is
+        taken out. Return whether any is left.
         """
         parts: list[Part] = []
         left = self.model.max_encoder_tokens
@@ -129,10 +119,8 @@ class DraftVision:
             left -= part.num_encoded
             parts.append(part)
         for part, found in zip(parts, self._run_tower(parts), strict=True):
-            is_made = not isinstance(
-                found, Exception
-            )  # else it fails again in `encode_missing`, where the error has an owner
-            if is_made and self._keep(part, found) and part.is_last:
+            is_made = not isinstance(found, Exception)
+            if is_made and self.cache.extend(part.item.name, part.item.num_tokens, part.start, found) and part.is_last:
                 self._counters.add("draft_encoder_misses")
             if part.is_last or not is_made:
                 del items[part.item.name]
@@ -164,12 +152,10 @@ class DraftVision:
         return Part(item, range(first, end), start, end_row, (end - first) * size)
 
     def _frames_of(self, item: PromptItem) -> TokenGrid | None:
-        feature = item.feature
-        data = {key: element.data for key, element in feature.data.items()}
-        grid = self._adapter.frames(feature.modality, data, self.model.hf_config)
-        if grid is None or (item.seen is None and grid.num_tokens != item.num_tokens):
-            return None
-        return grid
+        data = {key: element.data for key, element in item.feature.data.items()}
+        grid = self._adapter.frames(item.feature.modality, data, self.model.hf_config)
+        is_known = grid is not None and (item.seen is not None or grid.num_tokens == item.num_tokens)
+        return grid if is_known else None
 
     # ---- the tower -------------------------------------------------------------------------------------------------
 
@@ -221,7 +207,7 @@ class DraftVision:
             for job, _ in takers:
                 self._fail(job, found)
             return
-        self._keep(part, found)
+        self.cache.extend(item.name, item.num_tokens, part.start, found)
         if part.is_whole or not self.cache.can_keep(item.num_tokens):
             for job, i in takers:
                 self._assign(job, i, part.start, found)
@@ -237,9 +223,6 @@ class DraftVision:
         if self._pixels is not None:
             for job, i in takers:
                 self._pixels.drop(job.plan.items[i].feature.identifier)
-
-    def _keep(self, part: Part, embeddings: torch.Tensor) -> bool:
-        return self.cache.extend(part.item.name, part.item.num_tokens, part.start, embeddings)
 
     def _lookup(self, job: PrefillJob, i: int) -> bool:
         item, kept = job.plan.items[i], job.kept[i]
