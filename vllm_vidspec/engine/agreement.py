@@ -67,14 +67,9 @@ class Agreement:
     def run(self, phase: str, step: Callable[..., None], *args: Any, is_careful: bool = True) -> Exception | None:
         """Run a step that all ranks take together; return why it failed, on all of them alike, or None.
 
-        Args:
-            phase: What the step is, for messages.
-            step: It enters collectives under `collective` only.
-            args: Of the step.
-            is_careful: Whether ranks wait for each other before collectives, so that one rank's failure is survived.
-                A step without, taken at every decode step, costs nothing while all is well.
-
-        A careful step may run others, outside its collectives: what fails in those is theirs.
+        Before the collectives of a careful step, which it enters under `collective` only, ranks wait for each other, so
+        that one rank's failure is survived; it may run others, outside its collectives: what fails in those is theirs.
+        Any other step, taken at every decode step, costs nothing while all is well.
         """
         if self.is_alone:
             try:
@@ -105,10 +100,8 @@ class Agreement:
             self._phase, self._is_torn = outer
 
     def collective(self) -> contextlib.AbstractContextManager[None]:
-        """Return what collectives are entered under; in a careful step all ranks are ready for them first.
-
-        Raises:
-            OthersFailed: Where it is entered: a rank is not ready.
+        """Return what collectives are entered under; in a careful step all ranks are ready for them first, or
+        OthersFailed is raised where it is entered.
         """
         return self._together() if self._phase else _FREELY
 
@@ -121,9 +114,7 @@ class Agreement:
 
     def all_ranks_and(self, phase: str, flags: Sequence[bool]) -> list[bool]:
         """Return, for each of the ranks' flags, whether it is set on all of them; a few 100 us, none for no flags.
-
-        Raises:
-            OthersFailed: A rank has failed in the careful step that this one is in.
+        OthersFailed is raised if a rank has failed in the careful step that this one is in.
         """
         if self.is_alone:
             return list(flags)
@@ -153,11 +144,7 @@ class Agreement:
             self._exchange(phase, _FAILED)
 
     def _exchange(self, phase: str, verdict: int, place: int = 0, flags: Sequence[bool] = ()) -> list[bool]:
-        """Tell every rank where this one is and observe where they are; return the flags that all have set.
-
-        Raises:
-            OthersFailed: A rank has failed in a step that this one is still in.
-        """
+        """Tell every rank where this one is and observe where they are; return the flags that all have set."""
         mine = torch.zeros(_NUM_HEADERS + _MAX_FLAGS, dtype=torch.int64)
         header = [self._num_steps, zlib.crc32(phase.encode()), verdict, place, len(flags)]
         mine[: len(header) + len(flags)] = torch.tensor([*header, *flags], dtype=torch.int64)

@@ -31,10 +31,8 @@ class DraftBackend:
     # ---- set-up, in vLLM's order -----------------------------------------------------------------------------------
 
     def reserve(self, available_bytes: int) -> int:
-        """Return how many bytes of a rank's KV memory the draft takes.
-
-        Raises:
-            VidSpecError: A knob asks for too much, or for too little for one request.
+        """Return how many bytes of a rank's KV memory the draft takes; a VidSpecError where a knob asks for too much,
+        or for too little for one request.
         """
         return 0
 
@@ -45,15 +43,12 @@ class DraftBackend:
     def init_kv(
         self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
     ) -> None:
-        """Allocate what was reserved; the backend is ready afterwards.
+        """Allocate what was reserved, and be ready; a VidSpecError if it cannot draft.
 
         Args:
             encoder_cache: vLLM's, of the target; None for a target without media.
             allocation: Makes what is entered while memory is taken.
             is_profiling: Allocate the least with which graphs can be captured, as nothing is reserved yet.
-
-        Raises:
-            VidSpecError: It cannot draft.
         """
         raise NotImplementedError
 
@@ -95,11 +90,8 @@ class DraftBackend:
         return None
 
     def start(self, step: Step, rows: np.ndarray, requests: list[Request]) -> None:
-        """Queue requests for their draft prefill.
-
-        Args:
-            rows: `[n]` rows of the step that may start, those that wait for blocks among them.
-            requests: Those whose guidance has just come.
+        """Queue requests for their draft prefill: those whose guidance has just come, and of the `[n]` rows of the step
+        that may start those that wait for blocks.
         """
         raise NotImplementedError
 

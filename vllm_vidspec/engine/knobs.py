@@ -32,11 +32,7 @@ class Knobs:
         self._callbacks.append(observe)
 
     def retune(self, changes: dict[str, Any]) -> None:
-        """Change some knobs by name.
-
-        Raises:
-            VidSpecError: A knob that cannot change at run time, or a wrong value.
-        """
+        """Change some knobs by name; a VidSpecError for one that cannot change at run time, or a wrong value."""
         changes = flatten(changes)
         tunable = _PRUNING | (_RULES if self._first.score.scorers != {"strict"} else set())
         if fixed := sorted(set(changes) - tunable):
@@ -54,11 +50,7 @@ class Knobs:
         self.change(config)
 
     def change(self, config: VidSpecConfig) -> None:
-        """Let another configuration hold from here on. What observes of it may refuse it, and then nothing changes.
-
-        Raises:
-            VidSpecError: A part cannot follow.
-        """
+        """Let another configuration hold from here on; a part may refuse it by an exception: then nothing changes."""
         before, self.current = self.current, config
         try:
             for observe in self._callbacks:

@@ -114,10 +114,8 @@ class RequestRows:
         self.num_skips = 0  # requests that were ever skipped
 
     def register(self, *tables: RowTable, drafting: Iterable[Any] = ()) -> None:
-        """Tell tables of every row's ends from here on, in the order of registration.
-
-        Args:
-            drafting: What serves drafts alone: its `remove` is also called for a row that is skipped.
+        """Tell tables of every row's ends from here on, in the order of registration; the `remove` of what serves
+        drafts alone is also called for a row that is skipped.
         """
         self._tables.extend(tables)
         self._drafting_tables.extend(drafting)
@@ -191,10 +189,8 @@ class RequestRows:
     def publish(
         self, idx_mapping: torch.Tensor, req_ids: Sequence[str], draft_batch: DraftBatch, num_nodes: torch.Tensor | None
     ) -> None:
-        """Note which of a step's requests have a draft in flight from here on.
-
-        Args:
-            num_nodes: `[n]` int nodes of their trees on the device; None for chains.
+        """Note which of a step's requests have a draft in flight from here on, and the nodes of their trees on the
+        device, `[n]` int; None for chains.
         """
         if draft_batch is not self._published:
             self._published, rows_np, is_drafted = draft_batch, draft_batch.rows_np, draft_batch.is_drafted

@@ -34,11 +34,8 @@ class Step(NamedTuple):
         decision: Decision | None = None,
         most: int | None = None,
     ) -> "Step":
-        """Read a step from vLLM's batch; nothing here waits for the device.
-
-        Args:
-            decision: What was decided beside the scheduler.
-            most: Drafts that vLLM has room for.
+        """Read a step from vLLM's batch, a decision made beside the scheduler, and the `most` drafts that vLLM has room
+        for; nothing here waits for the device.
         """
         rests, is_undrafted = None, not plan.num_tokens
         if decision is not None:

@@ -41,11 +41,7 @@ class TreeStep:
 
 
 class TreeAttention:
-    """Gives the attention layers of one model tree masks; forwards without trees take vLLM's path untouched.
-
-    Args:
-        layers: The model's attention layers (not those that another model shares with it).
-    """
+    """Gives a model's attention layers (none that it shares) tree masks; without trees vLLM's path is untouched."""
 
     def __init__(self, layers: Iterable[Any], device: torch.device):
         self.layers = list(layers)
@@ -65,11 +61,7 @@ class TreeAttention:
             warm_up.warm_tree_attention(keys, values, block_table, num_heads, dtype, max_queries, self.scratch)
 
     def caches(self) -> CacheList:
-        """Return every layer's keys and values, for compaction; the caches must exist.
-
-        Raises:
-            VidSpecError: A cache layout that no view describes.
-        """
+        """Return every layer's keys and values, for compaction; the caches must exist."""
         check_layout(self.layers, *REFUSAL)
         return CacheList([cache_views(layer.kv_cache, layer) for layer in self.layers])
 
@@ -114,20 +106,10 @@ class TreeAttention:
 def make_attention(
     layers: Iterable[Any], config: VllmConfig, device: torch.device, *, num_rows: int, in_trees: bool, whose: str
 ) -> TreeAttention | None:
-    """Return the tree attention that a model's layers need: all of them for trees, for chains those that it outruns.
+    """Return the tree attention that a model's layers need: all of them for trees (a VidSpecError where one cannot be
+    read), for chains of `num_rows` query rows those that it outruns; None where no layer needs it.
 
     A layer that it cannot stand for keeps its own backend, which loses nothing but time, and one line says so.
-
-    Args:
-        num_rows: Query rows of a chain.
-        in_trees: Whether drafts can be trees.
-        whose: "target" or "draft", for the log.
-
-    Returns:
-        None where no layer needs it.
-
-    Raises:
-        VidSpecError: Trees are drafted, and a layer cannot be read.
     """
     layers = list(layers)
     if in_trees:

@@ -61,19 +61,15 @@ class VidSpecWorker:
 
     @tells_why
     def determine_available_memory(self) -> int:
-        """Return the bytes left for the target's KV cache, the draft's pool taken out.
-
-        Raises:
-            VidSpecError: The pool would leave the target nothing.
-        """
+        """Return the bytes left for the target's KV cache, ours taken out; a VidSpecError if there are none."""
         available = super().determine_available_memory()  # type: ignore[misc]
         return available - self.model_runner.reserve(available)  # type: ignore[attr-defined]
 
     def sleep(self, level: int = 1) -> None:
         """Let go of the device's memory; running requests go on without speculation afterwards.
 
-        Level 2 discards weights, and vLLM reloads the target's alone: we sleep at level 1 then, which keeps a copy of
-        them on the host. Refusing it would leave vLLM's scheduler paused.
+        Level 2 discards weights, and vLLM reloads the target's alone: we sleep at level 1 then, with a copy of them on
+        the host. Refusing it would leave vLLM's scheduler paused.
         """
         if level > 1:
             logger.warning("vidspec: nothing reloads the draft's weights: sleeping at level 1, not %d", level)
@@ -89,11 +85,8 @@ class VidSpecWorker:
 
         Returns:
             Per prompt `req_id`, and per image, video or run of images that are pruned as one `grids`, `kept_indices`,
-            `scores`, `embeddings` (None if not measured).
-            With `as_lists` only the indices and scores, as numbers: an engine in another process cannot send tensors.
-
-        Raises:
-            VidSpecError: The drafter has a process of its own.
+            `scores`, `embeddings` (None if not measured). With `as_lists` only the indices and scores, as numbers: an
+            engine in another process cannot send tensors.
         """
         if self.model_runner.knobs.current.is_parallel:  # type: ignore[attr-defined]
             raise VidSpecError("pruning traces are unavailable with parallel drafting")
@@ -129,11 +122,7 @@ class VidSpecWorker:
         return self.model_runner.knobs.current.flat()  # type: ignore[attr-defined]
 
     def vidspec_retune(self, knobs: dict[str, Any]) -> None:
-        """Change knobs of pruning and scoring between requests; for tools, over `collective_rpc`.
-
-        Raises:
-            VidSpecError: A knob that cannot change at run time, or a wrong value.
-        """
+        """Change knobs of pruning and scoring between requests; see `Knobs.retune`; over `collective_rpc`."""
         self.model_runner.retune(knobs)  # type: ignore[attr-defined]
 
 

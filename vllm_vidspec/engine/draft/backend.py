@@ -42,7 +42,6 @@ class LocalBackend(DraftBackend):
     """See `DraftBackend`.
 
     Args:
-        trees: The target's side of tree drafts; None where drafts are chains.
         placed: `(row, length) -> Placed`, for a target that prunes videos itself; else None.
         pixels: What the target has copied to the device; None where the draft's tower is shown nothing.
     """
@@ -57,7 +56,7 @@ class LocalBackend(DraftBackend):
         requests: RequestRows,
         req_states: Any,
         sample: CoupledSampler,
-        trees: TargetTrees | None,
+        trees: TargetTrees | None,  # the target's side of tree drafts; None where drafts are chains
         counters: Counters,
         agreement: Agreement,
         failures: DraftFailures,

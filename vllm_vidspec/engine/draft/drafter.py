@@ -48,13 +48,9 @@ class Drafter:
     """Owns what the draft keeps of every persistent row: its KV, its place in the prefill queue, its policy.
 
     Args:
-        memory: What of the rank's is allocated here, inside `allocation()`.
         attention: Of the draft's layers, for trees, and for the two tokens that a step feeds first where the layers'
             own is slow for them; None where neither asks for it.
-        shared: The target's own, by identifier, where it drafts for itself; else empty.
-        fills_trees: See `TreeDrafter`; `take_trees` too.
         max_run: Most tokens of a chain that `go_on` draws behind what `draft` has; 0 where it is never asked for.
-        pixels: What the target has copied to the device; None in a process of its own.
     """
 
     def __init__(
@@ -63,19 +59,19 @@ class Drafter:
         knobs: Knobs,
         sample: CoupledSampler,
         counters: Counters,
-        memory: DraftMemory,
+        memory: DraftMemory,  # what of the rank's is allocated here, inside `allocation()`
         max_num_reqs: int,
         max_model_len: int,
         agreement: Agreement,
         committed: Committed,
         graphs: DraftGraphs,
         attention: TreeAttention | None,
-        shared: Mapping[str, torch.Tensor],
+        shared: Mapping[str, torch.Tensor],  # the target's own, by identifier, where it drafts for itself; else empty
         allocation: Callable[[], AbstractContextManager] = contextlib.nullcontext,
-        fills_trees: bool = False,
+        fills_trees: bool = False,  # see `TreeDrafter`; `take_trees` too
         take_trees: TakeTrees | None = None,
         max_run: int = 0,
-        pixels: SharedPixels | None = None,
+        pixels: SharedPixels | None = None,  # what the target has copied to the device; None in a process of its own
     ):
         config = knobs.current
         K = self._num_speculative_tokens = config.num_speculative_tokens

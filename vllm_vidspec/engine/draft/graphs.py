@@ -47,10 +47,6 @@ class DraftGraphs(CudaGraphManager):
     What a part reads and writes has a fixed address, and no Python number of it follows from a step. vLLM's manager
     captures, in its pool, with its collectives registered; it also drops the graphs after its memory profile.
 
-    Args:
-        mode: What vLLM resolved for the target; see `mode_of_draft`.
-        mostly_processed: Whether a request that names no sampling parameters has its logits processed.
-
     Attributes:
         is_wanted: Whether a step without a graph is a fallback.
     """
@@ -59,9 +55,9 @@ class DraftGraphs(CudaGraphManager):
         self,
         vllm_config: Any,
         device: torch.device,
-        mode: CUDAGraphMode,
+        mode: CUDAGraphMode,  # what vLLM resolved for the target; see `mode_of_draft`
         max_num_reqs: int,
-        mostly_processed: bool = False,
+        mostly_processed: bool = False,  # whether a request that names no sampling parameters has its logits processed
     ):
         mode = mode_of_draft(mode)
         super().__init__(vllm_config, device, mode, decode_query_len=1)

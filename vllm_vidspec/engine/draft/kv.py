@@ -38,17 +38,15 @@ class DraftKV:
     Ranks of a tensor-parallel group make the same calls in the same order.
 
     Args:
-        num_blocks: Blocks of the pool, the null block included.
-        max_slots: Most KV entries that one row may hold.
         caches: Of the draft's layers; None where drafts are chains, whose accepted nodes lie together.
     """
 
     def __init__(
         self,
-        num_blocks: int,
+        num_blocks: int,  # blocks of the pool, the null block included
         block_size: int,
         max_num_reqs: int,
-        max_slots: int,
+        max_slots: int,  # most KV entries that one row may hold
         device: torch.device,
         caches: CacheList | None = None,
     ):

@@ -229,12 +229,12 @@ class DraftModel:
     def forward(
         self,
         embeds: torch.Tensor,
-        positions: torch.Tensor,
+        positions: torch.Tensor,  # [num_axes, num_tokens] int64 rope positions
         layout: Layout,
         *,
-        seq_lens: torch.Tensor,
+        seq_lens: torch.Tensor,  # [num_reqs] int32 KV entries of each request after this forward
         block_table: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        slot_mapping: torch.Tensor,  # [num_tokens] int64 physical slots
         seq_lens_upper_bound: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Run one paged forward over a batch of segments.
@@ -243,9 +243,6 @@ class DraftModel:
         the backend computes on the device is computed in the graph.
 
         Args:
-            positions: `[num_axes, num_tokens]` int64 rope positions.
-            seq_lens: `[num_reqs]` int32 KV entries of each request after this forward.
-            slot_mapping: `[num_tokens]` int64 physical slots.
             seq_lens_upper_bound: `[num_reqs]` host bound of `seq_lens`; None: what the block table holds.
 
         Returns:

@@ -40,7 +40,6 @@ class DraftPrefill:
 
     Args:
         shared: The target's own, by identifier, where its tower is the draft's; else empty.
-        pixels: What the target has copied to the device, if it runs here.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class DraftPrefill:
         cache: VisionCache,
         shared: Mapping[str, torch.Tensor],
         agreement: Agreement,
-        pixels: SharedPixels | None = None,
+        pixels: SharedPixels | None = None,  # what the target has copied to the device, if it runs here
     ):
         self.model, self.counters = model, counters
         self._knobs, self._kv, self._agreement = knobs, kv, agreement

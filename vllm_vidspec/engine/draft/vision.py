@@ -48,7 +48,6 @@ class DraftVision:
     Args:
         shared: The target's own, by identifier, where its tower is the draft's; else empty.
         fail: Told of a job whose item could not be encoded, and of the error.
-        pixels: What the target has copied to the device, if it runs here.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class DraftVision:
         shared: Mapping[str, torch.Tensor],
         agreement: Agreement,
         fail: Callable[[PrefillJob, Exception], None],
-        pixels: SharedPixels | None = None,
+        pixels: SharedPixels | None = None,  # what the target has copied to the device, if it runs here
     ):
         self.model, self.cache = model, cache
         self.keeps_looks = False  # whether jobs keep embeddings for tools that look at pruning

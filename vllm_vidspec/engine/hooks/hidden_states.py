@@ -166,9 +166,8 @@ class HiddenStateGuidance(Guidance):
 
 
 def _place(indices: torch.Tensor, device: torch.device) -> torch.Tensor | slice:
-    """Return what picks `[n]` ascending indices, on the host, of a tensor on `device`.
-
-    A slice where they follow each other, as those of a video do in most families: it copies nothing.
+    """Return what picks `[n]` ascending indices, on the host, of a tensor on `device`: where they follow each other, as
+    those of a video do in most families, a slice, which copies nothing.
     """
     first, last = int(indices[0]), int(indices[-1])
     if last - first + 1 == len(indices):

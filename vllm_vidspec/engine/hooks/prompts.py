@@ -94,10 +94,7 @@ class Guidance(TargetHook):
     loss = "guidance failed; these prompts are pruned uniformly (further ones: counted)"
 
     def __init__(self, knobs: Knobs, counters: Counters, device: torch.device, agreement: Agreement):
-        self.knobs = knobs
-        self.counters = counters
-        self.device = device
-        self._agreement = agreement
+        self.knobs, self.counters, self.device, self._agreement = knobs, counters, device, agreement
         self.attention: dict[int, Any] = {}  # the target's attention layers that are observed, by index
         self._prompts: dict[int, Any] = {}  # by persistent row
         self._remembered: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # key -> [m] float32 on the CPU
@@ -135,8 +132,7 @@ class Guidance(TargetHook):
     def take(self, req_state_idx: int) -> PendingScores | None:
         """Send a prefilled request's scores to the host and forget it; None where there was nothing to choose.
 
-        Every rank of a tensor-parallel group must call it for the same requests in the same order; all get the same
-        scores, none where one rank has not observed the request.
+        Ranks call it for the same requests in the same order; all get the same scores, none where one of them has none.
         """
         raise NotImplementedError
 
@@ -156,16 +152,12 @@ class Guidance(TargetHook):
         self._remembered.clear()
 
     def _finish(self, prompt: ObservedPrompt, observed: list[torch.Tensor | None]) -> Guided:
-        """Return a request's scores, remembered ones where this prefill did not compute them; say what came of it.
-
-        Args:
-            observed: Per item the scores `[m_i]` of this prefill, or None.
+        """Return a request's scores, of each item those `[m_i]` of this prefill, or remembered ones where it did not
+        compute them; say what came of it.
         """
-        scores = [
-            self._remembered.get(key) if fresh is None else fresh
-            for key, fresh in zip(prompt.keys, observed, strict=True)
-        ]
-        for key, fresh in zip(prompt.keys, observed, strict=True):
+        pairs = list(zip(prompt.keys, observed, strict=True))
+        scores = [self._remembered.get(key) if fresh is None else fresh for key, fresh in pairs]
+        for key, fresh in pairs:
             if fresh is not None:
                 self._remembered[key] = fresh.clone()  # it may be a view, which would keep the whole prompt's
                 self._remembered.move_to_end(key)

@@ -46,8 +46,7 @@ class StateStore:
         self.device = device
         self.bytes_per_block = BLOCK_ROWS * hidden_size * dtype.itemsize
         self._shape, self._dtype = (BLOCK_ROWS, hidden_size), dtype
-        self._group = group
-        self._max_num_reqs = max_num_reqs
+        self._group, self._max_num_reqs = group, max_num_reqs
         self._blocks_per_request = self._num_blocks(max_model_len) + _MAX_ITEMS
         self._size = 0  # blocks of the pool
         self._items: OrderedDict[bytes, Item] = OrderedDict()  # complete ones, the least recently used first
@@ -56,17 +55,12 @@ class StateStore:
         return -(-num_tokens // (self._group.world_size * BLOCK_ROWS))
 
     def reserve(self, wanted_bytes: int, available_bytes: int) -> int:
-        """Return how many of a rank's KV memory bytes the pool takes.
-
-        Raises:
-            VidSpecError: It would hold nothing, or leave nothing.
-        """
+        """Return how many of a rank's KV memory bytes the pool takes; a VidSpecError if it holds or leaves nothing."""
         self._size = min(wanted_bytes // self.bytes_per_block, self._max_num_reqs * self._blocks_per_request)
         taken = self._size * self.bytes_per_block
         if not taken:
-            raise VidSpecError(
-                f"relevance_bytes: {wanted_bytes} bytes hold nothing; {self.bytes_per_block} are one block"
-            )
+            one = f"{self.bytes_per_block} are one block"
+            raise VidSpecError(f"relevance_bytes: {wanted_bytes} bytes hold nothing; {one}")
         if taken >= available_bytes:
             raise VidSpecError(f"relevance_bytes: {taken} leaves nothing of the {available_bytes} bytes of KV memory")
         return taken
@@ -99,10 +93,8 @@ class StateStore:
         return item
 
     def make(self, key: bytes, num_tokens: int, may_drop: bool) -> Item | None:
-        """Return a new item, without states yet, for one user; None if there is no room.
-
-        Args:
-            may_drop: Whether items that nobody uses may go for it.
+        """Return a new item, without states yet, for one user; None if there is no room, even where items that nobody
+        uses may go for it.
         """
         count = self._num_blocks(num_tokens)
         idle = [item for item in self._items.values() if item.users == 0] if may_drop else []
@@ -178,10 +170,8 @@ class StateStore:
             self.num_blocks_np[req_state_idx], self._is_stale = 0, True
 
     def cosines(self, states: torch.Tensor, batch: Any, top_n: int, max_queries: int) -> torch.Tensor:
-        """Return `[num_logits, top_n]` float32, the largest cosines of states with this rank's part of their videos.
-
-        Args:
-            max_queries: Most of `states` that are of one request.
+        """Return `[num_logits, top_n]` float32, the largest cosines of states with this rank's part of their videos; one
+        request has `max_queries` of the states at most.
         """
         if self._is_stale:
             async_tensor_h2d(self.num_blocks_np, out=self.num_blocks)

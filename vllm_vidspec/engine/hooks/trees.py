@@ -30,10 +30,6 @@ class TargetTrees(TargetHook):
     A tree's nodes take consecutive slots after the root, as a chain's drafts do; what differs is the rope position
     (root + depth), the attention mask (ancestors only) and, after scoring, that the accepted path's KV must move
     together.
-
-    Args:
-        requests: Its `is_tree` is written here.
-        in_trees: Whether drafts can be trees; else all are chains, whose KV never moves.
     """
 
     loss = "trees cannot be verified"
@@ -42,11 +38,11 @@ class TargetTrees(TargetHook):
         self,
         attention: TreeAttention,
         model_state: Any,
-        requests: RequestRows,
+        requests: RequestRows,  # its `is_tree` is written here
         max_nodes: int,
         max_num_tokens: int,
         device: torch.device,
-        in_trees: bool = True,
+        in_trees: bool = True,  # whether drafts can be trees; else all are chains, whose KV never moves
     ):
         self._in_trees = in_trees
         self._is_tree = requests.is_tree
@@ -87,9 +83,7 @@ class TargetTrees(TargetHook):
         self._is_tree[rows_np] = True
 
     def take(self, rows: torch.Tensor, tree: DraftTree) -> None:
-        """Remember the shapes of drafts by `[R]` persistent rows, padding's among them: the last part of a captured
-        draft.
-        """
+        """Remember the shapes of drafts by `[R]` persistent rows, padding's too: the last part of a captured draft."""
         for table, shape in zip(self._tables(), (tree.parents, tree.depths, tree.ancestors), strict=True):
             table[rows] = shape[: len(rows)]
 

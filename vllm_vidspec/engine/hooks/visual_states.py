@@ -41,11 +41,7 @@ class _Holder:
 
 
 class VisualStates(TargetHook):
-    """Keeps the states and measures relevance against them; see the module.
-
-    Args:
-        rules: Says whether a request's verification needs relevance; told once every rank can measure it.
-    """
+    """Keeps the states and measures relevance against them; see the module."""
 
     loss = "hidden states were not kept; these requests are verified strictly"
 
@@ -55,13 +51,10 @@ class VisualStates(TargetHook):
         vllm_config: Any,
         max_num_reqs: int,
         counters: Counters,
-        rules: LooseRules,
+        rules: LooseRules,  # says whether a request's verification needs relevance; told once every rank can measure it
         agreement: Agreement,
     ):
-        self.knobs = knobs
-        self.counters = counters
-        self._rules = rules
-        self._agreement = agreement
+        self.knobs, self.counters, self._rules, self._agreement = knobs, counters, rules, agreement
         self._group = get_tp_group()
         self._guard = Guard(knobs, agreement, "relevance was not measured; these requests are verified strictly")
         model, device = vllm_config.model_config, vllm_config.device_config.device
@@ -217,14 +210,11 @@ class VisualStates(TargetHook):
     # ---- verification ----------------------------------------------------------------------------------------------
 
     def relevance(self, hidden_states: torch.Tensor, batch: Any, max_queries: int) -> torch.Tensor:
-        """Return `[num_logits]` float32 visual relevance (LVSpec eq. 8); 0 where a request has no video.
+        """Return `[num_logits]` float32 visual relevance (LVSpec eq. 8) of a forward's `[num_tokens, hidden_size]` final
+        states; 0 where a request, which has `max_queries` rows at most, has no video.
 
         NaN everywhere if it could not be measured: a rank that fails still takes part in the gather, so that all ranks
         are without it and nobody is waited for.
-
-        Args:
-            hidden_states: `[num_tokens, hidden_size]` final ones of the forward.
-            max_queries: Most logits rows of a request.
         """
         begin, top_n = time.perf_counter(), self.knobs.current.score.top_n
         try:

@@ -57,24 +57,18 @@ class _Sent:
 
 
 class ParallelBackend(DraftBackend):
-    """See `DraftBackend`. Of its memory, graphs and rollback the target's process has none: they are the drafter's.
-
-    Args:
-        client: The drafter's process; None on every tensor-parallel rank but the first.
-        sampler: The target's, for each request's seed.
-        is_guided: Whether something guides pruning, which a prompt has to wait for.
-    """
+    """See `DraftBackend`. Of its memory, graphs and rollback the target's process has none: they are the drafter's."""
 
     reads_at_rest = True  # by the drafter, which is told of every token
 
     def __init__(
         self,
         knobs: Knobs,
-        client: DrafterClient | None,
+        client: DrafterClient | None,  # the drafter's process; None on every tensor-parallel rank but the first
         requests: RequestRows,
         req_states: Any,
-        sampler: Any,
-        is_guided: bool,
+        sampler: Any,  # the target's, for each request's seed
+        is_guided: bool,  # whether something guides pruning, which a prompt has to wait for
         counters: Counters,
         device: torch.device,
     ):

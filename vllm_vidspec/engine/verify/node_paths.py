@@ -76,10 +76,8 @@ class PathSampler:
     def sample(
         self, part: VerifySlice, logits: torch.Tensor, input_ids: torch.Tensor, bound_np: np.ndarray, **options: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `[num_logits]` int64 tokens and `[num_logits, vocab_size]` processed logits, as vLLM's sampler does.
-
-        Args:
-            bound_np: `[num_reqs]` vLLM's bound of each sequence's length.
+        """Return `[num_logits]` int64 tokens and `[num_logits, vocab_size]` processed logits, as vLLM's sampler does,
+        given `[num_reqs]` its bound of each sequence's length.
         """
         in_segments = np.zeros(len(part.idx_mapping_np), dtype=bool)
         if part.shapes is not None:
@@ -130,10 +128,8 @@ class PathSampler:
     def _segments(
         part: VerifySlice, logits: torch.Tensor, input_ids: torch.Tensor, rows: torch.Tensor, length: int
     ) -> tuple[torch.Tensor, ...]:
-        """Return `[n * length]` logits, persistent rows, positions, input tokens and places in the chain.
-
-        Args:
-            rows: `[n]` int64 logits rows that a segment each ends in.
+        """Return `[n * length]` logits, persistent rows, positions, input tokens and places in the chain, of segments
+        that end in `[n]` int64 rows of logits.
         """
         assert part.shapes is not None
         req_state_idx, node = part.expanded_idx_mapping[rows], part.nodes[rows].long()

@@ -26,17 +26,14 @@ class LooseRules:
     def __init__(
         self, knobs: Knobs, vllm_config: Any, max_num_reqs: int, vocab_size: int, sampler: Any, counters: Counters
     ):
-        self._knobs = knobs
-        self._counters = counters
-        self._device = vllm_config.device_config.device
-        self._sampler = sampler
+        self._knobs, self._counters, self._sampler = knobs, counters, sampler
+        self._device, self._model_config = vllm_config.device_config.device, vllm_config.model_config
         self._choices: dict[int, Choice] = {}  # by row, of requests that are not strict
         # [4, max_num_reqs]: rules, windows, the bits of the float32 shares, and where the scores come from
         self._table_np = np.zeros((4, max_num_reqs), dtype=np.int32)
         self._launches: dict = {}  # see `LooseTables.known`
         self._loose: set[int] = set()  # rows whose rule is not 0
         self._table: tuple[torch.Tensor, ...] | None = None  # the same on the device, until a request comes or goes
-        self._model_config = vllm_config.model_config
         self._shape = (max_num_reqs, num_words(vocab_size))
         self._protect_words(knobs.current)
         knobs.on_change(self._protect_words)
@@ -124,24 +121,15 @@ class LooseRules:
         return bool(self._loose) and bool((self._table_np[3, idx_mapping_np] == RELEVANCE).any())
 
     def looseness(self, part: VerifySlice, target_tokens: torch.Tensor, logits: torch.Tensor) -> Looseness:
-        """Return what may stand of the drafts that are verified at once.
-
-        Args:
-            target_tokens: `[num_logits]` int64, what the target samples after each row.
-            logits: `[num_logits, vocab_size]` as sampled from: -inf where the request forbids a token.
+        """Return what may stand of the drafts that are verified at once, given what the target samples after each row,
+        `[num_logits]` int64, and the `[num_logits, vocab_size]` logits: -inf where the request forbids a token.
         """
         config, (rules, windows, shares, sources) = self._knobs.current, self._on_device()
+        seeds, parents = self._sampler.sampling_states.seeds.gpu, None if part.shapes is None else part.shapes.parents
+        tables = LooseTables(self.protected, self._ends, sources, seeds, self._launches)
+        rows = (part.expanded_idx_mapping, part.nodes, part.pos)
         scores, may_loosen = loosen(
-            target_tokens,
-            part.drafts,
-            logits,
-            part.expanded_idx_mapping,
-            part.nodes,
-            part.pos,
-            LooseTables(self.protected, self._ends, sources, self._sampler.sampling_states.seeds.gpu, self._launches),
-            None if part.shapes is None else part.shapes.parents,
-            part.relevance,
-            is_predicting=self.is_predicting,
+            target_tokens, part.drafts, logits, *rows, tables, parents, part.relevance, is_predicting=self.is_predicting
         )
         entropies = scores  # any: nobody reads them
         if (self._table_np[0, part.idx_mapping_np] & WINDOW).any():

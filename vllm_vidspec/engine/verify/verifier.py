@@ -24,12 +24,6 @@ class CoupledVerifier(RejectionSampler):
     draft position is the token that vanilla vLLM would have drawn there: the output is vanilla's, token for token, at
     any temperature with the strict scorer. In a tree a node's position is its depth past the root, whatever its slot.
     Logprobs, chunking over large vocabularies and grammar-invalid drafts are vLLM's own code, inherited.
-
-    Args:
-        trees: Where drafts can be trees; None where all are chains.
-        max_path: The most drafts that can follow each other.
-        rules: Which mismatches may stand; None where every request is verified strictly.
-        visual: The video's hidden states; None where no rule needs them.
     """
 
     def __init__(
@@ -38,10 +32,10 @@ class CoupledVerifier(RejectionSampler):
         speculative_config,
         device: torch.device,
         counters: Counters,
-        trees: TargetTrees | None = None,
-        max_path: int = 1,
-        rules: LooseRules | None = None,
-        visual: VisualStates | None = None,
+        trees: TargetTrees | None = None,  # where drafts can be trees; None where all are chains
+        max_path: int = 1,  # the most drafts that can follow each other
+        rules: LooseRules | None = None,  # which mismatches may stand; None where every request is verified strictly
+        visual: VisualStates | None = None,  # the video's hidden states; None where no rule needs them
     ):
         super().__init__(sampler, speculative_config, device)
         expect_parameters(
@@ -52,10 +46,7 @@ class CoupledVerifier(RejectionSampler):
         logprobs = ("sampled", "num_sampled", "logits", "cu_num_logits", "cu_num_logits_np")
         expect_parameters(RejectionSampler._get_logprobs_tensors, *logprobs)
         self._score = score  # every request by its own rule; strictly where none may be loose
-        self._counters = counters
-        self._trees = trees
-        self._rules = rules
-        self._visual = visual
+        self._counters, self._trees, self._rules, self._visual = counters, trees, rules, visual
         self._step = VerifyStep()
         self._watch: ScoreWatch | None = None
         self.paths = PathSampler(sampler, max_path)
@@ -148,9 +139,8 @@ class CoupledVerifier(RejectionSampler):
         return processed_logits, scored.sampled, scored.num_sampled
 
     def _judge(self, part: VerifySlice, target_tokens: torch.Tensor, logits: torch.Tensor) -> Scored:
-        """Return which of a slice's drafts stand, given what the target samples and the logits that it samples from.
-
-        Counters, watch and trees are told.
+        """Return which of a slice's drafts stand, given what the target samples and the logits that it samples from;
+        counters, watch and trees are told.
         """
         looseness = None
         if self._rules is not None and self._rules.any_loose(part.idx_mapping_np):
