@@ -160,21 +160,15 @@ class Streams:
     whose accepted length grows without bound), or it is cut at the first token that differs and goes on from the
     target's own (pre-verify: what the target verifies next begins with the first token drawn after that). ParallelVLM,
     section 4.
-
-    Attributes:
-        is_on: bool [M], the drafter has read the prompt: the row draws.
-        length: int64 [M], tokens of text and stream.
-        agreed: int64 [M], tokens of them that are committed, as far as was observed.
-        fed: int64 [M], logical tokens from the start whose draft KV stands.
-        limit: int64 [M], longest text that the request can have.
-        text: int32 [M, max_model_len].
     """
 
     def __init__(self, tables: Tables):
         self.tables = tables
         num_rows, max_len = tables.text.shape
         self.epoch = np.full(num_rows, NOBODY, dtype=np.int64)
-        self.is_on = np.zeros(num_rows, dtype=bool)
+        self.is_on = np.zeros(num_rows, dtype=bool)  # [M] the drafter has read the prompt: the row draws
+        # [M] each: tokens of text and stream; those committed, as far as was observed; logical tokens from the start
+        # whose draft KV stands; longest text that the request can have
         self.length, self.agreed, self.fed, self.limit = np.zeros((4, num_rows), dtype=np.int64)
         self.text = np.zeros((num_rows, max_len), dtype=np.int32)
         self._drawn = _NO_ROWS  # of the last draw, in its order, while all their texts end with it

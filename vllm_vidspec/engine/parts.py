@@ -2,22 +2,30 @@
 
 from typing import Any
 
+import torch
+
+from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.backend import LocalBackend
 from vllm_vidspec.engine.draft.model import DraftModel, held_bytes
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.failures import DraftFailures
-from vllm_vidspec.engine.hooks.guidance import make_guidance
+from vllm_vidspec.engine.hooks.attention import AttentionGuidance
+from vllm_vidspec.engine.hooks.hidden_states import HiddenStateGuidance
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
+from vllm_vidspec.engine.hooks.prompts import Guidance, GuidanceByWay
 from vllm_vidspec.engine.hooks.protocol import TargetHooks
 from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.hooks.visual_states import VisualStates
+from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.engine.parallel.backend import ParallelBackend
+from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.speculator import Speculator
 from vllm_vidspec.engine.target_pruning import places_of
 from vllm_vidspec.engine.tree_attention import make_attention
 from vllm_vidspec.engine.verify.rules import LooseRules
 from vllm_vidspec.engine.verify.verifier import CoupledVerifier
+from vllm_vidspec.pruning import needs_of
 
 
 class RunnerParts:
@@ -104,3 +112,19 @@ class RunnerParts:
             placed=places_of(runner),
             pixels=SharedPixels(runner.model_state, device, counters) if shares else None,
         )
+
+
+def make_guidance(
+    knobs: Knobs, target: torch.nn.Module, vllm_config: Any, counters: Counters, agreement: Agreement
+) -> Guidance | GuidanceByWay | None:
+    """Install what the configured pruner needs on the loaded target; None if it needs nothing of it.
+
+    Raises:
+        VidSpecError: The target's attention backend or model class cannot be observed, or a layer does not exist.
+    """
+    needs, kinds = needs_of(knobs.current.prune), list[Guidance]()
+    if "attention" in needs:
+        kinds.append(AttentionGuidance(knobs, vllm_config, counters, agreement))
+    if "uv" in needs:
+        kinds.append(HiddenStateGuidance(knobs, target, vllm_config, counters, agreement))
+    return GuidanceByWay(*kinds) if len(kinds) > 1 else next(iter(kinds), None)

@@ -18,14 +18,12 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_vidspec.adapt import Decision
-from vllm_vidspec.engine.backend import DraftBackend
+from vllm_vidspec.engine.backend import DraftBackend, Step
 from vllm_vidspec.engine.failures import DraftFailures
-from vllm_vidspec.engine.hooks.guidance import GuidanceByWay
-from vllm_vidspec.engine.hooks.prompts import Guidance
+from vllm_vidspec.engine.hooks.prompts import Guidance, GuidanceByWay
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import DraftBatch, Phase, Request, RequestRows
-from vllm_vidspec.engine.target_step import Step
 
 
 class Speculator(BaseSpeculator):

@@ -10,7 +10,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.backend import DraftBackend
+from vllm_vidspec.engine.backend import DraftBackend, Step
 from vllm_vidspec.engine.draft.drafter import Drafter, without_room
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, mode_of_draft
 from vllm_vidspec.engine.draft.memory import DraftMemory
@@ -34,7 +34,6 @@ from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.engine.parallel.timeline import EventKind, Timeline
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Phase, Request, RequestRows
-from vllm_vidspec.engine.target_step import Step
 from vllm_vidspec.engine.tree_attention import TreeAttention, make_attention
 
 

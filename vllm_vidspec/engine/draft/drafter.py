@@ -14,9 +14,8 @@ from vidspec_kernels import StepTables, begin_step, warm_up
 from vllm_vidspec.config import Plan
 from vllm_vidspec.drafting import make_policy
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.draft.buffers import DraftBuffers
 from vllm_vidspec.engine.draft.chains import ChainDrafter
-from vllm_vidspec.engine.draft.forwards import Forwards
+from vllm_vidspec.engine.draft.forwards import DraftBuffers, Forwards
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, Part, Run
 from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.memory import DraftMemory, max_slots_per_request

@@ -46,9 +46,6 @@ class DraftGraphs(CudaGraphManager):
 
     What a part reads and writes has a fixed address, and no Python number of it follows from a step. vLLM's manager
     captures, in its pool, with its collectives registered; it also drops the graphs after its memory profile.
-
-    Attributes:
-        is_wanted: Whether a step without a graph is a fallback.
     """
 
     def __init__(
@@ -62,7 +59,7 @@ class DraftGraphs(CudaGraphManager):
         mode = mode_of_draft(mode)
         super().__init__(vllm_config, device, mode, decode_query_len=1)
         self._is_capturing, self._mostly_processed = False, mostly_processed
-        self.is_wanted = bool(mode)
+        self.is_wanted = bool(mode)  # whether a step without a graph is a fallback
         sizes = self.compilation_config.cudagraph_capture_sizes or () if mode else ()
         self.sizes = batch_sizes(sizes, max_num_reqs)
         self.max_tokens = self.compilation_config.max_cudagraph_capture_size or 0

@@ -171,6 +171,26 @@ class Guidance(TargetHook):
         return Guided(scores, ("guided_prompts", "reused_guidance") if is_reused else ("guided_prompts",))  # type: ignore[arg-type]
 
 
+class GuidanceByWay:
+    """Both kinds, one of which observes a request: the one that its own pruner needs (`pruner: auto`)."""
+
+    def __init__(self, *kinds: Guidance):
+        self.kinds = kinds
+        self.attention = next((kind.attention for kind in kinds if kind.attention), {})
+        self.reads_hidden_states = any(kind.reads_hidden_states for kind in kinds)
+
+    def take(self, req_state_idx: int) -> PendingScores | None:
+        return next((pending for kind in self.kinds if (pending := kind.take(req_state_idx)) is not None), None)
+
+    def remove(self, req_state_idx: int) -> None:
+        for kind in self.kinds:
+            kind.remove(req_state_idx)
+
+    def forget_scores(self) -> None:
+        for kind in self.kinds:
+            kind.forget_scores()
+
+
 def content_keys(request: NewRequest, shown: Sequence[Any], ends: Sequence[int]) -> list[bytes]:
     """Return a digest per image or video of all that the target computes up to its end, and for whom.
 

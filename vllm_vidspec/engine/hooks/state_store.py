@@ -170,8 +170,8 @@ class StateStore:
             self.num_blocks_np[req_state_idx], self._is_stale = 0, True
 
     def cosines(self, states: torch.Tensor, batch: Any, top_n: int, max_queries: int) -> torch.Tensor:
-        """Return `[num_logits, top_n]` float32, the largest cosines of states with this rank's part of their videos; one
-        request has `max_queries` of the states at most.
+        """Return `[num_logits, top_n]` float32, the largest cosines of states with this rank's part of their videos;
+        one request has `max_queries` of the states at most.
         """
         if self._is_stale:
             async_tensor_h2d(self.num_blocks_np, out=self.num_blocks)

@@ -210,8 +210,8 @@ class VisualStates(TargetHook):
     # ---- verification ----------------------------------------------------------------------------------------------
 
     def relevance(self, hidden_states: torch.Tensor, batch: Any, max_queries: int) -> torch.Tensor:
-        """Return `[num_logits]` float32 visual relevance (LVSpec eq. 8) of a forward's `[num_tokens, hidden_size]` final
-        states; 0 where a request, which has `max_queries` rows at most, has no video.
+        """Return `[num_logits]` float32 visual relevance (LVSpec eq. 8) of a forward's final states `[num_tokens,
+        hidden_size]`; 0 where a request, which has `max_queries` rows at most, has no video.
 
         NaN everywhere if it could not be measured: a rank that fails still takes part in the gather, so that all ranks
         are without it and nobody is waited for.

@@ -23,7 +23,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vidspec_kernels import WINDOW_INFO_SIZE, gather_draft_windows, warm_up
 from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.engine.backend import DraftBackend
+from vllm_vidspec.engine.backend import DraftBackend, Step
 from vllm_vidspec.engine.hooks.prompts import Guided
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import messages
@@ -32,7 +32,6 @@ from vllm_vidspec.engine.parallel.commits import Commits, SharedStreams
 from vllm_vidspec.engine.parallel.timeline import watch_tables
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Phase, Request, RequestRows
-from vllm_vidspec.engine.target_step import Step
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.parallel import Sizes, StreamState, WindowRule
 

@@ -31,8 +31,6 @@ class DrafterClient:
     """Starts the drafter and talks to it. Nothing here waits but `wait_ready` and `close`.
 
     Attributes:
-        tables: Shared with whichever process is the drafter now.
-        is_up: Whether it has loaded, and not gone since.
         num_restarts: Starts after the first, whether or not they went well.
         num_connects: How often it has come up.
     """
@@ -42,10 +40,10 @@ class DrafterClient:
         self._packed = launch.write_memory(packed, "vidspec-config")
         self._memory = os.memfd_create("vidspec-tables", os.MFD_CLOEXEC)
         os.ftruncate(self._memory, Tables.num_bytes(sizes))
-        self.tables = launch.map_tables(self._memory, sizes)
+        self.tables = launch.map_tables(self._memory, sizes)  # shared with whichever process is the drafter now
         self._processes: list[subprocess.Popen] = []
         self._channel: Channel | None = None
-        self.is_up = False
+        self.is_up = False  # whether it has loaded, and not gone since
         self.num_restarts, self.num_connects = -1, 0
         self._num_failures = 0
         self._next_start = 0.0

@@ -20,8 +20,8 @@ from vllm.utils.torch_utils import async_tensor_h2d, get_accelerator_view_from_c
 
 from vidspec_kernels import NO_STREAM, STALE, WINDOW_INFO_SIZE, copy_committed_suffix
 from vllm_vidspec import metrics
+from vllm_vidspec.engine.backend import Step
 from vllm_vidspec.engine.report.counters import Counters
-from vllm_vidspec.engine.target_step import Step
 from vllm_vidspec.parallel import PAGE, Tables, WindowRule
 
 logger = init_logger("vllm.vidspec")
@@ -168,15 +168,12 @@ class SharedStreams:
     The host is ahead of a GPU by a step, with asynchronous scheduling by two: the table is mapped into the device's
     addresses. Where that fails, the device gets copies that are as old as the host is ahead, counted in
     `window_snapshots`.
-
-    Attributes:
-        is_direct: Whether the device reads the table itself.
     """
 
     def __init__(self, tables: Tables, device: torch.device, counters: Counters):
         self._tables, self._counters = tables, counters
         self._streams = torch.from_numpy(tables.streams)
-        self.is_direct = device.type == "cpu"
+        self.is_direct = device.type == "cpu"  # whether the device reads the table itself
         if not self.is_direct:
             try:
                 self._streams, self.is_direct = self._map(), True
