@@ -12,7 +12,6 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 
 from vidspec_kernels import warm_up
-from vllm_vidspec.engine.draft.drafter import Drafter
 from vllm_vidspec.engine.kv_views import distinct_views
 
 logger = init_logger("vllm.vidspec")
@@ -53,14 +52,4 @@ def prepare(runner: Any) -> None:
     if config.is_parallel:  # a drafter with a process of its own prepares itself
         runner.speculator.backend.warm_up()
     else:
-        _prepare_drafter(runner.speculator.backend.drafter, runner)
-
-
-def _prepare_drafter(drafter: Drafter, runner: Any) -> None:
-    kv, trees = drafter.kv, drafter.trees
-    drafter.warm_up()
-    if trees is None:
-        return
-    trees.policy.warm_up(trees.fills)
-    assert kv.caches is not None
-    warm_up.warm_kv_compact(kv.caches, kv.block_tables, runner.num_speculative_steps)
+        runner.speculator.backend.drafter.warm_up()

@@ -37,14 +37,14 @@ def tells_why(method: Callable) -> Callable:
 class VidSpecWorker:
     """What both workers share."""
 
+    model_runner: VidSpecModelRunner
+
     @tells_why
     def init_device(self) -> None:
         super().init_device()  # type: ignore[misc]
         # The draft's pool goes where the target's cache does: neither is worth keeping while the engine sleeps.
-        self.model_runner.kv_allocation = functools.partial(  # type: ignore[attr-defined]
-            self._maybe_get_memory_pool_context,  # type: ignore[attr-defined]
-            tag="kv_cache",
-        )
+        pool = self._maybe_get_memory_pool_context  # type: ignore[attr-defined]
+        self.model_runner.kv_allocation = functools.partial(pool, tag="kv_cache")
 
     @tells_why
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
@@ -56,14 +56,14 @@ class VidSpecWorker:
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as vLLM does, on a GPU with requests of its own, which nobody sent and nothing counts."""
-        with self.model_runner.counters.paused():  # type: ignore[attr-defined]
+        with self.model_runner.counters.paused():
             return super().compile_or_warm_up_model()  # type: ignore[misc]
 
     @tells_why
     def determine_available_memory(self) -> int:
         """Return the bytes left for the target's KV cache, ours taken out; a VidSpecError if there are none."""
         available = super().determine_available_memory()  # type: ignore[misc]
-        return available - self.model_runner.reserve(available)  # type: ignore[attr-defined]
+        return available - self.model_runner.reserve(available)
 
     def sleep(self, level: int = 1) -> None:
         """Let go of the device's memory; running requests go on without speculation afterwards.
@@ -73,11 +73,11 @@ class VidSpecWorker:
         """
         if level > 1:
             logger.warning("vidspec: nothing reloads the draft's weights: sleeping at level 1, not %d", level)
-        self.model_runner.forget_kv()  # type: ignore[attr-defined]
+        self.model_runner.forget_kv()
         super().sleep(min(level, 1))  # type: ignore[misc]
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        self.model_runner.forget_kv()  # type: ignore[attr-defined]
+        self.model_runner.forget_kv()
         super().discard(tags)  # type: ignore[misc]
 
     def vidspec_watch(self, on: bool, as_lists: bool = False) -> list[dict[str, Any]]:
@@ -88,9 +88,9 @@ class VidSpecWorker:
             `scores`, `embeddings` (None if not measured). With `as_lists` only the indices and scores, as numbers: an
             engine in another process cannot send tensors.
         """
-        if self.model_runner.knobs.current.is_parallel:  # type: ignore[attr-defined]
+        if self.model_runner.knobs.current.is_parallel:
             raise VidSpecError("pruning traces are unavailable with parallel drafting")
-        watched = self.model_runner.speculator.backend.drafter.prefills.watch(on)  # type: ignore[attr-defined]
+        watched = self.model_runner.speculator.backend.drafter.prefills.watch(on)
         if not as_lists:
             return watched
         return [
@@ -106,7 +106,7 @@ class VidSpecWorker:
             Per request `req_id`, and per output token `tokens`, `relevance` (None if not measured) and `kinds`: 0 the
             target's own, 1 an exact draft, 2 a loosened one, 3 a shifted one.
         """
-        return self.model_runner.watch_scores(on)  # type: ignore[attr-defined]
+        return self.model_runner.watch_scores(on)
 
     def vidspec_timeline(self, on: bool) -> list[dict[str, Any]]:
         """Return what target and draft did since watching began, and go on watching or not; over `collective_rpc`.
@@ -115,15 +115,15 @@ class VidSpecWorker:
             Events in order of their start: `lane` ("target", "drafter"), `kind`, `start_s` and `end_s` of
             CLOCK_MONOTONIC, `num_reqs`, `num_tokens`.
         """
-        return self.model_runner.watch_timeline(on)  # type: ignore[attr-defined]
+        return self.model_runner.watch_timeline(on)
 
     def vidspec_knobs(self) -> dict[str, Any]:
         """Return every knob that holds, by its flat name; over `collective_rpc`."""
-        return self.model_runner.knobs.current.flat()  # type: ignore[attr-defined]
+        return self.model_runner.knobs.current.flat()
 
     def vidspec_retune(self, knobs: dict[str, Any]) -> None:
         """Change knobs of pruning and scoring between requests; see `Knobs.retune`; over `collective_rpc`."""
-        self.model_runner.retune(knobs)  # type: ignore[attr-defined]
+        self.model_runner.retune(knobs)
 
 
 class VidSpecGPUWorker(VidSpecWorker, Worker):

@@ -11,11 +11,7 @@ from vllm_vidspec.engine.draft.score_blocks import blocks
 
 
 class ChainDrafter:
-    """Proposes K tokens one after another.
-
-    Args:
-        goes_on: Whether `go_on` is ever asked for.
-    """
+    """Proposes K tokens one after another, and where it `goes_on`, more of them one at a time."""
 
     def __init__(self, forwards: Forwards, sample: CoupledSampler, graphs: DraftGraphs, goes_on: bool = False):
         self._forwards, self._sample, self._graphs, self._goes_on = forwards, sample, graphs, goes_on
@@ -86,19 +82,11 @@ class ChainDrafter:
             if processed is not None:
                 logits = processed(logits, block, logical_pos[block], input_ids[block])
             temperature, seeds, pos, drafts, token_ids = self._views(block.start, block.stop, min(level, 1))
-            self._sample.draw_into(
-                logits,
-                temperature,
-                seeds,
-                pos,
-                level=buffers.step.level if column is None else column,
-                out_tokens=drafts,
-                out_ids=token_ids,
-                is_processed=processed is not None,
-            )
+            at, is_processed = buffers.step.level if column is None else column, processed is not None
+            out = dict(level=at, out_tokens=drafts, out_ids=token_ids)
+            self._sample.draw_into(logits, temperature, seeds, pos, **out, is_processed=is_processed)
 
     def _cut(self, low: int, high: int, level: int) -> tuple[torch.Tensor, ...]:
-        buffers, (logical_pos, _) = self._buffers, self._forwards.fed(level)
-        step = buffers.step
+        buffers, step, (logical_pos, _) = self._buffers, self._buffers.step, self._forwards.fed(level)
         rows = (step.temperature, step.seeds, logical_pos, buffers.drafts, buffers.token_ids)
         return tuple(part[low:high] for part in rows)

@@ -90,19 +90,11 @@ class Drafter:
         policy = make_policy(next(iter(tree_shapes)), config, max_num_reqs, model.device) if tree_shapes else None
         width = 0 if policy is None else policy.max_frontier
         self.buffers = DraftBuffers(model, self.kv, max_num_reqs, width, K)
-        self._tables = StepTables(
-            committed.num_tokens,
-            committed.text,
-            committed.last_sampled,
-            self.kv.num_dropped,
-            self.kv.pos_delta,
-            self.kv.block_tables,
-            self.kv.fed,
-            committed.path,
-        )
-        num_rows = max_num_reqs * max(width, 1)
-        num_candidates = 0 if policy is None else policy.num_candidates
-        sample.reserve(min(num_rows, rows_per_block(model.vocab_size)), model.vocab_size, model.device, num_candidates)
+        (num_tokens, text, last_sampled, path), kv = committed, self.kv
+        own = (kv.num_dropped, kv.pos_delta, kv.block_tables, kv.fed)
+        self._tables = StepTables(num_tokens, text, last_sampled, *own, path)
+        num_rows = min(max_num_reqs * max(width, 1), rows_per_block(model.vocab_size))
+        sample.reserve(num_rows, model.vocab_size, model.device, 0 if policy is None else policy.num_candidates)
         forwards = Forwards(model, self.kv, self.buffers, attention)
         # [max_num_reqs] see `has_room`; rows that nobody drafts for need none
         self._capacity_limit = np.full(max_num_reqs, UNBOUNDED, dtype=np.int64)
@@ -268,6 +260,10 @@ class Drafter:
             self.attention.warm_up(self.kv.block_tables, self.model.dtype, 2 if trees is None else self._width("tree"))
         needs_log_probs = None if trees is None else trees.policy.needs_log_probs
         self._sample.warm_up(self.model.dtype, self.chains is not None, needs_log_probs)
+        if trees is not None:
+            assert self.kv.caches is not None
+            trees.policy.warm_up(trees.fills)
+            warm_up.warm_kv_compact(self.kv.caches, self.kv.block_tables, self._num_speculative_tokens)
 
     # ---- graphs ----------------------------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ DraftBuffers holds all that a step hands from one launch to the next, at fixed a
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -20,33 +20,24 @@ class DraftBuffers:
     """Buffers of a step, made once. A step of R requests, padding included, uses their first R rows.
 
     A padding row has the persistent row `max_num_reqs`, slot -1, which no kernel writes, and no KV entry to look at: it
-    touches nothing. `begin_step` says where padding begins; nothing later needs to know.
-
-    Args:
-        max_num_reqs: Persistent rows, M below.
-        tree_width: Most nodes of a request in a forward; 0 where drafts are chains.
-        max_drafts: K.
-
-    Attributes:
-        step: What `begin_step` writes, the first forward's inputs among it.
-        level: What `next_level` writes: inputs of the other forwards.
-        token_ids: `[M * W]` int32 tokens of every forward but the first: of chains what was drawn last.
-        drafts: `[M, K]` int64 the proposal.
-        hidden_states: `[M * W, hidden_size]` of the last forward, of the first one its roots'.
-        layout: `(num_reqs, width) -> Layout` of a forward; made once each.
-        of: `num_reqs -> (rows, drafts)`: the persistent rows and the proposal of so many requests; made once each.
+    touches nothing. `begin_step` says where padding begins; nothing later needs to know. Below, M is `max_num_reqs`, W
+    the most nodes of a request in a forward (`tree_width` 0: drafts are chains), and K `max_drafts`.
     """
 
     def __init__(self, model: DraftModel, kv: DraftKV, max_num_reqs: int, tree_width: int, max_drafts: int):
         device, num_places = model.device, max_num_reqs * max(tree_width, 1)
         positions = torch.zeros(model.num_axes, max(2 * max_num_reqs, num_places), dtype=torch.int64, device=device)
         self.max_num_reqs = max_num_reqs
+        # What `begin_step` writes, the first forward's inputs among it, and `next_level`, those of the others.
         self.step = StepBuffers.allocate(max_num_reqs, kv.max_blocks, positions, max_drafts + 1 if tree_width else 0)
         self.level = LevelBuffers.allocate(max_num_reqs, positions, tree_width)
-        token_ids = self.level.input_ids  # None: of chains
+        # [M * W] int32 tokens of every forward but the first: of chains what was drawn last
+        token_ids = self.level.input_ids
         self.token_ids = torch.zeros(max_num_reqs, dtype=torch.int32, device=device) if token_ids is None else token_ids
-        self.drafts = torch.zeros(max_num_reqs, max_drafts, dtype=torch.int64, device=device)
+        self.drafts = torch.zeros(max_num_reqs, max_drafts, dtype=torch.int64, device=device)  # [M, K] the proposal
+        # [M * W, hidden_size] of the last forward, of the first one its roots'
         self.hidden_states = torch.zeros(num_places, model.hidden_size, dtype=model.dtype, device=device)
+        # Made once each: a forward's layout by requests and width, a step's persistent rows and drafts by requests.
         self.layout = cache(lambda num_reqs, width: Layout.uniform(num_reqs, width, device))
         self.of = cache(lambda num_reqs: (self.step.rows[:num_reqs], self.drafts[:num_reqs]))
         self._fed, self._block_size = kv.fed, kv.block_size
@@ -67,19 +58,6 @@ class DraftBuffers:
             block_size=self._block_size,
             max_position=self._max_position,
         )
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """The part of the buffers that a forward reads, and where its hidden states go."""
-
-    layout: Layout
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
-    hidden_states: torch.Tensor
 
 
 class Forwards:
@@ -129,31 +107,28 @@ class Forwards:
         per_forward = max(1, model.max_num_tokens // width)  # requests; usually all of them
         for low in range(0, num_reqs, per_forward):
             high = min(low + per_forward, num_reqs)
-            inputs = self._inputs(low, high, width, is_first)
+            input_ids, hidden_states, seq_lens, where = self._inputs(low, high, width, is_first)
             is_ours = self._roots_in_tree if is_first else in_tree
             with self._masked(self._tree(low, high, width, is_first)) if is_ours else contextlib.nullcontext():
-                hidden = model.forward(
-                    model.embed(inputs.input_ids, [], None),
-                    inputs.positions,
-                    inputs.layout,
-                    seq_lens=inputs.seq_lens + width if in_tree else inputs.seq_lens,
-                    block_table=inputs.block_table,
-                    slot_mapping=inputs.slot_mapping,
-                )
-            inputs.hidden_states.copy_(hidden[1::2] if is_first else hidden)
+                embeds = model.embed(input_ids, [], None)
+                hidden = model.forward(embeds, seq_lens=seq_lens + width if in_tree else seq_lens, **where)
+            hidden_states.copy_(hidden[1::2] if is_first else hidden)
 
-    def _cut(self, low: int, high: int, width: int, is_first: bool) -> _Inputs:
+    def _cut(
+        self, low: int, high: int, width: int, is_first: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Return of a forward of batch rows `low` to `high` its input tokens, where states go, lengths, and the rest."""
         buffers, places = self.buffers, slice(low * width, high * width)
         at = buffers.step if is_first else buffers.level
-        return _Inputs(
-            layout=buffers.layout(high - low, width),
-            input_ids=(buffers.step.input_ids if is_first else buffers.token_ids)[places],
+        input_ids = (buffers.step.input_ids if is_first else buffers.token_ids)[places]
+        hidden_states = buffers.hidden_states[slice(low, high) if is_first else places]
+        where = dict(
             positions=at.positions[:, places],
-            seq_lens=at.seq_lens[low:high],
+            layout=buffers.layout(high - low, width),
             block_table=buffers.step.batch_table[low:high],
             slot_mapping=at.slot_mapping[places],
-            hidden_states=buffers.hidden_states[slice(low, high) if is_first else places],
         )
+        return input_ids, hidden_states, at.seq_lens[low:high], where
 
     def _see(self, low: int, high: int, width: int, is_first: bool) -> TreeStep:
         step, level, layout = self.buffers.step, self.buffers.level, self.buffers.layout(high - low, width)

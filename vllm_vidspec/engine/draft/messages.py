@@ -58,8 +58,7 @@ class Prefilled:
     failed: list[int]  # those that will not be; they are counted
 
 
-@dataclass(frozen=True)
-class Committed:
+class Committed(NamedTuple):
     """The target's tables of what is committed, by persistent row, on the device; the drafter reads them."""
 
     num_tokens: torch.Tensor  # [max_num_reqs] int32 committed length, the target's last token included

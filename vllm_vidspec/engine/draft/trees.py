@@ -22,13 +22,8 @@ class TreeDrafter:
     Node i of a tree has KV entry root + i, whatever its depth: the same layout as on the target's side.
 
     A graph holds a level: place its nodes, run the draft, find candidates, let the policy choose. Levels of which a
-    policy knows beforehand how many there are, are one graph.
-
-    Args:
-        fills: Whether every tree is filled up to the budget, because vLLM will verify that many tokens anyway (async
-            scheduling).
-        take: Who verifies the trees: told their shapes by `[R]` persistent rows, padding's among them, in the last part
-            of a step. None: nobody.
+    policy knows beforehand how many there are, are one graph. In the last part of a step `take`, who verifies trees,
+    is told their shapes by `[R]` persistent rows, padding's among them.
     """
 
     def __init__(
@@ -37,7 +32,7 @@ class TreeDrafter:
         sample: CoupledSampler,
         graphs: DraftGraphs,
         policy: TreePolicy,
-        fills: bool,
+        fills: bool,  # up to the budget, because vLLM will verify that many tokens anyway (async scheduling)
         take: TakeTrees | None = None,
     ):
         self._forwards, self._sample, self._graphs, self._take = forwards, sample, graphs, take
@@ -50,8 +45,8 @@ class TreeDrafter:
         self._log_probs = torch.zeros(places, policy.num_candidates, dtype=torch.float32, device=device)
         self._token_ids = torch.zeros(places, policy.num_candidates, dtype=torch.int64, device=device)
         # Each view is cut once: making one costs as much as what runs on it, and the same ones need no second look.
-        self._found = functools.cache(self._cut_found)
-        self._fed = functools.cache(self._cut_fed)
+        self._found = functools.cache(lambda low, high: (self._log_probs[low:high], self._token_ids[low:high]))
+        self._fed = functools.cache(lambda level, low, high: tuple(part[low:high] for part in forwards.fed(level)))
 
     def draft(
         self, num_reqs: int, max_nodes: int, rows_np: np.ndarray, processed: Processed | None
@@ -152,7 +147,7 @@ class TreeDrafter:
         # vLLM's processors know no padding: what was found after it stays what it was.
         for block in blocks(num_places if processed is None else processed.num_reqs * width, model.vocab_size):
             logits = self._forwards.logits(block)
-            pos, input_ids = self._fed(level > 0, block.start, block.stop)
+            pos, input_ids = self._fed(min(level, 1), block.start, block.stop)
             if processed is not None:
                 logits = processed(logits, block, pos, input_ids, width)
             log_probs, token_ids = self._found(block.start, block.stop)
@@ -172,10 +167,3 @@ class TreeDrafter:
         frontier = policy.extend(level, *self._found(0, num_places), rows=rows, max_nodes=max_nodes)
         if frontier is not None:
             self._frontiers[num_reqs, max_nodes, level + 1] = frontier
-
-    def _cut_found(self, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._log_probs[low:high], self._token_ids[low:high]
-
-    def _cut_fed(self, is_nodes: bool, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
-        logical_pos, input_ids = self._forwards.fed(int(is_nodes))
-        return logical_pos[low:high], input_ids[low:high]
