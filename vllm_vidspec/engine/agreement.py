@@ -133,8 +133,6 @@ class Agreement:
         sys.stderr.flush()
         os._exit(1)
 
-    # ---- messages --------------------------------------------------------------------------------------------------
-
     def _fail(self, phase: str, error: Exception) -> None:
         """Tell the others that this rank has failed; return if all of them leave this step, and no more, too."""
         logger.error("vidspec: rank %d of %d failed in %s: %s", self._rank, self._size, phase, error)

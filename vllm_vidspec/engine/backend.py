@@ -62,13 +62,10 @@ class Step(NamedTuple):
 
 
 class DraftBackend:
-    """What a step asks for. A `RowTable`: `add` and `remove` begin and end what it keeps of a row's request.
-
-    Attributes:
-        reading: Requests whose prompts were read in the last step, and `reading_s`, the host's time for them.
-    """
+    """What a step asks for. A `RowTable`: `add` and `remove` begin and end what it keeps of a row's request."""
 
     reads_at_rest = False  # whether prompts are read while nothing is drafted, as it costs the target nothing
+    # Requests whose prompts were read in the last step, and the host's time for them.
     reading: frozenset[str] = frozenset()
     reading_s = 0.0
 
@@ -92,12 +89,10 @@ class DraftBackend:
     def init_kv(
         self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
     ) -> None:
-        """Allocate what was reserved, and be ready; a VidSpecError if it cannot draft.
+        """Allocate what was reserved, inside `allocation()`, and be ready; a VidSpecError if it cannot draft.
 
-        Args:
-            encoder_cache: vLLM's, of the target; None for a target without media.
-            allocation: Makes what is entered while memory is taken.
-            is_profiling: Allocate the least with which graphs can be captured, as nothing is reserved yet.
+        vLLM's encoder cache is the target's, None for one without media. While it is profiling, nothing is reserved
+        yet: allocate the least with which graphs can be captured.
         """
         raise NotImplementedError
 
@@ -149,10 +144,7 @@ class DraftBackend:
         raise NotImplementedError
 
     def propose(self, step: Step, batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draft for a batch.
-
-        Returns:
-            `[num_reqs, K]` int64 drafts, zeros for requests without, and `[num_drafted]` how many of each mean
-            something; None where all K do.
+        """Draft for a batch; return `[num_reqs, K]` int64 drafts, zeros for requests without, and `[num_drafted]` how
+        many of each mean something; None where all K do.
         """
         raise NotImplementedError

@@ -152,7 +152,8 @@ class RequestRows:
     def draft_batch(self, idx_mapping_np: np.ndarray, is_done: np.ndarray) -> DraftBatch:
         """Return which of a step's requests are drafted for: the last step's answer where that has not changed."""
         last, is_done_all = self._draft_batch, bool(is_done.all())
-        if last is not None and is_done_all and _are_equal(last.rows_np, idx_mapping_np):
+        # Their bytes: a tenth of what numpy's own comparison takes.
+        if last is not None and is_done_all and last.rows_np.tobytes() == idx_mapping_np.tobytes():
             return last
         is_drafted = is_done & self.are_in(idx_mapping_np, Phase.DRAFTING)
         places_np = np.flatnonzero(is_drafted)
@@ -218,8 +219,3 @@ class RequestRows:
             # vLLM may pad the row's next request with placeholders for drafts: nobody has proposed those.
             self.has_draft_np[req_state_idx] = False
             self.has_draft[req_state_idx : req_state_idx + 1].zero_()
-
-
-def _are_equal(rows_np: np.ndarray, others_np: np.ndarray) -> bool:
-    """Return whether two `[n]` arrays of rows are the same; a tenth of what numpy's own comparison takes."""
-    return len(rows_np) == len(others_np) and rows_np.tobytes() == others_np.tobytes()

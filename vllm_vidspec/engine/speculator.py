@@ -27,11 +27,7 @@ from vllm_vidspec.engine.requests import DraftBatch, Phase, Request, RequestRows
 
 
 class Speculator(BaseSpeculator):
-    """vLLM's speculator slot: one step, in order, over a backend.
-
-    Attributes:
-        decision: The controller's, of the step that runs; None: `knobs` say what a batch size drafts.
-    """
+    """vLLM's speculator slot: one step, in order, over a backend."""
 
     supports_mm_inputs = False  # the target's embeddings are of no use to the draft: it has a vision tower of its own
     draft_logits = None
@@ -49,6 +45,7 @@ class Speculator(BaseSpeculator):
         self._knobs, self._requests, self._guidance = knobs, requests, guidance
         self._counters, self._failures = counters, failures
         self.backend = backend
+        # The controller's, of the step that runs; None: `knobs` say what a batch size drafts.
         self.decision: Decision | None = None
         self.graphs: Any = None  # vLLM's memory profile looks for managers among our attributes, and drops them
 

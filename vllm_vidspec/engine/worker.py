@@ -83,10 +83,9 @@ class VidSpecWorker:
     def vidspec_watch(self, on: bool, as_lists: bool = False) -> list[dict[str, Any]]:
         """Return what was pruned since watching began, and go on watching or not; for tools, over `collective_rpc`.
 
-        Returns:
-            Per prompt `req_id`, and per image, video or run of images that are pruned as one `grids`, `kept_indices`,
-            `scores`, `embeddings` (None if not measured). With `as_lists` only the indices and scores, as numbers: an
-            engine in another process cannot send tensors.
+        Per prompt `req_id`, and per image, video or run of images that are pruned as one `grids`, `kept_indices`,
+        `scores`, `embeddings` (None if not measured). With `as_lists` only indices and scores, as numbers: an engine in
+        another process cannot send tensors.
         """
         if self.model_runner.knobs.current.is_parallel:
             raise VidSpecError("pruning traces are unavailable with parallel drafting")
@@ -102,18 +101,16 @@ class VidSpecWorker:
     def vidspec_watch_scores(self, on: bool) -> list[dict[str, Any]]:
         """Return what became of every token since watching began, and go on watching or not; over `collective_rpc`.
 
-        Returns:
-            Per request `req_id`, and per output token `tokens`, `relevance` (None if not measured) and `kinds`: 0 the
-            target's own, 1 an exact draft, 2 a loosened one, 3 a shifted one.
+        Per request `req_id`, and per output token `tokens`, `relevance` (None if not measured) and `kinds`: 0 the
+        target's own, 1 an exact draft, 2 a loosened one, 3 a shifted one.
         """
         return self.model_runner.watch_scores(on)
 
     def vidspec_timeline(self, on: bool) -> list[dict[str, Any]]:
         """Return what target and draft did since watching began, and go on watching or not; over `collective_rpc`.
 
-        Returns:
-            Events in order of their start: `lane` ("target", "drafter"), `kind`, `start_s` and `end_s` of
-            CLOCK_MONOTONIC, `num_reqs`, `num_tokens`.
+        Events in order of their start: `lane` ("target", "drafter"), `kind`, `start_s` and `end_s` of CLOCK_MONOTONIC,
+        `num_reqs`, `num_tokens`.
         """
         return self.model_runner.watch_timeline(on)
 

@@ -24,11 +24,9 @@ _SUM_BLOCK, _RANK_BLOCK = 1024, 8192
 class Twin:
     """Stands in for a Triton kernel: `kernel[grid](...)` calls a function once, for the whole grid.
 
-    Args:
-        run: Takes the grid and those of the kernel's arguments that it names (`*_ptr` without the ending): arrays for
-            tensors, or the tensor where it is annotated as one. Where it returns False, and for bfloat16, which numpy
-            does not know, the interpreted kernel runs.
-        interpreted: The kernel.
+    It takes the grid and the kernel's arguments that it names (`*_ptr` without the ending): arrays for tensors, or the
+    tensor where it is annotated as one. Where it returns False, and for bfloat16, which numpy does not know, the
+    interpreted kernel runs.
     """
 
     def __init__(self, run: Callable[..., bool | None], interpreted: Any):
@@ -237,16 +235,8 @@ def ranks(grid, output, logits: torch.Tensor, token_ids) -> None:
 
 
 def gumbel_noise(seeds: np.ndarray, positions: np.ndarray, keys: np.ndarray, use_fp64: bool = False) -> np.ndarray:
-    """Return vLLM's stateless Gumbel noise.
-
-    Args:
-        seeds: `[n]` int64 request seeds.
-        positions: `[n]` int64 positions of the input tokens.
-        keys: `[vocab_size]` uint32 token ids.
-        use_fp64: Whether to make it of 53 random bits.
-
-    Returns:
-        `[n, vocab_size]` float32, or float64.
+    """Return vLLM's stateless Gumbel noise `[n, vocab_size]` float32, or float64 of 53 random bits, by `[n]` int64
+    request seeds and positions of the input tokens, and `[vocab_size]` uint32 token ids.
     """
     if use_fp64:
         words = [_murmur3(seeds, positions, keys, domain).astype(np.uint64) for domain in (_U32(0x9E3779B9), _U32(0))]

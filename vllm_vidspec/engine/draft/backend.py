@@ -38,12 +38,7 @@ from vllm_vidspec.engine.tree_attention import TreeAttention, make_attention
 
 
 class LocalBackend(DraftBackend):
-    """See `DraftBackend`.
-
-    Args:
-        placed: `(row, length) -> Placed`, for a target that prunes videos itself; else None.
-        pixels: What the target has copied to the device; None where the draft's tower is shown nothing.
-    """
+    """See `DraftBackend`."""
 
     graphs_class = DraftGraphs
 
@@ -60,8 +55,8 @@ class LocalBackend(DraftBackend):
         agreement: Agreement,
         failures: DraftFailures,
         timeline: Timeline,
-        placed: Callable[[int, int], Placed] | None = None,
-        pixels: SharedPixels | None = None,
+        placed: Callable[[int, int], Placed] | None = None,  # by row and length, if the target prunes videos itself
+        pixels: SharedPixels | None = None,  # None where the draft's tower is shown nothing
     ):
         self.draft_model = draft_model
         self._vllm_config, self._knobs, self._requests, self._req_states = vllm_config, knobs, requests, req_states

@@ -59,8 +59,6 @@ class ChainDrafter:
                 self._draw(num_reqs, level, processed)
         return is_whole
 
-    # ---- a level: of which distance from the root, the device knows -------------------------------------------------
-
     @staticmethod
     def _key(num_reqs: int, level: int) -> Part:
         return part("token" if level else "roots", num_reqs)

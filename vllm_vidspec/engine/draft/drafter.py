@@ -44,13 +44,7 @@ UNBOUNDED = 1 << 60
 
 
 class Drafter:
-    """Owns what the draft keeps of every persistent row: its KV, its place in the prefill queue, its policy.
-
-    Args:
-        attention: Of the draft's layers, for trees, and for the two tokens that a step feeds first where the layers'
-            own is slow for them; None where neither asks for it.
-        max_run: Most tokens of a chain that `go_on` draws behind what `draft` has; 0 where it is never asked for.
-    """
+    """Owns what the draft keeps of every persistent row: its KV, its place in the prefill queue, its policy."""
 
     def __init__(
         self,
@@ -64,12 +58,12 @@ class Drafter:
         agreement: Agreement,
         committed: Committed,
         graphs: DraftGraphs,
-        attention: TreeAttention | None,
+        attention: TreeAttention | None,  # for trees, and the two tokens fed first where the layers' own is slow
         shared: Mapping[str, torch.Tensor],  # the target's own, by identifier, where it drafts for itself; else empty
         allocation: Callable[[], AbstractContextManager] = contextlib.nullcontext,
         fills_trees: bool = False,  # see `TreeDrafter`; `take_trees` too
         take_trees: TakeTrees | None = None,
-        max_run: int = 0,
+        max_run: int = 0,  # most tokens of a chain that `go_on` draws behind what `draft` has; 0: it is never asked
         pixels: SharedPixels | None = None,  # what the target has copied to the device; None in a process of its own
     ):
         config = knobs.current
@@ -163,23 +157,20 @@ class Drafter:
         """Make room for the next step, and send the step's tables; return `[n]` bool, False where the pool is full.
         Called once a step, see `DraftKV.apply`.
         """
-        num_slots = self._num_slots(num_tokens_upper_bound, self.kv.num_dropped_np[idx_mapping_np])
-        fits = self.kv.reserve(idx_mapping_np, num_slots)
-        self.kv.apply()
-        self._capacity_limit[idx_mapping_np] = self._find_room(idx_mapping_np)
+        kv, model, longest = self.kv, self.model, self._max_model_len
+        dropped, delta = kv.num_dropped_np[idx_mapping_np], kv.pos_delta_np[idx_mapping_np]
+        fits = kv.reserve(idx_mapping_np, self._num_slots(num_tokens_upper_bound, dropped))
+        kv.apply()
+        # Up to which bound of the committed length the next step has entries and a context.
+        ends = np.stack((model.max_model_len + dropped, model.num_positions - delta))
+        ends = np.where(ends >= longest, UNBOUNDED, ends)  # what the target's context does not reach is no end
+        limit = np.minimum(ends.min(axis=0), kv.capacity_np[idx_mapping_np] + dropped)
+        self._capacity_limit[idx_mapping_np] = limit - self._num_speculative_tokens
         return fits
 
     def has_room(self, idx_mapping_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> bool:
         """Return whether `holds` and `reserve` have nothing to do for `[n]` rows: for most steps a look at a table."""
         return not (num_tokens_upper_bound > self._capacity_limit[idx_mapping_np]).any()
-
-    def _find_room(self, idx_mapping_np: np.ndarray) -> np.ndarray:
-        """Return `[n]` int64: up to which bound of the committed length the next step has entries and a context."""
-        kv, model, longest = self.kv, self.model, self._max_model_len
-        dropped, delta = kv.num_dropped_np[idx_mapping_np], kv.pos_delta_np[idx_mapping_np]
-        ends = np.stack((model.max_model_len + dropped, model.num_positions - delta))
-        ends = np.where(ends >= longest, UNBOUNDED, ends)  # what the target's context does not reach is no end
-        return np.minimum(ends.min(axis=0), kv.capacity_np[idx_mapping_np] + dropped) - self._num_speculative_tokens
 
     def draft(self, message: DraftMessage) -> Drafts:
         start = time.perf_counter()

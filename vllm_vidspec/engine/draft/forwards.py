@@ -117,7 +117,7 @@ class Forwards:
     def _cut(
         self, low: int, high: int, width: int, is_first: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Return of a forward of batch rows `low` to `high` its input tokens, where states go, lengths, and the rest."""
+        """Return of a forward over batch rows its input tokens, where its hidden states go, lengths, and the rest."""
         buffers, places = self.buffers, slice(low * width, high * width)
         at = buffers.step if is_first else buffers.level
         input_ids = (buffers.step.input_ids if is_first else buffers.token_ids)[places]

@@ -33,13 +33,7 @@ NULL_BLOCK = 0  # never handed out; tokens whose KV is already there write here
 
 
 class DraftKV:
-    """Blocks and tables of every persistent row.
-
-    Ranks of a tensor-parallel group make the same calls in the same order.
-
-    Args:
-        caches: Of the draft's layers; None where drafts are chains, whose accepted nodes lie together.
-    """
+    """Blocks and tables of every persistent row; ranks make the same calls in the same order."""
 
     def __init__(
         self,
@@ -48,7 +42,7 @@ class DraftKV:
         max_num_reqs: int,
         max_slots: int,  # most KV entries that one row may hold
         device: torch.device,
-        caches: CacheList | None = None,
+        caches: CacheList | None = None,  # the draft's layers'; None of chains, whose accepted nodes lie together
     ):
         self.num_blocks, self.block_size, self.caches = num_blocks, block_size, caches
         self.max_blocks = -(-max_slots // block_size)
@@ -82,8 +76,6 @@ class DraftKV:
     def num_free_blocks(self) -> int:
         return len(self._free)
 
-    # ---- a request's life ------------------------------------------------------------------------------------------
-
     def add(self, req_state_idx: int, num_dropped: int, pos_delta: int) -> None:
         """Write the integers of a request that begins; the device knows after `apply`."""
         self.num_dropped_np[req_state_idx] = num_dropped
@@ -92,10 +84,8 @@ class DraftKV:
         self._pos_delta.stage_write_elem(req_state_idx, pos_delta)
 
     def reserve(self, idx_mapping_np: np.ndarray, num_slots: np.ndarray) -> np.ndarray:
-        """Make `[n]` rows hold at least `[n]` entries each; only rows that need another block are visited.
-
-        Returns:
-            `[n]` bool, False where the pool or the row's table is full; such a row keeps what it had.
+        """Make `[n]` rows hold at least `[n]` entries each; only rows that need another block are visited. Return `[n]`
+        bool, False where the pool or the row's table is full; such a row keeps what it had.
         """
         fits = np.ones(len(idx_mapping_np), dtype=bool)
         for i in np.flatnonzero(num_slots > self.capacity_np[idx_mapping_np]):
@@ -126,8 +116,6 @@ class DraftKV:
         self._blocks[req_state_idx] = []
         self.capacity_np[req_state_idx] = 0
         self.fed[req_state_idx : req_state_idx + 1].zero_()
-
-    # ---- where a prefill writes ------------------------------------------------------------------------------------
 
     def slots(self, idx_mapping: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         """Return the physical slots `[sum(lengths)]` int64 of a segment of entries per persistent row, concatenated."""

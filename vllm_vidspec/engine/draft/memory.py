@@ -39,20 +39,34 @@ class DraftMemory:
 
     @classmethod
     def plan(cls, config: VidSpecConfig, vllm_config: Any, model: DraftModel, available_bytes: int) -> "DraftMemory":
-        """Choose the sizes, given the KV memory of this rank, target and draft together.
-
-        Raises:
-            VidSpecError: A knob asks for too much, or for too little for one request.
+        """Choose the sizes, given the KV memory of this rank, target and draft together; a VidSpecError where a knob
+        asks for too much, or for too little for one request.
         """
-        vision, tables = _vision_bytes(config, vllm_config, available_bytes), table_bytes(config, vllm_config, model)
+        multimodal, vision = vllm_config.model_config.multimodal_config, config.pool.encoder_bytes
+        # Whether the target is ever shown anything.
+        shows = multimodal is not None and any(map(multimodal.get_limit_per_prompt, ("image", "video")))
+        if vision is None:
+            vision = int(pool.VISION_SHARE * available_bytes) if shows else 0
+        if vision >= available_bytes:
+            left = f"leaves nothing of the {available_bytes} bytes of KV memory"
+            raise VidSpecError(f"draft_encoder_bytes: {vision} {left}")
+        tables = table_bytes(config, vllm_config, model)
         # Pixels are shared where both towers run in one process, on a device that they must be copied to.
-        shares = model.device.type != "cpu" and not config.is_parallel and not config.is_self_draft
-        pixels = int(pool.PIXEL_SHARE * available_bytes) if shares and _shows(vllm_config) else 0
-        left = available_bytes - vision - pixels - tables
-        size = _pool_bytes(config, vllm_config, model, left)
-        if size >= left:
-            raise VidSpecError(f"the draft's KV pool ({size} bytes) leaves nothing of the {left} bytes of KV memory")
-        _say_what_fits(size, left - size, model, _max_slots(config, vllm_config))
+        shares = shows and model.device.type != "cpu" and not config.is_parallel and not config.is_self_draft
+        pixels = int(pool.PIXEL_SHARE * available_bytes) if shares else 0
+        rest = available_bytes - vision - pixels - tables
+        size = _pool_bytes(config, vllm_config, model, rest)
+        if size >= rest:
+            raise VidSpecError(f"the draft's KV pool ({size} bytes) leaves nothing of the {rest} bytes of KV memory")
+        num_tokens, max_slots = (size // model.bytes_per_block - 1) * model.block_size, _max_slots(config, vllm_config)
+        longer = f"; a request that keeps more, of {max_slots} at most, runs undrafted"
+        logger.info(
+            "vidspec: draft KV pool %s GiB, target KV cache %s GiB; the pool holds %d tokens, pruned%s",
+            format_gib(size),
+            format_gib(rest - size),
+            num_tokens,
+            "" if num_tokens >= max_slots else longer,
+        )
         return cls(size, vision, pixels, tables)
 
 
@@ -85,29 +99,3 @@ def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, avai
 
 def _max_slots(config: VidSpecConfig, vllm_config: Any) -> int:
     return max_slots_per_request(vllm_config.model_config.max_model_len, config.num_speculative_tokens)
-
-
-def _say_what_fits(pool_bytes: int, target_bytes: int, model: DraftModel, max_slots: int) -> None:
-    num_tokens = (pool_bytes // model.bytes_per_block - 1) * model.block_size
-    longer = "" if num_tokens >= max_slots else f"; a request that keeps more, of {max_slots} at most, runs undrafted"
-    logger.info(
-        "vidspec: draft KV pool %s GiB, target KV cache %s GiB; the pool holds %d tokens, pruned%s",
-        format_gib(pool_bytes),
-        format_gib(target_bytes),
-        num_tokens,
-        longer,
-    )
-
-
-def _vision_bytes(config: VidSpecConfig, vllm_config: Any, available_bytes: int) -> int:
-    wanted = config.pool.encoder_bytes
-    if wanted is None:
-        wanted = int(pool.VISION_SHARE * available_bytes) if _shows(vllm_config) else 0
-    if wanted >= available_bytes:
-        raise VidSpecError(f"draft_encoder_bytes: {wanted} leaves nothing of the {available_bytes} bytes of KV memory")
-    return wanted
-
-
-def _shows(vllm_config: Any) -> bool:
-    multimodal = vllm_config.model_config.multimodal_config
-    return multimodal is not None and any(map(multimodal.get_limit_per_prompt, ("image", "video")))

@@ -235,18 +235,12 @@ class DraftModel:
         seq_lens: torch.Tensor,  # [num_reqs] int32 KV entries of each request after this forward
         block_table: torch.Tensor,
         slot_mapping: torch.Tensor,  # [num_tokens] int64 physical slots
-        seq_lens_upper_bound: np.ndarray | None = None,
+        seq_lens_upper_bound: np.ndarray | None = None,  # [num_reqs] on the host; None: what the block table holds
     ) -> torch.Tensor:
-        """Run one paged forward over a batch of segments.
+        """Run one paged forward over a batch of segments; return `[num_tokens, hidden_size]` final hidden states.
 
         It can be captured: without a bound of its own no number of the host follows from the step, and what metadata
         the backend computes on the device is computed in the graph.
-
-        Args:
-            seq_lens_upper_bound: `[num_reqs]` host bound of `seq_lens`; None: what the block table holds.
-
-        Returns:
-            `[num_tokens, hidden_size]` final hidden states.
         """
         num_reqs, slot_mappings = len(seq_lens), slot_mapping[None]
         if seq_lens_upper_bound is None:
@@ -276,7 +270,12 @@ class DraftModel:
         """Run the largest forwards, so that the memory profile (and compilation) sees the draft: the tower over the
         encoder's budget, the language model without attention, the choice of candidates from a block of logits.
         """
-        held, width = self._profile_tower(), self.config.model_config.get_inputs_embeds_size()
+        multimodal = self.target_config.model_config.multimodal_config
+        held: list[torch.Tensor] = []  # as many of the largest items as a step may hold
+        if multimodal is not None and not multimodal.skip_mm_profiling:
+            budget = MultiModalBudget(self.target_config, MULTIMODAL_REGISTRY, enable_cache=False)
+            held = self._encode(budget.get_dummy_encoder_profile_inputs())
+        width = self.config.model_config.get_inputs_embeds_size()
         embeds = torch.zeros(self.max_num_tokens, width, dtype=self.dtype, device=self.device)
         hidden = self._run(embeds, torch.zeros_like(self._positions[:, : self.max_num_tokens]), None, None)
         # More scores than one block's never live at a time.
@@ -295,13 +294,6 @@ class DraftModel:
 
         if is_deep_gemm_supported() and envs.VLLM_DEEP_GEMM_WARMUP != "skip":
             deep_gemm_warmup(self.model, self.max_num_tokens)
-
-    def _profile_tower(self) -> list[torch.Tensor]:
-        multimodal = self.target_config.model_config.multimodal_config
-        if multimodal is None or multimodal.skip_mm_profiling:
-            return []
-        budget = MultiModalBudget(self.target_config, MULTIMODAL_REGISTRY, enable_cache=False)
-        return self._encode(budget.get_dummy_encoder_profile_inputs())
 
     def _run(self, embeds: torch.Tensor, positions: torch.Tensor, metadata: Any, slots: Any) -> torch.Tensor:
         num_tokens = embeds.shape[0]
@@ -332,13 +324,8 @@ class DraftModel:
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def embed(self, token_ids: torch.Tensor, media: list[torch.Tensor], where: torch.Tensor | None) -> torch.Tensor:
-        """Return `[n, hidden_size]` input embeddings of the next forward.
-
-        Args:
-            token_ids: `[n]` int64.
-            media: `[m_i, num_media_levels * hidden_size]` embeddings of items. Those of deeper layers wait in the model
-                for the next forward, which takes them.
-            where: `[num_media]` int64 places of the media, None without any.
+        """Return `[n, hidden_size]` input embeddings of the next forward: of `[n]` int64 tokens, and in `[num_media]`
+        int64 places of items' `[m_i, num_media_levels * hidden_size]`; those of deeper layers wait for it in the model.
         """
         if self.num_embeddings < self.vocab_size:
             token_ids = token_ids.clamp(max=self.num_embeddings - 1)  # the target's padding, which means nothing

@@ -22,7 +22,7 @@ from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.messages import Admission, Prefilled, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.draft.model import DraftModel, Layout
-from vllm_vidspec.engine.draft.prefill_job import PrefillJob, PrefillPiece, TextLayout
+from vllm_vidspec.engine.draft.prefill_job import PrefillJob, PrefillPiece
 from vllm_vidspec.engine.draft.vision import DraftVision
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
@@ -36,11 +36,7 @@ logger = init_logger("vllm.vidspec")
 
 
 class DraftPrefill:
-    """Owns the queue of requests in prefill.
-
-    Args:
-        shared: The target's own, by identifier, where its tower is the draft's; else empty.
-    """
+    """Owns the queue of requests in prefill."""
 
     def __init__(
         self,
@@ -49,7 +45,7 @@ class DraftPrefill:
         counters: Counters,
         kv: DraftKV,
         cache: VisionCache,
-        shared: Mapping[str, torch.Tensor],
+        shared: Mapping[str, torch.Tensor],  # the target's embeddings, where its tower is the draft's; else empty
         agreement: Agreement,
         pixels: SharedPixels | None = None,  # what the target has copied to the device, if it runs here
     ):
@@ -113,7 +109,7 @@ class DraftPrefill:
         if placed is not None:
             plan = dataclasses.replace(plan, items=tuple(self._as_seen(item, placed.positions) for item in plan.items))
         scores = None if message.scores is None else [unit.joined(message.scores) for unit in plan.units]
-        job = PrefillJob(message.req_id, message.req_state_idx, TextLayout.of(plan), plan, scores, knobs=knobs)
+        job = PrefillJob(message.req_id, message.req_state_idx, plan, scores, knobs=knobs)
         for number, unit in enumerate(plan.units):
             if (job.compares or is_ahead) and unit.is_choice:
                 job.kept += [None] * len(unit.places)
@@ -236,9 +232,9 @@ class DraftPrefill:
         for job in due:
             if job.unseen():
                 continue  # whoever waits for the tower leaves the language model to those behind
-            num_kept, start = job.layout.num_kept, job.num_done
+            num_kept, start = job.num_kept, job.num_done
             # The first draft feeds the last committed token, so all before it must be there.
-            last = bounds[job.req_state_idx] - 1 - job.layout.num_dropped
+            last = bounds[job.req_state_idx] - 1 - job.num_dropped
             end = max(start, min(start + left, num_kept))
             # Text after the prompt is caught up on in one step: next time the bound on it is another.
             if end >= num_kept and (last - start <= left or (not pieces and start >= num_kept)):
@@ -253,20 +249,16 @@ class DraftPrefill:
 
     def _forward(self, pieces: list[PrefillPiece], text: torch.Tensor) -> None:
         """Read pieces; in one forward, but for a piece of text that is longer than one may be."""
-        if sum(piece.end - piece.start for piece in pieces) > self.model.max_num_tokens:
+        device, size = self.model.device, self.model.max_num_tokens
+        if sum(piece.end - piece.start for piece in pieces) > size:
             (piece,) = pieces
-            size = self.model.max_num_tokens
             for start in range(piece.start, piece.end, size):
                 self._forward([PrefillPiece(piece.job, start, min(start + size, piece.end))], text)
-            return
-        if not pieces:
             return
         for piece in pieces:
             if piece.job.prompt is None:
                 self._prune(piece.job)
-        device = self.model.device
-        counts = [piece.end - piece.start for piece in pieces]
-        ends = [piece.end for piece in pieces]
+        counts, ends = [piece.end - piece.start for piece in pieces], [piece.end for piece in pieces]
         query_start_loc_np = np.cumsum([0, *counts], dtype=np.int32)
         query_start_loc = async_tensor_h2d(query_start_loc_np, device=device)
         rows = [piece.job.req_state_idx for piece in pieces]
@@ -303,10 +295,10 @@ class DraftPrefill:
         places: list[torch.Tensor] = []
         media: list[torch.Tensor] = []
         for piece, start in zip(pieces, starts.tolist(), strict=False):
-            job, prompt_len = piece.job, piece.job.layout.num_kept
+            job, prompt_len = piece.job, piece.job.num_kept
             first, end = max(piece.start, prompt_len), piece.end
             if first < end:
-                begin = first + job.layout.num_dropped
+                begin = first + job.num_dropped
                 committed = text[job.req_state_idx, begin : begin + end - first]
                 token_ids[start + first - piece.start : start + end - piece.start] = committed
             low, high, where = piece.media()
@@ -314,7 +306,7 @@ class DraftPrefill:
                 assert job.embeds is not None
                 media.append(job.embeds[low:high])
                 places.append(where + start)
-        if any(piece.end > piece.job.layout.num_kept for piece in pieces):
+        if any(piece.end > piece.job.num_kept for piece in pieces):
             # Past the committed text the row holds an earlier request's.
             token_ids.clamp_(0, self.model.vocab_size - 1)
         where = async_tensor_h2d(torch.cat(places), device=device) if places else None

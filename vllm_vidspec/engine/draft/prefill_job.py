@@ -1,7 +1,6 @@
 """PrefillJob: how far the draft's prefill of a request has come; PrefillPiece: a part of it; pure data."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,27 +10,13 @@ from vllm_vidspec.pruning import get_pruner
 from vllm_vidspec.pruning.prompt import PromptItem, PromptPlan, PrunedPrompt
 
 
-class TextLayout(NamedTuple):
-    """Where the text after a pruned prompt stands: all that is left to know of a prompt that was read."""
-
-    num_kept: int  # KV entries of the prompt; `num_dropped` tokens of it have none
-    num_dropped: int
-    pos_delta: int  # rope position minus logical position of the text; `num_axes` of these positions
-    num_axes: int
-
-    @classmethod
-    def of(cls, plan: PromptPlan) -> "TextLayout":
-        return cls(plan.num_kept, plan.num_dropped, plan.pos_delta, plan.num_axes)
-
-
 @dataclass(eq=False)
 class PrefillJob:
     """A request in the draft, from `DraftPrefill.add` to `remove`: encoded ahead, in the queue, or read."""
 
     req_id: str
     req_state_idx: int
-    layout: TextLayout  # where its text stands
-    planned: PromptPlan | None  # its prompt, until that has been read
+    plan: PromptPlan  # its prompt, until that has been read
     scores: list[torch.Tensor] | None  # the target's guidance by what is pruned together (`PromptPlan.units`), or None
     # by item which embeddings stay, None until that is known
     kept: list[torch.Tensor | None] = field(default_factory=list)
@@ -51,21 +36,23 @@ class PrefillJob:
     # items by name that are encoded before what guides the pruning is known
     ahead: dict[str, PromptItem] = field(default_factory=dict)
 
-    @property
-    def plan(self) -> PromptPlan:
-        assert self.planned is not None
-        return self.planned
+    def __post_init__(self) -> None:
+        # Where the text after the prompt stands: all that is left to know of one that was read. KV entries of the
+        # prompt, tokens of it that have none; rope position minus logical position of the text, and their axes.
+        self.num_kept, self.num_dropped = self.plan.num_kept, self.plan.num_dropped
+        self.pos_delta, self.num_axes = self.plan.pos_delta, self.plan.num_axes
 
     def finish(self) -> None:
-        """Let go of a prompt that was read; where its text stands is kept."""
-        self.planned = self.scores = self.prompt = self.embeds = None
+        """Let go of a prompt that was read."""
+        del self.plan
+        self.scores = self.prompt = self.embeds = None
         self.kept, self.media, self.looks, self.gathered = [], [], [], {}
 
     def resume(self, num_tokens: int) -> None:
         """Read on in the text from `num_tokens` committed tokens on, none of them the prompt's."""
         nothing = torch.zeros(0, dtype=torch.int64)
-        self.prompt = PrunedPrompt(nothing.int(), nothing.expand(self.layout.num_axes, 0), nothing)
-        self.num_done = max(self.layout.num_kept, num_tokens - self.layout.num_dropped)
+        self.prompt = PrunedPrompt(nothing.int(), nothing.expand(self.num_axes, 0), nothing)
+        self.num_done = max(self.num_kept, num_tokens - self.num_dropped)
 
     @property
     def compares(self) -> bool:
@@ -96,12 +83,12 @@ class PrefillPiece:
 
     def positions(self) -> torch.Tensor:
         """Return `[num_axes, end - start]` int64 rope positions."""
-        layout, prompt = self.job.layout, self.job.prompt
-        assert prompt is not None
-        inside = prompt.positions[:, self.start : self.end]
-        first = max(self.start, layout.num_kept)
-        after = torch.arange(first, max(self.end, first)) + layout.num_dropped + layout.pos_delta
-        return torch.cat((inside, after.expand(layout.num_axes, -1)), dim=1)
+        job = self.job
+        assert job.prompt is not None
+        inside = job.prompt.positions[:, self.start : self.end]
+        first = max(self.start, job.num_kept)
+        after = torch.arange(first, max(self.end, first)) + job.num_dropped + job.pos_delta
+        return torch.cat((inside, after.expand(job.num_axes, -1)), dim=1)
 
     def media(self) -> tuple[int, int, torch.Tensor]:
         """Return which of the prompt's media embeddings are in here, first and end, and where, `[n]` int64."""

@@ -101,8 +101,6 @@ class TreeDrafter:
     def _run(self, *which: Any) -> bool:
         return self._graphs.run(*self._part(*which))
 
-    # ---- what graphs hold ------------------------------------------------------------------------------------------
-
     def _tree(self, num_reqs: int, max_nodes: int) -> None:
         for level in range(self.policy.depth(max_nodes)):
             self._level(num_reqs, max_nodes, level)
@@ -121,8 +119,6 @@ class TreeDrafter:
         torch.clamp(tree.tokens[:num_reqs, 1:], min=0, out=self._buffers.drafts[:num_reqs])
         if self._take is not None:
             self._take(rows, tree)
-
-    # ---- a level ---------------------------------------------------------------------------------------------------
 
     def _feed(self, num_reqs: int, max_nodes: int, level: int) -> bool:
         if level == 0:

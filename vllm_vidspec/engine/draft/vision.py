@@ -7,7 +7,7 @@ the cache cannot hold, each request gathers what it keeps.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,12 +43,7 @@ class Part(NamedTuple):
 
 
 class DraftVision:
-    """Encodes, and hands out.
-
-    Args:
-        shared: The target's own, by identifier, where its tower is the draft's; else empty.
-        fail: Told of a job whose item could not be encoded, and of the error.
-    """
+    """Encodes, and hands out."""
 
     def __init__(
         self,
@@ -56,9 +51,9 @@ class DraftVision:
         adapter: FamilyAdapter,
         counters: Counters,
         cache: VisionCache,
-        shared: Mapping[str, torch.Tensor],
+        shared: Mapping[str, torch.Tensor],  # the target's own, by identifier, where its tower is the draft's
         agreement: Agreement,
-        fail: Callable[[PrefillJob, Exception], None],
+        fail: Callable[[PrefillJob, Exception], None],  # told of a job whose item could not be encoded
         pixels: SharedPixels | None = None,  # what the target has copied to the device, if it runs here
     ):
         self.model, self.cache = model, cache
@@ -78,7 +73,7 @@ class DraftVision:
         for job in due:
             if ahead >= self.model.max_num_tokens:
                 break
-            ahead += max(0, job.layout.num_kept - job.num_done)
+            ahead += max(0, job.num_kept - job.num_done)
             for i in job.unseen():
                 item = job.plan.items[i]
                 start = self._num_here(job, i)
@@ -163,7 +158,10 @@ class DraftVision:
         made: list[torch.Tensor] = []
 
         def run() -> None:
-            looks = self.model.encode([self._feature(part) for part in parts], [part.frames for part in parts])
+            features = [part.item.feature for part in parts]
+            if self._pixels is not None:
+                features = [self._pixels.on_device(part.item.feature, is_first=part.start == 0) for part in parts]
+            looks = self.model.encode(features, [part.frames for part in parts])
             made.extend(map(self._of_part, parts, looks))
 
         if not parts:
@@ -176,10 +174,6 @@ class DraftVision:
         if len(parts) == 1:
             return [error]
         return [found for part in parts for found in self._run_tower([part])]
-
-    def _feature(self, part: Part) -> Any:
-        feature = part.item.feature
-        return feature if self._pixels is None else self._pixels.on_device(feature, is_first=part.start == 0)
 
     @staticmethod
     def _of_part(part: Part, look: torch.Tensor) -> torch.Tensor:

@@ -28,9 +28,7 @@ class VisionCache:
 
     Rows are copied out as soon as they are asked for, so no item is in use for longer than a call, and any can make
     way. What is kept follows from the order of calls alone: it is the same on all ranks of a tensor-parallel group.
-
-    Args:
-        num_bytes: Size; what is less than a page keeps nothing.
+    Less than a page of bytes keeps nothing.
     """
 
     def __init__(self, num_bytes: int, hidden_size: int, dtype: torch.dtype, device: torch.device):
@@ -76,10 +74,8 @@ class VisionCache:
         return self.extend(name, len(embeddings), 0, embeddings)
 
     def extend(self, name: str, num_rows: int, start: int, embeddings: torch.Tensor) -> bool:
-        """Copy the next rows `[k, hidden_size]` of an item in, from `start` on; 0 begins it anew.
-
-        Returns:
-            Whether they are kept: not where the whole cache cannot hold the item, or has let go of the rows before.
+        """Copy the next rows `[k, hidden_size]` of an item in, from `start` on; 0 begins it anew. Return whether they
+        are kept: not where the whole cache cannot hold the item, or has let go of the rows before.
         """
         if start == 0:
             self.drop(name)

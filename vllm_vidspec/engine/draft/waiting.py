@@ -20,11 +20,7 @@ _MOST_ATTEMPTS = 16  # of one request: a pool that is always nearly full is not 
 
 
 class WaitingRoom:
-    """The rules of who waits; the requests themselves are in `RequestRows`.
-
-    Args:
-        requests: Their phases say who waits: `WAITING_FOR_BLOCKS` without blocks, `PREFILL_STALLED` with them.
-    """
+    """The rules of who waits: in `RequestRows`, `WAITING_FOR_BLOCKS` without any, or `PREFILL_STALLED` with some."""
 
     def __init__(self, requests: RequestRows, counters: Counters):
         self._requests, self._counters = requests, counters

@@ -53,10 +53,8 @@ class SharedPixels:
         return [row for row, wanted in self._wanted.items() if not wanted.isdisjoint(self._items)]
 
     def on_device(self, feature: Any, is_first: bool) -> Any:
-        """Return a feature of vLLM's for the draft's tower: with pixels on the device, if they are kept.
-
-        Args:
-            is_first: Whether the tower has seen nothing of it yet; copies are counted once.
+        """Return a feature of vLLM's for the draft's tower: with pixels on the device, if they are kept; copies are
+        counted once, while the tower has seen nothing of it yet.
         """
         item = self._items.get(feature.identifier)
         if item is not None:
@@ -69,20 +67,17 @@ class SharedPixels:
     def _share(self, identifiers: list[str], items: list[Any]) -> list[Any]:
         """Return the processor outputs that the target's encoder is to take: all on the device, or as they came."""
         try:
-            return self._moved(identifiers, items)
+            new = {name: item for name, item in zip(identifiers, items, strict=True) if name not in self._items}
+            if self.num_used_bytes + sum(map(_num_bytes, new.values())) > self.num_bytes:
+                return items
+            there = {name: self._on_device(item) for name, item in new.items()}
+            wanted = set().union(*self._wanted.values())
+            given = [self._items[name] if name in self._items else there[name] for name in identifiers]
+            self._items |= {name: item for name, item in there.items() if name in wanted}
+            return given
         except Exception as error:  # the target copies as ever, and so will the draft
             logger.warning("vidspec: pixels are copied twice (%s)", error)
             return items
-
-    def _moved(self, identifiers: list[str], items: list[Any]) -> list[Any]:
-        new = {name: item for name, item in zip(identifiers, items, strict=True) if name not in self._items}
-        if self.num_used_bytes + sum(map(_num_bytes, new.values())) > self.num_bytes:
-            return items
-        there = {name: self._on_device(item) for name, item in new.items()}
-        wanted = set().union(*self._wanted.values())
-        given = [self._items[name] if name in self._items else there[name] for name in identifiers]
-        self._items |= {name: item for name, item in there.items() if name in wanted}
-        return given
 
     def _on_device(self, item: Any) -> Any:
         return type(item)(

@@ -60,17 +60,12 @@ class PendingScores:
     """A prefilled request's scores on their way to the host, without a wait on the critical path.
 
     On a GPU they are copied into pinned memory, behind what is queued already. Who asks a step later waits for the step
-    before at most, which the host has to wait for anyway.
-
-    Args:
-        measured: A tensor on any device; None where nothing was measured.
-        finish: Makes scores of it, and says what came of the request.
-
-    Attributes:
-        is_here: Whether `wait` returns at once. It follows from the device alone, so that tensor-parallel ranks agree.
+    before at most, which the host has to wait for anyway. `finish` makes scores of what was measured, if anything was,
+    and says what came of the request.
     """
 
     def __init__(self, measured: torch.Tensor | None, finish: Callable[[Any], Guided]):
+        # Whether `wait` returns at once: it follows from the device alone, so that tensor-parallel ranks agree.
         self.is_here = measured is None or measured.device.type == "cpu"
         self._measured, self._finish = measured, finish
         if measured is not None and not self.is_here:
@@ -192,14 +187,12 @@ class GuidanceByWay:
 
 
 def content_keys(request: NewRequest, shown: Sequence[Any], ends: Sequence[int]) -> list[bytes]:
-    """Return a digest per image or video of all that the target computes up to its end, and for whom.
+    """Return a digest per image or video shown of all that the target computes up to its end, `[n]` indices of the
+    prompt behind their last tokens, and for whom.
 
     vLLM lets requests share a prefix's KV by a chain of hashes over tokens, media, LoRA adapter and `cache_salt`, by
     which an operator keeps tenants apart. What hooks keep beside that KV is known by the same things, so that nothing
     goes from one request to another which vLLM's own cache would not share.
-
-    Args:
-        ends: `[n]` prompt index behind the last token of each.
     """
     digest = hashlib.sha256()
 

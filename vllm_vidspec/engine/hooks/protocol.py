@@ -25,13 +25,9 @@ class Forward(NamedTuple):
 
 
 class TargetHook:
-    """Observes the target's requests and forwards; what a hook has no use for, it leaves as it is here.
+    """Observes the target's requests and forwards; what a hook has no use for, it leaves as it is here."""
 
-    Attributes:
-        loss: What an exception costs, for the log.
-    """
-
-    loss: str
+    loss: str  # what an exception costs, for the log
 
     def reserve(self, available_bytes: int) -> int:
         """Return how many bytes of a rank's KV memory it takes; a VidSpecError if a knob asks for too much."""
@@ -69,11 +65,8 @@ class TargetHook:
 
 
 class Guard:
-    """Says what becomes of an exception in a hook that only observes: `on_draft_error: raise` lets it through.
-
-    Args:
-        agreement: Ends the engine where an exception is let through and other ranks would wait for this one.
-        loss: What it costs, for the log.
+    """Says what becomes of an exception in a hook that only observes: `on_draft_error: raise` lets it through, and the
+    agreement ends the engine where other ranks would wait for this one.
     """
 
     def __init__(self, knobs: Knobs, agreement: Agreement, loss: str):

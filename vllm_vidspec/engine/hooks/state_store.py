@@ -78,8 +78,6 @@ class StateStore:
         self._is_stale = False  # whether the device has yet to be told
         self._free = list(range(size - 1, -1, -1))
 
-    # ---- items -----------------------------------------------------------------------------------------------------
-
     def __contains__(self, item: Item) -> bool:
         """Whether states of what the item shows are there for everyone, be they its own or another's."""
         return item.key in self._items
@@ -135,8 +133,6 @@ class StateStore:
         for item in self._items.values():
             self._free.extend(item.blocks)
         self._items.clear()
-
-    # ---- states ----------------------------------------------------------------------------------------------------
 
     def places(self, item: Item, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return which of an item's tokens `[n]` this rank keeps, and their rows of the pool, `[<= n]` int64 each."""

@@ -222,18 +222,14 @@ class VisualStates(TargetHook):
         except Exception as error:
             self._guard.survive(error)
             partial = torch.full((len(batch.logits_indices), top_n), torch.nan, device=self.store.device)
-            self._count_unmeasured(batch.idx_mapping_np)
+            found = map(self._holders.get, batch.idx_mapping_np.tolist())
+            for holder in (holder for holder in found if holder is not None):
+                if holder.is_needed and holder.missed is None:  # each is counted once
+                    holder.missed = "error"
+                    self.counters.add("strict_error")
         partial = partial[None]
         if self._group.world_size > 1:
             partial = self._group.all_gather(partial, dim=0)
         merged = merge_relevance(partial)
         self.counters.add("relevance_us", int(1e6 * (time.perf_counter() - begin)))
         return merged
-
-    def _count_unmeasured(self, idx_mapping_np: np.ndarray) -> None:
-        """Count the requests of `[num_reqs]` rows whose relevance could not be measured, each once."""
-        for req_state_idx in idx_mapping_np.tolist():
-            holder = self._holders.get(req_state_idx)
-            if holder is not None and holder.is_needed and holder.missed is None:
-                holder.missed = "error"
-                self.counters.add("strict_error")

@@ -209,10 +209,17 @@ class ParallelBackend(DraftBackend):
         self._receive(client, commits)
         if client.num_connects > self._num_connects:
             self._num_connects = client.num_connects
-            if self._num_connects > 1:
+            if self._num_connects > 1:  # tell it of all running requests, as far as they have come
                 self._counters.add("drafter_restarts")
-                self._send_again(client)
-        self._time(step)
+                for row, sent in self._sent.items():
+                    self._send(sent, client.tables.text[row, : client.tables.committed[row]].copy())
+                    if sent.has_begun:
+                        self._begin(sent)
+        now, num_reqs, is_decoding = time.monotonic(), step.batch.num_reqs, bool(step.is_done.all())
+        before, num_before = self._last_step
+        if num_before == num_reqs and is_decoding:
+            self._rule.observe_step(num_reqs, 1e6 * (now - before))
+        self._last_step = (now, num_reqs if is_decoding else 0)
         commits.add(step, self._req_states)
         return self._progress[step.batch.idx_mapping_np]
 
@@ -234,24 +241,6 @@ class ParallelBackend(DraftBackend):
         if reason == "draft_error" and self._knobs.current.on_draft_error == "raise":
             raise VidSpecError(detail)
 
-    def _send_again(self, client: DrafterClient) -> None:
-        tables = client.tables
-        for row, sent in self._sent.items():
-            self._send(sent, tables.text[row, : tables.committed[row]].copy())
-            if sent.has_begun:
-                self._begin(sent)
-
-    def _time(self, step: Step) -> None:
-        now, num_reqs = time.monotonic(), step.batch.num_reqs
-        before, num_before = self._last_step
-        if num_before == num_reqs and step.is_done.all():
-            self._rule.observe_step(num_reqs, 1e6 * (now - before))
-        self._last_step = (now, num_reqs if step.is_done.all() else 0)
-
-    def _window(self, client: DrafterClient, rows: np.ndarray) -> int:
-        num_streams = int((client.tables.state[rows] == StreamState.STREAMING).sum())
-        return self._rule.window(len(rows), float(client.tables.draft_us[num_streams]))
-
     def propose(self, step: Step, draft_batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         batch = step.batch
         tokens, info, both = self._outputs(batch.num_reqs)
@@ -269,7 +258,10 @@ class ParallelBackend(DraftBackend):
     def _cut(self, batch: Any, draft_batch: DraftBatch, most: int, tokens: torch.Tensor, info: torch.Tensor) -> None:
         client, commits, streams, rows = self._client, self._commits, self._streams, batch.idx_mapping_np
         assert client is not None and commits is not None and streams is not None
-        wanted = np.minimum(commits.wanted(rows, self._window(client, rows)), most)
+        # What the draft draws while the target verifies.
+        num_streams = int((client.tables.state[rows] == StreamState.STREAMING).sum())
+        window = self._rule.window(len(rows), float(client.tables.draft_us[num_streams]))
+        wanted = np.minimum(commits.wanted(rows, window), most)
         if self._knobs.current.parallel.wait_us:
             commits.wait_for(rows, self._epochs[rows], wanted, self._knobs.current.parallel.wait_us)
         asked = np.stack((self._epochs[rows], wanted * draft_batch.is_drafted), axis=1).astype(np.int32)

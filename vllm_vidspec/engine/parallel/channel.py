@@ -46,12 +46,8 @@ class _Packet:
 
 
 class Channel:
-    """One end.
-
-    Args:
-        end: A connected `SOCK_SEQPACKET` socket; it is closed with the channel.
-        kinds: Union of the message types that this end receives.
-        cores: Where its thread writes what is large; empty: wherever this process runs.
+    """One end: over a connected `SOCK_SEQPACKET` socket, which is closed with it. It receives messages of a union of
+    kinds; its thread writes what is large on these cores, wherever this process runs if there are none.
     """
 
     def __init__(self, end: socket.socket, kinds: Any, cores: Collection[int] = ()):

@@ -28,12 +28,7 @@ _GRACE_S = 5.0  # to end by itself
 
 
 class DrafterClient:
-    """Starts the drafter and talks to it. Nothing here waits but `wait_ready` and `close`.
-
-    Attributes:
-        num_restarts: Starts after the first, whether or not they went well.
-        num_connects: How often it has come up.
-    """
+    """Starts the drafter and talks to it. Nothing here waits but `wait_ready` and `close`."""
 
     def __init__(self, packed: bytes, config: VidSpecConfig, sizes: Sizes, vocab_size: int):
         self._config, self._sizes, self._vocab_size = config, sizes, vocab_size
@@ -44,6 +39,7 @@ class DrafterClient:
         self._processes: list[subprocess.Popen] = []
         self._channel: Channel | None = None
         self.is_up = False  # whether it has loaded, and not gone since
+        # Starts after the first, whether or not they went well, and how often it has come up.
         self.num_restarts, self.num_connects = -1, 0
         self._num_failures = 0
         self._next_start = 0.0
@@ -54,8 +50,6 @@ class DrafterClient:
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
-
-    # ---- its life --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start it; `poll` says when it has loaded."""

@@ -186,11 +186,7 @@ class SharedStreams:
                 self._streams = torch.zeros_like(self._streams, device=device)
 
     def _map(self) -> torch.Tensor:
-        """Return a view of the table at its device address.
-
-        Raises:
-            RuntimeError: The device reads something else than what the host writes.
-        """
+        """Return a view of the table at its device address, if the device reads there what the host writes."""
         host, pointer = self._streams, self._streams.data_ptr()
         num_bytes = -(-host.nbytes // PAGE) * PAGE
         error = torch.cuda.cudart().cudaHostRegister(pointer, num_bytes, _PORTABLE_AND_MAPPED)

@@ -27,11 +27,7 @@ _ALERT_S, _ALERT_SHARE = 100e-6, 0.05
 
 
 class DrafterLead:
-    """The loop.
-
-    Args:
-        do: Carries a command out on every rank, and returns what it returns here; see `DrafterRank`.
-    """
+    """The loop; `do` carries a command out on every rank, and returns what it returns here (`Ranks`)."""
 
     def __init__(self, do: Callable[[Any], Any], tables: Tables, channel: Channel, max_rows: int):
         self._do = do
@@ -43,9 +39,9 @@ class DrafterLead:
         self._num_known: dict[int, int] = {}  # by row: arrived, and tokens of its text that the ranks know
         self._reading: dict[int, int] = {}  # by row: in the queue, and tokens of its text that the ranks know
         self._is_over = False
-        self._worked = time.monotonic()  # when there was something to do last
 
     def run(self) -> None:
+        worked = time.monotonic()  # when there was something to do last
         while not self._is_over:
             self._tables.beat[0] += 1
             self._channel.flush()
@@ -54,19 +50,14 @@ class DrafterLead:
             self._is_over |= self._channel.is_closed
             if self._is_over:
                 return
+            start = time.monotonic()
             if self.turn():
-                self._worked = time.monotonic()
-            else:
-                self._sleep()
-
-    def _sleep(self) -> None:
-        start = time.monotonic()
-        is_alert = self.streams.is_on.any() or self._reading
-        alert_s = max(_ALERT_S, _ALERT_SHARE * (start - self._worked))
-        self._channel.wait(min(alert_s, _IDLE_S) if is_alert else _IDLE_S)
-        note_in(self._tables, EventKind.WAIT, start, 0, 0)
-
-    # ---- messages --------------------------------------------------------------------------------------------------
+                worked = time.monotonic()
+                continue
+            is_alert = self.streams.is_on.any() or self._reading
+            alert_s = max(_ALERT_S, _ALERT_SHARE * (start - worked))
+            self._channel.wait(min(alert_s, _IDLE_S) if is_alert else _IDLE_S)
+            note_in(self._tables, EventKind.WAIT, start, 0, 0)
 
     def _handle(self, message: Any) -> None:
         match message:
@@ -103,8 +94,6 @@ class DrafterLead:
         self._do(messages.Remove(row, epoch))
         self.streams.refuse(row, epoch)
         self._channel.send(messages.Refused(row, epoch, reason, detail))
-
-    # ---- a turn ----------------------------------------------------------------------------------------------------
 
     def turn(self) -> bool:
         self.streams.observe()

@@ -34,10 +34,8 @@ class Progress(NamedTuple):
 
 
 class DrafterCounters:
-    """Stands in the place of `Counters`: what the drafter counts is in the shared tables, and the target publishes it.
-
-    Args:
-        values: int64 `[len(metrics.NAMES)]`, the tables' own; None on every rank but the first.
+    """Stands in the place of `Counters`: what the drafter counts is in the shared tables, `[len(metrics.NAMES)]` int64,
+    and the target publishes it; None on every rank but the first.
     """
 
     def __init__(self, values: np.ndarray | None):

@@ -27,9 +27,6 @@ class PathSampler:
     nodes, the path laid out as a chain that ends in it, and only the last row of the segment is of interest: the
     arithmetic stays vLLM's, bit for bit, for such requests alone, so many segments at a time that their logits take no
     more than MAX_PATH_BYTES in float32 (one segment where one takes more), and once more where they are bfloat16.
-
-    Args:
-        max_depth: Most drafts on a path.
     """
 
     def __init__(self, sampler: Sampler, max_depth: int):

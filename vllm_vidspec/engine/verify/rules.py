@@ -45,8 +45,6 @@ class LooseRules:
         self._ends = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         self._stop_ids: dict[int, frozenset[int]] = {}  # by row, what its two table rows hold
 
-    # ---- requests --------------------------------------------------------------------------------------------------
-
     def add(self, request: NewRequest) -> None:
         """Give a request its rule. One that needs relevance is strict until `ready`."""
         req_state_idx, sampling = request.req_state_idx, request.sampling
@@ -64,7 +62,12 @@ class LooseRules:
             self._counters.add(f"strict_{reason}")
             return
         self._choices[req_state_idx] = choice
-        self._protect_stops(req_state_idx, frozenset(sampling.all_stop_token_ids))
+        stops = frozenset(sampling.all_stop_token_ids)
+        if self._stop_ids.get(req_state_idx) != stops:  # else the row's tables have them already
+            ends = pack_ids(stops, self._shape[1])
+            packed = async_tensor_h2d(np.stack((self._base | ends, ends)), device=self._device)
+            self.protected[req_state_idx], self._ends[req_state_idx] = packed
+            self._stop_ids[req_state_idx] = stops
         if choice.scorer != "loose":
             self._set(req_state_idx)
 
@@ -97,20 +100,10 @@ class LooseRules:
         self._table = None
         self._loose.add(req_state_idx)
 
-    def _protect_stops(self, req_state_idx: int, stops: frozenset[int]) -> None:
-        if self._stop_ids.get(req_state_idx) != stops:
-            ends = pack_ids(stops, self._shape[1])
-            self.protected[req_state_idx], self._ends[req_state_idx] = async_tensor_h2d(
-                np.stack((self._base | ends, ends)), device=self._device
-            )
-            self._stop_ids[req_state_idx] = stops
-
     @property
     def is_predicting(self) -> bool:
         """Whether a draft's relevance is that of the row which predicts it, not of its own."""
         return self._knobs.current.score.relevance_rows == "prediction"
-
-    # ---- verification ----------------------------------------------------------------------------------------------
 
     def any_loose(self, idx_mapping_np: np.ndarray) -> bool:
         """Whether a mismatch of any of `[num_reqs]` persistent rows may stand."""

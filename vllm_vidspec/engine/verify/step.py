@@ -26,10 +26,8 @@ class VerifySlice(NamedTuple):
 
 
 class VerifyStep:
-    """A batch on its way through the verifier, which vLLM shows it slice by slice.
-
-    Args:
-        hidden_states: `[num_tokens, hidden_size]` final ones of the forward; None where nothing is measured on them.
+    """A batch on its way through the verifier, which vLLM shows it slice by slice, with the `[num_tokens, hidden_size]`
+    final states of its forward; None where nothing is measured on them.
     """
 
     def __init__(self, hidden_states: torch.Tensor | None = None):

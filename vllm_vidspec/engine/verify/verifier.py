@@ -83,18 +83,14 @@ class CoupledVerifier(RejectionSampler):
         invalid_drafts: torch.Tensor | None = None,
     ):
         """Verify a batch as vLLM asks. Its logits rows are the roots' and the drafts', in node order."""
-        self._step.open(input_batch.cu_num_logits_np, self._measure(input_batch))
+        relevance, rules = None, self._rules
+        if self._visual is not None and rules is not None and rules.any_by_relevance(input_batch.idx_mapping_np):
+            assert self._step.hidden_states is not None
+            relevance = self._visual.relevance(self._step.hidden_states, input_batch, self.num_speculative_steps + 1)
+        self._step.open(input_batch.cu_num_logits_np, relevance)
         if self._watch is not None:
             self._watch.begin(input_batch.req_ids, input_batch.is_prefilling_np)
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
-
-    def _measure(self, input_batch: Any) -> torch.Tensor | None:
-        """Return `[num_logits]` relevance of a batch's rows, None where nobody asks for it."""
-        idx_mapping_np = input_batch.idx_mapping_np
-        if self._visual is None or self._rules is None or not self._rules.any_by_relevance(idx_mapping_np):
-            return None
-        assert self._step.hidden_states is not None
-        return self._visual.relevance(self._step.hidden_states, input_batch, self.num_speculative_steps + 1)
 
     def _verify(
         self,
@@ -186,10 +182,8 @@ def _output_order(scored: Scored, part: VerifySlice) -> torch.Tensor:
 class ScoreWatch:
     """Records verify steps token by token, on the host: an engine that is watched waits for every step.
 
-    Args:
-        req_states: The runner's: what was emitted without being verified (by a prefill, a step without drafts), and
-            what a preempted request keeps of its last step, is seen in the text.
-        is_predicting: Whether relevance is measured on the row that predicts a token, not on the token's own.
+    What was emitted without being verified (by a prefill, a step without drafts), and what a preempted request keeps of
+    its last step, is seen in the text. Relevance may be measured on the row that predicts a token, not on its own.
     """
 
     def __init__(self, req_states: Any, is_predicting: bool):
