@@ -5,7 +5,6 @@ memory nor socket has a name in a file system: when both processes are gone, how
 never waits, neither for the other end nor for memory: what is not written or not taken yet stays in the queue here.
 """
 
-import array
 import collections
 import contextlib
 import dataclasses
@@ -112,10 +111,8 @@ class Channel:
                 try:
                     if packet.memory is None:
                         self._socket.send(packet.data)
-                    else:
-                        # An empty packet would be the end of the line.
-                        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [packet.memory]))
-                        self._socket.sendmsg([b"m"], [rights])
+                    else:  # an empty packet would be the end of the line
+                        socket.send_fds(self._socket, [b"m"], [packet.memory])
                 except BlockingIOError:
                     return
                 except OSError:
@@ -132,17 +129,16 @@ class Channel:
         messages = []
         while not self.is_closed:
             try:
-                data, extra, _, _ = self._socket.recvmsg(_RECEIVE_BYTES, socket.CMSG_SPACE(4))
+                data, memories, _, _ = socket.recv_fds(self._socket, _RECEIVE_BYTES, 1)
             except BlockingIOError:
                 break
             except OSError:
-                data, extra = b"", []
+                data, memories = b"", []
             if not data:
                 self.close()
                 break
             try:
-                packed = _from_memory(array.array("i", extra[0][2])[0]) if extra else data
-                messages.append(self._decoder.decode(packed))
+                messages.append(self._decoder.decode(_from_memory(memories[0]) if memories else data))
             except Exception as error:  # whatever it is, the other end does not speak as we do
                 logger.error("vidspec: what came from the drafter's other end is no message: %s", error)
                 self.close()
@@ -177,24 +173,14 @@ def _move_to(cores: Collection[int]) -> None:
 
 def _into_memory(buffers: list[memoryview]) -> int:
     """Write buffers into new memory, their number and sizes first; return its descriptor."""
-    sizes = [buffer.nbytes for buffer in buffers]
-    starts, end = [], aligned(_COUNT.size * (1 + len(sizes)))
-    for size in sizes:
-        starts.append(end)
-        end = aligned(end + size)
     descriptor = os.memfd_create("vidspec-message", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, end)
     # Written, not mapped: a map's pages would be faulted in one by one, which takes longer than the copy.
-    _write(descriptor, memoryview(struct.pack(f"<{1 + len(sizes)}q", len(sizes), *sizes)), 0)
-    for start, buffer in zip(starts, buffers, strict=True):
-        _write(descriptor, buffer, start)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(struct.pack(f"<{1 + len(buffers)}q", len(buffers), *(buffer.nbytes for buffer in buffers)))
+        for buffer in buffers:
+            file.seek(aligned(file.tell()))
+            file.write(buffer)
     return descriptor
-
-
-def _write(descriptor: int, data: memoryview, start: int) -> None:
-    while len(data):
-        count = os.pwrite(descriptor, data, start)
-        data, start = data[count:], start + count
 
 
 def _from_memory(descriptor: int) -> list[memoryview]:

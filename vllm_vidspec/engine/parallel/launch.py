@@ -39,9 +39,8 @@ class Plan:
 def write_memory(data: bytes, name: str) -> int:
     """Return the descriptor of new memory that holds `data`."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
-    view = memoryview(data)
-    while len(view):
-        view = view[os.write(descriptor, view) :]
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
     return descriptor
 
 

@@ -30,10 +30,7 @@ class DrafterLead:
     """The loop; `do` carries a command out on every rank, and returns what it returns here (`Ranks`)."""
 
     def __init__(self, do: Callable[[Any], Any], tables: Tables, channel: Channel, max_rows: int):
-        self._do = do
-        self._tables = tables
-        self._channel = channel
-        self._max_rows = max_rows
+        self._do, self._tables, self._channel, self._max_rows = do, tables, channel, max_rows
         self.streams = Streams(tables)
         self._waiting: dict[int, messages.Add] = {}  # by row: arrived, and not looked at
         self._num_known: dict[int, int] = {}  # by row: arrived, and tokens of its text that the ranks know

@@ -61,30 +61,17 @@ class TargetMirror:
     """The target's sampling parameters and committed text, by the same persistent rows, on the draft's device."""
 
     def __init__(self, vllm_config: Any, max_num_reqs: int, vocab_size: int, device: torch.device):
-        self.states = RequestState(
-            max_num_reqs,
-            vllm_config.model_config.max_model_len,
-            vllm_config.scheduler_config.max_num_batched_tokens,
-            1,  # token is drawn at a time
-            vocab_size,
-            device,
-        )
-        self.sampler = Sampler(
-            vllm_config,
-            max_num_reqs,
-            vocab_size,
-            device,
-            self.states,
-            num_speculative_tokens=1,
-            use_fp64_gumbel=vllm_config.model_config.use_fp64_gumbel,
-        )
-        states = self.states
+        model, max_tokens = vllm_config.model_config, vllm_config.scheduler_config.max_num_batched_tokens
+        # One token is drawn at a time.
+        self.states = RequestState(max_num_reqs, model.max_model_len, max_tokens, 1, vocab_size, device)
+        options = dict(num_speculative_tokens=1, use_fp64_gumbel=model.use_fp64_gumbel)
+        self.sampler = Sampler(vllm_config, max_num_reqs, vocab_size, device, self.states, **options)
         # The text's own, as `RequestState` may keep its on the host.
-        self.text = torch.zeros(max_num_reqs, states.max_model_len, dtype=torch.int32, device=device)
+        self.text = torch.zeros(max_num_reqs, model.max_model_len, dtype=torch.int32, device=device)
         self.num_tokens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self._staged: set[int] = set()  # rows whose requests the device is yet to be told of
-        on_gpu = device.type == "cuda"
-        self._told = torch.cuda.Event(blocking=True) if on_gpu else None  # of those that it was last
+        # Of those that it was last.
+        self._told = torch.cuda.Event(blocking=True) if device.type == "cuda" else None
 
     def add(self, message: messages.Add) -> None:
         """Take a request in; `apply` tells the device."""
@@ -134,10 +121,7 @@ class DrafterRank:
     """Carries out commands."""
 
     def __init__(self, drafter: Drafter, mirror: TargetMirror, knobs: Knobs, counters: DrafterCounters):
-        self.drafter = drafter
-        self._mirror = mirror
-        self._knobs = knobs
-        self._counters = counters
+        self.drafter, self._mirror, self._knobs, self._counters = drafter, mirror, knobs, counters
         self._arrived: dict[int, messages.Add] = {}  # by row, until they begin
         self._ones = torch.ones(mirror.states.max_num_reqs, dtype=torch.int32, device=mirror.text.device)
 
@@ -188,10 +172,8 @@ class DrafterRank:
                 self._mirror.append(row, start, tokens)
         refused, keeps = self._reserve(message.rows, message.lengths)
         done = self.drafter.prefill(PrefillStep(message.rows[keeps], message.lengths[keeps], self._mirror.text))
-        for row in done.failed:
-            req_id = self._mirror.states.index_to_req_id[row]
-            refused.append((row, *(self._counters.reason_for(req_id))))
-        return Progress(done.ready, refused)
+        names = self._mirror.states.index_to_req_id
+        return Progress(done.ready, refused + [(row, *self._counters.reason_for(names[row])) for row in done.failed])
 
     def draw(self, message: messages.Draw) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
         """Draw a token of each row; return `[m]` int64 of the rows that are not refused, and those that are.
@@ -208,11 +190,10 @@ class DrafterRank:
             if not len(message.rows):
                 return np.zeros(0, dtype=np.int64), refused
         rows = self._mirror.place(message)
-        device = rows.device
         # As if the target had accepted the token before the root, which `begin_step` then feeds; `fed` forgets that it
         # was proposed.
         if message.missing.any():
-            num_sampled = async_tensor_h2d(1 + message.missing.astype(np.int32), device=device)
+            num_sampled = async_tensor_h2d(1 + message.missing.astype(np.int32), device=rows.device)
             self.drafter.kv.fed[rows] = 0
         else:
             num_sampled = self._ones[: len(rows)]

@@ -45,9 +45,8 @@ def build(plan: Plan, vllm_config: Any, config: VidSpecConfig, tables: Tables) -
     vllm_config.kernel_config.ir_op_priority.set_default()
     vllm.ir.set_default_torch_wrap(vllm_config.compilation_config.ir_enable_torch_wrap)
     with set_current_vllm_config(vllm_config):
-        init_worker_distributed_environment(
-            vllm_config, plan.rank, plan.init_method, plan.rank, current_platform.dist_backend
-        )
+        where = (plan.rank, plan.init_method, plan.rank, current_platform.dist_backend)
+        init_worker_distributed_environment(vllm_config, *where)
         init_workspace_manager(device)
         knobs, counters = Knobs(config), DrafterCounters(tables.counters if plan.rank == 0 else None)
         agreement = Agreement(get_tp_group())
@@ -65,9 +64,8 @@ def _make_drafter(
     plan: Plan, vllm_config: Any, knobs: Knobs, counters: DrafterCounters, model: DraftModel, agreement: Agreement
 ) -> tuple[Drafter, TargetMirror]:
     max_num_reqs, max_model_len = plan.sizes["max_num_reqs"], vllm_config.model_config.max_model_len
-    mode = vllm_config.compilation_config.cudagraph_mode or CUDAGraphMode.NONE
-    if model.device.type == "cpu":
-        mode = CUDAGraphMode.NONE
+    on_cpu, asked = model.device.type == "cpu", vllm_config.compilation_config.cudagraph_mode
+    mode = CUDAGraphMode.NONE if on_cpu or not asked else asked
     model.use_cudagraph_mode(mode_of_draft(mode))
     # Before what is left is measured: the texts of all rows may take a gigabyte.
     mirror = TargetMirror(vllm_config, max_num_reqs, plan.vocab_size, model.device)
@@ -92,13 +90,13 @@ def _make_drafter(
         shared={},
         max_run=_MAX_RUN,
     )
-    if model.device.type == "cuda":
+    if not on_cpu:
         drafter.warm_up()
-    else:
-        load_loops()
-        # vLLM compiles the look-up of a vocabulary that ranks share at its first call, for longer than answers take.
-        for count in (1, 2) if get_tp_group().world_size > 1 else ():
-            model.embed(torch.zeros(count, dtype=torch.int64), [], None)
+        return drafter, mirror
+    load_loops()
+    # vLLM compiles the look-up of a vocabulary that ranks share at its first call, for longer than answers take.
+    for count in (1, 2) if get_tp_group().world_size > 1 else ():
+        model.embed(torch.zeros(count, dtype=torch.int64), [], None)
     return drafter, mirror
 
 
