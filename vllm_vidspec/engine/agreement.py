@@ -12,6 +12,7 @@ import contextlib
 import os
 import sys
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -195,8 +196,6 @@ def _place(error: Exception, rank: int) -> int:
     """Return a number for where and how a step failed: equal on two ranks that stopped after the same collectives."""
     if isinstance(error, torch.OutOfMemoryError):
         return -1 - rank  # what runs out of memory need not do so at the same layer
-    lines, frame = [type(error).__name__], error.__traceback__
-    while frame is not None:
-        lines.append(f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}")
-        frame = frame.tb_next
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [type(error).__name__, *(f"{frame.f_code.co_filename}:{line}" for frame, line in frames)]
     return zlib.crc32("\n".join(lines).encode())

@@ -85,7 +85,7 @@ def speed_up_interpreter_kernels() -> None:
             if hasattr(kernel, MARK):
                 continue
             run, taken = twin_of(name), inspect.signature(kernel.fn).parameters
-            wanted = [it if it in taken else f"{it}_ptr" for it in list(inspect.signature(run).parameters)[1:]]
+            wanted = [it if it in taken else f"{it}_ptr" for it in kernels.reads(run)]
             replace(module, f"_{name}_kernel", functools.partial(kernels.Twin, run), *wanted)
 
 

@@ -8,7 +8,9 @@ too. `penalties` here is the twin of vLLM's `_penalties_kernel`, and so on; rows
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,180 +26,131 @@ _SUM_BLOCK, _RANK_BLOCK = 1024, 8192
 class Twin:
     """Stands in for a Triton kernel: `kernel[grid](...)` calls a function once, for the whole grid.
 
-    It takes the grid and the kernel's arguments that it names (`*_ptr` without the ending): arrays for tensors, or the
-    tensor where it is annotated as one. Where it returns False, and for bfloat16, which numpy does not know, the
-    interpreted kernel runs.
+    It takes the grid, and `k`, the kernel's arguments by name (`*_ptr` without the ending) with arrays for tensors; one
+    that takes `logits`, too, gets them as float32. Where it returns False, and for bfloat16, which numpy does not know,
+    the interpreted kernel runs.
     """
 
     def __init__(self, run: Callable[..., bool | None], interpreted: Any):
-        self._run, self._interpreted = run, interpreted
-        wanted = list(inspect.signature(run).parameters.values())[1:]
-        self._is_tensor = {it.name: it.annotation is torch.Tensor for it in wanted}
-        names = inspect.signature(interpreted.fn).parameters
-        self._names = [name if name in self._is_tensor else name.removesuffix("_ptr") for name in names]
+        self._run, self._interpreted, self._reads = run, interpreted, reads(run)
+        taken = inspect.signature(interpreted.fn).parameters
+        self._names = [name.removesuffix("_ptr") for name in taken]
+        self._defaults = {name: it.default for name, it in taken.items() if it.default is not it.empty}
+        self._takes_logits = "logits" in inspect.signature(run).parameters
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         """Return the launcher for a grid."""
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        given = dict(zip(self._names, args, strict=False)) | constants
-        taken: dict[str, Any] = {}
-        for name, as_tensor in self._is_tensor.items():
-            value = given.get(name)
-            if isinstance(value, torch.Tensor) and not as_tensor:
-                if value.dtype == torch.bfloat16:
-                    break
-                value = value.numpy()
-            taken[name] = value
-        if len(taken) < len(self._is_tensor) or self._run(grid, **taken) is False:
-            self._interpreted[grid](*args, **constants)
+        given = self._defaults | dict(zip(self._names, args, strict=False)) | constants
+        values = {name: given[name] for name in self._reads}
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        if all(tensor.dtype != torch.bfloat16 for tensor in tensors.values()):
+            k = SimpleNamespace(**values | {name: tensor.numpy() for name, tensor in tensors.items()})
+            logits = (given["logits"].float().numpy(),) if self._takes_logits else ()
+            if self._run(grid, k, *logits) is not False:
+                return
+        self._interpreted[grid](*args, **constants)
 
 
-def gumbel_sample(
-    grid,
-    local_argmax,
-    local_max,
-    logits_cache,
-    logits: torch.Tensor,
-    expanded_idx_mapping,
-    seeds,
-    pos,
-    temp,
-    vocab_size,
-    BLOCK_SIZE,
-    IS_DRAFTING,
-    APPLY_TEMPERATURE,
-    USE_FP64,
-) -> bool:
+def reads(run: Callable) -> list[str]:
+    """Return which arguments of its kernel a twin reads."""
+    return sorted(set(re.findall(r"\bk\.(\w+)", inspect.getsource(run))))
+
+
+def gumbel_sample(grid, k, logits) -> bool:
     """Find the best noised token of each block of each row: `local_argmax`, `local_max` `[num_tokens, num_blocks]`."""
-    if logits_cache is not None or USE_FP64 or APPLY_TEMPERATURE:  # this project never asks for it
+    if k.logits_cache is not None or k.USE_FP64 or k.APPLY_TEMPERATURE:  # this project never asks for it
         return False
-    rows, values = expanded_idx_mapping, logits.float().numpy().copy()  # [num_tokens, vocab_size]
-    noisy = (rows >= 0) & (temp[rows] != 0.0)
+    rows, values = k.expanded_idx_mapping, logits.copy()  # [num_tokens, vocab_size]
+    noisy = (rows >= 0) & (k.temp[rows] != 0.0)
     if noisy.any():
-        positions = pos[noisy] + (DRAFT_NOISE_SALT if IS_DRAFTING else 0)
-        values[noisy] += gumbel_noise(seeds[rows[noisy]], positions, np.arange(vocab_size, dtype=_U32))
-    for block in range(local_argmax.shape[1]):
-        part = values[:, block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
+        positions = k.pos[noisy] + (DRAFT_NOISE_SALT if k.IS_DRAFTING else 0)
+        values[noisy] += gumbel_noise(k.seeds[rows[noisy]], positions, np.arange(k.vocab_size, dtype=_U32))
+    for block in range(k.local_argmax.shape[1]):
+        part = values[:, block * k.BLOCK_SIZE : (block + 1) * k.BLOCK_SIZE]
         best = part.argmax(axis=1)
-        local_argmax[:, block] = block * BLOCK_SIZE + best
-        local_max[:, block] = np.take_along_axis(part, best[:, None], axis=1)[:, 0]
+        k.local_argmax[:, block] = block * k.BLOCK_SIZE + best
+        k.local_max[:, block] = np.take_along_axis(part, best[:, None], axis=1)[:, 0]
     return True
 
 
-def temperature(grid, logits, expanded_idx_mapping, temperature) -> None:
-    heat = temperature[expanded_idx_mapping[: grid[0]]]
+def temperature(grid, k) -> None:
+    heat = k.temperature[k.expanded_idx_mapping[: grid[0]]]
     rows = np.flatnonzero((heat != 0.0) & (heat != 1.0))
-    logits[rows] /= heat[rows, None]
+    k.logits[rows] /= heat[rows, None]
 
 
-def min_p(grid, logits, expanded_idx_mapping, min_p) -> None:
-    share = min_p[expanded_idx_mapping[: grid[0]]]
+def min_p(grid, k) -> None:
+    share = k.min_p[k.expanded_idx_mapping[: grid[0]]]
     rows = np.flatnonzero(share != 0.0)
-    values = logits[rows]
+    values = k.logits[rows]
     values[values < values.max(axis=1, keepdims=True) + np.log(share[rows, None])] = -np.inf
-    logits[rows] = values
+    k.logits[rows] = values
 
 
-def bias(
-    grid,
-    logits,
-    expanded_idx_mapping,
-    num_allowed_token_ids,
-    allowed_token_ids,
-    num_logit_bias,
-    bias_token_ids,
-    bias,
-    pos,
-    min_lens,
-    num_stop_token_ids,
-    stop_token_ids,
-    CHECK_ALL_MASKED_ROWS,
-) -> bool:
+def bias(grid, k) -> bool:
     """Allow, bias and ban tokens, listed `[max_num_reqs, most]`; rows are looked at one by one where asked for."""
-    if CHECK_ALL_MASKED_ROWS:
+    if k.CHECK_ALL_MASKED_ROWS:
         return False
-    reqs = expanded_idx_mapping[: grid[0]]
-    for row in np.flatnonzero(num_allowed_token_ids[reqs]):
-        allowed = allowed_token_ids[reqs[row], : num_allowed_token_ids[reqs[row]]]
-        kept = logits[row, allowed]
-        logits[row] = -np.inf
-        logits[row, allowed] = kept
-    for row in np.flatnonzero(num_logit_bias[reqs]):
-        count = num_logit_bias[reqs[row]]
-        logits[row, bias_token_ids[reqs[row], :count]] += bias[reqs[row], :count]
-    for row in np.flatnonzero((num_stop_token_ids[reqs] > 0) & (pos[: grid[0]] + 1 < min_lens[reqs])):
-        logits[row, stop_token_ids[reqs[row], : num_stop_token_ids[reqs[row]]]] = -np.inf
+    reqs = k.expanded_idx_mapping[: grid[0]]
+    for row in np.flatnonzero(k.num_allowed_token_ids[reqs]):
+        allowed = k.allowed_token_ids[reqs[row], : k.num_allowed_token_ids[reqs[row]]]
+        kept = k.logits[row, allowed]
+        k.logits[row] = -np.inf
+        k.logits[row, allowed] = kept
+    for row in np.flatnonzero(k.num_logit_bias[reqs]):
+        count = k.num_logit_bias[reqs[row]]
+        k.logits[row, k.bias_token_ids[reqs[row], :count]] += k.bias[reqs[row], :count]
+    for row in np.flatnonzero((k.num_stop_token_ids[reqs] > 0) & (k.pos[: grid[0]] + 1 < k.min_lens[reqs])):
+        k.logits[row, k.stop_token_ids[reqs[row], : k.num_stop_token_ids[reqs[row]]]] = -np.inf
     return True
 
 
-def penalties(
-    grid,
-    logits,
-    expanded_idx_mapping,
-    token_ids,
-    expanded_local_pos,
-    repetition_penalty,
-    frequency_penalty,
-    presence_penalty,
-    prompt_bin_mask,
-    output_bin_counts,
-) -> None:
+def penalties(grid, k) -> None:
     """Penalise all rows at once: trees verify some thirty a request. `prompt_bin_mask` `[max_num_reqs,
     ceil(vocab_size / 32)]` int32, `output_bin_counts` `[max_num_reqs, vocab_size]` int32.
     """
-    reqs, vocab_size = expanded_idx_mapping, logits.shape[1]
-    asked = (repetition_penalty, frequency_penalty, presence_penalty)
+    reqs, vocab_size = k.expanded_idx_mapping, k.logits.shape[1]
+    asked = (k.repetition_penalty, k.frequency_penalty, k.presence_penalty)
     repetition, frequency, presence = (penalty[reqs].astype(_F32) for penalty in asked)
     rows = np.flatnonzero((repetition != 1.0) | (frequency != 0.0) | (presence != 0.0))
     if not len(rows):
         return
     reqs, repetition = reqs[rows], repetition[rows, None]
     frequency, presence = frequency[rows, None], presence[rows, None]
-    counts = output_bin_counts[reqs].copy()  # [n, vocab_size]
-    local_pos = expanded_local_pos[rows]
+    counts = k.output_bin_counts[reqs].copy()  # [n, vocab_size]
+    local_pos = k.expanded_local_pos[rows]
     owner = np.repeat(np.arange(len(rows)), local_pos)
     before = np.arange(len(owner)) - np.repeat(np.cumsum(local_pos) - local_pos, local_pos)
-    drafted = token_ids[np.repeat(rows - local_pos, local_pos) + before + 1]
+    drafted = k.token_ids[np.repeat(rows - local_pos, local_pos) + before + 1]
     known = (drafted >= 0) & (drafted < vocab_size)
     np.add.at(counts, (owner[known], drafted[known]), 1)
     seen = counts > 0
-    values = logits[rows].astype(_F32)
-    bits = (prompt_bin_mask[reqs][:, :, None] >> np.arange(32, dtype=np.int32)) & 1
+    values = k.logits[rows].astype(_F32)
+    bits = (k.prompt_bin_mask[reqs][:, :, None] >> np.arange(32, dtype=np.int32)) & 1
     in_prompt = bits.reshape(len(rows), -1)[:, :vocab_size].astype(bool)
     scale = np.where(in_prompt | seen, repetition, _F32(1.0))
     scaled = values * np.where(values > 0, _F32(1.0) / scale, scale)
     values = np.where(repetition != 1.0, scaled, values)
     values = values - frequency * counts.astype(_F32)
-    logits[rows] = values - presence * seen.astype(_F32)
+    k.logits[rows] = values - presence * seen.astype(_F32)
 
 
-def bad_words(
-    grid,
-    logits,
-    expanded_idx_mapping,
-    bad_word_token_ids,
-    bad_word_offsets,
-    num_bad_words,
-    all_token_ids,
-    prompt_len,
-    total_len,
-    input_ids,
-    expanded_local_pos,
-) -> None:
+def bad_words(grid, k) -> None:
     """Ban the last token of each word whose beginning a row's text ends with. The grid: rows, most words of a request;
     `bad_word_offsets` `[max_num_reqs, most words + 1]`.
     """
-    reqs, local_pos, ids = expanded_idx_mapping, expanded_local_pos, bad_word_token_ids
+    reqs, local_pos, ids = k.expanded_idx_mapping, k.expanded_local_pos, k.bad_word_token_ids
     first_row = np.arange(len(reqs)) - local_pos  # of the request
-    prompt = prompt_len[reqs]
-    num_output = total_len[reqs] - prompt  # [num_tokens] committed output tokens
+    prompt = k.prompt_len[reqs]
+    num_output = k.total_len[reqs] - prompt  # [num_tokens] committed output tokens
     length = num_output + local_pos
     for word in range(grid[1]):
-        start, end = bad_word_offsets[reqs, word], bad_word_offsets[reqs, word + 1]
+        start, end = k.bad_word_offsets[reqs, word], k.bad_word_offsets[reqs, word + 1]
         prefix = end - start - 1
-        match = (word < num_bad_words[reqs]) & (prefix <= length)
+        match = (word < k.num_bad_words[reqs]) & (prefix <= length)
         for i in range(int(prefix[match].max(initial=0))):
             rows = np.flatnonzero(match & (i < prefix))
             place = (length - prefix + i)[rows]  # in the output
@@ -206,16 +159,16 @@ def bad_words(
             # Each place is looked up in one of the two texts only: in the other it may lie past the end.
             actual = np.empty(len(rows), dtype=np.int64)
             there, here = rows[~is_drafted], rows[is_drafted]
-            actual[~is_drafted] = all_token_ids[reqs[there], prompt[there] + place[~is_drafted]]
-            actual[is_drafted] = input_ids[first_row[here] + drafted[is_drafted] + 1]
+            actual[~is_drafted] = k.all_token_ids[reqs[there], prompt[there] + place[~is_drafted]]
+            actual[is_drafted] = k.input_ids[first_row[here] + drafted[is_drafted] + 1]
             match[rows] &= ids[reqs[rows], start[rows] + i] == actual
         rows = np.flatnonzero(match)
-        logits[rows, ids[reqs[rows], end[rows] - 1]] = -np.inf
+        k.logits[rows, ids[reqs[rows], end[rows] - 1]] = -np.inf
 
 
-def topk_log_softmax(grid, output, logits: torch.Tensor, topk_ids) -> None:
+def topk_log_softmax(grid, k, logits) -> None:
     """Write the log-probabilities of `[num_tokens, n]` tokens."""
-    values = logits.float().numpy()
+    values = logits
     top = values.max(axis=1, keepdims=True)
     total = np.zeros(len(values), _F32)
     for first in range(0, values.shape[1], _SUM_BLOCK):
@@ -223,15 +176,14 @@ def topk_log_softmax(grid, output, logits: torch.Tensor, topk_ids) -> None:
         weights = np.zeros((len(values), _SUM_BLOCK), _F32)
         np.exp(part - top, out=weights[:, : part.shape[1]])
         total += weights.sum(axis=1)
-    output[:] = np.take_along_axis(values, topk_ids, axis=1) - top - np.log(total)[:, None]
+    k.output[:] = np.take_along_axis(values, k.topk_ids, axis=1) - top - np.log(total)[:, None]
 
 
-def ranks(grid, output, logits: torch.Tensor, token_ids) -> None:
-    values = logits.float().numpy()
-    own = np.take_along_axis(values, token_ids[:, None], axis=1)
+def ranks(grid, k, logits) -> None:
+    own = np.take_along_axis(logits, k.token_ids[:, None], axis=1)
     # A row is padded with -inf, which counts beside a token that has no less.
-    padding = -values.shape[1] % _RANK_BLOCK
-    output[:] = (values >= own).sum(axis=1) + padding * (own[:, 0] == -np.inf)
+    padding = -logits.shape[1] % _RANK_BLOCK
+    k.output[:] = (logits >= own).sum(axis=1) + padding * (own[:, 0] == -np.inf)
 
 
 def gumbel_noise(seeds: np.ndarray, positions: np.ndarray, keys: np.ndarray, use_fp64: bool = False) -> np.ndarray:
