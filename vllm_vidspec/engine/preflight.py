@@ -251,12 +251,8 @@ def choose_backend(vllm_config: Any, what: str, way_out: str) -> None:
         return  # its own choice serves; without any, vLLM says why
     if not readable:
         kv_views.check_backend(ranked[0].name, what, way_out)
-    logger.warning(
-        "vidspec: attention backend %s instead of %s, which %s does not read: chains with the pruner uv keep it",
-        readable[0].name,
-        ranked[0].name,
-        what,
-    )
+    line = "vidspec: attention backend %s instead of %s, which %s does not read: chains with the pruner uv keep it"
+    logger.warning(line, readable[0].name, ranked[0].name, what)
     attention.backend = readable[0]
 
 
@@ -267,12 +263,8 @@ def _warn(vllm_config: Any, config: VidSpecConfig) -> None:
     draft_len = vllm_config.speculative_config.draft_model_config.max_model_len
     target_len = vllm_config.model_config.max_model_len
     if draft_len < target_len:
-        logger.warning(
-            "vidspec: the draft's context ends at %d tokens, the target's at %d: from there on requests run without "
-            "speculation",
-            draft_len,
-            target_len,
-        )
+        ends = "vidspec: the draft's context ends at %d tokens, the target's at %d"
+        logger.warning(f"{ends}: from there on requests run without speculation", draft_len, target_len)
     if prunes_videos(vllm_config.model_config) and vllm_config.cache_config.enable_prefix_caching:
         logger.warning(
             "vidspec: --video-pruning-rate with prefix caching: after a video from the cache vLLM does not correct the "

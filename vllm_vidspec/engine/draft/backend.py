@@ -70,10 +70,8 @@ class LocalBackend(DraftBackend):
         self._attention: TreeAttention | None = None  # of the draft's layers, where they need it
         self._room = WaitingRoom(requests, counters)
         self._picked: tuple[DraftBatch | None, torch.Tensor] = (None, torch.zeros(0))  # see `_places_of`
-        # [max_num_reqs, K]
-        self._draft_tokens = torch.zeros(
-            len(requests.phase), knobs.current.num_speculative_tokens, dtype=torch.int64, device=self._device
-        )
+        shape = (len(requests.phase), knobs.current.num_speculative_tokens)
+        self._draft_tokens = torch.zeros(shape, dtype=torch.int64, device=self._device)
 
     @property
     def model(self) -> torch.nn.Module | None:
@@ -94,13 +92,9 @@ class LocalBackend(DraftBackend):
     def make_graphs(self, cudagraph_mode: Any) -> DraftGraphs:
         self._drafter = None  # that of vLLM's memory profile, whose graphs are gone
         self.draft_model.use_cudagraph_mode(mode_of_draft(cudagraph_mode))
-        self._graphs = self.graphs_class(
-            self._vllm_config,
-            self._device,
-            cudagraph_mode,
-            len(self._requests.phase),
-            self._sample.processes_by_default(self._vllm_config.model_config),
-        )
+        config, num_rows = self._vllm_config, len(self._requests.phase)
+        by_default = self._sample.processes_by_default(config.model_config)
+        self._graphs = self.graphs_class(config, self._device, cudagraph_mode, num_rows, by_default)
         return self._graphs
 
     def init_kv(
@@ -111,10 +105,8 @@ class LocalBackend(DraftBackend):
         assert memory is not None
         states, is_async = self._req_states, vllm_config.scheduler_config.async_scheduling
         if self._attention is None:
-            layers = attention_layers(model.config).values()
-            self._attention = make_attention(
-                layers, model.config, self._device, num_rows=2, in_trees=config.in_trees, whose="draft"
-            )
+            layers, kind = attention_layers(model.config).values(), dict(in_trees=config.in_trees, whose="draft")
+            self._attention = make_attention(layers, model.config, self._device, num_rows=2, **kind)
         path = None if self._trees is None else self._trees.path
         committed = Committed(states.total_len.gpu, states.all_token_ids.gpu, states.last_sampled_tokens, path)
         shares = config.is_self_draft and encoder_cache is not None
@@ -165,10 +157,7 @@ class LocalBackend(DraftBackend):
             self._drafter.remove(req_state_idx)
 
     def active_rows(self) -> Iterable[int]:
-        return (
-            *(() if self._pixels is None else self._pixels.active_rows()),
-            *(() if self._drafter is None else self._drafter.active_rows()),
-        )
+        return (row for part in (self._pixels, self._drafter) if part is not None for row in part.active_rows())
 
     def give_up_all(self) -> None:
         rows = np.arange(len(self._requests.phase))
@@ -306,10 +295,8 @@ class LocalBackend(DraftBackend):
         self._room.resume(rows_np[fits & self._are_in(step, Phase.PREFILL_STALLED)])
         stuck = self._room.largest_of_all(rows_np, self.drafter.kv)
         if stuck is not None:
-            place = int(np.flatnonzero(rows_np == stuck)[0])
-            self._failures.give_up(
-                step, place, "pool_full", "draft KV pool exhausted; no request left to release blocks"
-            )
+            place, why = int(np.flatnonzero(rows_np == stuck)[0]), "draft KV pool exhausted"
+            self._failures.give_up(step, place, "pool_full", f"{why}; no request left to release blocks")
 
     def _read(self, step: Step, indices: np.ndarray) -> None:
         rows = step.batch.idx_mapping_np[indices]
@@ -363,18 +350,9 @@ class LocalBackend(DraftBackend):
         was_verified = had_rows & self._requests.was_drafted(batch)
         if self._trees is not None and step.plan.shape != "chain":
             self._trees.expect(batch.drafted_np)
-        drafts = self.drafter.draft(
-            DraftMessage(
-                batch_rows=step.batch.idx_mapping,
-                picked=picked,
-                idx_mapping_np=batch.drafted_np,
-                num_sampled=step.num_sampled,
-                was_verified=None if was_verified.all() else async_tensor_h2d(was_verified, device=self._device),
-                max_drafts=step.plan.num_tokens,
-                shape=step.plan.shape,
-                draft_batch=batch,
-            )
-        )
+        told = None if was_verified.all() else async_tensor_h2d(was_verified, device=self._device)
+        rows, plan = (step.batch.idx_mapping, picked, batch.drafted_np), step.plan
+        drafts = self.drafter.draft(DraftMessage(*rows, step.num_sampled, told, plan.num_tokens, plan.shape, batch))
         if self._trees is not None and drafts.tree is None:
             self._trees.take_chains(drafts.rows, batch.drafted_np)
         proposals.append((drafts, picked))

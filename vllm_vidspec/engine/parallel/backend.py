@@ -268,16 +268,9 @@ class ParallelBackend(DraftBackend):
         if (key := asked.tobytes()) != self._asked[0]:
             on_cpu = self._device.type == "cpu"
             self._asked = (key, torch.from_numpy(asked) if on_cpu else async_tensor_h2d(asked, device=self._device))
-        states = self._req_states
-        gather_draft_windows(
-            streams.for_step(batch.idx_mapping, rows),
-            self._asked[1],
-            batch.idx_mapping,
-            states.total_len.gpu,
-            states.all_token_ids.gpu,
-            tokens,
-            info,
-        )
+        texts = (self._req_states.total_len.gpu, self._req_states.all_token_ids.gpu)
+        known = streams.for_step(batch.idx_mapping, rows)
+        gather_draft_windows(known, self._asked[1], batch.idx_mapping, *texts, tokens, info)
 
     def _outputs(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return where a step's drafts `[num_reqs, K]` int64 and their window info int32 go, and both as one."""

@@ -146,17 +146,8 @@ class CoupledVerifier(RejectionSampler):
         tally = self._counters.tally(part.idx_mapping)
         if self._trees is not None:
             tally = self._trees.remember(tally)
-        scored = self._score(
-            ScoreInputs(
-                target_tokens,
-                part.drafts,
-                part.cu_num_logits,
-                self.num_speculative_steps,
-                part.shapes,
-                looseness,
-                tally,
-            )
-        )
+        rows = (target_tokens, part.drafts, part.cu_num_logits)
+        scored = self._score(ScoreInputs(*rows, self.num_speculative_steps, part.shapes, looseness, tally))
         self._counters.counted(part.idx_mapping_np, tally)
         if self._watch is not None:
             self._watch.see(part, scored)
