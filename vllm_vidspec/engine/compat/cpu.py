@@ -84,8 +84,9 @@ def speed_up_interpreter_kernels() -> None:
             kernel = getattr(module, f"_{name}_kernel")
             if hasattr(kernel, MARK):
                 continue
-            run, taken = twin_of(name), inspect.signature(kernel.fn).parameters
-            wanted = [it if it in taken else f"{it}_ptr" for it in kernels.reads(run)]
+            run, taken = twin_of(name), list(inspect.signature(kernel.fn).parameters)
+            read = {it if it in taken else f"{it}_ptr" for it in kernels.reads(run)}
+            wanted = [*filter(read.__contains__, taken), *read.difference(taken)]  # in the kernel's order
             replace(module, f"_{name}_kernel", functools.partial(kernels.Twin, run), *wanted)
 
 

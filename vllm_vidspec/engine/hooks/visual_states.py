@@ -87,11 +87,13 @@ class VisualStates(TargetHook):
         is_needed = self._rules.needs_relevance(req_state_idx)
         holder = _Holder(req_state_idx, places, len(request.token_ids), is_needed)
         self._holders[req_state_idx] = holder
-        keys = content_keys(request, features, [int(item[-1]) + 1 for item in places])
-        for key, own in zip(keys, places, strict=True):  # find or make room for every item
+        self._claim(holder, content_keys(request, features, [int(item[-1]) + 1 for item in places]))
+
+    def _claim(self, holder: _Holder, keys: list[bytes]) -> None:
+        for key, own in zip(keys, holder.places, strict=True):
             item = self.store.find(key)
             holder.num_reused += item is not None
-            item = item or self.store.make(key, len(own), may_drop=is_needed)
+            item = item or self.store.make(key, len(own), may_drop=holder.is_needed)
             if item is None:
                 self._miss(holder, "memory")
                 return
