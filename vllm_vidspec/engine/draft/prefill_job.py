@@ -43,8 +43,8 @@ class PrefillJob:
         self.pos_delta, self.num_axes = self.plan.pos_delta, self.plan.num_axes
 
     def finish(self) -> None:
-        """Let go of a prompt that was read."""
-        del self.plan
+        """Let go of a prompt, or of text behind one, that was read."""
+        self.plan = None  # type: ignore[assignment]
         self.scores = self.prompt = self.embeds = None
         self.kept, self.media, self.looks, self.gathered = [], [], [], {}
 
