@@ -52,15 +52,12 @@ class RowTable(Protocol):
 
     def add(self, request: NewRequest) -> None:
         """Take a request in that has just got its row."""
-        ...
 
     def remove(self, req_state_idx: int) -> None:
         """Forget a row, whose request has ended or lost it; harmless where nothing is known of it."""
-        ...
 
     def active_rows(self) -> Iterable[int]:
         """Return the rows of which it holds something that `remove` gives back; a row may come twice."""
-        ...
 
 
 class Phase(IntEnum):

@@ -237,8 +237,7 @@ class LocalBackend(DraftBackend):
         new, row = request.new, request.new.req_state_idx
         scores, outcome = (None, ()) if request.guided is None else request.guided
         placed = None if self._placed is None else self._placed(row, len(new.token_ids))
-        prompt = (new.req_id, row, new.token_ids, new.features)
-        return PrefillMessage(*prompt, scores, outcome, placed, new.prune_variant)
+        return PrefillMessage(new.req_id, row, new.token_ids, new.features, scores, outcome, placed, new.prune_variant)
 
     def _release_resting(self, step: Step) -> bool:
         """Give up the draft KV of a step's requests that rest; return whether there was any."""
@@ -350,9 +349,17 @@ class LocalBackend(DraftBackend):
         was_verified = had_rows & self._requests.was_drafted(batch)
         if self._trees is not None and step.plan.shape != "chain":
             self._trees.expect(batch.drafted_np)
-        told = None if was_verified.all() else async_tensor_h2d(was_verified, device=self._device)
-        rows, plan = (step.batch.idx_mapping, picked, batch.drafted_np), step.plan
-        drafts = self.drafter.draft(DraftMessage(*rows, step.num_sampled, told, plan.num_tokens, plan.shape, batch))
+        message = DraftMessage(
+            batch_rows=step.batch.idx_mapping,
+            picked=picked,
+            idx_mapping_np=batch.drafted_np,
+            num_sampled=step.num_sampled,
+            was_verified=None if was_verified.all() else async_tensor_h2d(was_verified, device=self._device),
+            max_drafts=step.plan.num_tokens,
+            shape=step.plan.shape,
+            draft_batch=batch,
+        )
+        drafts = self.drafter.draft(message)
         if self._trees is not None and drafts.tree is None:
             self._trees.take_chains(drafts.rows, batch.drafted_np)
         proposals.append((drafts, picked))
