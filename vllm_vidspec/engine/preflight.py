@@ -263,10 +263,12 @@ def _warn(vllm_config: Any, config: VidSpecConfig) -> None:
     draft_len = vllm_config.speculative_config.draft_model_config.max_model_len
     target_len = vllm_config.model_config.max_model_len
     if draft_len < target_len:
-        line = (
-            "vidspec: the draft's context ends at %d tokens, the target's at %d: then requests run without speculation"
+        logger.warning(
+            "vidspec: the draft's context ends at %d tokens, the target's at %d: from there on requests run without "
+            "speculation",
+            draft_len,
+            target_len,
         )
-        logger.warning(line, draft_len, target_len)
     if prunes_videos(vllm_config.model_config) and vllm_config.cache_config.enable_prefix_caching:
         logger.warning(
             "vidspec: --video-pruning-rate with prefix caching: after a video from the cache vLLM does not correct the "

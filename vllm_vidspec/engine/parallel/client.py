@@ -134,10 +134,12 @@ class DrafterClient:
         self._reason = reason
         delay = _BACKOFF_S[min(self._num_failures, len(_BACKOFF_S) - 1)]
         self._num_failures += 1
-        line = (
-            "vidspec: the drafter's process is gone (%s): requests go on without speculation; it starts again in %g s"
+        logger.warning(
+            "vidspec: the drafter's process is gone (%s): requests go on without speculation; it is started again in "
+            "%g s",
+            reason,
+            delay,
         )
-        logger.warning(line, reason, delay)
         self._end(grace_s=0.0)
         # What it held is gone with it. Who reads the gauges must not take it for held until another one has come up.
         for name in ("draft_pool_blocks_used", "draft_encoder_bytes_used"):
