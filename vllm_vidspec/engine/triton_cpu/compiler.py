@@ -3,8 +3,6 @@
 # A module import: Triton counts every BaseBackend subclass found in this module, bases by name included.
 from triton.backends import compiler as _compiler
 
-_REASON = "the cpu backend interprets kernels; it compiles none"
-
 
 class CPUInterpreterBackend(_compiler.BaseBackend):
     """Backend of target "cpu". Every compilation stage is unreachable."""
@@ -16,14 +14,10 @@ class CPUInterpreterBackend(_compiler.BaseBackend):
     def hash(self):
         return "vidspec-cpu-interpreter"
 
-    def parse_options(self, options):
-        raise RuntimeError(_REASON)
+    def _refuse(self, *args, **kwargs):
+        raise RuntimeError("the cpu backend interprets kernels; it compiles none")
 
-    def add_stages(self, stages, options, language=None):
-        raise RuntimeError(_REASON)
-
-    def load_dialects(self, context):
-        raise RuntimeError(_REASON)
+    parse_options = add_stages = load_dialects = _refuse
 
     def get_module_map(self):
         return {}
