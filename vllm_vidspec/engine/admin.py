@@ -36,7 +36,6 @@ class AdminRoutes:
         self._engine: Any = None
 
     def attach_router(self, app: Any) -> None:
-        """Add the routes, if there is a key."""
         from fastapi import Request
 
         if not self._key:

@@ -12,7 +12,6 @@ logger = logging.getLogger("vllm.vidspec")
 
 
 def say_hints(vllm_config: Any, config: VidSpecConfig) -> None:
-    """Log what an operator of a GPU should know."""
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mode is not None and compilation.cudagraph_mode.has_full_cudagraphs():
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs

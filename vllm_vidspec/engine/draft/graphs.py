@@ -37,7 +37,6 @@ def mode_of_draft(mode: CUDAGraphMode) -> CUDAGraphMode:
 
 @functools.cache
 def part(name: str, num_reqs: int, level: int = 0, max_drafts: int = 0) -> Part:
-    """Return the key of a part for `num_reqs` requests, padding included."""
     return Part(CUDAGraphMode.FULL, num_reqs, num_reqs, name=name, level=level, max_drafts=max_drafts)
 
 

@@ -66,7 +66,6 @@ class VisionCache:
         return {name for name, item in self._items.items() if item.num_here < item.num_rows}
 
     def can_keep(self, num_rows: int) -> bool:
-        """Return whether an item of so many rows fits at all."""
         return 0 < -(-num_rows // PAGE_ROWS) * PAGE_ROWS <= self._store.shape[0]
 
     def keep(self, name: str, embeddings: torch.Tensor) -> bool:
@@ -100,7 +99,6 @@ class VisionCache:
             self.drop(name)
 
     def drop(self, name: str) -> None:
-        """Forget an item; harmless where nothing is known of it."""
         item = self._items.pop(name, None)
         if item is not None:
             self._free.extend(int(page) for page in reversed(item.pages))

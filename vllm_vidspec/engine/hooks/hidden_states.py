@@ -94,7 +94,6 @@ class HiddenStateGuidance(Guidance):
         self.counters.add("guidance_us", int(1e6 * (time.perf_counter() - begin)))
 
     def _observe(self, prompt: _StatePrompt, start: int, end: int, low: torch.Tensor, high: torch.Tensor) -> None:
-        """Take one chunk `[end - start, hidden_size]` of a request in."""
         assert prompt.low is not None and prompt.states is not None
         inside = (prompt.order >= start) & (prompt.order < end)  # [m]
         is_text = torch.ones(end - start, dtype=torch.bool)

@@ -96,7 +96,6 @@ class Guidance(TargetHook):
 
     @property
     def kinds(self) -> "tuple[Guidance, ...]":
-        """The hooks that observe."""
         return (self,)
 
     def add(self, request: NewRequest) -> None:

@@ -76,7 +76,6 @@ class Guard:
         self._has_failed = False
 
     def survive(self, error: Exception) -> None:
-        """Log the first exception, or let it through."""
         raises = self._knobs.current.on_draft_error == "raise"
         if raises and self._agreement.is_alone:
             raise error

@@ -129,7 +129,6 @@ class StateStore:
         return (self._size - len(self._free) - idle) * self.bytes_per_block
 
     def clear(self) -> None:
-        """Forget every item; none may have users."""
         for item in self._items.values():
             self._free.extend(item.blocks)
         self._items.clear()

@@ -105,7 +105,6 @@ class ParallelBackend(DraftBackend):
             logger.info("vidspec: the drafter's process is up (%s)", ", ".join(map(str, self._client.pids)))
 
     def warm_up(self) -> None:
-        """Compile and load what every step launches of its own, on CUDA."""
         states = self._req_states
         warm_up.warm_windows(states.total_len.gpu, states.all_token_ids.gpu, self._ring, self._most)
         self._share(self._windows)

@@ -90,7 +90,6 @@ class Channel:
             self._writer.submit(self._write, packet, buffers)
 
     def _write(self, packet: _Packet, buffers: list[memoryview]) -> None:
-        """Write a large message down, and send what can be."""
         try:
             memory = _into_memory(buffers)
         except OSError as error:  # no memory, no descriptor: without the message the other end knows nothing

@@ -52,7 +52,6 @@ class DrafterClient:
         return [process.pid for process in self._processes]
 
     def start(self) -> None:
-        """Start it; `poll` says when it has loaded."""
         self.tables.forget_streams()
         self.tables.draft_us[:] = 0
         init_method = f"tcp://127.0.0.1:{get_open_port()}"

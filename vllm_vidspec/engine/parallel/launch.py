@@ -37,7 +37,6 @@ class Plan:
 
 
 def write_memory(data: bytes, name: str) -> int:
-    """Return the descriptor of new memory that holds `data`."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data)
@@ -54,7 +53,6 @@ def pack_config(vllm_config: Any, config: VidSpecConfig) -> bytes:
 
 
 def unpack_config(descriptor: int) -> tuple[Any, VidSpecConfig]:
-    """Return what `pack_config` packed, from the memory that holds it."""
     vllm_config, knobs = cloudpickle.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
     return vllm_config, VidSpecConfig(**knobs)
 

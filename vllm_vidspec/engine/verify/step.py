@@ -37,7 +37,6 @@ class VerifyStep:
         self._relevance: torch.Tensor | None = None
 
     def open(self, cu_num_logits_np: np.ndarray, relevance: torch.Tensor | None) -> None:
-        """Take in the batch's layout."""
         self._cu_num_logits_np, self._relevance = cu_num_logits_np, relevance
         self.hidden_states = None  # they have been measured
 
