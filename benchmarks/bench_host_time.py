@@ -132,7 +132,7 @@ class HostTime:
     def _wrap_parts(self, runner: Any) -> None:
         """Time the parts of what is ours."""
         from vllm_vidspec.drafting import adaptive, static
-        from vllm_vidspec.engine.draft import buffers, drafter, forwards, noise
+        from vllm_vidspec.engine.draft import drafter, forwards, noise
         from vllm_vidspec.engine.hooks import trees as target_trees
         from vllm_vidspec.engine.verify import rules
         from vllm_vidspec.scoring import rules as scorers
@@ -154,7 +154,7 @@ class HostTime:
             (runner.rejection_sampler, "_score", "verify: score"),
             (runner.counters, "add", "counters.add"),
             (drafter, "begin_step", KERNEL + "begin_step"),
-            (buffers, "next_level", KERNEL + "next_level"),
+            (forwards, "next_level", KERNEL + "next_level"),
             (noise, "draw", KERNEL + "draw"),
             (noise, "candidates", KERNEL + "candidates"),
             (rules, "loosen", KERNEL + "loosen"),

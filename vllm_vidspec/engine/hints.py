@@ -12,7 +12,6 @@ logger = logging.getLogger("vllm.vidspec")
 
 
 def say_hints(vllm_config: Any, config: VidSpecConfig) -> None:
-    """Log what an operator of a GPU should know."""
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mode is not None and compilation.cudagraph_mode.has_full_cudagraphs():
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
@@ -26,13 +25,7 @@ def say_hints(vllm_config: Any, config: VidSpecConfig) -> None:
 
 
 def graph_ceiling(config: VidSpecConfig, max_num_seqs: int, max_tokens: int) -> Iterator[str]:
-    """Yield a line if batches that vLLM may schedule are beyond any CUDA graph, of the target or of the draft.
-
-    Args:
-        config: The knobs.
-        max_num_seqs: Requests of the largest batch.
-        max_tokens: Of the largest graph.
-    """
+    """Yield a line if batches that vLLM may schedule are beyond any CUDA graph, of the target or of the draft."""
     sizes = [(size, config.plan_for(size)) for size in range(1, max_num_seqs + 1)]
     drafting = [(size, plan) for size, plan in sizes if plan.num_tokens]
     verify = next((size for size, plan in drafting if size * (plan.num_tokens + 1) > max_tokens), None)

@@ -9,8 +9,7 @@ import torch
 
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.hooks.guarded import TargetHooks
-from vllm_vidspec.engine.hooks.protocol import Forward, TargetHook
+from vllm_vidspec.engine.hooks.protocol import Forward, TargetHook, TargetHooks
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.requests import NewRequest
 

@@ -21,8 +21,7 @@ import vllm.v1.worker.gpu.spec_decode.rejection_sampler as rejection_sampler
 
 from tests.unit.engine.test_cpu_kernels import Draws
 from vllm_vidspec.engine.compat.contract import MARK
-from vllm_vidspec.engine.compat.cpu import whole_twin
-from vllm_vidspec.engine.cpu import batch_kernels, logprob_kernels
+from vllm_vidspec.engine.compat.cpu import twin_of
 from vllm_vidspec.engine.cpu.kernels import Twin
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the twins replace interpreted kernels only")
@@ -39,11 +38,7 @@ def both(monkeypatch):
         attribute = f"_{name}_kernel"
         kernel = getattr(module, attribute)
         kernel, found = getattr(kernel, MARK, kernel), []
-        if whole := whole_twin(name):
-            twin = batch_kernels.WholeTwin(whole, kernel)
-        else:
-            twin = Twin(getattr(logprob_kernels, name))
-        for impl in (kernel, twin):
+        for impl in (kernel, Twin(twin_of(name), kernel)):
             monkeypatch.setattr(module, attribute, impl)
             copies = [tensor.clone() for tensor in tensors]
             returned = call(*copies)

@@ -11,11 +11,9 @@ from tests.unit.engine.fakes import HIDDEN, NOTHING, VIDEO, Recorder, batch_of, 
 from tests.unit.engine.listening import make_guidance
 from vllm_vidspec.engine.hooks import prompts
 from vllm_vidspec.engine.hooks.attention import AttentionGuidance
-from vllm_vidspec.engine.hooks.guarded import TargetHooks
 from vllm_vidspec.engine.hooks.hidden_states import HiddenStateGuidance
-from vllm_vidspec.engine.hooks.keys import content_keys
-from vllm_vidspec.engine.hooks.prompts import Guidance
-from vllm_vidspec.engine.hooks.protocol import Forward
+from vllm_vidspec.engine.hooks.prompts import Guidance, content_keys
+from vllm_vidspec.engine.hooks.protocol import Forward, TargetHooks
 from vllm_vidspec.errors import VidSpecError
 
 

@@ -12,8 +12,7 @@ from tests.unit.engine.fakes import CPU, HIDDEN, NOTHING, NUM_ROWS, NUM_TOKENS, 
 from tests.unit.engine.listening import make_states
 from vllm_vidspec.drafting import DraftTree
 from vllm_vidspec.engine.hooks import state_store
-from vllm_vidspec.engine.hooks.guarded import TargetHooks
-from vllm_vidspec.engine.hooks.protocol import Forward
+from vllm_vidspec.engine.hooks.protocol import Forward, TargetHooks
 from vllm_vidspec.engine.hooks.state_store import StateStore
 from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.hooks.visual_states import VisualStates
@@ -42,7 +41,7 @@ def test_an_exception_in_one_is_paid_by_that_one(step, monkeypatch):
     """
     logged: list[str] = []
     logger = SimpleNamespace(error=lambda *args, **_: logged.append(args[0] % args[1:]))
-    monkeypatch.setattr("vllm_vidspec.engine.hooks.guarded.logger", logger)
+    monkeypatch.setattr("vllm_vidspec.engine.hooks.protocol.logger", logger)
     before, failing, after = fakes.Recorder(), fakes.Recorder(step), fakes.Recorder()
     hooks = in_list(before, failing, after)
     live(hooks)

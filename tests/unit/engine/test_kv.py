@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tests.unit.engine.fakes import StagedWrites
 from vidspec_kernels import CacheList, StepTables, begin_step
 from vllm_vidspec.engine.draft import kv as kv_module
-from vllm_vidspec.engine.draft.buffers import DraftBuffers
-from vllm_vidspec.engine.draft.forwards import Forwards
+from vllm_vidspec.engine.draft.forwards import DraftBuffers, Forwards
 from vllm_vidspec.engine.draft.kv import NULL_BLOCK, DraftKV
 
 CPU = torch.device("cpu")

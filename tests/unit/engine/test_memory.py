@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from tests.unit.engine.fakes import StagedWrites, make_knobs
 from vllm_vidspec.engine.draft import kv as kv_module
 from vllm_vidspec.engine.draft import memory
-from vllm_vidspec.engine.draft.buffers import DraftBuffers
+from vllm_vidspec.engine.draft.forwards import DraftBuffers
 from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.memory import DraftMemory, max_slots_per_request
 from vllm_vidspec.engine.runner import VidSpecModelRunner

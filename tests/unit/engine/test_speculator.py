@@ -11,13 +11,13 @@ import torch
 from tests.unit.engine.fakes import ALONE, CPU, NUM_ROWS, Calls, make_knobs, new_request
 from tests.unit.engine.fakes import NUM_TOKENS as PROMPT_LEN
 from vllm_vidspec.config import Plan
+from vllm_vidspec.engine.backend import Step
 from vllm_vidspec.engine.draft.backend import LocalBackend
 from vllm_vidspec.engine.draft.messages import Admission, Drafts, Prefilled
 from vllm_vidspec.engine.failures import DraftFailures
 from vllm_vidspec.engine.parallel.timeline import Timeline
 from vllm_vidspec.engine.requests import Phase, RequestRows
 from vllm_vidspec.engine.speculator import Speculator
-from vllm_vidspec.engine.target_step import Step
 
 K = 3
 

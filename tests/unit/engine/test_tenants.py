@@ -18,7 +18,7 @@ from vllm_vidspec.engine.compat import scheduler
 from vllm_vidspec.engine.hooks import prompts, visual_states
 from vllm_vidspec.engine.hooks.attention import AttentionGuidance
 from vllm_vidspec.engine.hooks.hidden_states import HiddenStateGuidance
-from vllm_vidspec.engine.hooks.keys import content_keys
+from vllm_vidspec.engine.hooks.prompts import content_keys
 from vllm_vidspec.engine.hooks.protocol import Forward
 
 FIRST = {"cache_salt": "first tenant"}

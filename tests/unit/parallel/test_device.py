@@ -19,7 +19,7 @@ from tests.unit.parallel.pair import MAX_LEN, MAX_REQS, MOST, FakeChannel, FakeR
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.engine.failures import DraftFailures
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.parallel import backend, commits, messages, rank, shared
+from vllm_vidspec.engine.parallel import backend, commits, messages, rank
 from vllm_vidspec.engine.parallel.lead import DrafterLead
 from vllm_vidspec.engine.parallel.rank import TargetMirror
 from vllm_vidspec.engine.requests import NewRequest, RequestRows
@@ -135,7 +135,7 @@ class LateTarget:
             mock.patch.object(commits, "copy_committed_suffix", later(commits.copy_committed_suffix)),
             mock.patch.object(commits.Commits, "_send", send_later),
             mock.patch.object(commits.Commits, "wanted", lambda here, rows, window: np.full(len(rows), MOST)),
-            mock.patch.object(shared, "async_tensor_h2d", lambda data, device: torch.from_numpy(data.copy())),
+            mock.patch.object(commits, "async_tensor_h2d", lambda data, device: torch.from_numpy(data.copy())),
         ):
             yield
 

@@ -231,9 +231,7 @@ pairs_take = pairs.gather_draft_windows
 
 
 def _later_rollback(self):
-    observed = _observe(self)
-    self.fed[observed.rows[observed.cut]] += 1
-    return observed
+    self.fed[_observe(self)] += 1
 
 
 def _never_cut(self):

@@ -1,11 +1,11 @@
-"""What target and drafter did when: kept while a tool watches, on the clock that both share."""
+"""What target and drafter did when: kept while a tool watches, on the clock that both share (CLOCK_MONOTONIC)."""
 
 import time
 from collections import deque
 from enum import IntEnum
 from typing import Any
 
-from vllm_vidspec.parallel.tables import NUM_EVENTS, Tables
+from vllm_vidspec.parallel import NUM_EVENTS, Tables
 
 LANES = ("target", "drafter")
 
@@ -20,8 +20,7 @@ class EventKind(IntEnum):
     WAIT = 4
 
 
-def event(lane: str, kind: int, start_s: float, end_s: float, num_reqs: int, num_tokens: int) -> dict[str, Any]:
-    """Return one event as tools read it; times are of CLOCK_MONOTONIC, in seconds."""
+def _event(lane: str, kind: int, start_s: float, end_s: float, num_reqs: int, num_tokens: int) -> dict[str, Any]:
     return {
         "lane": lane,
         "kind": EventKind(int(kind)).name.lower(),
@@ -32,32 +31,6 @@ def event(lane: str, kind: int, start_s: float, end_s: float, num_reqs: int, num
     }
 
 
-class Recorder:
-    """The drafter's, in the shared tables.
-
-    Args:
-        tables: Where events go, the oldest first to be written over.
-    """
-
-    def __init__(self, tables: Tables):
-        self._tables = tables
-
-    def note(self, kind: EventKind, start_s: float, num_reqs: int, num_tokens: int) -> None:
-        """Keep what began at `start_s` and ends now, if anybody watches."""
-        tables = self._tables
-        if tables.watching[0]:
-            count = int(tables.num_events[0])
-            tables.events[count % NUM_EVENTS] = (kind, start_s, time.monotonic(), num_reqs, num_tokens)
-            tables.num_events[0] = count + 1
-
-
-def drafter_events(tables: Tables) -> list[dict[str, Any]]:
-    """Return the drafter's events since watching began, the last NUM_EVENTS of them at most."""
-    count = int(tables.num_events[0])
-    places = [i % NUM_EVENTS for i in range(max(0, count - NUM_EVENTS), count)]
-    return [event("drafter", *tables.events[place]) for place in places]
-
-
 class Timeline:
     """The target's process keeps its own events, and of a drafter in it."""
 
@@ -66,22 +39,33 @@ class Timeline:
         self._events: deque[dict[str, Any]] = deque(maxlen=NUM_EVENTS)
 
     def watch(self, on: bool) -> list[dict[str, Any]]:
-        """Return what was kept since watching began, and go on watching or not."""
         kept = list(self._events)
         self._events.clear()
         self.is_on = on
         return kept
 
     def note(
-        self,
-        lane: str,
-        kind: EventKind,
-        start_s: float,
-        num_reqs: int,
-        num_tokens: int,
-        end_s: float | None = None,
+        self, lane: str, kind: EventKind, start_s: float, num_reqs: int, num_tokens: int, end_s: float | None = None
     ) -> None:
         """Keep what began at `start_s` and ended at `end_s`, now if None, while somebody watches."""
         if self.is_on:
             end_s = time.monotonic() if end_s is None else end_s
-            self._events.append(event(lane, kind, start_s, end_s, num_reqs, num_tokens))
+            self._events.append(_event(lane, kind, start_s, end_s, num_reqs, num_tokens))
+
+
+def note_in(tables: Tables, kind: EventKind, start_s: float, num_reqs: int, num_tokens: int) -> None:
+    """Keep what the drafter's process began at `start_s` and ends now, if anybody watches."""
+    if tables.watching[0]:
+        count = int(tables.num_events[0])
+        tables.events[count % NUM_EVENTS] = (kind, start_s, time.monotonic(), num_reqs, num_tokens)
+        tables.num_events[0] = count + 1
+
+
+def watch_tables(tables: Tables, on: bool) -> list[dict[str, Any]]:
+    """Return the drafter's events since watching began, the last NUM_EVENTS of them at most; go on watching or not."""
+    count = int(tables.num_events[0]) if tables.watching[0] else 0
+    places = [i % NUM_EVENTS for i in range(max(0, count - NUM_EVENTS), count)]
+    events = [_event("drafter", *tables.events[place]) for place in places]
+    tables.watching[0] = tables.num_events[0] = 0
+    tables.watching[0] = int(on)
+    return events
