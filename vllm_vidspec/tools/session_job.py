@@ -87,7 +87,6 @@ def _answers(commands: Iterator[dict[str, Any]], report: Report) -> Iterator[dic
     answers: dict[str, Callable] = {
         "answer": engine.answer,
         "look": engine.look,
-        "cost": engine.cost,
         "clock": engine.clock,
         "batch": engine.batch,
         "timeline": engine.timeline,
@@ -241,31 +240,6 @@ class Engine:
         ]
         torch.save(records, path)
         return {}
-
-    def cost(self, batches: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        """Answer batches of requests one after another; return the times of the steps in which a whole batch decoded.
-
-        Steps before the whole batch has been prefilled are known by our counters; vanilla has none, and its few steps
-        with prefills do not move a median. What follows the first answer's end is not timed.
-        """
-        enqueue = self.llm.enqueue_chat if self.is_chat else self.llm.enqueue
-        engine, runs = self.llm.llm_engine, []
-        for number, indices in enumerate([batches[0], *batches]):
-            enqueue([self.requests[i] for i in indices], _params({"max_tokens": max_tokens}), use_tqdm=False)
-            before = now = self.counters()
-            step_s, is_whole = [], True
-            while engine.has_unfinished_requests():
-                start = time.perf_counter()
-                finished = engine.step()
-                seconds = time.perf_counter() - start
-                earlier, now = now, self.counters()
-                is_whole &= not finished
-                drafted = None if earlier is None or now is None else now["drafts"] - earlier["drafts"]
-                if is_whole and drafted in (None, len(indices)):
-                    step_s.append(seconds)
-            if number > 0:  # the first is there for what happens once
-                runs.append({"batch_size": len(indices), "step_s": step_s, "metrics": _gain(before, now)})
-        return {"runs": runs}
 
     def clock(self, index: int, sampling: dict[str, Any], seed: int | None) -> dict[str, Any]:
         """Answer one request alone; return when its tokens came.

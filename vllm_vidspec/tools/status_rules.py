@@ -182,7 +182,7 @@ def does_not_pay(figures: dict[str, Any]) -> Iterator[Advice]:
     if model is not None and figures["verify_steps"] >= MIN_STEPS and model["speedup"] < 1:
         found = f"modelled: drafting makes decoding {model['speedup']:.2f} times as fast"
         remedy = (
-            "measure it (`vidspec calibrate --costs`), then set draft_table; or fewer draft tokens, or a smaller draft"
+            "leave adaptive_tokens on, which pauses drafts that do not pay; or fewer draft tokens, or a smaller draft"
         )
         yield Advice("does_not_pay", "warn", found, remedy)
 
