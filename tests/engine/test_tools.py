@@ -23,11 +23,11 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.slow
-def test_calibrate_measures_a_bundled_pair():
+def test_calibrate_measures_a_bundled_pair(monkeypatch):
     """Catches: prompts without guidance after the first measurement, drafts that change the answer."""
-    result = calibrate.run(
-        Calibration(prompts=1, max_tokens=24, lambdas=(0.0, 1.0), layer_sets=("all", (3,)), whole_grid=True)
-    )
+    monkeypatch.setattr(calibrate, "LAMBDAS", ())
+    monkeypatch.setattr(calibrate, "layer_sets", lambda num_layers: ("all", (num_layers - 1,)))
+    result = calibrate.run(Calibration(prompts=1, max_tokens=24, whole_grid=True))
     rows = result["measurements"]
     assert [(row["guidance_layers"], row["lambda_r"]) for row in rows][:2] == [("all", 1.0), ((3,), 1.0)]
     assert len(rows) == 3

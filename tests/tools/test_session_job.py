@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from vidspec_tools.bench import session
+from vidspec_tools.bench.session import BenchEngine
 from vllm_vidspec import metrics
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import NAMES
@@ -116,18 +118,19 @@ def test_vllms_own_drafts_are_counted_by_our_names():
     found = {"num_drafts": 4, "num_draft_tokens": 20, "num_accepted_tokens": 2}
     values = [SimpleNamespace(name=f"vllm:spec_decode_{name}", value=value) for name, value in found.items()]
     llm.get_metrics = lambda: [SimpleNamespace(name="vllm:e2e", value=1), *values]
-    counted = session_job.Engine(llm, [], is_stock=True).counters()
+    engine = BenchEngine(llm, [], job={"llm": {"speculative_config": {"method": "ngram"}}})
+    counted = engine.counters()
     assert metrics.summarize(counted)["acceptance_length"] == 1.5
     assert set(counted) == set(metrics.NAMES)
     llm.get_metrics = list
-    assert session_job.Engine(llm, [], is_stock=True).counters()["drafts"] == 0, "before the first step"
+    assert engine.counters()["drafts"] == 0, "before the first step"
 
 
 def test_some_requests_at_once(monkeypatch, sampling_params):
     """Catches: all requests for some, seeds by place in the batch for those of requests, times of another clock."""
     llm = FakeLLM()
     monkeypatch.setattr(metrics, "read_metrics", lambda path: dict(llm.counters))
-    monkeypatch.setattr(session_job.time, "monotonic", lambda: 10.0)
+    monkeypatch.setattr(session.time, "monotonic", lambda: 10.0)
     generate = llm.generate
 
     def answered(requests, params, use_tqdm):
@@ -137,7 +140,7 @@ def test_some_requests_at_once(monkeypatch, sampling_params):
         return outputs
 
     llm.generate = answered
-    found = session_job.Engine(llm, ["a", "b", "c"]).batch([1, 2], {"max_tokens": 9}, 3)
+    found = BenchEngine(llm, ["a", "b", "c"]).batch([1, 2], {"max_tokens": 9}, 3)
     assert llm.calls == [("generate", ["b", "c"], [(4, 0, 9), (5, 0, 9)])]
     assert found["answers"][1] == {"token_ids": [7, 8], "first_s": 0.5, "last_s": 2.0}
     assert found["metrics"]["drafts"] == 1

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
 
+
 def layers_name(layers: str | Sequence[int] | None) -> str:
     """Return a layer set in a few characters: "all", "2", "0-3", "0, 2"."""
     if layers is None or isinstance(layers, str):
@@ -73,8 +74,8 @@ def plot(result: dict[str, Any], path: str | Path) -> None:
     axes = Figure(figsize=(7, 4.2), layout="constrained").add_subplot()
     for label, line in lines.items():
         points = sorted({(row[x_name], row["acceptance_length"]) for row in line})
-        is_searched = is_uv or len(points) > 2
-        axes.plot(*zip(*points, strict=True), "o-" if is_searched else "o--", alpha=1 if is_searched else 0.5, label=label)
+        look, alpha = ("o-", 1.0) if is_uv or len(points) > 2 else ("o--", 0.5)
+        axes.plot(*zip(*points, strict=True), look, alpha=alpha, label=label)
     chosen = next(row for row in rows if row["chosen"])
     axes.plot(chosen[x_name], chosen["acceptance_length"], "k*", markersize=16, fillstyle="none", label="chosen")
     axes.set_xlabel("target layer read (uv_layer)" if is_uv else "lambda_r (0: evenly spaced; 1: highest scores)")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.processes import LoggedProcess
@@ -21,10 +21,13 @@ class EngineSession:
     """One engine: `with EngineSession(job) as session: session.ask(answer_command(max_tokens=8))`.
 
     Attributes:
+        program: What Python runs in the subprocess.
         job: What `session_job` reads first.
         ready: What the engine said when it had loaded: `num_layers` and `default_uv_layer` of the target, `scheduling`.
         folder: A folder that both sides can use while the session lasts.
     """
+
+    program: ClassVar[tuple[str, ...]] = ("-m", "vllm_vidspec.tools.session_job")
 
     def __init__(
         self,
@@ -42,7 +45,7 @@ class EngineSession:
             read_end, write_end = os.pipe()
             self._events = stack.enter_context(open(read_end))
             self._engine = LoggedProcess(self.folder / "engine.log")
-            command = [sys.executable, "-m", "vllm_vidspec.tools.session_job", str(write_end)]
+            command = [sys.executable, *self.program, str(write_end)]
             try:
                 process = self._engine.start(command, stdin=subprocess.PIPE, pass_fds=(write_end,), text=True)
             finally:

@@ -41,7 +41,6 @@ class Show(Picture):
         return pairs.pair_for(self.family).num_frames if self.target is None else NUM_FRAMES
 
     def llm_kwargs(self, **spec: Any) -> dict[str, Any]:
-        """Return the arguments of the engine; `spec` adds knobs of VidSpecConfig."""
         return super().llm_kwargs(**({"calibration": self.calibration} if self.calibration else {}), **spec)
 
 

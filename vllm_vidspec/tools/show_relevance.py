@@ -12,6 +12,8 @@ from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
 from vllm_vidspec.tools.subject import Picture, reasons
 
+_KNOBS = ("lambda_loose", "top_n", "position_shift", "relevance_rows")
+
 
 @dataclass(frozen=True)
 class Show(Picture):
@@ -40,13 +42,12 @@ class Show(Picture):
     @property
     def knobs(self) -> dict[str, Any]:
         """The scorer and its knobs."""
-        names = ("lambda_loose", "top_n", "position_shift", "relevance_rows")
-        return {"scorer": "loose"} | {name: getattr(self, name) for name in names}
+        return {"scorer": "loose"} | {name: getattr(self, name) for name in _KNOBS}
 
 
 def check(show: Show) -> None:
     """Refuse a wrong value, in one line, before an engine starts."""
-    show.check_files(relevance_views.SUFFIXES, drawn=(".png",))
+    show.check_files(relevance_views.SUFFIXES)
     show.config(**show.knobs)
     if show.max_tokens < 2:
         raise VidSpecError("--max-tokens must be at least 2")

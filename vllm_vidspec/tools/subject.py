@@ -107,10 +107,10 @@ class Picture(Subject):
         """The video."""
         return {"videos": [str(self.path)]}
 
-    def check_files(self, suffixes: tuple[str, ...], drawn: tuple[str, ...] = ()) -> None:
+    def check_files(self, suffixes: tuple[str, ...]) -> None:
         """Refuse a pair, a video or a file to write that would not do; as `Subject.check` and `check_output`."""
         self.check()
-        check_output(self.out, suffixes=suffixes, drawn=drawn)
+        check_output(self.out, suffixes=suffixes)
 
 
 def reasons(counters: dict[str, int], prefix: str) -> str:
