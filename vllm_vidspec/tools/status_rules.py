@@ -177,15 +177,6 @@ def eager_steps(figures: dict[str, Any]) -> Iterator[Advice]:
         yield Advice("eager_steps", "warn", found, remedy)
 
 
-def does_not_pay(figures: dict[str, Any]) -> Iterator[Advice]:
-    """Warn where the estimate says that drafting costs more than it saves, though it takes verifying to be free."""
-    model = figures["modelled"]
-    if model is not None and figures["verify_steps"] >= MIN_STEPS and model["speedup"] < 1:
-        found = f"modelled: drafting makes decoding {model['speedup']:.2f} times as fast"
-        remedy = "leave adaptive_tokens on, which pauses drafts that do not pay; or fewer draft tokens, a smaller draft"
-        yield Advice("does_not_pay", "warn", found, remedy)
-
-
 RULES: tuple[Rule, ...] = (
     nothing_drafted,
     few_accepted,
@@ -196,5 +187,4 @@ RULES: tuple[Rule, ...] = (
     full_pool,
     late_drafter,
     eager_steps,
-    does_not_pay,
 )
