@@ -90,11 +90,11 @@ def _draft_cost(target: str, draft: str) -> Iterator[Check]:
     """What a draft step reads beside its target's."""
     from vllm_vidspec.planning import draft_cost
 
-    shapes = [draft_cost.stored_shape(_hf_config(model).to_dict()) for model in (target, draft)]
-    if shapes[0] is None or shapes[1] is None:
+    weights = [draft_cost.stored_weights(_hf_config(model).to_dict()) for model in (target, draft)]
+    if weights[0] is None or weights[1] is None:
         return
-    found = draft_cost.cost_hint(shapes[0], shapes[1])
-    share = draft_cost.draft_share(shapes[0], shapes[1], draft_cost.USUAL_FORWARDS)
+    found = draft_cost.cost_hint(weights[0], weights[1])
+    share = draft_cost.draft_share(weights[0], weights[1], draft_cost.USUAL_FORWARDS)
     detail = f"a step of {draft_cost.USUAL_FORWARDS} forwards reads {100 * share:.0f} % of a target step's weights"
     remedy = 'on a GPU quantise it: "quantization": "fp8_per_tensor", or a checkpoint of four bits'
     yield Check("draft cost", "warn", found, remedy) if found else Check("draft cost", "ok", detail)
