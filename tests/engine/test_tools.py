@@ -11,7 +11,7 @@ from tests.engine.harness import QWEN
 from tests.tools.common import load
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import linspace_indices
-from vllm_vidspec.pruning.indices import top_k_indices
+from vllm_vidspec.pruning.pruners import top_k_indices
 from vllm_vidspec.tools import calibrate, pairs, show_pruning
 from vllm_vidspec.tools.calibrate import Calibration
 from vllm_vidspec.tools.engine_session import EngineSession, answer_command

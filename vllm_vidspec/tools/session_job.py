@@ -50,7 +50,7 @@ def _answers(kind: "type[Engine]", commands: Iterator[dict[str, Any]], report: R
 
     from vllm import LLM
 
-    from vllm_vidspec.pruning.guided import default_uv_layer
+    from vllm_vidspec.pruning.pruners import default_uv_layer
 
     llm = LLM(**job["llm"])
     vllm_config = llm.llm_engine.vllm_config
