@@ -41,14 +41,11 @@ def _fail_unless(good: bool, name: str, detail: str, remedy: str) -> Check:
 
 
 def run_checks(target: str | None = None, draft: str | None = None) -> list[Check]:
-    """Look at everything that vidspec needs in order to run.
+    """Look at everything that vidspec needs in order to run, in the order in which one would repair it.
 
     Args:
         target: Target model, a path or a Hugging Face name. Default: the bundled pairs are checked.
-        draft: Draft model of that target, or "self". Default: "self".
-
-    Returns:
-        The findings, in the order in which one would repair them. A check that breaks is itself a finding.
+        draft: Draft model of that target, or "self", which is the default.
     """
     checks: list[Check] = []
     for name, check in _CHECKS:

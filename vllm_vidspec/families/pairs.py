@@ -20,10 +20,7 @@ FAMILIES: tuple[FamilyAdapter, ...] = (
 
 
 def adapter_for(hf_config: Any) -> FamilyAdapter:
-    """Return the adapter of a Hugging Face config.
-
-    Args:
-        hf_config: Anything with `architectures` or `model_type`.
+    """Return the adapter of a Hugging Face config, by its `architectures`, or `model_type` where it names none.
 
     Raises:
         VidSpecError: No family handles it; the line names the supported ones.

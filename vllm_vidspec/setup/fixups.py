@@ -60,14 +60,11 @@ def probe_import(module: str) -> str | None:
 
 
 def apply_fixups(site_packages: Path | None = None, probe: Probe = probe_import) -> list[FixupResult]:
-    """Apply every fix-up that `site_packages` needs.
+    """Apply every fix-up that `site_packages`, by default the running interpreter's, needs; return one result for each.
 
     Args:
-        site_packages: Folder to repair. Default: that of the running interpreter.
+        site_packages: Folder to repair.
         probe: A module's import error in one line, None if it can be imported.
-
-    Returns:
-        One result per fix-up; a single one saying so where no CPU engine is installed.
 
     Raises:
         FixupError: site-packages cannot be written, or a package could not be uninstalled.

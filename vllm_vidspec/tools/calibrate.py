@@ -93,12 +93,7 @@ def check(calibration: Calibration, out: str | None = None, plot: str | None = N
 
 
 def run(calibration: Calibration, report: Report = silent) -> dict[str, Any]:
-    """Measure the candidates and choose.
-
-    Returns:
-        What the calibration file holds: `config` (the chosen knobs), what was measured on what, `measurements` and
-        `provenance`.
-    """
+    """Measure the candidates and choose; return what the calibration file holds."""
     check(calibration)
     measure = _measure_specvlm if calibration.pruner == "specvlm" else _measure_uv
     measurements, chosen = measure(calibration, report)

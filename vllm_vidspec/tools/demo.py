@@ -46,13 +46,7 @@ class Answer:
 def run(demo: Demo, report: Report = silent) -> dict[str, Any]:
     """Serve twice, ask the same question, compare.
 
-    Args:
-        demo: What to show.
-        report: Called with "server" (`name`), "ready" (`seconds`), "text" (`delta`) and "answered".
-
-    Returns:
-        `identical`, `acceptance_length`, `acceptance_rate`, `draft_kv_bytes`, `full_draft_kv_bytes`, per server its
-        times and text, the command lines and the provenance.
+    `report` is called with "server" (`name`), "ready" (`seconds`), "text" (`delta`) and "answered".
     """
     config = pairs.speculative_config(demo.family, demo.draft, **demo.spec)
     parse_config(config)

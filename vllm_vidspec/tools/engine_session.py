@@ -65,12 +65,7 @@ class EngineSession:
         self._resources.close()
 
     def ask(self, command: dict[str, Any], report: Report = silent) -> dict[str, Any]:
-        """Send one command and wait for its answer.
-
-        Args:
-            command: As `session_job` reads it.
-            report: Called with "progress" (`done` requests) before the answer.
-        """
+        """Send one command and wait for its answer; `report` is called with "progress" (`done` requests) before it."""
         with contextlib.suppress(BrokenPipeError):  # if it has stopped, what it said last follows
             print(json.dumps(command), file=self._commands, flush=True)
         for line in self._events:
@@ -94,15 +89,13 @@ def answer_command(
 ) -> dict[str, Any]:
     """Return the command to answer every prompt once, in one batch.
 
+    It is answered with `seconds`, `texts` and `token_ids` (one of each per prompt), `metrics` (our counters' gain; None
+    for vanilla) and `captions`.
+
     Args:
         knobs: Of VidSpecConfig, to be in force from here on; None: those that are.
         seed: Request i samples with `seed` + i; None: unseeded.
-        watch: Whether to return `captions` as well: `words`, `relevance` and `kinds` of each answer, one of each per
-            token.
+        watch: Whether to return `captions`: `words`, `relevance` and `kinds` of each answer, one of each per token.
         sampling: Arguments of SamplingParams; the temperature is 0 by default.
-
-    Returns:
-        A command that is answered with `seconds`, `texts` and `token_ids` (one of each per prompt), `metrics` (our
-        counters' gain; None for vanilla) and `captions`.
     """
     return {"command": "answer", "knobs": knobs, "seed": seed, "watch": watch, "sampling": sampling}

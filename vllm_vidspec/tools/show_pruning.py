@@ -67,11 +67,7 @@ def check(show: Show) -> None:
 
 
 def run(show: Show, report: Report = silent) -> dict[str, Any]:
-    """Prune one video in every way asked for and draw the picture.
-
-    Returns:
-        `rows`, one per pruner (`pruner`, `kept`, `total`, `ends_frac`, `even_frac`), and `out`.
-    """
+    """Prune one video in every way asked for and draw the picture; return `rows`, one per pruner, and `out`."""
     check(show)
     frames = read_video(show.path, show.num_frames)
     configs = {config.prune.pruner: config for config in (show.config(pruner=name) for name in show.pruners)}

@@ -56,12 +56,7 @@ def check(show: Show) -> None:
 
 
 def run(show: Show, report: Report = silent) -> dict[str, Any]:
-    """Write one caption and the picture of it.
-
-    Returns:
-        `rows`, one: the pair, the setting, `words`, `relevance` and `kinds` of each token, and what `kind_shares` and
-        `relevance_auc` say of them (the latter for bundled pairs, whose words are known); and `provenance`.
-    """
+    """Write one caption and the picture of it; return the caption as the only one of `rows` (see `make_row`)."""
     check(show)
     report("plan", {"total": 1})
     report("loading", {"label": "the engine"})

@@ -23,14 +23,9 @@ def by_columns(
     style: Callable[[Any], str | None] = lambda row: None,
     **options: Any,
 ) -> Table:
-    """Return a table.
+    """Return a table of `rows`, each shown by every column; `options` are further ones of rich's Table.
 
-    Args:
-        columns: Head of a column -> a row's text in it.
-        rows: What they are about.
-        num_words: How many columns at the front hold words and are left-aligned; the others hold numbers.
-        style: A row's, None for the usual one.
-        options: Further ones of rich's Table.
+    The first `num_words` columns hold words and are left-aligned; the others hold numbers. `style` is a row's.
     """
     table = Table(**{"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), **options})
     for index, head in enumerate(columns):
