@@ -44,7 +44,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Map the file that another process created; VidSpecError if it is absent, of another layout or not ours alone."""
+        """Map the file that another process created; VidSpecError if it is absent, not ours or of another layout."""
         self.path = str(path)
         try:
             self._held = _open_own(self.path)
