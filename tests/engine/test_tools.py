@@ -9,12 +9,14 @@ import torch
 from tests.engine import harness
 from tests.engine.harness import QWEN
 from tests.tools.common import load
+from vidspec_tools.bench.session import BenchSession
+from vidspec_tools.pictures import show_pruning
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import linspace_indices
 from vllm_vidspec.pruning.pruners import top_k_indices
-from vllm_vidspec.tools import calibrate, pairs, show_pruning
+from vllm_vidspec.tools import calibrate, pairs
 from vllm_vidspec.tools.calibrate import Calibration
-from vllm_vidspec.tools.engine_session import EngineSession, answer_command
+from vllm_vidspec.tools.engine_session import answer_command
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("cv2")
@@ -52,7 +54,7 @@ def test_knobs_reach_the_pruner_of_a_pair_of_ones_own(tmp_path):
     )
     calibrate.check(own)
     kept, scores = [], []
-    with EngineSession(own.job()) as session:
+    with BenchSession(own.job()) as session:
         assert session.ready == {"num_layers": 4, "default_uv_layer": 3, "scheduling": "sync"}
         for lambda_r, layers in ((1.0, "all"), (1.0, (2,)), (0.0, "all"), (1.0, "all")):
             knobs = {"lambda_r": lambda_r, "guidance_layers": layers}

@@ -11,7 +11,6 @@ from vidspec_tools.bench.session import BenchEngine
 from vllm_vidspec import metrics
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import NAMES
-from vllm_vidspec.tools import session_job
 from vllm_vidspec.tools.engine_session import answer_command
 
 
@@ -66,13 +65,13 @@ def command(top_n, watch=True):
 def test_a_batch_is_retuned_watched_and_counted_by_itself(monkeypatch, sampling_params):
     llm = FakeLLM()
     monkeypatch.setattr(metrics, "read_metrics", lambda path: dict(llm.counters))
-    engine = session_job.Engine(llm, ["a", "b", "c"])
+    engine = BenchEngine(llm, ["a", "b", "c"])
     answers = [engine.answer(**command(top_n)) for top_n in (1, 2)]
     generate = ("generate", ["a", "b", "c"], [(3, 0.5, 9), (4, 0.5, 9), (5, 0.5, 9)])
     watch = [("vidspec_watch_scores", on) for on in (True, False)]
     assert llm.calls == [
-        *(("vidspec_retune", {"top_n": 1}), watch[0], generate, watch[1]),
-        *(("vidspec_retune", {"top_n": 2}), watch[0], generate, watch[1]),
+        *(watch[0], ("vidspec_retune", {"top_n": 1}), generate, watch[1]),
+        *(watch[0], ("vidspec_retune", {"top_n": 2}), generate, watch[1]),
     ]
     assert [answer["metrics"]["drafts"] for answer in answers] == [3, 7], "each batch's own gain"
     first, second = answers
@@ -88,7 +87,7 @@ def test_a_batch_is_retuned_watched_and_counted_by_itself(monkeypatch, sampling_
 
 def test_vanilla_is_neither_retuned_nor_watched(sampling_params):
     llm = FakeLLM(speculates=False)
-    answer = session_job.Engine(llm, ["a", "b", "c"]).answer(**command(None, watch=False))
+    answer = BenchEngine(llm, ["a", "b", "c"]).answer(**command(None, watch=False))
     assert [call[0] for call in llm.calls] == ["generate"]
     assert answer["metrics"] is answer["captions"] is None
 
@@ -99,7 +98,7 @@ def test_what_was_watched_must_be_what_was_said():
     outputs = llm.generate([], [], False)
     watched[0]["tokens"][1] = 9
     with pytest.raises(VidSpecError, match="not the tokens of the answer"):
-        session_job._watched_captions(llm.get_tokenizer(), outputs, watched)
+        session._watched_captions(llm.get_tokenizer(), outputs, watched)
 
 
 def test_token_texts_add_up():
@@ -107,9 +106,9 @@ def test_token_texts_add_up():
     text = "a é☂ b�"
     tokens = list(text.encode()[:-3])
     tokenizer = SimpleNamespace(decode=lambda ids: bytes(ids).decode(errors="replace"))
-    assert session_job.token_texts(tokenizer, tokens) == ["a", " ", "", "é", "", "", "☂", " ", "b"]
-    assert session_job.token_texts(tokenizer, tokens[:3]) == ["a", " ", "�"], "cut in the middle"
-    assert session_job.token_texts(tokenizer, []) == []
+    assert session.token_texts(tokenizer, tokens) == ["a", " ", "", "é", "", "", "☂", " ", "b"]
+    assert session.token_texts(tokenizer, tokens[:3]) == ["a", " ", "�"], "cut in the middle"
+    assert session.token_texts(tokenizer, []) == []
 
 
 def test_vllms_own_drafts_are_counted_by_our_names():

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from tools.common import invoke
+from vidspec_tools.pictures import relevance_views, show_relevance
+from vidspec_tools.pictures.relevance_views import color, scale, to_html
+from vidspec_tools.pictures.show_relevance import Show
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import NAMES
-from vllm_vidspec.tools import pairs, relevance_views, show_relevance
-from vllm_vidspec.tools.relevance_views import color, scale, to_html
-from vllm_vidspec.tools.show_relevance import Show
+from vllm_vidspec.tools import pairs
 
 Image = pytest.importorskip("PIL.Image")
 

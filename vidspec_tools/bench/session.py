@@ -1,6 +1,7 @@
 """Engines of the benchmarks: `EngineSession` with commands that time steps; the second half runs in the subprocess."""
 
 import dataclasses
+import itertools
 import os
 import sys
 import threading
@@ -50,7 +51,7 @@ def run_job() -> None:
 class BenchEngine(Engine):
     """An engine whose steps are timed."""
 
-    commands: ClassVar[tuple[str, ...]] = (*Engine.commands, "clock", "batch", "timeline", "retune")
+    commands: ClassVar[tuple[str, ...]] = (*Engine.commands, "look", "clock", "batch", "timeline", "retune")
 
     @classmethod
     def prepare(cls, job: dict[str, Any]) -> None:
@@ -106,6 +107,35 @@ class BenchEngine(Engine):
     def retune(self, knobs: dict[str, Any]) -> dict[str, Any]:
         """Change knobs of VidSpecConfig from here on."""
         self.llm.collective_rpc("vidspec_retune", args=(knobs,))
+        return {}
+
+    def answer(self, watch: bool = False, **asked: Any) -> dict[str, Any]:
+        """Answer every prompt, and with `watch` return `captions`, too; see `engine_session.answer_command`."""
+        if not watch:
+            return self.answered(**asked)[0] | {"captions": None}
+        self.llm.collective_rpc("vidspec_watch_scores", args=(True,))
+        answer, outputs = self.answered(**asked)
+        watched = self.llm.collective_rpc("vidspec_watch_scores", args=(False,))[0]
+        return answer | {"captions": _watched_captions(self.llm.get_tokenizer(), outputs, watched)}
+
+    def look(self, path: str) -> dict[str, Any]:
+        """Save to `path` how the first item of every prompt was pruned, and what was measured of it for that."""
+        import torch
+
+        self.llm.collective_rpc("vidspec_watch", args=(True,))
+        self.ask({"max_tokens": 2})  # after a first token that is also the last one, nothing is drafted
+        watched = self.llm.collective_rpc("vidspec_watch", args=(False,))[0]
+        records = [
+            {
+                "grid": (grid.num_frames, grid.height, grid.width, grid.num_trailing),
+                "kept_indices": record["kept_indices"][0],
+                "scores": None if record["scores"] is None else record["scores"][0],
+                "features": None if record["embeddings"] is None else record["embeddings"][0],
+            }
+            for record in watched
+            for grid in record["grids"][:1]
+        ]
+        torch.save(records, path)
         return {}
 
     def clock(self, index: int, sampling: dict[str, Any], seed: int | None) -> dict[str, Any]:
@@ -167,6 +197,38 @@ class BenchEngine(Engine):
     def timeline(self, on: bool) -> dict[str, Any]:
         """Return what target and drafter have done since watching began, as `events`, and go on watching or not."""
         return {"events": self.llm.collective_rpc("vidspec_timeline", args=(on,))[0]}
+
+
+def _watched_captions(tokenizer: Any, outputs: list[Any], watched: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return of each answer `words`, `relevance` and `kinds`, one of each per token."""
+    records = {record["req_id"].split("-")[0]: record for record in watched}  # vLLM adds a suffix of its own
+    captions = []
+    for output in outputs:
+        token_ids = list(output.outputs[0].token_ids)
+        # A request that was never drafted for is not watched: all its tokens are the target's own.
+        unwatched = {"tokens": token_ids, "relevance": [None] * len(token_ids), "kinds": [0] * len(token_ids)}
+        record = records.get(output.request_id, unwatched)
+        # What was verified past a stop is watched, and not said.
+        if list(record["tokens"])[: len(token_ids)] != token_ids:
+            raise VidSpecError("what was watched are not the tokens of the answer; please report this")
+        relevance, kinds = (list(record[name])[: len(token_ids)] for name in ("relevance", "kinds"))
+        captions.append({"words": token_texts(tokenizer, token_ids), "relevance": relevance, "kinds": kinds})
+    return captions
+
+
+def token_texts(tokenizer: Any, token_ids: list[int]) -> list[str]:
+    """Return what each token adds to the text; of a character in several tokens the last one has it."""
+    texts, shown = [], ""
+    for end in range(1, len(token_ids) + 1):
+        text = tokenizer.decode(token_ids[:end])
+        # An unfinished character is shown as U+FFFD until its last byte comes.
+        if text.endswith("\ufffd") and end < len(token_ids):
+            texts.append("")
+            continue
+        num_alike = sum(1 for _ in itertools.takewhile(lambda two: two[0] == two[1], zip(text, shown, strict=False)))
+        texts.append(text[num_alike:])
+        shown = text
+    return texts
 
 
 def _part(frames: Any, frac: float, num_frames: int) -> Any:

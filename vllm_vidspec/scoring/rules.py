@@ -53,7 +53,7 @@ class Scored(NamedTuple):
 
 
 def score(inputs: ScoreInputs) -> Scored:
-    """Accept the longest path of drafts that are exact or acceptable mismatches (LVSpec eq. 9-11; FLy), the first of equals.
+    """Accept the longest path, of equals the first, of drafts that are exact or may mismatch (LVSpec eq. 9-11; FLy).
 
     Under `strict`, and without looseness, that is the longest path from the root that the target itself samples, which
     is lossless at every temperature. Every emitted token is then the target's own sample under vanilla's own noise: the

@@ -95,7 +95,8 @@ def answer_command(
     Args:
         knobs: Of VidSpecConfig, to be in force from here on; None: those that are.
         seed: Request i samples with `seed` + i; None: unseeded.
-        watch: Whether to return `captions`: `words`, `relevance` and `kinds` of each answer, one of each per token.
+        watch: Whether to return `captions`: `words`, `relevance` and `kinds` of each answer, one of each per token; of
+            engines that can be watched alone.
         sampling: Arguments of SamplingParams; the temperature is 0 by default.
     """
     return {"command": "answer", "knobs": knobs, "seed": seed, "watch": watch, "sampling": sampling}

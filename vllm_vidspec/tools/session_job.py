@@ -1,6 +1,5 @@
 """The engine's side of `engine_session`: one job, then commands, each a line of JSON on stdin; answers go to a pipe."""
 
-import itertools
 import json
 import os
 import sys
@@ -102,7 +101,7 @@ class Engine:
         job: See `_answers`.
     """
 
-    commands: ClassVar[tuple[str, ...]] = ("answer", "look")
+    commands: ClassVar[tuple[str, ...]] = ("answer",)
 
     llm: Any
     requests: list[Any]
@@ -145,48 +144,26 @@ class Engine:
             return None
         return metrics.read_metrics(metrics.path_for(config.instance_id))
 
-    def answer(
-        self, knobs: dict[str, Any] | None, sampling: dict[str, Any], seed: int | None, watch: bool
-    ) -> dict[str, Any]:
+    def answer(self, watch: bool = False, **asked: Any) -> dict[str, Any]:
         """Answer every prompt; arguments and answer are those of `engine_session.answer_command`."""
+        assert not watch, "an engine of the benchmarks can be watched"
+        return self.answered(**asked)[0]
+
+    def answered(
+        self, knobs: dict[str, Any] | None, sampling: dict[str, Any], seed: int | None
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """Answer every prompt; return the answer, and vLLM's outputs."""
         if knobs:
             self.llm.collective_rpc("vidspec_retune", args=(knobs,))
-        if watch:
-            self.llm.collective_rpc("vidspec_watch_scores", args=(True,))
         before, start = self.counters(), time.perf_counter()
         outputs = self.ask(sampling, seed)
-        seconds, captions = time.perf_counter() - start, None
-        gained = gain(before, self.counters())
-        if watch:
-            watched = self.llm.collective_rpc("vidspec_watch_scores", args=(False,))[0]
-            captions = _watched_captions(self.llm.get_tokenizer(), outputs, watched)
-        return {
-            "seconds": seconds,
+        answer = {
+            "seconds": time.perf_counter() - start,
             "texts": [output.outputs[0].text for output in outputs],
             "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
-            "metrics": gained,
-            "captions": captions,
+            "metrics": gain(before, self.counters()),
         }
-
-    def look(self, path: str) -> dict[str, Any]:
-        """Save to `path` how the first item of every prompt was pruned, and what was measured of it for that."""
-        import torch
-
-        self.llm.collective_rpc("vidspec_watch", args=(True,))
-        self.ask({"max_tokens": 2})  # after a first token that is also the last one, nothing is drafted
-        watched = self.llm.collective_rpc("vidspec_watch", args=(False,))[0]
-        records = [
-            {
-                "grid": (grid.num_frames, grid.height, grid.width, grid.num_trailing),
-                "kept_indices": record["kept_indices"][0],
-                "scores": None if record["scores"] is None else record["scores"][0],
-                "features": None if record["embeddings"] is None else record["embeddings"][0],
-            }
-            for record in watched
-            for grid in record["grids"][:1]
-        ]
-        torch.save(records, path)
-        return {}
+        return answer, outputs
 
 
 def sampling_params(sampling: dict[str, Any], **more: Any) -> Any:
@@ -220,38 +197,6 @@ def _progress(report: Report) -> Any:
             return shown
 
     return Reporter
-
-
-def _watched_captions(tokenizer: Any, outputs: list[Any], watched: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return of each answer `words`, `relevance` and `kinds`, one of each per token."""
-    records = {record["req_id"].split("-")[0]: record for record in watched}  # vLLM adds a suffix of its own
-    captions = []
-    for output in outputs:
-        token_ids = list(output.outputs[0].token_ids)
-        # A request that was never drafted for is not watched: all its tokens are the target's own.
-        unwatched = {"tokens": token_ids, "relevance": [None] * len(token_ids), "kinds": [0] * len(token_ids)}
-        record = records.get(output.request_id, unwatched)
-        # What was verified past a stop is watched, and not said.
-        if list(record["tokens"])[: len(token_ids)] != token_ids:
-            raise VidSpecError("what was watched are not the tokens of the answer; please report this")
-        relevance, kinds = (list(record[name])[: len(token_ids)] for name in ("relevance", "kinds"))
-        captions.append({"words": token_texts(tokenizer, token_ids), "relevance": relevance, "kinds": kinds})
-    return captions
-
-
-def token_texts(tokenizer: Any, token_ids: list[int]) -> list[str]:
-    """Return what each token adds to the text; of a character in several tokens the last one has it."""
-    texts, shown = [], ""
-    for end in range(1, len(token_ids) + 1):
-        text = tokenizer.decode(token_ids[:end])
-        # An unfinished character is shown as U+FFFD until its last byte comes.
-        if text.endswith("\ufffd") and end < len(token_ids):
-            texts.append("")
-            continue
-        num_alike = sum(1 for _ in itertools.takewhile(lambda two: two[0] == two[1], zip(text, shown, strict=False)))
-        texts.append(text[num_alike:])
-        shown = text
-    return texts
 
 
 if __name__ == "__main__":

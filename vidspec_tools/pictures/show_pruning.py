@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vidspec_tools.bench.session import BenchSession
+from vidspec_tools.pictures import contact_sheet
+from vidspec_tools.pictures.picture import Picture
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools import contact_sheet, pairs
-from vllm_vidspec.tools.engine_session import EngineSession
+from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.progress import Report, silent
-from vllm_vidspec.tools.subject import Picture
 from vllm_vidspec.tools.user_files import read_video
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _look(show: Show, pruners: list[str], report: Report) -> list[Record]:
     report("plan", {"total": len(pruners)})
     for pruner in pruners:
         report("loading", {"label": f"engine with pruner {pruner}"})
-        with EngineSession(show.job(pruner=pruner)) as session:
+        with BenchSession(show.job(pruner=pruner)) as session:
             path = session.folder / "records.pt"
             session.ask({"command": "look", "path": str(path)})
             found = torch.load(path, weights_only=True)  # noqa: TID251 - written by our own engine a moment ago

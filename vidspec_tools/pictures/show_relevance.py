@@ -3,14 +3,16 @@
 from dataclasses import dataclass
 from typing import Any
 
+from vidspec_tools.bench.session import BenchSession
+from vidspec_tools.pictures import relevance_views
+from vidspec_tools.pictures.picture import Picture
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import summarize
 from vllm_vidspec.shapeworld.captions import kind_shares, relevance_auc
-from vllm_vidspec.tools import relevance_views
-from vllm_vidspec.tools.engine_session import EngineSession, answer_command
+from vllm_vidspec.tools.engine_session import answer_command
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
-from vllm_vidspec.tools.subject import Picture, reasons
+from vllm_vidspec.tools.subject import reasons
 
 _KNOBS = ("lambda_loose", "top_n", "position_shift", "relevance_rows")
 
@@ -60,7 +62,7 @@ def run(show: Show, report: Report = silent) -> dict[str, Any]:
     check(show)
     report("plan", {"total": 1})
     report("loading", {"label": "the engine"})
-    with EngineSession(show.job(**show.knobs)) as session:
+    with BenchSession(show.job(**show.knobs)) as session:
         report("measuring", {})
         command = answer_command(seed=show.seed, watch=True, temperature=show.temperature, max_tokens=show.max_tokens)
         answer = session.ask(command)
