@@ -7,12 +7,7 @@ from typing import Any
 
 from vidspec_tools.bench.acceptance import identical_frac
 from vidspec_tools.bench.session import WARM_UP_TOKENS, BenchSession
-from vllm_vidspec import assets
-from vllm_vidspec.config import parse_config
-from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics import SKIP_REASONS, STRICT_REASONS, summarize
-from vllm_vidspec.shapeworld import world
-from vllm_vidspec.shapeworld.captions import (
+from vidspec_tools.captions import (
     TELLING_WORDS,
     accuracies,
     count_right,
@@ -20,6 +15,11 @@ from vllm_vidspec.shapeworld.captions import (
     relevance_auc,
     retention,
 )
+from vllm_vidspec import assets
+from vllm_vidspec.config import parse_config
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics import SKIP_REASONS, STRICT_REASONS, summarize
+from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.engine_session import answer_command
 from vllm_vidspec.tools.progress import Report, silent

@@ -10,7 +10,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_vidspec.shapeworld.captions import KINDS
+from vidspec_tools.captions import KINDS
 from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
 from vllm_vidspec.tools.user_files import writing
 

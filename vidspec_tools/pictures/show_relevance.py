@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from vidspec_tools.bench.session import BenchSession
+from vidspec_tools.captions import kind_shares, relevance_auc
 from vidspec_tools.pictures import relevance_views
 from vidspec_tools.pictures.picture import Picture
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import summarize
-from vllm_vidspec.shapeworld.captions import kind_shares, relevance_auc
 from vllm_vidspec.tools.engine_session import answer_command
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
