@@ -11,8 +11,6 @@ event, so that no early filler word commits a later fact. There are three styles
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -308,43 +306,6 @@ def _write_caption(rng: np.random.Generator, facts: tuple[SceneFact, ...], style
     return " ".join(words)
 
 
-def parse_caption(text: str) -> list[SceneFact]:
-    """Read the facts back from a caption; what is missing or malformed becomes an empty word."""
-    scenes = []
-    for sentence in text.lower().split(".")[:-1]:
-        head, *clauses = (part.split() for part in sentence.split(","))
-        if "scenes" in head or not (clauses or head):
-            continue
-        objects = []
-        for words in clauses:
-            middle = next((i for i, w in enumerate(words) if w in FILLERS["that"]), len(words))
-            front, back = words[:middle], words[middle:]
-            event = _first(back, EVENTS)
-            position, size, color, shape = (_first(front, options) for options in (POSITIONS, SIZES, COLORS, SHAPES))
-            motion, new_color = _first(back, MOTIONS), _first(back, COLORS) or None
-            objects.append(ObjectFact(position, size, color, shape, motion, event, new_color))
-        scenes.append(SceneFact(_first(head, BACKGROUNDS), _first(head, PATTERNS), tuple(objects)))
-    return scenes
-
-
-def score_caption(text: str, facts: tuple[SceneFact, ...]) -> dict[str, tuple[int, int]]:
-    """Compare a caption with the facts, scene by scene and object by object in order.
-
-    Returns:
-        attribute -> (right, total). A scene or object that the caption lacks counts as wrong in all its attributes.
-    """
-    said, nothing = parse_caption(text), SceneFact("", "", ())
-    marks = [("num_scenes", len(said) == len(facts))]
-    for scene, heard in itertools.zip_longest(facts, said[: len(facts)], fillvalue=nothing):
-        marks += [(name, getattr(heard, name) == getattr(scene, name)) for name in ("background", "pattern")]
-        marks += [("num_objects", len(heard.objects) == len(scene.objects))]
-        for fact, other in itertools.zip_longest(scene.objects, heard.objects[: len(scene.objects)]):
-            names = ["position", "size", "color", "shape", "motion", "event"] + ["new_color"] * bool(fact.new_color)
-            marks += [(name, getattr(other, name, None) == getattr(fact, name)) for name in names]
-    right = Counter(name for name, is_right in marks if is_right)
-    return {name: (right[name], total) for name, total in Counter(name for name, _ in marks).items()}
-
-
 def write_mp4(frames: np.ndarray, path: str | Path, fps: float = FRAME_RATE) -> None:
     """Write uint8 RGB frames [num_frames, height, width, 3] as an mp4 file (needs opencv)."""
     import cv2
@@ -360,10 +321,6 @@ def write_mp4(frames: np.ndarray, path: str | Path, fps: float = FRAME_RATE) -> 
 
 def _pick(rng: np.random.Generator, options, probs=None) -> str:
     return list(options)[rng.choice(len(options), p=probs)]
-
-
-def _first(words: list[str], options) -> str:
-    return next((w for w in words if w in options), "")
 
 
 @cache

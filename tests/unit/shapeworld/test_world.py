@@ -39,9 +39,9 @@ def test_samples(samples: list[world.Sample]) -> None:
         assert np.array_equal(np.unique(sample.scene_of_frame), np.arange(len(sample.facts)))
         words = sample.caption.split()
         assert 80 <= len(words) <= 200 and set(words) <= vocabulary
-        assert world.parse_caption(sample.caption) == list(sample.facts)
-        assert all(right == total for right, total in world.score_caption(sample.caption, sample.facts).values())
-        assert all(right == 0 for right, _ in world.score_caption("", sample.facts).values())
+        assert captions.parse_caption(sample.caption) == list(sample.facts)
+        assert all(right == total for right, total in captions.score_caption(sample.caption, sample.facts).values())
+        assert all(right == 0 for right, _ in captions.score_caption("", sample.facts).values())
         # A tenth of the cells holds (nearly) all shapes: a good choice of a tenth loses little, a random one much.
         is_shape = sample.labels["color"] > 0
         assert 0.03 <= is_shape.mean() <= 0.12
@@ -58,7 +58,7 @@ def test_other_styles_say_the_same_facts(samples: list[world.Sample], style: str
     for ours, usual in zip(styled, samples, strict=True):
         assert ours.facts == usual.facts and np.array_equal(ours.frames, usual.frames)
         assert ours.caption != usual.caption and set(ours.caption.split()) <= set(world.vocabulary())
-        assert world.parse_caption(ours.caption) == list(ours.facts)
+        assert captions.parse_caption(ours.caption) == list(ours.facts)
 
 
 def test_wordy_captions_are_mostly_filler() -> None:
@@ -79,7 +79,7 @@ def test_a_wrong_word_costs_its_attribute(samples: list[world.Sample]) -> None:
     wrong = next(shape for shape in world.SHAPES if shape != scene.objects[0].shape)
     other = dataclasses.replace(scene.objects[0], shape=wrong)
     facts = (dataclasses.replace(scene, objects=(other, *scene.objects[1:])), *sample.facts[1:])
-    scores = world.score_caption(sample.caption, facts)
+    scores = captions.score_caption(sample.caption, facts)
     assert scores["shape"] == (scores["shape"][1] - 1, scores["shape"][1])
     assert all(right == total for name, (right, total) in scores.items() if name != "shape")
 
