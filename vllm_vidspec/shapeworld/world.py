@@ -104,14 +104,9 @@ class SceneFact:
 
 @dataclass(frozen=True)
 class Sample:
-    """One video.
-
-    Attributes:
-        frames: uint8 [NUM_FRAMES, FRAME_SIZE, FRAME_SIZE, 3], RGB.
-        caption: words separated by single spaces, all of them in `vocabulary()`.
-        facts: the scenes that the caption tells.
-        labels: int64 [NUM_FRAMES, GRID_SIZE**2] per key of `LABELS`.
-        scene_of_frame: int64 [NUM_FRAMES].
+    """One video: uint8 RGB `frames` [NUM_FRAMES, FRAME_SIZE, FRAME_SIZE, 3]; a `caption` of words of `vocabulary()`,
+    separated by single spaces, and the `facts` that it tells; int64 `labels` [NUM_FRAMES, GRID_SIZE**2] per key of
+    `LABELS`; and int64 `scene_of_frame` [NUM_FRAMES].
     """
 
     frames: np.ndarray

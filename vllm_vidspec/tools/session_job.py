@@ -93,12 +93,8 @@ def _own_requests(prompts: dict[str, Any]) -> list[Any]:
 class Engine:
     """An engine and the questions it is asked; each of its commands takes the fields of a line and returns an answer's.
 
-    Attributes:
-        llm: vLLM's.
-        requests: A prompt, or a conversation, per video.
-        is_chat: Which of the two they are.
-        report: Called with "progress" (`done` requests).
-        job: See `_answers`.
+    `requests` are a prompt per video, or with `is_chat` a conversation; `report` is called with "progress" (`done`
+    requests); `job` see `_answers`.
     """
 
     commands: ClassVar[tuple[str, ...]] = ("answer",)

@@ -109,7 +109,6 @@ def speed_up_interpreter_kernels() -> None:
 
 
 def whole_twin(name: str) -> Callable | None:
-    """Return the function that serves the whole grid of a kernel `_<name>_kernel`, None where there is none."""
     return next((getattr(module, name) for module in _TWINS if hasattr(module, name)), None)
 
 
