@@ -11,7 +11,7 @@ event, so that no early filler word commits a later fact. There are three styles
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -39,7 +39,6 @@ SIZES = {"small": 10, "large": 14}  # radius in pixels
 VISIBLE_FRAMES = 6  # how long a shape stays
 SPECK_RADIUS, SPECKS_PER_FRAME = 4, 3  # distractors
 MAX_OBJECTS = 6  # of a video
-MIN_VISIBLE_AREA = 100  # pixels of a shape's bounding box in a cell, below which the cell does not count as showing it
 MOTIONS = ("leftwards", "rightwards", "upwards", "downwards", "sideways", "vertically", "nowhere")
 SIDEWAYS = ("leftwards", "rightwards", "sideways")  # those along x
 POSITIONS = {
@@ -76,9 +75,6 @@ makes its favourites is its own. `wordy`: flat, with about three tokens of fille
 object's place before or after its look: what is uncertain is how to say it.
 """
 
-LABELS = dict(color=9, shape=7, size=3, direction=6, background=6, pattern=3, x=15, y=15, turned=3, faded=2)
-"""Token-level training labels and their numbers of classes; class 0 of the object labels means "no object here"."""
-
 
 @dataclass(frozen=True)
 class ObjectFact:
@@ -103,16 +99,29 @@ class SceneFact:
 
 
 @dataclass(frozen=True)
+class Track:
+    """What is to be seen of an object from frame `start` on: its centres int `path` [visible, 2] as (x, y), its colour
+    in each of these frames, and which of them is the first of what its event says.
+    """
+
+    fact: ObjectFact
+    start: int
+    path: np.ndarray
+    colors: list[str]
+    ending: int
+
+
+@dataclass(frozen=True)
 class Sample:
     """One video: uint8 RGB `frames` [NUM_FRAMES, FRAME_SIZE, FRAME_SIZE, 3]; a `caption` of words of `vocabulary()`,
-    separated by single spaces, and the `facts` that it tells; int64 `labels` [NUM_FRAMES, GRID_SIZE**2] per key of
-    `LABELS`; and int64 `scene_of_frame` [NUM_FRAMES].
+    separated by single spaces, and the `facts` that it tells; `tracks` of all objects; int64 `scene_of_frame`
+    [NUM_FRAMES].
     """
 
     frames: np.ndarray
     caption: str
     facts: tuple[SceneFact, ...]
-    labels: dict[str, np.ndarray]
+    tracks: tuple[Track, ...]
     scene_of_frame: np.ndarray
 
 
@@ -137,13 +146,13 @@ def make_sample(seed: int, brief: bool = True, style: str = STYLES[0]) -> Sample
     facts = _draw_facts(rng)
     cuts = _draw_cuts(rng, len(facts))
     frames = np.empty((NUM_FRAMES, FRAME_SIZE, FRAME_SIZE, 3), np.uint8)
-    labels = {name: np.zeros((NUM_FRAMES, GRID_SIZE**2), np.int64) for name in LABELS}
     scene_of_frame = np.zeros(NUM_FRAMES, np.int64)
+    tracks: list[Track] = []
     for scene_idx, (scene, start, end) in enumerate(zip(facts, cuts[:-1], cuts[1:], strict=True)):
-        scene_labels = {name: array[start:end] for name, array in labels.items()}
-        frames[start:end] = _render_scene(rng, scene, end - start, scene_labels, brief)
+        frames[start:end], found = _render_scene(rng, scene, end - start, brief)
+        tracks += [replace(track, start=start + track.start) for track in found]
         scene_of_frame[start:end] = scene_idx
-    return Sample(frames, _write_caption(rng, facts, style), facts, labels, scene_of_frame)
+    return Sample(frames, _write_caption(rng, facts, style), facts, tuple(tracks), scene_of_frame)
 
 
 def held_out(i: int) -> Sample:
@@ -184,14 +193,12 @@ def _draw_cuts(rng: np.random.Generator, num_scenes: int) -> list[int]:
 
 
 def _render_scene(
-    rng: np.random.Generator, scene: SceneFact, length: int, labels: dict[str, np.ndarray], brief: bool
-) -> np.ndarray:
-    """Draw one scene, uint8 [length, FRAME_SIZE, FRAME_SIZE, 3]; fill its labels, int64 [length, GRID_SIZE**2] each."""
+    rng: np.random.Generator, scene: SceneFact, length: int, brief: bool
+) -> tuple[np.ndarray, list[Track]]:
+    """Draw one scene, uint8 [length, FRAME_SIZE, FRAME_SIZE, 3], and tell where its objects are."""
     noise = _noise()[rng.integers(0, len(_noise()), length)]  # [length, FRAME_SIZE, FRAME_SIZE, 3]
     frames = _background_image(scene.background, scene.pattern) + noise
-    labels["background"][:] = list(BACKGROUNDS).index(scene.background)
-    labels["pattern"][:] = PATTERNS.index(scene.pattern)
-    covered = np.zeros((length, GRID_SIZE**2))
+    tracks = []
     _draw_specks(rng, frames, noise)
     for fact in scene.objects:
         stay = min(length, VISIBLE_FRAMES) if brief else length
@@ -207,9 +214,8 @@ def _render_scene(
             if fact.event == "vanishes" and i >= ending:
                 paint = paint // 2 + frames[start + i][box][sprite] // 2
             frames[start + i][box][sprite] = paint
-        shown = slice(start, start + stay)
-        _fill_labels({name: array[shown] for name, array in labels.items()}, covered[shown], fact, path, colors, ending)
-    return np.clip(frames, 0, 255).astype(np.uint8)
+        tracks.append(Track(fact, start, path, colors, ending))
+    return np.clip(frames, 0, 255).astype(np.uint8), tracks
 
 
 def _draw_specks(rng: np.random.Generator, frames: np.ndarray, noise: np.ndarray) -> None:
@@ -237,43 +243,6 @@ def _draw_path(rng: np.random.Generator, fact: ObjectFact, length: int) -> np.nd
         axis = 0 if fact.motion in SIDEWAYS else 1
         path[:, axis] = low[axis] + (high - low)[axis] * progress.get(fact.motion, bounce)
     return np.round(path).astype(int)
-
-
-def _fill_labels(
-    labels: dict[str, np.ndarray],
-    covered: np.ndarray,
-    fact: ObjectFact,
-    path: np.ndarray,
-    colors: list[str],
-    ending: int,
-) -> None:
-    """Label the cells that an object covers more than any earlier object does.
-
-    `labels` (int64 [visible, GRID_SIZE**2] per name) and `covered` (the largest area so far) are written in place; the
-    object has `path` int [visible, 2] and `colors` [visible], and fades from frame `ending` on if it vanishes.
-    """
-    radius, edges = SIZES[fact.size], np.arange(GRID_SIZE) * CELL_SIZE
-    wide, tall = (  # [visible, GRID_SIZE]
-        np.clip(np.minimum(p + radius, edges + CELL_SIZE) - np.maximum(p - radius, edges), 0, None)
-        for p in (path[:, :1], path[:, 1:])
-    )
-    area = (tall[:, :, None] * wide[:, None, :]).reshape(len(path), -1)
-    mine = (area > MIN_VISIBLE_AREA) & (area > covered)
-    covered[mine] = area[mine]
-    step = np.diff(path, axis=0, append=2 * path[-1:] - path[-2:-1])  # [visible, 2]
-    along, ways = (step[:, 0], [1, 2]) if fact.motion in SIDEWAYS else (step[:, 1], [3, 4])
-    values = {
-        "color": np.array([list(COLORS).index(color) + 1 for color in colors]),
-        "shape": np.full(len(path), SHAPES.index(fact.shape) + 1),
-        "size": np.full(len(path), list(SIZES).index(fact.size) + 1),
-        "direction": np.select([along < 0, along > 0], ways, 5),
-        "x": path[:, 0] // 8 + 1,
-        "y": path[:, 1] // 8 + 1,
-        "turned": np.array([1 if color == fact.color else 2 for color in colors]),
-        "faded": (np.arange(len(path)) >= ending) & (fact.event == "vanishes"),
-    }
-    for name, value in values.items():
-        labels[name][mine] = np.broadcast_to(value[:, None], mine.shape)[mine]
 
 
 def _write_caption(rng: np.random.Generator, facts: tuple[SceneFact, ...], style: str) -> str:
