@@ -35,12 +35,12 @@ from safetensors.torch import load_file, save_file
 from vidspec_tools.bench import parallel, scaling
 from vidspec_tools.bench.acceptance import identical_frac
 from vidspec_tools.bench.methods import SEQUENTIAL
+from vidspec_tools.bench.session import BenchSession
 from vidspec_tools.bench.trials import VANILLA_VARIANT, Variant, Workload
 from vidspec_tools.pages.never_slower import line, table
 from vllm_vidspec import assets
 from vllm_vidspec.adapt import REST, Controller, Option, class_label
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import silent
 from vllm_vidspec.tools.provenance import provenance
 
@@ -81,7 +81,7 @@ def variants(fixed: tuple[int, ...]) -> list[Variant]:
 
 
 def ask(
-    sessions: list[EngineSession], benchmark: scaling.ScalingBenchmark, number: int, indices: list[int]
+    sessions: list[BenchSession], benchmark: scaling.ScalingBenchmark, number: int, indices: list[int]
 ) -> list[dict[str, Any]]:
     """Let every engine answer these requests in turn, the last one first in every other round."""
     command = {"command": "batch", "indices": indices, "sampling": benchmark.sampling, "seed": benchmark.seed}
@@ -142,7 +142,7 @@ def measure_mixed(
         # The hopeless ones come first, as their prompts take long: the good ones then decode beside them.
         num_videos = ([benchmark.num_videos] * half + [1] * (half + size)) * benchmark.rounds
         made = jobs(benchmark, workload, engines, num_videos)
-        sessions = [stack.enter_context(EngineSession(job)) for job in made]
+        sessions = [stack.enter_context(BenchSession(job)) for job in made]
         for number in range(benchmark.rounds):
             begin = 2 * size * number
             mixed.append(ask(sessions, benchmark, number, list(range(begin, begin + size))))
@@ -235,7 +235,7 @@ def measure(
     begin = 0
     with ExitStack() as stack:
         made = jobs(benchmark, workload, engines, num_videos)
-        sessions = [stack.enter_context(EngineSession(job)) for job in made]
+        sessions = [stack.enter_context(BenchSession(job)) for job in made]
         for tokens, batch in points:
             starts = range(begin, begin + args.rounds * batch, batch)
             turns = [ask(sessions, benchmark, n, list(range(at, at + batch))) for n, at in enumerate(starts)]

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from tools.common import counters, invoke, refuses
 from vidspec_tools.bench import acceptance
+from vidspec_tools.views.progress import EnginesView
 from vllm_vidspec import doctor
 from vllm_vidspec.cli import app
 from vllm_vidspec.cli import doctor as doctor_command
@@ -189,7 +190,7 @@ def test_bench_shares_engines_and_writes_csv_and_plot(engines, tmp_path):
 def test_bench_view_shows_engines_that_run_at_once():
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     with progress.bars(console) as bars:
-        view = progress.View(bars)
+        view = EnginesView(bars)
         for engine in (0, 1):
             view("start", {"engine": engine, "label": f"engine {engine}", "total": 4, "engines": 3})
         view("ready", {"engine": 1})
@@ -209,7 +210,6 @@ def test_demo_table_and_status(monkeypatch, tmp_path, identical):
     spent = counters(0.1, visual_tokens_full=512, visual_tokens_kept=51, draft_kv_bytes_per_token=2048)
 
     def serve(what, name, draft, video, log_path, report):
-        report("starting", {"elapsed_s": 1.0})
         report("ready", {"seconds": 12.0})
         report("text", {"delta": "a red [bold]circle[/bold]"})
         report("answered", {"name": name})

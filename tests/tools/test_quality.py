@@ -11,6 +11,7 @@ from rich.console import Console
 from tools.common import FAMILIES, answer_captions, invoke
 from vidspec_tools.bench import quality
 from vidspec_tools.bench.quality import DEFAULTS, Quality, Setting, setting_name
+from vidspec_tools.views.progress import EnginesView
 from vidspec_tools.views.quality import longest_kept, longest_words, panels
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.shapeworld import world
@@ -190,7 +191,7 @@ def test_json_alone_is_on_standard_output(sessions):
 def test_view_shows_the_batches(sessions):
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     with progress.bars(console) as bars:
-        view = progress.View(bars)
+        view = EnginesView(bars)
         view("plan", {"total": 3})
         view("loading", {"label": "the pair"})
         assert bars.tasks[0].description == "loading the pair"

@@ -10,8 +10,9 @@ from tools.common import invoke
 from vidspec_tools import inflation
 from vidspec_tools.bench import scaling
 from vidspec_tools.bench.scaling import AXES, ScalingBenchmark
+from vidspec_tools.bench.session import BenchEngine
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools import session_job
+from vllm_vidspec.tools import pairs
 
 
 def measured(*options, status=0):
@@ -118,10 +119,10 @@ def test_inflated_pairs_say_so(clocks):
 def test_requests_have_as_many_videos_as_asked_for(monkeypatch):
     """Catches: a video in two requests, frames of its beginning alone, a whole video that is sampled twice."""
     asked = []
-    monkeypatch.setattr(session_job.pairs, "media_prompt", lambda family, question, videos: asked.append(videos))
+    monkeypatch.setattr(pairs, "media_prompt", lambda family, question, videos: asked.append(videos))
     prompts = {"family": "qwen2.5-vl", "question": "?", "held_out": [0, 1]}
     for more in ({}, {"num_videos": 2}, {"video_frac": 0.5}):
-        session_job._bundled_requests(prompts | more)
+        BenchEngine.bundled_requests(prompts | more)
     assert [[len(frames) for frames in videos] for videos in asked] == [[32]] * 2 + [[32, 32]] * 2 + [[16]] * 2
     first, second = asked[2:4]
     whole = [frames.tobytes() for frames in (*first, *second)]

@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any
 
+from vidspec_tools.bench.session import BenchSession
 from vllm_vidspec.config import SELF, parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import GUIDANCE_FALLBACKS, SKIP_REASONS, summarize
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.engine_session import EngineSession, answer_command
+from vllm_vidspec.tools.engine_session import answer_command
 from vllm_vidspec.tools.processes import end_group
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
@@ -277,7 +278,7 @@ def run_job(job: dict[str, Any], report: Report, running: Running) -> list[dict[
         `scheduling` ("async" or "sync").
     """
     results: list[dict[str, Any]] = []
-    with EngineSession(job, running.holding) as session:
+    with BenchSession(job, running.holding) as session:
         report("ready", {})
         for sampling in job["samplings"]:
             answer = session.ask(answer_command(seed=job["seed"], **sampling), report)

@@ -12,12 +12,12 @@ from vidspec_tools import inflation
 from vidspec_tools.bench import parallel, ratios, trials
 from vidspec_tools.bench.acceptance import identical_frac
 from vidspec_tools.bench.rows import added, middle, spec_tokens
+from vidspec_tools.bench.session import BenchSession
 from vidspec_tools.bench.speed import SpeedBenchmark
 from vidspec_tools.bench.trials import SELF_DRAFT, VANILLA_VARIANT, Variant, Workload, draft_model
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import summarize
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
 from vllm_vidspec.tools.user_files import check_output, writing
@@ -160,7 +160,7 @@ def measure(point: ScalingBenchmark, workload: Workload, value: float, report: R
         sessions = []
         for variant in variants:
             report("loading", {"label": f"{workload.family} {point.axis} {value:g} {variant.method}"})
-            sessions.append(stack.enter_context(EngineSession(point.job(workload, variant))))
+            sessions.append(stack.enter_context(BenchSession(point.job(workload, variant))))
         report("plan", {"total": point.rounds * len(variants)})
         report("measuring", {})
         for number in range(point.rounds):

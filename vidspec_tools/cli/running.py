@@ -23,12 +23,12 @@ def measure(bench: Any, view: Any, what: Any, given: Mapping[str, Any]) -> None:
     from rich.console import Console
 
     from vidspec_tools.views import csv_file, figures
-    from vllm_vidspec.tools import progress
+    from vidspec_tools.views.progress import EnginesView
 
     bench.check(what)
     csv_path, plot_path, json_path = (given[f"{kind}_path"] for kind in ("csv", "plot", "json"))
     figures.check_outputs(csv_path, plot_path, json_path)
-    result = with_bars(bench.run, what, progress.View)
+    result = with_bars(bench.run, what, EnginesView)
     write_json(json_path, result)
     if csv_path is not None:
         csv_file.write(csv_path, result)

@@ -88,7 +88,7 @@ def timeline(
 
     from vidspec_tools.bench import timeline as bench
     from vidspec_tools.views import timeline as view
-    from vllm_vidspec.tools import progress
+    from vidspec_tools.views.progress import EnginesView
 
     what = shared.pick(
         bench.TimelineBenchmark,
@@ -101,7 +101,7 @@ def timeline(
     )
     bench.check(what)
     view.check_outputs(out, trace_path, json_path)
-    result = with_bars(bench.run, what, progress.View)
+    result = with_bars(bench.run, what, EnginesView)
     write_json(json_path, result)
     view.draw(result, out)
     if trace_path is not None:

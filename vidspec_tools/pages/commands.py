@@ -54,13 +54,11 @@ def run(command: str) -> Result:
 
 
 def merge(parts: list[Result]) -> Result:
-    """Return one result of several: their rows or, of calibrations, these by target; the command lines of all."""
+    """Return one result of several: their rows; the command lines of all."""
     first = parts[0]
     if len(parts) == 1:
         return first
     origin = first["provenance"] | {"argv": [part["provenance"]["argv"] for part in parts]}
-    if "costs" in first:
-        return {"calibrations": {part["target"].split("/")[0]: part for part in parts}, "provenance": origin}
     lists = {name: [row for part in parts for row in part.get(name, [])] for name in ("rows", "failures")}
     families = list(dict.fromkeys(row["family"] for row in lists["rows"]))
     if "retention" in lists["rows"][0]:

@@ -7,11 +7,11 @@ from typing import Any
 
 from vidspec_tools.bench.acceptance import AXES as SWEEP_AXES
 from vidspec_tools.bench.acceptance import UNPRUNED, canonical, measured_itself
+from vidspec_tools.captions import GROUPS
 from vidspec_tools.pages import papers
 from vidspec_tools.pages.tables import RESULTS, Result, figure, fill, markdown, origin, read, recorded, table
 from vidspec_tools.views import acceptance as acceptance_view
 from vidspec_tools.views import quality as quality_view
-from vllm_vidspec.shapeworld.captions import GROUPS
 from vllm_vidspec.tools.tables import demo_rows, number, percent
 
 Row = dict[str, Any]

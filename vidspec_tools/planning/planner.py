@@ -8,7 +8,7 @@ from typing import Any
 from vidspec_tools.planning.acceptance import bisect, with_rate
 from vidspec_tools.planning.candidates import CHAIN, LONG, NONE, PARALLEL, TREE, Candidate, Candidates
 from vidspec_tools.planning.question import Question, check, notes
-from vllm_vidspec.planning.shapes import FP8, WEIGHT_BYTES
+from vidspec_tools.planning.shapes import FP8, WEIGHT_BYTES
 
 _CHAIN_ROWS = 6  # a chain of 5 and its root
 WORTH = 1.05  # a gain below this is within the model's error: it does not pay

@@ -9,7 +9,7 @@ alone. The vision tower is not modelled.
 from dataclasses import dataclass
 
 from vidspec_tools.gpus import Gpu
-from vllm_vidspec.planning.shapes import KV_BYTES, WEIGHT_BYTES, ModelShape
+from vidspec_tools.planning.shapes import KV_BYTES, WEIGHT_BYTES, ModelShape
 
 
 @dataclass(frozen=True)
