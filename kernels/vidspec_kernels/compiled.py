@@ -27,14 +27,17 @@ class Loop:
 
     def bind(self, *args: Any) -> Callable[..., Any]:
         """Return the loop with its first arguments given."""
-        return functools.partial(self.run, *map(_as_argument, args, self._absent))
+        return functools.partial(self.run, *self._arrays(args))
 
     def __call__(self, *args: Any) -> Any:
-        return self.bind(*args)()
+        return self.run(*self._arrays(args))
 
-
-def _as_argument(value: Any, absent: np.ndarray | None) -> Any:
-    return absent if value is None else value.numpy() if isinstance(value, Tensor) else value
+    def _arrays(self, args: tuple[Any, ...]) -> list[Any]:
+        # Not `isinstance`, which torch answers in Python.
+        return [
+            arg.numpy() if type(arg) is Tensor else absent if arg is None else arg
+            for arg, absent in zip(args, self._absent, strict=False)
+        ]
 
 
 def compiled(arguments: str, returns: str = "void") -> Callable[[Callable[..., Any]], Loop]:

@@ -161,7 +161,8 @@ def _check(
         draft_tokens=(draft_tokens, torch.int32, num_rows), logits=(logits, logits.dtype, num_rows, 0),
         req_rows=(req_rows, torch.int64, num_rows), nodes=(nodes, torch.int32, num_rows),
         pos=(pos, torch.int64, num_rows), relevance=(relevance, torch.float32, num_rows),
-        sources=(tables.sources, torch.int32, 0), seeds=(tables.seeds, torch.int64, [max_reqs]), protected=(tables.protected, *words),
+        sources=(tables.sources, torch.int32, 0), seeds=(tables.seeds, torch.int64, [max_reqs]),
+        protected=(tables.protected, *words),
         ends=(tables.ends, *words), parents=(parents, torch.int32, max_reqs, 0),
     )  # fmt: skip
     assert tables.ends.stride() == tables.protected.stride(), "ends: expected the strides of protected"

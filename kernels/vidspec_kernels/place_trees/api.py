@@ -41,6 +41,15 @@ class TreePlaces:
     roots: Tensor
     masks: Tensor
 
+    def __post_init__(self) -> None:
+        rows = [self.query_start.shape[0]]
+        check(
+            self.query_start.device, query_start=(self.query_start, torch.int32, 0),
+            num_queries=(self.num_queries, torch.int32, rows), prefix_lens=(self.prefix_lens, torch.int32, rows),
+            roots=(self.roots, torch.int32, rows),
+        )  # fmt: skip
+        check_contiguous(self.query_start.device, masks=(self.masks, torch.int64, rows, 0))
+
     @functools.cached_property
     def plans(self) -> dict[Any, Any]:
         """Known launches that write these, see `dispatch.launch`."""
@@ -174,18 +183,16 @@ def _check(
     positions: Tensor, places: TreePlaces, size: int, out_positions: Tensor | None,
 ) -> int:  # fmt: skip
     """Check the arguments of `place_trees`; return the columns of the tables."""
-    num_reqs, num_cols = idx_mapping.shape[0], depths.shape[1]
-    assert size >= num_reqs, f"size {size}: expected at least {num_reqs}"
-    device, shape = idx_mapping.device, ([positions.shape[0]], positions.shape[1])
+    device, num_reqs, num_cols = idx_mapping.device, idx_mapping.shape[0], depths.shape[1]
+    assert num_reqs <= size <= places.roots.shape[0], f"size {size}: {num_reqs} requests, {places.roots.shape[0]} rows"
+    assert places.masks.shape[1] == num_cols and places.masks.device == device, f"masks: {list(places.masks.shape)}"
+    shape = ([positions.shape[0]], positions.shape[1])
     check(
         device, idx_mapping=(idx_mapping, torch.int64, 0), seq_lens=(seq_lens, torch.int32, num_reqs),
         query_start_loc=(query_start_loc, torch.int32, num_reqs + 1), positions=(positions, torch.int64, *shape),
-        out_positions=(out_positions, torch.int64, *shape), query_start=(places.query_start, torch.int32, size),
-        num_queries=(places.num_queries, torch.int32, size), prefix_lens=(places.prefix_lens, torch.int32, size),
-        roots=(places.roots, torch.int32, size),
+        out_positions=(out_positions, torch.int64, *shape),
     )  # fmt: skip
     check_contiguous(
-        device, depths=(depths, torch.int32, 0, 0), ancestors=(ancestors, torch.int64, [depths.shape[0]], [num_cols]),
-        masks=(places.masks, torch.int64, size, [num_cols]),
-    )  # fmt: skip
+        device, depths=(depths, torch.int32, 0, 0), ancestors=(ancestors, torch.int64, [depths.shape[0]], [num_cols])
+    )
     return num_cols

@@ -63,7 +63,8 @@ def test_a_plan_follows_confidence(sureness, low, high):
     step_with(policy, sureness, rows=(2,))
     alpha = policy.confidence[2]
     # The loop adds in another order.
-    assert alpha == pytest.approx(confidence(sure_table(1, policy.num_candidates, sureness)[0], 10)[0], abs=2e-6)
+    by_formula = confidence(sure_table(1, policy.num_candidates, sureness)[0], 10)
+    assert alpha.item() == pytest.approx(by_formula.item(), abs=2e-6)
     expected = int(low + alpha * (high - low)), int(low + (1 - alpha) * (high - low))
     assert plans_of(policy, [0, 2]) == [((low + high) // 2, (low + high) // 2), expected]
     assert step_with(policy, sureness, rows=(2,)) == expected[0]
