@@ -3,7 +3,7 @@
 python benchmarks/bench_kernels.py [accept draw ...] [--sizes num_reqs=1,8 "kind=strict chain"] [--csv FILE] [--json]
 
 A kernel's cases are a file of `kernel_cases/`: its axes with the sizes for this device, which `--sizes` replaces, and
-what it is measured against. On a GPU "triton" is the kernel, on a CPU "torch" is its reference. A case's
+what it is measured against. On a GPU "triton" is the kernel, on a CPU "numba" or "torch" is its reference. A case's
 implementations are called in turn, so that other load on the machine affects all of them. The floor is the larger of
 two times: `traffic`, the bytes that must move at the copy bandwidth, and `product`, the operations at the rate of a
 square matrix product. Both rates are measured beside each case, because a shared machine's change by the minute.
@@ -63,8 +63,9 @@ class Case:
 
 
 def against_reference(bind: Callable[[Any], Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
-    """Return the calls of a kernel whose peer is its reference: on a GPU both, on a CPU the reference."""
-    return {impl: bind(impl) for impl in (("triton", "torch") if ON_GPU else ("torch",))}
+    """Return the calls of a kernel that has no peer: on a GPU the kernel, on a CPU its loop."""
+    impl = "triton" if ON_GPU else "numba"
+    return {impl: bind(impl)}
 
 
 def measure_us(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, tuple[float, float, float]]:

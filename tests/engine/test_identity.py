@@ -1,7 +1,5 @@
 """The two promises that all rests on: output equals vanilla vLLM's, and a draft equal to the target never errs."""
 
-import sys
-
 import pytest
 
 from tests.engine import harness, padded
@@ -158,26 +156,3 @@ def test_self_speculation_shares_the_weights_and_is_exact(reference, family, pru
     assert pruned_counted["draft_tokens"] > pruned_counted["accepted_tokens"] > 0
     for answers in (outputs, pruned):
         assert harness.token_ids(answers) == harness.token_ids(expected)
-
-
-def test_the_text_that_gpus_run(reference):
-    """Code that is one text for numpy (CPU) and torch (GPU) gives the same with torch.
-
-    Catches: a numpy rule that torch does not share, where no GPU is there to find it.
-    """
-    import torch
-
-    from vidspec_kernels import dispatch
-
-    expected = reference(LLAVA, "videos")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "load_loops", dict)
-        for name, module in list(sys.modules.items()):
-            if name.startswith(("vidspec_kernels.", "vllm_vidspec.engine.")) and not name.endswith(".dispatch"):
-                for chooser, choice in (("as_array", lambda tensor: tensor), ("array_module", lambda device: torch)):
-                    if hasattr(module, chooser):
-                        patch.setattr(module, chooser, choice)
-        with harness.engine(LLAVA, "target", drafting="tree-static", pruner="none") as engine:
-            outputs, counted = engine.measured(SCENARIOS["videos"](LLAVA))
-    assert harness.token_ids(outputs) == harness.token_ids(expected)
-    assert_all_stands(counted)

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from hypothesis import settings
 
-from vidspec_kernels import candidates_reference, dispatch
-from vidspec_kernels.draft_tree import begin, finish, place, plan, tables
+from vidspec_kernels import candidates_reference
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -148,15 +147,6 @@ def check_greedy_first(tree, row, draft, depth):
         path = (*path, int(draft(path)[1][0]))
         assert node <= tree.num_nodes[row], "the greedy path is cut short"
         assert paths_of(tree, row, node)[node] == path, "the greedy path does not come first"
-
-
-def work_in_torch(patch):
-    """Let CPU tensors be worked on in torch, as another device's are."""
-    patch.setattr(dispatch, "load_loops", dict)
-    for module in (tables, begin, place, plan, finish):
-        for name, stand_in in (("array_module", lambda device: torch), ("as_array", lambda tensor: tensor)):
-            if hasattr(module, name):
-                patch.setattr(module, name, stand_in)
 
 
 def plans_of(policy, rows):
