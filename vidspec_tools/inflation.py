@@ -77,7 +77,7 @@ def digest(checkpoint: str | Path) -> str:
 
 
 def inflate(checkpoint: str | Path, num_appended: int, folder: Path | None = None) -> Path:
-    """Return a copy of a checkpoint with layers appended; it is made once, and only its new weights are written.
+    """Return a copy of a checkpoint with layers appended; it is made once.
 
     Args:
         checkpoint: A target in Hugging Face layout: safetensors, in one file or in shards under an index.
@@ -85,20 +85,15 @@ def inflate(checkpoint: str | Path, num_appended: int, folder: Path | None = Non
         folder: Where the copy is kept; default: `cache_folder`.
 
     Returns:
-        Its directory, or `checkpoint` itself where nothing is appended. The original's weights are links in it.
+        Its directory, or `checkpoint` itself where nothing is appended.
     """
     original = Path(checkpoint).resolve()
-    if num_appended < 0:
-        raise VidSpecError(f"cannot append {num_appended} layers")
     if num_appended == 0:
         return original
-    config = _read_config(original)
-    weight_map = _weight_map(original)
+    config, weight_map = _read_config(original), _weight_map(original)
     folder = folder or cache_folder()
     copy = folder / f"{digest(original)}-{num_appended}"
     if copy.is_dir():
-        with writing(copy):
-            _mend_links(original, copy)
         return copy
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,26 +110,10 @@ def inflate(checkpoint: str | Path, num_appended: int, folder: Path | None = Non
     return copy
 
 
-def _mend_links(original: Path, copy: Path) -> None:
-    """Link to these weights where a copy's link leads nowhere: it was made of the same ones, in another place."""
-    for path in original.glob("*.safetensors"):
-        if not (copy / path.name).exists():
-            with tempfile.TemporaryDirectory(prefix="unfinished-", dir=copy) as folder:
-                link = Path(folder) / path.name
-                link.symlink_to(path.resolve())
-                link.replace(copy / path.name)
-
-
 def _write(original: Path, copy: Path, config: dict[str, Any], weight_map: dict[str, str], num_appended: int) -> None:
     from safetensors.torch import save_file
 
-    for path in original.iterdir():
-        if path.name in ("config.json", INDEX):
-            continue
-        if path.suffix == ".safetensors":
-            (copy / path.name).symlink_to(path.resolve())
-        elif path.is_file():
-            shutil.copyfile(path, copy / path.name)
+    shutil.copytree(original, copy, dirs_exist_ok=True)
     count = _text_config(config)["num_hidden_layers"]
     layers = dict(_appended_layers(original, weight_map, count, num_appended))
     save_file(layers, copy / APPENDED, metadata={"format": "pt"})
@@ -186,13 +165,11 @@ def _appended_layers(
 
 def _decoder_prefix(weight_map: dict[str, str]) -> str:
     """Return what the decoder layers' names begin with, up to the number: "language_model.model.layers."."""
-    found = {
-        output: {
-            match[1] for name in weight_map if (match := _TENSOR.fullmatch(name)) and match[3] == f"{output}.weight"
-        }
+    found = [
+        {match[1] for name in weight_map if (match := _TENSOR.fullmatch(name)) and match[3] == f"{output}.weight"}
         for output in OUTPUTS
-    }
-    prefixes = set.intersection(*found.values())
+    ]
+    prefixes = set.intersection(*found)
     if len(prefixes) != 1:
         raise VidSpecError(f"cannot append layers: the weights have {len(prefixes)} stacks of layers with {OUTPUTS}")
     return prefixes.pop()

@@ -1,11 +1,11 @@
 """`vidspec bench paper`: the papers' methods interleaved with vanilla on the same requests, published figures beside.
 
-The engines and their interleaving are those of `bench parallel`: as many at once, vanilla among them.
+The engines and their interleaving are those of `bench speed`: three at once, vanilla among them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from vidspec_tools.bench import parallel
 from vidspec_tools.bench.methods import METHODS, STOCK, VANILLA
@@ -24,13 +24,11 @@ USUAL = {"requests": 4, "rounds": 5, "max_tokens": 128}
 
 @dataclass(frozen=True)
 class PaperBenchmark(Benchmark):
-    """What to measure; `pruner`, `prune_ratio`, `num_speculative_tokens` and `modes` are each method's own here.
+    """What to measure; the setting is each method's own here.
 
     Attributes:
         methods: Of ALL; autoregressive always runs.
     """
-
-    own_options: ClassVar[tuple[str, ...]] = (*Benchmark.own_options, "scorer")
 
     methods: tuple[str, ...] = ALL
 

@@ -36,8 +36,6 @@ DEFAULTS: dict[str, Any] = {
     "relevance_rows": "token",
     "fly_entropy": 0.3,
 }
-
-
 # Fields of `Quality` that a row repeats.
 _SHARED = ("draft", "num_speculative_tokens", "prune_ratio", "requests", "batch_size", "max_tokens", "seed", "knobs")
 
@@ -126,15 +124,15 @@ class Quality:
         return list(dict.fromkeys(found))
 
     def _loose_settings(self) -> list[Setting]:
-        usual_n = closest(self.top_ns, DEFAULTS["top_n"])
-        usual_lambda = closest(self.lambdas, DEFAULTS["lambda_loose"])
-        first_shift, first_rows = self.position_shifts[0], self.relevance_rows[0]
-        variants = [(shift, first_rows) for shift in self.position_shifts]
-        variants += [(first_shift, rows) for rows in self.relevance_rows[1:]]
+        usual_n = min(self.top_ns, key=lambda value: abs(value - DEFAULTS["top_n"]))
+        usual_lambda = min(self.lambdas, key=lambda value: abs(value - DEFAULTS["lambda_loose"]))
+        shift, rows = self.position_shifts[0], self.relevance_rows[0]
+        variants = [(one, rows) for one in self.position_shifts] + [(shift, one) for one in self.relevance_rows[1:]]
         lambdas = [Setting("loose", value, usual_n, *variant) for variant in variants for value in self.lambdas]
         others = [value for value in self.top_ns if value != usual_n]
-        by_rows = [(first_shift, rows) for rows in self.relevance_rows]
-        return lambdas + [Setting("loose", usual_lambda, value, *way) for way in by_rows for value in others]
+        return lambdas + [
+            Setting("loose", usual_lambda, value, shift, one) for one in self.relevance_rows for value in others
+        ]
 
     def temperatures_of(self, draft_noise: str) -> list[float]:
         """Return the temperatures that an engine with this noise is asked at."""
@@ -176,15 +174,8 @@ class Quality:
         return answer_command(knobs, seed=self.seed, watch=setting is not None, **sampling)
 
 
-def closest(values: Sequence[Any], default: Any) -> Any:
-    """Return the value that is closest to a default; of equally close ones the first."""
-    return min(values, key=lambda value: abs(value - default))
-
-
 def check(quality: Quality) -> None:
     """Refuse a wrong value, in one line, before an engine starts."""
-    if min(quality.requests, quality.batch_size) < 1 or quality.max_tokens < 2:
-        raise VidSpecError("--requests and --batch-size must be at least 1, --max-tokens at least 2")
     for temperature in quality.temperatures:
         if not 0 <= temperature < float("inf"):
             raise VidSpecError(f"--temperature: {temperature:g} is no temperature")
@@ -249,7 +240,7 @@ def _session(quality: Quality, job: dict[str, Any], label: str, report: Report) 
 
 @dataclass(frozen=True)
 class Panel:
-    """What is compared with one another.
+    """What is compared with one another: a pair's captions at a temperature.
 
     Attributes:
         quality: What is measured.
@@ -285,8 +276,7 @@ class Panel:
             answer: The engine's, as `reference`.
             strict_length: Acceptance length of strict in the same engine; None: this is strict, or there are no drafts.
         """
-        counts, target_counts = (count_right(texts["texts"], self.facts) for texts in (answer, self.reference))
-        found, at_best = accuracies(counts), accuracies(target_counts)
+        found, at_best = (accuracies(count_right(one["texts"], self.facts)) for one in (answer, self.reference))
         captions = answer["captions"] or []
         output_tokens = sum(map(len, answer["token_ids"]))
         return {

@@ -85,8 +85,8 @@ def step_times(
         report: As `progress.View` takes it.
     """
     try:
-        found = json.loads(path.read_text())
-        return StepTimes(tuple(found["target"]), tuple(found["draft"]))
+        kept = json.loads(path.read_text())
+        return StepTimes(tuple(kept["target"]), tuple(kept["draft"]))
     except (OSError, ValueError, KeyError, TypeError):
         pass
     points = ((False, 0, 0), (False, TARGET_LAYERS, 0), (True, 0, 0), (True, 0, DRAFT_LAYERS))
@@ -101,21 +101,17 @@ def step_times(
         for index in range(num_prompts):
             for session, (drafts, _, _), one in zip(sessions, points, found_ms, strict=True):
                 command = {"command": "clock", "index": index, "sampling": sampling, "seed": 0}
-                one += _draft_ms(session.ask(command)) if drafts else _step_ms(session.ask(command))
+                answer = session.ask(command)
+                if not drafts:
+                    one += [1e3 * seconds for seconds in answer["step_s"]]
+                elif (found := draft_ms(answer["metrics"])) is not None:
+                    one.append(found)
                 report("measured", {})
     alone, inflated, draft, inflated_draft = (low(one) for one in found_ms)
     times = StepTimes((alone, inflated), (draft, inflated_draft))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(times)))
     return times
-
-
-def _step_ms(answer: dict[str, Any]) -> list[float]:
-    return [1e3 * seconds for seconds in answer["step_s"]]
-
-
-def _draft_ms(answer: dict[str, Any]) -> list[float]:
-    return [found] if (found := draft_ms(answer["metrics"])) is not None else []
 
 
 def draft_ms(counters: dict[str, int]) -> float | None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vidspec_tools.bench.acceptance import identical_frac
-from vidspec_tools.bench.methods import STOCK
+from vidspec_tools.bench.methods import PARALLEL, STOCK
 from vidspec_tools.bench.ratios import draft_ms
 from vidspec_tools.bench.trials import Benchmark, Trial, Variant, Workload
 from vllm_vidspec.errors import VidSpecError
@@ -43,7 +43,7 @@ def make_rows(
                 "drafting": spec.get("drafting", "chain") if spec else None,
                 "pruner": spec.get("pruner"),
                 "prune_ratio": variant.knobs(benchmark)["prune_ratio"] if spec and variant.mode != STOCK else None,
-                "num_speculative_tokens": spec_tokens(spec),
+                "num_speculative_tokens": _num_tokens(spec),
                 **figures(rounds, vanilla),
                 **speculation(rounds, variant),
                 "t_target_ms": target_ms,
@@ -56,7 +56,7 @@ def make_rows(
     return rows
 
 
-def spec_tokens(spec: Mapping[str, Any]) -> int | None:
+def _num_tokens(spec: Mapping[str, Any]) -> int | None:
     """Return K of a variant, None for vanilla."""
     if not spec:
         return None
@@ -103,13 +103,8 @@ def middle(name: str, values: Sequence[float]) -> dict[str, float]:
 
 def gained(rounds: Sequence[Sequence[Trial]]) -> dict[str, int] | None:
     """Return our counters' gain over all trials, None for vanilla."""
-    return added([trial.metrics for trial in flat(rounds)])
-
-
-def added(counters: Sequence[dict[str, int] | None]) -> dict[str, int] | None:
-    """Return the sums of counters; None if any of them is."""
-    found = [one for one in counters if one is not None]
-    return {name: sum(one[name] for one in found) for name in found[0]} if len(found) == len(counters) else None
+    found = [trial.metrics for trial in flat(rounds) if trial.metrics is not None]
+    return {name: sum(one[name] for one in found) for name in found[0]} if found else None
 
 
 def speculation(rounds: Sequence[Sequence[Trial]], variant: Variant) -> dict[str, Any]:
@@ -129,7 +124,7 @@ def speculation(rounds: Sequence[Sequence[Trial]], variant: Variant) -> dict[str
     num_decoded, num_steps = sum(trial.num_decoded for trial in trials), sum(len(trial.step_s) for trial in trials)
     summary = summarize(counters)
     found |= {name: summary[name] for name in ("acceptance_length", "acceptance_rate", "num_drafts")}
-    if variant.mode == "parallel":
+    if variant.mode == PARALLEL:
         found |= {name: counters[name] for name in names}
         found["late_frac"] = counters["late_drafts"] / num_steps if num_steps else None
     # No tree is accepted whole, and vLLM's own counters are not read at each step.

@@ -6,45 +6,24 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from vidspec_tools.bench import parallel
-from vidspec_tools.bench.methods import PARALLEL, SEQUENTIAL, WINDOW, parallel_window
+from vidspec_tools.bench.methods import PARALLEL
 from vidspec_tools.bench.rows import flat, gained, middle, speed
 from vidspec_tools.bench.trials import Benchmark, Trial, Variant, Workload
 
-SETTING = "vidspec"  # what the row beside vanilla's is called
 # What a request's time is made of. The target's are what its worker notes of steps, the others counters. What the
 # target's vision tower, scoring and compaction take has no clock of its own: it is inside target_prefill and verify.
 PHASES = ("target_prefill", "guidance", "draft_prefill", "draft_decode", "verify", "relevance", "rest")
 _COUNTED = ("guidance", "draft_prefill", "draft_decode", "relevance")
 _DRAFTERS = ("draft_prefill", "draft_decode")
 
+check, run = parallel.check, parallel.run
+
 
 @dataclass(frozen=True)
 class SpeedBenchmark(Benchmark):
-    """What to measure: vanilla and one setting.
+    """What to measure: vanilla and one setting, whose trials are watched."""
 
-    Attributes:
-        drafting: The draft's shape.
-        scorer: Which drafts are accepted.
-        parallel: Whether the drafter has a process of its own.
-    """
-
-    own_options: ClassVar[tuple[str, ...]] = (*Benchmark.own_options, "scorer")
     is_watched: ClassVar[bool] = True
-
-    pruner: str = "specvlm"
-    drafting: str = "chain"
-    scorer: str = "strict"
-    parallel: bool = False
-
-    def variants(self, ratio: float) -> list[Variant]:
-        """Return the setting."""
-        spec = {name: getattr(self, name) for name in ("pruner", "prune_ratio", "drafting", "scorer")}
-        tokens = self.num_speculative_tokens
-        if tokens is None and self.drafting == "chain":
-            tokens = parallel_window(ratio) if self.parallel else WINDOW
-        if tokens is not None:
-            spec["num_speculative_tokens"] = tokens
-        return [Variant(SETTING, PARALLEL if self.parallel else SEQUENTIAL, spec)]
 
     def further(self, workload: Workload, variant: Variant, rounds: Sequence[Sequence[Trial]]) -> dict[str, Any]:
         """Return the columns of a row that only this benchmark has: times between tokens, and by phase."""
@@ -77,6 +56,3 @@ def phases(rounds: Sequence[Sequence[Trial]], variant: Variant) -> dict[str, flo
     beside = _DRAFTERS if variant.mode == PARALLEL else ()
     found["rest"] = total - sum(value for name, value in found.items() if name not in beside)
     return {"request_ms": total, **{f"{name}_ms": found[name] for name in PHASES}}
-
-
-check, run = parallel.check, parallel.run

@@ -5,12 +5,11 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from vidspec_tools.bench.acceptance import AXES as SWEEP_AXES
-from vidspec_tools.bench.acceptance import UNPRUNED, canonical, measured_itself
 from vidspec_tools.pages import papers
-from vidspec_tools.pages.tables import RESULTS, Result, figure, fill, markdown, origin, read, recorded, table
+from vidspec_tools.pages.tables import RESULTS, Result, figure, fill, markdown, origin, read, recorded, simple, table
 from vidspec_tools.views import acceptance as acceptance_view
 from vidspec_tools.views import quality as quality_view
+from vidspec_tools.views.versus import AS_IT_IS, by
 from vllm_vidspec.shapeworld.captions import GROUPS
 from vllm_vidspec.tools.tables import demo_rows, number, percent
 
@@ -36,24 +35,19 @@ def share(value: float | None) -> str:
 
 def by_family(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Return the rows of each family."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(row["family"], []).append(row)
-    return found
+    return {family: list(ours) for (family,), ours in by(list(rows), "family").items()}  # type: ignore[arg-type]
 
 
 # ---- bench acceptance ------------------------------------------------------------------------------------------------
 
 
 def acceptance(result: Result, axes: Sequence[str] = ()) -> list[str]:
-    """Return the table of one sweep; times only where one engine ran at a time."""
+    """Return the table of one sweep."""
     rows = [row | {"kv_frac": row["draft_kv_bytes"] / row["full_draft_kv_bytes"]} for row in result["rows"]]
-    timed = all(row.get("jobs", 1) == 1 for row in rows)
     head, line = _axes(["family"], axes, rows)
-    head += ["acceptance length", "acceptance rate", "identical", "draft KV of full", "drafts"]
+    head += ["acceptance length", "acceptance rate", "identical", "draft KV of full", "drafts", "s", "vanilla s"]
     line += ["{acceptance_length:.2f}", "{acceptance_rate:p}", "{identical_frac:p}", "{kv_frac:p}", "{num_drafts}"]
-    if timed:
-        head, line = [*head, "s", "vanilla s"], [*line, "{decode_s:.1f}", "{vanilla_decode_s:.1f}"]
+    line += ["{decode_s:.1f}", "{vanilla_decode_s:.1f}"]
     return [table(" | ".join(head), " | ".join(line), rows, words=1 + len(axes))]
 
 
@@ -65,21 +59,25 @@ def _axes(front: list[str], axes: Sequence[str], rows: list[Row]) -> tuple[list[
 
 def pruners(result: Result, name: str = "") -> list[str]:
     """Return a table per family: acceptance length, pruners down, ratios across; each with a note."""
-    rows, found = result["rows"], []
-    names, ratios = (list(dict.fromkeys(row[axis] for row in rows)) for axis in ("pruner", "prune_ratio"))
-    for family, ours in by_family(rows).items():
+    found = []
+    names, ratios = (list(dict.fromkeys(row[axis] for row in result["rows"])) for axis in ("pruner", "prune_ratio"))
+    for family, ours in by_family(result["rows"]).items():
         by_cell = {(row["pruner"], row["prune_ratio"]): row for row in ours}
-        unpruned = next((row for row in ours if canonical(row["pruner"], row["prune_ratio"]) == UNPRUNED), None)
+        whole = next((row for row in ours if row["pruner"] == "none" or row["prune_ratio"] == 0), None)
         lines = []
         for pruner in names:
             cells = [f"`{pruner}`", *(_length(by_cell.get((pruner, ratio))) for ratio in ratios)]
-            left = None
-            if (pruned := by_cell.get((pruner, 0.9))) and unpruned:
-                left = pruned["acceptance_length"] / unpruned["acceptance_length"]
+            pruned = by_cell.get((pruner, 0.9))
+            left = pruned["acceptance_length"] / whole["acceptance_length"] if pruned and whole else None
             lines.append([*cells, share(left)])
         head = [f"`{family}`", *(f"{ratio:g}" for ratio in ratios), "share of unpruned at 0.9"]
         found += [markdown(head, lines), note(ours)]
     return [*found, *(figure(f"{name}.png", "acceptance length over prune ratio, by pruner") if name else ())]
+
+
+def measured_itself(row: Row) -> bool:
+    """Return whether a row's own configuration was run; in older results one that shows the draft the same may be."""
+    return all(row[name] == value for name, value in row.get("measured_as", {}).items())
 
 
 def _length(row: Row | None) -> str:
@@ -88,37 +86,25 @@ def _length(row: Row | None) -> str:
     return length if row is None or measured_itself(row) else f"*{length}*"
 
 
-def measurements(rows: list[Row]) -> list[Row]:
-    """Return one row per measurement: of the rows that share an engine and a sampling, the first."""
-    axes = [name for name in SWEEP_AXES if name not in UNPRUNED]
-    found: dict[tuple[Any, ...], Row] = {}
-    for row in rows:
-        found.setdefault((*(row[name] for name in axes), *row["measured_as"].values()), row)
-    return list(found.values())
-
-
-def _identical(rows: list[Row]) -> tuple[int, int]:
-    """Return of how many requests the tokens are vanilla's, and how many were compared."""
-    same = round(sum(row["identical_frac"] * row["requests"] for row in rows))
-    return same, sum(row["requests"] for row in rows)
+def _identical(rows: Iterable[Row]) -> tuple[int, int]:
+    """Return of how many requests the tokens are vanilla's, and how many were compared; an engine counts once."""
+    own = [row for row in rows if measured_itself(row) and row["identical_frac"] is not None]
+    return round(sum(row["identical_frac"] * row["requests"] for row in own)), sum(row["requests"] for row in own)
 
 
 def note(rows: list[Row]) -> str:
     """Return one line about one family's rows: requests compared, requests identical, what went wrong."""
-    found = measurements(rows)
-    compared = [row for row in found if row["identical_frac"] is not None]
-    same, requests = _identical(compared)
-    line = f"Compared with vanilla: {requests:,} requests of {len(compared)} engines, {same:,} identical."
-    engines = [row["measured_as"] for row in rows if not measured_itself(row)]
-    if engines:
-        names = dict.fromkeys(f"`{engine['pruner']}` at {engine['prune_ratio']:g}" for engine in engines)
+    own = [row for row in rows if measured_itself(row)]
+    engines = sum(row["identical_frac"] is not None for row in own)
+    same, requests = _identical(own)
+    line = f"Compared with vanilla: {requests:,} requests of {engines} engines, {same:,} identical."
+    shared = [row["measured_as"] for row in rows if not measured_itself(row)]
+    if shared:
+        names = dict.fromkeys(f"`{engine['pruner']}` at {engine['prune_ratio']:g}" for engine in shared)
         line += f" In italics: not run itself, the draft sees the same tokens as with {' or '.join(names)}."
-    loads = [row["draft_load_bytes"] / 2**20 for row in found if "draft_load_bytes" in row]
-    if any(loads):
-        line += f" Loading the draft took {min(loads):.1f} to {max(loads):.1f} MiB."
     for what in ("skipped", "unguided"):
-        for reason in found[0].get(what, {}):
-            if count := sum(row[what][reason] for row in found):
+        for reason in own[0].get(what, {}):
+            if count := sum(row[what][reason] for row in own):
                 line += f" {what.capitalize()} ({reason}): {count:,}."
     return line
 
@@ -207,20 +193,19 @@ def relevance(result: Result) -> list[str]:
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
-def guidance_times(result: Result) -> list[str]:
-    """Return the table of the guidance's share of prefills."""
-    head = "pruner | video tokens | prefill (ms) | with guidance (ms) | share | min to max | own clock (ms) | "
-    line = "`{pruner}` | {video_tokens:,} | {prefill_ms:.1f} | {guided_prefill_ms:.1f} | {share:%} | "
-    line += "{share_min:n%} to {share_max:%} | {inside_ms:.2f} | {inside_share:%}"
-    return [table(head + "share by own clock", line, result["rows"])]
-
-
-def relevance_times(result: Result) -> list[str]:
-    """Return the table of relevance's share of decode steps."""
-    head = "video tokens | step (ms) | with relevance (ms) | share | min to max | inside (ms) | share of it | "
-    line = "{video_tokens:,} | {step_ms:.1f} | {loose_step_ms:.1f} | {share:%} | {share_min:n%} to {share_max:%} | "
-    line += "{inside_ms:.2f} | {inside_share:%} | {store_bytes:,}"
-    return [table(head + "kept states (bytes)", line, result["rows"], words=0)]
+GUIDANCE_TIMES = simple(
+    "pruner | video tokens | prefill (ms) | with guidance (ms) | share | min to max | own clock (ms) | "
+    "share by own clock",
+    "`{pruner}` | {video_tokens:,} | {prefill_ms:.1f} | {guided_prefill_ms:.1f} | {share:%} | "
+    "{share_min:n%} to {share_max:%} | {inside_ms:.2f} | {inside_share:%}",
+)
+RELEVANCE_TIMES = simple(
+    "video tokens | step (ms) | with relevance (ms) | share | min to max | inside (ms) | share of it | "
+    "kept states (bytes)",
+    "{video_tokens:,} | {step_ms:.1f} | {loose_step_ms:.1f} | {share:%} | {share_min:n%} to {share_max:%} | "
+    "{inside_ms:.2f} | {inside_share:%} | {store_bytes:,}",
+    words=0,
+)
 
 
 def host_time(result: Result) -> list[str]:
@@ -287,7 +272,8 @@ def parts(result: Result) -> list[str]:
             cells = [f"{ms:.2f} ({percent(ms / whole)})" if ms else "-" for ms in (found[name] for name in names)]
             lines.append([row["setting"], kind, f"{whole:.1f}", *cells])
     first = result["rows"][0]
-    words = f"{papers.asked_ratio(first['inflate'], first['label'])}; {first['requests']} requests, one at a time."
+    asked = f"T_t / T_d asked for: {first['inflate']:g} ({first['label']})" if first["inflate"] else AS_IT_IS
+    words = f"{asked}; {first['requests']} requests, one at a time."
     return [words, markdown(["setting", "step", "ms", *(f"{name}, ms" for name in names)], lines, words=2)]
 
 
@@ -345,7 +331,7 @@ def _summary_row(name: str, family: str, where: list[list[str]]) -> Row | None:
     if found is None:
         return None
     at = {row["prune_ratio"]: row for row in _ours("R3", family) if row["pruner"] == "specvlm"}
-    same, requests = _identical([row for one in SUMMED for row in measurements(_ours(one, family))])
+    same, requests = _identical(row for one in SUMMED for row in _ours(one, family))
     return found | {
         "identical": f"{same} of {requests}",
         "of_whole": at[0.9]["acceptance_length"] / at[0.0]["acceptance_length"],
@@ -371,15 +357,14 @@ OF_RESULTS: dict[str, Section] = {
     "R5": functools.partial(acceptance, axes=("temperature", "top_p", "presence_penalty")),
     "R6": demo,
     "R7": demo,
-    "R8": guidance_times,
+    "R8": GUIDANCE_TIMES,
     "R9": functools.partial(shapes, axes=("temperature",), name="R9"),
     "R9-sage": functools.partial(shapes, axes=("prune_ratio",)),
     "R10": host_time,
     "R11": costs,
     "R12": functools.partial(quality, name="R12"),
     "R12-relevance": relevance,
-    "R13": relevance_times,
-    "R14-parallel": papers.parallel,
+    "R13": RELEVANCE_TIMES,
     "R15": functools.partial(acceptance, axes=_PAIR_AXES),
     "R15-frames": frames,
     "R16": functools.partial(shapes, axes=_SHAPE_AXES),
@@ -391,19 +376,24 @@ OF_RESULTS: dict[str, Section] = {
 }
 
 
+PAPERS_WORDS = "tokens per verify step and decode speed of each method, published beside"
+
+
 def body(name: str, result: Result) -> str:
     """Return the section of a result: what shows it, and where it comes from."""
     if name in OF_RESULTS:
         blocks = OF_RESULTS[name](result)
+    elif name.startswith("paper-"):
+        blocks = [*papers.paper(result), *figure(f"{name}.png", PAPERS_WORDS, "results/")]
     else:
-        blocks = papers.of_page(name, result, *papers.OF_PAPERS[name.split("-")[0]])
+        blocks = papers.speed(result)
     return "\n\n".join([*blocks, origin(result)])
 
 
 def sections() -> dict[str, Callable[[], str]]:
     """Return what writes the section of each result that is there, the summary and its parts in README.md."""
     names = [name for name in OF_RESULTS if recorded(name)]
-    names += [path.stem for kind in papers.OF_PAPERS for path in RESULTS.glob(f"{kind}-*.json")]
+    names += [path.stem for kind in ("paper", "speed") for path in RESULTS.glob(f"{kind}-*.json")]
     return {
         **{name: lambda name=name: body(name, read(name)) for name in names},  # type: ignore[misc]
         "summary": summary,

@@ -59,6 +59,11 @@ def table(head: str, line: str, rows: Iterable[Row], words: int | Collection[int
     return markdown(head.split(" | "), cells, words)
 
 
+def simple(head: str, line: str, words: int | Collection[int] = 1) -> Callable[[Result], list[str]]:
+    """Return what shows a result as the one table of its rows."""
+    return lambda result: [table(head, line, result["rows"], words)]
+
+
 def shown(columns: Columns, rows: Iterable[Any], words: int | Collection[int] = 1) -> str:
     """Return the Markdown table of what a terminal shows, each head on one line."""
     cells = [[show(row) for show in columns.values()] for row in rows]
@@ -75,9 +80,9 @@ def read(name: str) -> Result:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def figure(path: str, words: str) -> list[str]:
-    """Return a picture beside a page, nothing where its file is not there."""
-    return [f"![{words}]({path})"] if (RESULTS / path).exists() else []
+def figure(path: str, words: str, folder: str = "") -> list[str]:
+    """Return a picture of docs/results, which is `folder` of the page; nothing where its file is not there."""
+    return [f"![{words}]({folder}{path})"] if (RESULTS / path).exists() else []
 
 
 def recorded(name: str) -> bool:

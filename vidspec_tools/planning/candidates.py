@@ -73,9 +73,8 @@ class Candidates:
     def __init__(self, question: Question):
         check(question)
         self.question = question
-        where = (question.assumed, question.own_attention)
-        self._place = Placement(question.gpu, question.ranks, *where)
-        self._own_place = Placement(question.gpu, max(1, question.draft_gpus), *where)
+        self._place = Placement(question.gpu, question.ranks, question.assumed)
+        self._own_place = Placement(question.gpu, max(1, question.draft_gpus), question.assumed)
         self._target_scale = self._draft_scale = 1.0
         if question.target_ms is not None:
             self._target_scale = question.target_ms / 1e3 / self.target_seconds(1, 1)
@@ -161,16 +160,11 @@ class Candidates:
             window = window_of(step, turn, agreement.rates[-1], most)
         run = run_streams(agreement, window, step, turn, answer=tokens)
         target, verify = self.target_seconds(batch, 1), self.target_seconds(batch, window + 1)
-        own = memory_split(
-            self._own_place,
-            draft=(
-                weight_bytes(asked.draft, self._own_place.ranks),
-                kv_bytes(asked.draft, self._own_place.ranks, batch, asked.draft_context(prune_ratio)),
-            ),
-        )
+        ranks, seen = self._own_place.ranks, asked.draft_context(prune_ratio)
+        draft = (weight_bytes(asked.draft, ranks), kv_bytes(asked.draft, ranks, batch, seen))
+        own = memory_split(self._own_place, draft=draft)
         found = run.speedup(target)
         vanilla = asked.answer_tokens * target
-        seen = asked.draft_context(prune_ratio)
         alone = min(batch * prefill_seconds(asked.draft, self._own_place, seen), vanilla)
         over_answer = vanilla / (alone + (vanilla - alone) / found)
         gains = (found, over_answer, run.acceptance_length, target, verify, turn)

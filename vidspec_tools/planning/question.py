@@ -1,6 +1,6 @@
 """Questions: a pair, cards and requests to plan for, and what of that has no answer; plain Python."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vidspec_tools.gpus import Gpu
@@ -30,7 +30,6 @@ class Question:
         target_ms: Measured T_t of one request; None: by the roofline.
         draft_ms: Measured T_d of one request, at the one ratio; None: by the roofline.
         assumed: What cards reach of their data sheets.
-        own_attention: Whether chains are left to vLLM's own attention, for reference; see `Placement`.
     """
 
     target: ModelShape
@@ -46,7 +45,6 @@ class Question:
     target_ms: float | None = None
     draft_ms: float | None = None
     assumed: Assumptions = ASSUMED
-    own_attention: bool = False
 
     @property
     def is_self(self) -> bool:
@@ -72,19 +70,8 @@ class Question:
         return self.is_self or self.draft.is_shared_by(self.ranks)
 
 
-def check(question: Question, batches: Sequence[int] = (1,)) -> None:
+def check(question: Question) -> None:
     """Refuse a question that has no answer."""
-    if min(batches, default=0) < 1:
-        raise VidSpecError("--batch: each must be at least 1")
-    for option, count, least in (
-        ("--tp", question.ranks, 1),
-        ("--draft-gpus", question.draft_gpus, 0),
-        ("--video-tokens", question.video_tokens, 0),
-        ("--text-tokens", question.text_tokens, 1),
-        ("--answer-tokens", question.answer_tokens, 1),
-    ):
-        if count < least:
-            raise VidSpecError(f"{option} must be at least {least}, not {count}")
     for ratio in question.prune_ratios:
         if not 0 <= ratio <= 1:
             raise VidSpecError(f"--prune-ratio {ratio:g}: a share lies between 0 and 1")
