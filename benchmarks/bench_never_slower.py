@@ -171,9 +171,9 @@ def measure_mixed(
 def run_mixed(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure mixed traffic of 16 with the bundled pair as it is; keep it in the file, and print it."""
     benchmark = scaling.ScalingBenchmark(
-        families=(FAMILY,), axis="video_tokens", values=(4096.0,), inflate=(0.0,), batch_size=16, rounds=args.rounds,
+        families=(FAMILY,), video_tokens=4096, batch_size=16, rounds=args.rounds,
         max_tokens=args.max_tokens, draft=DRAFTS["bundled"][1],
-    ).at(4096)  # fmt: skip
+    )  # fmt: skip
     workload = parallel.workload_for(benchmark, FAMILY, 0.0, silent)
     rows = measure_mixed(benchmark, workload, variants(tuple(int(k) for k in args.fixed.split(","))))
     path = Path(args.json)
@@ -203,9 +203,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                         if (tokens, name, batch, pads) in known:
                             continue
                         benchmark = scaling.ScalingBenchmark(
-                            families=(family,), axis="video_tokens", values=(float(tokens),), inflate=(pads,),
+                            families=(family,), video_tokens=tokens, inflate=(pads,),
                             batch_size=batch, rounds=args.rounds, max_tokens=args.max_tokens, draft=draft,
-                        ).at(tokens)  # fmt: skip
+                        )  # fmt: skip
                         workload = parallel.workload_for(benchmark, family, pads, silent)
                         rows = measure(benchmark, workload, variants(fixed))
                         cell = {

@@ -129,18 +129,6 @@ def test_a_copy_is_made_once_and_whole(sharded, tmp_path, monkeypatch):
     assert len(list(cache.iterdir())) == 2, "nothing half made is left"
 
 
-def test_a_copy_outlives_the_place_it_was_made_of(sharded, tmp_path):
-    """Catches: a copy whose links lead to a checkout that is gone, found again by another one's equal weights."""
-    moved = tmp_path / "moved"
-    copy = inflation.inflate(shutil.copytree(sharded, moved), 2, tmp_path / "cache")
-    shutil.rmtree(moved)
-    weights = [path for path in copy.glob("*.safetensors") if path.is_symlink()]
-    assert weights and not any(path.exists() for path in weights)
-    assert inflation.inflate(sharded, 2, tmp_path / "cache") == copy
-    assert all(path.resolve().parent == sharded.resolve() for path in weights)
-    assert not [path for path in copy.iterdir() if path.name.startswith("unfinished-")]
-
-
 def test_guidance_looks_at_the_originals_layers():
     target = pairs.checkpoint("llava-onevision", "target")
     assert inflation.guidance_knobs(target, {}) == {"guidance_layers": [0, 1, 2, 3], "uv_layer": 3}
@@ -149,12 +137,11 @@ def test_guidance_looks_at_the_originals_layers():
 
 
 def test_what_cannot_be_inflated_is_one_line(sharded, tmp_path):
-    def refused(words, number=1):
+    def refused(words):
         with pytest.raises(VidSpecError, match=words) as caught:
-            inflation.inflate(sharded, number, tmp_path / "cache")
+            inflation.inflate(sharded, 1, tmp_path / "cache")
         assert "\n" not in str(caught.value)
 
-    refused("cannot append -1 layers", -1)
     shard = sharded / "model-0.safetensors"
     weights = safetensors.load_file(shard)
     name = next(name for name in weights if ".layers.0.mlp.up_proj" in name or ".layers.0.self_attn.q_proj" in name)
