@@ -133,7 +133,7 @@ OF_ONE = {
         ("--draft-ms 5", "--draft-ms: it was measured at one prune ratio"),
         ("--batch 1,x", "--batch: '1,x' is not a list of int values"),
         ("--batch 0", "--batch: each must be at least 1"),
-        ("--prune-ratio 2", "--prune-ratio 2: a share lies between 0 and 1"),
+        ("--prune-ratio nan", "--prune-ratio nan: a share lies between 0 and 1"),
         ("--acceptance 0.5,0.9", "--acceptance: rates by position cannot rise"),
         ("--acceptance 1.5", "--acceptance: each rate"),
         ("--acceptance 0.9 --prune-ratio 0.5,0.9", "--acceptance: it was measured at one prune ratio"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from typing import Any
 
 from vidspec_tools.planning.acceptance import bisect, with_rate
@@ -53,7 +54,7 @@ class Planner(Candidates):
         most = self.most_requests()
         sizes = [size for size in (2**power for power in range(11)) if size < most] + [most] * (most > 0)
         ranges: list[tuple[int, int]] = []
-        for size, following in zip(sizes, [*sizes[1:], most + 1], strict=True):
+        for size, following in pairwise([*sizes, most + 1]):
             if self._pays(size):
                 # Up to the size before the next one, or where drafts end to pay between the two.
                 last = _last(self._pays, following - 1, size)

@@ -77,8 +77,6 @@ def test_lengths_rise_with_agreement_and_with_tokens():
     ):
         found = [length(rate) for rate in rates]
         assert found == sorted(found) and found[-1] == pytest.approx(6)
-    lengths = [LIST.chain_length(number) for number in range(12)]
-    assert lengths == sorted(lengths) and all(length <= number + 1 for number, length in enumerate(lengths))
     for rate in rates:
         agreement = Agreement((rate,), 0.4)
         assert agreement.chain_length(5) <= agreement.tree_length() <= 6, "the tree has the chain in it"
