@@ -34,12 +34,12 @@ from safetensors.torch import load_file, save_file
 from vidspec_tools.bench import parallel, scaling
 from vidspec_tools.bench.acceptance import identical_frac
 from vidspec_tools.bench.methods import SEQUENTIAL
+from vidspec_tools.bench.session import BenchSession
 from vidspec_tools.bench.trials import VANILLA_VARIANT, Variant, Workload
 from vidspec_tools.pages.never_slower import line, table
 from vllm_vidspec import assets
 from vllm_vidspec.adapt import REST, Controller, Option, class_label
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import silent
 from vllm_vidspec.tools.provenance import provenance
 
@@ -80,7 +80,7 @@ def variants(fixed: tuple[int, ...]) -> list[Variant]:
 
 
 def ask(
-    sessions: list[EngineSession], benchmark: scaling.ScalingBenchmark, number: int, indices: list[int]
+    sessions: list[BenchSession], benchmark: scaling.ScalingBenchmark, number: int, indices: list[int]
 ) -> list[dict[str, Any]]:
     """Let every engine answer these requests in turn, the last one first in every other round."""
     command = {"command": "batch", "indices": indices, "sampling": benchmark.sampling, "seed": benchmark.seed}
@@ -92,7 +92,7 @@ def ask(
 def measure(benchmark: scaling.ScalingBenchmark, workload: Workload, engines: list[Variant]) -> list[dict[str, Any]]:
     """Let every engine answer each round's requests in turn; return a row of each."""
     with ExitStack() as stack:
-        sessions = [stack.enter_context(EngineSession(benchmark.job(workload, engine))) for engine in engines]
+        sessions = [stack.enter_context(BenchSession(benchmark.job(workload, engine))) for engine in engines]
         size = benchmark.batch_size
         turns = [ask(sessions, benchmark, n, list(range(n * size, (n + 1) * size))) for n in range(benchmark.rounds)]
     answers = [list(of_engine) for of_engine in zip(*turns, strict=True)]
@@ -139,7 +139,7 @@ def measure_mixed(
             job["prompts"]["num_videos"] = [benchmark.num_videos] * half + [1] * (half + size)
             job["prompts"]["num_videos"] *= benchmark.rounds
             job["prompts"]["held_out"] = list(range(2 * size * benchmark.rounds))
-            sessions.append(stack.enter_context(EngineSession(job)))
+            sessions.append(stack.enter_context(BenchSession(job)))
         for number in range(benchmark.rounds):
             begin = 2 * size * number
             mixed.append(ask(sessions, benchmark, number, list(range(begin, begin + size))))

@@ -16,6 +16,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,6 @@ from training.tiny_data import (
 )
 from training.tiny_losses import AuxiliaryHeads, alignment_loss, caption_loss, fact_words, token_weights
 from training.tiny_models import TEXT_SIZES, build_model, build_processor, use_hub_names
-from vllm_vidspec.shapeworld import captions as caption_quality
 from vllm_vidspec.shapeworld import world
 
 STEPS = {"target": 1400, "draft": 900}
@@ -276,10 +276,12 @@ def distill(args: argparse.Namespace) -> None:
 
 def attribute_accuracy(captioner: Captioner, outputs: list[list[int]], samples: list[world.Sample]) -> dict[str, float]:
     """Share of right attributes, by name and pooled ("all")."""
-    said = [captioner.decode(ids) for ids in outputs]
-    counts = caption_quality.count_right(said, [sample.facts for sample in samples])
-    pooled = {"all": tuple(map(sum, zip(*counts.values(), strict=True)))}
-    return {name: round(right / total, 3) for name, (right, total) in (pooled | counts).items() if total}
+    right, total = Counter(), Counter()
+    for ids, sample in zip(outputs, samples, strict=True):
+        for name, (num_right, num) in world.score_caption(captioner.decode(ids), sample.facts).items():
+            right.update({"all": num_right, name: num_right})
+            total.update({"all": num, name: num})
+    return {name: round(right[name] / num, 3) for name, num in total.items()}
 
 
 @torch.no_grad()

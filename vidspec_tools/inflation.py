@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.pruning.guided import default_uv_layer
+from vllm_vidspec.pruning.pruners import default_uv_layer
 from vllm_vidspec.tools.user_files import writing
 
 WORDS = "no-op layers appended"  # of every label that names an inflated target

@@ -9,12 +9,14 @@ import torch
 from tests.engine import harness
 from tests.engine.harness import QWEN
 from tests.tools.common import load
+from vidspec_tools.bench.session import BenchSession
+from vidspec_tools.pictures import show_pruning
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import linspace_indices
-from vllm_vidspec.pruning.indices import top_k_indices
-from vllm_vidspec.tools import calibrate, pairs, show_pruning
+from vllm_vidspec.pruning.pruners import top_k_indices
+from vllm_vidspec.tools import calibrate, pairs
 from vllm_vidspec.tools.calibrate import Calibration
-from vllm_vidspec.tools.engine_session import EngineSession, answer_command
+from vllm_vidspec.tools.engine_session import answer_command
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("cv2")
@@ -23,11 +25,11 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.slow
-def test_calibrate_measures_a_bundled_pair():
+def test_calibrate_measures_a_bundled_pair(monkeypatch):
     """Catches: prompts without guidance after the first measurement, drafts that change the answer."""
-    result = calibrate.run(
-        Calibration(prompts=1, max_tokens=24, lambdas=(0.0, 1.0), layer_sets=("all", (3,)), whole_grid=True)
-    )
+    monkeypatch.setattr(calibrate, "LAMBDAS", ())
+    monkeypatch.setattr(calibrate, "layer_sets", lambda num_layers: ("all", (num_layers - 1,)))
+    result = calibrate.run(Calibration(prompts=1, max_tokens=24, whole_grid=True))
     rows = result["measurements"]
     assert [(row["guidance_layers"], row["lambda_r"]) for row in rows][:2] == [("all", 1.0), ((3,), 1.0)]
     assert len(rows) == 3
@@ -52,7 +54,7 @@ def test_knobs_reach_the_pruner_of_a_pair_of_ones_own(tmp_path):
     )
     calibrate.check(own)
     kept, scores = [], []
-    with EngineSession(own.job()) as session:
+    with BenchSession(own.job()) as session:
         assert session.ready == {"num_layers": 4, "default_uv_layer": 3, "scheduling": "sync"}
         for lambda_r, layers in ((1.0, "all"), (1.0, (2,)), (0.0, "all"), (1.0, "all")):
             knobs = {"lambda_r": lambda_r, "guidance_layers": layers}

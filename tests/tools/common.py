@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from typer.testing import CliRunner
 
 from vidspec_tools.bench import acceptance
+from vidspec_tools.captions import ATTRIBUTE_WORDS
 from vllm_vidspec.cli import app
 from vllm_vidspec.metrics import NAMES
 from vllm_vidspec.shapeworld import world
-from vllm_vidspec.shapeworld.captions import ATTRIBUTE_WORDS
 from vllm_vidspec.tools import pairs
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,13 +4,15 @@ import itertools
 import json
 import sys
 
+import numpy as np
 import pytest
 
 from tools.common import FAMILIES, counters, invoke, refuses
 from vidspec_tools.bench import acceptance, scaling
+from vidspec_tools.bench.session import BenchEngine
 from vidspec_tools.bench.trials import VANILLA_VARIANT, Workload
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools import tables
+from vllm_vidspec.tools import pairs, tables
 from vllm_vidspec.tools.engine_session import EngineSession
 
 
@@ -150,6 +152,18 @@ def test_video_tokens_are_videos_or_parts_of_one():
         assert job["llm"]["limit_mm_per_prompt"] == {"video": job["prompts"]["num_videos"]}
         found.append((job["prompts"]["num_videos"], job["prompts"]["video_frac"], job["llm"]["max_model_len"]))
     assert found == [(1, 0.5, 2048), (1, 1.0, 2048), (4, 1.0, 2368), (32, 1.0, 16384)]
+
+
+def test_requests_have_as_many_videos_as_asked_for(monkeypatch):
+    """Catches: a video in two requests, frames of its beginning alone, a whole video that is sampled twice."""
+    asked = []
+    monkeypatch.setattr(pairs, "media_prompt", lambda family, question, videos: asked.append(videos))
+    prompts = {"family": "qwen2.5-vl", "question": "?", "held_out": [0, 1]}
+    for more in ({}, {"num_videos": 2}, {"video_frac": 0.5}):
+        BenchEngine.bundled_requests(prompts | more)
+    assert [[len(frames) for frames in videos] for videos in asked] == [[32]] * 2 + [[32, 32]] * 2 + [[16]] * 2
+    assert len({frames.tobytes() for videos in asked[2:4] for frames in videos}) == 4
+    assert np.array_equal(asked[4][0][[0, -1]], asked[0][0][[0, -1]])
 
 
 def test_a_round_is_decoded_from_its_first_token_to_its_last():

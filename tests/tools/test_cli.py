@@ -68,7 +68,6 @@ def test_demo_table_and_status(monkeypatch, tmp_path, identical):
     spent = counters(0.1, visual_tokens_full=512, visual_tokens_kept=51, draft_kv_bytes_per_token=2048)
 
     def serve(what, name, draft, video, log_path, report):
-        report("starting", {"elapsed_s": 1.0})
         report("ready", {"seconds": 12.0})
         report("text", {"delta": "a red [bold]circle[/bold]"})
         report("answered", {"name": name})

@@ -19,7 +19,7 @@ from vidspec_tools.pages import commands, measure, reliability, results, tables
 from vidspec_tools.views import acceptance as acceptance_view
 
 COMMANDS = [
-    *("R1", "R2", "R3", "R4", "R5", "R6", "R7", "R8", "R9", "R9-sage", "R10", "R11", "R12", "R12-relevance", "R13"),
+    *("R1", "R2", "R3", "R4", "R5", "R6", "R7", "R8", "R9", "R9-sage", "R10", "R12", "R12-relevance", "R13"),
     *("R15", "R15-frames", "R16", "R16-qwen3-vl", "R16-loose", "R17", "R17-shapes", "R18"),
     *("paper-qwen2.5-vl", "paper-qwen2.5-vl-inflated", "paper-qwen2.5-vl-inflated-race", "paper-stock"),
     "speed-qwen2.5-vl",
@@ -70,7 +70,6 @@ def test_commands_are_those_of_the_page():
         "R3": 3,
         "R9": 2,
         "R9-sage": 3,
-        "R11": 2,
         "R12": 2,
         "R12-relevance": 2,
         "R15": 4,
@@ -81,7 +80,7 @@ def test_commands_are_those_of_the_page():
     assert found["R7"] == ["demo --family llava-onevision"]
     assert found["R3"][0].endswith("--pruner none --prune-ratio 0 --requests 64")
     for line in (line for lines in found.values() for line in lines):
-        assert line.startswith("benchmarks/") or line.split()[0] in ("bench", "calibrate", "demo", "show-relevance")
+        assert line.startswith("benchmarks/") or line.split()[0] in ("bench", "demo", "show-relevance")
 
 
 def test_results_by_name():
@@ -153,14 +152,6 @@ def test_captions_of_several_commands_are_one(sessions, merged):
     assert text.count("At least 98 % kept: loose nowhere; fly 0.05 with 5.00 tokens per step (1.25 of strict's") == 4
     kept = results.share(next(row["retention"] for row in found["rows"] if row["method"] == "loose"))
     assert f"| `loose 0.7` | 1.88 | 1.50 | 1.50 | 98.5 % | {kept} | {kept} |" in text
-
-
-def test_calibrations_of_several_commands_are_one():
-    """R11 as each family's file becomes a table; the page shows the result."""
-    found = tables.read("R11")
-    again = commands.merge(list(found["calibrations"].values()))
-    assert again == found
-    assert tuple(again["calibrations"]) == FAMILIES
 
 
 # ---- reliability and coexistence -------------------------------------------------------------------------------------

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from tools.common import invoke
+from vidspec_tools.pictures import contact_sheet, show_pruning
+from vidspec_tools.pictures.contact_sheet import Layout, Row
+from vidspec_tools.pictures.show_pruning import Record, Show, choose
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import TokenGrid
 from vllm_vidspec.shapeworld import world
-from vllm_vidspec.tools import contact_sheet, pairs, show_pruning, user_files
-from vllm_vidspec.tools.contact_sheet import Layout, Row
-from vllm_vidspec.tools.show_pruning import Record, Show, choose
+from vllm_vidspec.tools import pairs, user_files
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -80,23 +81,21 @@ def test_labels_are_drawn_and_written_in_words(tmp_path):
     layout = Layout.fit(GRID, 16)
     for index in range(2):
         left, top = layout.origin(index, 0)
-        label = np.asarray(image)[top : top + layout.row_height - 20, : left - 2]
-        assert (label.max(-1) > 200).sum() > 50, "text beside every row"
+        label = np.asarray(image)[top - 24 : top - 2, left:]
+        assert (label.max(-1) > 200).sum() > 50, "text above every row"
     contact_sheet.save(image, tmp_path / "p.png", rows)
     text = Image.open(tmp_path / "p.png").text["Description"]
-    assert "uniform, 3 of 96 tokens kept" in text
+    assert "uniform: 3 of 96 tokens kept" in text
 
 
 def test_positional_bias_and_trailing_tokens():
     grid = TokenGrid(8, 2, 2, num_trailing=1)
     biased = row("attention", (0, 1, 2, 31, 32), grid)
     assert biased.ends_frac == 1.0
-    assert biased.even_frac == 0.5
+    assert biased.figures()["even_frac"] == 0.5
     assert biased.is_kept.sum() == 4
-    assert biased.labels() == [
-        *("attention", "5 of 33 tokens kept", "first + last 2 frames: 100%", "(evenly spread: 50%)"),
-        "trailing tokens: 1 of 1",
-    ]
+    bias = "100% of them in the first and last 2 frames (evenly spread: 50%)"
+    assert biased.label() == f"attention: 5 of 33 tokens kept, {bias}, trailing tokens: 1 of 1"
     assert row(grid=TokenGrid(4, 4, 6)).ends_frac is None, "a short video has nothing but ends"
     assert row(kept=()).ends_frac is None
 

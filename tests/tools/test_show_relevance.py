@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from tools.common import invoke
+from vidspec_tools.pictures import relevance_views, show_relevance
+from vidspec_tools.pictures.relevance_views import color, scale, to_html
+from vidspec_tools.pictures.show_relevance import Show
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import NAMES
-from vllm_vidspec.tools import pairs, relevance_views, show_relevance
-from vllm_vidspec.tools.relevance_views import color, lay_out, scale, to_html
-from vllm_vidspec.tools.show_relevance import Show
+from vllm_vidspec.tools import pairs
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -80,19 +81,7 @@ def test_colours_grow_with_relevance():
     assert np.dot(strongest, (0.2126, 0.7152, 0.0722)) > 0.5, "black text stays readable"
 
 
-def test_layout_keeps_words_apart_and_lines_short():
-    places = lay_out(["the", " red", "dish", " ring", "\n", "it", "", " 一"], width=12)
-    assert places == [
-        *((0, 0, "the", 3), (0, 4, "red", 3), (0, 7, "dish", 4), (1, 0, "ring", 4), (1, 4, "↵", 1)),
-        *((2, 0, "it", 2), (2, 2, "·", 1), (2, 4, "一", 2)),
-    ]
-    long = lay_out(["x" * 30, " y"], width=12)
-    assert [place[:2] for place in long] == [(0, 0), (1, 0)]
-    assert lay_out([]) == []
-
-
 def test_picture_has_the_colours_and_marks(tmp_path):
-    pytest.importorskip("matplotlib")
     relevance_views.write(row(), str(tmp_path / "r.png"))
     pixels = np.asarray(Image.open(tmp_path / "r.png").convert("RGB")).reshape(-1, 3)
     found = {"#" + bytes(pixel).hex() for pixel in np.unique(pixels, axis=0)}
@@ -136,7 +125,6 @@ def sessions(fake_engines):
 @pytest.mark.parametrize("suffix", [".html", ".png"])
 def test_command_writes_a_file(sessions, tmp_path, suffix):
     pytest.importorskip("cv2")
-    pytest.importorskip("matplotlib")
     out = tmp_path / f"r{suffix}"
     result = invoke(
         *("show-relevance", "--out", str(out), "--lambda", "0.3", "--top-n", "5", "--no-position-shift"),

@@ -6,8 +6,7 @@ from tools.common import ROOT, refuses
 from vidspec_tools.bench import trials
 from vidspec_tools.planning import planner
 
-COSTS = "calibrate --costs"
-COMMANDS = ("calibrate", COSTS, "show-pruning", "show-relevance")
+COMMANDS = ("calibrate", "show-pruning", "show-relevance")
 OF_ALL = (
     ("--target some/model", "--target needs --draft"),
     ("--target /no/such/model --draft self", "--target: no such checkpoint: /no/such/model"),
@@ -22,7 +21,7 @@ OF_SEVERAL = (
     ("--family llava", "unknown family 'llava'", (*COMMANDS, *BENCHES, "demo")),
     ("--prune-ratio 1.5", "prune_ratio", (*COMMANDS, *BENCHES, "demo")),
     ("--num-speculative-tokens 0", "num_speculative_tokens", ("calibrate", "show-relevance", *BENCHES)),
-    ("--video /no/such.mp4", "no such video: /no/such.mp4", ("calibrate", COSTS, "demo")),
+    ("--video /no/such.mp4", "no such video: /no/such.mp4", ("calibrate", "demo")),
     ("/no/such.mp4", "no such video: /no/such.mp4", ("show-pruning", "show-relevance")),
     ("--json /no/such/folder/rows.json", "cannot write /no/such/folder/rows.json: no such folder", BENCHES),
 )
@@ -39,11 +38,6 @@ OF_ONE = {
         ("--pruner uniform", "'uniform' has nothing to calibrate"),
         ("--prune-ratio 1", "nothing to choose"),
         ("--plot plot.jpeg", "--plot"),
-    ),
-    COSTS: (
-        ("--plot plot.png", "nothing to plot"),
-        ('--engine-args {"max_num_seqs":0}', "max_num_seqs"),
-        ("--out pyproject.toml", "is not a file of `vidspec calibrate`"),
     ),
     "show-pruning": (
         ("--pruner uniform,specvml", "did you mean 'specvlm'?"),

@@ -2,9 +2,9 @@
 
 import pytest
 
-from vllm_vidspec.shapeworld import captions as caption_quality
+from vidspec_tools import captions as caption_quality
+from vidspec_tools.captions import accuracies, auc, count_right, kind_shares, relevance_auc, retention
 from vllm_vidspec.shapeworld import world
-from vllm_vidspec.shapeworld.captions import accuracies, auc, count_right, kind_shares, relevance_auc, retention
 
 
 def test_groups_and_words_hold_all_of_the_world():

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from training import tiny_captioner
+from vidspec_tools.captions import accuracy, count_right
 from vllm_vidspec import assets
 from vllm_vidspec.shapeworld import world
-from vllm_vidspec.shapeworld.captions import accuracy, count_right
 from vllm_vidspec.tools.user_files import read_video
 
 NUM_VIDEOS = 16

@@ -5,11 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vidspec_tools.bench.session import BenchSession
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import GUIDANCE_FALLBACKS, SKIP_REASONS, summarize
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.engine_session import EngineSession, answer_command
+from vllm_vidspec.tools.engine_session import answer_command
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
 
@@ -146,7 +147,7 @@ def _run_engine(sweep: Sweep, family: str, configuration: dict[str, Any], report
     """Run one engine; return for each sampling `seconds`, `token_ids` of each request, `metrics` and `scheduling`."""
     names = ("draft", "pruner", "prune_ratio", "drafting", "num_speculative_tokens")
     report("loading", {"label": " ".join([family, *(str(configuration.get(name, "")) for name in names)]).strip()})
-    with EngineSession(sweep.job(family, configuration)) as session:
+    with BenchSession(sweep.job(family, configuration)) as session:
         report("measuring", {})
         answers = [session.ask(command) | {"scheduling": session.ready["scheduling"]} for command in sweep.commands()]
     report("measured", {})

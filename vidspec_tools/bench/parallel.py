@@ -13,6 +13,7 @@ from vidspec_tools import inflation
 from vidspec_tools.bench import ratios, trials
 from vidspec_tools.bench.methods import PARALLEL, STOCK
 from vidspec_tools.bench.rows import make_rows
+from vidspec_tools.bench.session import BenchSession
 from vidspec_tools.bench.trials import (
     SELF_DRAFT,
     VANILLA_VARIANT,
@@ -25,7 +26,6 @@ from vidspec_tools.bench.trials import (
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
 
@@ -102,16 +102,16 @@ def workload_for(benchmark: Benchmark, family: str, ratio: float, report: Report
     return Workload(family, ratio, *times.layers_for(ratio))
 
 
-def _load(benchmark: Benchmark, workload: Workload, variant: Variant, report: Report) -> EngineSession:
+def _load(benchmark: Benchmark, workload: Workload, variant: Variant, report: Report) -> BenchSession:
     """Return an engine that has every request of a benchmark before it; it starts when it is entered."""
     report("loading", {"label": f"{workload.family} {variant.method} {workload.label}".rstrip()})
-    return EngineSession(workload.job(benchmark, variant, list(range(benchmark.rounds * benchmark.requests + 1))))
+    return BenchSession(workload.job(benchmark, variant, list(range(benchmark.rounds * benchmark.requests + 1))))
 
 
 def run_variants(
     benchmark: Benchmark,
     workload: Workload,
-    sessions: dict[Variant, EngineSession],
+    sessions: dict[Variant, BenchSession],
     variants: Sequence[Variant],
     report: Report,
 ) -> tuple[dict[Variant, list[list[Trial]]], list[dict[str, Any]]]:
@@ -144,7 +144,7 @@ def run_variants(
     return answered, failures
 
 
-def take_trial(benchmark: Benchmark, variant: Variant, session: EngineSession, index: int) -> Trial:
+def take_trial(benchmark: Benchmark, variant: Variant, session: BenchSession, index: int) -> Trial:
     """Let an engine answer a request alone; vanilla's is never watched, as nobody there notes what it does."""
     command = {"command": "clock", "index": index, "sampling": benchmark.sampling, "seed": benchmark.seed + index}
     if not benchmark.is_watched or variant.spec is None:

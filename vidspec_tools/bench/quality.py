@@ -6,12 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from vidspec_tools.bench.acceptance import identical_frac
-from vllm_vidspec import assets
-from vllm_vidspec.config import parse_config
-from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics import SKIP_REASONS, STRICT_REASONS, summarize
-from vllm_vidspec.shapeworld import world
-from vllm_vidspec.shapeworld.captions import (
+from vidspec_tools.bench.session import WARM_UP_TOKENS, BenchSession
+from vidspec_tools.captions import (
     TELLING_WORDS,
     accuracies,
     count_right,
@@ -19,11 +15,15 @@ from vllm_vidspec.shapeworld.captions import (
     relevance_auc,
     retention,
 )
+from vllm_vidspec import assets
+from vllm_vidspec.config import parse_config
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics import SKIP_REASONS, STRICT_REASONS, summarize
+from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.engine_session import EngineSession, answer_command
+from vllm_vidspec.tools.engine_session import answer_command
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
-from vllm_vidspec.tools.session_job import WARM_UP_TOKENS
 
 TARGET, DRAFT, STRICT = "target", "draft", "strict"
 ORACLE = "oracle"  # loosens what tells nothing about the video: what perfect relevance could reach
@@ -230,10 +230,10 @@ def run(quality: Quality, report: Report = silent) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _session(quality: Quality, job: dict[str, Any], label: str, report: Report) -> Iterator[EngineSession]:
+def _session(quality: Quality, job: dict[str, Any], label: str, report: Report) -> Iterator[BenchSession]:
     """Start an engine and show it every video once: reading them is in no measured time, for whichever setting."""
     report("loading", {"label": label})
-    with EngineSession(job) as session:
+    with BenchSession(job) as session:
         session.ask(answer_command(seed=quality.seed, max_tokens=WARM_UP_TOKENS))
         yield session
 
@@ -258,7 +258,7 @@ class Panel:
     reference: dict[str, Any]
     facts: Sequence[Any]
 
-    def measure(self, session: EngineSession) -> Iterator[dict[str, Any]]:
+    def measure(self, session: BenchSession) -> Iterator[dict[str, Any]]:
         """Yield the row of every setting of one engine; strict's comes first."""
         strict_length = None
         for setting in self.quality.settings():

@@ -47,8 +47,7 @@ def run(command: str) -> Result:
     program = [] if command.startswith("benchmarks/") else ["-m", "vllm_vidspec.cli"]
     with tempfile.TemporaryDirectory(prefix="vidspec-results-") as folder:
         path = Path(folder, "result.json")
-        # A calibration's result is the file that it writes.
-        words = [*shlex.split(command), "--out" if command.startswith("calibrate") else "--json", str(path)]
+        words = [*shlex.split(command), "--json", str(path)]
         if subprocess.run([sys.executable, *program, *words], cwd=ROOT).returncode != 0:
             raise SystemExit(f"failed: {command}")
         result = json.loads(path.read_text().replace(f"{ROOT}/", "").replace(f"{folder}/", ""))
@@ -57,13 +56,11 @@ def run(command: str) -> Result:
 
 
 def merge(parts: list[Result]) -> Result:
-    """Return one result of several: their rows or, of calibrations, these by target; the command lines of all."""
+    """Return one result of several: their rows; the command lines of all."""
     first = parts[0]
     if len(parts) == 1:
         return first
     origin = first["provenance"] | {"argv": [part["provenance"]["argv"] for part in parts]}
-    if "costs" in first:
-        return {"calibrations": {part["target"].split("/")[0]: part for part in parts}, "provenance": origin}
     rows, failures = ([row for part in parts for row in part.get(name, [])] for name in ("rows", "failures"))
     families = list(dict.fromkeys(row["family"] for row in rows))
     if "retention" in rows[0]:

@@ -1,16 +1,15 @@
 """Sections of docs/results/README.md, docs/paper-tables.md and README.md: what the results say, and nothing else."""
 
 import functools
-import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from vidspec_tools.captions import GROUPS
 from vidspec_tools.pages import papers
 from vidspec_tools.pages.tables import RESULTS, Result, figure, fill, markdown, origin, read, recorded, simple, table
 from vidspec_tools.views import acceptance as acceptance_view
 from vidspec_tools.views import quality as quality_view
 from vidspec_tools.views.versus import AS_IT_IS, by
-from vllm_vidspec.shapeworld.captions import GROUPS
 from vllm_vidspec.tools.tables import demo_rows, number, percent
 
 Row = dict[str, Any]
@@ -230,24 +229,6 @@ def host_time(result: Result) -> list[str]:
     return [times, markdown(head, lines)]
 
 
-def costs(result: Result) -> list[str]:
-    """Return a table per family: tokens per second by batch size and plan, and what follows for `auto`."""
-    found = []
-    for family, calibration in result["calibrations"].items():
-        # By shape, in the order measured; chains by their length, some of them interpolated.
-        order = list(dict.fromkeys(row["shape"] for row in calibration["costs"]))
-        rows = sorted(calibration["costs"], key=lambda row: (order.index(row["shape"]), row["num_speculative_tokens"]))
-        lines: dict[int, list[str]] = {}
-        for row in rows:
-            cell = fill("{tokens_per_s:.0f} ({acceptance_length:.2f}; {step_ms:.1f} ms)", row)
-            lines.setdefault(row["batch_size"], [str(row["batch_size"])]).append(cell)
-        plans = dict.fromkeys((row["shape"], row["num_speculative_tokens"]) for row in rows)
-        head = [f"{shape} {count}" if shape == "chain" else shape for shape, count in plans]
-        found.append(markdown([f"`{family}`, requests", *head], lines.values(), words=0))
-        found.append(f"`draft_table`: `{json.dumps(calibration['config']['draft_table'])}`")
-    return found
-
-
 def demo(result: Result) -> list[str]:
     """Return the table of one demo, and what was answered."""
     text = markdown([result["family"], "vanilla vLLM", "vLLM + vidspec"], demo_rows(result))
@@ -361,7 +342,6 @@ OF_RESULTS: dict[str, Section] = {
     "R9": functools.partial(shapes, axes=("temperature",), name="R9"),
     "R9-sage": functools.partial(shapes, axes=("prune_ratio",)),
     "R10": host_time,
-    "R11": costs,
     "R12": functools.partial(quality, name="R12"),
     "R12-relevance": relevance,
     "R13": RELEVANCE_TIMES,

@@ -4,8 +4,8 @@ import json
 import re
 from pathlib import Path
 
+from vidspec_tools.planning.shapes import ModelShape, from_config
 from vllm_vidspec.errors import VidSpecError, quoted
-from vllm_vidspec.planning.shapes import ModelShape, from_config
 
 
 def _qwen25(size: str, *numbers: int, tied: bool = False) -> ModelShape:

@@ -8,7 +8,7 @@ from typing import Any
 from vidspec_tools.planning.acceptance import bisect, with_rate
 from vidspec_tools.planning.candidates import CHAIN, LONG, NONE, PARALLEL, TREE, Candidate, Candidates
 from vidspec_tools.planning.question import Question, notes
-from vllm_vidspec.planning.shapes import FP8, WEIGHT_BYTES
+from vidspec_tools.planning.shapes import FP8, WEIGHT_BYTES
 
 WORTH = 1.05  # a gain below this is within the model's error: it does not pay
 _GAIN = f"{100 * (WORTH - 1):.0f} %"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from vidspec_tools.gpus import Gpu
 from vidspec_tools.planning.acceptance import Agreement, default_agreement
 from vidspec_tools.planning.roofline import ASSUMED, Assumptions, weight_bytes
+from vidspec_tools.planning.shapes import ModelShape
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.planning.shapes import ModelShape
 
 RATIOS = (0.0, 0.5, 0.8, 0.9, 0.95)
 

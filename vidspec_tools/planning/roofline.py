@@ -8,7 +8,7 @@ does where vLLM's own does not. A prefill is its products alone. The vision towe
 from dataclasses import dataclass
 
 from vidspec_tools.gpus import Gpu
-from vllm_vidspec.planning.shapes import KV_BYTES, WEIGHT_BYTES, ModelShape
+from vidspec_tools.planning.shapes import KV_BYTES, WEIGHT_BYTES, ModelShape
 
 
 @dataclass(frozen=True)

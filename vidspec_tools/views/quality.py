@@ -6,9 +6,9 @@ from typing import Any
 from rich.table import Table
 
 from vidspec_tools.bench.quality import DRAFT, LOSSY, STRICT, deviations, knob, setting_name
+from vidspec_tools.captions import GROUPS
 from vidspec_tools.views import figures
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.shapeworld.captions import GROUPS
 from vllm_vidspec.tools.tables import Columns, by_columns, number
 
 FLOOR = 0.98  # of the target's accuracy: what counts as kept

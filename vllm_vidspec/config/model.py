@@ -49,10 +49,7 @@ class VidSpecConfig(Fields):
         if not self.draft_table:
             if self.adaptive_tokens:
                 return self
-            raise ValueError(
-                "draft_shape auto with adaptive_tokens false needs draft_table: measure one with `vidspec calibrate "
-                "--costs` and give its file as calibration"
-            )
+            raise ValueError("draft_shape auto with adaptive_tokens false needs draft_table")
         check_table(self.draft_table, self.num_speculative_tokens)
         if len(self.shapes - {"chain"}) > 1:
             raise ValueError("draft_table: chain and one tree shape, not two")

@@ -27,17 +27,12 @@ SPECVLM_PATHS: tuple[Path, ...] = tuple(
 
 
 def parse_paths(paths: Sequence[Sequence[int]]) -> tuple[Path, ...]:
-    """Check a user's tree.
+    """Return a user's tree, one rank path a node, as tuples in the order given.
 
-    Args:
-        paths: One rank path a node, in any order.
-
-    Returns:
-        The paths as tuples, in the order given: 1 to 64 of them, each once, with every prefix of each; siblings have
-        the ranks 0 to c - 1, c <= 64.
+    There are 1 to 64 of them, each once, with every prefix of each; siblings have the ranks 0 to c - 1, c <= 64.
 
     Raises:
-        VidSpecError: (a ValueError) The paths are no such tree; one line that says which path is wrong.
+        VidSpecError: The paths are no such tree; one line that says which path is wrong.
     """
     parsed = tuple(_parse_path(path) for path in paths)
     if not parsed:

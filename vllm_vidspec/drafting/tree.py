@@ -1,11 +1,9 @@
 """What a draft tree is: its buffers, batched over requests, and the policies that grow it; touches no model, no vLLM.
 
-Node 0 of a tree is the root, the last committed token; nodes 1 to K are drafts. Two orders hold in every tree:
-
-- A parent comes before its children, so every prefix of the nodes is a tree: a scheduler may cut it anywhere.
-- The greedy path comes first: nodes 1 to D are the rank-0 path of the request, D levels deep. It is the path that is
-  usually accepted, and its KV then is already where the committed text wants it; a tree that is cut short degrades to
-  the chain.
+Node 0 of a tree is the root, the last committed token; nodes 1 to K are drafts. In every tree a parent comes before its
+children, so every prefix of the nodes is a tree: a scheduler may cut it anywhere. And the greedy path comes first:
+nodes 1 to D are the rank-0 path of the request, D levels deep. It is the path that is usually accepted, and its KV then
+is already where the committed text wants it; a tree that is cut short degrades to the chain.
 """
 
 from typing import Protocol
@@ -182,9 +180,7 @@ def topology_tables(parents: list[int], device: torch.device | str) -> tuple[Ten
         device: Where the tables live.
 
     Returns:
-        parents: int32 [K + 1]; root -1.
-        depths: int32 [K + 1].
-        ancestors: int64 [K + 1], see `DraftTree`.
+        int32 [K + 1] parents, the root's -1; int32 [K + 1] depths; int64 [K + 1] ancestors, see `DraftTree`.
     """
     depths, words = [0], [0]
     for node, parent in enumerate(parents, start=1):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.planning.draft_cost import cost_hint, stored_shape
+from vllm_vidspec.planning.draft_cost import cost_hint, stored_weights
 
 logger = logging.getLogger("vllm.vidspec")
 
@@ -20,7 +20,7 @@ def say_hints(vllm_config: Any, config: VidSpecConfig) -> None:
             logger.info("vidspec: CUDA graphs end before --max-num-seqs: %s", line)
     if not config.is_self_draft and not config.is_parallel:
         models = (vllm_config.model_config, vllm_config.speculative_config.draft_model_config)
-        target, draft = (stored_shape(model.hf_config.to_dict(), model.quantization) for model in models)
+        target, draft = (stored_weights(model.hf_config.to_dict(), model.quantization) for model in models)
         if target is not None and draft is not None and (found := cost_hint(target, draft, config.max_path)):
             logger.info("vidspec: the draft's weights are dear: %s: docs/models.md, A quantised draft", found)
 

@@ -50,8 +50,7 @@ class FamilyAdapter(ABC):
     def num_media_levels(self, hf_config: Any) -> int:
         """Return how many embeddings the vision tower makes of a visual token, side by side.
 
-        The first is its input embedding; where there are more, each goes to the output of another decoder layer. These
-        belong to one forward: embedded items must be run before others are embedded.
+        The first is its input embedding; each other goes to the output of a decoder layer, in the forward that follows.
         """
         return 1
 

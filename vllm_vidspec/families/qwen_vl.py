@@ -18,11 +18,6 @@ class QwenVLAdapter(FamilyAdapter):
     """A generation of Qwen's models. See `FamilyAdapter`.
 
     Qwen3-VL writes each frame's time as text between the frames of a video; that text is not the item's embeddings.
-
-    Args:
-        name: What users call it.
-        model_types: Of configs.
-        architectures: Of configs.
     """
 
     # Target and draft see the same token ids and the same patchified pixels, and share coordinates in M-RoPE.
@@ -82,10 +77,7 @@ class QwenVLAdapter(FamilyAdapter):
         return _pace(hf_config) is not None
 
     def whole_video(self, data: Mapping[str, Any], hf_config: Any) -> tuple[TokenGrid, float] | None:
-        """Return the video's grid and pace as vLLM's Qwen2.5-VL counts them. See `FamilyAdapter`.
-
-        vLLM cuts the seconds of a frame to an integer there.
-        """
+        """Return the video's grid and pace as vLLM counts Qwen2.5-VL's: a frame's seconds are cut to an integer."""
         thw, seconds = _to_ints(data.get(_GRID)), _to_ints(data.get("second_per_grid_ts"))
         pace = _pace(hf_config)
         if len(thw) != 3 or len(seconds) != 1 or pace is None:

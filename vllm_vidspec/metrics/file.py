@@ -44,11 +44,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Map the file that another process created.
-
-        Raises:
-            VidSpecError: The file is missing, too short, of another layout, or not this user's alone.
-        """
+        """Map the file that another process created; VidSpecError if it is absent, not ours or of another layout."""
         self.path = str(path)
         try:
             self._held = _open_own(self.path)
@@ -69,13 +65,9 @@ class MetricsFile:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str] | None = None) -> "MetricsFile":
-        """Make a zeroed file and map it; the creating process unlinks it when it exits.
+        """Make a zeroed file at `path`, by default a new one in the temporary directory, and map it.
 
-        Args:
-            path: Where; default: a new file in the temporary directory.
-
-        Returns:
-            The mapped file.
+        The creating process unlinks it when it exits.
 
         Raises:
             VidSpecError: The folder is full, read-only or absent.
@@ -204,24 +196,16 @@ def _digest(req_id: str) -> int:
 
 
 def path_for(instance_id: str, engine: int = 0) -> Path:
-    """Return where one engine of the server with this `VllmConfig.instance_id` keeps its counters.
+    """Return where a data-parallel engine (0 where there is one) of the server of this id keeps its counters.
 
     Derived, not stored: vLLM hashes `additional_config` into its compile cache, where a random path would miss each
     time.
-
-    Args:
-        instance_id: Of the server.
-        engine: The data-parallel engine's index, 0 where there is one engine.
     """
     return Path(tempfile.gettempdir()) / f"vidspec-{os.getuid()}-{instance_id}-{engine}.i64"
 
 
 def read_metrics(path: str | os.PathLike[str]) -> dict[str, int]:
-    """Return a snapshot of the file's values.
-
-    Raises:
-        VidSpecError: The file is missing or of another layout.
-    """
+    """Return a snapshot of the file's values; VidSpecError where it is missing or of another layout."""
     return MetricsFile(path).values()
 
 

@@ -9,10 +9,7 @@ def difference(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 
 
 def summarize(values: dict[str, int]) -> dict[str, float | int | None]:
-    """Turn counters into the figures that this project reports.
-
-    Args:
-        values: A snapshot, or the `difference` of two.
+    """Turn counters, a snapshot or the `difference` of two, into the figures that this project reports.
 
     Returns:
         `acceptance_length` (mean tokens a verify step emits, the target's own included) and `acceptance_rate`

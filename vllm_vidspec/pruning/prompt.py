@@ -170,9 +170,7 @@ def prune(plan: PromptPlan, kept_indices: Sequence[torch.Tensor]) -> PrunedPromp
 def choose_kept(
     unit: PruneUnit, knobs: PruneKnobs, scores: torch.Tensor | None, embeddings: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the kept embeddings of a unit, `[num_keep]` int64 on the CPU.
-
-    Uniform where there is nothing to choose, or the guidance is missing.
+    """Return the kept embeddings of a unit, `[num_keep]` int64 on the CPU; uniform where guidance is missing.
 
     Args:
         unit: The image, video or run of images.

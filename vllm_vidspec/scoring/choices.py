@@ -50,13 +50,10 @@ def choose(extra_args: dict[str, Any] | None, knobs: ScoreKnobs) -> Choice:
 
 
 def strict_reason(sampling: Any) -> str | None:
-    """Return why a request is verified strictly whatever it asks for (one of `metrics.STRICT_REASONS`), or None.
+    """Return why a request of these `SamplingParams` is always verified strictly (one of `STRICT_REASONS`), or None.
 
     A grammar, a tool-call parser, a stop string and a reader of log-probabilities all take the output for the target's
     own, token by token.
-
-    Args:
-        sampling: vLLM's `SamplingParams`.
     """
     if sampling.structured_outputs is not None:
         return "structured"

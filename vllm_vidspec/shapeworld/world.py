@@ -193,15 +193,7 @@ def _draw_cuts(rng: np.random.Generator, num_scenes: int) -> list[int]:
 def _render_scene(
     rng: np.random.Generator, scene: SceneFact, length: int, labels: dict[str, np.ndarray], brief: bool
 ) -> np.ndarray:
-    """Draw one scene and fill its labels.
-
-    Args:
-        labels: per name int64 [length, GRID_SIZE**2], written in place.
-        brief: as in `make_sample`.
-
-    Returns:
-        uint8 [length, FRAME_SIZE, FRAME_SIZE, 3].
-    """
+    """Draw one scene, uint8 [length, FRAME_SIZE, FRAME_SIZE, 3]; fill its labels, int64 [length, GRID_SIZE**2] each."""
     noise = _noise()[rng.integers(0, len(_noise()), length)]  # [length, FRAME_SIZE, FRAME_SIZE, 3]
     frames = _background_image(scene.background, scene.pattern) + noise
     labels["background"][:] = list(BACKGROUNDS).index(scene.background)
@@ -264,12 +256,8 @@ def _fill_labels(
 ) -> None:
     """Label the cells that an object covers more than any earlier object does.
 
-    Args:
-        labels: per name int64 [visible, GRID_SIZE**2], written in place.
-        covered: float [visible, GRID_SIZE**2], the largest covered area so far, updated in place.
-        path: int [visible, 2].
-        colors: [visible], the object's.
-        ending: the first frame in which a vanishing object fades.
+    `labels` (int64 [visible, GRID_SIZE**2] per name) and `covered` (the largest area so far) are written in place; the
+    object has `path` int [visible, 2] and `colors` [visible], and fades from frame `ending` on if it vanishes.
     """
     radius, edges = SIZES[fact.size], np.arange(GRID_SIZE) * CELL_SIZE
     wide, tall = (  # [visible, GRID_SIZE]

@@ -1,6 +1,6 @@
 """A task of lmms-eval on held-out videos of shape world: how much of what a caption tells is right."""
 
-from vllm_vidspec.shapeworld import captions, world
+from vllm_vidspec.shapeworld import world
 
 
 def doc_to_visual(doc):
@@ -26,5 +26,5 @@ def process_results(doc, results):
 
 def pooled(items):
     """Return the share of all attributes that is right."""
-    said, facts = zip(*items, strict=True)
-    return captions.accuracy(captions.count_right(said, facts))
+    scores = [score for said, facts in items for score in world.score_caption(said, facts).values()]
+    return sum(right for right, _ in scores) / sum(total for _, total in scores)

@@ -16,8 +16,8 @@ from vidspec_tools.planning.roofline import (
     prefill_seconds,
     weight_bytes,
 )
+from vidspec_tools.planning.shapes import ModelShape
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.planning.shapes import ModelShape
 
 # 1 TB/s, 100 TFLOP/s, 10 GB, links of 100 GB/s and 1 us; nothing is lost and nothing comes on top.
 CARD = Gpu("by hand", 90, 10e9, 1e12, 1e14, 1e11, 1e-6)

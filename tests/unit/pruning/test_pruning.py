@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vllm_vidspec.config import PRUNERS
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, budget, get_pruner
-from vllm_vidspec.pruning.registry import ALL_PRUNERS
+from vllm_vidspec.pruning.pruners import ALL_PRUNERS
 
 NEEDS = {"specvlm": "attention", "attention": "attention", "uv": "uv", "fastvid": "features", "dycoke": "features"}
 MEASURED = {name: "features" if need == "features" else "scores" for name, need in NEEDS.items()}

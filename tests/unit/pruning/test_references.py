@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner, guided, temporal
-from vllm_vidspec.pruning.temporal import novelty
+from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner, pruners
+from vllm_vidspec.pruning.pruners import novelty
 
 
 def inputs_of(scores, num_keep, lambda_r=0.4):
@@ -190,7 +190,7 @@ def test_specvlm_threshold_among_25_000_tokens():
     """Catches: a prefix sum in float32, which does not grow when 1 is added to 2**25."""
     scores = [float(2**25)] + [1.0] * 25_087
     lambda_r = (2**25 + 999.5) / (2**25 + 25_087)  # reached by the large one and 1,000 others
-    assert guided.top_p_size(torch.tensor(scores), lambda_r) == 1001
+    assert pruners.top_p_size(torch.tensor(scores), lambda_r) == 1001
     kept = get_pruner("specvlm")(inputs_of(scores, 2508, lambda_r))
     assert kept[:1001].tolist() == list(range(1001)) and kept[1001] == 1001 and kept[-1] == 25_087
     assert kept[1001:].diff().min() >= 15  # 24,086 / 1,506 = 15.99
@@ -238,8 +238,8 @@ def of_all_lengths():
 
 
 STAGE_ONE = {
-    "one token early": lambda scores, lambda_r, right=guided.top_p_size: right(scores, lambda_r) - 1,
-    "one too many": lambda scores, lambda_r, right=guided.top_p_size: right(scores, lambda_r) + 1,
+    "one token early": lambda scores, lambda_r, right=pruners.top_p_size: right(scores, lambda_r) - 1,
+    "one too many": lambda scores, lambda_r, right=pruners.top_p_size: right(scores, lambda_r) + 1,
 }
 STAGE_ONE_EXAMPLES = [
     inputs_of([1, 4, 1, 0, 3, 1, 0, 2], 5, 0.5),
@@ -265,6 +265,6 @@ def test_mutations(monkeypatch, name, part, wrong, inputs):
     Each seen to fail `check_reference`.
     """
     check_reference(name, inputs)
-    monkeypatch.setattr(guided if part == "top_p_size" else temporal, part, wrong)
+    monkeypatch.setattr(pruners, part, wrong)
     with pytest.raises(AssertionError):
         check_reference(name, inputs)

@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from vllm_vidspec.shapeworld import captions, world
+from vidspec_tools import captions
+from vllm_vidspec.shapeworld import world
 
 SEEDS = range(8)
 

@@ -18,12 +18,9 @@ _TWINS = (batch_kernels, logits_kernels, vision_kernels)
 
 @contextlib.contextmanager
 def cpu_model_runner(runner_cls: type) -> Iterator[None]:
-    """Make `CPUWorker.init_device` build our runner.
+    """Make `CPUWorker.init_device` build our runner, a subclass of vLLM's.
 
     Why: it imports `CPUModelRunner` inside the function, with no method to override (the GPU worker has one).
-
-    Args:
-        runner_cls: Ours, a subclass of vLLM's.
     """
     import vllm.v1.worker.cpu.model_runner as module
 
@@ -156,11 +153,8 @@ def speed_up_batch_kernels() -> None:
 def _apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_bitmask) -> None:
     """Torch version of vLLM's grammar mask: bit v of row m allows token v at logits row (request, position) of m.
 
-    Args:
-        logits: `[num_logits, vocab_size]` float, masked in place.
-        input_batch: vLLM's batch.
-        grammar_req_ids: Requests with a grammar, in bitmask order.
-        grammar_bitmask: `[num_masks, ceil(vocab_size / 32)]` int32 numpy.
+    `logits`, `[num_logits, vocab_size]` float, are masked in place; `grammar_bitmask` is int32 numpy
+    `[num_masks, ceil(vocab_size / 32)]`, of the requests with a grammar in its order.
     """
     from vllm.v1.worker.gpu.structured_outputs import _build_grammar_mapping
 

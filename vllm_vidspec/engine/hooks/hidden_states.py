@@ -15,7 +15,7 @@ from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.pruning.guided import default_uv_layer
+from vllm_vidspec.pruning.pruners import default_uv_layer
 
 
 @dataclass(eq=False)

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vidspec_tools.bench.session import BenchSession
+from vidspec_tools.pictures import contact_sheet
+from vidspec_tools.pictures.picture import Picture
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools import contact_sheet, pairs
-from vllm_vidspec.tools.engine_session import EngineSession
+from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.progress import Report, silent
-from vllm_vidspec.tools.subject import Picture
 from vllm_vidspec.tools.user_files import read_video
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ class Show(Picture):
         return pairs.pair_for(self.family).num_frames if self.target is None else NUM_FRAMES
 
     def llm_kwargs(self, **spec: Any) -> dict[str, Any]:
-        """Return the arguments of the engine; `spec` adds knobs of VidSpecConfig."""
         return super().llm_kwargs(**({"calibration": self.calibration} if self.calibration else {}), **spec)
 
 
@@ -68,11 +68,7 @@ def check(show: Show) -> None:
 
 
 def run(show: Show, report: Report = silent) -> dict[str, Any]:
-    """Prune one video in every way asked for and draw the picture.
-
-    Returns:
-        `rows`, one per pruner (`pruner`, `kept`, `total`, `ends_frac`, `even_frac`), and `out`.
-    """
+    """Prune one video in every way asked for and draw the picture; return `rows`, one per pruner, and `out`."""
     check(show)
     frames = read_video(show.path, show.num_frames)
     configs = {config.prune.pruner: config for config in (show.config(pruner=name) for name in show.pruners)}
@@ -109,7 +105,7 @@ def _look(show: Show, pruners: list[str], report: Report) -> list[Record]:
     report("plan", {"total": len(pruners)})
     for pruner in pruners:
         report("loading", {"label": f"engine with pruner {pruner}"})
-        with EngineSession(show.job(pruner=pruner)) as session:
+        with BenchSession(show.job(pruner=pruner)) as session:
             path = session.folder / "records.pt"
             session.ask({"command": "look", "path": str(path)})
             found = torch.load(path, weights_only=True)  # noqa: TID251 - written by our own engine a moment ago

@@ -3,14 +3,18 @@
 from dataclasses import dataclass
 from typing import Any
 
+from vidspec_tools.bench.session import BenchSession
+from vidspec_tools.captions import kind_shares, relevance_auc
+from vidspec_tools.pictures import relevance_views
+from vidspec_tools.pictures.picture import Picture
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import summarize
-from vllm_vidspec.shapeworld.captions import kind_shares, relevance_auc
-from vllm_vidspec.tools import relevance_views
-from vllm_vidspec.tools.engine_session import EngineSession, answer_command
+from vllm_vidspec.tools.engine_session import answer_command
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
-from vllm_vidspec.tools.subject import Picture, reasons
+from vllm_vidspec.tools.subject import reasons
+
+_KNOBS = ("lambda_loose", "top_n", "position_shift", "relevance_rows")
 
 
 @dataclass(frozen=True)
@@ -40,13 +44,12 @@ class Show(Picture):
     @property
     def knobs(self) -> dict[str, Any]:
         """The scorer and its knobs."""
-        names = ("lambda_loose", "top_n", "position_shift", "relevance_rows")
-        return {"scorer": "loose"} | {name: getattr(self, name) for name in names}
+        return {"scorer": "loose"} | {name: getattr(self, name) for name in _KNOBS}
 
 
 def check(show: Show) -> None:
     """Refuse a wrong value, in one line, before an engine starts."""
-    show.check_files(relevance_views.SUFFIXES, drawn=(".png",))
+    show.check_files(relevance_views.SUFFIXES)
     show.config(**show.knobs)
     if show.max_tokens < 2:
         raise VidSpecError("--max-tokens must be at least 2")
@@ -55,16 +58,11 @@ def check(show: Show) -> None:
 
 
 def run(show: Show, report: Report = silent) -> dict[str, Any]:
-    """Write one caption and the picture of it.
-
-    Returns:
-        `rows`, one: the pair, the setting, `words`, `relevance` and `kinds` of each token, and what `kind_shares` and
-        `relevance_auc` say of them (the latter for bundled pairs, whose words are known); and `provenance`.
-    """
+    """Write one caption and the picture of it; return the caption as the only one of `rows` (see `make_row`)."""
     check(show)
     report("plan", {"total": 1})
     report("loading", {"label": "the engine"})
-    with EngineSession(show.job(**show.knobs)) as session:
+    with BenchSession(show.job(**show.knobs)) as session:
         report("measuring", {})
         command = answer_command(seed=show.seed, watch=True, temperature=show.temperature, max_tokens=show.max_tokens)
         answer = session.ask(command)

@@ -1,21 +1,21 @@
-"""How `vidspec show-relevance` shows itself: HTML, or a picture (matplotlib), and the table; no engine."""
+"""How `vidspec show-relevance` shows itself: HTML, or a picture (Pillow), and the table; no engine."""
 
 import html
-import unicodedata
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
+from rich.markup import escape
 from rich.table import Table
 
-from vllm_vidspec.shapeworld.captions import KINDS
-from vllm_vidspec.tools.tables import number, percent
+from vidspec_tools.captions import KINDS
+from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
 from vllm_vidspec.tools.user_files import writing
 
 SUFFIXES = (".html", ".png")
-WIDTH = 100  # characters in a line of the picture
+WIDTH = 1200  # of the picture, in pixels
 
 # From white to an orange that black text stays readable on.
 _LOW, _HIGH = np.array([255, 255, 255]), np.array([247, 148, 60])
@@ -142,89 +142,58 @@ def _span(shown: str, kind: str, background: str, hint: str = "") -> str:
     return f'<span class="t {kind}" style="background: {background}"{hint}>{shown}</span>'
 
 
-def lay_out(words: Sequence[str], width: int = WIDTH) -> list[tuple[int, int, str, int]]:
-    """Return where each token is placed in lines of a fixed-width face.
-
-    Args:
-        words: The tokens' texts; a space before one parts it from the one before.
-        width: Characters in a line; a longer token has a line of its own and sticks out.
-
-    Returns:
-        Line, column, what is shown and its width in characters, one per token.
-    """
-    places, line, column = [], 0, 0
-    for word in words:
-        text = word.lstrip(" ")
-        shown = text.replace("\n", "↵") or "·"
-        size = sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in shown)
-        gap = 1 if len(text) < len(word) and column else 0
-        if column and column + gap + size > width:
-            line, column, gap = line + 1, 0, 0
-        places.append((line, column + gap, shown, size))
-        column += gap + size
-        if "\n" in text:
-            line, column = line + 1, 0
-    return places
-
-
 def _save_png(row: dict[str, Any], path: str) -> None:
-    """Draw the same with matplotlib, in a fixed-width face whose characters need not be measured."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
+    """Draw the same with Pillow, whose own face has the characters of western languages."""
+    from PIL import Image, ImageDraw, ImageFont
 
-    step, unit = 0.27, 0.0843  # inches: from line to line, and the width of a character of 10 points
-    places, ends = lay_out(row["words"]), scale(row["relevance"])
-    lines = places[-1][0] + 1
-    head, foot = 3, 2.4 + len(figures(row)) + len(_MARKS)  # lines above and below the caption
-    size = ((WIDTH + 4) * unit, (lines + head + foot) * step)
-    figure = Figure(figsize=size, dpi=160)
-    page = figure.add_axes((0, 0, 1, 1))
-    page.set_xlim(-2, WIDTH + 2)
-    page.set_ylim(lines + foot, -head)
-    page.set_axis_off()
+    font, small, left = ImageFont.load_default(16), ImageFont.load_default(13), 20
+    image = Image.new("RGB", (WIDTH, 200 + 28 * len(row["words"])), "#ffffff")  # as if each token had its line
+    pen, ends = ImageDraw.Draw(image), scale(row["relevance"])
+    x, y = left, 70
 
-    def box_at(line: float, column: float, width: float, kind: str, background: str) -> None:
-        tint, dash = _MARKS.get(kind, ("none", "solid"))
-        look = {"facecolor": background, "edgecolor": tint, "linewidth": 1.3, "linestyle": dash}
-        place = Rectangle((column - 0.25, line + 0.1), width + 0.5, 0.8, zorder=2 if kind in _MARKS else 1, **look)
-        page.add_patch(place)
+    def token(text: str, kind: str, background: str) -> None:
+        nonlocal x, y
+        shown = text.strip(" ").replace("\n", "¶") or "·"
+        width = int(font.getlength(shown)) + 8
+        if x + width > WIDTH - left:
+            x, y = left, y + 28
+        tint = _MARKS[kind][0] if kind in _MARKS else background
+        pen.rounded_rectangle((x, y, x + width, y + 22), 4, fill=background, outline=tint, width=2)
+        pen.text((x + 4, y + 2), shown, font=font, fill="#111111" if kind != "own" else "#555555")
+        x += width + (4 if kind in _MARKS else 2)
+        if "\n" in text:
+            x, y = left, y + 28
 
-    def write_at(line: float, column: float, text: str, **style: Any) -> None:
-        style = {"fontsize": 10, "family": "monospace", "va": "center", "color": "#111111"} | style
-        page.text(column, line + 0.52, text, parse_math=False, zorder=3, **style)
-
-    sans = {"family": "sans-serif", "color": "#444444", "fontsize": 9}
-    write_at(-2.6, 0, title(row), **sans | {"fontsize": 12, "color": "#111111"})
-    write_at(-1.5, 0, setting(row), **sans)
-    for (line, column, shown, width), (_, value, kind) in zip(places, _tokens(row), strict=True):
-        box_at(line, column, width, kind, color(value, ends))
-        write_at(line, column, shown, style="italic" if kind == "own" else "normal")
-    sentences = figures(row)
-    for i, sentence in enumerate(sentences):
-        write_at(lines + 0.4 + i, 0, sentence, **sans)
-    below = lines + 0.6 + len(sentences)
-    for i in range(40):
-        value = ends[0] + (ends[1] - ends[0]) * i / 39
-        page.add_patch(Rectangle((7 + i / 2, below + 0.15), 0.55, 0.7, facecolor=color(value, ends), linewidth=0))
-    write_at(below, 0, f"{ends[0]:.3f}", **sans)
-    write_at(below, 28, f"{ends[1]:.3f}  relevance (italic: the target's own token; grey: not measured)", **sans)
-    for i, kind in enumerate(_MARKS, 1):
-        box_at(below + 1.1 * i, 1, 5, kind, "#ffffff")
-        write_at(below + 1.1 * i, 1, "token")
-        write_at(below + 1.1 * i, 8, _LEGEND[kind], **sans)
-    figure.savefig(path)
+    for line, (text, face) in enumerate(((title(row), font), (setting(row), small))):
+        pen.text((left, 12 + 24 * line), text, font=face, fill="#111111")
+    for word, value, kind in _tokens(row):
+        token(word, kind, color(value, ends))
+    words = [*figures(row), f"relevance: white {ends[0]:.3f}, orange {ends[1]:.3f}; grey text: the target's own token"]
+    for line, text in enumerate(words, 1):
+        pen.text((left, y + 20 * line + 20), text, font=small, fill="#444444")
+    y += 20 * len(words) + 46
+    for kind in _MARKS:
+        x = left
+        token(kind, kind, "#ffffff")
+        pen.text((x + 8, y + 4), _LEGEND[kind], font=small, fill="#444444")
+        y += 28
+    image.crop((0, 0, WIDTH, y + 12)).save(path)
 
 
 def table(row: dict[str, Any]) -> Table:
     """Return how many tokens there are of each kind, and their mean relevance."""
-    shown = Table(title=title(row), caption=f"{setting(row)}. {' '.join(figures(row))}", box=box.SIMPLE_HEAD)
-    for name in ("token", "number", "mean relevance", "for example"):
-        shown.add_column(name, justify="right" if name in ("number", "mean relevance") else "left")
+    columns: Columns = {
+        "token": itemgetter(0),
+        "for example": itemgetter(1),
+        "number": itemgetter(2),
+        "mean relevance": itemgetter(3),
+    }
+    rows = []
     for kind in KINDS:
         ours = [(word, value) for word, value, of in _tokens(row) if of == kind]
         values = [value for _, value in ours if value is not None]
         words = list(dict.fromkeys(word.strip() for word, _ in ours))[:6]
         mean = sum(values) / len(values) if values else None
-        # Brackets of a caption are text, not markup.
-        shown.add_row(kind, str(len(ours)), number(mean, 3), " ".join(words).replace("[", "\\["))
-    return shown
+        rows.append((kind, escape(" ".join(words)), str(len(ours)), number(mean, 3)))
+    caption = f"{setting(row)}. {' '.join(figures(row))}"
+    return by_columns(columns, rows, 2, title=title(row), caption=caption)

@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 DIM = 0.25  # brightness of a dropped token
 _ENDS = 2  # frames at either end that count as the ends of the video
 
-_SHEET_WIDTH = 1600  # of all columns together, about
+_SHEET_WIDTH, _MIN_WIDTH = 1600, 900  # of all columns together, about
 _MIN_CELL, _MAX_CELL = 56, 168
-_MARGIN, _GAP, _ROW_GAP, _LABEL_WIDTH, _HEADER, _BARS, _CAPTION = 20, 6, 18, 236, 76, 22, 22
-_BACKGROUND, _TEXT, _FAINT, _ACCENT, _GRID = (20, 22, 27), (236, 238, 242), (150, 156, 168), (255, 196, 60), (0, 0, 0)
-_BASE = (60, 64, 72)  # of the bars
+_MARGIN, _GAP, _HEADER, _LABEL, _BARS, _LINE = 20, 6, 60, 26, 20, 22
+_BACKGROUND, _TEXT, _FAINT, _ACCENT = (20, 22, 27), (236, 238, 242), (150, 156, 168), (255, 196, 60)
 
 
 @dataclass(frozen=True)
@@ -57,31 +56,27 @@ class Row:
             return None
         return float((per_frame[:_ENDS].sum() + per_frame[-_ENDS:].sum()) / per_frame.sum())
 
-    @property
-    def even_frac(self) -> float:
-        """What `ends_frac` would be if every frame kept as much."""
-        return min(1.0, 2 * _ENDS / self.grid.num_frames)
-
     def figures(self) -> dict[str, Any]:
-        """Return what the picture says in words."""
+        """Return what the picture says in words; `even_frac` is `ends_frac` if every frame kept as much."""
         return {
             "pruner": self.pruner,
             "kept": len(self.kept_indices),
             "total": self.grid.num_tokens,
             "ends_frac": self.ends_frac,
-            "even_frac": self.even_frac,
+            "even_frac": min(1.0, 2 * _ENDS / self.grid.num_frames),
         }
 
-    def labels(self) -> list[str]:
-        """Return the lines beside the row: the name first."""
-        lines = [self.pruner, f"{len(self.kept_indices)} of {self.grid.num_tokens} tokens kept"]
-        if self.ends_frac is not None:
-            lines.append(f"first + last {_ENDS} frames: {self.ends_frac:.0%}")
-            lines.append(f"(evenly spread: {self.even_frac:.0%})")
+    def label(self) -> str:
+        """Return the line above the row."""
+        found = self.figures()
+        words = f"{self.pruner}: {found['kept']} of {found['total']} tokens kept"
+        if found["ends_frac"] is not None:
+            spread = f"evenly spread: {found['even_frac']:.0%}"
+            words += f", {found['ends_frac']:.0%} of them in the first and last {_ENDS} frames ({spread})"
         if self.grid.num_trailing:
             trailing = int((self.kept_indices >= self.grid.num_tokens - self.grid.num_trailing).sum())
-            lines.append(f"trailing tokens: {trailing} of {self.grid.num_trailing}")
-        return lines
+            words += f", trailing tokens: {trailing} of {self.grid.num_trailing}"
+        return words
 
 
 @dataclass(frozen=True)
@@ -112,20 +107,15 @@ class Layout:
         """Width and height of a frame."""
         return self.grid.width * self.token, self.grid.height * self.token
 
-    @property
-    def row_height(self) -> int:
-        """From one row's top to the next one's."""
-        return max(self.cell[1] + _BARS, 6 * 17) + _ROW_GAP
-
     def size(self, num_rows: int) -> tuple[int, int]:
         """Width and height of the picture."""
         columns = len(self.frames) * (self.cell[0] + _GAP) - _GAP
-        width = max(2 * _MARGIN + _LABEL_WIDTH + columns, 900)
-        return width, _HEADER + num_rows * self.row_height + 2 * _CAPTION + _MARGIN
+        return max(columns + 2 * _MARGIN, _MIN_WIDTH), self.origin(num_rows, 0)[1] + 2 * _LINE
 
     def origin(self, row: int, column: int) -> tuple[int, int]:
         """The upper left corner of a frame."""
-        return _MARGIN + _LABEL_WIDTH + column * (self.cell[0] + _GAP), _HEADER + row * self.row_height
+        top = _HEADER + _LABEL + row * (_LABEL + self.cell[1] + _BARS)
+        return _MARGIN + column * (self.cell[0] + _GAP), top
 
     def token_box(self, row: int, column: int, y: int, x: int) -> tuple[int, int, int, int]:
         """Left, top, right and bottom of a token, the last two exclusive."""
@@ -145,69 +135,51 @@ def draw(frames: np.ndarray, grid: "TokenGrid", rows: Sequence[Row], title: str,
         title: The headline.
         columns: Most frames in a row.
     """
-    from PIL import Image
+    from PIL import Image, ImageDraw, ImageFont
 
     layout = Layout.fit(grid, columns)
     image = Image.new("RGB", layout.size(len(rows)), _BACKGROUND)
+    pen = ImageDraw.Draw(image)
+
+    def write(x: float, y: float, text: str, size: int, fill: Any = _FAINT) -> None:
+        pen.text((x, y), text, font=ImageFont.load_default(size), fill=fill)
+
     per_step = -(-len(frames) // grid.num_frames)
     shown = [Image.fromarray(frames[min(step * per_step, len(frames) - 1)]) for step in layout.frames]
     cells = [np.asarray(frame.resize(layout.cell, Image.Resampling.LANCZOS)) for frame in shown]
-    _write(image, (_MARGIN, 14), title, 20, _TEXT)
-    _write(image, (_MARGIN + _LABEL_WIDTH - 12, _HEADER - 18), "frame", 12, anchor="ra")
-    for column, step in enumerate(layout.frames):
-        left, top = layout.origin(0, column)
-        _write(image, (left + layout.cell[0] / 2, top - 18), str(step), 12, anchor="ma")
     most = max(1, *(int(row.is_kept.sum((1, 2)).max()) for row in rows))
+    write(_MARGIN, 12, title, 20, _TEXT)
     for index, row in enumerate(rows):
-        _draw_row(image, layout, cells, index, row, most)
+        write(_MARGIN, layout.origin(index, 0)[1] - 22, row.label(), 15, _TEXT)
+        for column, (step, cell) in enumerate(zip(layout.frames, cells, strict=True)):
+            left, top = layout.origin(index, column)
+            if index == 0:
+                write(left, _HEADER - 16, f"frame {step}", 11)
+            image.paste(Image.fromarray(_lit(cell, row.is_kept[step], layout.token)), (left, top))
+            tall, below = round(int(row.is_kept[step].sum()) / most * (_BARS - 6)), top + layout.cell[1] + _BARS - 4
+            pen.rectangle((left, below - tall, left + layout.cell[0] - 1, below), fill=_ACCENT if tall else _FAINT)
     for line, text in enumerate(_caption(grid, layout, per_step)):
-        _write(image, (_MARGIN, layout.origin(len(rows), 0)[1] + line * _CAPTION), text, 14)
+        write(_MARGIN, layout.origin(len(rows), 0)[1] - _LABEL + 6 + line * _LINE, text, 14)
     return image
 
 
-def _write(
-    image: "Image", at: tuple[float, float], text: str, size: int, fill: Any = _FAINT, anchor: str | None = None
-) -> None:
-    from PIL import ImageDraw, ImageFont
-
-    ImageDraw.Draw(image).text(at, text, font=ImageFont.load_default(size), fill=fill, anchor=anchor)
-
-
-def _draw_row(image: "Image", layout: Layout, cells: Sequence[np.ndarray], index: int, row: Row, most: int) -> None:
-    """Draw the labels, the frames with their kept tokens lit, and under each frame a bar: how many it keeps."""
-    from PIL import Image, ImageDraw
-
-    pen = ImageDraw.Draw(image)
-    name, *others = row.labels()
-    top = layout.origin(index, 0)[1]
-    _write(image, (_MARGIN, top), name, 18, _TEXT)
-    for line, text in enumerate(others):
-        _write(image, (_MARGIN, top + 26 + 18 * line), text, 13)
-    (width, height), side = layout.cell, layout.token
-    for column, (step, cell) in enumerate(zip(layout.frames, cells, strict=True)):
-        is_kept = row.is_kept[step]
-        lit = np.kron(is_kept, np.ones((side, side), bool))[..., None]
-        left, top = layout.origin(index, column)
-        image.paste(Image.fromarray(np.where(lit, cell, (cell * DIM).astype(np.uint8))), (left, top))
-        if side >= 6:
-            for x in range(left + side, left + width, side):
-                pen.line((x, top, x, top + height - 1), fill=_GRID)
-            for y in range(top + side, top + height, side):
-                pen.line((left, y, left + width - 1, y), fill=_GRID)
-            for y, x in zip(*is_kept.nonzero(), strict=True):
-                box = layout.token_box(index, column, int(y), int(x))
-                pen.rectangle((box[0], box[1], box[2] - 1, box[3] - 1), outline=_ACCENT)
-        base = top + height + _BARS - 2
-        pen.line((left, base, left + width - 1, base), fill=_BASE)
-        if tall := round(int(is_kept.sum()) / most * (_BARS - 6)):
-            pen.rectangle((left, base - tall, left + width - 1, base - 1), fill=_ACCENT)
+def _lit(cell: np.ndarray, is_kept: np.ndarray, side: int) -> np.ndarray:
+    """Return a frame, `[height, width, 3]`, with its kept tokens lit and framed, the others dark."""
+    lit = np.kron(is_kept, np.ones((side, side), bool))[..., None]
+    drawn = np.where(lit, cell, (cell * DIM).astype(np.uint8))
+    if side < 6:
+        return drawn
+    edge = np.zeros((side, side), bool)
+    edge[0] = edge[:, 0] = True
+    edges = np.tile(edge, is_kept.shape)[..., None]
+    return np.where(edges, np.where(lit, np.uint8(_ACCENT), np.uint8(0)), drawn)
 
 
 def _caption(grid: "TokenGrid", layout: Layout, per_step: int) -> list[str]:
     """Return the two lines under the picture."""
-    each = f"{grid.height} x {grid.width} tokens" + (
-        f" over {per_step} video frames, the first shown" if per_step > 1 else ""
-    )
+    each = f"{grid.height} x {grid.width} tokens"
+    if per_step > 1:
+        each += f" over {per_step} video frames, the first shown"
     chosen = "" if len(layout.frames) == grid.num_frames else f"; {len(layout.frames)} evenly spaced ones shown"
     trailing = f" {grid.num_trailing} trailing token(s) not drawn, but counted." if grid.num_trailing else ""
     return [
@@ -221,7 +193,7 @@ def save(image: "Image", path: str | Path, rows: Sequence[Row]) -> None:
     from PIL.PngImagePlugin import PngInfo
 
     info = PngInfo()
-    info.add_text("Description", "; ".join(", ".join(row.labels()) for row in rows))
+    info.add_text("Description", "; ".join(row.label() for row in rows))
     image.save(path, format="PNG", pnginfo=info)
 
 

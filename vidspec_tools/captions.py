@@ -42,12 +42,7 @@ Counts = Mapping[str, tuple[int, int]]
 
 
 def count_right(texts: Sequence[str], facts: Sequence[tuple[SceneFact, ...]]) -> dict[str, tuple[int, int]]:
-    """Return, over all captions, (right, total) of each of ATTRIBUTES that their videos have.
-
-    Args:
-        texts: One caption per video.
-        facts: What the videos show.
-    """
+    """Return (right, total) of each of ATTRIBUTES over all captions, one per video, given what the videos show."""
     counts = dict.fromkeys(ATTRIBUTES, (0, 0))
     for text, shown in zip(texts, facts, strict=True):
         for name, (right, total) in score_caption(text, shown).items():
@@ -85,14 +80,9 @@ def auc(positives: Sequence[float], negatives: Sequence[float]) -> float | None:
 
 
 def relevance_auc(words: Sequence[Sequence[str]], relevance: Sequence[Sequence[float | None]]) -> float | None:
-    """Return how well relevance separates words about the video from fillers, over the tokens of all captions.
+    """Return how well relevance separates words about the video from fillers: the area under the ROC curve.
 
-    Args:
-        words: The text of every token of each caption.
-        relevance: Of the same tokens; None where it was not measured.
-
-    Returns:
-        The area under the ROC curve; None where either class has no measured token.
+    It is over the tokens of all captions whose relevance was measured; None where either class has no such token.
     """
     pairs = [
         (word.strip(), value)
@@ -105,10 +95,9 @@ def relevance_auc(words: Sequence[Sequence[str]], relevance: Sequence[Sequence[f
 
 
 def kind_shares(kinds: Sequence[Sequence[int]]) -> dict[str, float | None]:
-    """Return the shares of accepted drafts: `exact_frac`, `loosened_frac`, `shifted_frac`; None without any.
+    """Return the shares of accepted drafts, `exact_frac`, `loosened_frac`, `shifted_frac`, of tokens' indices of KINDS.
 
-    Args:
-        kinds: Of every token of each caption, an index of KINDS.
+    None without any.
     """
     flat = [kind for caption in kinds for kind in caption]
     num_accepted = len(flat) - flat.count(0)
