@@ -40,31 +40,20 @@ _SHOWN_COUNTERS = (
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        axes: For each of AXES its values; rows are their Cartesian product. None for `num_speculative_tokens` is what
-            the row's shape has by default.
-        requests: Held-out videos, one request each, in one batch queue.
-        max_tokens: Longest answer in tokens.
-        batch_size: vLLM's max_num_seqs.
-        seed: Request i samples with seed + i; None: unseeded.
-        ignore_eos: Go on to `max_tokens` whatever is generated.
-        target: A checkpoint in place of the bundled target.
-        question: What is asked about each video.
-        knobs: Further knobs of VidSpecConfig, of all rows.
-        sync_scheduling: Without vLLM's async scheduling, under which trees that may be smaller than K are filled up.
-    """
-
+    # For each of AXES its values; rows are their Cartesian product. None for `num_speculative_tokens` is what the row's
+    # shape has by default.
     axes: dict[str, list[Any]]
-    requests: int = 8
-    max_tokens: int = 256
-    batch_size: int = pairs.MAX_NUM_SEQS
-    seed: int | None = 0
-    ignore_eos: bool = False
-    target: str | None = None
-    question: str = pairs.DEFAULT_QUESTION
-    knobs: dict[str, Any] = field(default_factory=dict)
+    requests: int = 8  # held-out videos, one request each, in one batch queue
+    max_tokens: int = 256  # longest answer in tokens
+    batch_size: int = pairs.MAX_NUM_SEQS  # vLLM's max_num_seqs
+    seed: int | None = 0  # request i samples with seed + i; None: unseeded
+    ignore_eos: bool = False  # go on to `max_tokens` whatever is generated
+    target: str | None = None  # A checkpoint in place of the bundled target
+    question: str = pairs.DEFAULT_QUESTION  # what is asked about each video
+    knobs: dict[str, Any] = field(default_factory=dict)  # further knobs of VidSpecConfig, of all rows
+    # Without vLLM's async scheduling, under which trees that may be smaller than K are filled up
     sync_scheduling: bool = False
 
     def samplings(self) -> list[dict[str, Any]]:

@@ -12,16 +12,13 @@ _PRUNED: dict[str, Any] = {"pruner": "specvlm", "prune_ratio": 0.9}
 
 @dataclass(frozen=True)
 class Method:
-    """One row of a table.
+    """One row of a table."""
 
-    Attributes:
-        spec: Knobs of VidSpecConfig, the draft's shape spelled `drafting`; of STOCK vLLM's own.
-        mode: SEQUENTIAL, STOCK, or PARALLEL, whose window follows from the ratio of target time to draft time.
-        draft: Which model drafts, as `pairs.speculative_config` names it; None: the one that is asked for.
-    """
-
+    # Knobs of VidSpecConfig, the draft's shape spelled `drafting`; of STOCK vLLM's own
     spec: dict[str, Any] = field(default_factory=dict)
+    # SEQUENTIAL, STOCK, or PARALLEL, whose window follows from the ratio of target time to draft time
     mode: str = SEQUENTIAL
+    # Which model drafts, as `pairs.speculative_config` names it; None: the one that is asked for
     draft: str | None = None
 
 

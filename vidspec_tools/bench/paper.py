@@ -24,13 +24,9 @@ USUAL = {"requests": 4, "rounds": 5, "max_tokens": 128}
 
 @dataclass(frozen=True)
 class PaperBenchmark(Benchmark):
-    """What to measure; the setting is each method's own here.
+    """What to measure; the setting is each method's own here."""
 
-    Attributes:
-        methods: Of ALL; autoregressive always runs.
-    """
-
-    methods: tuple[str, ...] = ALL
+    methods: tuple[str, ...] = ALL  # of ALL; autoregressive always runs
 
     def variants(self, ratio: float) -> list[Variant]:
         """Return what runs beside vanilla at a ratio, in the order of the table."""

@@ -18,19 +18,12 @@ WITHOUT_OWN_TOKEN = frozenset({"SpecVLM", "SAGE", "LVSpec"})
 
 @dataclass(frozen=True)
 class Figure:
-    """What a paper publishes of a method.
+    """What a paper publishes of a method."""
 
-    Attributes:
-        paper: Which.
-        pair: Draft and target, as papers write them.
-        tau: Its mean accepted length as printed; for ParallelVLM its M.
-        speedup: Over autoregressive decoding.
-    """
-
-    paper: str
-    pair: str
-    tau: float
-    speedup: float
+    paper: str  # which
+    pair: str  # draft and target, as papers write them
+    tau: float  # its mean accepted length as printed; for ParallelVLM its M
+    speedup: float  # over autoregressive decoding
 
     @property
     def acceptance_length(self) -> float:

@@ -62,47 +62,27 @@ class Setting:
 
 @dataclass(frozen=True)
 class Quality:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        families: Bundled pairs.
-        draft: Which of a pair's drafts: "draft" or "far".
-        temperatures: Of the target and the draft.
-        draft_noises: Values of the knob; at temperature 0 they are all the same, and only the first is measured.
-        scorers: Of LOSSY; strict is always measured.
-        lambdas: Shares of mismatches that `loose` and `random` accept.
-        top_ns: N of `loose`.
-        position_shifts: Whether `loose` tolerates shifts.
-        relevance_rows: Whose states `loose` looks at.
-        fly_entropies: Thresholds of `fly` and `fly-entropy`.
-        requests: Held-out videos, one caption each.
-        batch_size: vLLM's max_num_seqs.
-        num_speculative_tokens: Draft tokens per verify step.
-        prune_ratio: Share of the video tokens that the draft does not see.
-        max_tokens: Longest caption in tokens.
-        seed: Request i samples with seed + i.
-        knobs: Further knobs of VidSpecConfig, of all engines.
-        question: What is asked about each video.
-    """
-
-    families: tuple[str, ...] = ("qwen2.5-vl",)
-    draft: str = DRAFT
-    temperatures: tuple[float, ...] = (0.0,)
+    families: tuple[str, ...] = ("qwen2.5-vl",)  # bundled pairs
+    draft: str = DRAFT  # which of a pair's drafts: "draft" or "far"
+    temperatures: tuple[float, ...] = (0.0,)  # of the target and the draft
+    # Values of the knob; at temperature 0 they are all the same, and only the first is measured
     draft_noises: tuple[str, ...] = ("shared",)
-    scorers: tuple[str, ...] = LOSSY
-    lambdas: tuple[float, ...] = (0.2, 0.5, 0.7, 0.9)
-    top_ns: tuple[int, ...] = (10,)
-    position_shifts: tuple[bool, ...] = (False, True)
-    relevance_rows: tuple[str, ...] = ("token",)
-    fly_entropies: tuple[float, ...] = (0.3,)
-    requests: int = 64
-    batch_size: int = 16
-    num_speculative_tokens: int = 10
-    prune_ratio: float = 0.9
-    max_tokens: int = 256
-    seed: int = 0
-    knobs: dict[str, Any] = field(default_factory=dict)
-    question: str = pairs.DEFAULT_QUESTION
+    scorers: tuple[str, ...] = LOSSY  # of LOSSY; strict is always measured
+    lambdas: tuple[float, ...] = (0.2, 0.5, 0.7, 0.9)  # shares of mismatches that `loose` and `random` accept
+    top_ns: tuple[int, ...] = (10,)  # N of `loose`
+    position_shifts: tuple[bool, ...] = (False, True)  # whether `loose` tolerates shifts
+    relevance_rows: tuple[str, ...] = ("token",)  # whose states `loose` looks at
+    fly_entropies: tuple[float, ...] = (0.3,)  # thresholds of `fly` and `fly-entropy`
+    requests: int = 64  # held-out videos, one caption each
+    batch_size: int = 16  # vLLM's max_num_seqs
+    num_speculative_tokens: int = 10  # draft tokens per verify step
+    prune_ratio: float = 0.9  # share of the video tokens that the draft does not see
+    max_tokens: int = 256  # longest caption in tokens
+    seed: int = 0  # request i samples with seed + i
+    knobs: dict[str, Any] = field(default_factory=dict)  # further knobs of VidSpecConfig, of all engines
+    question: str = pairs.DEFAULT_QUESTION  # what is asked about each video
 
     def settings(self) -> list[Setting]:
         """Return what every engine is tried with: strict first, then the scorers in the order asked for.
@@ -240,23 +220,15 @@ def _session(quality: Quality, job: dict[str, Any], label: str, report: Report) 
 
 @dataclass(frozen=True)
 class Panel:
-    """What is compared with one another: a pair's captions at a temperature.
+    """What is compared with one another: a pair's captions at a temperature."""
 
-    Attributes:
-        quality: What is measured.
-        family: The pair.
-        temperature: Of the target and the draft.
-        draft_noise: The engine's; None for a model alone.
-        reference: Of the target alone, at this temperature and with these seeds, what `session_job` answered.
-        facts: What each video shows.
-    """
-
-    quality: Quality
-    family: str
-    temperature: float
-    draft_noise: str | None
+    quality: Quality  # what is measured
+    family: str  # the pair
+    temperature: float  # of the target and the draft
+    draft_noise: str | None  # the engine's; None for a model alone
+    # Of the target alone, at this temperature and with these seeds, what `session_job` answered
     reference: dict[str, Any]
-    facts: Sequence[Any]
+    facts: Sequence[Any]  # what each video shows
 
     def measure(self, session: BenchSession) -> Iterator[dict[str, Any]]:
         """Yield the row of every setting of one engine; strict's comes first."""

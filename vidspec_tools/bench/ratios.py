@@ -24,15 +24,10 @@ PERCENTILE = 20
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What a step takes, in ms, by the number of layers appended.
+    """What a step takes, in ms, by the number of layers appended."""
 
-    Attributes:
-        target: A decode step of vanilla vLLM with one request: without any, and with TARGET_LAYERS.
-        draft: A forward of the drafter with one request: without any, and with DRAFT_LAYERS.
-    """
-
-    target: tuple[float, float]
-    draft: tuple[float, float]
+    target: tuple[float, float]  # A decode step of vanilla vLLM with one request: without any, and with TARGET_LAYERS
+    draft: tuple[float, float]  # A forward of the drafter with one request: without any, and with DRAFT_LAYERS
 
     @property
     def natural(self) -> float:

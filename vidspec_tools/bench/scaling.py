@@ -15,15 +15,10 @@ MAX_POSITIONS = 16384  # of the bundled models
 
 @dataclasses.dataclass(frozen=True)
 class ScalingBenchmark(Benchmark):
-    """What to measure: requests of a length, several at once.
+    """What to measure: requests of a length, several at once."""
 
-    Attributes:
-        batch_size: Requests that are handed in at once.
-        video_tokens: Of each request: whole videos, one after another, or a part of one's frames.
-    """
-
-    batch_size: int = 1
-    video_tokens: int = VIDEO_TOKENS
+    batch_size: int = 1  # requests that are handed in at once
+    video_tokens: int = VIDEO_TOKENS  # of each request: whole videos, one after another, or a part of one's frames
 
     @property
     def num_videos(self) -> int:

@@ -60,49 +60,35 @@ class Trial:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What to measure: one setting beside vanilla, which is what other benchmarks build on.
+    """What to measure: one setting beside vanilla, which is what other benchmarks build on."""
 
-    Attributes:
-        own_options: Knobs that are no `knobs`: they have an option of their own, or are what is compared.
-        is_watched: Whether trials tell what the target did when.
-        families: Bundled pairs.
-        inflate: Ratios of target time to draft time; 0 is the pair as it is.
-        pruner: Of the setting; `prune_ratio`, `drafting` (the draft's shape), `scorer`, `parallel` and
-            `num_speculative_tokens` (K; None: `parallel_window` in parallel, else 5 or what the tree's shape has) too.
-        requests: Held-out videos of a round, each asked for alone; every round has its own.
-        max_tokens: Longest answer in tokens.
-        rounds: How many.
-        temperature: Of all requests.
-        seed: Request i of all samples with seed + i.
-        draft: Which model drafts: "draft", "target" (itself), another role of the bundled pair, or a path.
-        draft_device: Where the parallel drafter runs.
-        knobs: Further knobs of VidSpecConfig; those named parallel_* are of parallel variants alone.
-        question: What is asked about each video.
-    """
-
+    # Knobs that are no `knobs`: they have an option of their own, or are what is compared
     own_options: ClassVar[tuple[str, ...]] = (
         *("pruner", "prune_ratio", "num_speculative_tokens", "parallel", "scorer"),
         *("model", "draft", "drafting", "draft_shape"),
     )
-    is_watched: ClassVar[bool] = False
+    is_watched: ClassVar[bool] = False  # whether trials tell what the target did when
 
-    families: tuple[str, ...] = ("qwen2.5-vl",)
-    inflate: tuple[float, ...] = (0.0,)
+    families: tuple[str, ...] = ("qwen2.5-vl",)  # bundled pairs
+    inflate: tuple[float, ...] = (0.0,)  # ratios of target time to draft time; 0 is the pair as it is
+    # Of the setting; `prune_ratio`, `drafting` (the draft's shape), `scorer`, `parallel` and `num_speculative_tokens`
+    # (K; None: `parallel_window` in parallel, else 5 or what the tree's shape has) too
     pruner: str = "specvlm"
     prune_ratio: float = 0.9
     drafting: str = "chain"
     scorer: str = "strict"
     parallel: bool = False
     num_speculative_tokens: int | None = None
-    requests: int = 4
-    max_tokens: int = 128
-    rounds: int = 5
-    temperature: float = 0.0
-    seed: int = 0
-    draft: str = "draft"
-    draft_device: str = "cpu"
+    requests: int = 4  # held-out videos of a round, each asked for alone; every round has its own
+    max_tokens: int = 128  # longest answer in tokens
+    rounds: int = 5  # how many
+    temperature: float = 0.0  # of all requests
+    seed: int = 0  # request i of all samples with seed + i
+    draft: str = "draft"  # which model drafts: "draft", "target" (itself), another role of the bundled pair, or a path
+    draft_device: str = "cpu"  # where the parallel drafter runs
+    # Further knobs of VidSpecConfig; those named parallel_* are of parallel variants alone
     knobs: dict[str, Any] = field(default_factory=dict)
-    question: str = pairs.DEFAULT_QUESTION
+    question: str = pairs.DEFAULT_QUESTION  # what is asked about each video
 
     @property
     def sampling(self) -> dict[str, Any]:

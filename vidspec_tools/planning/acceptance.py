@@ -15,19 +15,15 @@ from vllm_vidspec.errors import VidSpecError
 
 @dataclass(frozen=True)
 class Agreement:
-    """How often draft and target agree.
+    """How often draft and target agree."""
 
-    Attributes:
-        rates: p_1, p_2, ...; deeper tokens have the last one. One rate: the truncated geometric law of ParallelVLM's
-            appendix (eq. 12).
-        runner_up: s: where the draft's best candidate is wrong the next best is right with probability s, where that
-            is wrong the one after it again, and so on. Only trees have such candidates.
-        source: Where the rates come from.
-    """
-
+    # P_1, p_2, ...; deeper tokens have the last one. One rate: the truncated geometric law of ParallelVLM's appendix
+    # (eq. 12).
     rates: tuple[float, ...]
+    # S: where the draft's best candidate is wrong the next best is right with probability s, where that is wrong the
+    # one after it again, and so on. Only trees have such candidates.
     runner_up: float = 0.0
-    source: str = "given"
+    source: str = "given"  # where the rates come from
 
     def at(self, depth: int, rank: int = 0) -> float:
         """Return the probability that a parent's candidate of this rank is the target's token."""

@@ -29,33 +29,19 @@ LONG, SHORT = 20_000, 3000
 
 @dataclass(frozen=True)
 class Candidate:
-    """What one way of drafting comes to at a batch size, all of it modelled.
+    """What one way of drafting comes to at a batch size, all of it modelled."""
 
-    Attributes:
-        shape: One of SHAPES.
-        num_tokens: K, drafts of a step.
-        prune_ratio: r.
-        speedup: Decode speed over vanilla's at this batch size.
-        answer_speedup: The same with the draft's prefill spread over the answer: what candidates are compared by.
-        acceptance_length: tau.
-        target_s: T_t, vanilla's step.
-        verify_s: T_t^K, the target's step over all drafts.
-        draft_s: All draft forwards of a step; in parallel one.
-        memory: Of a card of the target's.
-        drafter_memory: Of a card of the parallel drafter's own, else None.
-    """
-
-    shape: str
-    num_tokens: int
-    prune_ratio: float
-    speedup: float
-    answer_speedup: float
-    acceptance_length: float
-    target_s: float
-    verify_s: float
-    draft_s: float
-    memory: MemorySplit
-    drafter_memory: MemorySplit | None = None
+    shape: str  # one of SHAPES
+    num_tokens: int  # K, drafts of a step
+    prune_ratio: float  # r
+    speedup: float  # decode speed over vanilla's at this batch size
+    answer_speedup: float  # the same with the draft's prefill spread over the answer: what candidates are compared by
+    acceptance_length: float  # tau
+    target_s: float  # T_t, vanilla's step
+    verify_s: float  # T_t^K, the target's step over all drafts
+    draft_s: float  # all draft forwards of a step; in parallel one
+    memory: MemorySplit  # of a card of the target's
+    drafter_memory: MemorySplit | None = None  # of a card of the parallel drafter's own, else None
 
     @property
     def fits(self) -> bool:

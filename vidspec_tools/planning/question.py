@@ -14,37 +14,21 @@ RATIOS = (0.0, 0.5, 0.8, 0.9, 0.95)
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned.
+    """What is to be planned."""
 
-    Attributes:
-        target: The target's shape.
-        draft: The draft's; the target's own object: it drafts for itself.
-        gpu: The card.
-        ranks: Tensor-parallel ranks of the target; a sequential draft has as many.
-        draft_gpus: Cards of a parallel drafter's own; 0: none, so no parallel drafting.
-        video_tokens: Of a request's prompt.
-        text_tokens: The prompt's text and what of the answer is written on average.
-        answer_tokens: Of an answer, over which the draft's prefill is spread.
-        prune_ratios: r to choose from.
-        agreement: Of the pair, at the one ratio; None: what the papers tell.
-        target_ms: Measured T_t of one request; None: by the roofline.
-        draft_ms: Measured T_d of one request, at the one ratio; None: by the roofline.
-        assumed: What cards reach of their data sheets.
-    """
-
-    target: ModelShape
-    draft: ModelShape
-    gpu: Gpu
-    ranks: int = 1
-    draft_gpus: int = 1
-    video_tokens: int = 25_000
-    text_tokens: int = 512
-    answer_tokens: int = 256
-    prune_ratios: tuple[float, ...] = RATIOS
-    agreement: Agreement | None = None
-    target_ms: float | None = None
-    draft_ms: float | None = None
-    assumed: Assumptions = ASSUMED
+    target: ModelShape  # the target's shape
+    draft: ModelShape  # the draft's; the target's own object: it drafts for itself
+    gpu: Gpu  # the card
+    ranks: int = 1  # tensor-parallel ranks of the target; a sequential draft has as many
+    draft_gpus: int = 1  # cards of a parallel drafter's own; 0: none, so no parallel drafting
+    video_tokens: int = 25_000  # of a request's prompt
+    text_tokens: int = 512  # the prompt's text and what of the answer is written on average
+    answer_tokens: int = 256  # of an answer, over which the draft's prefill is spread
+    prune_ratios: tuple[float, ...] = RATIOS  # r to choose from
+    agreement: Agreement | None = None  # of the pair, at the one ratio; None: what the papers tell
+    target_ms: float | None = None  # measured T_t of one request; None: by the roofline
+    draft_ms: float | None = None  # measured T_d of one request, at the one ratio; None: by the roofline
+    assumed: Assumptions = ASSUMED  # what cards reach of their data sheets
 
     @property
     def is_self(self) -> bool:

@@ -13,28 +13,17 @@ from vidspec_tools.planning.shapes import KV_BYTES, WEIGHT_BYTES, ModelShape
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What is between a data sheet and a forward; none of it has been measured on a GPU by this project.
+    """What is between a data sheet and a forward; none of it has been measured on a GPU by this project."""
 
-    Attributes:
-        memory_frac: Of the memory's peak that a whole forward reaches.
-        flops_frac: Of the products' peak.
-        link_frac: Of the link's peak.
-        launch_s: From one kernel to the next, in a CUDA graph.
-        layer_launches: Kernels of a decoder layer.
-        forward_launches: Kernels of a forward beside its layers: inputs, head, the draw of a token.
-        step_s: Host time of a target's step that no kernel hides, with drafts or without.
-        speculation_s: The same of a step with drafts, on top.
-        usable_frac: Of a card's memory that weights and KV may take; the rest is activations, graphs and room.
-    """
-
-    memory_frac: float = 0.8
-    flops_frac: float = 0.6
-    link_frac: float = 0.7
-    launch_s: float = 1.5e-6
-    layer_launches: int = 12
-    forward_launches: int = 10
-    step_s: float = 0.5e-3
-    speculation_s: float = 0.3e-3
+    memory_frac: float = 0.8  # of the memory's peak that a whole forward reaches
+    flops_frac: float = 0.6  # of the products' peak
+    link_frac: float = 0.7  # of the link's peak
+    launch_s: float = 1.5e-6  # from one kernel to the next, in a CUDA graph
+    layer_launches: int = 12  # kernels of a decoder layer
+    forward_launches: int = 10  # kernels of a forward beside its layers: inputs, head, the draw of a token
+    step_s: float = 0.5e-3  # host time of a target's step that no kernel hides, with drafts or without
+    speculation_s: float = 0.3e-3  # the same of a step with drafts, on top
+    # Of a card's memory that weights and KV may take; the rest is activations, graphs and room
     usable_frac: float = 0.9
 
 
@@ -43,17 +32,11 @@ ASSUMED = Assumptions()
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model runs.
+    """Where a model runs."""
 
-    Attributes:
-        gpu: The card.
-        ranks: Tensor-parallel ranks, one card each.
-        assumed: What a forward reaches of the card's peaks.
-    """
-
-    gpu: Gpu
-    ranks: int = 1
-    assumed: Assumptions = ASSUMED
+    gpu: Gpu  # the card
+    ranks: int = 1  # tensor-parallel ranks, one card each
+    assumed: Assumptions = ASSUMED  # what a forward reaches of the card's peaks
 
 
 def forward_seconds(shape: ModelShape, place: Placement, batch: int, rows: int, context: float) -> float:
@@ -115,23 +98,14 @@ def kv_bytes(shape: ModelShape, ranks: int, batch: int, context: float) -> float
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """What a card's memory holds, in bytes; of a parallel drafter's card the target's part is 0.
+    """What a card's memory holds, in bytes; of a parallel drafter's card the target's part is 0."""
 
-    Attributes:
-        target_weights: Of this rank.
-        draft_weights: Of this rank; 0 where the target drafts for itself.
-        target_kv: Of all requests.
-        draft_kv: Of all requests, over the tokens that the draft sees.
-        reserved: What weights and KV may not take.
-        left: Of the card; negative: it does not fit.
-    """
-
-    target_weights: float
-    draft_weights: float
-    target_kv: float
-    draft_kv: float
-    reserved: float
-    left: float
+    target_weights: float  # of this rank
+    draft_weights: float  # of this rank; 0 where the target drafts for itself
+    target_kv: float  # of all requests
+    draft_kv: float  # of all requests, over the tokens that the draft sees
+    reserved: float  # what weights and KV may not take
+    left: float  # of the card; negative: it does not fit
 
     @property
     def fits(self) -> bool:

@@ -37,25 +37,15 @@ def window_of(target: float, draft: float, rate: float, most: int) -> int:
 
 @dataclass
 class StreamRun:
-    """What became of a run.
+    """What became of a run."""
 
-    Attributes:
-        tokens: Emitted, an answer's end observed.
-        time: In the unit of the times.
-        steps: Of the target.
-        drafts: Steps that verified something.
-        accepted: Accepted draft tokens.
-        stale: Steps whose stream had diverged from the committed tokens.
-        drawn: Tokens of the drafter.
-    """
-
-    tokens: int = 0
-    time: float = 0.0
-    steps: int = 0
-    drafts: int = 0
-    accepted: int = 0
-    stale: int = 0
-    drawn: int = 0
+    tokens: int = 0  # emitted, an answer's end observed
+    time: float = 0.0  # in the unit of the times
+    steps: int = 0  # of the target
+    drafts: int = 0  # steps that verified something
+    accepted: int = 0  # accepted draft tokens
+    stale: int = 0  # steps whose stream had diverged from the committed tokens
+    drawn: int = 0  # tokens of the drafter
 
     @property
     def acceptance_length(self) -> float:
