@@ -110,7 +110,6 @@ OF_ONE = {
         ("--draft target --inflate 5", "--inflate: with --draft target there is no ratio to reach"),
         ('--knob scorer="loose"', "--knob scorer: it has an option of its own"),
         ("--knob lambda_lose=1", "did you mean 'lambda_loose'?"),
-        ("--plot f.gif", ".png or .svg"),
     ),
     "plan": (
         ("--target Qwen2.5-VL-1B", "--target: no model 'Qwen2.5-VL-1B' is known"),

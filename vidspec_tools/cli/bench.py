@@ -202,7 +202,6 @@ def paper(
     seed: shared.Seed = 0,
     draft_device: options.DraftDevice = "cpu",
     knob: options.Knobs = None,
-    plot_path: Annotated[str | None, options.plot("Draw lengths and speedups, published beside")] = None,
     json_path: shared.Json = None,
 ) -> None:
     """Run the methods of the papers interleaved with vanilla vLLM, what they publish beside.
@@ -231,7 +230,7 @@ def paper(
         knobs=options.knobs(knob),
         **{name: default if given[name] is None else given[name] for name, default in usual.items()},
     )
-    measure(bench, what, given, versus.paper_tables, versus.draw_paper)
+    measure(bench, what, given, versus.paper_tables)
 
 
 def speed(

@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from vidspec_tools.pages.tables import DOCS, RESULTS, ROOT, Result
-from vidspec_tools.views import acceptance, quality, versus
+from vidspec_tools.views import acceptance, quality
 
 PAGES = (RESULTS / "README.md", DOCS / "paper-tables.md")
-# Beginnings of results that have a figure drawn from all their commands.
+# Results that have a figure drawn from all their commands.
 FIGURES: dict[str, Callable[[Any, str], None]] = {
     "R9": acceptance.draw,
     "R12": quality.draw,
     "R16-loose": quality.draw,
-    "paper-": versus.draw_paper,
 }
 
 
@@ -73,6 +72,5 @@ def merge(parts: list[Result]) -> Result:
 def write(path: Path, result: Result) -> None:
     """Write a result as JSON, and beside it its figure where it has one."""
     path.write_text(json.dumps(result, indent=1) + "\n")
-    for name, draw in FIGURES.items():
-        if path.stem == name or (name.endswith("-") and path.stem.startswith(name)):
-            draw(result["rows"], str(path.with_suffix(".png")))
+    if path.stem in FIGURES:
+        FIGURES[path.stem](result["rows"], str(path.with_suffix(".png")))

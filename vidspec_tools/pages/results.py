@@ -356,17 +356,12 @@ OF_RESULTS: dict[str, Section] = {
 }
 
 
-PAPERS_WORDS = "tokens per verify step and decode speed of each method, published beside"
-
-
 def body(name: str, result: Result) -> str:
     """Return the section of a result: what shows it, and where it comes from."""
     if name in OF_RESULTS:
         blocks = OF_RESULTS[name](result)
-    elif name.startswith("paper-"):
-        blocks = [*papers.paper(result), *figure(f"{name}.png", PAPERS_WORDS, "results/")]
     else:
-        blocks = papers.speed(result)
+        blocks = papers.paper(result) if name.startswith("paper-") else papers.speed(result)
     return "\n\n".join([*blocks, origin(result)])
 
 

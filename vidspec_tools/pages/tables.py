@@ -80,9 +80,9 @@ def read(name: str) -> Result:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def figure(path: str, words: str, folder: str = "") -> list[str]:
-    """Return a picture of docs/results, which is `folder` of the page; nothing where its file is not there."""
-    return [f"![{words}]({folder}{path})"] if (RESULTS / path).exists() else []
+def figure(path: str, words: str) -> list[str]:
+    """Return a picture beside a page, nothing where its file is not there."""
+    return [f"![{words}]({path})"] if (RESULTS / path).exists() else []
 
 
 def recorded(name: str) -> bool:

@@ -7,8 +7,6 @@ from rich.table import Table
 
 from vidspec_tools.bench.rows import SPREAD
 from vidspec_tools.bench.speed import PHASES
-from vidspec_tools.views import figures
-from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.tables import Columns, by_columns, number, percent, times
 
 Row = Mapping[str, Any]
@@ -49,12 +47,6 @@ PAPER: Columns = {
     "published\nlength": lambda row: number(row["published_acceptance_length"], 2),
     "published\nspeedup": lambda row: times(row["published_speedup"]),
 }
-_OURS, _PUBLISHED = "#332288", "#CC6677"
-# What is drawn: the words below a panel, ours and what is published.
-_DRAWN = {
-    "tokens per verify step": ("acceptance_length", "published_acceptance_length"),
-    "decode speed, of vanilla's": ("speedup", "published_speedup"),
-}
 
 
 def paper_caption(row: Row) -> str:
@@ -68,42 +60,6 @@ def paper_tables(rows: Rows) -> list[Table]:
         by_columns(PAPER, group, title=f"{group[0]['family']}: one request at a time", caption=paper_caption(group[0]))
         for group in by(rows, "family", "inflate").values()
     ]
-
-
-def draw_paper(rows: Rows, path: str) -> None:
-    """Draw acceptance lengths and speedups as bars, a row of panels a family and ratio, what is published beside."""
-    found = by([row for row in rows if row["mode"] != "vanilla"], "family", "inflate")
-    if not found:
-        raise VidSpecError(f"cannot draw {path}: no row has a speedup over vanilla")
-    height = 0.8 + sum(0.5 + 0.3 * len(group) for group in found.values())
-    with figures.panels(path, (9.0, height), len(found), len(_DRAWN)) as (_, grid, legend):
-        for panels, ((family, _ratio), group) in zip(grid, found.items(), strict=True):
-            for panel, (words, names) in zip(panels, _DRAWN.items(), strict=True):
-                legend |= _draw_methods(panel, group, *names)
-                panel.set_xlabel(words)
-            panels[0].set_title("; ".join(filter(None, (family, group[0]["label"]))), loc="left", fontsize=9)
-
-
-def _draw_methods(panel: Any, rows: Rows, ours: str, theirs: str) -> dict[str, Any]:
-    """Draw one figure of each method; return the bars and the marks of what is published."""
-    places, spread = range(len(rows)), None
-    lengths = [row[ours] or 0.0 for row in rows]
-    if f"{ours}_p20" in rows[0]:
-        ends = [[row[f"{ours}_{p}"] or 0.0 for row in rows] for p in SPREAD]
-        spread = [[abs(end - length) for end, length in zip(side, lengths, strict=True)] for side in ends]
-    error_bars = {"elinewidth": 0.8, "ecolor": "#444444"}
-    bars = panel.barh(places, lengths, 0.7, color=_OURS, xerr=spread, error_kw=error_bars)
-    drawn = {"measured, bundled pair": bars}
-    known = [(row[theirs], place) for place, row in enumerate(rows) if row[theirs] is not None]
-    if known:
-        xs, ys = zip(*known, strict=True)
-        drawn["published, the paper's pair"] = panel.scatter(xs, ys, color=_PUBLISHED, marker="D", s=22, zorder=3)
-    panel.axvline(1.0, color="#777777", linewidth=0.8, linestyle="--")
-    panel.set_yticks(places, [row["method"] for row in rows])
-    panel.set_ylim(len(rows) - 0.4, -0.6)  # the first above
-    panel.tick_params(axis="y", length=0)
-    figures.tidy(panel, "x")
-    return drawn
 
 
 # ---- bench speed -----------------------------------------------------------------------------------------------------
