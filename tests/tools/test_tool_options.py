@@ -50,7 +50,7 @@ OF_ONE = {
         ("--top-n 0", "top_n"),
         ("--relevance-rows both", "relevance_rows"),
         ("--temperature -1", "--temperature"),
-        ("--out r.pdf", "must end in .html or .png"),
+        ("--out r.pdf", "must end in .png"),
     ),
     "bench acceptance": (
         ("--pruner unifrom", "did you mean 'uniform'?"),

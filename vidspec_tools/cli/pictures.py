@@ -65,7 +65,7 @@ def show_relevance(
     max_tokens: options.MaxTokensOfTwo = 256,
     dtype: options.Dtype = None,
     engine_args: options.EngineArgs = "{}",
-    out: Annotated[str, typer.Option(metavar="PATH", help="The .html or .png file to write.")] = "relevance.html",
+    out: Annotated[str, typer.Option(metavar="PATH", help="The picture to write.")] = "relevance.png",
     json_path: options.Json = None,
 ) -> None:
     """Show a caption with every token in the colour of its visual relevance, and mark what was loosened."""

@@ -1,6 +1,5 @@
-"""How `vidspec show-relevance` shows itself: HTML, or a picture (Pillow), and the table; no engine."""
+"""How `vidspec show-relevance` shows itself: a picture, and the table; no engine."""
 
-import html
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -14,41 +13,23 @@ from vidspec_tools.captions import KINDS
 from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
 from vllm_vidspec.tools.user_files import writing
 
-SUFFIXES = (".html", ".png")
+SUFFIXES = (".png",)
 WIDTH = 1200  # of the picture, in pixels
 
 # From white to an orange that black text stays readable on.
 _LOW, _HIGH = np.array([255, 255, 255]), np.array([247, 148, 60])
 _UNMEASURED = "#e4e4e4"
-# The marks differ in line and colour: one of them is enough to tell them apart.
-_MARKS = {"loosened": ("#0b5cad", "solid"), "shifted": ("#8a1538", "dashed")}
-_LEGEND = {
-    "own": "the target's own token",
-    "exact": "a draft that the target would have written, too",
-    "loosened": "loosened: the target would have written another token",
-    "shifted": "shifted: the target would have written another token of the same draft",
+# What is drawn around a token, and what it says.
+_MARKS = {
+    "loosened": ("#0b5cad", "loosened: the target would have written another token"),
+    "shifted": ("#8a1538", "shifted: the target would have written another token of the same draft"),
 }
-_STYLE = """
-:root { color-scheme: light; }
-body { background: #fff; color: #111; font: 16px/2 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; }
-h1 { font-size: 1.2rem; margin: 0; }
-p { margin: 0.4rem 0; }
-.small { color: #444; font-size: 0.85rem; line-height: 1.5; }
-.caption { border: solid #ccc; border-width: 1px 0; margin: 1rem 0; padding: 1rem 0; overflow-wrap: anywhere; }
-.t { border: 2px solid transparent; border-radius: 4px; padding: 1px 3px; white-space: pre-wrap; }
-.own { font-style: italic; }
-.scale { border: 1px solid #ccc; display: inline-block; height: 0.8em; vertical-align: middle; width: 12em; }
-.legend .t { margin-right: 0.3em; }
-"""
 
 
 def write(row: dict[str, Any], path: str) -> None:
-    """Write the picture of a row of `show_relevance.run`; the suffix names the format."""
+    """Write the picture of a row of `show_relevance.run`."""
     with writing(path):
-        if Path(path).suffix.lower() == ".png":
-            _save_png(row, path)
-        else:
-            Path(path).write_text(to_html(row), encoding="utf-8")
+        _draw(row).save(path)
 
 
 def scale(relevance: Sequence[float | None]) -> tuple[float, float]:
@@ -101,49 +82,8 @@ def _tokens(row: dict[str, Any]) -> Iterator[tuple[str, float | None, str]]:
         yield word, value, KINDS[kind]
 
 
-def to_html(row: dict[str, Any]) -> str:
-    """Return a page that needs no other file: the setting, a legend, the caption with a tooltip per token."""
-    ends = scale(row["relevance"])
-    caption = "".join(_html_token(word, value, kind, ends) for word, value, kind in _tokens(row))
-    marks = "".join(
-        f"<p>{_span('token', kind, color(ends[0], ends))} {html.escape(words)}</p>" for kind, words in _LEGEND.items()
-    )
-    marks += f"<p>{_span('token', 'exact', _UNMEASURED)} not measured</p>"
-    style = "".join(f".{kind} {{ border: 2px {line} {tint}; }}\n" for kind, (tint, line) in _MARKS.items())
-    gradient = f"linear-gradient(to right, {color(ends[0], ends)}, {color(ends[1], ends)})"
-    lines = [
-        "<!DOCTYPE html>",
-        f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title(row))}</title>',
-        f"<style>{_STYLE}{style}</style></head><body>",
-        f"<h1>{html.escape(title(row))}</h1>",
-        f'<p class="small">{html.escape(setting(row))}</p>',
-        f'<p class="small">Asked: {html.escape(row["question"])}</p>',
-        f'<p class="caption">{caption}</p>',
-        f'<p class="small">{html.escape(" ".join(figures(row)))}</p>',
-        f'<div class="small legend"><p>{ends[0]:.3f} <span class="scale" style="background: {gradient}"></span> '
-        f"{ends[1]:.3f} relevance (mean cosine with the {row['top_n']} most similar video tokens)</p>{marks}</div>",
-        "</body></html>",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _html_token(word: str, value: float | None, kind: str, ends: tuple[float, float]) -> str:
-    """Return one token; spaces before it stay outside its box."""
-    text = word.lstrip(" ")
-    said = f"relevance {number(value, 4)}" if value is not None else "relevance not measured"
-    hint = f"{text!r}: {said}, {_LEGEND[kind]}"
-    shown = html.escape(text or "·").replace("\n", "↵<br>")
-    return " " * (len(word) - len(text)) + _span(shown, kind, color(value, ends), hint)
-
-
-def _span(shown: str, kind: str, background: str, hint: str = "") -> str:
-    """Return a token's box around markup that is escaped already."""
-    hint = f' title="{html.escape(hint)}"' if hint else ""
-    return f'<span class="t {kind}" style="background: {background}"{hint}>{shown}</span>'
-
-
-def _save_png(row: dict[str, Any], path: str) -> None:
-    """Draw the same with Pillow, whose own face has the characters of western languages."""
+def _draw(row: dict[str, Any]) -> Any:
+    """Draw the setting, the caption and a legend with Pillow, whose own face has western languages' characters."""
     from PIL import Image, ImageDraw, ImageFont
 
     font, small, left = ImageFont.load_default(16), ImageFont.load_default(13), 20
@@ -172,12 +112,12 @@ def _save_png(row: dict[str, Any], path: str) -> None:
     for line, text in enumerate(words, 1):
         pen.text((left, y + 20 * line + 20), text, font=small, fill="#444444")
     y += 20 * len(words) + 46
-    for kind in _MARKS:
+    for kind, (_, said) in _MARKS.items():
         x = left
         token(kind, kind, "#ffffff")
-        pen.text((x + 8, y + 4), _LEGEND[kind], font=small, fill="#444444")
+        pen.text((x + 8, y + 4), said, font=small, fill="#444444")
         y += 28
-    image.crop((0, 0, WIDTH, y + 12)).save(path)
+    return image.crop((0, 0, WIDTH, y + 12))
 
 
 def table(row: dict[str, Any]) -> Table:

@@ -31,7 +31,7 @@ class Show(Picture):
         max_tokens: Longest answer in tokens.
     """
 
-    out: str = "relevance.html"
+    out: str = "relevance.png"
     num_speculative_tokens: int = 10
     lambda_loose: float = 0.7
     top_n: int = 10
