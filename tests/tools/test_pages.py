@@ -70,7 +70,7 @@ def test_commands_are_those_of_the_page():
         "R3": 3,
         "R9": 2,
         "R9-sage": 3,
-        "R12": 2,
+        "R12": 4,
         "R12-relevance": 2,
         "R15": 4,
         "R16": 5,
@@ -104,7 +104,7 @@ def test_notes_say_what_went_wrong_and_what_was_not_run(engines):
     assert "16 requests of 8 engines, 15 identical." in text and "Unguided (memory): 3." in text
     assert "| *3.00* |" in text and "In italics: not run itself, the draft sees the same tokens as with" in text
     assert not tables.figure("not-there.png", "a figure")
-    assert "| 1.0 | 1.0 |" in results.acceptance(result, ("pruner",))[0]
+    assert "| 1.0 | 1.0 |" in results.acceptance(result)[0]
     paper = json.loads((tables.RESULTS / "paper-qwen2.5-vl.json").read_text())
     failed = {"method": "SAGE", "family": "qwen2.5-vl", "reason": "it stopped"}
     assert "Did not run: SAGE (qwen2.5-vl): it stopped." in results.body("paper-x", paper | {"failures": [failed]})
@@ -138,7 +138,7 @@ def test_results_of_several_commands_are_one(engines, merged):
     )
     assert {row["requests"] for row in found["rows"]} == {64}
     text = results.body("R9", found)
-    assert "`qwen2.5-vl`, sync scheduling. Compared with vanilla: 512 requests of 8 engines, 512 identical." in text
+    assert "`qwen2.5-vl`: Compared with vanilla: 512 requests of 8 engines, 512 identical." in text
     assert "](R9.png)" in text
 
 
@@ -148,7 +148,7 @@ def test_captions_of_several_commands_are_one(sessions, merged):
     assert [row["method"] for row in found["rows"]].count("strict") == 4, "once a panel"
     assert sum(row["method"] == "oracle" for row in found["rows"]) == 4
     text = results.body("R12", found)
-    assert "| `strict` | 4.00 | 1.00 | 100.0 % | 4.00 | 1.00 | 100.0 % |" in text
+    assert text.count("| strict | 4.00 | 1.00 | 100 |") == 4
     assert text.count("At least 98 % kept: loose nowhere; fly 0.05 with 5.00 tokens per step (1.25 of strict's") == 4
     kept = results.share(next(row["retention"] for row in found["rows"] if row["method"] == "loose"))
     assert f"| `loose 0.7` | 1.88 | 1.50 | 1.50 | 98.5 % | {kept} | {kept} |" in text

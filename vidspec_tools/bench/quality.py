@@ -1,6 +1,7 @@
 """`vidspec bench quality`: what verification by each scorer leaves of the captions' facts; engines are subprocesses."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -85,16 +86,16 @@ class Quality:
     question: str = pairs.DEFAULT_QUESTION  # what is asked about each video
 
     def settings(self) -> list[Setting]:
-        """Return what every engine is tried with: strict first, then the scorers in the order asked for.
-
-        `loose` has every lambda at the N closest to the default: in the first way to take shifts and states, then with
-        the other way to take shifts, then with the other states. The other N are tried with the lambda closest to the
-        default, in the first way to take shifts.
-        """
+        """Return what every engine is tried with: strict first, then the scorers in the order asked for."""
         found = [Setting(STRICT)]
         for scorer in self.scorers:
             if scorer == "loose":
-                found += self._loose_settings()
+                others = itertools.product(self.relevance_rows, self.position_shifts, self.top_ns)
+                found += [
+                    Setting(scorer, value, top_n, shift, rows)
+                    for rows, shift, top_n in others
+                    for value in self.lambdas
+                ]
             elif scorer == "random":
                 found += [Setting(scorer, value, position_shift=False) for value in self.lambdas]
             elif scorer in ("fly", "fly-entropy"):
@@ -102,17 +103,6 @@ class Quality:
             else:
                 found.append(Setting(scorer))
         return list(dict.fromkeys(found))
-
-    def _loose_settings(self) -> list[Setting]:
-        usual_n = min(self.top_ns, key=lambda value: abs(value - DEFAULTS["top_n"]))
-        usual_lambda = min(self.lambdas, key=lambda value: abs(value - DEFAULTS["lambda_loose"]))
-        shift, rows = self.position_shifts[0], self.relevance_rows[0]
-        variants = [(one, rows) for one in self.position_shifts] + [(shift, one) for one in self.relevance_rows[1:]]
-        lambdas = [Setting("loose", value, usual_n, *variant) for variant in variants for value in self.lambdas]
-        others = [value for value in self.top_ns if value != usual_n]
-        return lambdas + [
-            Setting("loose", usual_lambda, value, shift, one) for one in self.relevance_rows for value in others
-        ]
 
     def temperatures_of(self, draft_noise: str) -> list[float]:
         """Return the temperatures that an engine with this noise is asked at."""
@@ -278,27 +268,29 @@ def _require_whole(label: str, setting: Setting, counters: dict[str, int]) -> No
         raise VidSpecError(f"{label}: nothing was drafted, the captions are too short")
 
 
+def knob(row: dict[str, Any]) -> float | None:
+    """Return lambda, or the threshold of the two FLy."""
+    return row["fly_entropy"] if row["lambda_loose"] is None else row["lambda_loose"]
+
+
 def setting_name(row: dict[str, Any]) -> str:
     """Return a setting in a few characters: "loose 0.7 N1 shift pred".
 
     The number is lambda, or of the two FLy the threshold; N is not said where it is the default; "pred" reads the
     states that predict the drafts.
     """
-    value = knob(row)
-    words = [row["method"]] + ([] if value is None else [f"{value:g}"])
+    value, (method, *more) = knob(row), line_name(row).split()
+    return " ".join([method, *([] if value is None else [f"{value:g}"]), *more])
+
+
+def line_name(row: dict[str, Any]) -> str:
+    """Return a setting without its lambda or threshold."""
+    words = [row["method"]]
     if row["top_n"] not in (None, DEFAULTS["top_n"]):
         words.append(f"N{row['top_n']:g}")
-    return " ".join(words + deviations(row))
-
-
-def knob(row: dict[str, Any]) -> float | None:
-    """Return lambda, or the threshold of the two FLy."""
-    return row["fly_entropy"] if row["lambda_loose"] is None else row["lambda_loose"]
-
-
-def deviations(row: dict[str, Any]) -> list[str]:
-    """Return what `loose` does beside the paper, in a word each."""
-    return ["shift"] * bool(row["position_shift"]) + ["pred"] * (row["relevance_rows"] == "prediction")
+    return " ".join(
+        words + ["shift"] * bool(row["position_shift"]) + ["pred"] * (row["relevance_rows"] == "prediction")
+    )
 
 
 def draft_figures(counters: dict[str, int] | None, num_verified: int, strict_length: float | None) -> dict[str, Any]:

@@ -163,11 +163,10 @@ def quality(
     The target alone and the draft alone are measured too, each in an engine of its own; one engine per noise serves
     all scorers.
 
-    loose has every lambda at the N closest to 10, with the first of --position-shift and --relevance-rows and with each
-    other one of these; and the other N at the lambda closest to 0.7. A name says what differs from N 10, no shift and
-    the token's own state: "loose 0.7 N1 shift pred". "not exact" is the share of the accepted drafts without being
-    the target's choice, "same" the share of captions that are the target's to the last token. "AUC" is how well the
-    measured relevance tells words about the video from fillers: 0.5 is not at all, 1 always.
+    loose has every combination of --lambda, --top-n, --position-shift and --relevance-rows. A name says what differs
+    from N 10, no shift and the token's own state: "loose 0.7 N1 shift pred". "not exact" is the share of accepted
+    drafts that are not the target's choice, "same" the share of captions that are the target's to the last token.
+    "AUC" is how well the measured relevance tells words about the video from fillers: 0.5 is not at all, 1 always.
     """
     given = locals()
     from vidspec_tools.bench import quality as bench

@@ -1,12 +1,23 @@
 """Sections of docs/results/README.md, docs/paper-tables.md and README.md: what the results say, and nothing else."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from vidspec_tools.captions import GROUPS
 from vidspec_tools.pages import papers
-from vidspec_tools.pages.tables import RESULTS, Result, figure, fill, markdown, origin, read, recorded, simple, table
+from vidspec_tools.pages.tables import (
+    RESULTS,
+    Result,
+    figure,
+    fill,
+    markdown,
+    origin,
+    read,
+    recorded,
+    shown,
+    simple,
+    table,
+)
 from vidspec_tools.views import acceptance as acceptance_view
 from vidspec_tools.views import quality as quality_view
 from vidspec_tools.views.versus import AS_IT_IS, by
@@ -40,20 +51,12 @@ def by_family(rows: Iterable[Row]) -> dict[str, list[Row]]:
 # ---- bench acceptance ------------------------------------------------------------------------------------------------
 
 
-def acceptance(result: Result, axes: Sequence[str] = ()) -> list[str]:
-    """Return the table of one sweep."""
-    rows = [row | {"kv_frac": row["draft_kv_bytes"] / row["full_draft_kv_bytes"]} for row in result["rows"]]
-    head, line = _axes(["family"], axes, rows)
-    head += ["acceptance length", "acceptance rate", "identical", "draft KV of full", "drafts", "s", "vanilla s"]
-    line += ["{acceptance_length:.2f}", "{acceptance_rate:p}", "{identical_frac:p}", "{kv_frac:p}", "{num_drafts}"]
-    line += ["{decode_s:.1f}", "{vanilla_decode_s:.1f}"]
-    return [table(" | ".join(head), " | ".join(line), rows, words=1 + len(axes))]
-
-
-def _axes(front: list[str], axes: Sequence[str], rows: list[Row]) -> tuple[list[str], list[str]]:
-    """Return heads and templates of a table's first columns: words as code, numbers without zeros."""
-    lines = [f"`{{{name}}}`" if isinstance(rows[0][name], str) else f"{{{name}:g}}" for name in axes]
-    return [*front, *(name.replace("_", " ") for name in axes)], ["`{family}`", *lines]
+def acceptance(result: Result, name: str = "") -> list[str]:
+    """Return the table of a sweep, and a note per family."""
+    rows = [row | {"drafting": acceptance_view.shape_of(row)} for row in result["rows"]]
+    text = shown(acceptance_view.columns(rows), rows, words=len(acceptance_view.varying(rows)))
+    notes = [f"`{family}`: {note(ours)}" for family, ours in by_family(rows).items()]
+    return [text, *notes, *(figure(f"{name}.png", "acceptance length by shape of the draft") if name else ())]
 
 
 def pruners(result: Result, name: str = "") -> list[str]:
@@ -108,52 +111,16 @@ def note(rows: list[Row]) -> str:
     return line
 
 
-def shapes(result: Result, axes: Sequence[str], name: str = "") -> list[str]:
-    """Return the table of draft shapes, with what they cost per verify step, and a note per family."""
-    rows = [row | {"drafting": acceptance_view.shape_of(row)} for row in result["rows"]]
-    head, line = _axes(["family"], axes, rows)
-    head[1:1], line[1:1] = ["draft's shape"], ["{drafting}"]
-    head += ["acceptance length", "at most", "nodes", "depth", "draft forwards", "identical"]
-    line += ["{acceptance_length:.2f}", "{max_acceptance_length:.2f}", "{nodes_per_step:.1f}", "{depth_per_step:.1f}"]
-    line += ["{draft_forwards_per_step:.1f}", "{identical_frac:p}"]
-    notes = [
-        f"`{family}`, {', '.join(sorted({row['scheduling'] for row in ours}))} scheduling. {note(ours)}"
-        for family, ours in by_family(rows).items()
-    ]
-    text = table(" | ".join(head), " | ".join(line), rows, words=2 + len(axes))
-    return [text, *notes, *figure(f"{name}.png", "acceptance length by shape of the draft")]
-
-
 # ---- bench quality ---------------------------------------------------------------------------------------------------
 
 
 def quality(result: Result, name: str) -> list[str]:
-    """Return, per family, every setting and its details, then LVSpec's table 3 beside ours."""
-    panels = quality_view.panels(result["rows"])
-    found = []
-    for family in dict.fromkeys(panel[0] for panel in panels):
-        ours = {panel: rows for panel, rows in panels.items() if panel[0] == family}
-        panel, rows = next(iter(ours.items()))
-        head = [f"`{family}`, {quality_view.panel_name(panel, family=False)}", *(f"{name} right" for name in GROUPS)]
-        line = ["`{setting}`", *(f"{{group[{name}]:%}}" for name in GROUPS)]
-        head += ["loosened", "shifted", "same caption", "AUC", "tokens per caption", "delivered per step", "s"]
-        line += ["{loosened_frac:%}", "{shifted_frac:%}", "{identical_frac:%}", "{relevance_auc:.2f}"]
-        line += ["{tokens_per_caption:.1f}", "{delivered_length:.2f}", "{decode_s:.1f}"]
-        named = [row | {"setting": quality_view.setting_name(row)} for row in rows]
-        found += [_overview(ours), table(" | ".join(head), " | ".join(line), named)]
-        found += [f"{quality_view.panel_name(one)}. {quality_view.longest_words(rows)}" for one, rows in ours.items()]
+    """Return every setting of each family, temperature and noise, then LVSpec's table 3 beside ours."""
+    panels, found = quality_view.panels(result["rows"]), []
+    for panel, rows in panels.items():
+        found += [f"{quality_view.panel_name(panel)}, in %:", shown(quality_view.COLUMNS, rows)]
+        found.append(quality_view.longest_words(rows))
     return [*found, _lvspec_table_3(panels), *figure(f"{name}.png", "what is kept over acceptance length")]
-
-
-def _overview(panels: dict[quality_view.Panel, list[Row]]) -> str:
-    """Return one family's table: settings down; length, its ratio to strict's and what is kept across."""
-    head = [f"`{next(iter(panels))[0]}`"]
-    for panel in panels:
-        head += [f"{quality_view.panel_name(panel, family=False)}: length", "of strict's", "kept"]
-    by_name = [{quality_view.setting_name(row): row for row in rows} for rows in panels.values()]
-    cells = "{acceptance_length:.2f} | {ratio_to_strict:.2f} | {retention:%}"
-    lines = [[f"`{name}`", *(fill(cells, found[name]) for found in by_name)] for name in by_name[0]]
-    return markdown(head, lines)
 
 
 def _lvspec_table_3(panels: dict[quality_view.Panel, list[Row]]) -> str:
@@ -328,30 +295,28 @@ def _ours(name: str, family: str) -> list[Row]:
 
 # ---- sections by name ------------------------------------------------------------------------------------------------
 
-_SHAPE_AXES = ("num_speculative_tokens", "prune_ratio", "temperature", "seed")
-_PAIR_AXES = ("draft", "drafting", "pruner", "prune_ratio", "temperature")
 OF_RESULTS: dict[str, Section] = {
     "R1": acceptance,
     "R2": functools.partial(pruners, name="R2"),
     "R3": functools.partial(pruners, name="R3"),
-    "R4": functools.partial(acceptance, axes=("temperature", "draft_noise")),
-    "R5": functools.partial(acceptance, axes=("temperature", "top_p", "presence_penalty")),
+    "R4": acceptance,
+    "R5": acceptance,
     "R6": demo,
     "R7": demo,
     "R8": GUIDANCE_TIMES,
-    "R9": functools.partial(shapes, axes=("temperature",), name="R9"),
-    "R9-sage": functools.partial(shapes, axes=("prune_ratio",)),
+    "R9": functools.partial(acceptance, name="R9"),
+    "R9-sage": acceptance,
     "R10": host_time,
     "R12": functools.partial(quality, name="R12"),
     "R12-relevance": relevance,
     "R13": RELEVANCE_TIMES,
-    "R15": functools.partial(acceptance, axes=_PAIR_AXES),
+    "R15": acceptance,
     "R15-frames": frames,
-    "R16": functools.partial(shapes, axes=_SHAPE_AXES),
-    "R16-qwen3-vl": functools.partial(shapes, axes=_SHAPE_AXES),
+    "R16": acceptance,
+    "R16-qwen3-vl": acceptance,
     "R16-loose": functools.partial(quality, name="R16-loose"),
     "R17": pruners,
-    "R17-shapes": functools.partial(shapes, axes=_SHAPE_AXES),
+    "R17-shapes": acceptance,
     "R18": parts,
 }
 

@@ -25,6 +25,10 @@ _TREE_FIGURES: Columns = {
     "nodes": lambda row: number(row["nodes_per_step"], 1),
     "draft\nruns": lambda row: number(row["draft_forwards_per_step"], 1),
 }
+_TIMES: Columns = {
+    "s": lambda row: number(row["decode_s"], 1),
+    "vanilla\ns": lambda row: number(row["vanilla_decode_s"], 1),
+}
 # Paul Tol's "muted" palette, safe for the colour-blind, with grey and black: warm colours for what follows the target.
 Style = tuple[str, str]  # colour and marker
 _STYLES: dict[str, Style] = {
@@ -51,28 +55,41 @@ def check_room(path: str, axes: Mapping[str, Sequence[Any]]) -> None:
         raise VidSpecError(f"cannot draw {path}: a figure shows one {more[0]}, there are {len(set(axes[more[0]]))}")
 
 
-def tables(rows: list[dict[str, Any]]) -> list[Table]:
-    """Return the table of `vidspec bench acceptance`: columns for what changes, one caption for what does not.
+def varying(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the axes of which rows have several values."""
+    return [name for name in AXES if len({str(row[name]) for row in rows}) > 1]
 
-    Of trees the table has the length that their depth allows, their nodes and the draft's forwards, per verify step.
+
+def columns(rows: Sequence[dict[str, Any]]) -> Columns:
+    """Return the columns of a table of rows: what changes in front, times only where one engine ran at a time.
+
+    Of trees it has the length that their depth allows, their nodes and the draft's forwards, per verify step.
     """
-    varying = [name for name in AXES if len({str(row[name]) for row in rows}) > 1]
-    fixed = [f"{_SHORT.get(name, name)} {_cell(rows[0][name])}" for name in _SHOWN_ALONE if name not in varying]
-    shows_trees = any(row["drafting"] != "chain" for row in rows)
-    if shows_trees:
-        fixed.append(f"{rows[0]['scheduling']} scheduling")
-    fixed += [f"{name} {json.dumps(value)}" for name, value in rows[0]["knobs"].items()]
-    columns: Columns = {
-        **{_SHORT.get(n, n.replace("_", " ")): lambda row, name=n: _cell(row[name]) for n in varying},  # type: ignore[misc]
+    is_timed = all(row.get("jobs", 1) == 1 for row in rows)
+    return {
+        **{_SHORT.get(n, n.replace("_", " ")): lambda row, name=n: _cell(row[name]) for n in varying(rows)},  # type: ignore[misc]
         "accept\nlength": lambda row: number(row["acceptance_length"], 2),
-        **(_TREE_FIGURES if shows_trees else _CHAIN_FIGURES),
+        **(_TREE_FIGURES if shows_trees(rows) else _CHAIN_FIGURES),
         "same\noutput": lambda row: percent(row["identical_frac"]),
         "draft KV\nof full": _kv_share,
-        "s": lambda row: number(row["decode_s"], 1),
-        "vanilla\ns": lambda row: number(row["vanilla_decode_s"], 1),
+        **(_TIMES if is_timed else {}),
     }
+
+
+def shows_trees(rows: Sequence[dict[str, Any]]) -> bool:
+    """Return whether any drafts are trees."""
+    return any(row["drafting"] != "chain" for row in rows)
+
+
+def tables(rows: list[dict[str, Any]]) -> list[Table]:
+    """Return the table of `vidspec bench acceptance`, what does not change in its caption."""
+    several = varying(rows)
+    fixed = [f"{_SHORT.get(name, name)} {_cell(rows[0][name])}" for name in _SHOWN_ALONE if name not in several]
+    if shows_trees(rows):
+        fixed.append(f"{rows[0]['scheduling']} scheduling")
+    fixed += [f"{name} {json.dumps(value)}" for name, value in rows[0]["knobs"].items()]
     title = f"Acceptance on {rows[0]['requests']} held-out videos"
-    return [by_columns(columns, rows, len(varying), title=title, caption=", ".join(fixed))]
+    return [by_columns(columns(rows), rows, len(several), title=title, caption=", ".join(fixed))]
 
 
 def _kv_share(row: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from vidspec_tools.bench.quality import DRAFT, LOSSY, STRICT, deviations, knob, setting_name
+from vidspec_tools.bench.quality import DRAFT, LOSSY, STRICT, knob, line_name, setting_name
 from vidspec_tools.captions import GROUPS
 from vidspec_tools.views import figures
 from vllm_vidspec.errors import VidSpecError
@@ -49,11 +49,10 @@ def setting_key(row: Row) -> tuple[Any, ...]:
     return (*(row[name] for name in _PANEL), setting_name(row))
 
 
-def panel_name(panel: Panel, family: bool = True) -> str:
+def panel_name(panel: Panel) -> str:
     """Return a panel in words; at temperature 0 the noise makes no difference."""
-    name, temperature, noise = panel
-    words = f"temperature {temperature:g}" + (f", {noise} noise" if temperature else "")
-    return f"{name}, {words}" if family else words
+    family, temperature, noise = panel
+    return f"{family}, temperature {temperature:g}" + (f", {noise} noise" if temperature else "")
 
 
 def longest_kept(rows: Sequence[Row]) -> dict[str, Row | None]:
@@ -82,7 +81,7 @@ def longest_words(rows: Sequence[Row]) -> str:
 
 
 # Everything but lengths, ratios and the AUC in percent.
-_COLUMNS: Columns = {
+COLUMNS: Columns = {
     "": setting_name,
     "accept\nlength": lambda row: number(row["acceptance_length"], 2),
     "of\nstrict": lambda row: number(row["ratio_to_strict"], 2),
@@ -108,14 +107,13 @@ def tables(rows: Sequence[Row]) -> Iterator[Table]:
     for panel, ours in panels(rows).items():
         caption = f"{ours[0]['requests']} captions, K {ours[0]['num_speculative_tokens']}, in %. {longest_words(ours)}"
         style = lambda row: "green" if _is_kept(row) else None  # noqa: E731
-        yield by_columns(_COLUMNS, ours, style=style, title=panel_name(panel), caption=caption, padding=0)
+        yield by_columns(COLUMNS, ours, style=style, title=panel_name(panel), caption=caption, padding=0)
 
 
 def draw(rows: Sequence[Row], path: str) -> None:
     """Draw retention over acceptance length: a panel per family (down), temperature and noise (across).
 
-    A line joins what a scorer gives over its lambda or threshold. Loose points with another N than the line's
-    are hollow, with their N beside them. The same rows give the same file.
+    A line joins what a scorer gives over its lambda or threshold. The same rows give the same file.
     """
     found = panels(rows)
     if not found:
@@ -153,19 +151,10 @@ def draw_panel(place: Any, rows: Sequence[Row]) -> dict[str, Any]:
             star = {"markersize": 13, "linestyle": "none", "zorder": 5}
             lines[STRICT] = figures.draw_line(place, [_point(row)], ("#000000", "*"), **star)
         elif row["method"] in LOSSY:
-            lossy.setdefault(" ".join([row["method"], *deviations(row)]), []).append(row)
+            lossy.setdefault(line_name(row), []).append(row)
     for name, ours in lossy.items():
-        style = _STYLES.get(name, figures.OTHER_STYLE)
-        # The line's N is the one with the most points; of equals the first.
-        counts = [row["top_n"] for row in ours]
-        usual = max(dict.fromkeys(counts), key=counts.count)
-        points = sorted((knob(row), _point(row)) for row in ours if row["top_n"] == usual)
-        lines[name] = figures.draw_line(place, [point for _, point in points], style)
-        for row in ours:
-            if row["top_n"] != usual:
-                figures.draw_line(place, [_point(row)], style, linestyle="none", markerfacecolor="white")
-                beside = {"textcoords": "offset points", "xytext": (5, 3), "fontsize": 7, "color": style[0]}
-                place.annotate(f"N {row['top_n']:g}", _point(row), **beside)
+        points = [point for _, point in sorted((knob(row), _point(row)) for row in ours)]
+        lines[name] = figures.draw_line(place, points, _STYLES.get(name, figures.OTHER_STYLE))
     figures.tidy(place)
     return lines
 
