@@ -38,12 +38,10 @@ class Clocks:
         if reason := self.fails(job, command):
             raise reason
         mode = self.mode(job)
-        if command["command"] == "timeline":
-            return {"events": [] if command["on"] else [event("target", "decode", 10.0, 10.1)]}
         self.turns.append((mode, job["prompts"]["held_out"][command["index"]]))
         target_s = TARGET_S + TARGET_LAYER_S * (num_layers(job["llm"]["model"]) - 4)
         token_ids = self.ids.get(mode, list(range(DECODED + 1)))
-        answer = {"token_ids": token_ids, "start_s": 9.9, "ttft_s": 0.2, "metrics": None, "verified": []}
+        answer = {"token_ids": token_ids, "ttft_s": 0.2, "metrics": None, "verified": []}
         if spec is None:
             return answer | {"decode_s": DECODED * target_s, "step_s": [target_s] * DECODED}
         draft = job["llm"]["model"] if spec["model"] == "self" else spec["model"]
@@ -54,7 +52,3 @@ class Clocks:
         gained = counters(**spent, draft_decode_us=round(48e6 * draft_s), late_drafts=3, stale_streams=3)
         verified = [[4, 3, 0]] * 12
         return answer | {"decode_s": 12 * step_s, "step_s": [step_s] * 12, "metrics": gained, "verified": verified}
-
-
-def event(lane, kind, start_s, end_s):
-    return {"lane": lane, "kind": kind, "start_s": start_s, "end_s": end_s, "num_reqs": 1, "num_tokens": 5}

@@ -208,7 +208,7 @@ def test_rows_say_what_was_measured(clocks):
     ],
 )
 def test_streams_end_where_something_is_rejected(verified, num_streams):
-    assert Trial([1, 2], 0.0, 0.0, 1.0, [1.0], verified, None).num_streams == num_streams
+    assert Trial([1, 2], 0.0, 1.0, [1.0], verified, None).num_streams == num_streams
 
 
 def test_parallel_drafter_has_a_core_of_its_own(clocks):
@@ -325,3 +325,28 @@ def test_published_lengths_hold_the_targets_own_token(clocks):
     rows = measured(*SMALL, "--family", "llava-onevision", "--methods", "SAGE,OnSD")["rows"]
     shown = [(row["published_acceptance_length"], row["published_speedup"], row["published_tau"]) for row in rows]
     assert shown == [(None, None, None), (6.74, 3.36, 5.74), (3.67, 2.14, 3.67)]
+
+
+# ---- bench speed -----------------------------------------------------------------------------------------------------
+
+
+def test_one_setting_beside_vanilla(clocks):
+    """Catches: knobs that do not reach the engine; means of rounds for those of requests; a burst's time for a token's."""
+    given = ("--drafting", "tree-static", "--pruner", "uv", "--scorer", "fly", "--prune-ratio", "0.5")
+    result = invoke("bench", "speed", "--requests", "2", "--rounds", "1", *given, "--json", "-")
+    assert result.exit_code == 0, result.stderr
+    vanilla, ours = json.loads(result.stdout)["rows"]
+    assert (vanilla["method"], ours["method"]) == ("vanilla", "vidspec")
+    knobs = ("drafting", "pruner", "prune_ratio", "scorer", "num_speculative_tokens")
+    assert [ours[name] for name in knobs] == ["tree-static", "uv", 0.5, "fly", 25]
+    (spec,) = specs(clocks)
+    assert (spec["draft"], spec["pruner"], spec["scorer"]) == ("tree-static", "uv", "fly")
+    step_s = TARGET_S + 4 * DRAFT_S
+    assert vanilla["inter_token_ms"] == pytest.approx(1e3 * TARGET_S)
+    assert ours["inter_token_ms"] == ours["inter_token_ms_p80"] == pytest.approx(1e3 * step_s / 4)
+    assert ours["t_step_ms"] == ours["t_step_ms_p99"] == pytest.approx(1e3 * step_s)
+    assert (vanilla["request_ms"], ours["request_ms"]) == pytest.approx((200 + 48 * 40, 200 + 12e3 * step_s))
+    assert vanilla["draft_decode_ms"] is None and ours["draft_decode_ms"] == pytest.approx(48 * 4)
+    rows = invoke("bench", "speed", *SMALL, "--parallel", "--inflate", "5", "--json", "-")
+    ours = json.loads(rows.stdout)["rows"][-1]
+    assert (ours["mode"], ours["num_speculative_tokens"]) == ("parallel", 10)

@@ -40,7 +40,7 @@ def check(benchmark: Benchmark) -> None:
     if wrong := [ratio for ratio in benchmark.inflate if ratio and ratio < 1]:
         raise VidSpecError(f"--inflate {wrong[0]:g}: a ratio of target time to draft time is at least 1 (0: as it is)")
     for name in benchmark.knobs:
-        if name in benchmark.own_options:
+        if name in trials.OWN_OPTIONS:
             raise VidSpecError(f"--knob {name}: it has an option of its own, or is what is compared")
     variants = [one for ratio in benchmark.inflate for one in benchmark.variants(ratio)]
     is_parallel = any(one.mode == PARALLEL for one in variants)
@@ -134,7 +134,9 @@ def run_variants(
             if variant not in sessions:
                 continue
             try:
-                answered[variant][number].append(take_trial(benchmark, variant, sessions[variant], index))
+                command = {"command": "clock", "index": index, "sampling": benchmark.sampling}
+                answer = sessions[variant].ask(command | {"seed": benchmark.seed + index})
+                answered[variant][number].append(Trial(**answer))
             except VidSpecError as error:
                 if variant is VANILLA_VARIANT:
                     raise
@@ -142,16 +144,6 @@ def run_variants(
                 del sessions[variant], answered[variant]
             report("measured", {})
     return answered, failures
-
-
-def take_trial(benchmark: Benchmark, variant: Variant, session: BenchSession, index: int) -> Trial:
-    """Let an engine answer a request alone; vanilla's is never watched, as nobody there notes what it does."""
-    command = {"command": "clock", "index": index, "sampling": benchmark.sampling, "seed": benchmark.seed + index}
-    if not benchmark.is_watched or variant.spec is None:
-        return Trial(**session.ask(command))
-    session.ask({"command": "timeline", "on": True})
-    answer = session.ask(command)
-    return Trial(**answer, events=session.ask({"command": "timeline", "on": False})["events"])
 
 
 def order(benchmark: Benchmark, variants: Sequence[Variant]) -> Iterator[tuple[int, int, Variant]]:

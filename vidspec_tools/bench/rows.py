@@ -13,8 +13,8 @@ from vllm_vidspec.metrics import summarize
 from vllm_vidspec.tools import pairs
 
 SPREAD = ("p20", "p80")
-# Figures that every row has with their spread over rounds.
-SPREADING = ("speedup", "tokens_per_s", "ttft_s")
+# What drafting takes of a request, by our counters; the rest is the target's and the host's.
+PHASES = ("guidance", "draft_prefill", "draft_decode", "relevance")
 _SHARED = ("requests", "rounds", "max_tokens", "temperature", "seed", "knobs")  # fields of `Benchmark`
 
 
@@ -42,6 +42,7 @@ def make_rows(
                 "method": variant.method,
                 "drafting": spec.get("drafting", "chain") if spec else None,
                 "pruner": spec.get("pruner"),
+                "scorer": spec.get("scorer"),
                 "prune_ratio": variant.knobs(benchmark)["prune_ratio"] if spec and variant.mode != STOCK else None,
                 "num_speculative_tokens": _num_tokens(spec),
                 **figures(rounds, vanilla),
@@ -50,7 +51,7 @@ def make_rows(
                 **ratio_of(target_ms, rounds),
                 **{name: getattr(benchmark, name) for name in _SHARED},
                 **{name: getattr(workload, name) for name in ("target_layers", "draft_layers")},
-                **benchmark.further(workload, variant, rounds),
+                **phases(rounds),
             }
         )
     return rows
@@ -74,16 +75,28 @@ def figures(rounds: Sequence[Sequence[Trial]], vanilla: Sequence[Sequence[Trial]
     by_round = {
         "speedup": [speed(ours) / speed(theirs) for ours, theirs in zip(rounds, vanilla, strict=True)],
         "tokens_per_s": [speed(one) for one in rounds],
+        "inter_token_ms": [1e3 / speed(one) for one in rounds],
         "ttft_s": [statistics.median(trial.ttft_s for trial in one) for one in rounds],
     }
-    for name in SPREADING:
-        found |= middle(name, by_round[name])
+    for name, values in by_round.items():
+        found |= middle(name, values)
     ours, theirs = flat(rounds), flat(vanilla)
+    steps = sorted(1e3 * seconds for trial in ours for seconds in trial.step_s)
     return found | {
         "identical_frac": identical_frac([one.token_ids for one in ours], [one.token_ids for one in theirs]),
         "output_tokens": sum(len(trial.token_ids) for trial in ours),
         "forwards": statistics.mean(len(trial.step_s) for trial in ours),
-        "t_step_ms": 1e3 * statistics.median(seconds for trial in ours for seconds in trial.step_s),
+        "t_step_ms": statistics.median(steps),
+        "t_step_ms_p99": steps[round(0.99 * (len(steps) - 1))],
+    }
+
+
+def phases(rounds: Sequence[Sequence[Trial]]) -> dict[str, float | None]:
+    """Return the mean time of a request, and what of it drafting took, in ms; None for vanilla."""
+    trials, counters = flat(rounds), gained(rounds)
+    return {
+        "request_ms": 1e3 * statistics.mean(trial.ttft_s + trial.decode_s for trial in trials),
+        **{f"{name}_ms": counters and 1e-3 * counters.get(f"{name}_us", 0) / len(trials) for name in PHASES},
     }
 
 

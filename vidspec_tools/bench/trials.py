@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from vidspec_tools import inflation
 from vidspec_tools.bench.methods import (
@@ -21,20 +21,23 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
 
 SELF_DRAFT = "target"  # what is a draft that is the target itself
+# Knobs that have an option of their own, or are what is compared.
+OWN_OPTIONS = (
+    *("pruner", "prune_ratio", "num_speculative_tokens", "parallel", "scorer"),
+    *("model", "draft", "drafting", "draft_shape"),
+)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One request that one engine answered alone; see `session_job`'s `clock`, and of `events` its `timeline`."""
+    """One request that one engine answered alone; see `BenchEngine.clock`."""
 
     token_ids: list[int]
-    start_s: float
     ttft_s: float
     decode_s: float
     step_s: list[float]
     verified: list[list[int]]
     metrics: dict[str, int] | None
-    events: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def num_streams(self) -> int:
@@ -61,13 +64,6 @@ class Trial:
 @dataclass(frozen=True)
 class Benchmark:
     """What to measure: one setting beside vanilla, which is what other benchmarks build on."""
-
-    # Knobs that are no `knobs`: they have an option of their own, or are what is compared
-    own_options: ClassVar[tuple[str, ...]] = (
-        *("pruner", "prune_ratio", "num_speculative_tokens", "parallel", "scorer"),
-        *("model", "draft", "drafting", "draft_shape"),
-    )
-    is_watched: ClassVar[bool] = False  # whether trials tell what the target did when
 
     families: tuple[str, ...] = ("qwen2.5-vl",)  # bundled pairs
     inflate: tuple[float, ...] = (0.0,)  # ratios of target time to draft time; 0 is the pair as it is
@@ -110,10 +106,6 @@ class Benchmark:
         own = [one for one in self.variants(ratio) if one.draft is None and one.mode != STOCK]
         own.sort(key=lambda one: one.mode != PARALLEL)
         return own[0] if own else Variant.of("SD-chain", METHODS["SD-chain"], ratio)
-
-    def further(self, workload: "Workload", variant: "Variant", rounds: Sequence[Sequence[Trial]]) -> dict[str, Any]:
-        """Return the columns of a row that only this benchmark has."""
-        return {}
 
 
 @dataclass(frozen=True, eq=False)  # a key, each one itself

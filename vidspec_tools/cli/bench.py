@@ -253,21 +253,20 @@ def speed(
     knob: options.Knobs = None,
     json_path: shared.Json = None,
 ) -> None:
-    """Measure one setting's speed interleaved with vanilla vLLM, and what a request's time is made of.
+    """Measure one setting's speed interleaved with vanilla vLLM, and what of it drafting takes.
 
     tokens_per_s and inter_token_ms are of a request's decode, ttft_s from handing it in; medians over rounds, with
     their 20th and 80th percentiles. A step emits several tokens at once: t_step_ms is the median time between such
     bursts, t_step_ms_p99 its 99th percentile. Of a parallel drafter, late_frac is the share of decode steps whose
-    stream was too short, stream_length the tokens from one rejection to the next. Phases are means of a request, from
-    the counters and the steps that the engine notes; rest is what none of them covers: preprocessing, scheduling, the
-    host.
+    stream was too short, stream_length the tokens from one rejection to the next. What drafting takes of a request is a
+    mean, from the engine's counters; the rest is the target's and the host's.
     """
     given = locals()
-    from vidspec_tools.bench import speed as bench
+    from vidspec_tools.bench import parallel as bench
     from vidspec_tools.views import versus
 
     what = shared.pick(
-        bench.SpeedBenchmark,
+        bench.Benchmark,
         given,
         families=tuple(shared.values("--family", family, str)),
         inflate=tuple(shared.values("--inflate", inflate, float)),

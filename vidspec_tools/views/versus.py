@@ -5,8 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from vidspec_tools.bench.rows import SPREAD
-from vidspec_tools.bench.speed import PHASES
+from vidspec_tools.bench.rows import PHASES, SPREAD
 from vllm_vidspec.tools.tables import Columns, by_columns, number, percent, times
 
 Row = Mapping[str, Any]
@@ -98,14 +97,14 @@ def setting(rows: Rows) -> str:
 
 
 def speed_tables(rows: Rows) -> list[Table]:
-    """Return two tables of each family and ratio: speed, and what a request's time is made of."""
+    """Return two tables of each family and ratio: speed, and what of a request drafting takes."""
     found = []
     for group in by(rows, "family", "inflate").values():
         title = f"{group[0]['family']}: {setting(group)}"
         is_parallel = group[-1]["mode"] == "parallel"
         columns = SPEED | _STREAMS if is_parallel else SPEED
         found.append(by_columns(columns, group, title=title, caption=_rounds(group[0])))
-        note = "the target's vision is in target prefill, the draft's and pruning in draft prefill, scoring in verify"
-        note += "; the drafter's phases run beside the others" if is_parallel else ""
-        found.append(by_columns(PHASE_TIMES, group, title="what a request's time is made of", caption=note))
+        note = "the draft's vision and pruning are in draft prefill; the rest is the target's and the host's"
+        note += "; the drafter works beside the others" if is_parallel else ""
+        found.append(by_columns(PHASE_TIMES, group, title="what drafting takes of a request", caption=note))
     return found
