@@ -19,7 +19,7 @@ from vidspec_tools.pages import commands, measure, reliability, results, tables
 from vidspec_tools.views import acceptance as acceptance_view
 
 COMMANDS = [
-    *("R1", "R2", "R3", "R4", "R5", "R6", "R7", "R8", "R9", "R9-sage", "R10", "R12", "R12-relevance", "R13"),
+    *("R1", "R2", "R3", "R4", "R5", "R6", "R7", "R8", "R9", "R9-sage", "R10", "R12", "R13"),
     *("R15", "R15-frames", "R16", "R16-qwen3-vl", "R16-loose", "R17", "R17-shapes", "R18"),
     *("paper-qwen2.5-vl", "paper-qwen2.5-vl-inflated", "paper-qwen2.5-vl-inflated-race", "paper-stock"),
     "speed-qwen2.5-vl",
@@ -71,7 +71,6 @@ def test_commands_are_those_of_the_page():
         "R9": 2,
         "R9-sage": 3,
         "R12": 4,
-        "R12-relevance": 2,
         "R15": 4,
         "R16": 5,
         "R16-qwen3-vl": 2,
@@ -80,7 +79,7 @@ def test_commands_are_those_of_the_page():
     assert found["R7"] == ["demo --family llava-onevision"]
     assert found["R3"][0].endswith("--pruner none --prune-ratio 0 --requests 64")
     for line in (line for lines in found.values() for line in lines):
-        assert line.startswith("benchmarks/") or line.split()[0] in ("bench", "demo", "show-relevance")
+        assert line.startswith("benchmarks/") or line.split()[0] in ("bench", "demo")
 
 
 def test_results_by_name():

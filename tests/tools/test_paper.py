@@ -331,7 +331,7 @@ def test_published_lengths_hold_the_targets_own_token(clocks):
 
 
 def test_one_setting_beside_vanilla(clocks):
-    """Catches: knobs that do not reach the engine; means of rounds for those of requests; a burst's time for a token's."""
+    """Catches: knobs that do not reach the engine; means of rounds for those of requests; a burst for a token."""
     given = ("--drafting", "tree-static", "--pruner", "uv", "--scorer", "fly", "--prune-ratio", "0.5")
     result = invoke("bench", "speed", "--requests", "2", "--rounds", "1", *given, "--json", "-")
     assert result.exit_code == 0, result.stderr

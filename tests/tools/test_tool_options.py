@@ -6,7 +6,7 @@ from tools.common import ROOT, refuses
 from vidspec_tools.bench import trials
 from vidspec_tools.planning import planner
 
-COMMANDS = ("calibrate", "show-pruning", "show-relevance")
+COMMANDS = ("calibrate", "show-pruning")
 OF_ALL = (
     ("--target some/model", "--target needs --draft"),
     ("--target /no/such/model --draft self", "--target: no such checkpoint: /no/such/model"),
@@ -20,9 +20,9 @@ BENCHES = ("bench acceptance", "bench quality")
 OF_SEVERAL = (
     ("--family llava", "unknown family 'llava'", (*COMMANDS, *BENCHES, "demo")),
     ("--prune-ratio 1.5", "prune_ratio", (*COMMANDS, *BENCHES, "demo")),
-    ("--num-speculative-tokens 0", "num_speculative_tokens", ("calibrate", "show-relevance", *BENCHES)),
+    ("--num-speculative-tokens 0", "num_speculative_tokens", ("calibrate", *BENCHES)),
     ("--video /no/such.mp4", "no such video: /no/such.mp4", ("calibrate", "demo")),
-    ("/no/such.mp4", "no such video: /no/such.mp4", ("show-pruning", "show-relevance")),
+    ("/no/such.mp4", "no such video: /no/such.mp4", ("show-pruning",)),
     ("--json /no/such/folder/rows.json", "cannot write /no/such/folder/rows.json: no such folder", BENCHES),
 )
 # Of the benchmarks in turns with vanilla.
@@ -44,13 +44,6 @@ OF_ONE = {
         ("--pruner ,", "--pruner"),
         ("--calibration /no/such.json", "calibration"),
         ("--out p.jpg", "must end in .png"),
-    ),
-    "show-relevance": (
-        ("--lambda 1.5", "lambda_loose"),
-        ("--top-n 0", "top_n"),
-        ("--relevance-rows both", "relevance_rows"),
-        ("--temperature -1", "--temperature"),
-        ("--out r.pdf", "must end in .png"),
     ),
     "bench acceptance": (
         ("--pruner unifrom", "did you mean 'uniform'?"),

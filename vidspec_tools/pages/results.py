@@ -140,22 +140,6 @@ def _lvspec_table_3(panels: dict[quality_view.Panel, list[Row]]) -> str:
     return markdown(["LVSpec's table 3", "length of strict's: paper", *families, "kept: paper", *families], lines)
 
 
-def relevance(result: Result) -> list[str]:
-    """Return the pictures of `show-relevance`, and a table of what they show."""
-    rows = [row | {"tokens": len(row["words"])} for row in result["rows"]]
-    pictures = [
-        picture
-        for row in rows
-        for picture in figure(f"../relevance-{row['family']}.png", f"visual relevance of each token, {row['family']}")
-    ]
-    text = table(
-        "family | tokens | acceptance length | loosened | shifted | AUC",
-        "`{family}` | {tokens} | {acceptance_length:.2f} | {loosened_frac:%} | {shifted_frac:%} | {relevance_auc:.2f}",
-        rows,
-    )
-    return [*pictures, text]
-
-
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
@@ -308,7 +292,6 @@ OF_RESULTS: dict[str, Section] = {
     "R9-sage": acceptance,
     "R10": host_time,
     "R12": functools.partial(quality, name="R12"),
-    "R12-relevance": relevance,
     "R13": RELEVANCE_TIMES,
     "R15": acceptance,
     "R15-frames": frames,
