@@ -49,12 +49,7 @@ def num_layers(checkpoint: str | Path) -> int:
 def guidance_knobs(checkpoint: str | Path, knobs: dict[str, Any]) -> dict[str, Any]:
     """Return knobs with which guided pruners see, of an inflated target, what they would see of the original.
 
-    Args:
-        checkpoint: The original.
-        knobs: Of VidSpecConfig, those that would be used with it; `guidance_layers` and `uv_layer` may be missing.
-
-    Returns:
-        `knobs`, with these two as numbers of the original's layers.
+    These are its `knobs`, with `guidance_layers` and `uv_layer` as numbers of the original's layers.
     """
     count = num_layers(checkpoint)
     layers = knobs.get("guidance_layers", "all")
@@ -77,15 +72,9 @@ def digest(checkpoint: str | Path) -> str:
 
 
 def inflate(checkpoint: str | Path, num_appended: int, folder: Path | None = None) -> Path:
-    """Return a copy of a checkpoint with layers appended; it is made once.
+    """Return the directory of a copy of a checkpoint with layers appended; it is made once, by default in the cache.
 
-    Args:
-        checkpoint: A target in Hugging Face layout, its weights in one safetensors file.
-        num_appended: How many layers.
-        folder: Where the copy is kept; default: `cache_folder`.
-
-    Returns:
-        Its directory, or `checkpoint` itself where nothing is appended.
+    The checkpoint is in Hugging Face layout, its weights in one safetensors file. Where nothing is appended it is itself.
     """
     original = Path(checkpoint).resolve()
     if num_appended == 0:

@@ -294,12 +294,9 @@ def line_name(row: dict[str, Any]) -> str:
 
 
 def draft_figures(counters: dict[str, int] | None, num_verified: int, strict_length: float | None) -> dict[str, Any]:
-    """Return what the drafts gained; None where there were none.
+    """Return what the drafts gained in one batch; None where there were none.
 
-    Args:
-        counters: The gain of one batch.
-        num_verified: Output tokens that came from verify steps: all but a request's first.
-        strict_length: As in `Panel.row`.
+    `num_verified` are output tokens that came from verify steps: all but a request's first.
 
     Returns:
         `acceptance_length` and `ratio_to_strict`, `num_drafts`, and `delivered_length`: output tokens per verify step.

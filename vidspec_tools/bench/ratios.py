@@ -72,12 +72,8 @@ def step_times(
 ) -> StepTimes:
     """Return the step times of a pair: those that `path` keeps, or newly measured ones, which it then keeps.
 
-    Args:
-        job: Whether speculation is on, and the layers to append to target and draft -> what `session_job` reads.
-        path: A file that only these times are in.
-        sampling: Arguments of SamplingParams.
-        num_prompts: How many the jobs have; each of the four engines answers each in turn.
-        report: As `progress.View` takes it.
+    `job` is whether speculation is on, and the layers to append to target and draft -> what `session_job` reads. Each of
+    the four engines answers each of its prompts in turn.
     """
     try:
         kept = json.loads(path.read_text())

@@ -21,13 +21,7 @@ _SHARED = ("requests", "rounds", "max_tokens", "temperature", "seed", "knobs")  
 def make_rows(
     benchmark: Benchmark, workload: Workload, trials: Mapping[Variant, Sequence[Sequence[Trial]]]
 ) -> list[dict[str, Any]]:
-    """Return a row for each variant.
-
-    Args:
-        benchmark: What was measured.
-        workload: The pair that it was measured on.
-        trials: `[rounds][requests]` of each; the first is vanilla.
-    """
+    """Return a row for each variant, of its trials `[rounds][requests]`; the first is vanilla."""
     vanilla = next(iter(trials.values()))
     target_ms = 1e3 * statistics.median(seconds for one in flat(vanilla) for seconds in one.step_s)
     rows = []

@@ -15,14 +15,7 @@ from vllm_vidspec.errors import VidSpecError
 def measure(
     bench: Any, what: Any, given: Mapping[str, Any], tables: Callable[..., Any], draw: Callable[..., None] | None = None
 ) -> None:
-    """Run a benchmark, write its rows to the files that the options name, and show them.
-
-    Args:
-        bench: The module that measures: `check` and `run`.
-        what: What to measure.
-        given: The options; `plot_path` and `json_path` are the files.
-        tables: Rows -> tables of a terminal.
-        draw: Rows and a path -> their figure.
+    """Run `bench.check` and `bench.run`, write the rows to the files that the options name, and show them.
 
     Raises:
         typer.Exit: With status 1, if a part of it failed.

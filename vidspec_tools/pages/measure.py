@@ -54,12 +54,8 @@ def run_rows(
 ) -> bool:
     """Run cases one after another, and record each as it is seen beside those of earlier runs.
 
-    Args:
-        path: Of the record.
-        cases: All of them.
-        wanted: Beginnings of the names of those to run, comma-separated; what was never run is run, too.
-        key: A case or a recorded row -> what tells it from the others.
-        run: Runs a case in a folder; returns its row, and whether it is as it should be.
+    Those run whose names begin as `wanted` says, comma-separated, and what was never run. `key` tells a case or a
+    recorded row from the others; `run` runs a case in a folder and returns its row, and whether it is as it should be.
     """
     rows = {key(row): row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
     good = True

@@ -40,13 +40,7 @@ def fill(template: str, row: Row) -> str:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], words: int | Collection[int] = 1) -> str:
-    """Return a Markdown table.
-
-    Args:
-        head: The heads of the columns.
-        rows: Their cells.
-        words: The columns of words, left-aligned: how many at the front, or which. Others hold numbers.
-    """
+    """Return a Markdown table; `words` says how many columns at the front, or which, are words and left-aligned."""
     left = range(words) if isinstance(words, int) else words
     rules = ["---" if column in left else "---:" for column in range(len(head))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rules, *rows))
@@ -99,12 +93,7 @@ def origin(result: Result) -> str:
 
 
 def written(page: str, sections: Mapping[str, Callable[[], str]]) -> str:
-    """Return a page with its sections made anew; text between other markers stays.
-
-    Args:
-        page: Text in which `<!-- NAME -->` and `<!-- /NAME -->` enclose a section.
-        sections: Name -> what returns its text.
-    """
+    """Return a page with its sections, between `<!-- NAME -->` and `<!-- /NAME -->`, made anew; other text stays."""
 
     def section(match: re.Match[str]) -> str:
         opening, name, old, closing = match.groups()

@@ -50,11 +50,7 @@ class Candidate:
 
 
 class Candidates:
-    """What could be done about one question, at any batch size.
-
-    Args:
-        question: Checked here.
-    """
+    """What could be done about one question, at any batch size; the question is checked."""
 
     def __init__(self, question: Question):
         check(question)

@@ -26,11 +26,7 @@ def speedup(length: float, target: float, draft: float, verify: float, overhead:
 def window_of(target: float, draft: float, rate: float, most: int) -> int:
     """Return the window of parallel drafting: c* = T_t / T_d (ParallelVLM eq. 6), rounded as by `WindowRule`.
 
-    Args:
-        target: T_t^gamma.
-        draft: T_d.
-        rate: Acceptance rate, added before rounding down.
-        most: K.
+    `target` is T_t^gamma, `draft` T_d, `rate` the acceptance rate, which is added before rounding down, `most` K.
     """
     return min(max(int(target / draft + rate), 1), most)
 

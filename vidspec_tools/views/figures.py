@@ -19,14 +19,9 @@ def check_figure(path: str, option: str = "cannot draw") -> None:
 def panels(path: str, size: tuple[float, float], down: int, across: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
     """Make a figure of panels, and write it once they are drawn; the same drawing gives the same file.
 
-    Args:
-        path: A .png or .svg file.
-        size: Width and height in inches.
-        down: Panels below each other; those in a row share their y axis.
-        across: Panels beside each other.
-
     Yields:
-        The figure, its panels `[down, across]`, and what the legend is to name: words -> what was drawn.
+        The figure, its panels `[down, across]`, of which those in a row share their y axis, and what the legend is to
+        name: words -> what was drawn.
     """
     check_figure(path)
     import matplotlib
@@ -52,13 +47,7 @@ def draw_line(panel: Any, points: Sequence[tuple[float, float]], style: tuple[st
 def lines(
     panel: Any, values: Sequence[float], series: Mapping[str, tuple[tuple[str, str], Mapping[float, float]]]
 ) -> dict[str, Any]:
-    """Draw a line for each series over values that are evenly spaced; return them.
-
-    Args:
-        panel: Where.
-        values: Of the x axis.
-        series: Name -> colour and marker, and y by value.
-    """
+    """Draw a line for each series (name -> colour and marker, and y by value) over evenly spaced values; return them."""
     found = {
         name: draw_line(panel, sorted((values.index(x), y) for x, y in points.items()), style)
         for name, (style, points) in series.items()
