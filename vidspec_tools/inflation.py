@@ -74,7 +74,7 @@ def digest(checkpoint: str | Path) -> str:
 def inflate(checkpoint: str | Path, num_appended: int, folder: Path | None = None) -> Path:
     """Return the directory of a copy of a checkpoint with layers appended; it is made once, by default in the cache.
 
-    The checkpoint is in Hugging Face layout, its weights in one safetensors file. Where nothing is appended it is itself.
+    The checkpoint is in Hugging Face layout, its weights in one safetensors file. With nothing appended it is itself.
     """
     original = Path(checkpoint).resolve()
     if num_appended == 0:

@@ -47,7 +47,7 @@ def draw_line(panel: Any, points: Sequence[tuple[float, float]], style: tuple[st
 def lines(
     panel: Any, values: Sequence[float], series: Mapping[str, tuple[tuple[str, str], Mapping[float, float]]]
 ) -> dict[str, Any]:
-    """Draw a line for each series (name -> colour and marker, and y by value) over evenly spaced values; return them."""
+    """Draw a line for each series (name -> style, and y by value) over evenly spaced values; return them."""
     found = {
         name: draw_line(panel, sorted((values.index(x), y) for x, y in points.items()), style)
         for name, (style, points) in series.items()
