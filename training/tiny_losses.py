@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from training.tiny_captioner import Captioner
 from training.tiny_data import OBJECT_SIZES, SUMMARY_SIZES
+from training.tiny_labels import LABELS
 from vllm_vidspec.shapeworld import world
 
 FILLER_WEIGHT, EVENT_WEIGHT = 0.3, 2.0  # loss weights; other words have 1
@@ -48,14 +49,14 @@ class AuxiliaryHeads(torch.nn.Module):
     object's look off video and prompt tokens alike.
     """
 
-    TEXT_SIZES = (4, world.LABELS["direction"], world.LABELS["turned"])  # scene, direction, turned
+    TEXT_SIZES = (4, LABELS["direction"], LABELS["turned"])  # scene, direction, turned
 
     def __init__(self, hidden_size: int, family: str, num_levels: int = 1) -> None:
         super().__init__()
         # One LLaVA frame shows no motion: only its text model, which sees several frames, can learn the direction.
         of_time = ("turned",) if family != "llava-onevision" else ("turned", "direction")
-        self.names = [n for n in world.LABELS if n not in of_time]
-        self.vision = torch.nn.Linear(num_levels * hidden_size, sum(world.LABELS[n] for n in self.names))
+        self.names = [n for n in LABELS if n not in of_time]
+        self.vision = torch.nn.Linear(num_levels * hidden_size, sum(LABELS[n] for n in self.names))
         self.text = torch.nn.Linear(hidden_size, sum(self.TEXT_SIZES))
         self.object = torch.nn.Linear(hidden_size, sum(OBJECT_SIZES))
         self.summary = torch.nn.Linear(hidden_size, sum(SUMMARY_SIZES[len(OBJECT_SIZES) :]))
@@ -71,7 +72,7 @@ class AuxiliaryHeads(torch.nn.Module):
         self, video: torch.Tensor, labels: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Loss and accuracy at object tokens; video [batch, 256, num_levels * hidden]."""
-        parts = self.vision(video).float().flatten(0, 1).split([world.LABELS[n] for n in self.names], -1)
+        parts = self.vision(video).float().flatten(0, 1).split([LABELS[n] for n in self.names], -1)
         loss, accuracy, objects = torch.zeros(()), {}, labels["color"].flatten() > 0
         for name, logits in zip(self.names, parts, strict=True):
             label = labels[name].flatten()

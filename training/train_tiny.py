@@ -39,6 +39,7 @@ from training.tiny_data import (
 )
 from training.tiny_losses import AuxiliaryHeads, alignment_loss, caption_loss, fact_words, token_weights
 from training.tiny_models import TEXT_SIZES, build_model, build_processor, use_hub_names
+from vidspec_tools.captions import score_caption
 from vllm_vidspec.shapeworld import world
 
 STEPS = {"target": 1400, "draft": 900}
@@ -278,7 +279,7 @@ def attribute_accuracy(captioner: Captioner, outputs: list[list[int]], samples: 
     """Share of right attributes, by name and pooled ("all")."""
     right, total = Counter(), Counter()
     for ids, sample in zip(outputs, samples, strict=True):
-        for name, (num_right, num) in world.score_caption(captioner.decode(ids), sample.facts).items():
+        for name, (num_right, num) in score_caption(captioner.decode(ids), sample.facts).items():
             right.update({"all": num_right, name: num_right})
             total.update({"all": num, name: num})
     return {name: round(right[name] / num, 3) for name, num in total.items()}

@@ -1,12 +1,14 @@
 """How captions of shape-world videos are scored, and how well relevance separates their words; pure, no engine."""
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from vllm_vidspec.shapeworld import world
-from vllm_vidspec.shapeworld.world import SceneFact, score_caption
+from vllm_vidspec.shapeworld.world import SceneFact
 
 # Every attribute of `score_caption`, by what it is about: each counts in one group.
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -39,6 +41,49 @@ TELLING_WORDS = ATTRIBUTE_WORDS | {
 KINDS = ("own", "exact", "loosened", "shifted")
 
 Counts = Mapping[str, tuple[int, int]]
+
+
+def parse_caption(text: str) -> list[SceneFact]:
+    """Read the facts back from a caption; what is missing or malformed becomes an empty word."""
+    scenes = []
+    for sentence in text.lower().split(".")[:-1]:
+        head, *clauses = (part.split() for part in sentence.split(","))
+        if "scenes" in head or not (clauses or head):
+            continue
+        objects = []
+        for words in clauses:
+            middle = next((i for i, w in enumerate(words) if w in world.FILLERS["that"]), len(words))
+            front, back = words[:middle], words[middle:]
+            event = _first(back, world.EVENTS)
+            position, size, color, shape = (
+                _first(front, options) for options in (world.POSITIONS, world.SIZES, world.COLORS, world.SHAPES)
+            )
+            motion, new_color = _first(back, world.MOTIONS), _first(back, world.COLORS) or None
+            objects.append(world.ObjectFact(position, size, color, shape, motion, event, new_color))
+        scenes.append(SceneFact(_first(head, world.BACKGROUNDS), _first(head, world.PATTERNS), tuple(objects)))
+    return scenes
+
+
+def score_caption(text: str, facts: tuple[SceneFact, ...]) -> dict[str, tuple[int, int]]:
+    """Compare a caption with the facts, scene by scene and object by object in order.
+
+    Returns:
+        attribute -> (right, total). A scene or object that the caption lacks counts as wrong in all its attributes.
+    """
+    said, nothing = parse_caption(text), SceneFact("", "", ())
+    marks = [("num_scenes", len(said) == len(facts))]
+    for scene, heard in itertools.zip_longest(facts, said[: len(facts)], fillvalue=nothing):
+        marks += [(name, getattr(heard, name) == getattr(scene, name)) for name in ("background", "pattern")]
+        marks += [("num_objects", len(heard.objects) == len(scene.objects))]
+        for fact, other in itertools.zip_longest(scene.objects, heard.objects[: len(scene.objects)]):
+            names = ["position", "size", "color", "shape", "motion", "event"] + ["new_color"] * bool(fact.new_color)
+            marks += [(name, getattr(other, name, None) == getattr(fact, name)) for name in names]
+    right = Counter(name for name, is_right in marks if is_right)
+    return {name: (right[name], total) for name, total in Counter(name for name, _ in marks).items()}
+
+
+def _first(words: list[str], options) -> str:
+    return next((w for w in words if w in options), "")
 
 
 def count_right(texts: Sequence[str], facts: Sequence[tuple[SceneFact, ...]]) -> dict[str, tuple[int, int]]:

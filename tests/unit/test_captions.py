@@ -9,7 +9,7 @@ from vllm_vidspec.shapeworld import world
 
 def test_groups_and_words_hold_all_of_the_world():
     """Every attribute is in one group; every word of a caption is about the video or filler."""
-    scored = {name for i in range(20) for name in world.score_caption("", world.held_out(i).facts)}
+    scored = {name for i in range(20) for name in caption_quality.score_caption("", world.held_out(i).facts)}
     assert sorted(caption_quality.ATTRIBUTES) == sorted(scored)
     assert {"color", "new_color"} <= set(caption_quality.GROUPS["color"])
     about, filler = caption_quality.ATTRIBUTE_WORDS, caption_quality.FILLER_WORDS

@@ -18,6 +18,7 @@ from vllm_vidspec.names import WRITER_THREAD
 from vllm_vidspec.shapeworld import reel, world
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.engine_session import EngineSession
+from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.session_job import Engine, gain, main, sampling_params
 from vllm_vidspec.tools.user_files import read_video
 
@@ -69,6 +70,10 @@ class BenchEngine(Engine):
             dataclasses.replace(self, requests=requests).ask({"max_tokens": WARM_UP_TOKENS})
         if cpus is not None and (cores := _cores_of_threads()) != set(cpus):
             raise VidSpecError(f"the engine was to run on cores {cpus} and may run on {sorted(cores)}")
+
+    def progress(self) -> Any:
+        """Return a tqdm class whose updates become events, or False where nobody listens."""
+        return _progress(self.report)
 
     @staticmethod
     def bundled_requests(prompts: dict[str, Any]) -> list[Any]:
@@ -224,6 +229,27 @@ def token_texts(tokenizer: Any, token_ids: list[int]) -> list[str]:
         texts.append(text[num_alike:])
         shown = text
     return texts
+
+
+def _progress(report: Report) -> Any:
+    """Return a tqdm class whose updates become events, or False where nobody listens."""
+    if report is silent:
+        return False
+    from tqdm import tqdm
+
+    class Reporter(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            # LLM.generate shows one bar for rendering prompts and one for processing them; only the second counts.
+            self._counts = str(kwargs.get("desc", "")).startswith("Processed")
+            super().__init__(*args, **kwargs | {"file": open(os.devnull, "w")})  # noqa: SIM115
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown = super().update(n)
+            if self._counts:
+                report("progress", {"done": int(self.n)})
+            return shown
+
+    return Reporter
 
 
 def _part(frames: Any, frac: float, num_frames: int) -> Any:

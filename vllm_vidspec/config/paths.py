@@ -39,18 +39,14 @@ def parse_paths(paths: Sequence[Sequence[int]]) -> tuple[Path, ...]:
         raise VidSpecError("tree paths: empty, at least the path 0 is needed")
     if len(parsed) > MAX_NODES:
         raise VidSpecError(f"tree paths: {len(parsed)} nodes, at most {MAX_NODES} are possible")
-    known: set[Path] = set()
     for path in parsed:
-        if path in known:
+        parent, better = path[:-1], (*path[:-1], path[-1] - 1)
+        if parsed.count(path) > 1:
             raise VidSpecError(f"tree paths: {_show(path)} is given twice")
-        known.add(path)
-    for path in parsed:
-        parent, rank = path[:-1], path[-1]
-        if parent and parent not in known:
+        if parent and parent not in parsed:
             raise VidSpecError(f"tree paths: {_show(path)} is given without its parent {_show(parent)}")
-        if rank > 0 and (*parent, rank - 1) not in known:
-            sibling = _show((*parent, rank - 1))
-            raise VidSpecError(f"tree paths: {_show(path)} is given without its better sibling {sibling}")
+        if path[-1] > 0 and better not in parsed:
+            raise VidSpecError(f"tree paths: {_show(path)} is given without its better sibling {_show(better)}")
     return parsed
 
 

@@ -124,7 +124,7 @@ class AdaptiveTree:
         return min(deepest, self.depth(max_nodes))
 
     def begin(self, rows: Tensor, num_accepted: Tensor, max_nodes: int) -> None:
-        """Start a step; see `TreePolicy`. The last acceptance lengths move the maximum depths (SAGE, section 3.3)."""
+        """Start a step. The last acceptance lengths move the maximum depths (SAGE, section 3.3)."""
         tree_begin(self.tree, self.tree.empty, len(rows), self.growth, rows, num_accepted)
 
     def extend(
@@ -147,10 +147,7 @@ class AdaptiveTree:
         return self.growth.frontier_of(num_reqs, self.width(level, max_nodes))
 
     def send(self, rows_np: np.ndarray) -> None:
-        """Send the planned depths with lookahead; see `TreePolicy`.
-
-        The deeper levels are still to run, so the copy has arrived when the next step reads it.
-        """
+        """Send the planned depths with lookahead; the deeper levels are still to run, so the copy arrives in time."""
         if self.knobs.lookahead:
             self._host_depths.send(rows_np, self._plans.next_depths[: len(rows_np)])
 

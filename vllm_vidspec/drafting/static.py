@@ -105,7 +105,6 @@ class StaticTree:
         """Do nothing: a fixed topology keeps no state."""
 
     def prepare(self, max_nodes: int) -> None:
-        """Upload the tables of a budget; see `TreePolicy`. The budget rarely changes, mostly near the end of a text."""
         self._tables(max_nodes)
 
     def warm_up(self, fill: bool) -> None:
@@ -121,13 +120,11 @@ class StaticTree:
         return self.depth(max_nodes)
 
     def begin(self, rows: Tensor, num_accepted: Tensor, max_nodes: int) -> None:
-        """Make the trees the budget's, without tokens; see `TreePolicy`. Acceptance is not used."""
         tree_begin(self.tree, self._tables(max_nodes).template, len(rows))
 
     def extend(
         self, level: int, log_probs: Tensor, token_ids: Tensor, *, rows: Tensor, max_nodes: int
     ) -> tuple[Tensor, Tensor] | None:
-        """Enter the tokens of one level; see `TreePolicy`. `log_probs` is not used."""
         tables, num_reqs = self._tables(max_nodes), len(rows)
         tree_place(self.tree, tables.levels[level], num_reqs, token_ids)
         return None if level + 1 == len(tables.levels) else self.frontier(level + 1, num_reqs, max_nodes)

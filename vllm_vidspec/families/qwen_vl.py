@@ -50,9 +50,7 @@ class QwenVLAdapter(FamilyAdapter):
         return grid if grid.num_tokens == num_tokens else flat_grid(num_tokens)
 
     def frames(self, modality: str, data: Mapping[str, Any], hf_config: Any) -> TokenGrid | None:
-        """Return the grid of a video: attention, its windows and positions stay within a frame of the grid, and what
-        Qwen3-VL's deeper layers get lies beside each embedding. See `FamilyAdapter`.
-        """
+        """Return the grid of a video: attention, its windows and positions stay within a frame of the grid."""
         thw, pixels, merge = _to_ints(data.get(_GRID)), data.get(_PIXELS), read_field(hf_config, _MERGE)
         if modality != "video" or len(thw) != 3 or min(thw) < 1 or not merge or not isinstance(pixels, torch.Tensor):
             return None
@@ -69,10 +67,8 @@ class QwenVLAdapter(FamilyAdapter):
         return {_PIXELS: data[_PIXELS][frames.start * size : frames.stop * size], _GRID: grid}
 
     def follows_pruned_videos(self, hf_config: Any) -> bool:
-        """Return whether this is Qwen2.5-VL. See `FamilyAdapter`.
-
-        Qwen3-VL's time stamps lie among a pruned video's embeddings at places that only the target knows, so its tokens
-        cannot be identified. vLLM prunes no videos of Qwen2-VL.
+        """Return whether this is Qwen2.5-VL: vLLM prunes no videos of Qwen2-VL, and Qwen3-VL's time stamps lie among a
+        pruned video's embeddings at places that only the target knows.
         """
         return _pace(hf_config) is not None
 

@@ -169,13 +169,10 @@ def slots_of(names: Iterable[str]) -> np.ndarray:
 
 
 def _open_own(path: str) -> IO[bytes]:
-    """Open a file to read and write it that this user alone can have made, or changed since.
+    """Open a file to read and write it that this user alone can have made, or changed since; else OSError.
 
     The temporary directory is everybody's and a file's name there can be guessed: what another user has put in its
     place, a link of his included, is not opened. Nothing here waits, as for the other end of a pipe.
-
-    Raises:
-        OSError: It is another's, a link, no file, or open to others.
     """
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "r+b", buffering=0)
     found = os.fstat(file.fileno())

@@ -3,5 +3,3 @@
 from vllm_vidspec.pruning.base import SCORE_NEEDS, PruneInputs, Pruner
 from vllm_vidspec.pruning.grid import TokenGrid, budget
 from vllm_vidspec.pruning.pruners import get_pruner, linspace_indices, needs_of
-
-__all__ = ["SCORE_NEEDS", "PruneInputs", "Pruner", "TokenGrid", "budget", "get_pruner", "linspace_indices", "needs_of"]

@@ -21,11 +21,7 @@ class Choice(NamedTuple):
 
 
 def choose(extra_args: dict[str, Any] | None, knobs: ScoreKnobs) -> Choice:
-    """Return the scorer and lambda of a request: its own where it sets them, else the server's.
-
-    Args:
-        extra_args: `SamplingParams.extra_args`, the API's `vllm_xargs`.
-        knobs: The server's, with its bounds.
+    """Return the scorer and lambda of a request: of its `extra_args` (the API's `vllm_xargs`), else the server's.
 
     Raises:
         VidSpecError: A wrong name or value, or more than the server allows: one line for the client.

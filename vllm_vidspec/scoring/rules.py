@@ -12,9 +12,7 @@ RULES = {"strict": 0, "loose": LOWEST, "random": LOWEST, "fly": WINDOW, "fly-ent
 
 
 class ScoreInputs(NamedTuple):
-    """One verify step of a batch.
-
-    A request has one logits row for its root (the last committed token) and one for each draft token, in node order.
+    """One verify step of a batch; a request has a logits row for its root (the last committed token) and each draft.
 
     Attributes:
         target_tokens: `[num_logits]` int64, what the target samples after the row's input token, under vanilla's noise.

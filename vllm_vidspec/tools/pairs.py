@@ -111,14 +111,13 @@ def sample_video() -> Path:
 
 
 def speculative_config(family: str, draft: str, *, drafting: str = "chain", **spec: Any) -> dict[str, Any]:
-    """Return the `speculative_config` of one configuration.
+    """Return the `speculative_config` of one configuration; `spec` is any knob of VidSpecConfig beside DEFAULT_SPEC.
 
     Args:
         family: Whose bundled draft is meant.
         draft: "draft" (the bundled draft), "far" (the one that is wrong more often), "target" (the target drafts for
             itself) or a path.
         drafting: The draft's shape, VidSpecConfig's knob `draft`.
-        spec: Any other knob of VidSpecConfig; the rest comes from DEFAULT_SPEC.
     """
     model = SELF if draft == "target" else checkpoint(family, draft) if draft in ("draft", assets.FAR) else draft
     shape = {"draft": drafting, **TREE_SPEC.get(drafting, {})}

@@ -93,12 +93,8 @@ def _own_requests(prompts: dict[str, Any]) -> list[Any]:
 class Engine:
     """An engine and the questions it is asked; each of its commands takes the fields of a line and returns an answer's.
 
-    Attributes:
-        llm: vLLM's.
-        requests: A prompt, or a conversation, per video.
-        is_chat: Which of the two they are.
-        report: Called with "progress" (`done` requests).
-        job: See `_answers`.
+    `requests` are a prompt per video, or with `is_chat` a conversation; `report` is called with "progress" (`done`
+    requests); `job` see `_answers`.
     """
 
     commands: ClassVar[tuple[str, ...]] = ("answer",)
@@ -115,6 +111,10 @@ class Engine:
 
     def warm_up(self) -> None:
         """Get ready for the first command, once the engine has loaded."""
+
+    def progress(self) -> Any:
+        """Return what `LLM.generate` takes as `use_tqdm`."""
+        return False
 
     @staticmethod
     def bundled_requests(prompts: dict[str, Any]) -> list[Any]:
@@ -135,7 +135,7 @@ class Engine:
         ask = self.llm.chat if self.is_chat else self.llm.generate
         chosen = range(len(self.requests)) if indices is None else indices
         params = [sampling_params(sampling, seed=None if seed is None else seed + i) for i in chosen]
-        return ask([self.requests[i] for i in chosen], params, use_tqdm=_progress(self.report))
+        return ask([self.requests[i] for i in chosen], params, use_tqdm=self.progress())
 
     def counters(self) -> dict[str, int] | None:
         """Return what our counters say now; None for vanilla."""
@@ -176,27 +176,6 @@ def sampling_params(sampling: dict[str, Any], **more: Any) -> Any:
 def gain(before: dict[str, int] | None, after: dict[str, int] | None) -> dict[str, int] | None:
     """Return what counters gained between two readings, None where there are none."""
     return None if before is None or after is None else metrics.difference(before, after)
-
-
-def _progress(report: Report) -> Any:
-    """Return a tqdm class whose updates become events, or False where nobody listens."""
-    if report is silent:
-        return False
-    from tqdm import tqdm
-
-    class Reporter(tqdm):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            # LLM.generate shows one bar for rendering prompts and one for processing them; only the second counts.
-            self._counts = str(kwargs.get("desc", "")).startswith("Processed")
-            super().__init__(*args, **kwargs | {"file": open(os.devnull, "w")})  # noqa: SIM115
-
-        def update(self, n: float | None = 1) -> bool | None:
-            shown = super().update(n)
-            if self._counts:
-                report("progress", {"done": int(self.n)})
-            return shown
-
-    return Reporter
 
 
 if __name__ == "__main__":

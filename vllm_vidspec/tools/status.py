@@ -39,12 +39,9 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Reading:
-    """What a server showed at one time.
+    """What a server showed at one time: our counters and vLLM's figures, which may be empty, by engine.
 
-    Attributes:
-        at: Of a clock that does not jump, in seconds.
-        engines: Our counters, by engine.
-        vllm: vLLM's figures, by engine; may be empty.
+    `at` is of a clock that does not jump, in seconds.
     """
 
     at: float

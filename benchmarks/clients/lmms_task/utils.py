@@ -1,6 +1,13 @@
 """A task of lmms-eval on held-out videos of shape world: how much of what a caption tells is right."""
 
+import sys
+from pathlib import Path
+
+import vllm_vidspec
 from vllm_vidspec.shapeworld import world
+
+sys.path.append(str(Path(vllm_vidspec.__file__).parents[1]))  # of the clone: lmms-eval runs a copy of this file
+from vidspec_tools import captions
 
 
 def doc_to_visual(doc):
@@ -26,5 +33,5 @@ def process_results(doc, results):
 
 def pooled(items):
     """Return the share of all attributes that is right."""
-    scores = [score for said, facts in items for score in world.score_caption(said, facts).values()]
-    return sum(right for right, _ in scores) / sum(total for _, total in scores)
+    said, facts = zip(*items, strict=True)
+    return captions.accuracy(captions.count_right(said, facts))

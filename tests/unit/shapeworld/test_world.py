@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from training.tiny_labels import LABELS, labels_of
 from vidspec_tools import captions
 from vllm_vidspec.shapeworld import world
 
@@ -20,7 +21,8 @@ def test_equal_seeds_give_equal_samples() -> None:
     first, second = world.make_sample(17), world.make_sample(17)
     assert np.array_equal(first.frames, second.frames)
     assert (first.caption, first.facts) == (second.caption, second.facts)
-    assert all(np.array_equal(first.labels[name], second.labels[name]) for name in world.LABELS)
+    labels = [labels_of(one) for one in (first, second)]
+    assert all(np.array_equal(labels[0][name], labels[1][name]) for name in LABELS)
     assert not np.array_equal(first.frames, world.make_sample(18).frames)
     assert world.held_out(3).caption == world.make_sample(world.HELD_OUT_SEED + 3).caption
 
@@ -31,19 +33,20 @@ def test_samples(samples: list[world.Sample]) -> None:
     assert len(world.vocabulary()) == len(vocabulary) <= 1024
     for sample in samples:
         assert sample.frames.shape == (32, 112, 112, 3) and sample.frames.dtype == np.uint8
-        assert set(sample.labels) == set(world.LABELS)
-        for name, num_classes in world.LABELS.items():
-            assert sample.labels[name].shape == cells
-            assert sample.labels[name].min() >= 0 and sample.labels[name].max() < num_classes
+        labels = labels_of(sample)
+        assert set(labels) == set(LABELS)
+        for name, num_classes in LABELS.items():
+            assert labels[name].shape == cells
+            assert labels[name].min() >= 0 and labels[name].max() < num_classes
         assert 2 <= len(sample.facts) <= 4
         assert np.array_equal(np.unique(sample.scene_of_frame), np.arange(len(sample.facts)))
         words = sample.caption.split()
         assert 80 <= len(words) <= 200 and set(words) <= vocabulary
-        assert world.parse_caption(sample.caption) == list(sample.facts)
-        assert all(right == total for right, total in world.score_caption(sample.caption, sample.facts).values())
-        assert all(right == 0 for right, _ in world.score_caption("", sample.facts).values())
+        assert captions.parse_caption(sample.caption) == list(sample.facts)
+        assert all(right == total for right, total in captions.score_caption(sample.caption, sample.facts).values())
+        assert all(right == 0 for right, _ in captions.score_caption("", sample.facts).values())
         # A tenth of the cells holds (nearly) all shapes: a good choice of a tenth loses little, a random one much.
-        is_shape = sample.labels["color"] > 0
+        is_shape = labels["color"] > 0
         assert 0.03 <= is_shape.mean() <= 0.12
         # Every described shape is on screen for VISIBLE_FRAMES frames of its scene, and no longer.
         for scene_idx, scene in enumerate(sample.facts):
@@ -58,7 +61,7 @@ def test_other_styles_say_the_same_facts(samples: list[world.Sample], style: str
     for ours, usual in zip(styled, samples, strict=True):
         assert ours.facts == usual.facts and np.array_equal(ours.frames, usual.frames)
         assert ours.caption != usual.caption and set(ours.caption.split()) <= set(world.vocabulary())
-        assert world.parse_caption(ours.caption) == list(ours.facts)
+        assert captions.parse_caption(ours.caption) == list(ours.facts)
 
 
 def test_wordy_captions_are_mostly_filler() -> None:
@@ -79,7 +82,7 @@ def test_a_wrong_word_costs_its_attribute(samples: list[world.Sample]) -> None:
     wrong = next(shape for shape in world.SHAPES if shape != scene.objects[0].shape)
     other = dataclasses.replace(scene.objects[0], shape=wrong)
     facts = (dataclasses.replace(scene, objects=(other, *scene.objects[1:])), *sample.facts[1:])
-    scores = world.score_caption(sample.caption, facts)
+    scores = captions.score_caption(sample.caption, facts)
     assert scores["shape"] == (scores["shape"][1] - 1, scores["shape"][1])
     assert all(right == total for name, (right, total) in scores.items() if name != "shape")
 
@@ -97,5 +100,5 @@ def test_lasting_shapes_are_a_choice() -> None:
     """The denser videos that vision towers are trained on show each shape for its whole scene."""
     pairs = [[world.make_sample(seed, brief) for brief in (True, False)] for seed in SEEDS]
     assert all(brief.facts == lasting.facts for brief, lasting in pairs)
-    brief, lasting = (sum((pair[i].labels["color"] > 0).sum() for pair in pairs) for i in (0, 1))
+    brief, lasting = (sum((labels_of(pair[i])["color"] > 0).sum() for pair in pairs) for i in (0, 1))
     assert lasting > 1.5 * brief

@@ -91,10 +91,8 @@ def hear_request_choices(prefix: str, calls_tools: str, check: Callable) -> None
     client's corrected request would be missed there. In `vllm_xargs` vLLM turns false into 0 and answers other types
     with a list of all that it would have taken, so ours are lifted out before it looks.
 
-    Args:
-        prefix: Of our parameters' names; beside or in `vllm_xargs`.
-        calls_tools: The name under which requests with tools are marked.
-        check: Parameters of a request -> None; raises VidSpecError. The last given is used.
+    `check` (the last given is used) raises VidSpecError for a request's parameters; all of ours begin with `prefix`,
+    and `calls_tools` is the one that marks requests with tools.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat

@@ -13,11 +13,8 @@ def hook_engine_config(translate: Callable, finish: Callable) -> None:
     """Wrap `EngineArgs.create_engine_config`.
 
     Why: vLLM knows no third-party speculative methods, and `worker_cls` is read before `create_speculative_config`
-    runs, so this is the first place where "vidspec" can become something that vLLM understands.
-
-    Args:
-        translate: `EngineArgs -> VidSpecConfig | None`; rewrites the arguments, before vLLM builds its configuration.
-        finish: `(VllmConfig, VidSpecConfig) -> None`; checks what vLLM built.
+    runs, so this is the first place where "vidspec" can become something that vLLM understands. `translate` makes a
+    `VidSpecConfig` of `EngineArgs`, which it rewrites, or None; `finish` checks what vLLM built.
     """
     from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs

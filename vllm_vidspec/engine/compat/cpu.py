@@ -71,45 +71,37 @@ def speed_up_interpreter_kernels() -> None:
         *("seeds_ptr", "pos_ptr", "temp_ptr", "vocab_size", "BLOCK_SIZE"),
         *("IS_DRAFTING", "APPLY_TEMPERATURE", "USE_FP64"),
     )
-    replace(
-        penalties,
-        "_penalties_kernel",
-        lambda _: kernels.Twin(kernels.penalties),
-        *("logits_ptr", "expanded_idx_mapping_ptr", "token_ids_ptr", "expanded_local_pos_ptr"),
-        *("repetition_penalty_ptr", "frequency_penalty_ptr", "presence_penalty_ptr"),
-        *("prompt_bin_mask_ptr", "output_bin_counts_ptr", "vocab_size"),
-    )
-    replace(
-        bad_words,
-        "_bad_words_kernel",
-        lambda _: kernels.Twin(kernels.bad_words),
-        *("logits_ptr", "expanded_idx_mapping_ptr", "bad_word_token_ids_ptr", "bad_word_offsets_ptr"),
-        *("num_bad_words_ptr", "all_token_ids_ptr", "prompt_len_ptr", "total_len_ptr"),
-        *("input_ids_ptr", "expanded_local_pos_ptr"),
-    )
-    replace(
-        logprob,
-        "_topk_log_softmax_kernel",
-        lambda _: kernels.Twin(logprob_kernels.topk_log_softmax),
-        *("output_ptr", "logits_ptr", "topk_ids_ptr", "topk", "vocab_size", "BLOCK_SIZE"),
-    )
-    replace(
-        logprob,
-        "_ranks_kernel",
-        lambda _: kernels.Twin(logprob_kernels.ranks),
-        *("output_ptr", "logits_ptr", "token_ids_ptr", "vocab_size", "BLOCK_SIZE"),
-    )
-    replace(
-        rejection_sampler,
-        "_flatten_sampled_kernel",
-        lambda _: kernels.Twin(logprob_kernels.flatten_sampled),
-        *("flat_sampled_ptr", "sampled_ptr", "num_sampled_ptr", "cu_num_logits_ptr"),
-    )
+    for module, run, names in (
+        (
+            penalties,
+            kernels.penalties,
+            "logits_ptr expanded_idx_mapping_ptr token_ids_ptr expanded_local_pos_ptr repetition_penalty_ptr "
+            "frequency_penalty_ptr presence_penalty_ptr prompt_bin_mask_ptr output_bin_counts_ptr vocab_size",
+        ),
+        (
+            bad_words,
+            kernels.bad_words,
+            "logits_ptr expanded_idx_mapping_ptr bad_word_token_ids_ptr bad_word_offsets_ptr num_bad_words_ptr "
+            "all_token_ids_ptr prompt_len_ptr total_len_ptr input_ids_ptr expanded_local_pos_ptr",
+        ),
+        (
+            logprob,
+            logprob_kernels.topk_log_softmax,
+            "output_ptr logits_ptr topk_ids_ptr topk vocab_size BLOCK_SIZE",
+        ),
+        (logprob, logprob_kernels.ranks, "output_ptr logits_ptr token_ids_ptr vocab_size BLOCK_SIZE"),
+        (
+            rejection_sampler,
+            logprob_kernels.flatten_sampled,
+            "flat_sampled_ptr sampled_ptr num_sampled_ptr cu_num_logits_ptr",
+        ),
+    ):
+        make = functools.partial(lambda run, _: kernels.Twin(run), run)
+        replace(module, f"_{run.__name__}_kernel", make, *names.split())
     speed_up_batch_kernels()
 
 
 def whole_twin(name: str) -> Callable | None:
-    """Return the function that serves the whole grid of a kernel `_<name>_kernel`, None where there is none."""
     return next((getattr(module, name) for module in _TWINS if hasattr(module, name)), None)
 
 
