@@ -174,9 +174,9 @@ def measure_mixed(
 def run_mixed(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure mixed traffic of 16 with the bundled pair as it is; keep it in the file, and print it."""
     benchmark = scaling.ScalingBenchmark(
-        families=(FAMILY,), axis="video_tokens", values=(4096.0,), inflate=(0.0,), batch_size=16, rounds=args.rounds,
+        families=(FAMILY,), video_tokens=4096, batch_size=16, rounds=args.rounds,
         max_tokens=args.max_tokens, draft=DRAFTS["bundled"][1],
-    ).at(4096)  # fmt: skip
+    )  # fmt: skip
     workload = parallel.workload_for(benchmark, FAMILY, 0.0, silent)
     rows = measure_mixed(benchmark, workload, variants(tuple(int(k) for k in args.fixed.split(","))))
     path = Path(args.json)
@@ -227,9 +227,9 @@ def measure(
     """Let the same engines answer the rounds of one cell after another; yield tokens, batch and the cell's rows."""
     longest, largest = max(tokens for tokens, _ in points), max(batch for _, batch in points)
     benchmark = scaling.ScalingBenchmark(
-        families=(family,), axis="video_tokens", values=(float(longest),), inflate=(pads,), batch_size=largest,
-        rounds=args.rounds, max_tokens=args.max_tokens, draft=draft,
-    ).at(longest)  # fmt: skip
+        families=(family,), video_tokens=longest, inflate=(pads,), batch_size=largest, rounds=args.rounds,
+        max_tokens=args.max_tokens, draft=draft,
+    )  # fmt: skip
     workload = parallel.workload_for(benchmark, family, pads, silent)
     num_videos = [tokens // scaling.VIDEO_TOKENS for tokens, batch in points for _ in range(batch * args.rounds)]
     begin = 0

@@ -119,36 +119,6 @@ def sweep(**given):
     return acceptance.Sweep(axes, **{"requests": 2} | given)
 
 
-class FakeEngines:
-    """Stands for `acceptance.run_job`: answers as an engine would, and keeps the jobs that it was given.
-
-    Attributes:
-        jobs: Those that were run.
-        answer: What an engine says to every request; ours and vanilla's are the same unless `ours` is set.
-        fails: A job -> why its engine fails, None where it does not.
-    """
-
-    def __init__(self):
-        self.jobs, self.ours, self.fails = [], None, lambda job: None
-
-    def __call__(self, job, report, running):
-        self.jobs.append(job)
-        if reason := self.fails(job):
-            raise reason
-        spec, gained = job["llm"].get("speculative_config"), None
-        if spec:
-            gained = counters(1.0 if spec["pruner"] == "none" else 1 - spec["prune_ratio"])
-        token_ids = [[1, 2]] * len(job["prompts"]["held_out"])
-        if spec and self.ours:
-            token_ids[-1] = self.ours
-        result = {"seconds": 1.0, "metrics": gained, "token_ids": token_ids, "scheduling": "sync"}
-        report("ready", {})
-        for _ in job["samplings"]:
-            report("progress", {"done": 1})
-            report("result", result)
-        return [result for _ in job["samplings"]]
-
-
 def answer_captions(session, command, **counters):
     """Answer as an engine of shape-world captions; `counters` stand beside or for its own.
 

@@ -1,18 +1,19 @@
 """`vidspec calibrate` without an engine: candidates, the rule of choice, the search, the file, the plot, errors."""
 
-import contextlib
 import json
-import sys
+import os
+import signal
 import threading
 
 import pytest
 
-from tools.common import invoke
+from tools.common import invoke, is_gone
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import NAMES
-from vllm_vidspec.tools import calibrate, calibration_views, engine_session
+from vllm_vidspec.tools import calibrate, calibration_views
 from vllm_vidspec.tools.calibrate import Calibration, Measurement, choose, layer_sets, uv_layers
+from vllm_vidspec.tools.engine_session import EngineSession
 
 TOKENS = 300  # that verify steps emit, whatever the draft
 
@@ -166,31 +167,20 @@ def test_a_session_answers_and_says_why_it_stopped(tmp_path, monkeypatch):
         "    if 'die' in line: sys.exit('ValueError: it died')\n"
         "    if 'hang' in line: time.sleep(60)\n"
         "    send(event='progress', done=1)\n"
-        "    send(event='answer', echo=json.loads(line))\n"
+        "    send(event='answer', echo=json.loads(line), pid=os.getpid())\n"
     )
-    program = tmp_path / "python"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} {job} "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.setattr(engine_session.sys, "executable", str(program))
-    told, held = [], []
-
-    @contextlib.contextmanager
-    def hold(process):
-        held.append(process)
-        yield
-        held.append("let go")
-
-    with engine_session.EngineSession({"llm": 1}, hold) as session:
-        assert session.ready == {"echo": {"llm": 1}}
-        assert session.ask({"command": "x"}, lambda *event: told.append(event)) == {"echo": {"command": "x"}}
+    monkeypatch.setattr(EngineSession, "program", (str(job),))
+    told = []
+    with EngineSession({"llm": 1}) as session:
+        assert session.ready["echo"] == {"llm": 1}
+        assert session.ask({"command": "x"}, lambda *event: told.append(event))["echo"] == {"command": "x"}
         assert told == [("progress", {"done": 1})]
         for _ in range(2):
             with pytest.raises(VidSpecError, match=r"^the engine stopped: ValueError: it died$"):
                 session.ask({"command": "die"})
-    assert not session.folder.exists()
-    assert held[0].poll() is not None and held[1:] == ["let go"]
+    assert not session.folder.exists() and is_gone(session.ready["pid"])
 
-    with engine_session.EngineSession({"llm": 1}, hold) as session:
-        threading.Timer(0.1, held[-1].kill).start()
+    with EngineSession({"llm": 1}) as session:
+        threading.Timer(0.1, os.kill, (session.ready["pid"], signal.SIGKILL)).start()
         with pytest.raises(VidSpecError, match=r"^the engine stopped: it wrote nothing$"):
             session.ask({"command": "hang"})

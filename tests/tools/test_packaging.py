@@ -134,7 +134,7 @@ def test_the_package_does_without_the_tools_of_the_clone(tmp_path):
         run = subprocess.run(args, capture_output=True, text=True, cwd=tmp_path, env=env)
         assert run.returncode == 2
         where = "are not in the wheel: run `python -m vllm_vidspec.cli` in a clone"
-        assert run.stderr == f"vidspec: bench, plan, show-pruning, show-relevance {where}\n"
+        assert run.stderr == f"vidspec: bench, plan, show-pruning {where}\n"
 
 
 ENTRY_POINTS = {

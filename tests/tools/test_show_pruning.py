@@ -58,9 +58,7 @@ def test_of_several_video_frames_to_a_model_frame_the_first_is_drawn():
 def test_more_frames_than_columns_are_evenly_spaced_and_said():
     grid = TokenGrid(64, 2, 2)
     layout = Layout.fit(grid, 16)
-    assert layout.frames[0] == 0
-    assert layout.frames[-1] == 63
-    assert len(set(layout.frames)) == 16
+    assert (layout.frames[0], layout.frames[-1], len(set(layout.frames))) == (0, 63, 16)
     assert "16 evenly spaced ones shown" in contact_sheet._caption(grid, layout, 1)[0]
     assert "evenly" not in contact_sheet._caption(GRID, Layout.fit(GRID, 16), 2)[0]
 
@@ -70,9 +68,7 @@ def test_everything_is_inside_the_picture():
         layout = Layout.fit(grid, 16)
         width, height = layout.size(3)
         right, bottom = layout.token_box(2, len(layout.frames) - 1, grid.height - 1, grid.width - 1)[2:]
-        assert right < width
-        assert bottom < height - 2 * 22
-        assert width < 2500
+        assert right < width < 2500 and bottom < height - 2 * 22
 
 
 def test_labels_are_drawn_and_written_in_words(tmp_path):
@@ -100,11 +96,8 @@ def test_positional_bias_and_trailing_tokens():
     assert row(kept=()).ends_frac is None
 
 
-def record(pruner, kept, scores=None, features=None):
-    return Record(pruner, GRID, torch.tensor(kept), scores, features)
-
-
 def test_choice_is_the_engines_and_a_difference_is_refused():
+    record = lambda pruner, kept, scores=None: Record(pruner, GRID, torch.tensor(kept), scores, None)  # noqa: E731
     scores = torch.zeros(96)
     scores[[3, 50, 90]] = torch.tensor([5.0, 2.0, 1.0])  # the first draws lambda_r by itself
     show = Show(prune_ratio=0.97, pruners=("attention", "specvlm", "uniform"))  # 2 of 96 tokens
@@ -147,31 +140,21 @@ def test_one_engine_per_kind_of_guidance():
     assert engines("fastvid", "dycoke", "uniform") == ["fastvid"]
 
 
-@pytest.fixture
-def looked(monkeypatch):
-    """Replace the engines by one that measured rising scores; return the pruners that engines were started with."""
-    ran = []
-    grid, scores = TokenGrid(16, 4, 4), torch.arange(256).float()
+def test_command_writes_a_picture(monkeypatch, tmp_path):
+    """The engine measured rising scores."""
+    pytest.importorskip("cv2")
+    ran, grid, scores = [], TokenGrid(16, 4, 4), torch.arange(256).float()
 
     def look(show, pruners, report):
         ran.extend(pruners)
-        report("plan", {"total": 1})
-        report("loading", {"label": "engine"})
-        report("measured", {})
         return [Record("attention", grid, torch.arange(231, 256), scores, None)]
 
     monkeypatch.setattr(show_pruning, "_look", look)
-    return ran
-
-
-def test_command_writes_a_picture(looked, tmp_path):
-    pytest.importorskip("cv2")
     out = tmp_path / "p.png"
     result = invoke("show-pruning", "--pruner", "uniform,window,specvlm", "--out", str(out))
     assert result.exit_code == 0, result.output
-    assert "window:middle" in result.stdout
-    assert looked == ["specvlm"]
-    assert Image.open(out).size == Layout.fit(TokenGrid(16, 4, 4), 16).size(3)
+    assert "window:middle" in result.stdout and ran == ["specvlm"]
+    assert Image.open(out).size == Layout.fit(grid, 16).size(3)
 
 
 def test_read_video_samples_as_vllm_does(tmp_path):

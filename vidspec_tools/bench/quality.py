@@ -1,6 +1,7 @@
 """`vidspec bench quality`: what verification by each scorer leaves of the captions' facts; engines are subprocesses."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -36,8 +37,6 @@ DEFAULTS: dict[str, Any] = {
     "relevance_rows": "token",
     "fly_entropy": 0.3,
 }
-
-
 # Fields of `Quality` that a row repeats.
 _SHARED = ("draft", "num_speculative_tokens", "prune_ratio", "requests", "batch_size", "max_tokens", "seed", "knobs")
 
@@ -64,59 +63,39 @@ class Setting:
 
 @dataclass(frozen=True)
 class Quality:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        families: Bundled pairs.
-        draft: Which of a pair's drafts: "draft" or "far".
-        temperatures: Of the target and the draft.
-        draft_noises: Values of the knob; at temperature 0 they are all the same, and only the first is measured.
-        scorers: Of LOSSY; strict is always measured.
-        lambdas: Shares of mismatches that `loose` and `random` accept.
-        top_ns: N of `loose`.
-        position_shifts: Whether `loose` tolerates shifts.
-        relevance_rows: Whose states `loose` looks at.
-        fly_entropies: Thresholds of `fly` and `fly-entropy`.
-        requests: Held-out videos, one caption each.
-        batch_size: vLLM's max_num_seqs.
-        num_speculative_tokens: Draft tokens per verify step.
-        prune_ratio: Share of the video tokens that the draft does not see.
-        max_tokens: Longest caption in tokens.
-        seed: Request i samples with seed + i.
-        knobs: Further knobs of VidSpecConfig, of all engines.
-        question: What is asked about each video.
-    """
-
-    families: tuple[str, ...] = ("qwen2.5-vl",)
-    draft: str = DRAFT
-    temperatures: tuple[float, ...] = (0.0,)
+    families: tuple[str, ...] = ("qwen2.5-vl",)  # bundled pairs
+    draft: str = DRAFT  # which of a pair's drafts: "draft" or "far"
+    temperatures: tuple[float, ...] = (0.0,)  # of the target and the draft
+    # Values of the knob; at temperature 0 they are all the same, and only the first is measured
     draft_noises: tuple[str, ...] = ("shared",)
-    scorers: tuple[str, ...] = LOSSY
-    lambdas: tuple[float, ...] = (0.2, 0.5, 0.7, 0.9)
-    top_ns: tuple[int, ...] = (10,)
-    position_shifts: tuple[bool, ...] = (False, True)
-    relevance_rows: tuple[str, ...] = ("token",)
-    fly_entropies: tuple[float, ...] = (0.3,)
-    requests: int = 64
-    batch_size: int = 16
-    num_speculative_tokens: int = 10
-    prune_ratio: float = 0.9
-    max_tokens: int = 256
-    seed: int = 0
-    knobs: dict[str, Any] = field(default_factory=dict)
-    question: str = pairs.DEFAULT_QUESTION
+    scorers: tuple[str, ...] = LOSSY  # of LOSSY; strict is always measured
+    lambdas: tuple[float, ...] = (0.2, 0.5, 0.7, 0.9)  # shares of mismatches that `loose` and `random` accept
+    top_ns: tuple[int, ...] = (10,)  # N of `loose`
+    position_shifts: tuple[bool, ...] = (False, True)  # whether `loose` tolerates shifts
+    relevance_rows: tuple[str, ...] = ("token",)  # whose states `loose` looks at
+    fly_entropies: tuple[float, ...] = (0.3,)  # thresholds of `fly` and `fly-entropy`
+    requests: int = 64  # held-out videos, one caption each
+    batch_size: int = 16  # vLLM's max_num_seqs
+    num_speculative_tokens: int = 10  # draft tokens per verify step
+    prune_ratio: float = 0.9  # share of the video tokens that the draft does not see
+    max_tokens: int = 256  # longest caption in tokens
+    seed: int = 0  # request i samples with seed + i
+    knobs: dict[str, Any] = field(default_factory=dict)  # further knobs of VidSpecConfig, of all engines
+    question: str = pairs.DEFAULT_QUESTION  # what is asked about each video
 
     def settings(self) -> list[Setting]:
-        """Return what every engine is tried with: strict first, then the scorers in the order asked for.
-
-        `loose` has every lambda at the N closest to the default: in the first way to take shifts and states, then with
-        the other way to take shifts, then with the other states. The other N are tried with the lambda closest to the
-        default, in the first way to take shifts.
-        """
+        """Return what every engine is tried with: strict first, then the scorers in the order asked for."""
         found = [Setting(STRICT)]
         for scorer in self.scorers:
             if scorer == "loose":
-                found += self._loose_settings()
+                others = itertools.product(self.relevance_rows, self.position_shifts, self.top_ns)
+                found += [
+                    Setting(scorer, value, top_n, shift, rows)
+                    for rows, shift, top_n in others
+                    for value in self.lambdas
+                ]
             elif scorer == "random":
                 found += [Setting(scorer, value, position_shift=False) for value in self.lambdas]
             elif scorer in ("fly", "fly-entropy"):
@@ -124,17 +103,6 @@ class Quality:
             else:
                 found.append(Setting(scorer))
         return list(dict.fromkeys(found))
-
-    def _loose_settings(self) -> list[Setting]:
-        usual_n = closest(self.top_ns, DEFAULTS["top_n"])
-        usual_lambda = closest(self.lambdas, DEFAULTS["lambda_loose"])
-        first_shift, first_rows = self.position_shifts[0], self.relevance_rows[0]
-        variants = [(shift, first_rows) for shift in self.position_shifts]
-        variants += [(first_shift, rows) for rows in self.relevance_rows[1:]]
-        lambdas = [Setting("loose", value, usual_n, *variant) for variant in variants for value in self.lambdas]
-        others = [value for value in self.top_ns if value != usual_n]
-        by_rows = [(first_shift, rows) for rows in self.relevance_rows]
-        return lambdas + [Setting("loose", usual_lambda, value, *way) for way in by_rows for value in others]
 
     def temperatures_of(self, draft_noise: str) -> list[float]:
         """Return the temperatures that an engine with this noise is asked at."""
@@ -176,15 +144,8 @@ class Quality:
         return answer_command(knobs, seed=self.seed, watch=setting is not None, **sampling)
 
 
-def closest(values: Sequence[Any], default: Any) -> Any:
-    """Return the value that is closest to a default; of equally close ones the first."""
-    return min(values, key=lambda value: abs(value - default))
-
-
 def check(quality: Quality) -> None:
     """Refuse a wrong value, in one line, before an engine starts."""
-    if min(quality.requests, quality.batch_size) < 1 or quality.max_tokens < 2:
-        raise VidSpecError("--requests and --batch-size must be at least 1, --max-tokens at least 2")
     for temperature in quality.temperatures:
         if not 0 <= temperature < float("inf"):
             raise VidSpecError(f"--temperature: {temperature:g} is no temperature")
@@ -249,23 +210,15 @@ def _session(quality: Quality, job: dict[str, Any], label: str, report: Report) 
 
 @dataclass(frozen=True)
 class Panel:
-    """What is compared with one another.
+    """What is compared with one another: a pair's captions at a temperature."""
 
-    Attributes:
-        quality: What is measured.
-        family: The pair.
-        temperature: Of the target and the draft.
-        draft_noise: The engine's; None for a model alone.
-        reference: Of the target alone, at this temperature and with these seeds, what `session_job` answered.
-        facts: What each video shows.
-    """
-
-    quality: Quality
-    family: str
-    temperature: float
-    draft_noise: str | None
+    quality: Quality  # what is measured
+    family: str  # the pair
+    temperature: float  # of the target and the draft
+    draft_noise: str | None  # the engine's; None for a model alone
+    # Of the target alone, at this temperature and with these seeds, what `session_job` answered
     reference: dict[str, Any]
-    facts: Sequence[Any]
+    facts: Sequence[Any]  # what each video shows
 
     def measure(self, session: BenchSession) -> Iterator[dict[str, Any]]:
         """Yield the row of every setting of one engine; strict's comes first."""
@@ -285,8 +238,7 @@ class Panel:
             answer: The engine's, as `reference`.
             strict_length: Acceptance length of strict in the same engine; None: this is strict, or there are no drafts.
         """
-        counts, target_counts = (count_right(texts["texts"], self.facts) for texts in (answer, self.reference))
-        found, at_best = accuracies(counts), accuracies(target_counts)
+        found, at_best = (accuracies(count_right(one["texts"], self.facts)) for one in (answer, self.reference))
         captions = answer["captions"] or []
         output_tokens = sum(map(len, answer["token_ids"]))
         return {
@@ -316,36 +268,35 @@ def _require_whole(label: str, setting: Setting, counters: dict[str, int]) -> No
         raise VidSpecError(f"{label}: nothing was drafted, the captions are too short")
 
 
+def knob(row: dict[str, Any]) -> float | None:
+    """Return lambda, or the threshold of the two FLy."""
+    return row["fly_entropy"] if row["lambda_loose"] is None else row["lambda_loose"]
+
+
 def setting_name(row: dict[str, Any]) -> str:
     """Return a setting in a few characters: "loose 0.7 N1 shift pred".
 
     The number is lambda, or of the two FLy the threshold; N is not said where it is the default; "pred" reads the
     states that predict the drafts.
     """
-    value = knob(row)
-    words = [row["method"]] + ([] if value is None else [f"{value:g}"])
+    value, (method, *more) = knob(row), line_name(row).split()
+    return " ".join([method, *([] if value is None else [f"{value:g}"]), *more])
+
+
+def line_name(row: dict[str, Any]) -> str:
+    """Return a setting without its lambda or threshold."""
+    words = [row["method"]]
     if row["top_n"] not in (None, DEFAULTS["top_n"]):
         words.append(f"N{row['top_n']:g}")
-    return " ".join(words + deviations(row))
-
-
-def knob(row: dict[str, Any]) -> float | None:
-    """Return lambda, or the threshold of the two FLy."""
-    return row["fly_entropy"] if row["lambda_loose"] is None else row["lambda_loose"]
-
-
-def deviations(row: dict[str, Any]) -> list[str]:
-    """Return what `loose` does beside the paper, in a word each."""
-    return ["shift"] * bool(row["position_shift"]) + ["pred"] * (row["relevance_rows"] == "prediction")
+    return " ".join(
+        words + ["shift"] * bool(row["position_shift"]) + ["pred"] * (row["relevance_rows"] == "prediction")
+    )
 
 
 def draft_figures(counters: dict[str, int] | None, num_verified: int, strict_length: float | None) -> dict[str, Any]:
-    """Return what the drafts gained; None where there were none.
+    """Return what the drafts gained in one batch; None where there were none.
 
-    Args:
-        counters: The gain of one batch.
-        num_verified: Output tokens that came from verify steps: all but a request's first.
-        strict_length: As in `Panel.row`.
+    `num_verified` are output tokens that came from verify steps: all but a request's first.
 
     Returns:
         `acceptance_length` and `ratio_to_strict`, `num_drafts`, and `delivered_length`: output tokens per verify step.

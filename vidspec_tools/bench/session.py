@@ -52,7 +52,7 @@ def run_job() -> None:
 class BenchEngine(Engine):
     """An engine whose steps are timed."""
 
-    commands: ClassVar[tuple[str, ...]] = (*Engine.commands, "look", "clock", "batch", "timeline", "retune")
+    commands: ClassVar[tuple[str, ...]] = (*Engine.commands, "look", "clock", "batch", "retune")
 
     @classmethod
     def prepare(cls, job: dict[str, Any]) -> None:
@@ -150,7 +150,7 @@ class BenchEngine(Engine):
             `token_ids`; `ttft_s`, from handing the request in (its video still to be preprocessed) to the first token;
             `decode_s`, from the first token to the last; `step_s`, the wall time of each step in between; `verified`,
             what our counters gained in each of these steps: drafts verified, drafts accepted, stale streams (nothing
-            for vanilla); `metrics`; `start_s`, when it was handed in, by time.monotonic().
+            for vanilla); `metrics`.
         """
         enqueue = self.llm.enqueue_chat if self.is_chat else self.llm.enqueue
         engine, steps, outputs = self.llm.llm_engine, [], []
@@ -166,7 +166,6 @@ class BenchEngine(Engine):
         noted = outputs[-1].metrics
         return {
             "token_ids": list(outputs[-1].outputs[0].token_ids),
-            "start_s": start,
             "ttft_s": noted.first_token_ts - start,
             "decode_s": noted.last_token_ts - noted.first_token_ts,
             "step_s": [end - begin for begin, end in steps if begin >= noted.first_token_ts],
@@ -198,10 +197,6 @@ class BenchEngine(Engine):
             ],
             "metrics": gain(before, self.counters()),
         }
-
-    def timeline(self, on: bool) -> dict[str, Any]:
-        """Return what target and drafter have done since watching began, as `events`, and go on watching or not."""
-        return {"events": self.llm.collective_rpc("vidspec_timeline", args=(on,))[0]}
 
 
 def _watched_captions(tokenizer: Any, outputs: list[Any], watched: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""Pictures of what pruning and scoring do to one video: `vidspec show-pruning` and `vidspec show-relevance`."""
+"""A picture of what pruning does to one video: `vidspec show-pruning`."""

@@ -28,17 +28,11 @@ _BACKGROUND, _TEXT, _FAINT, _ACCENT = (20, 22, 27), (236, 238, 242), (150, 156, 
 
 @dataclass(frozen=True)
 class Row:
-    """What one pruner kept.
+    """What one pruner kept."""
 
-    Attributes:
-        pruner: Its name.
-        kept_indices: int64 `[k]`, ascending.
-        grid: Layout of the video's tokens.
-    """
-
-    pruner: str
-    kept_indices: "Tensor"
-    grid: "TokenGrid"
+    pruner: str  # its name
+    kept_indices: "Tensor"  # int64 `[k]`, ascending
+    grid: "TokenGrid"  # layout of the video's tokens
 
     @cached_property
     def is_kept(self) -> np.ndarray:
@@ -81,17 +75,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things are in the picture, in pixels.
+    """Where things are in the picture, in pixels."""
 
-    Attributes:
-        grid: Layout of the video's tokens.
-        frames: The frames shown, one per column.
-        token: Side of a token.
-    """
-
-    grid: "TokenGrid"
-    frames: tuple[int, ...]
-    token: int
+    grid: "TokenGrid"  # layout of the video's tokens
+    frames: tuple[int, ...]  # the frames shown, one per column
+    token: int  # side of a token
 
     @classmethod
     def fit(cls, grid: "TokenGrid", columns: int) -> "Layout":

@@ -1,16 +1,17 @@
 """`vidspec show-pruning`: what each pruner leaves of one video, as a picture; scores come from engine subprocesses."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vidspec_tools.bench.session import BenchSession
 from vidspec_tools.pictures import contact_sheet
-from vidspec_tools.pictures.picture import Picture
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.progress import Report, silent
-from vllm_vidspec.tools.user_files import read_video
+from vllm_vidspec.tools.subject import Subject
+from vllm_vidspec.tools.user_files import check_output, read_video
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,19 +23,24 @@ PRUNERS = ("uniform", "random", "specvlm", "attention", "uv", "dycoke")
 
 
 @dataclass(frozen=True)
-class Show(Picture):
-    """What to show.
+class Show(Subject):
+    """What to show."""
 
-    Attributes:
-        pruners: One row each.
-        columns: Most frames in a row.
-        calibration: A file of `vidspec calibrate`; None: the bundled pair's own.
-    """
+    video: str | None = None  # a file; None: the bundled one
+    out: str = "pruning.png"  # the file to write
+    pruners: tuple[str, ...] = PRUNERS  # one row each
+    columns: int = 16  # most frames in a row
+    calibration: str | None = None  # a file of `vidspec calibrate`; None: the bundled pair's own
 
-    out: str = "pruning.png"
-    pruners: tuple[str, ...] = PRUNERS
-    columns: int = 16
-    calibration: str | None = None
+    @property
+    def path(self) -> Path:
+        """The video's file."""
+        return pairs.sample_video() if self.video is None else Path(self.video)
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """The video."""
+        return {"videos": [str(self.path)]}
 
     @property
     def num_frames(self) -> int:
@@ -58,13 +64,12 @@ class Record:
 
 def check(show: Show) -> None:
     """Refuse a wrong value, in one line, before an engine starts."""
-    show.check_files((".png",))
+    show.check()
+    check_output(show.out, suffixes=(".png",))
     if not show.pruners:
         raise VidSpecError("--pruner: no value given")
     for pruner in show.pruners:
         show.config(pruner=pruner)
-    if show.columns < 1:
-        raise VidSpecError("--columns must be at least 1")
 
 
 def run(show: Show, report: Report = silent) -> dict[str, Any]:

@@ -15,40 +15,23 @@ QUANTISATIONS = {FP8: 1.0, INT4: 0.5 + 2.5 / 128}
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder and the vision tower before it, in numbers; biases and norms are left out.
+    """A decoder and the vision tower before it, in numbers; biases and norms are left out."""
 
-    Attributes:
-        name: As users see it.
-        family: As `vllm_vidspec.families` names it.
-        layers: Decoder layers.
-        hidden: Size of the residual stream.
-        heads: Query heads of a layer.
-        kv_heads: KV heads of a layer.
-        head_dim: Size of a head.
-        intermediate: Inner size of an MLP, or of one expert.
-        vocab: Rows of the embedding and of the output head.
-        tied: Whether the two are one matrix.
-        experts: Of a layer; 0: dense.
-        active_experts: That a token goes through.
-        vision_params: Weights of the vision tower, roughly; they take memory, and no time while text is decoded.
-        vision_heads: Heads of a layer of the tower.
-        linear_bytes: Of a weight of the layers and of the tower; embedding and output head have 16 bits.
-    """
-
-    name: str
-    family: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    tied: bool = False
-    experts: int = 0
-    active_experts: int = 0
-    vision_params: int = 0
-    vision_heads: int = 16
+    name: str  # as users see it
+    family: str  # as `vllm_vidspec.families` names it
+    layers: int  # decoder layers
+    hidden: int  # size of the residual stream
+    heads: int  # query heads of a layer
+    kv_heads: int  # KV heads of a layer
+    head_dim: int  # size of a head
+    intermediate: int  # inner size of an MLP, or of one expert
+    vocab: int  # rows of the embedding and of the output head
+    tied: bool = False  # whether the two are one matrix
+    experts: int = 0  # of a layer; 0: dense
+    active_experts: int = 0  # that a token goes through
+    vision_params: int = 0  # weights of the vision tower, roughly; they take memory, and no time while text is decoded
+    vision_heads: int = 16  # heads of a layer of the tower
+    # Of a weight of the layers and of the tower; embedding and output head have 16 bits
     linear_bytes: float = WEIGHT_BYTES
 
     @property

@@ -10,7 +10,7 @@ from vllm_vidspec.cli import calibrate, demo, doctor, status
 from vllm_vidspec.cli.running import user_errors
 from vllm_vidspec.errors import VidSpecError
 
-_OF_A_CLONE = ("bench", "plan", "show-pruning", "show-relevance")
+_OF_A_CLONE = ("bench", "plan", "show-pruning")
 
 app = typer.Typer(
     help="Speculative decoding for video language models in vLLM.",

@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
@@ -26,13 +24,9 @@ class EngineSession:
 
     program: ClassVar[tuple[str, ...]] = ("-m", "vllm_vidspec.tools.session_job")
 
-    def __init__(
-        self,
-        job: dict[str, Any],
-        hold: Callable[[subprocess.Popen], AbstractContextManager[Any]] = contextlib.nullcontext,
-    ) -> None:
-        """Prepare; nothing starts yet. `hold` owns the process as long as it runs, to end it from another thread."""
-        self.job, self._hold = job, hold
+    def __init__(self, job: dict[str, Any]) -> None:
+        """Prepare; nothing starts yet."""
+        self.job = job
         self.ready: dict[str, Any] = {}
 
     def __enter__(self) -> "EngineSession":
@@ -50,7 +44,6 @@ class EngineSession:
             assert process.stdin is not None
             self._commands = process.stdin
             stack.callback(self._end)
-            stack.enter_context(self._hold(process))
             self.ready = self.ask(self.job)
             self._resources = stack.pop_all()
         return self
