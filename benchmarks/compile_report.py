@@ -7,7 +7,7 @@ names an architecture: so what is compiled is what a launch of these shapes comp
 included. One row is one compiled kernel: registers, bytes spilled (`ptxas -v`), shared memory, how many programs share
 a multiprocessor, and the CPU seconds of a cold compile. Rows are kept beside Triton's own cache, by its keys, which
 cover source, options, target and compiler: `--cold` compiles again. `--warm 2/8` fills Triton's own cache instead, with
-the third of eight parts.
+the third of eight parts. `--table FILE` compiles nothing: it prints the table of rows that `--json` has written.
 """
 
 import os
@@ -184,6 +184,10 @@ def warm(arch: int, cases: list[compile_cases.Case]) -> None:
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run the report and return its rows."""
     arguments = parser().parse_args(argv)
+    if arguments.table:
+        found = json.loads(arguments.table.read_text())
+        print(f"Triton {found['triton']}. {markdown(found['rows'])}")
+        return found["rows"]
     kernels = arguments.kernels.split(",") if arguments.kernels else []
     if arguments.warm:
         arch, (part, num_parts) = int(arguments.archs), map(int, arguments.warm.split("/"))
@@ -200,7 +204,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     if arguments.json:
         print(json.dumps({"triton": triton.__version__, "rows": rows}))
     else:
-        print(markdown(rows))
+        print(f"Triton {triton.__version__}. {markdown(rows)}")
     return rows
 
 
@@ -238,6 +242,7 @@ def parser() -> argparse.ArgumentParser:
         "--warm", metavar="PART/PARTS", help="compile a part into Triton's own cache, report nothing"
     )
     arguments.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    arguments.add_argument("--table", type=Path, metavar="FILE", help="print the table of what --json has printed")
     return arguments
 
 
