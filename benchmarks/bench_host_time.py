@@ -4,10 +4,8 @@ python benchmarks/bench_host_time.py [--drafting chain,tree-static,tree-adaptive
 
 The bundled LLaVA-OneVision pair answers short videos, greedily. Our entry points are wrapped on the live objects; what
 they call that is not ours (the draft's forwards, logits and embeddings, vLLM's attention metadata and sampler) is
-wrapped too and taken off. `own_ms` is the median over the steps that only decode, with nothing but those wrappers in
-place; the parts come from steps of their own, whose many wrappers cost some themselves (`parts_ms` is their sum).
-Kernels are launches on a GPU, and the whole work on a CPU, where their reference runs (`kernels_ms`, of the parts).
-Budget: 1 ms and 20 us per request.
+wrapped too and taken off. `own_ms` is the median over the steps that only decode. Kernels are launches on a GPU, and
+the whole work on a CPU, where their reference runs. Budget: 1 ms and 20 us per request.
 """
 
 import argparse
@@ -30,24 +28,20 @@ FAMILY = "llava-onevision"
 MAX_BATCH = 16
 ANSWER_TOKENS = 96
 FOREIGN = "(not ours)"
-KERNEL = "kernel: "
 
 
 class Stopwatch:
     """Adds up, by label, the time inside wrapped calls that is not inside other wrapped calls."""
 
     def __init__(self) -> None:
-        self.is_fine = False  # whether wrappers that only break down what is ours take part
         self.parts: dict[str, float] = defaultdict(float)
         self._inside: list[float] = []  # of each open call the time spent in wrapped calls
         self._wrapped: list[tuple[Any, str, Any]] = []
 
-    def timed(self, original: Callable, label: str, fine: bool = False) -> Callable:
+    def timed(self, original: Callable, label: str) -> Callable:
         """Return `original` with its time under `label`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if fine and not self.is_fine:
-                return original(*args, **kwargs)
             begin = time.perf_counter()
             self._inside.append(0.0)
             try:
@@ -60,11 +54,11 @@ class Stopwatch:
 
         return call
 
-    def wrap(self, owner: Any, name: str, label: str, fine: bool = False) -> None:
+    def wrap(self, owner: Any, name: str, label: str) -> None:
         """Put a timed call in an attribute's place."""
         original = getattr(owner, name)
         self._wrapped.append((owner, name, original))
-        setattr(owner, name, self.timed(original, label, fine))
+        setattr(owner, name, self.timed(original, label))
 
     def unwrap(self) -> None:
         """Put everything back: modules and classes outlive the engine."""
@@ -98,92 +92,47 @@ class HostTime:
     """Our host time in each step of one engine.
 
     Attributes:
-        steps: Per step that only decodes its batch size and its parts in seconds.
+        steps: Per step that only decodes its batch size and our seconds.
     """
 
     def __init__(self, llm: Any) -> None:
         self.watch = Stopwatch()
-        self.steps: list[tuple[int, dict[str, float]]] = []
+        self.steps: list[tuple[int, float]] = []
         self._batch_size = 0  # of the step in flight, where that only decodes
         runner = harness.runner_of(llm.llm_engine)
         self._wrap_entries(runner)
         wrap_foreign(self.watch, runner)
-        self._wrap_parts(runner)
         self._wrap_steps(runner)
 
     def _wrap_entries(self, runner: Any) -> None:
         """Time where vLLM enters our code."""
-        watch = self.watch
-        watch.wrap(runner.speculator, "propose", "propose: rest")
-        watch.wrap(runner.rejection_sampler, "_verify", "verify: rest")
-        watch.wrap(runner.counters, "flush", "counters.flush")
-        watch.wrap(runner, "take_draft_token_ids", "take_draft_token_ids")
+        entries = [
+            (runner.speculator, ("propose",)),
+            (runner.rejection_sampler, ("_verify",)),
+            (runner.counters, ("flush",)),
+            (runner, ("take_draft_token_ids",)),
+        ]
         if runner.parts.guidance is not None:
-            for name in ("before_forward", "after_forward"):
-                watch.wrap(runner.parts.guidance, name, f"guidance: {name}")
+            entries.append((runner.parts.guidance, ("before_forward", "after_forward")))
         if runner.trees is not None:
-            for name in ("before_forward", "after_forward", "compact"):
-                watch.wrap(runner.trees, name, f"target: {name}")
+            entries.append((runner.trees, ("before_forward", "after_forward", "compact")))
             # The hook keeps the adjusting method in its closure.
             hook = runner.model_state.prepare_inputs
             cell = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))["adjust"]
-            cell.cell_contents = watch.timed(cell.cell_contents, "target: positions")
-
-    def _wrap_parts(self, runner: Any) -> None:
-        """Time the parts of what is ours."""
-        from vllm_vidspec.drafting import adaptive, static
-        from vllm_vidspec.engine.draft import buffers, drafter, forwards, noise
-        from vllm_vidspec.engine.hooks import trees as target_trees
-        from vllm_vidspec.engine.verify import rules
-        from vllm_vidspec.scoring import rules as scorers
-
-        backend, drafts = runner.speculator.backend, runner.speculator.backend.drafter
-        chains, trees = drafts.chains, drafts.trees
-        parts = [
-            (backend, "_reserve", "propose: reserve blocks"),
-            (backend, "_draft", "propose: message"),
-            (backend, "_are_in", "propose: who is where"),
-            (runner.requests, "publish", "propose: publish"),
-            (drafts, "draft", "draft: rest"),
-            (drafts.kv, "apply", "draft: block tables"),
-            (drafts.model, "forward", "draft: forward inputs"),
-            (drafts.buffers, "place", "draft: place"),
-            (noise.CoupledSampler, "needs_processors", "draft: who needs processors"),
-            (noise.CoupledSampler, "draw_into", "draft: draw"),
-            (noise.CoupledSampler, "candidates_into", "draft: candidates"),
-            (runner.rejection_sampler, "_score", "verify: score"),
-            (runner.counters, "add", "counters.add"),
-            (drafter, "begin_step", KERNEL + "begin_step"),
-            (buffers, "next_level", KERNEL + "next_level"),
-            (noise, "draw", KERNEL + "draw"),
-            (noise, "candidates", KERNEL + "candidates"),
-            (rules, "loosen", KERNEL + "loosen"),
-            (scorers, "accept", KERNEL + "accept"),
-        ]
-        if chains is not None:
-            parts.append((chains, "draft", "draft: chain loop"))
-        if trees is not None:
-            parts += [
-                (trees, "draft", "draft: tree loop"),
-                *((trees.policy, name, f"policy.{name}") for name in ("begin", "extend", "send", "finish")),
-                *((adaptive, name, KERNEL + name) for name in ("tree_begin", "tree_plan", "tree_grow", "tree_finish")),
-                *((static, name, KERNEL + name) for name in ("tree_begin", "tree_place")),
-                (forwards, "kv_compact", KERNEL + "kv_compact (draft)"),
-                (target_trees, "kv_compact", KERNEL + "kv_compact (target)"),
-                (target_trees, "place_trees", KERNEL + "place_trees"),
-            ]
-        for owner, name, label in parts:
-            self.watch.wrap(owner, name, label, fine=True)
+            cell.cell_contents = self.watch.timed(cell.cell_contents, "positions")
+        for owner, names in entries:
+            for name in names:
+                self.watch.wrap(owner, name, name)
 
     def _wrap_steps(self, runner: Any) -> None:
         """Part the time by steps, of which one begins with each `execute_model`."""
         execute, propose = runner.execute_model, runner.speculator.propose
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            seconds = sum(self.watch.take().values())
             if self._batch_size:
-                self.steps.append((self._batch_size, self.watch.take()))
+                self.steps.append((self._batch_size, seconds))
             self._batch_size = 0
-            self.watch.take()
             return execute(scheduler_output, *args, **kwargs)
 
         def propose_once(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -194,15 +143,14 @@ class HostTime:
 
         runner.execute_model, runner.speculator.propose = execute_model, propose_once
 
-    def run(self, llm: Any, prompts: list[dict[str, Any]], is_fine: bool) -> list[dict[str, float]]:
-        """Answer every prompt; return the parts of each step that decoded for all of them."""
+    def run(self, llm: Any, prompts: list[dict[str, Any]]) -> list[float]:
+        """Answer every prompt; return our seconds in each step that decoded for all of them."""
         from vllm import SamplingParams
 
-        self.watch.is_fine = is_fine
         self.steps.clear()
         sampling = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0, ignore_eos=True)
         llm.generate(prompts, sampling, use_tqdm=False)
-        return [parts for size, parts in self.steps if size == len(prompts)]
+        return [seconds for size, seconds in self.steps if size == len(prompts)]
 
 
 def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
@@ -218,35 +166,22 @@ def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
             common = {"drafting": drafting, "scheduling": "async" if is_async else "sync"}
             host_time = HostTime(engine.llm)
             for batch_size in options.batch:
-                prompts = harness.videos(FAMILY, range(batch_size))
-                host_time.run(engine.llm, prompts, is_fine=True)  # a warm-up
-                coarse: list[dict[str, float]] = []
-                fine: list[dict[str, float]] = []
-                while len(fine) < options.steps:
-                    coarse += host_time.run(engine.llm, prompts, is_fine=False)
-                    if not (found := host_time.run(engine.llm, prompts, is_fine=True)):
+                prompts, own = harness.videos(FAMILY, range(batch_size)), []
+                host_time.run(engine.llm, prompts)  # a warm-up
+                while len(own) < options.steps:
+                    if not (found := host_time.run(engine.llm, prompts)):
                         raise SystemExit(f"{drafting}: no step decoded for {batch_size} requests at once")
-                    fine += found
-                yield common | {"batch_size": batch_size} | figures(batch_size, coarse, fine)
+                    own += [1e3 * seconds for seconds in found]
+                p20, p80 = np.quantile(own, [0.2, 0.8])
+                yield common | {
+                    "batch_size": batch_size,
+                    "steps": len(own),
+                    "own_ms": round(statistics.median(own), 4),
+                    "p20_ms": round(float(p20), 4),
+                    "p80_ms": round(float(p80), 4),
+                    "budget_ms": 1.0 + 0.02 * batch_size,
+                }
             host_time.watch.unwrap()
-
-
-def figures(batch_size: int, coarse: list[dict[str, float]], fine: list[dict[str, float]]) -> harness.Row:
-    """Return the figures of one batch size, from steps with few wrappers and with all; the largest parts first."""
-    own = [1e3 * sum(parts.values()) for parts in coarse]
-    p20, p80 = np.quantile(own, [0.2, 0.8])
-    labels = dict.fromkeys(label for parts in fine for label in parts)
-    parts = {label: harness.milliseconds(step.get(label, 0.0) for step in fine) for label in labels}
-    return {
-        "steps": len(coarse),
-        "own_ms": round(statistics.median(own), 4),
-        "p20_ms": round(float(p20), 4),
-        "p80_ms": round(float(p80), 4),
-        "budget_ms": 1.0 + 0.02 * batch_size,
-        "parts_ms": harness.milliseconds(sum(step.values()) for step in fine),
-        "kernels_ms": round(sum(ms for label, ms in parts.items() if label.startswith(KERNEL)), 4),
-        "parts": dict(sorted(parts.items(), key=lambda item: -item[1])),
-    }
 
 
 if __name__ == "__main__":

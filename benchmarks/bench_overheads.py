@@ -48,7 +48,6 @@ class Watched:
         self.prompts: list[tuple[float, dict[str, float]]] = []
         self.verifies: list[tuple[float, dict[str, float]]] = []
         self._engine, self._watch = engine, Stopwatch()
-        self._watch.is_fine = True
         self._begun, self._into = 0.0, self.prompts
         self._wrap(engine.runner)
         execute = engine.runner.execute_model

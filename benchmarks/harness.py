@@ -1,4 +1,4 @@
-"""What the engine benchmarks share: an in-process engine of a bundled pair, its counters, turns, and a command."""
+"""What the engine benchmarks share: an in-process engine of a bundled pair, its counters, and a command."""
 
 import argparse
 import gc
@@ -101,55 +101,6 @@ def acceptance_length(gained: dict[str, int]) -> float:
 def milliseconds(seconds: Iterable[float], digits: int = 4) -> float:
     """Return the median in ms."""
     return round(1e3 * statistics.median(seconds), digits)
-
-
-# ---- an overhead, by turns in one engine -----------------------------------------------------------------------------
-
-LONG_FAMILY, _TOKENS_PER_FRAME = "llava-onevision", 16
-
-
-def long_prompt(num_video_tokens: int) -> Row:
-    """Return a prompt of held-out videos in a row, with `num_video_tokens` tokens of them and the newline."""
-    num_frames = num_video_tokens // _TOKENS_PER_FRAME
-    clips = [world.held_out(i).frames for i in range(-(-num_frames // world.NUM_FRAMES))]
-    text = pairs.chat_prompt(LONG_FAMILY, pairs.DEFAULT_QUESTION, ["video"])
-    return {"prompt": text, "multi_modal_data": {"video": [np.concatenate(clips)[:num_frames]]}}
-
-
-def long_engine(longest: int, **knobs: Any) -> Engine:
-    """Start an engine for one request of at most `longest` tokens, all of them in one step."""
-    overrides = {
-        "max_model_len": longest,
-        "max_num_batched_tokens": longest,
-        "max_num_seqs": 1,
-        "hf_overrides": {"text_config": {"max_position_embeddings": longest}},
-        "limit_mm_per_prompt": {"video": 1, "image": 0},
-        "kv_cache_memory_bytes": 2**30,
-    }
-    return pair(LONG_FAMILY, overrides=overrides, **knobs)
-
-
-def in_turns(run: Callable[[bool], tuple[float, float]], rounds: int, name: str, name_with: str) -> Row:
-    """Run without and with what is measured, in turns, and return medians and shares.
-
-    Args:
-        run: Whether with it -> seconds, and those inside it.
-        rounds: Of both, after a warm-up.
-        name: The figure without it; `name_with` is the one with it.
-    """
-    run(True)
-    turns = [(run(False)[0], *run(True)) for _ in range(rounds)]
-    shares = [(with_ - without) / without for without, with_, _ in turns]
-    return {
-        name: milliseconds((without for without, _, _ in turns), 2),
-        name_with: milliseconds((with_ for _, with_, _ in turns), 2),
-        "inside_ms": milliseconds((inside for *_, inside in turns), 3),
-        "share": round(statistics.median(shares), 4),
-        "share_min": round(min(shares), 4),
-        "share_max": round(max(shares), 4),
-        "inside_share": round(statistics.median(inside / without for without, _, inside in turns), 4),
-        "rounds": rounds,
-    }
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

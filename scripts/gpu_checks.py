@@ -214,7 +214,7 @@ def real_shapes(context: Context, drafting: str | None) -> dict[str, Any]:
     where = whole_pair(family, bundled, Path(context.work_dir), share)
     spec = {"drafting": drafting, "on_draft_error": "raise"}
     kwargs = user_kwargs(where, pairs.speculative_config(family, where["draft"], **spec) if drafting else None)
-    layers = [SHAPES[size].num_hidden_layers // share for size in PAIRS[family][:2]]
+    layers = [SHAPES[name].layers // share for name in PAIRS[family][:2]]
     facts: dict[str, Any] = {"layers": layers, "free_before_bytes": free, "gpu_memory_bytes": total}
     with engine(context, kwargs) as running:
         compiled = running.llm.llm_engine.vllm_config.compilation_config

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import importlib
 import importlib.util
-import random
 import statistics
 import time
 from dataclasses import asdict
@@ -13,9 +12,9 @@ from typing import Any
 from unittest import mock
 
 import gpu_plan
-from gpu_plan import FAMILY, KERNELS, WITH_PEERS, Engine, Models, Sizes, Video
+from gpu_plan import FAMILY, KERNELS, WITH_PEERS, Engine, Models, Sizes
 from gpu_steps import Context, Row, SkippedError, Step, engine
-from made_up import SHAPES, write_checkpoint
+from made_up import write_checkpoint
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
@@ -43,11 +42,11 @@ def kernel_rows(kernel: str, context: Context, with_peers: bool = False) -> None
 
 def chosen_peers(all_of_them: bool, dry_run: bool) -> contextlib.AbstractContextManager:
     """Measure our attention alone or beside its peers; in a dry run without the one that takes long to compile."""
-    from peers import attention
+    from kernel_cases import tree_attention
 
-    ours, *others = attention.PEERS
+    ours, *others = tree_attention.PEERS
     kept = [ours, *(name for name in others if all_of_them and not (dry_run and name == "flex_attention"))]
-    return mock.patch.object(attention, "PEERS", {name: attention.PEERS[name] for name in kept})
+    return mock.patch.object(tree_attention, "PEERS", {name: tree_attention.PEERS[name] for name in kept})
 
 
 # ---- engines: how they are started -----------------------------------------------------------------------------------
@@ -57,13 +56,13 @@ def checkpoints(models: Models, sizes: Sizes, folder: Path) -> dict[str, str]:
     """Write the checkpoints of target and draft without weights; return their directories by role."""
     from vllm_vidspec.tools import pairs
 
-    pixels = sizes.video.height * sizes.video.width
-    found = {}
-    for role, size in (("target", models.target), ("draft", models.draft)):
-        shape = None if size is None else SHAPES[size]
-        source = Path(pairs.checkpoint(FAMILY, role))
-        found[role] = str(write_checkpoint(source, folder / role, shape, fp8=models.fp8, pixels=(pixels, pixels)))
-    return found
+    pixels = (sizes.height * sizes.width,) * 2
+    return {
+        role: str(
+            write_checkpoint(Path(pairs.checkpoint(FAMILY, role)), folder / role, name, fp8=models.fp8, pixels=pixels)
+        )
+        for role, name in (("target", models.target), ("draft", models.draft))
+    }
 
 
 def llm_kwargs(
@@ -115,13 +114,13 @@ def llm_kwargs(
     return pairs.llm_kwargs(FAMILY, where["draft"], target=where["target"], overrides=overrides, **spec)
 
 
-def prompt_of(video: Video) -> dict[str, Any]:
+def prompt_of(sizes: Sizes) -> dict[str, Any]:
     """Return a prompt with a video of noise, the same for all requests."""
     import harness
     import numpy as np
 
-    noise = random.Random(0).randbytes(3 * video.num_frames * video.height * video.width)
-    frames = np.frombuffer(noise, dtype=np.uint8).reshape(video.num_frames, video.height, video.width, 3)
+    shape = (sizes.num_frames, sizes.height, sizes.width, 3)
+    frames = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     return harness.clip_prompt(FAMILY, frames)
 
 
@@ -163,7 +162,7 @@ def engine_rows(plan: Engine, context: Context) -> None:
     common = asdict(plan) | {
         "engine": plan.name,
         "models": name,
-        "video_tokens": sizes.video.num_tokens,
+        "video_tokens": sizes.video_tokens,
         "acceptance": "forced" if plan.num_drafts else "none",
         "acceptance_length_wanted": wanted,
         "published_speedup": speedup,
@@ -222,7 +221,7 @@ class Meter:
         skip_prefill(runner, max_batch * (plan.num_drafts + 1))
         self._loop, self._clock = DecodeLoop(running.llm.llm_engine, plan.is_ours), Clock(runner.speculator)
         self._sizes, self._max_tokens = sizes, sizes.max_model_len(plan)
-        self._prompt = prompt_of(sizes.video)
+        self._prompt = prompt_of(sizes)
         self._forced: ForcedAcceptance | None = None
         if plan.is_ours:
             assert wanted is not None

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from made_up import SHAPES
 
+from vllm_vidspec.planning.shapes import FP8, ModelShape
+
 FAMILY = "qwen2.5-vl"
 BATCHES = (1, 4, 8)
 
@@ -45,17 +47,18 @@ TINY_KERNELS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Models:
-    """Sizes of a target and a draft, keys of `SHAPES`; None is the bundled pair, for a dry run."""
+    """A target and a draft, keys of `made_up.SHAPES`; None is the bundled pair, for a dry run."""
 
     target: str | None
     draft: str | None
     fp8: bool
 
 
+_DRAFT = "Qwen2.5-VL 7B"
 MODELS = {
-    "32b-bf16": Models("32b", "7b", False),
-    "32b-fp8": Models("32b", "7b", True),
-    "72b-fp8": Models("72b", "7b", True),
+    "32b-bf16": Models("Qwen2.5-VL 32B", _DRAFT, False),
+    "32b-fp8": Models("Qwen2.5-VL 32B", _DRAFT, True),
+    "72b-fp8": Models("Qwen2.5-VL 72B", _DRAFT, True),
 }
 AUTO = ("32b-bf16", "32b-fp8")  # the first that fits is taken, unless one is named
 DRY_RUN_MODELS = Models(None, None, True)
@@ -113,40 +116,34 @@ def published_of(engine: Engine) -> tuple[float | None, float | None]:
     return found["published_m"], found["published_speedup"]  # type: ignore[return-value]
 
 
-@dataclass(frozen=True)
-class Video:
-    """The video of every request."""
-
-    num_frames: int = 128
-    height: int = 392
-    width: int = 784
-
-    @property
-    def num_tokens(self) -> int:
-        """Visual tokens of the target: two frames are merged, and patches of 28 x 28 pixels."""
-        return self.num_frames // 2 * (self.height // 28) * (self.width // 28)
-
-
 _TEXT_TOKENS = 64  # of a prompt, at most
 MAX_STEPS = 400  # until all requests draft
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long an engine is measured: `rounds` of `steps` decode steps after `skip` of them, all requests drafting."""
+    """The video of every request, and how long an engine is measured: `rounds` of `steps` decode steps after `skip` of
+    them, all requests drafting."""
 
-    video: Video = Video()
+    num_frames: int = 128
+    height: int = 392
+    width: int = 784
     skip: int = 8
     rounds: int = 3
     steps: int = 16
 
+    @property
+    def video_tokens(self) -> int:
+        """Visual tokens of the target: two frames are merged, and patches of 28 x 28 pixels."""
+        return self.num_frames // 2 * (self.height // 28) * (self.width // 28)
+
     def max_model_len(self, engine: Engine) -> int:
         """Return a length that no request reaches while it is measured."""
         measured = (self.skip + self.rounds * self.steps + 2) * (engine.depth + 1)
-        return self.video.num_tokens + _TEXT_TOKENS + MAX_STEPS + measured
+        return self.video_tokens + _TEXT_TOKENS + MAX_STEPS + measured
 
 
-TINY_SIZES, TINY_BATCHES = Sizes(Video(4, 56, 56), skip=0, rounds=1, steps=2), (1,)
+TINY_SIZES, TINY_BATCHES = Sizes(4, 56, 56, skip=0, rounds=1, steps=2), (1,)
 
 # ---- engines: memory -------------------------------------------------------------------------------------------------
 
@@ -169,18 +166,23 @@ class Memory:
         return self.weights + self.cache + self.pool + self.embeddings + _WORKSPACE_BYTES
 
 
+def weight_bytes(shape: ModelShape, fp8: bool) -> int:
+    """Return the bytes of all weights; in fp8 those of the language model's layers have one byte each."""
+    return int(shape.quantised(FP8).weight_bytes + shape.vision_params if fp8 else shape.weight_bytes)
+
+
 def memory_of(models: Models, engine: Engine, batch: int, sizes: Sizes) -> Memory:
     """Return the memory that an engine takes; a blind draft's KV is in vLLM's cache."""
     if models.target is None or models.draft is None:
         return Memory(0, 128 * 2**20, 32 * 2**20, 2 * 2**20 if engine.is_ours else 0)
     target, draft = SHAPES[models.target], SHAPES[models.draft]
-    weights = target.weight_bytes(models.fp8) + (draft.weight_bytes(models.fp8) if engine.num_drafts else 0)
+    weights = weight_bytes(target, models.fp8) + (weight_bytes(draft, models.fp8) if engine.num_drafts else 0)
     length = sizes.max_model_len(engine) + 256  # whole blocks, one step ahead
     cache = target.kv_bytes_per_token + (draft.kv_bytes_per_token if engine.method == "blind" else 0)
     if not engine.is_ours:
         return Memory(weights, batch * length * cache, 0, 0)
-    kept = length - round((1 - KEPT) * sizes.video.num_tokens)
-    embeddings = 3 * draft.hidden_size * sizes.video.num_tokens
+    kept = length - round((1 - KEPT) * sizes.video_tokens)
+    embeddings = 3 * draft.hidden * sizes.video_tokens
     return Memory(weights, batch * length * cache, batch * kept * draft.kv_bytes_per_token, embeddings)
 
 

@@ -3,8 +3,7 @@
 
     python scripts/gpu_smoke.py --out gpu-smoke.json               # the checks alone, ten minutes
     python scripts/gpu_suite.py --json gpu-suite.json              # kernels and engines, in 18 minutes on one GPU
-    python scripts/gpu_suite.py --json gpu-suite.json --half 2     # engines only; the kernels' rows in the file stay
-    python scripts/gpu_suite.py --page                             # write docs/gpu-measured.md from the committed file
+    python scripts/gpu_suite.py --json engines.json --half 2       # engines only; kernels are half 1
 
 Each step is a process of its own with its own time-out. A step that fails, crashes or hangs is recorded with its
 reason, and the next one runs. The JSON is written after each step. Needs the standard library and a Python with torch;
@@ -21,13 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import gpu_page
 import gpu_plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +33,7 @@ WORKER = Path(__file__).with_name("gpu_steps.py")
 OUTCOMES = ("passed", "failed", "unchecked", "skipped")
 GRACE_S = 5.0  # for a killed step to end
 TRACE_S = 0.5  # for a hanging step to write its stacks
+DRY_RUN = "a dry run on a device that computes nothing: its numbers mean nothing"
 Record = dict[str, Any]
 
 
@@ -143,17 +142,6 @@ def _last_line(log: Path) -> str:
     return lines[-1][:200] if lines else ""
 
 
-def budgets(timeouts: Iterable[float]) -> Iterator[float]:
-    """Yield each step's seconds when it starts: its own, and up to as much again of what earlier steps left over.
-
-    So all steps together take no longer than the sum of the time-outs.
-    """
-    until = time.monotonic()
-    for timeout_s in timeouts:
-        until += timeout_s
-        yield max(timeout_s, min(2 * timeout_s, until - time.monotonic()))
-
-
 def read_lines(path: Path) -> list[Record]:
     """Return the complete JSON lines that a process has written; its last may be cut off."""
     found = []
@@ -213,22 +201,19 @@ def run_all(
     work_dir = Path(args.work_dir or tempfile.mkdtemp(prefix="vidspec-gpu-"))
     work_dir.mkdir(parents=True, exist_ok=True)
     context = {name: getattr(args, name) for name in ("device", "skip_numbers", "dry_run", "models", "around")}
+    options = json.dumps(context | {"work_dir": str(work_dir)})
     batches = gpu_plan.TINY_BATCHES if args.dry_run else gpu_plan.BATCHES
     scale = args.seconds / sum(SECONDS[part] for part in args.parts)
-    groups = [list(steps)] if args.dry_run else [[step] for step in steps]
-    limits = budgets(scale * sum(step.timeout_s for step in group) for group in groups)
-    for group, limit in zip(groups, limits, strict=True):
-        label = "dry-run" if args.dry_run else group[0].name
+    for group in [list(steps)] if args.dry_run else [[step] for step in steps]:
+        label, start = "dry-run" if args.dry_run else group[0].name, time.monotonic()
         log, lines = work_dir / f"{label}.log", work_dir / f"{label}.jsonl"
         lines.unlink(missing_ok=True)
-        start = time.monotonic()
         if args.device == "cpu" and group[0].needs_cuda:
             end = {"step": group[0].name, "end": "skipped", "reason": "no CUDA", "seconds": 0.0, "facts": {}}
             ended, found, where = "", [end], None
         else:
-            names = ",".join(step.name for step in group)
-            options = json.dumps(context | {"work_dir": str(work_dir)})
-            ended = run_process([sys.executable, str(WORKER), names, str(lines), options], log, limit)
+            command = [sys.executable, str(WORKER), ",".join(step.name for step in group), str(lines), options]
+            ended = run_process(command, log, scale * sum(step.timeout_s for step in group))
             found, where = read_lines(lines), str(log)
         for step in group:
             record = record_of(step, ended, found, batches, step is group[-1]) | {"log": where}
@@ -243,47 +228,20 @@ def run_all(
 # ---- the JSON --------------------------------------------------------------------------------------------------------
 
 
-def report(records: list[Record], args: argparse.Namespace, steps: Sequence[Step], old: Record | None) -> Record:
-    """Return what is written: steps by outcome, steps to come, the machine, every step, every row.
-
-    Args:
-        records: Of the steps so far.
-        args: The command line.
-        steps: All steps of this run.
-        old: An earlier file, whose other steps are kept; None for none.
-
-    Raises:
-        ValueError: The earlier file is of another commit, GPU or kind of run.
-    """
+def report(records: list[Record], args: argparse.Namespace, steps: Sequence[Step]) -> Record:
+    """Return what is written: steps by outcome, steps to come, the machine, every step, every row."""
     names = {record["name"] for record in records}
-    machine = next((r["facts"] for r in records if r["name"] in ("environment", "machine")), {})
-    found = {
-        "note": gpu_page.DRY_RUN if args.dry_run else "",
+    return {
+        **{outcome: [record["name"] for record in records if record["outcome"] == outcome] for outcome in OUTCOMES},
+        "to_come": [step.name for step in steps if step.name not in names],
+        "note": DRY_RUN if args.dry_run else "",
         "device": args.device,
         "numbers_checked": not args.skip_numbers,
         "command": shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *args.argv]),
-        "git_sha": git_sha(),
-        "environment": machine or (old or {}).get("environment", {}),
-    }
-    kept_steps: list[Record] = []
-    rows = [row for record in records for row in record["rows"]]
-    if old is not None:
-        gpus = {file["environment"].get("gpu") for file in (old, found)}
-        if any(old[key] != found[key] for key in ("git_sha", "note")) or len(gpus) > 1:
-            raise ValueError("that file is of another commit, GPU or kind of run: give another --json")
-        planned = {step.name for step in steps}
-        kept_steps = [step for step in old["steps"] if step["name"] not in planned]
-        kept = {step["name"] for step in kept_steps}
-        rows = [row for row in old["rows"] if row["step"] in kept] + rows
-        found["command"] = f"{old['command']}; {found['command']}"
-    done = kept_steps + [{key: value for key, value in record.items() if key != "rows"} for record in records]
-    return {
-        **{outcome: [step["name"] for step in done if step["outcome"] == outcome] for outcome in OUTCOMES},
-        "to_come": [step.name for step in steps if step.name not in names],
-        **found,
-        "seconds": round(sum(step["seconds"] for step in done), 1),
-        "steps": done,
-        "rows": with_speedups(rows),
+        "environment": next((r["facts"] for r in records if r["name"] in ("environment", "machine")), {}),
+        "seconds": round(sum(record["seconds"] for record in records), 1),
+        "steps": [{key: value for key, value in record.items() if key != "rows"} for record in records],
+        "rows": with_speedups([row for record in records for row in record["rows"]]),
     }
 
 
@@ -309,15 +267,6 @@ def write_json(path: Path, found: Record) -> None:
     partial.replace(path)
 
 
-def git_sha() -> str | None:
-    """Return this checkout's commit, None where git does not know."""
-    try:
-        run = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return run.stdout.strip() or None
-
-
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -338,8 +287,7 @@ def parse(argv: Sequence[str] | None, parts: Sequence[str], out: str) -> argpars
     parser.add_argument("--around", default="", metavar="MODULE:NAME", help="a context manager for engines' steps")
     if len(parts) > 1:
         parser.add_argument("--half", type=int, choices=HALVES, help="1: kernels, 2: engines; default: both")
-        parser.add_argument("--page", action="store_true", help="write docs/gpu-measured.md and do nothing else")
-    parser.set_defaults(half=None, page=False)
+    parser.set_defaults(half=None)
     args = parser.parse_args(argv)
     args.argv = list(sys.argv[1:] if argv is None else argv)
     args.parts = [HALVES[args.half]] if args.half else list(parts)
@@ -353,15 +301,11 @@ def parse(argv: Sequence[str] | None, parts: Sequence[str], out: str) -> argpars
 def main(argv: Sequence[str] | None = None, parts: Sequence[str] = tuple(HALVES.values()), out: str = "") -> int:
     """Run the steps of some parts of the plan; return 1 if one failed."""
     args = parse(argv, parts, out or "gpu-suite.json")
-    if args.page:
-        gpu_page.write()
-        return 0
     planned = dict.fromkeys(step for part in args.parts for step in PLAN[part])
     steps = [step for step in planned if not args.only or step.name in args.only.split(",")]
-    old = json.loads(args.json.read_text()) if args.half and args.json.exists() else None
 
     def keep(records: list[Record]) -> Record:
-        found = report(records, args, steps, old)
+        found = report(records, args, steps)
         write_json(args.json, found)
         return found
 

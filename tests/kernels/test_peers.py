@@ -15,7 +15,7 @@ OPTIONAL = {"xformers": "xformers' tree attention needs xformers and a GPU"}
 @pytest.fixture
 def attention(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("peers.attention")
+    return importlib.import_module("kernel_cases.tree_attention")
 
 
 @pytest.mark.parametrize("case", CASES)

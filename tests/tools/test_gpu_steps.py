@@ -44,6 +44,10 @@ def test_the_plan_holds_every_step_kernel_and_engine():
     assert suite.expected_rows("machine") == []
     last = [step.name for step in suite.PLAN["kernels"]][-len(plan.WITH_PEERS) :]
     assert last == [f"peers-{kernel}" for kernel in plan.WITH_PEERS]
+    peers = importlib.import_module("kernel_cases.tree_attention")
+    for all_of_them, dry_run, count in ((False, False, 1), (True, False, 5)):
+        with measure.chosen_peers(all_of_them, dry_run):
+            assert len(peers.PEERS) == count
 
 
 def test_all_time_outs_fit_into_what_the_pages_say():
@@ -54,15 +58,6 @@ def test_all_time_outs_fit_into_what_the_pages_say():
     assert sum(suite.SECONDS[part] for part in HALVES) <= 18 * 60
     assert "in 18 minutes" in suite.__doc__ and "in 18 minutes at most" in page
     assert "Eighteen minutes on a GPU" in makefile
-
-
-def test_peers_are_measured_only_where_they_are_asked_for():
-    from peers import attention
-
-    for all_of_them, dry_run, count in ((False, False, 1), (True, False, 5)):
-        with measure.chosen_peers(all_of_them, dry_run):
-            assert len(attention.PEERS) == count
-    assert len(attention.PEERS) == 5
 
 
 def test_every_axis_of_the_plan_is_one_of_the_kernels():
@@ -99,15 +94,7 @@ def test_what_fits_on_which_card():
     assert plan.does_not_fit(plan.MODELS["72b-fp8"], vanilla, 1, sizes, h100)
     least = plan.memory_of(fp8, vanilla, 4, sizes).total
     assert all(plan.memory_of(fp8, engine, 4, sizes).total >= least for engine in plan.ENGINES.values())
-
-
-def test_published_sizes_are_what_their_names_say():
-    """Catches: a digit that is wrong in a shape; the number of weights is published, too."""
-    billions = {name: shape.weight_bytes(False) / 2e9 for name, shape in made_up.SHAPES.items()}
-    published = {"3b": 3.75, "7b": 8.29, "32b": 33.45, "72b": 73.41, "qwen3-2b": 2.13, "qwen3-8b": 8.77}
-    assert billions == pytest.approx(published, abs=0.08)
-    assert made_up.SHAPES["32b"].kv_bytes_per_token == 262_144 and made_up.SHAPES["7b"].kv_bytes_per_token == 57_344
-    assert plan.Video().num_tokens == 25_088, "128 frames, as in the papers"
+    assert sizes.video_tokens == 25_088, "128 frames, as in the papers"
 
 
 # ---- the steps -------------------------------------------------------------------------------------------------------
@@ -237,22 +224,22 @@ def test_made_up_pairs_are_accepted(tmp_path, name):
 
     if name in plan.MODELS:
         models, share = plan.MODELS[name], 1
-        where, sizes = measure.checkpoints(models, plan.Sizes(), tmp_path), (models.target, models.draft)
+        where, names = measure.checkpoints(models, plan.Sizes(), tmp_path), (models.target, models.draft)
     else:
         bundled, share = {role: assets.checkpoint(name, role) for role in assets.PAIR}, 2
-        where, sizes = made_up.whole_pair(name, bundled, tmp_path, share), made_up.PAIRS[name][:2]
+        where, names = made_up.whole_pair(name, bundled, tmp_path, share), made_up.PAIRS[name][:2]
     assert check_pair(where["target"], where["draft"]).status == "ok"
     assert not list(tmp_path.rglob("*.safetensors"))
-    for role, size in zip(assets.PAIR, sizes, strict=True):
-        config, shape = json.loads(Path(where[role], "config.json").read_text()), made_up.SHAPES[size]
+    for role, name_of in zip(assets.PAIR, names, strict=True):
+        config, shape = json.loads(Path(where[role], "config.json").read_text()), made_up.SHAPES[name_of]
         text = config["text_config"]
-        assert (text["hidden_size"], text["num_hidden_layers"]) == (shape.hidden_size, shape.num_hidden_layers // share)
+        assert (text["hidden_size"], text["num_hidden_layers"]) == (shape.hidden, shape.layers // share)
         head_size = text["hidden_size"] // text["num_attention_heads"]
         assert head_size == 128 == 2 * sum(text["rope_parameters"]["mrope_section"])
         assert text["max_position_embeddings"] > plan.Sizes().max_model_len(plan.ENGINES["chain-eager"])
         assert ("quantization_config" in config) == (name in plan.MODELS and plan.MODELS[name].fp8)
-        assert config["vision_config"]["depth"] == shape.vision["depth"]
-        assert config["vision_config"]["out_hidden_size"] == shape.hidden_size
+        assert config["vision_config"]["depth"] == made_up.VISION[name_of]["depth"]
+        assert config["vision_config"]["out_hidden_size"] == shape.hidden
         processor = json.loads(Path(where[role], "processor_config.json").read_text())
         assert processor["video_processor"]["patch_size"] == config["vision_config"]["patch_size"]
 

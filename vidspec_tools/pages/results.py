@@ -207,42 +207,11 @@ def relevance(result: Result) -> list[str]:
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
-def guidance_times(result: Result) -> list[str]:
-    """Return the table of the guidance's share of prefills."""
-    head = "pruner | video tokens | prefill (ms) | with guidance (ms) | share | min to max | own clock (ms) | "
-    line = "`{pruner}` | {video_tokens:,} | {prefill_ms:.1f} | {guided_prefill_ms:.1f} | {share:%} | "
-    line += "{share_min:n%} to {share_max:%} | {inside_ms:.2f} | {inside_share:%}"
-    return [table(head + "share by own clock", line, result["rows"])]
-
-
-def relevance_times(result: Result) -> list[str]:
-    """Return the table of relevance's share of decode steps."""
-    head = "video tokens | step (ms) | with relevance (ms) | share | min to max | inside (ms) | share of it | "
-    line = "{video_tokens:,} | {step_ms:.1f} | {loose_step_ms:.1f} | {share:%} | {share_min:n%} to {share_max:%} | "
-    line += "{inside_ms:.2f} | {inside_share:%} | {store_bytes:,}"
-    return [table(head + "kept states (bytes)", line, result["rows"], words=0)]
-
-
 def host_time(result: Result) -> list[str]:
-    """Return the table of our own host time per step, and of its parts in the largest batch."""
-    rows = result["rows"]
-    largest = max(row["batch_size"] for row in rows)
-    largest_rows = [row for row in rows if row["batch_size"] == largest]
-    parts = dict.fromkeys(part for row in largest_rows for part in row["parts"])
-    lines = [
-        [part, *(number(row["parts"].get(part), 3) for row in largest_rows)]
-        for part in sorted(parts, key=lambda part: -max(row["parts"].get(part, 0.0) for row in largest_rows))
-    ]
-    times = table(
-        "draft's shape | scheduling | requests | own time (ms) | 20 % to 80 % | budget (ms) | kernels of it (ms) | "
-        "steps",
-        "{drafting} | {scheduling} | {batch_size} | {own_ms:.2f} | {p20_ms:.2f} to {p80_ms:.2f} | {budget_ms:.2f} | "
-        "{kernels_ms:.2f} | {steps}",
-        rows,
-        words=2,
-    )
-    head = [f"part, {largest} requests (ms)", *(row["drafting"] for row in largest_rows)]
-    return [times, markdown(head, lines)]
+    """Return the table of our own host time per step."""
+    head = "draft's shape | scheduling | requests | own time (ms) | 20 % to 80 % | budget (ms) | steps"
+    line = "{drafting} | {scheduling} | {batch_size} | {own_ms:.2f} | {p20_ms:.2f} to {p80_ms:.2f} | {budget_ms:.2f} | "
+    return [table(head, line + "{steps}", result["rows"], words=2)]
 
 
 def costs(result: Result) -> list[str]:
@@ -371,14 +340,12 @@ OF_RESULTS: dict[str, Section] = {
     "R5": functools.partial(acceptance, axes=("temperature", "top_p", "presence_penalty")),
     "R6": demo,
     "R7": demo,
-    "R8": guidance_times,
     "R9": functools.partial(shapes, axes=("temperature",), name="R9"),
     "R9-sage": functools.partial(shapes, axes=("prune_ratio",)),
     "R10": host_time,
     "R11": costs,
     "R12": functools.partial(quality, name="R12"),
     "R12-relevance": relevance,
-    "R13": relevance_times,
     "R14-parallel": papers.parallel,
     "R15": functools.partial(acceptance, axes=_PAIR_AXES),
     "R15-frames": frames,
