@@ -1,4 +1,4 @@
-"""Plain-torch forward of the bundled models, with vLLM's positions: for training, tests and offline acceptance.
+"""Plain-torch forward of the bundled models, with vLLM's positions: for training and tests.
 
 It reads the weights of a Hugging Face model object and computes batches of videos that share one prompt and one kept
 set, which makes it several times faster than the generic forward. It touches nothing outside the model it is given.
@@ -439,53 +439,3 @@ def _llava_vision(model: torch.nn.Module, patches: torch.Tensor) -> torch.Tensor
     x = model.multi_modal_projector(x)
     # Bilinear interpolation from 8 x 8 to 4 x 4 is the mean of each 2 x 2 block.
     return x.view(-1, 4, 2, 4, 2, x.shape[-1]).mean((2, 4)).flatten(0, 2)
-
-
-# Offline acceptance
-
-
-def uniform_kept(num_video_tokens: int, keep_frac: float) -> torch.Tensor:
-    """Evenly spaced indices, int64 [round(num_video_tokens * keep_frac)]."""
-    count = round(num_video_tokens * keep_frac)
-    return torch.from_numpy(np.linspace(0, num_video_tokens - 1, count).round().astype(np.int64))
-
-
-def num_chain_steps(match: list[bool], num_speculative_tokens: int = 5) -> int:
-    """Target steps that a greedy draft chain needs for one target output.
-
-    Args:
-        match: per output token whether the draft's argmax, given the target's own prefix, equals it.
-    """
-    i = steps = 0
-    while i < len(match):
-        accepted = 0
-        while accepted < num_speculative_tokens and i + accepted < len(match) and match[i + accepted]:
-            accepted += 1
-        i += accepted + 1
-        steps += 1
-    return steps
-
-
-@torch.no_grad()
-def agreement(draft: Captioner, pixels: torch.Tensor, outputs: list[list[int]], kept: torch.Tensor) -> list[list[bool]]:
-    """Per token of each output, whether it is the draft's most likely one, given the target's own prefix.
-
-    Args:
-        draft: sees only the kept video tokens.
-        pixels: uint8 [batch, ...] from `Captioner.pixels`.
-        outputs: the target's ids per video.
-        kept: int64 [num_kept]; empty for a text-only draft.
-    """
-    length = max(map(len, outputs))
-    captions = torch.full((len(outputs), length), -100)
-    for row, ids in enumerate(outputs):
-        captions[row, : len(ids)] = torch.tensor(ids)
-    hidden, _, _ = draft.teacher_forced(draft.vision(pixels)[:, kept], captions, kept)
-    match = draft.lm_head(hidden).argmax(-1) == captions
-    return [match[i, : len(ids)].tolist() for i, ids in enumerate(outputs)]
-
-
-def acceptance_length(match: list[list[bool]], num_speculative_tokens: int = 5) -> float:
-    """Offline acceptance length (output tokens per target step) of a greedy chain; `match` as of `agreement`."""
-    steps = [num_chain_steps(one, num_speculative_tokens) for one in match]
-    return sum(map(len, match)) / sum(steps)

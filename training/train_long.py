@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training import tiny_captioner
 from training.tiny_captioner import layer_weights, rms_norm, rotate
 from training.tiny_models import build_config, build_processor
-from training.train_tiny import make_optimizers, mixed_precision, save_in_bf16
+from training.train_tiny import Optimizers, mixed_precision, save_in_bf16
 from vllm_vidspec.shapeworld import reel
 
 FAMILY = "qwen2.5-vl"
@@ -268,16 +268,15 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     path, reader = Path(args.path), Reader(args.path)
     head = CellHead(reader.captioner.text.config.hidden_size)
-    optimizers = make_optimizers(reader.captioner, head)
+    optimizers = Optimizers(reader.captioner, head)
     step, before = 0, 0.0
     if (path / STATE_FILE).exists():
         state = torch.load(path / STATE_FILE, weights_only=False)
         head.load_state_dict(state["head"])
-        for (optimizer, _), found in zip(optimizers, state["optimizers"], strict=True):
+        for optimizer, found in zip(optimizers.peaks, state["optimizers"], strict=True):
             optimizer.load_state_dict(found)
         step, before = state["step"], state["seconds"]
     rng = np.random.default_rng([args.seed, step])
-    parameters = [p for o, _ in optimizers for group in o.param_groups for p in group["params"]]
     start, saved, reported = time.process_time(), time.time(), time.time()
     progress, logs, stopped = 0.0, [], []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
@@ -286,14 +285,8 @@ def train(args: argparse.Namespace) -> None:
         progress = seconds / (60 * args.minutes)
         is_vision = progress < args.vision_end
         scale = learning_rate_scale(progress / args.vision_end if is_vision else progress, step)
-        for optimizer, peak in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = args.lr * peak * scale
         logs.append(vision_step(reader, rng, head) if is_vision else answer_step(reader, rng, progress))
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for optimizer, _ in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizers.step(args.lr * scale)
         step += 1
         if time.time() - reported > 60:
             log = {"step": step, "seconds": round(seconds), "progress": round(progress, 3)} | logs[-1]
@@ -307,7 +300,9 @@ def train(args: argparse.Namespace) -> None:
                 print(json.dumps({n: validate(reader, n, 4) for n in lengths}), flush=True)
             reader.captioner.model.save_pretrained(path)
             state = {"head": head.state_dict(), "step": step, "seconds": before + time.process_time() - start}
-            torch.save(state | {"optimizers": [o.state_dict() for o, _ in optimizers]}, path / STATE_FILE)
+            torch.save(
+                state | {"optimizers": [optimizer.state_dict() for optimizer in optimizers.peaks]}, path / STATE_FILE
+            )
             saved = time.time()
 
 
