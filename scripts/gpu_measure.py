@@ -69,8 +69,6 @@ def llm_kwargs(
     engine: Engine, models: Models, where: dict[str, str], sizes: Sizes, batches: tuple[int, ...]
 ) -> dict[str, Any]:
     """Return the arguments of `LLM`; memory is given, so that all engines of a run have the same."""
-    from forced_acceptance import rate_for, unconditional_rates
-
     from vllm_vidspec.tools import pairs
 
     memory = gpu_plan.memory_of(models, engine, max(batches), sizes)
@@ -94,16 +92,8 @@ def llm_kwargs(
         widths = {rows * batch for batch in batches for rows in (1, engine.num_drafts + 1)}
         overrides["compilation_config"] = {"mode": 0, "cudagraph_capture_sizes": sorted(widths)}
     if engine.method == "blind":
-        length, _ = gpu_plan.published_of(engine)
-        assert length is not None
-        overrides["speculative_config"] = {
-            "method": "draft_model",
-            "model": where["draft"],
-            "num_speculative_tokens": engine.num_drafts,
-            # vLLM's own forced acceptance.
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_rates": unconditional_rates(rate_for(length, engine.depth), engine.depth),
-        }
+        drafts = {"model": where["draft"], "num_speculative_tokens": engine.num_drafts}
+        overrides["speculative_config"] = {"method": "draft_model"} | drafts
     if not engine.is_ours:
         return pairs.llm_kwargs(FAMILY, target=where["target"], overrides=overrides)
     spec: dict[str, Any] = {"pruner": "uniform", "prune_ratio": 1 - gpu_plan.KEPT, "on_draft_error": "raise", **ours}
@@ -149,7 +139,7 @@ def skip_prefill(runner: Any, most_tokens: int) -> None:
 
 
 def engine_rows(plan: Engine, context: Context) -> None:
-    """Write a row for each batch size: the time of decode steps, and tokens per second at the forced acceptance."""
+    """Write a row for each batch size: the time of decode steps, and tokens per second at the published acceptance."""
     import torch
 
     if importlib.util.find_spec("vllm") is None:
@@ -158,13 +148,12 @@ def engine_rows(plan: Engine, context: Context) -> None:
     sizes = gpu_plan.TINY_SIZES if context.dry_run else Sizes()
     name = "dry-run" if context.dry_run else gpu_plan.chosen_models(context.models, sizes, total)
     models = gpu_plan.MODELS.get(name, gpu_plan.DRY_RUN_MODELS)
-    wanted, speedup = gpu_plan.published_of(plan)
+    length, speedup = gpu_plan.published_of(plan)
     common = asdict(plan) | {
         "engine": plan.name,
         "models": name,
         "video_tokens": sizes.video_tokens,
-        "acceptance": "forced" if plan.num_drafts else "none",
-        "acceptance_length_wanted": wanted,
+        "published_acceptance_length": length,
         "published_speedup": speedup,
         "prefill": "skipped, the target's KV is noise",
     }
@@ -182,14 +171,14 @@ def engine_rows(plan: Engine, context: Context) -> None:
     import vllm  # noqa: F401
 
     gc.freeze()  # vLLM collects garbage some twenty times a start, over all that is imported
-    if context.dry_run:  # all engines are in one process: what is imported stays frozen
-        gc.unfreeze = lambda: None
     begun = time.perf_counter()
     with engine(context, kwargs) as running:
         common["start_s"] = round(time.perf_counter() - begun, 1)
-        meter = Meter(running, plan, wanted, sizes, max(batches))
+        meter = Meter(running, plan, sizes, max(batches))
         for batch in batches:
-            context.write(common | {"outcome": "measured", "reason": "", "batch": batch} | meter.measure(batch))
+            row = meter.measure(batch)
+            row["tokens_per_s"] = round(1e3 * batch * (length or 1.0) / row["step_ms"], 2)
+            context.write(common | {"outcome": "measured", "reason": "", "batch": batch} | row)
 
 
 def _bandwidth() -> float:
@@ -203,66 +192,43 @@ def _bandwidth() -> float:
 
 
 class Meter:
-    """Times the decode steps of a running engine, whose acceptance it forces.
+    """Times the decode steps of a running engine (of `harness.Engine`), of at most `max_batch` requests at a time."""
 
-    Args:
-        running: The engine, of `harness.Engine`.
-        plan: Its place in the plan.
-        wanted: The acceptance length to force, None for vanilla.
-        sizes: How long to measure.
-        max_batch: The most requests at a time.
-    """
-
-    def __init__(self, running: Any, plan: Engine, wanted: float | None, sizes: Sizes, max_batch: int):
+    def __init__(self, running: Any, plan: Engine, sizes: Sizes, max_batch: int):
         from decode_steps import Clock, DecodeLoop
-        from forced_acceptance import ForcedAcceptance, rate_for
 
         runner = running.runner
         skip_prefill(runner, max_batch * (plan.num_drafts + 1))
         self._loop, self._clock = DecodeLoop(running.llm.llm_engine, plan.is_ours), Clock(runner.speculator)
         self._sizes, self._max_tokens = sizes, sizes.max_model_len(plan)
         self._prompt = prompt_of(sizes)
-        self._forced: ForcedAcceptance | None = None
-        if plan.is_ours:
-            assert wanted is not None
-            padding = int(plan.method == "parallel")  # a window is padded with token 0
-            rate = rate_for(wanted, plan.depth)
-            self._forced = ForcedAcceptance(runner.rejection_sampler, runner.requests.has_draft, rate, padding)
 
     def measure(self, batch: int) -> Row:
-        """Return times and token rates of so many requests at a time."""
+        """Return the times of so many requests at a time."""
         self._loop.start([self._prompt] * batch, self._max_tokens, gpu_plan.MAX_STEPS)
         for _ in range(self._sizes.skip):
             self._loop.step()
-        self._take()
-        rounds = [self._round() for _ in range(self._sizes.rounds)]
-        taken = self._take()
+        self._clock.take()
+        step_ms = sorted(self._round() for _ in range(self._sizes.rounds))
+        taken = self._clock.take()
         self._loop.stop()
-        step_ms = sorted(1e3 * seconds / self._sizes.steps for seconds, _ in rounds)
-        tokens = sum(count for _, count in rounds)
         return {
             "step_ms": round(statistics.median(step_ms), 4),
             "step_ms_low": round(step_ms[0], 4),
             "step_ms_high": round(step_ms[-1], 4),
-            "acceptance_length": round(tokens / (batch * self._sizes.rounds * self._sizes.steps), 4),
-            "tokens_per_s": round(statistics.median(count / seconds for seconds, count in rounds), 2),
             **taken,
         }
 
-    def _round(self) -> tuple[float, int]:
-        """Return the seconds of some steps and how many tokens they gave."""
+    def _round(self) -> float:
+        """Return the milliseconds of a step, the mean of some."""
         import torch
 
-        before = sum(self._loop.num_tokens.values())
         torch.cuda.synchronize()
         begun = time.perf_counter()
         for _ in range(self._sizes.steps):
             self._loop.step()
         torch.cuda.synchronize()
-        return time.perf_counter() - begun, sum(self._loop.num_tokens.values()) - before
-
-    def _take(self) -> Row:
-        return self._clock.take() | {"forcing_host_ms": self._forced and self._forced.take_host_ms()}
+        return 1e3 * (time.perf_counter() - begun) / self._sizes.steps
 
 
 STEPS: dict[str, Step] = {

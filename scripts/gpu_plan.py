@@ -73,7 +73,7 @@ class Engine:
         graphs: Whether decode steps are CUDA graphs.
         num_drafts: K, 0 for vanilla.
         depth: The longest path of drafts.
-        tau_of: The published method whose acceptance length is forced (`vidspec_tools/bench/published.py`).
+        tau_of: The published method that it is (`vidspec_tools/bench/published.py`).
     """
 
     method: str
@@ -109,7 +109,7 @@ _COST_RATIO = 3  # of the published pair: a target's step over its draft's
 
 
 def published_of(engine: Engine) -> tuple[float | None, float | None]:
-    """Return the published acceptance length, which is forced, and the published speedup; None for vanilla."""
+    """Return the published acceptance length and speedup; None for vanilla."""
     from vidspec_tools.bench.published import published
 
     found = published(FAMILY, _COST_RATIO, engine.tau_of)

