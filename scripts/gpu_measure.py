@@ -35,7 +35,7 @@ def kernel_rows(kernel: str, context: Context, with_peers: bool = False) -> None
             case = module.case(**size)
             if context.dry_run:  # the reference would index with masks that nothing has computed
                 case.calls.pop("torch", None)
-            for row in bench_kernels.rows_of(case, rounds, graphs=False):
+            for row in bench_kernels.rows_of(case, rounds):
                 outcome = "refused" if row["median"] is None else "measured"
                 context.write({"outcome": outcome, "reason": row["note"]} | keys | row)
 

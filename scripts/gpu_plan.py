@@ -20,12 +20,8 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "candidates": ("num_reqs=1,8",),
     "guidance_scores": ("shape=28x4x128", "num_keys=25000"),
     "visual_relevance": ("store=bfloat16", "hidden=5120", "batch=1x6,1x26,8x26", "num_tokens=25000"),
-    "accept": ("kind=strict chain,strict tree,loose tree", "num_reqs=1,8"),
-    "begin_step": ("num_reqs=1,8",),
-    "next_level": ("num_reqs=1,8",),
     "draw": ("num_reqs=1,8",),
     "kv_compact": ("num_reqs=1,8",),
-    "tree_grow": ("num_reqs=1,8",),
 }
 WITH_PEERS = ("tree_attention",)
 # For a dry run: every kernel once.
@@ -33,13 +29,9 @@ TINY_KERNELS: dict[str, tuple[str, ...]] = {
     "tree_attention": ("shape=4x2x32", "context=200", "num_reqs=2", "nodes=8"),
     "guidance_scores": ("shape=8x2x64", "num_keys=128", "num_queries=16"),
     "visual_relevance": ("store=bfloat16", "hidden=128", "batch=1x6", "num_tokens=128"),
-    "accept": ("kind=strict tree", "num_reqs=1"),
-    "begin_step": ("kind=tree", "num_reqs=1"),
-    "next_level": ("kind=tree", "num_reqs=1"),
     "draw": ("temperature=0.8", "num_reqs=1", "vocab_size=2048"),
     "candidates": ("temperature=0.8", "num_reqs=1", "vocab_size=2048"),
     "kv_compact": ("path=scattered", "num_reqs=1"),
-    "tree_grow": ("num_reqs=1",),
 }
 
 # ---- engines: the plan -----------------------------------------------------------------------------------------------

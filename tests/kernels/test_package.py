@@ -1,6 +1,5 @@
 """vidspec_kernels as a package, and its benchmarks."""
 
-import csv
 import importlib
 import itertools
 import json
@@ -12,13 +11,9 @@ import torch
 
 # The sizes of each kernel's cases, and what is measured beside ours, or says why it does not run here.
 BENCHMARKS = {
-    "accept": (["num_reqs=1,5"], []),
-    "begin_step": (["num_reqs=1,5"], []),
-    "next_level": (["num_reqs=1,5"], []),
     "draw": (["num_reqs=1,3", "vocab_size=300"], []),
     "candidates": (["num_reqs=1,3", "vocab_size=300"], []),
     "kv_compact": (["num_reqs=1,5"], []),
-    "tree_grow": (["num_reqs=1,5"], []),
     "tree_attention": (
         ["context=40,100", "num_reqs=2", "nodes=5", "shape=4x2x32"],
         ["flash_and_nodes", "sdpa", f"flex_attention{'' if torch.cuda.is_available() else '_eager'}", "xformers"],
@@ -32,7 +27,7 @@ BENCHMARKS = {
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_benchmark_runs(name, monkeypatch, tmp_path, capsys):
+def test_benchmark_runs(name, monkeypatch, capsys):
     """Catches: a benchmark that no longer fits its kernel, a row without unit or floor, NaN times or memory, peers that
     disagree."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
@@ -41,7 +36,7 @@ def test_benchmark_runs(name, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench, "_PRODUCT_SIZE", 64)
     assert set(bench.KERNELS) == set(BENCHMARKS)
     sizes, peers = BENCHMARKS[name]
-    rows = bench.main([name, "--sizes", *sizes, "--rounds", "3", "--csv", str(tmp_path / "rows.csv"), "--json"])
+    rows = bench.main([name, "--sizes", *sizes, "--rounds", "3", "--json"])
     impls = (["triton"] if torch.cuda.is_available() else ["torch"]) + peers
     if torch.cuda.is_available() and not peers:
         impls.append("torch")
@@ -56,9 +51,7 @@ def test_benchmark_runs(name, monkeypatch, tmp_path, capsys):
         assert 0 < row["p20"] <= row["median"] <= row["p80"] < math.inf
         assert row["max_difference"] is None or row["max_difference"] < (1e-5 if name == "tree_attention" else 2e-2)
         assert (row["max_difference"] is None) == (name not in ("tree_attention", "visual_relevance"))
-        assert (row["peak_bytes"] or 0) > 0 or name != "guidance_scores"
+        has_memory = name == "guidance_scores" and torch.cuda.is_available()
+        assert (row["peak_bytes"] or 0) > 0 if has_memory else row["peak_bytes"] is None
     printed = json.loads(capsys.readouterr().out)
     assert printed["rows"] == rows and printed["provenance"]["argv"]
-    with (tmp_path / "rows.csv").open() as file:
-        assert json.loads(file.readline().removeprefix("# "))["versions"]["torch"]
-        assert len(list(csv.DictReader(file))) == len(rows)

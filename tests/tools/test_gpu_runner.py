@@ -140,8 +140,8 @@ def test_an_old_verdict_is_not_taken_for_a_new_one(play, tmp_path):
     ("parts", "only", "hangs", "done"),
     [
         (SMOKE, "doctor,compile,sync-debug,two-ranks", "sync-debug", ["doctor", "compile"]),
-        (HALVES, "kernel-accept,engine-vanilla-graphs,engine-chain-graphs,engine-chain-eager", "engine-chain-graphs",
-         ["kernel-accept", "engine-vanilla-graphs"]),
+        (HALVES, "kernel-draw,engine-vanilla-graphs,engine-chain-graphs,engine-chain-eager", "engine-chain-graphs",
+         ["kernel-draw", "engine-vanilla-graphs"]),
     ],
     ids=["checks", "measurements"],
 )  # fmt: skip
@@ -179,7 +179,7 @@ def test_measured_rows_are_kept_whatever_became_of_their_engine(play):
 
 
 def test_a_dry_run_says_that_its_numbers_mean_nothing(play):
-    assert "mean nothing" in play(HALVES, "kernel-accept", "--dry-run")[1]["note"]
+    assert "mean nothing" in play(HALVES, "kernel-draw", "--dry-run")[1]["note"]
 
 
 @pytest.mark.parametrize("parts", [SMOKE, HALVES])
