@@ -30,11 +30,9 @@ sys.path.insert(0, str(ROOT))
 from vllm_vidspec.devices import has_nvidia_gpu  # noqa: E402
 
 LOCK_CPU = ROOT / "requirements" / "lock-cpu.txt"
-PYTHONS = ("python3.11", "python3.12", "python3.13", "python3")
 CPU_TORCH = "torch==2.13.0+cpu"
 RECIPE = 1  # raise when the steps below change in a way that old environments do not have
 STAMP = "vidspec-stamp.json"
-_USABLE = "import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))"
 
 
 class SetupError(RuntimeError):
@@ -49,14 +47,6 @@ def say(text: str) -> None:
 def run(*command: str | Path, cwd: Path | None = None) -> int:
     """Run a command that reads nothing, and return its exit status."""
     return subprocess.run(list(map(str, command)), cwd=cwd, stdin=subprocess.DEVNULL).returncode
-
-
-def find_python() -> str:
-    """Return the first usable interpreter; 3.11 comes first, because the lock was made with it."""
-    for path in filter(None, map(shutil.which, PYTHONS)):
-        if subprocess.run([path, "-c", _USABLE], capture_output=True, stdin=subprocess.DEVNULL).returncode == 0:
-            return path
-    raise SetupError("no Python 3.11 or later with the venv module found; install python3.11 (with python3.11-venv)")
 
 
 # ---- what names an environment ---------------------------------------------------------------------------------------
@@ -88,10 +78,7 @@ def environment_key(engine: str) -> str:
 
 def clone_state() -> str:
     """Return a hash of what the editable install depends on: where this clone is, and its pyproject."""
-    text = f"{ROOT}\n{(ROOT / 'pyproject.toml').read_text()}"
-    for package in ("vllm_vidspec", "kernels/vidspec_kernels"):
-        text += f"\n{package}: {(ROOT / package).is_dir()}"
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hash_of({"clone": str(ROOT), "pyproject": (ROOT / "pyproject.toml").read_text()})
 
 
 def environments_home() -> Path:
@@ -181,7 +168,7 @@ def ensure(
             home.mkdir()
             log.write_text("")
             if run(sys.executable, "-m", "venv", venv):
-                raise SetupError(f"cannot create {venv}")
+                raise SetupError(f"cannot create {venv}: install the venv module (package python3.11-venv)")
             install(python, log)
         state = clone_state()
         if stamp is None or stamp.get("clone_state") != state:
@@ -246,7 +233,7 @@ def link(venv: Path) -> None:
 
 
 def command(main: Callable[[], object], optional: str = "") -> int:
-    """Run a set-up command in a usable interpreter; what is wrong is one line and status 1.
+    """Run a set-up command, whose interpreter becomes the environment's; what is wrong is one line and status 1.
 
     Args:
         main: The command.
@@ -254,9 +241,8 @@ def command(main: Callable[[], object], optional: str = "") -> int:
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        if "VIDSPEC_SETUP_PYTHON" not in os.environ:  # the interpreter that runs this becomes the environment's
-            python = find_python()
-            os.execve(python, [python, *sys.argv], {**os.environ, "VIDSPEC_SETUP_PYTHON": python})
+        if not (3, 11) <= sys.version_info[:2] <= (3, 14):
+            raise SetupError(f"Python {platform.python_version()} is not 3.11 to 3.14; install python3.11")
         main()
     except KeyboardInterrupt:
         print("[setup] interrupted; the next run starts again", file=sys.stderr)
