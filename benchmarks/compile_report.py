@@ -6,8 +6,8 @@ The project's own wrappers are called with meta tensors, which compile and launc
 names an architecture: so what is compiled is what a launch of these shapes compiles, tile sizes and specialisation
 included. One row is one compiled kernel: registers, bytes spilled (`ptxas -v`), shared memory, how many programs share
 a multiprocessor, and the CPU seconds of a cold compile. Rows are kept beside Triton's own cache, by its keys, which
-cover source, options, target and compiler: `--cold` compiles again. `--warm 2/8` fills Triton's own cache instead, with
-the third of eight parts. `--table FILE` compiles nothing: it prints the table of rows that `--json` has written.
+cover source, options, target and compiler: `--cold` compiles again. `--table FILE` compiles nothing: it prints the
+table of rows that `--json` has printed.
 """
 
 import os
@@ -148,37 +148,18 @@ class Compiler:
         }
 
 
-def chosen(arch: int, kernels: list[str], labels: str) -> list[compile_cases.Case]:
-    """Return the cases of an architecture, of these kernels (none: of all), whose label matches."""
-    return [
-        case
-        for case in compile_cases.cases()
-        if (not kernels or case.kernel in kernels) and re.search(labels, case.label) and arch not in case.not_on
-    ]
-
-
 def report(arch: int, kernels: list[str], cases: str, folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of an architecture: of every case of the kernels whose label matches `cases`."""
+    """Return the rows of an architecture: of every case of the kernels (none: all) whose label matches `cases`."""
     rows = []
     with pretending(arch):
-        for case in chosen(arch, kernels, cases):
+        for case in compile_cases.cases():
+            if (kernels and case.kernel not in kernels) or arch in case.not_on or not re.search(cases, case.label):
+                continue
             compiler = Compiler(arch, folder)
             with mock.patch.object(dispatch, "_prepare", compiler.prepare):
                 case.call()
             rows += [{"case": case.label} | row for row in compiler.rows]
     return rows
-
-
-def warm(arch: int, cases: list[compile_cases.Case]) -> None:
-    """Compile cases into Triton's own cache, where a launch of them finds it."""
-
-    def prepare(kernel: JITFunction, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-        kernel.warmup(*args, grid=grid, **kwargs)
-
-    with pretending(arch), mock.patch.object(dispatch, "_prepare", prepare):
-        for case in cases:
-            print(case.kernel, case.label, flush=True)  # who fails, or hangs, is the last
-            case.call()
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
@@ -189,10 +170,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         print(f"Triton {found['triton']}. {markdown(found['rows'])}")
         return found["rows"]
     kernels = arguments.kernels.split(",") if arguments.kernels else []
-    if arguments.warm:
-        arch, (part, num_parts) = int(arguments.archs), map(int, arguments.warm.split("/"))
-        warm(arch, chosen(arch, kernels, arguments.cases)[part::num_parts])
-        return []
     # A cache of its own: every binary in it has its row.
     root = Path(tempfile.mkdtemp()) if arguments.cold else Path(knobs.cache.dir) / "vidspec-compile-report-3"
     knobs.cache.dir, knobs.nvidia.dump_ptxas_log = str(root), True
@@ -238,9 +215,6 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--kernels", default="", help="only these wrappers, comma-separated")
     arguments.add_argument("--cases", default="", help="only cases whose label matches this expression")
     arguments.add_argument("--cold", action="store_true", help="compile everything again, in a fresh cache")
-    arguments.add_argument(
-        "--warm", metavar="PART/PARTS", help="compile a part into Triton's own cache, report nothing"
-    )
     arguments.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments.add_argument("--table", type=Path, metavar="FILE", help="print the table of what --json has printed")
     return arguments

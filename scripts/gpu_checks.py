@@ -44,29 +44,6 @@ def doctor(context: Context) -> dict[str, Any]:
     return {check.name: check.status for check in checks}
 
 
-def compile_kernels(context: Context) -> dict[str, Any]:
-    """Compile every kernel's launches at real shapes into Triton's cache, on all cores, for this device."""
-    import torch
-    from compile_report import ARCHS
-
-    arch = int("{}{}".format(*torch.cuda.get_device_capability()))
-    if arch not in ARCHS:
-        raise SkippedError(f"sm_{arch} is not among the compile reports; kernels compile at their first launch")
-    report, count = ROOT / "benchmarks" / "compile_report.py", os.cpu_count() or 1
-    parts = [
-        subprocess.Popen(
-            [sys.executable, str(report), "--archs", str(arch), "--warm", f"{part}/{count}"],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for part in range(count)
-    ]  # fmt: skip
-    outputs = [part.communicate()[0] for part in parts]
-    print(*outputs)
-    for part, text in zip(parts, outputs, strict=True):
-        expect(part.returncode == 0, f"a part ended with {part.returncode}: {' '.join(text.splitlines()[-2:])[-300:]}")
-    return {"arch": arch, "processes": count, "cases": sum(len(text.splitlines()) for text in outputs)}
-
-
 def kernels(context: Context) -> dict[str, Any]:
     """Run the kernels' own tests against their references, at real sizes, on the device, in several processes."""
     if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("hypothesis") is None:
@@ -264,7 +241,6 @@ def _time_steps(context: Context, running: harness.Engine, prompts: list[Any], i
 
 STEPS: dict[str, Step] = {
     "doctor": doctor,
-    "compile": compile_kernels,
     "kernels": kernels,
     **{f"identity-{family}": lambda context, family=family: identity(context, family) for family in FAMILIES},
     "sync-debug": sync_debug,

@@ -54,8 +54,7 @@ PLAN: dict[str, tuple[Step, ...]] = {
     "smoke": (
         Step("environment", 30, needs_cuda=False),
         Step("doctor", 15, needs_cuda=False),
-        Step("compile", 40),
-        Step("kernels", 70),
+        Step("kernels", 110),
         Step("identity-qwen2.5-vl", 70, needs_cuda=False),
         Step("real-chain", 90),
         Step("sync-debug", 45),
