@@ -55,10 +55,10 @@ class Engine:
         return metrics.read_metrics(self._path)
 
     def answer(self, prompts: list[Row], **sampling: Any) -> list[list[int]]:
-        """Return the token ids of the answers, greedy unless `sampling` says otherwise."""
+        """Return the token ids of the answers, greedy unless `sampling` says otherwise, each with a seed of its own."""
         from vllm import SamplingParams
 
-        params = SamplingParams(**{"temperature": 0.0} | sampling)
+        params = [SamplingParams(**{"temperature": 0.0, "seed": i} | sampling) for i in range(len(prompts))]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 

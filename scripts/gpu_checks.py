@@ -4,7 +4,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,15 +67,8 @@ def kernels(context: Context) -> dict[str, Any]:
 def _generate(
     context: Context, running: harness.Engine, prompts: list[Any], max_tokens: int, temperature: float
 ) -> list[list[int]]:
-    from vllm import SamplingParams
-
-    if context.skip_numbers:
-        max_tokens = min(max_tokens, _MAX_UNCHECKED_TOKENS)
-    params = [
-        SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i, ignore_eos=True, detokenize=False)
-        for i in range(len(prompts))
-    ]
-    return [list(output.outputs[0].token_ids) for output in running.llm.generate(prompts, params, use_tqdm=False)]
+    most = min(max_tokens, _MAX_UNCHECKED_TOKENS) if context.skip_numbers else max_tokens
+    return running.answer(prompts, max_tokens=most, temperature=temperature, ignore_eos=True)
 
 
 def identity(context: Context, family: str) -> dict[str, Any]:
@@ -219,18 +211,9 @@ def real_shapes(context: Context, drafting: str | None) -> dict[str, Any]:
 
 def _time_steps(context: Context, running: harness.Engine, prompts: list[Any], is_ours: bool) -> dict[str, float]:
     """Return ms per decode step and tokens per second of requests that all decode."""
-    import torch
-
     loop, num_steps = DecodeLoop(running.llm.llm_engine, is_ours), 2 if context.skip_numbers else 32
     loop.start(prompts, max_tokens=2048, max_steps=200)
-    before = sum(loop.num_tokens.values())
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    for _ in range(num_steps):
-        loop.step()
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - begun
-    num_tokens = sum(loop.num_tokens.values()) - before
+    seconds, num_tokens = loop.timed(num_steps)
     loop.stop()
     return {
         "ms_per_step": round(1000 * seconds / num_steps, 3),

@@ -209,7 +209,8 @@ class Meter:
         for _ in range(self._sizes.skip):
             self._loop.step()
         self._clock.take()
-        step_ms = sorted(self._round() for _ in range(self._sizes.rounds))
+        steps = self._sizes.steps
+        step_ms = sorted(1e3 * self._loop.timed(steps)[0] / steps for _ in range(self._sizes.rounds))
         taken = self._clock.take()
         self._loop.stop()
         return {
@@ -218,17 +219,6 @@ class Meter:
             "step_ms_high": round(step_ms[-1], 4),
             **taken,
         }
-
-    def _round(self) -> float:
-        """Return the milliseconds of a step, the mean of some."""
-        import torch
-
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in range(self._sizes.steps):
-            self._loop.step()
-        torch.cuda.synchronize()
-        return 1e3 * (time.perf_counter() - begun) / self._sizes.steps
 
 
 STEPS: dict[str, Step] = {
