@@ -35,7 +35,7 @@ from training.tiny_data import (
     gather,
     summary_labels,
 )
-from training.tiny_losses import AuxiliaryHeads, alignment_loss, caption_loss, fact_words, token_weights
+from training.tiny_losses import AuxiliaryHeads, alignment_loss, caption_loss, token_weights
 from training.tiny_models import TEXT_SIZES, build_model, build_processor, use_hub_names
 from vllm_vidspec.shapeworld import world
 
@@ -46,8 +46,6 @@ VISION_ONLY_BATCH, VISION_ONLY_FRAMES = 48, 5
 MUON_LR, ADAMW_LR = 3e-3, 1.5e-3
 SUBSET_TOKENS = 96
 HAS_BF16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-HEADS_FILE = "auxiliary_heads.pt"  # only to resume
-VALIDATION_SEED = world.HELD_OUT_SEED - 10_000
 
 
 def build(args: argparse.Namespace) -> None:
@@ -60,24 +58,6 @@ def build(args: argparse.Namespace) -> None:
     model.save_pretrained(args.out)
     build_processor(args.family).save_pretrained(args.out)
     print(args.out, f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
-
-
-@torch.no_grad()
-def validate(captioner: Captioner, num_videos: int = 16, style: str = world.STYLES[0]) -> dict[str, float]:
-    """Teacher-forced accuracy on fact words of videos outside training."""
-    samples = [world.make_sample(VALIDATION_SEED + i, style=style) for i in range(num_videos)]
-    pixels, captions, _, _ = collate(captioner, samples)
-    kept = torch.arange(captioner.num_video_tokens)
-    right, result = [], {}
-    for lo in range(0, num_videos, 8):
-        part = slice(lo, lo + 8)
-        with mixed_precision():
-            hidden, _, _ = captioner.teacher_forced(captioner.vision(pixels[part]), captions[part], kept)
-            right.append(captioner.lm_head(hidden).argmax(-1) == captions[part])
-    for name, words in fact_words().items():
-        at = torch.isin(captions, torch.tensor([captioner.ids[w] for w in words]))
-        result[name] = round(torch.cat(right)[at].float().mean().item(), 3)
-    return result
 
 
 def mixed_precision() -> torch.autocast:
@@ -195,27 +175,21 @@ def train(args: argparse.Namespace) -> None:
     captioner, path = tiny_captioner.load(args.path), Path(args.path)
     role = "target" if captioner.text.config.hidden_size == TEXT_SIZES["target"]["hidden_size"] else "draft"
     heads = AuxiliaryHeads(captioner.text.config.hidden_size, captioner.family, captioner.num_levels)
-    if args.resume_at and (path / HEADS_FILE).exists():
-        heads.resume(torch.load(path / HEADS_FILE))
     optimizers = Optimizers(captioner, heads)
     weights = token_weights(captioner, args.style)
-    compiled = torch.compile(tiny_captioner.decoder_layer, dynamic=True)
+    captioner.decoder_layer = torch.compile(tiny_captioner.decoder_layer, dynamic=True)
     stream, rng = Stream(captioner, 1_000_000 * args.seed, args.style), np.random.default_rng(args.seed)
     total, start, reported, step, progress = args.steps or STEPS[role], time.time(), time.time(), 0, 0.0
     while progress < 1:
         progress = max(step / total, (time.time() - start) / (60 * args.minutes))
         progress = args.resume_at + (1 - args.resume_at) * progress
-        captioner.decoder_layer = compiled
         log = train_step(captioner, heads, stream, rng, progress, weights, not args.plain, args.short)
         optimizers.step(learning_rate_scale(step, progress))
         step += 1
         if time.time() - reported > 90 or progress >= 1:
-            captioner.decoder_layer = tiny_captioner.decoder_layer
             log = {"step": step, "seconds": round(time.time() - start), "progress": round(progress, 3)} | log
-            log |= {"validation": validate(captioner, style=args.style)} if progress > VISION_PHASE else {}
             print(json.dumps(log), flush=True)
             captioner.model.save_pretrained(path)
-            torch.save(heads.state_dict(), path / HEADS_FILE)
             reported = time.time()
 
 
@@ -226,26 +200,14 @@ def soft_labels(target: Captioner, seed: int, count: int) -> tuple[torch.Tensor,
     [count, length, vocab_size] and, bool [count, num_video_tokens], which tokens show a shape. A draft that is taught
     the distribution, not its most likely token, agrees with the target at every temperature.
     """
-    pixels, texts, shows = [], [], []
-    for lo in range(0, count, 16):
-        samples = [world.make_sample(1_000_000 * seed + lo + i) for i in range(16)]
-        pixels.append(target.pixels(np.stack([sample.frames for sample in samples])))
-        texts += [[*target.encode(sample.caption), target.ids["<|im_end|>"]] for sample in samples]
-        shows.append(collate(target, samples)[2]["color"] > 0)
-    captions = torch.full((count, max(map(len, texts))), -100)
-    for row, ids in enumerate(texts):
-        captions[row, : len(ids)] = torch.tensor(ids)
-    everything, kept, labels = torch.cat(pixels), torch.arange(target.num_video_tokens), []
+    pixels, captions, marks, _ = collate(target, [world.make_sample(1_000_000 * seed + i) for i in range(count)])
+    kept, labels = torch.arange(target.num_video_tokens), []
     with torch.no_grad(), mixed_precision():
         for lo in range(0, count, 16):
-            hidden, _, _ = target.teacher_forced(target.vision(everything[lo : lo + 16]), captions[lo : lo + 16], kept)
+            hidden, _, _ = target.teacher_forced(target.vision(pixels[lo : lo + 16]), captions[lo : lo + 16], kept)
             labels.append(target.lm_head(hidden).float().log_softmax(-1).to(torch.bfloat16))
-    return (
-        everything,
-        captions,
-        torch.cat(labels),
-        torch.nn.functional.pad(torch.cat(shows), (0, target.num_video_tokens - NUM_CELLS)),
-    )
+    shows = torch.nn.functional.pad(marks["color"] > 0, (0, target.num_video_tokens - NUM_CELLS))
+    return pixels, captions, torch.cat(labels), shows
 
 
 def distill(args: argparse.Namespace) -> None:
