@@ -3,7 +3,7 @@
 python benchmarks/bench_kernels.py [draw tree_attention ...] [--sizes num_reqs=1,8 path=scattered] [--json]
 
 Those that move the vocabulary, the KV cache or stored states; the others are bound by the latency of a launch, and are
-measured as parts of a step (`bench_host_time.py`, the engines of the GPU suite).
+measured as parts of a step (`bench_overheads.py`, the engines of the GPU suite).
 A kernel's cases are a file of `kernel_cases/`: its axes with the sizes for this device, which `--sizes` replaces, and
 what it is measured against. On a GPU "triton" is the kernel, on a CPU "torch" is its reference. A case's
 implementations are called in turn, so that other load on the machine affects all of them. The floor is the larger of

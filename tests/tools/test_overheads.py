@@ -9,7 +9,6 @@ import pytest
 from tools.common import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import bench_host_time as host_time
 import bench_overheads as overheads
 import harness
 
@@ -44,7 +43,7 @@ def test_a_prompts_steps_are_one_and_each_verify_step_is_its_own(watched):
 def test_host_time_is_what_is_not_inside_other_calls(monkeypatch):
     """Ours calls a part of ours, which calls what is not ours; each spends a millisecond before and after."""
     clock = [0.0]
-    monkeypatch.setattr(host_time, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(overheads, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     calls = SimpleNamespace()
 
     def spend(inner=None):
@@ -56,8 +55,8 @@ def test_host_time_is_what_is_not_inside_other_calls(monkeypatch):
     calls.foreign = spend
     calls.part = lambda: spend(lambda: calls.foreign())
     calls.entry = lambda: spend(lambda: calls.part())
-    watch = host_time.Stopwatch()
-    for name, label in (("entry", "entry"), ("part", "part"), ("foreign", host_time.FOREIGN)):
+    watch = overheads.Stopwatch()
+    for name, label in (("entry", "entry"), ("part", "part"), ("foreign", overheads.FOREIGN)):
         watch.wrap(calls, name, label)
     calls.entry()
     assert watch.take() == pytest.approx({"entry": 2e-3, "part": 2e-3}) and watch.take() == {}

@@ -207,13 +207,6 @@ def relevance(result: Result) -> list[str]:
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
-def host_time(result: Result) -> list[str]:
-    """Return the table of our own host time per step."""
-    head = "draft's shape | scheduling | requests | own time (ms) | 20 % to 80 % | budget (ms) | steps"
-    line = "{drafting} | {scheduling} | {batch_size} | {own_ms:.2f} | {p20_ms:.2f} to {p80_ms:.2f} | {budget_ms:.2f} | "
-    return [table(head, line + "{steps}", result["rows"], words=2)]
-
-
 def costs(result: Result) -> list[str]:
     """Return a table per family: tokens per second by batch size and plan, and what follows for `auto`."""
     found = []
@@ -342,7 +335,6 @@ OF_RESULTS: dict[str, Section] = {
     "R7": demo,
     "R9": functools.partial(shapes, axes=("temperature",), name="R9"),
     "R9-sage": functools.partial(shapes, axes=("prune_ratio",)),
-    "R10": host_time,
     "R11": costs,
     "R12": functools.partial(quality, name="R12"),
     "R12-relevance": relevance,
