@@ -29,20 +29,6 @@ KERNEL_TESTS = (
 )
 
 
-def doctor(context: Context) -> dict[str, Any]:
-    """Run the checks of `vidspec doctor`."""
-    from vllm_vidspec import doctor
-    from vllm_vidspec.plugin import register
-
-    checks = doctor.run_checks()
-    if not doctor.entry_points():  # the repository is not installed: `engine` registers the plugin by hand, too
-        checks = [doctor.check_hook(register) if check.name == "plugin" else check for check in checks]
-    print(*checks, sep="\n")
-    for check in checks:
-        expect(check.status != "fail", f"{check.name}: {check.detail}")
-    return {check.name: check.status for check in checks}
-
-
 def kernels(context: Context) -> dict[str, Any]:
     """Run the kernels' own tests against their references, at real sizes, on the device, in several processes."""
     if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("hypothesis") is None:
@@ -223,7 +209,6 @@ def _time_steps(context: Context, running: harness.Engine, prompts: list[Any], i
 
 
 STEPS: dict[str, Step] = {
-    "doctor": doctor,
     "kernels": kernels,
     **{f"identity-{family}": lambda context, family=family: identity(context, family) for family in FAMILIES},
     "sync-debug": sync_debug,

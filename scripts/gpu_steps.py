@@ -29,7 +29,7 @@ from decode_steps import around
 
 Row = dict[str, Any]
 # These prove as much on a device that computes nothing.
-WITHOUT_NUMBERS = ("environment", "machine", "doctor", "sync-debug")
+WITHOUT_NUMBERS = ("environment", "sync-debug")
 
 
 class StepFailedError(Exception):
@@ -89,7 +89,7 @@ def engine(context: Context, kwargs: dict[str, Any]) -> Iterator[Any]:
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
-def machine(context: Context) -> dict[str, Any]:
+def environment(context: Context) -> dict[str, Any]:
     """Describe the machine and the installed versions."""
     import torch
 
@@ -118,16 +118,7 @@ def _driver() -> str | None:
         return None
 
 
-def environment(context: Context) -> dict[str, Any]:
-    """Describe the machine; vLLM must be importable."""
-    facts = machine(context)
-    import vllm
-
-    facts["versions"]["vllm"] = vllm.__version__
-    return facts
-
-
-STEPS: dict[str, Step] = {"machine": machine, "environment": environment}
+STEPS: dict[str, Step] = {"environment": environment}
 
 
 def step_of(name: str) -> Step:
@@ -144,7 +135,7 @@ def run(name: str, context: Context, step: Step | None = None) -> None:
     try:
         import torch
 
-        if context.device == "cuda" and name not in ("environment", "machine") and not torch.cuda.is_available():
+        if context.device == "cuda" and name != "environment" and not torch.cuda.is_available():
             raise SkippedError("torch sees no CUDA device")
         facts = (step or step_of(name))(context)
         if context.skip_numbers and name not in WITHOUT_NUMBERS:

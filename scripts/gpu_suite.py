@@ -48,13 +48,12 @@ class Step:
 
 # A kernel takes some 8 s for imports and 5 s a size to compile; FlexAttention takes 20 s, so peers come last.
 _KERNEL_S = {"tree_attention": 50, "visual_relevance": 30, "candidates": 35}
-_MACHINE = Step("machine", 20)
+ENVIRONMENT_STEP = Step("environment", 20, needs_cuda=False)
 # By part, the most informative steps first. An engine of bundled models starts in 15 s, one of real shapes in a minute.
 PLAN: dict[str, tuple[Step, ...]] = {
     "smoke": (
-        Step("environment", 30, needs_cuda=False),
-        Step("doctor", 15, needs_cuda=False),
-        Step("kernels", 110),
+        ENVIRONMENT_STEP,
+        Step("kernels", 135),
         Step("identity-qwen2.5-vl", 70, needs_cuda=False),
         Step("real-chain", 90),
         Step("sync-debug", 45),
@@ -65,11 +64,11 @@ PLAN: dict[str, tuple[Step, ...]] = {
         Step("identity-llava-onevision", 50, needs_cuda=False),
     ),
     "kernels": (
-        _MACHINE,
+        ENVIRONMENT_STEP,
         *(Step(f"kernel-{name}", _KERNEL_S.get(name, 15)) for name in gpu_plan.KERNELS),
         *(Step(f"peers-{name}", 60) for name in gpu_plan.WITH_PEERS),
     ),
-    "engines": (_MACHINE, *(Step(f"engine-{name}", 95) for name in gpu_plan.ENGINES)),
+    "engines": (ENVIRONMENT_STEP, *(Step(f"engine-{name}", 95) for name in gpu_plan.ENGINES)),
 }
 HALVES = {1: "kernels", 2: "engines"}
 SECONDS = {part: sum(step.timeout_s for step in steps) for part, steps in PLAN.items()}
@@ -202,7 +201,7 @@ def report(records: list[Record], args: argparse.Namespace, steps: Sequence[Step
         "device": args.device,
         "numbers_checked": not args.skip_numbers,
         "command": shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *args.argv]),
-        "environment": next((r["facts"] for r in records if r["name"] in ("environment", "machine")), {}),
+        "environment": next((r["facts"] for r in records if r["name"] == "environment"), {}),
         "seconds": round(sum(record["seconds"] for record in records), 1),
         "steps": [{key: value for key, value in record.items() if key != "rows"} for record in records],
         "rows": with_speedups([row for record in records for row in record["rows"]]),

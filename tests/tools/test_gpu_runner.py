@@ -24,8 +24,7 @@ def end(outcome, reason="", **facts):
     write(end=outcome, reason=reason, facts=facts, seconds=0.1)
 print("this is", name, flush=True)
 match name:
-    case "environment" | "machine": end("passed", gpu="G")
-    case "doctor": end("passed", number=3)
+    case "environment": end("passed", gpu="G")
     case "two-ranks": end("failed", "2 of 8 texts differ")
     case "kernels": end("skipped", "pytest is not installed")
     case "identity-qwen2.5-vl": end("unchecked" if options["skip_numbers"] else "passed", around=options["around"])
@@ -88,15 +87,15 @@ SMOKE, HALVES = ("smoke",), ("kernels", "engines")
 def test_every_failure_is_recorded_and_the_other_steps_run(play):
     """Catches: a crash that ends the run or counts as passed, a reason without the cause, a step without a log."""
     failing = ("two-ranks", "real-chain", "real-vanilla", "real-tree-static", "self-draft-bf16")
-    status, found = play(SMOKE, ",".join(("environment", "doctor", "kernels", *failing)))
+    status, found = play(SMOKE, ",".join(("environment", "kernels", *failing)))
     assert status == 1 and set(found["failed"]) == set(failing) and found["to_come"] == []
-    assert (found["passed"], found["skipped"]) == (["environment", "doctor"], ["kernels"])
+    assert (found["passed"], found["skipped"]) == (["environment"], ["kernels"])
     records = {record["name"]: record for record in found["steps"]}
     assert records["two-ranks"]["reason"] == "2 of 8 texts differ"
     assert records["real-chain"]["reason"] == "crashed (signal SIGSEGV); its last line: this is real-chain"
     assert re.match(r"crashed \(signal SIGABRT\).*, after it had passed", records["real-vanilla"]["reason"])
     assert records["real-tree-static"]["reason"] == records["self-draft-bf16"]["reason"] == "ended without a verdict"
-    assert records["doctor"]["facts"] == {"number": 3} and records["doctor"]["reason"] == ""
+    assert records["environment"]["facts"] == {"gpu": "G"} and records["environment"]["reason"] == ""
     for name, record in records.items():
         assert "\n" not in record["reason"] and 0 < record["seconds"] < 20
         assert Path(record["log"]).read_text().startswith(f"this is {name}")
@@ -106,8 +105,8 @@ def test_every_failure_is_recorded_and_the_other_steps_run(play):
 
 def test_a_step_that_hangs_is_killed_with_its_children(play):
     start = time.monotonic()
-    status, found = play(SMOKE, "doctor,sync-debug")
-    assert status == 1 and time.monotonic() - start < 20 and found["passed"] == ["doctor"]
+    status, found = play(SMOKE, "environment,sync-debug")
+    assert status == 1 and time.monotonic() - start < 20 and found["passed"] == ["environment"]
     (hung,) = [record for record in found["steps"] if record["name"] == "sync-debug"]
     _, child, *where = Path(hung["log"]).read_text().splitlines()
     assert re.fullmatch(rf"timed out after \d s; its last line: {child}", hung["reason"])
@@ -137,15 +136,14 @@ def test_an_old_verdict_is_not_taken_for_a_new_one(play, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("parts", "only", "hangs", "done"),
+    ("parts", "done", "hangs", "after"),
     [
-        (SMOKE, "doctor,identity-qwen2.5-vl,sync-debug,two-ranks", "sync-debug", ["doctor", "identity-qwen2.5-vl"]),
-        (HALVES, "kernel-draw,engine-vanilla-graphs,engine-chain-graphs,engine-chain-eager", "engine-chain-graphs",
-         ["kernel-draw", "engine-vanilla-graphs"]),
+        (("smoke",), ["environment", "identity-qwen2.5-vl"], "sync-debug", "two-ranks"),
+        (("kernels", "engines"), ["kernel-draw", "engine-vanilla-graphs"], "engine-chain-graphs", "engine-chain-eager"),
     ],
     ids=["checks", "measurements"],
-)  # fmt: skip
-def test_an_interrupted_run_leaves_what_was_found(tmp_path, parts, only, hangs, done):
+)
+def test_an_interrupted_run_leaves_what_was_found(tmp_path, parts, done, hangs, after):
     """Catches: a file that is written at the end, or not as a whole; a step that outlives the run; steps to come that
     are not listed."""
     (tmp_path / "worker.py").write_text(WORKER)
@@ -156,17 +154,17 @@ import gpu_suite as suite
 suite.WORKER = pathlib.Path({str(tmp_path / "worker.py")!r})
 suite.command(lambda: suite.main(parts={parts!r}))
 """
-    arguments = ["--out", str(out), "--work-dir", str(work), "--only", only]
+    arguments = ["--out", str(out), "--work-dir", str(work), "--only", ",".join([*done, hangs, after])]
     cut_off([sys.executable, "-c", code, *arguments], work / f"{hangs}.log")
     found = json.loads(out.read_text())
     assert [step["name"] for step in found["steps"]] == done
-    assert hangs in found["to_come"] and len(found["to_come"]) == 2
+    assert found["to_come"] == [hangs, after]
     assert len(found["rows"]) == (4 if parts == HALVES else 0)  # one of a kernel, three of an engine
 
 
 def test_measured_rows_are_kept_whatever_became_of_their_engine(play):
     """Catches: a time-out that takes measured rows with it; a speedup over another batch size."""
-    only = "machine,engine-vanilla-graphs,engine-chain-graphs"
+    only = "environment,engine-vanilla-graphs,engine-chain-graphs"
     status, found = play(HALVES, only, "--half", "2")
     assert status == 1 and found["failed"] == ["engine-chain-graphs"]
     assert [(row["engine"], row["batch"], row["outcome"]) for row in found["rows"]] == [

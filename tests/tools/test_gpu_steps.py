@@ -122,7 +122,7 @@ def test_a_steps_own_verdicts(monkeypatch):
     assert broken["reason"].startswith("RuntimeError: CUDA error: launch failed (test_gpu_steps.py:")
     assert verdict("kernels", fine)["end"] == "passed" and verdict("kernels", fine)["facts"] == {"a": 1}
     assert verdict("kernels", fine, skip_numbers=True)["end"] == "unchecked"
-    assert verdict("doctor", fine, skip_numbers=True)["end"] == "passed"
+    assert verdict("sync-debug", fine, skip_numbers=True)["end"] == "passed"
     monkeypatch.setattr(measure.importlib.util, "find_spec", lambda name: None)
     found = verdict("engine-chain-graphs", None)
     assert (found["end"], found["reason"]) == ("skipped", "vLLM is not installed")
@@ -149,22 +149,6 @@ def test_what_is_watched_for_synchronisation_is_there():
     watched = re.findall(r"(\w+)\.(\w+) = watched\(", Path(checks.__file__).read_text())
     assert {owner for owner, _ in watched} == owners.keys()
     assert all(hasattr(owners[owner], name) for owner, name in watched)
-
-
-def test_doctor_where_the_repository_is_not_installed(monkeypatch):
-    """Catches: the documented use failing because there is no entry point."""
-    pytest.importorskip("vllm")
-    from vllm_vidspec import doctor
-
-    ok = doctor.Check("python", "ok", "3.11")
-    monkeypatch.setattr(doctor.metadata, "entry_points", lambda **kwargs: [])
-    monkeypatch.setattr(doctor, "_CHECKS", (("python", lambda: [ok]), ("plugin", doctor._plugin)))
-    monkeypatch.setattr(doctor, "_bundled_pairs", list)
-    assert [check.status for check in doctor.run_checks()] == ["ok", "fail"]
-    assert checks.doctor(steps.Context()) == {"python": "ok", "plugin": "ok"}
-    monkeypatch.setattr(doctor, "check_hook", lambda register: doctor.Check("plugin", "fail", "not hooked"))
-    with pytest.raises(steps.StepFailedError, match="not hooked"):
-        checks.doctor(steps.Context())
 
 
 def test_engines_are_told_what_the_plan_says():
