@@ -6,8 +6,7 @@ The project's own wrappers are called with meta tensors, which compile and launc
 names an architecture: so what is compiled is what a launch of these shapes compiles, tile sizes and specialisation
 included. One row is one compiled kernel: registers, bytes spilled (`ptxas -v`), shared memory, how many programs share
 a multiprocessor, and the CPU seconds of a cold compile. Rows are kept beside Triton's own cache, by its keys, which
-cover source, options, target and compiler: `--cold` compiles again. `--table FILE` compiles nothing: it prints the
-table of rows that `--json` has printed.
+cover source, options, target and compiler: `--cold` compiles again.
 """
 
 import os
@@ -165,10 +164,6 @@ def report(arch: int, kernels: list[str], cases: str, folder: Path) -> list[dict
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run the report and return its rows."""
     arguments = parser().parse_args(argv)
-    if arguments.table:
-        found = json.loads(arguments.table.read_text())
-        print(f"Triton {found['triton']}. {markdown(found['rows'])}")
-        return found["rows"]
     kernels = arguments.kernels.split(",") if arguments.kernels else []
     # A cache of its own: every binary in it has its row.
     root = Path(tempfile.mkdtemp()) if arguments.cold else Path(knobs.cache.dir) / "vidspec-compile-report-3"
@@ -180,32 +175,11 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         rows += report(arch, kernels, arguments.cases, folder)
     if arguments.json:
         print(json.dumps({"triton": triton.__version__, "rows": rows}))
-    else:
-        print(f"Triton {triton.__version__}. {markdown(rows)}")
-    return rows
-
-
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """Return a table: a line for each kernel and the cases that compile alike, a figure for each architecture."""
-    archs = sorted({row["arch"] for row in rows})
-    by_case: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+        return rows
+    names = ("arch", "registers", "spill_bytes", "shared_bytes", "programs_per_sm", "num_warps", "compile_cpu_s")
     for row in rows:
-        by_case.setdefault((row["kernel"], row["case"]), {})[row["arch"]] = row
-    alike: dict[tuple[str, ...], list[tuple[str, str]]] = {}
-    for case, of_arch in by_case.items():
-        alike.setdefault(tuple(row["key"] for row in of_arch.values()), []).append(case)
-
-    def figures(of_arch: dict[int, dict[str, Any]], name: str) -> str:
-        return " / ".join(f"{of_arch[arch][name]:,}" if arch in of_arch else "-" for arch in archs)
-
-    names = ("registers", "spill_bytes", "shared_bytes", "programs_per_sm", "num_warps", "compile_cpu_s")
-    heads = ("registers", "spilled bytes", "shared bytes", "programs an SM", "warps", "cold compile, CPU s")
-    lines = [f"Figures are for sm_{' / '.join(map(str, archs))}.", "", f"| kernel | cases | {' | '.join(heads)} |"]
-    lines.append("|---" * (2 + len(names)) + "|")
-    for same in alike.values():
-        cells = [figures(by_case[same[0]], name) for name in names]
-        lines.append(f"| `{same[0][0]}` | {'; '.join(case for _, case in same)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        print(f"{row['kernel']}, {row['case']}:", *(f"{name} {row[name]}" for name in names))
+    return rows
 
 
 def parser() -> argparse.ArgumentParser:
@@ -215,8 +189,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--kernels", default="", help="only these wrappers, comma-separated")
     arguments.add_argument("--cases", default="", help="only cases whose label matches this expression")
     arguments.add_argument("--cold", action="store_true", help="compile everything again, in a fresh cache")
-    arguments.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    arguments.add_argument("--table", type=Path, metavar="FILE", help="print the table of what --json has printed")
+    arguments.add_argument("--json", action="store_true", help="print JSON instead of lines")
     return arguments
 
 

@@ -56,6 +56,10 @@ class Clock:
         return dict(zip(("propose_ms", "propose_host_ms"), found, strict=True))
 
 
+class NotAllDraftError(RuntimeError):
+    """Requests do not all run, and draft, at a time."""
+
+
 class DecodeLoop:
     """Runs requests in an engine, so that single decode steps can be timed.
 
@@ -73,7 +77,7 @@ class DecodeLoop:
         """Add requests, and step until all of them draft.
 
         Raises:
-            RuntimeError: They do not within `max_steps`.
+            NotAllDraftError: They do not within `max_steps`.
         """
         from vllm import SamplingParams
 
@@ -86,7 +90,7 @@ class DecodeLoop:
             has_draft = self._rows is None or self._rows.has_draft_np.sum() == len(prompts)
             if has_draft and all(self.num_tokens.values()):
                 return
-        raise RuntimeError(f"the requests do not draft within {max_steps} steps")
+        raise NotAllDraftError(f"the requests do not draft within {max_steps} steps")
 
     def step(self) -> None:
         """Run one step of the engine."""

@@ -1,7 +1,6 @@
 """What the GPU runner measures: kernels beside their floors and peers, engines of real shapes with made-up weights."""
 
 import contextlib
-import gc
 import importlib
 import importlib.util
 import statistics
@@ -12,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import gpu_plan
+from decode_steps import Clock, DecodeLoop, NotAllDraftError
 from gpu_plan import FAMILY, KERNELS, WITH_PEERS, Engine, Models, Sizes
 from gpu_steps import Context, Row, SkippedError, Step, engine
 from made_up import write_checkpoint
@@ -49,7 +49,7 @@ def chosen_peers(all_of_them: bool, dry_run: bool) -> contextlib.AbstractContext
     return mock.patch.object(tree_attention, "PEERS", {name: tree_attention.PEERS[name] for name in kept})
 
 
-# ---- engines: how they are started -----------------------------------------------------------------------------------
+# ---- engines ---------------------------------------------------------------------------------------------------------
 
 
 def checkpoints(models: Models, sizes: Sizes, folder: Path) -> dict[str, str]:
@@ -66,41 +66,37 @@ def checkpoints(models: Models, sizes: Sizes, folder: Path) -> dict[str, str]:
 
 
 def llm_kwargs(
-    engine: Engine, models: Models, where: dict[str, str], sizes: Sizes, batches: tuple[int, ...]
+    engine: Engine, where: dict[str, str], sizes: Sizes, batches: tuple[int, ...], dry_run: bool
 ) -> dict[str, Any]:
-    """Return the arguments of `LLM`; memory is given, so that all engines of a run have the same."""
+    """Return the arguments of `LLM`."""
     from vllm_vidspec.tools import pairs
 
-    memory = gpu_plan.memory_of(models, engine, max(batches), sizes)
-    ours = {"draft_kv_bytes": memory.pool, "draft_encoder_bytes": memory.embeddings} if engine.is_ours else {}
-    in_process = sum(ours.values()) if engine.method != "parallel" else 0  # a parallel drafter has memory of its own
-    in_process += (memory.cache + in_process) // 50 if in_process else 0  # pixels take a hundredth of it all
+    widths = {rows * batch for batch in batches for rows in (1, engine.num_drafts + 1)}
     overrides: dict[str, Any] = {
         "dtype": "bfloat16",
         "load_format": "dummy",
-        "max_model_len": sizes.max_model_len(engine),
+        "max_model_len": sizes.video_tokens + gpu_plan.MAX_TOKENS + 100,
         "max_num_seqs": max(batches),
-        "max_num_batched_tokens": 4096,
-        "kv_cache_memory_bytes": memory.cache + in_process,
+        "max_num_batched_tokens": 8192,
+        # A parallel drafter has memory of its own.
+        "gpu_memory_utilization": 0.75 if engine.method == "parallel" else 0.95,
         "enable_prefix_caching": False,  # each request has KV blocks of its own
         "limit_mm_per_prompt": {"video": 1, "image": 0},
         "skip_mm_profiling": True,
         "disable_log_stats": True,
-        "enforce_eager": not engine.graphs,
+        "compilation_config": {"mode": 0, "cudagraph_capture_sizes": sorted(widths)},
+        **({"kv_cache_memory_bytes": 2**28} if dry_run else {}),
     }
-    if engine.graphs:
-        widths = {rows * batch for batch in batches for rows in (1, engine.num_drafts + 1)}
-        overrides["compilation_config"] = {"mode": 0, "cudagraph_capture_sizes": sorted(widths)}
     if engine.method == "blind":
         drafts = {"model": where["draft"], "num_speculative_tokens": engine.num_drafts}
         overrides["speculative_config"] = {"method": "draft_model"} | drafts
     if not engine.is_ours:
         return pairs.llm_kwargs(FAMILY, target=where["target"], overrides=overrides)
-    spec: dict[str, Any] = {"pruner": "uniform", "prune_ratio": 1 - gpu_plan.KEPT, "on_draft_error": "raise", **ours}
+    spec: dict[str, Any] = {"prune_ratio": 0.9, "on_draft_error": "raise", "num_speculative_tokens": engine.num_drafts}
     if engine.method == "parallel":
         spec["parallel"] = {"device": "cuda:0"}
-    spec |= {"drafting": "chain" if engine.method == "parallel" else engine.method}
-    spec["num_speculative_tokens"] = engine.num_drafts
+    else:
+        spec["drafting"] = engine.method
     return pairs.llm_kwargs(FAMILY, where["draft"], target=where["target"], overrides=overrides, **spec)
 
 
@@ -110,32 +106,7 @@ def prompt_of(sizes: Sizes) -> dict[str, Any]:
     import numpy as np
 
     shape = (sizes.num_frames, sizes.height, sizes.width, 3)
-    frames = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    return harness.clip_prompt(FAMILY, frames)
-
-
-def skip_prefill(runner: Any, most_tokens: int) -> None:
-    """Skip the target's forwards of more tokens than decode steps have, and fill its KV cache with noise.
-
-    A decode step over noise takes as long as one over a video, and minutes of prefill are saved.
-    """
-    import torch
-
-    for cache in runner.kv_caches:
-        cache.normal_()
-    model, forward = runner.model, runner.model.forward
-    hidden_size = runner.model_config.get_hidden_size()
-
-    def decode_only(*args: Any, **kwargs: Any) -> Any:
-        num_tokens = kwargs["positions"].shape[-1]
-        if num_tokens <= most_tokens:
-            return forward(*args, **kwargs)
-        return torch.zeros(num_tokens, hidden_size, dtype=runner.model_config.dtype, device=runner.device)
-
-    model.forward = decode_only
-
-
-# ---- engines: what is measured ---------------------------------------------------------------------------------------
+    return harness.clip_prompt(FAMILY, np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8))
 
 
 def engine_rows(plan: Engine, context: Context) -> None:
@@ -144,81 +115,50 @@ def engine_rows(plan: Engine, context: Context) -> None:
 
     if importlib.util.find_spec("vllm") is None:
         raise SkippedError("vLLM is not installed")
-    total = torch.cuda.mem_get_info()[1]
-    sizes = gpu_plan.TINY_SIZES if context.dry_run else Sizes()
-    name = "dry-run" if context.dry_run else gpu_plan.chosen_models(context.models, sizes, total)
-    models = gpu_plan.MODELS.get(name, gpu_plan.DRY_RUN_MODELS)
+    sizes, batches = Sizes(), gpu_plan.BATCHES
+    name = gpu_plan.chosen_models(context.models, torch.cuda.mem_get_info()[1])
+    models = gpu_plan.MODELS[name]
+    if context.dry_run:
+        sizes, batches, models, name = gpu_plan.TINY_SIZES, gpu_plan.TINY_BATCHES, gpu_plan.DRY_RUN_MODELS, "dry-run"
     length, speedup = gpu_plan.published_of(plan)
     common = asdict(plan) | {
-        "engine": plan.name,
+        "engine": plan.method,
         "models": name,
         "video_tokens": sizes.video_tokens,
         "published_acceptance_length": length,
         "published_speedup": speedup,
-        "prefill": "skipped, the target's KV is noise",
     }
-    batches = []
-    for batch in gpu_plan.TINY_BATCHES if context.dry_run else gpu_plan.BATCHES:
-        if reason := gpu_plan.does_not_fit(models, plan, batch, sizes, total):
-            context.write(common | {"outcome": "refused", "batch": batch, "reason": reason})
-        else:
-            batches.append(batch)
-    if not batches:
-        raise SkippedError(f"not even one request fits: {reason}")
-    common["bandwidth_gb_per_s"] = None if context.dry_run else _bandwidth()
     where = checkpoints(models, sizes, Path(context.work_dir) / f"models-{name}")
-    kwargs = llm_kwargs(plan, models, where, sizes, tuple(batches))
-    import vllm  # noqa: F401
-
-    gc.freeze()  # vLLM collects garbage some twenty times a start, over all that is imported
     begun = time.perf_counter()
-    with engine(context, kwargs) as running:
+    with engine(context, llm_kwargs(plan, where, sizes, batches, context.dry_run)) as running:
         common["start_s"] = round(time.perf_counter() - begun, 1)
-        meter = Meter(running, plan, sizes, max(batches))
+        clock, prompt = Clock(running.runner.speculator), prompt_of(sizes)
         for batch in batches:
-            row = meter.measure(batch)
+            try:
+                row = measured(running, plan, sizes, [prompt] * batch, clock)
+            except NotAllDraftError as error:  # they do not fit, and no more do
+                context.write(common | {"outcome": "refused", "batch": batch, "reason": str(error)})
+                return
             row["tokens_per_s"] = round(1e3 * batch * (length or 1.0) / row["step_ms"], 2)
             context.write(common | {"outcome": "measured", "reason": "", "batch": batch} | row)
 
 
-def _bandwidth() -> float:
-    """Return the copy bandwidth in GB/s, which shows whether the machine has changed between two engines."""
-    import bench_kernels
-    import torch
+def measured(running: Any, plan: Engine, sizes: Sizes, prompts: list[Any], clock: Clock) -> Row:
+    """Return the times of a decode step of so many requests.
 
-    found = bench_kernels.rates(torch.bfloat16, 1024)[0] / 1e3
-    torch.cuda.empty_cache()
-    return round(found, 1)
-
-
-class Meter:
-    """Times the decode steps of a running engine (of `harness.Engine`), of at most `max_batch` requests at a time."""
-
-    def __init__(self, running: Any, plan: Engine, sizes: Sizes, max_batch: int):
-        from decode_steps import Clock, DecodeLoop
-
-        runner = running.runner
-        skip_prefill(runner, max_batch * (plan.num_drafts + 1))
-        self._loop, self._clock = DecodeLoop(running.llm.llm_engine, plan.is_ours), Clock(runner.speculator)
-        self._sizes, self._max_tokens = sizes, sizes.max_model_len(plan)
-        self._prompt = prompt_of(sizes)
-
-    def measure(self, batch: int) -> Row:
-        """Return the times of so many requests at a time."""
-        self._loop.start([self._prompt] * batch, self._max_tokens, gpu_plan.MAX_STEPS)
-        for _ in range(self._sizes.skip):
-            self._loop.step()
-        self._clock.take()
-        steps = self._sizes.steps
-        step_ms = sorted(1e3 * self._loop.timed(steps)[0] / steps for _ in range(self._sizes.rounds))
-        taken = self._clock.take()
-        self._loop.stop()
-        return {
-            "step_ms": round(statistics.median(step_ms), 4),
-            "step_ms_low": round(step_ms[0], 4),
-            "step_ms_high": round(step_ms[-1], 4),
-            **taken,
-        }
+    Raises:
+        NotAllDraftError: They do not fit.
+    """
+    loop = DecodeLoop(running.llm.llm_engine, plan.is_ours)
+    loop.start(prompts, gpu_plan.MAX_TOKENS, gpu_plan.MAX_STEPS)
+    for _ in range(sizes.skip):
+        loop.step()
+    clock.take()
+    step_ms = sorted(1e3 * loop.timed(sizes.steps)[0] / sizes.steps for _ in range(sizes.rounds))
+    taken = clock.take()
+    loop.stop()
+    median, low, high = (round(ms, 4) for ms in (statistics.median(step_ms), step_ms[0], step_ms[-1]))
+    return {"step_ms": median, "step_ms_low": low, "step_ms_high": high, **taken}
 
 
 STEPS: dict[str, Step] = {

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import gpu_plan
 
@@ -68,7 +69,7 @@ PLAN: dict[str, tuple[Step, ...]] = {
         *(Step(f"kernel-{name}", _KERNEL_S.get(name, 15)) for name in gpu_plan.KERNELS),
         *(Step(f"peers-{name}", 60) for name in gpu_plan.WITH_PEERS),
     ),
-    "engines": (ENVIRONMENT_STEP, *(Step(f"engine-{name}", 95) for name in gpu_plan.ENGINES)),
+    "engines": (ENVIRONMENT_STEP, *(Step(f"engine-{name}", 150) for name in gpu_plan.ENGINES)),
 }
 HALVES = {1: "kernels", 2: "engines"}
 SECONDS = {part: sum(step.timeout_s for step in steps) for part, steps in PLAN.items()}
@@ -209,18 +210,13 @@ def report(records: list[Record], args: argparse.Namespace, steps: Sequence[Step
 
 
 def with_speedups(rows: list[Record]) -> list[Record]:
-    """Return rows with `speedup`: tokens per second relative to vanilla in the same mode and batch size."""
-    vanilla = {
-        (row["graphs"], row["batch"]): row["tokens_per_s"]
-        for row in rows
-        if row.get("method") == "vanilla" and "tokens_per_s" in row
-    }
-    return [
-        row | {"speedup": round(row["tokens_per_s"] / vanilla[row["graphs"], row["batch"]], 3)}
-        if "tokens_per_s" in row and (row["graphs"], row["batch"]) in vanilla
-        else row
-        for row in rows
-    ]
+    """Return rows with `speedup`: tokens per second relative to vanilla of the same batch size."""
+    measured = [row for row in rows if "tokens_per_s" in row]
+    vanilla = {row["batch"]: row["tokens_per_s"] for row in measured if row["method"] == "vanilla"}
+    for row in measured:
+        if row["batch"] in vanilla:
+            row["speedup"] = round(row["tokens_per_s"] / vanilla[row["batch"]], 3)
+    return rows
 
 
 def write_json(path: Path, found: Record) -> None:

@@ -47,9 +47,9 @@ match name:
         method = name.split("-")[1]
         for batch in (1, 4):
             rate = batch * (10.0 if method == "vanilla" else 20.0)
-            write(engine=name[7:], method=method, graphs=True, batch=batch, outcome="measured", tokens_per_s=rate)
-        write(engine=name[7:], method=method, graphs=True, batch=8, outcome="refused", reason="needs 98 GiB")
-        if name == "engine-chain-graphs":
+            write(engine=name[7:], method=method, batch=batch, outcome="measured", tokens_per_s=rate)
+        write(engine=name[7:], method=method, batch=8, outcome="refused", reason="needs 98 GiB")
+        if name == "engine-chain":
             file.write('{"step": "engi'); file.flush()
             print(os.getpid(), flush=True)
             time.sleep(60)
@@ -65,7 +65,7 @@ def play(tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "WORKER", worker)
     limits = {
         "sync-debug": 1.0,
-        "engine-chain-graphs": 2.0,
+        "engine-chain": 2.0,
     }  # only a step that hangs reaches its limit, on a busy machine too
     slow = {
         part: tuple(dataclasses.replace(step, timeout_s=limits.get(step.name, 100)) for step in parts)
@@ -139,7 +139,7 @@ def test_an_old_verdict_is_not_taken_for_a_new_one(play, tmp_path):
     ("parts", "done", "hangs", "after"),
     [
         (("smoke",), ["environment", "identity-qwen2.5-vl"], "sync-debug", "two-ranks"),
-        (("kernels", "engines"), ["kernel-draw", "engine-vanilla-graphs"], "engine-chain-graphs", "engine-chain-eager"),
+        (("kernels", "engines"), ["kernel-draw", "engine-vanilla"], "engine-chain", "engine-blind"),
     ],
     ids=["checks", "measurements"],
 )
@@ -164,13 +164,11 @@ suite.command(lambda: suite.main(parts={parts!r}))
 
 def test_measured_rows_are_kept_whatever_became_of_their_engine(play):
     """Catches: a time-out that takes measured rows with it; a speedup over another batch size."""
-    only = "environment,engine-vanilla-graphs,engine-chain-graphs"
+    only = "environment,engine-vanilla,engine-chain"
     status, found = play(HALVES, only, "--half", "2")
-    assert status == 1 and found["failed"] == ["engine-chain-graphs"]
+    assert status == 1 and found["failed"] == ["engine-chain"]
     assert [(row["engine"], row["batch"], row["outcome"]) for row in found["rows"]] == [
-        (engine, *row)
-        for engine in ("vanilla-graphs", "chain-graphs")
-        for row in ((1, "measured"), (4, "measured"), (8, "refused"))
+        (engine, *row) for engine in ("vanilla", "chain") for row in ((1, "measured"), (4, "measured"), (8, "refused"))
     ]
     assert [row.get("speedup") for row in found["rows"]] == [1.0, 1.0, None, 2.0, 2.0, None]
     assert found["environment"]["gpu"] == "G" and "--half 2" in found["command"]
