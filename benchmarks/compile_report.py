@@ -124,8 +124,7 @@ class Compiler:
         if log.getvalue():  # of the assembler: it has run
             known.write_text(json.dumps(self._measure(kernel, compiled, log.getvalue(), seconds)))
         loops = compiled.asm["ttgir"].count("scf.for ")
-        found = {"key": compiled.hash, "grid": [int(n) for n in grid], "loops": loops}
-        self.rows.append(json.loads(known.read_text()) | found)
+        self.rows.append(json.loads(known.read_text()) | {"loops": loops})
 
     def _measure(self, kernel: JITFunction, compiled: Any, log: str, seconds: float) -> dict[str, Any]:
         metadata, ptx = compiled.metadata, compiled.asm["ptx"]

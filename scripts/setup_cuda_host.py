@@ -111,10 +111,7 @@ def prepare(version: str) -> Path:
 
 
 def set_real_runtimes_aside(home: Path) -> None:
-    """Take away the CUDA runtimes that wheels have packed: vLLM would call them beside the null GPU's.
-
-    What is left of them is their name, under which the null GPU's runtime is found instead.
-    """
+    """Rename the CUDA runtimes that wheels have packed, so that the null GPU's is found in their place."""
     for library in (home / "venv").glob("lib/python3*/site-packages/*.libs/libcudart.*"):
         if library.suffix != ASIDE:
             library.rename(library.with_name(library.name + ASIDE))

@@ -77,7 +77,7 @@ def test_sources_are_those_of_a_finished_environment(setup):
     assert setup.sources_of("0.33") is None
     (setup.home_of("0.33") / "venv" / "bin").mkdir()
     (setup.home_of("0.33") / "venv" / "bin" / "python").touch()
-    setup.base.write_stamp(setup.home_of("0.33") / "venv", {})
+    (setup.home_of("0.33") / "venv" / setup.base.STAMP).write_text("{}")
     assert setup.sources_of("0.33") == folder and setup.sources_of("0.32") is None
 
 
