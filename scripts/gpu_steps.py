@@ -50,7 +50,6 @@ class Context:
     """What a step is given.
 
     Attributes:
-        device: "cuda"; "cpu" for a rehearsal.
         work_dir: For made-up checkpoints.
         skip_numbers: Whether the device computes nothing: checks run, and their results are ignored.
         dry_run: Whether to measure once, at tiny sizes.
@@ -59,7 +58,6 @@ class Context:
         write: Appends a row to the step's record.
     """
 
-    device: str = "cuda"
     work_dir: str = ""
     skip_numbers: bool = False
     dry_run: bool = False
@@ -97,17 +95,15 @@ def environment(context: Context) -> dict[str, Any]:
 
     facts: dict[str, Any] = provenance()
     facts["versions"] |= {"python": platform.python_version(), "torch": torch.__version__}
-    facts["torch_cuda"] = torch.version.cuda
-    if context.device == "cuda":
-        expect(torch.cuda.is_available(), "torch sees no CUDA device")
-        properties = torch.cuda.get_device_properties(0)
-        facts |= {
-            "gpu": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "gpu_memory_bytes": properties.total_memory,
-            "driver": _driver(),
-        }
-    return facts
+    expect(torch.cuda.is_available(), "torch sees no CUDA device")
+    properties = torch.cuda.get_device_properties(0)
+    return facts | {
+        "torch_cuda": torch.version.cuda,
+        "gpu": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "gpu_memory_bytes": properties.total_memory,
+        "driver": _driver(),
+    }
 
 
 def _driver() -> str | None:
@@ -135,7 +131,7 @@ def run(name: str, context: Context, step: Step | None = None) -> None:
     try:
         import torch
 
-        if context.device == "cuda" and name != "environment" and not torch.cuda.is_available():
+        if name != "environment" and not torch.cuda.is_available():
             raise SkippedError("torch sees no CUDA device")
         facts = (step or step_of(name))(context)
         if context.skip_numbers and name not in WITHOUT_NUMBERS:

@@ -40,29 +40,28 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Step:
-    """One step: its name in `gpu_steps.step_of`, its time-out, and whether it needs a GPU."""
+    """One step: its name in `gpu_steps.step_of`, and its time-out."""
 
     name: str
     timeout_s: float
-    needs_cuda: bool = True
 
 
 # A kernel takes some 8 s for imports and 5 s a size to compile; FlexAttention takes 20 s, so peers come last.
 _KERNEL_S = {"tree_attention": 50, "visual_relevance": 30, "candidates": 35}
-ENVIRONMENT_STEP = Step("environment", 20, needs_cuda=False)
+ENVIRONMENT_STEP = Step("environment", 20)
 # By part, the most informative steps first. An engine of bundled models starts in 15 s, one of real shapes in a minute.
 PLAN: dict[str, tuple[Step, ...]] = {
     "smoke": (
         ENVIRONMENT_STEP,
         Step("kernels", 135),
-        Step("identity-qwen2.5-vl", 70, needs_cuda=False),
+        Step("identity-qwen2.5-vl", 70),
         Step("real-chain", 90),
         Step("sync-debug", 45),
         Step("self-draft-bf16", 25),
         Step("real-vanilla", 60),
         Step("real-tree-static", 60),
         Step("two-ranks", 45),
-        Step("identity-llava-onevision", 50, needs_cuda=False),
+        Step("identity-llava-onevision", 50),
     ),
     "kernels": (
         ENVIRONMENT_STEP,
@@ -176,11 +175,8 @@ def record_of(step: Step, ended: str, lines: list[Record]) -> Record:
 def run_step(step: Step, args: argparse.Namespace, work_dir: Path, timeout_s: float) -> Record:
     """Run a step in a process of its own; return its record."""
     log, lines, start = work_dir / f"{step.name}.log", work_dir / f"{step.name}.jsonl", time.monotonic()
-    if args.device == "cpu" and step.needs_cuda:
-        end = {"step": step.name, "end": "skipped", "reason": "no CUDA", "seconds": 0.0, "facts": {}}
-        return record_of(step, "", [end]) | {"log": None}
     lines.unlink(missing_ok=True)
-    context = {name: getattr(args, name) for name in ("device", "skip_numbers", "dry_run", "models", "around")}
+    context = {name: getattr(args, name) for name in ("skip_numbers", "dry_run", "models", "around")}
     options = json.dumps(context | {"work_dir": str(work_dir)})
     ended = run_process([sys.executable, str(WORKER), step.name, str(lines), options], log, timeout_s)
     record = record_of(step, ended, read_lines(lines)) | {"log": str(log)}
@@ -199,7 +195,6 @@ def report(records: list[Record], args: argparse.Namespace, steps: Sequence[Step
         **{outcome: [record["name"] for record in records if record["outcome"] == outcome] for outcome in OUTCOMES},
         "to_come": [step.name for step in steps if step.name not in names],
         "note": DRY_RUN if args.dry_run else "",
-        "device": args.device,
         "numbers_checked": not args.skip_numbers,
         "command": shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *args.argv]),
         "environment": next((r["facts"] for r in records if r["name"] == "environment"), {}),
@@ -234,7 +229,6 @@ def parse(argv: Sequence[str] | None, parts: Sequence[str], out: str) -> argpars
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", "--out", type=Path, default=Path(out), help="the result")
     parser.add_argument("--only", default="", help="names of steps, with commas; default: all")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal without a GPU")
     parser.add_argument("--models", choices=("auto", *gpu_plan.MODELS), default="auto", help="of the measured engines")
     parser.add_argument("--seconds", type=float, help="for all steps together; time-outs scale with it")
     parser.add_argument("--work-dir", help="for logs and made-up checkpoints; default: a new temporary directory")

@@ -100,7 +100,7 @@ def test_every_failure_is_recorded_and_the_other_steps_run(play):
         assert "\n" not in record["reason"] and 0 < record["seconds"] < 20
         assert Path(record["log"]).read_text().startswith(f"this is {name}")
     assert found["environment"] == {"gpu": "G"}
-    assert found.keys() >= {"command", "seconds", "device", "numbers_checked"}
+    assert found.keys() >= {"command", "seconds", "numbers_checked"}
 
 
 def test_a_step_that_hangs_is_killed_with_its_children(play):
@@ -114,14 +114,11 @@ def test_a_step_that_hangs_is_killed_with_its_children(play):
     assert is_gone(child)
 
 
-def test_without_cuda_a_step_that_needs_it_is_skipped_and_never_passed(play):
+def test_steps_are_told_what_the_command_was(play):
     """Catches: an emulated device that steps never see, unchecked numbers that are a success."""
-    only = "real-chain,identity-qwen2.5-vl"
-    status, found = play(SMOKE, only, "--device", "cpu", "--skip-numbers", "--around", "a.b:c")
-    assert status == 0 and (found["skipped"], found["unchecked"]) == (["real-chain"], ["identity-qwen2.5-vl"])
-    records = {record["name"]: record for record in found["steps"]}
-    assert records["identity-qwen2.5-vl"]["facts"] == {"around": "a.b:c"}
-    assert (records["real-chain"]["reason"], records["real-chain"]["log"]) == ("no CUDA", None)
+    status, found = play(SMOKE, "identity-qwen2.5-vl", "--skip-numbers", "--around", "a.b:c")
+    assert status == 0 and found["unchecked"] == ["identity-qwen2.5-vl"] and not found["numbers_checked"]
+    assert found["steps"][0]["facts"] == {"around": "a.b:c"}
     assert steps.around("contextlib:ExitStack").__class__.__name__ == "ExitStack"
     with steps.around(""):
         pass
