@@ -21,13 +21,9 @@ def alignment_loss(
 ) -> torch.Tensor:
     """Rank tokens that show a shape above others by UV-Prune's score (ParallelVLM eq. 2-4) at UV_LAYER.
 
-    In large models visual tokens that matter grow towards the text by themselves; four layers need to be told.
-
-    Args:
-        states: embeddings and layer outputs [batch, num_tokens, hidden].
-        kept_shows: bool [batch, num_kept].
-        video_at: int64 [batch, num_kept], where the kept video tokens are.
-        num_prompt: tokens of the prompt, these among them.
+    In large models visual tokens that matter grow towards the text by themselves; four layers need to be told. `states`
+    are the embeddings and layer outputs [batch, num_tokens, hidden], `video_at` where the kept video tokens are among
+    the `num_prompt` tokens of the prompt, int64 [batch, num_kept].
     """
     scores = torch.zeros(())
     for state, sign in ((states[UV_LAYER], 1), (states[0], -1)):

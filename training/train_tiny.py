@@ -123,9 +123,7 @@ def train_step(
 ) -> dict:
     """One forward and backward pass; returns what to log.
 
-    Args:
-        guided: Teach what guided pruners live on.
-        short: Half of the steps show some of a video's frames only, down to none.
+    `guided` teaches what guided pruners live on; with `short` half of the steps show some frames only, down to none.
     """
     stream.brief = progress >= VISION_PHASE
     if progress < VISION_PHASE:
