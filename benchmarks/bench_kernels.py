@@ -1,14 +1,14 @@
 """Measure the kernels against their peers, beside the floor of the device.
 
-python benchmarks/bench_kernels.py [draw tree_attention ...] [--sizes num_reqs=1,8 path=scattered] [--json]
+python benchmarks/bench_kernels.py [draw tree_attention ...] [--sizes num_reqs=1,8 nodes=25] [--json]
 
-Those that move the vocabulary, the KV cache or stored states; the others are bound by the latency of a launch, and are
-measured as parts of a step (`bench_overheads.py`, the engines of the GPU suite).
-A kernel's cases are a file of `kernel_cases/`: its axes with the sizes for this device, which `--sizes` replaces, and
-what it is measured against. On a GPU "triton" is the kernel, on a CPU "torch" is its reference. A case's
-implementations are called in turn, so that other load on the machine affects all of them. The floor is the larger of
-two times: `traffic`, the bytes that must move at the copy bandwidth, and `product`, the operations at the rate of a
-square matrix product. Both rates are measured beside each case, because a shared machine's change by the minute.
+Those that read the vocabulary, the KV cache or stored states; the others are bound by the latency of a launch, and are
+measured as parts of a step (`bench_overheads.py`, the engines of the GPU suite). A kernel's cases are a file of
+`kernel_cases/`: its axes with sizes, which `--sizes` replaces, and what it is measured against. On a GPU "triton" is
+the kernel, on a CPU "torch" is its reference. A case's implementations are called in turn, so that other load on the
+machine affects all of them. The floor is the larger of two times: `traffic`, the bytes that must move at the copy
+bandwidth, and `product`, the operations at the rate of a square matrix product. Both rates are measured beside each
+case, because a shared machine's change by the minute.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from vllm_vidspec.tools.provenance import provenance
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-KERNELS = ("draw", "candidates", "kv_compact", "tree_attention", "guidance_scores", "visual_relevance")
+KERNELS = ("draw", "candidates", "guidance_scores", "visual_relevance", "tree_attention")
 _COPY_BYTES, _PRODUCT_SIZE = 256 * 2**20, 1024
 
 
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     torch.set_num_threads(options.threads)
     rows: list[dict[str, Any]] = []
     for kernel, module in modules.items():
-        for size in sizes_of(module.AXES, options.sizes):
+        for size in sizes_of(module.AXES if ON_GPU else module.TINY, options.sizes):
             label = {"kernel": kernel, "case": " ".join(f"{name}={value}" for name, value in size.items())}
             for row in rows_of(module.case(**size), options.rounds or module.ROUNDS):
                 rows.append(label | row)

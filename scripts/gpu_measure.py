@@ -1,6 +1,5 @@
 """What the GPU runner measures: kernels beside their floors and peers, engines of real shapes with made-up weights."""
 
-import contextlib
 import importlib
 import importlib.util
 import statistics
@@ -8,45 +7,30 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import gpu_plan
 from decode_steps import Clock, DecodeLoop, NotAllDraftError
-from gpu_plan import FAMILY, KERNELS, WITH_PEERS, Engine, Models, Sizes
+from gpu_plan import FAMILY, KERNELS, Engine, Models, Sizes
 from gpu_steps import Context, Row, SkippedError, Step, engine
 from made_up import write_checkpoint
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
-def kernel_rows(kernel: str, context: Context, with_peers: bool = False) -> None:
-    """Write a row for each size and implementation of a kernel, as `bench_kernels.py` measures it.
-
-    Peers from other libraries take longer to compile, so they have a step of their own, in turns with ours.
-    """
+def kernel_rows(kernel: str, context: Context) -> None:
+    """Write a row for each size and implementation of a kernel, as `bench_kernels.py` measures it."""
     import bench_kernels
 
     module = importlib.import_module(f"kernel_cases.{kernel}")
-    given = (gpu_plan.TINY_KERNELS if context.dry_run else KERNELS)[kernel]
-    rounds = 1 if context.dry_run else module.ROUNDS
-    with chosen_peers(with_peers, context.dry_run) if kernel in WITH_PEERS else contextlib.nullcontext():
-        for size in bench_kernels.sizes_of(module.AXES, list(given)):
-            keys = {"kernel": kernel, "case": " ".join(f"{name}={value}" for name, value in size.items())}
-            case = module.case(**size)
-            if context.dry_run:  # the reference would index with masks that nothing has computed
-                case.calls.pop("torch", None)
-            for row in bench_kernels.rows_of(case, rounds):
-                outcome = "refused" if row["median"] is None else "measured"
-                context.write({"outcome": outcome, "reason": row["note"]} | keys | row)
-
-
-def chosen_peers(all_of_them: bool, dry_run: bool) -> contextlib.AbstractContextManager:
-    """Measure our attention alone or beside its peers; in a dry run without the one that takes long to compile."""
-    from kernel_cases import tree_attention
-
-    ours, *others = tree_attention.PEERS
-    kept = [ours, *(name for name in others if all_of_them and not (dry_run and name == "flex_attention"))]
-    return mock.patch.object(tree_attention, "PEERS", {name: tree_attention.PEERS[name] for name in kept})
+    axes, rounds = (module.TINY, 1) if context.dry_run else (module.AXES, module.ROUNDS)
+    for size in bench_kernels.sizes_of(axes, []):
+        keys = {"kernel": kernel, "case": " ".join(f"{name}={value}" for name, value in size.items())}
+        case = module.case(**size)
+        if context.dry_run:  # the reference would index with masks that nothing has computed
+            case.calls.pop("torch", None)
+        for row in bench_kernels.rows_of(case, rounds):
+            outcome = "refused" if row["median"] is None else "measured"
+            context.write({"outcome": outcome, "reason": row["note"]} | keys | row)
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------
@@ -163,7 +147,6 @@ def measured(running: Any, plan: Engine, sizes: Sizes, prompts: list[Any], clock
 
 STEPS: dict[str, Step] = {
     **{f"kernel-{name}": lambda context, name=name: kernel_rows(name, context) for name in KERNELS},
-    **{f"peers-{name}": lambda context, name=name: kernel_rows(name, context, with_peers=True) for name in WITH_PEERS},
     **{
         f"engine-{name}": lambda context, plan=plan: engine_rows(plan, context)
         for name, plan in gpu_plan.ENGINES.items()

@@ -10,27 +10,8 @@ from vidspec_tools.bench.published import published
 FAMILY = "qwen2.5-vl"
 BATCHES = (1, 4, 8)
 
-# ---- kernels ---------------------------------------------------------------------------------------------------------
-
-# Values for the axes of `benchmarks/kernel_cases`: the shapes of the engines below, over the video.
-KERNELS: dict[str, tuple[str, ...]] = {
-    "tree_attention": ("shape=40x8x128", "context=25000", "num_reqs=1,8", "nodes=25,64"),
-    "candidates": ("num_reqs=1,8",),
-    "guidance_scores": ("shape=28x4x128", "num_keys=25000"),
-    "visual_relevance": ("store=bfloat16", "hidden=5120", "batch=1x6,1x26,8x26", "num_tokens=25000"),
-    "draw": ("num_reqs=1,8",),
-    "kv_compact": ("num_reqs=1,8",),
-}
-WITH_PEERS = ("tree_attention",)
-# For a dry run: every kernel once.
-TINY_KERNELS: dict[str, tuple[str, ...]] = {
-    "tree_attention": ("shape=4x2x32", "context=200", "num_reqs=2", "nodes=8"),
-    "guidance_scores": ("shape=8x2x64", "num_keys=128", "num_queries=16"),
-    "visual_relevance": ("store=bfloat16", "hidden=128", "batch=1x6", "num_tokens=128"),
-    "draw": ("temperature=0.8", "num_reqs=1", "vocab_size=2048"),
-    "candidates": ("temperature=0.8", "num_reqs=1", "vocab_size=2048"),
-    "kv_compact": ("path=scattered", "num_reqs=1"),
-}
+# Of `benchmarks/kernel_cases`; last the one whose peers compile longest.
+KERNELS = ("draw", "candidates", "guidance_scores", "visual_relevance", "tree_attention")
 
 # ---- engines ---------------------------------------------------------------------------------------------------------
 

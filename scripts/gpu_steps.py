@@ -121,7 +121,7 @@ def step_of(name: str) -> Step:
     """Return a step by name. Its module is imported for it alone: kernels need neither vLLM nor our dependencies."""
     if name in STEPS:
         return STEPS[name]
-    is_measured = name.startswith(("kernel-", "peers-", "engine-"))
+    is_measured = name.startswith(("kernel-", "engine-"))
     return importlib.import_module("gpu_measure" if is_measured else "gpu_checks").STEPS[name]
 
 

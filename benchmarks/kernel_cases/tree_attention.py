@@ -16,12 +16,9 @@ from torch.nn import functional
 
 from vidspec_kernels import TreeAttentionScratch, tree_attention
 
-AXES: dict[str, list[Any]] = {
-    "shape": ["28x4x128"] if ON_GPU else ["4x2x32"],  # heads, KV heads, head size
-    "context": [1000, 8000, 25000, 100000] if ON_GPU else [400, 1500],
-    "num_reqs": [1, 4, 16, 32] if ON_GPU else [1, 8],
-    "nodes": [8, 25, 64] if ON_GPU else [8, 25],
-}
+# Heads, KV heads, head size; KV entries; requests; nodes.
+AXES: dict[str, list[Any]] = {"shape": ["40x8x128"], "context": [25_000], "num_reqs": [1, 8], "nodes": [25, 64]}
+TINY = {"shape": ["4x2x32"], "context": [40, 100], "num_reqs": [2], "nodes": [5]}
 ROUNDS = 21
 
 

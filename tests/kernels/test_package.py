@@ -9,24 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-# The sizes of each kernel's cases, and what is measured beside ours, or says why it does not run here.
-BENCHMARKS = {
-    "draw": (["num_reqs=1,3", "vocab_size=300"], []),
-    "candidates": (["num_reqs=1,3", "vocab_size=300"], []),
-    "kv_compact": (["num_reqs=1,5"], []),
-    "tree_attention": (
-        ["context=40,100", "num_reqs=2", "nodes=5", "shape=4x2x32"],
-        ["flash_and_nodes", "sdpa", f"flex_attention{'' if torch.cuda.is_available() else '_eager'}", "xformers"],
-    ),
-    "guidance_scores": (["num_keys=64,100", "num_queries=3", "shape=8x2x64"], ["materialised"]),
-    "visual_relevance": (
-        ["num_tokens=64,200", "batch=2x3", "hidden=64", "store=float32,float8_e4m3fn"],
-        ["matmul_topk"],
-    ),
+# What is measured beside ours, or says why it does not run here.
+PEERS = {
+    "draw": [],
+    "candidates": [],
+    "guidance_scores": ["materialised"],
+    "visual_relevance": ["matmul_topk"],
+    "tree_attention": [
+        *("flash_and_nodes", "sdpa", f"flex_attention{'' if torch.cuda.is_available() else '_eager'}", "xformers"),
+    ],
 }
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name", PEERS)
 def test_benchmark_runs(name, monkeypatch, capsys):
     """Catches: a benchmark that no longer fits its kernel, a row without unit or floor, NaN times or memory, peers that
     disagree."""
@@ -34,9 +29,9 @@ def test_benchmark_runs(name, monkeypatch, capsys):
     bench = importlib.import_module("bench_kernels")
     monkeypatch.setattr(bench, "_COPY_BYTES", 2**20)
     monkeypatch.setattr(bench, "_PRODUCT_SIZE", 64)
-    assert set(bench.KERNELS) == set(BENCHMARKS)
-    sizes, peers = BENCHMARKS[name]
-    rows = bench.main([name, "--sizes", *sizes, "--rounds", "3", "--json"])
+    assert set(bench.KERNELS) == set(PEERS)
+    peers, sizes = PEERS[name], ["--sizes", "num_reqs=1,3"] if name in ("draw", "tree_attention") else []
+    rows = bench.main([name, *sizes, "--rounds", "3", "--json"])
     impls = (["triton"] if torch.cuda.is_available() else ["torch"]) + peers
     if torch.cuda.is_available() and not peers:
         impls.append("torch")

@@ -1,6 +1,5 @@
 """The plan and the steps of the GPU runner, without a GPU: what is measured, what fits, what each step does."""
 
-import importlib
 import json
 import os
 import re
@@ -26,22 +25,15 @@ HALVES = ("kernels", "engines")
 
 
 def test_the_plan_holds_every_step_kernel_and_engine():
-    """Catches: a step without a function, a kernel without a measurement, engines without a vanilla one, peers that
-    compile before a figure of ours is there."""
+    """Catches: a step without a function, a kernel without a measurement, engines without a vanilla one."""
     import bench_kernels
 
     assert ALL.keys() == steps.STEPS.keys() | checks.STEPS.keys() | measure.STEPS.keys()
     assert all(steps.step_of(name) for name in ALL)
     assert set(steps.WITHOUT_NUMBERS) < ALL.keys()
-    assert set(plan.KERNELS) == set(plan.TINY_KERNELS) == set(bench_kernels.KERNELS)
+    assert plan.KERNELS == bench_kernels.KERNELS
     engines = plan.ENGINES.values()
     assert {engine.method for engine in engines} == {"vanilla", "chain", "tree-static", "parallel", "blind"}
-    last = [step.name for step in suite.PLAN["kernels"]][-len(plan.WITH_PEERS) :]
-    assert last == [f"peers-{kernel}" for kernel in plan.WITH_PEERS]
-    peers = importlib.import_module("kernel_cases.tree_attention")
-    for all_of_them, dry_run, count in ((False, False, 1), (True, False, 5)):
-        with measure.chosen_peers(all_of_them, dry_run):
-            assert len(peers.PEERS) == count
 
 
 def test_all_time_outs_fit_into_what_the_pages_say():
@@ -52,14 +44,6 @@ def test_all_time_outs_fit_into_what_the_pages_say():
     assert sum(suite.SECONDS[part] for part in HALVES) <= 18 * 60
     assert "in 18 minutes" in suite.__doc__ and "in 18 minutes at most" in page
     assert "Eighteen minutes on a GPU" in makefile
-
-
-def test_every_axis_of_the_plan_is_one_of_the_kernels():
-    """Catches: a size that replaces nothing because its axis has another name, and runs for minutes instead."""
-    for kernel in plan.KERNELS:
-        axes = importlib.import_module(f"kernel_cases.{kernel}").AXES
-        for given in (*plan.KERNELS[kernel], *plan.TINY_KERNELS[kernel]):
-            assert given.partition("=")[0] in axes, (kernel, given)
 
 
 def test_the_acceptance_lengths_are_those_that_are_published():
