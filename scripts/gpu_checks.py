@@ -43,7 +43,7 @@ def kernels(context: Context) -> dict[str, Any]:
     lines = [line for line in run.stdout.splitlines() if line.strip()] or ["pytest wrote nothing"]
     failures = [line for line in lines if line.startswith("FAILED")]
     # With status 1 every kernel was launched: enough where numbers do not count.
-    expect(run.returncode == 0 or (context.skip_numbers and run.returncode == 1), (failures or lines[-1:])[0])
+    expect(run.returncode == 0 or (context.dry_run and run.returncode == 1), (failures or lines[-1:])[0])
     return {"pytest": lines[-1]}
 
 
@@ -53,7 +53,7 @@ def kernels(context: Context) -> dict[str, Any]:
 def _generate(
     context: Context, running: harness.Engine, prompts: list[Any], max_tokens: int, temperature: float
 ) -> list[list[int]]:
-    most = min(max_tokens, _MAX_UNCHECKED_TOKENS) if context.skip_numbers else max_tokens
+    most = min(max_tokens, _MAX_UNCHECKED_TOKENS) if context.dry_run else max_tokens
     return running.answer(prompts, max_tokens=most, temperature=temperature, ignore_eos=True)
 
 
@@ -76,7 +76,7 @@ def identity(context: Context, family: str) -> dict[str, Any]:
     for shape, k in _SHAPES:
         ours = texts(drafting=shape, num_speculative_tokens=k, on_draft_error="raise")
         expect(facts[f"{shape}_draft_tokens"] > 0, f"{shape}: nothing was drafted")
-        if not context.skip_numbers:
+        if not context.dry_run:
             wrong = [i for i, (a, b) in enumerate(zip(vanilla, ours, strict=True)) if a != b]
             expect(not wrong, f"{shape}: {len(wrong)} of {len(ours)} texts differ from vanilla's, first {wrong[:1]}")
             expect(facts[f"{shape}_accepted_tokens"] > 0, f"{shape}: no draft was accepted")
@@ -101,7 +101,7 @@ def self_draft_bf16(context: Context) -> dict[str, Any]:
     counts = _drafted(context, kwargs, "qwen2.5-vl", 8, 64)
     rate = counts["accepted_tokens"] / counts["draft_tokens"]
     low = f"acceptance {rate:.3f}, at least {SELF_DRAFT_BOUND} expected"
-    expect(context.skip_numbers or rate >= SELF_DRAFT_BOUND, low)
+    expect(context.dry_run or rate >= SELF_DRAFT_BOUND, low)
     return {"acceptance_rate": round(rate, 4), "bound": SELF_DRAFT_BOUND}
 
 
@@ -116,7 +116,7 @@ def two_ranks(context: Context) -> dict[str, Any]:
         overrides={"tensor_parallel_size": 2, "dtype": "bfloat16", "enforce_eager": False},
     )  # fmt: skip
     counts = _drafted(context, kwargs, "llava-onevision", 4, 32)
-    expect(context.skip_numbers or counts["accepted_tokens"] > 0, "no draft was accepted")
+    expect(context.dry_run or counts["accepted_tokens"] > 0, "no draft was accepted")
     return counts
 
 
@@ -191,13 +191,13 @@ def real_shapes(context: Context, drafting: str | None) -> dict[str, Any]:
             facts |= {name: counts[name] for name in ("draft_load_bytes", "draft_pool_bytes")}
             expect(counts["draft_steps"] > 0, "nothing was drafted")
     grown = facts["held_after_steps_bytes"] - held
-    expect(context.skip_numbers or grown < 2**24, f"steps hold {grown} bytes more than before")
+    expect(context.dry_run or grown < 2**24, f"steps hold {grown} bytes more than before")
     return facts
 
 
 def _time_steps(context: Context, running: harness.Engine, prompts: list[Any], is_ours: bool) -> dict[str, float]:
     """Return ms per decode step and tokens per second of requests that all decode."""
-    loop, num_steps = DecodeLoop(running.llm.llm_engine, is_ours), 2 if context.skip_numbers else 32
+    loop, num_steps = DecodeLoop(running.llm.llm_engine, is_ours), 2 if context.dry_run else 32
     loop.start(prompts, max_tokens=2048, max_steps=200)
     seconds, num_tokens = loop.timed(num_steps)
     loop.stop()

@@ -15,7 +15,6 @@ import platform
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -51,15 +50,13 @@ class Context:
 
     Attributes:
         work_dir: For made-up checkpoints.
-        skip_numbers: Whether the device computes nothing: checks run, and their results are ignored.
-        dry_run: Whether to measure once, at tiny sizes.
+        dry_run: Whether the device computes nothing: checks run, and their results are ignored; measurements are tiny.
         models: Of measured engines: "auto" or a key of `gpu_plan.MODELS`.
         around: "module:name" of a context manager for engines' steps, "" for none.
         write: Appends a row to the step's record.
     """
 
     work_dir: str = ""
-    skip_numbers: bool = False
     dry_run: bool = False
     models: str = "auto"
     around: str = ""
@@ -127,14 +124,14 @@ def step_of(name: str) -> Step:
 
 def run(name: str, context: Context, step: Step | None = None) -> None:
     """Run a step, and write its outcome as the last of its lines."""
-    begun, outcome, reason, facts = time.monotonic(), "passed", "", None
+    outcome, reason, facts = "passed", "", None
     try:
         import torch
 
         if name != "environment" and not torch.cuda.is_available():
             raise SkippedError("torch sees no CUDA device")
         facts = (step or step_of(name))(context)
-        if context.skip_numbers and name not in WITHOUT_NUMBERS:
+        if context.dry_run and name not in WITHOUT_NUMBERS:
             outcome, reason = "unchecked", "ran; its numbers were not checked"
     except (SkippedError, StepFailedError) as why:
         outcome, reason = "skipped" if isinstance(why, SkippedError) else "failed", str(why)
@@ -143,8 +140,7 @@ def run(name: str, context: Context, step: Step | None = None) -> None:
         where = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(where.filename).name}:{where.lineno}"
         outcome, reason = "failed", " ".join(f"{type(error).__name__}: {error} ({place})".split())[:400]
-    seconds = round(time.monotonic() - begun, 2)
-    context.write({"end": outcome, "reason": reason, "facts": facts or {}, "seconds": seconds})
+    context.write({"outcome": outcome, "reason": reason, "facts": facts or {}})
 
 
 def main() -> None:

@@ -153,35 +153,21 @@ def read_lines(path: Path) -> list[Record]:
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
-def record_of(step: Step, ended: str, lines: list[Record]) -> Record:
-    """Return one step's outcome and rows.
-
-    Args:
-        step: Which step.
-        ended: How its process ended, "" for exit status 0.
-        lines: All that the process has written.
-    """
-    end = next((line for line in lines if line.get("end") in OUTCOMES), None)
-    if end is None:
-        found = {"outcome": "failed", "reason": ended or "ended without a verdict", "seconds": None, "facts": {}}
-    else:
-        found = {"outcome": end["end"], **{name: end[name] for name in ("reason", "seconds", "facts")}}
-        if ended and end["end"] != "failed":
-            found |= {"outcome": "failed", "reason": f"{ended}, after it had {end['end']}"}
-    return {"name": step.name, **found, "rows": [line for line in lines if "end" not in line]}
-
-
 def run_step(step: Step, args: argparse.Namespace, work_dir: Path, timeout_s: float) -> Record:
-    """Run a step in a process of its own; return its record."""
+    """Run a step in a process of its own; return its outcome, and the rows that it has written."""
     log, lines, start = work_dir / f"{step.name}.log", work_dir / f"{step.name}.jsonl", time.monotonic()
     lines.unlink(missing_ok=True)
-    context = {name: getattr(args, name) for name in ("skip_numbers", "dry_run", "models", "around")}
-    options = json.dumps(context | {"work_dir": str(work_dir)})
-    ended = run_process([sys.executable, str(WORKER), step.name, str(lines), options], log, timeout_s)
-    record = record_of(step, ended, read_lines(lines)) | {"log": str(log)}
-    if record["seconds"] is None:
-        record["seconds"] = round(time.monotonic() - start, 2)
-    return record
+    context = {"work_dir": str(work_dir), "dry_run": args.dry_run, "models": args.models, "around": args.around}
+    command = [sys.executable, str(WORKER), step.name, str(lines), json.dumps(context)]
+    ended = run_process(command, log, timeout_s)
+    written = read_lines(lines)
+    found = {"outcome": "failed", "reason": ended or "ended without a verdict", "facts": {}}
+    if end := next((line for line in written if line.get("outcome") in OUTCOMES), None):
+        found = {name: end[name] for name in found}
+        if ended and found["outcome"] != "failed":
+            found |= {"outcome": "failed", "reason": f"{ended}, after it had {end['outcome']}"}
+    seconds, rows = round(time.monotonic() - start, 2), [line for line in written if line is not end]
+    return {"name": step.name, **found, "seconds": seconds, "log": str(log), "rows": rows}
 
 
 # ---- the JSON --------------------------------------------------------------------------------------------------------
@@ -194,7 +180,6 @@ def report(records: list[Record], args: argparse.Namespace, steps: Sequence[Step
         **{outcome: [record["name"] for record in records if record["outcome"] == outcome] for outcome in OUTCOMES},
         "to_come": [step.name for step in steps if step.name not in names],
         "note": DRY_RUN if args.dry_run else "",
-        "numbers_checked": not args.skip_numbers,
         "command": shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *args.argv]),
         "environment": next((r["facts"] for r in records if r["name"] == "environment"), {}),
         "seconds": round(sum(record["seconds"] for record in records), 1),
@@ -232,10 +217,9 @@ def parse(argv: Sequence[str] | None, parts: Sequence[str], out: str) -> argpars
     parser.add_argument("--seconds", type=float, help="for all steps together; time-outs scale with it")
     parser.add_argument("--work-dir", help="for logs and made-up checkpoints; default: a new temporary directory")
     parser.add_argument(
-        "--skip-numbers", action="store_true",
-        help="for a device that computes nothing: checks run, their results are reported as unchecked",
+        "--dry-run", action="store_true",
+        help="for a device that computes nothing: checks run unchecked, what is measured runs once at tiny sizes",
     )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="measure once, at tiny sizes; the numbers mean nothing")
     parser.add_argument("--around", default="", metavar="MODULE:NAME", help="a context manager for engines' steps")
     if len(parts) > 1:
         parser.add_argument("--half", type=int, choices=HALVES, help="1: kernels, 2: engines; default: both")

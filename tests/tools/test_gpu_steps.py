@@ -95,17 +95,17 @@ def test_a_steps_own_verdicts(monkeypatch):
     assert verdict("kernels", fine)["reason"] == "torch sees no CUDA device"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = verdict("kernels", raises(steps.SkippedError("no pytest")))
-    assert (found["end"], found["reason"], found["facts"]) == ("skipped", "no pytest", {})
-    assert verdict("kernels", raises(steps.StepFailedError("differs")))["end"] == "failed"
+    assert (found["outcome"], found["reason"], found["facts"]) == ("skipped", "no pytest", {})
+    assert verdict("kernels", raises(steps.StepFailedError("differs")))["outcome"] == "failed"
     broken = verdict("kernels", raises(RuntimeError("CUDA error:\n  launch failed")))
-    assert broken["end"] == "failed"
+    assert broken["outcome"] == "failed"
     assert broken["reason"].startswith("RuntimeError: CUDA error: launch failed (test_gpu_steps.py:")
-    assert verdict("kernels", fine)["end"] == "passed" and verdict("kernels", fine)["facts"] == {"a": 1}
-    assert verdict("kernels", fine, skip_numbers=True)["end"] == "unchecked"
-    assert verdict("sync-debug", fine, skip_numbers=True)["end"] == "passed"
+    assert verdict("kernels", fine)["outcome"] == "passed" and verdict("kernels", fine)["facts"] == {"a": 1}
+    assert verdict("kernels", fine, dry_run=True)["outcome"] == "unchecked"
+    assert verdict("sync-debug", fine, dry_run=True)["outcome"] == "passed"
     monkeypatch.setattr(measure.importlib.util, "find_spec", lambda name: None)
     found = verdict("engine-chain", None)
-    assert (found["end"], found["reason"]) == ("skipped", "vLLM is not installed")
+    assert (found["outcome"], found["reason"]) == ("skipped", "vLLM is not installed")
 
 
 def test_every_kernel_is_among_those_that_the_device_is_asked_for():
