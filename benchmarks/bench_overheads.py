@@ -10,6 +10,7 @@ parameters and zeros: shares are of such steps.
 """
 
 import argparse
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -176,10 +177,11 @@ def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
             watched.unwrap()
         row = {"setting": name, "inflate": workload.ratio, "label": workload.label, "requests": options.requests}
         for kind, steps in (("prompt", watched.prompts), ("verify", watched.verifies)):
-            row[f"{kind}_ms"] = harness.milliseconds((seconds for seconds, _ in steps), 3)
+            row[f"{kind}_ms"] = round(1e3 * statistics.median(seconds for seconds, _ in steps), 3)
             row[f"{kind}_steps"] = len(steps)
             row[f"{kind}_parts"] = {
-                part: harness.milliseconds(parts.get(part, 0.0) for _, parts in steps) for part in COMPONENTS
+                part: round(1e3 * statistics.median(parts.get(part, 0.0) for _, parts in steps), 4)
+                for part in COMPONENTS
             }
         yield row
 

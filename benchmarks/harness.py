@@ -4,7 +4,6 @@ import argparse
 import gc
 import json
 import os
-import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -98,38 +97,23 @@ def acceptance_length(gained: dict[str, int]) -> float:
     return round(1 + gained["accepted_tokens"] / gained["drafts"], 3)
 
 
-def milliseconds(seconds: Iterable[float], digits: int = 4) -> float:
-    """Return the median in ms."""
-    return round(1e3 * statistics.median(seconds), digits)
-
-
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def command(
-    doc: str | None, measure: Callable[[argparse.Namespace], Iterable[Row]], /, *positional: str, **defaults: Any
-) -> list[Row]:
+def command(doc: str | None, measure: Callable[[argparse.Namespace], Iterable[Row]], **defaults: Any) -> list[Row]:
     """Run a benchmark: print its rows as they come, write them with provenance to `--json`, and return them.
 
     Args:
         doc: The benchmark's docstring.
         measure: Options -> rows.
-        positional: Names of its required arguments.
         defaults: Its options. A list is given with commas.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in positional:
-        parser.add_argument(name)
     for name, default in defaults.items():
-        flag = "--" + name.replace("_", "-")
-        if isinstance(default, bool):
-            parser.add_argument(flag, action="store_true")
-        elif isinstance(default, list):
-            kind = type(default[0])
-            parse: Callable[[str], Any] = lambda text, kind=kind: [kind(part) for part in text.split(",")]  # noqa: E731
-            parser.add_argument(flag, type=parse, default=default, help="with commas; default: %(default)s")
-        else:
-            parser.add_argument(flag, type=type(default), default=default, help="default: %(default)s")
+        parse: Callable[[str], Any] = type(default)
+        if isinstance(default, list):
+            parse = lambda text, kind=type(default[0]): [kind(part) for part in text.split(",")]  # noqa: E731
+        parser.add_argument("--" + name.replace("_", "-"), type=parse, default=default, help="default: %(default)s")
     parser.add_argument("--json", type=Path, help="write the rows here")
     options = parser.parse_args()
     rows = []

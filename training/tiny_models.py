@@ -50,10 +50,9 @@ def build_tokenizer(family: str, vocabulary: tuple[str, ...] = ()):
         additional_special_tokens=list(tiny_captioner.SPECIAL_TOKENS), clean_up_tokenization_spaces=False,
         model_max_length=MAX_POSITIONS,
     )  # fmt: skip
-    qwen = family != "llava-onevision"
-    tokenizer.image_token, tokenizer.video_token = (
-        ("<|image_pad|>", "<|video_pad|>") if qwen else ("<image>", "<video>")
-    )
+    is_llava = family == "llava-onevision"
+    tokenizer.image_token = "<image>" if is_llava else "<|image_pad|>"
+    tokenizer.video_token = "<video>" if is_llava else "<|video_pad|>"
     if any(tokenizer.convert_tokens_to_ids(token) != i for token, i in ids.items()):
         raise RuntimeError("the tokenizer numbered its tokens differently")
     return tokenizer

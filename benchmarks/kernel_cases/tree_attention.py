@@ -85,18 +85,6 @@ class Inputs:
         rows = rows.unflatten(2, (self.group, self.num_rows))
         return rows.permute(0, 3, 1, 2, 4).reshape(*self.query.shape[:2], -1)
 
-    def exact(self) -> torch.Tensor:
-        """Return what every peer should find, in float64 from the paged cache, [batch * rows, num_heads, D]."""
-        length = self.seen.shape[1]
-        entry = torch.arange(length, device=DEVICE)
-        blocks = self.block_table[:, entry // BLOCK_SIZE].long()  # [batch, length]
-        keys, values = (
-            pool[blocks, entry % BLOCK_SIZE].transpose(1, 2).double() for pool in (self.keys, self.values)
-        )  # [batch, num_kv_heads, length, D]
-        logits = self.folded().double() @ keys.transpose(2, 3) * self.scale
-        logits.masked_fill_(~self.seen.repeat(self.group, 1), float("-inf"))
-        return self.unfolded(logits.softmax(-1) @ values)
-
 
 def ours(inputs: Inputs) -> Bound:
     """Bind tree_attention: the kernel on a GPU, the reference on a CPU."""

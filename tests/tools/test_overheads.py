@@ -67,14 +67,14 @@ def test_host_time_is_what_is_not_inside_other_calls(monkeypatch):
 def test_the_command_writes_rows_and_where_they_come_from(monkeypatch, tmp_path, capsys):
     """Catches: a list that is read as one word, rows that are lost because a later one fails."""
     out = tmp_path / "out.json"
-    arguments = ["bench", "--tokens", "1,2", "--sync-scheduling", "--json", str(out)]
+    arguments = ["bench", "--tokens", "1,2", "--json", str(out)]
     monkeypatch.setattr(sys, "argv", arguments)
 
     def measure(options):
-        assert options.sync_scheduling and (options.rounds, options.pruner) == (3, ["uv"])
+        assert (options.rounds, options.pruner) == (3, ["uv"])
         yield from ({"size": size} for size in options.tokens)
 
-    harness.command("doc", measure, tokens=[8], pruner=["uv"], rounds=3, sync_scheduling=False)
+    harness.command("doc", measure, tokens=[8], pruner=["uv"], rounds=3)
     found = json.loads(out.read_text())
     assert found["rows"] == [{"size": 1}, {"size": 2}] and "git_sha" in found["provenance"]
     assert capsys.readouterr().out.splitlines() == ['{"size": 1}', '{"size": 2}']
