@@ -152,15 +152,12 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("kernels", nargs="*", default=KERNELS, help=f"of {', '.join(KERNELS)}; default: all")
     parser.add_argument("--sizes", nargs="*", default=[], metavar="AXIS=VALUES", help="values, comma-separated")
     parser.add_argument("--rounds", type=int, help="calls of each implementation per case")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(argv)
     modules = {kernel: importlib.import_module(f"kernel_cases.{kernel}") for kernel in options.kernels}
     axes = {name for module in modules.values() for name in module.AXES}
     if unknown := {text.partition("=")[0] for text in options.sizes} - axes:
         parser.error(f"no axis {', '.join(sorted(unknown))}; there are {', '.join(sorted(axes))}")
-    initial_threads = torch.get_num_threads()
-    torch.set_num_threads(options.threads)
     rows: list[dict[str, Any]] = []
     for kernel, module in modules.items():
         for size in sizes_of(module.AXES if ON_GPU else module.TINY, options.sizes):
@@ -169,7 +166,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
                 rows.append(label | row)
                 if not options.json:
                     show(rows[-1])
-    torch.set_num_threads(initial_threads)
     if options.json:
         print(json.dumps({"rows": rows, "provenance": provenance()}))
     return rows

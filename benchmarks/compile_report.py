@@ -1,6 +1,6 @@
 """Compile the Triton kernels at real shapes for several architectures, without a GPU, and report what they take.
 
-python benchmarks/compile_report.py [--archs 80,90] [--kernels tree_attention] [--cases 28/4] [--json]
+python benchmarks/compile_report.py [--archs 80,90] [--cases 28/4] [--json]
 
 The project's own wrappers are called with meta tensors, which compile and launch nothing, under a driver that only
 names an architecture: so what is compiled is what a launch of these shapes compiles, tile sizes and specialisation
@@ -146,12 +146,12 @@ class Compiler:
         }
 
 
-def report(arch: int, kernels: list[str], cases: str, folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of an architecture: of every case of the kernels (none: all) whose label matches `cases`."""
+def report(arch: int, cases: str, folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of an architecture: of every case whose label matches `cases`."""
     rows = []
     with pretending(arch):
         for case in compile_cases.cases():
-            if (kernels and case.kernel not in kernels) or arch in case.not_on or not re.search(cases, case.label):
+            if arch in case.not_on or not re.search(cases, case.label):
                 continue
             compiler = Compiler(arch, folder)
             with mock.patch.object(dispatch, "_prepare", compiler.prepare):
@@ -163,7 +163,6 @@ def report(arch: int, kernels: list[str], cases: str, folder: Path) -> list[dict
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run the report and return its rows."""
     arguments = parser().parse_args(argv)
-    kernels = arguments.kernels.split(",") if arguments.kernels else []
     # A cache of its own: every binary in it has its row.
     root = Path(tempfile.mkdtemp()) if arguments.cold else Path(knobs.cache.dir) / "vidspec-compile-report-3"
     knobs.cache.dir, knobs.nvidia.dump_ptxas_log = str(root), True
@@ -171,7 +170,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for arch in (int(arch) for arch in arguments.archs.split(",")):
-        rows += report(arch, kernels, arguments.cases, folder)
+        rows += report(arch, arguments.cases, folder)
     if arguments.json:
         print(json.dumps({"triton": triton.__version__, "rows": rows}))
         return rows
@@ -185,7 +184,6 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--archs", default=",".join(map(str, ARCHS)), help="sm numbers, comma-separated")
-    arguments.add_argument("--kernels", default="", help="only these wrappers, comma-separated")
     arguments.add_argument("--cases", default="", help="only cases whose label matches this expression")
     arguments.add_argument("--cold", action="store_true", help="compile everything again, in a fresh cache")
     arguments.add_argument("--json", action="store_true", help="print JSON instead of lines")

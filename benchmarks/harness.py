@@ -92,11 +92,6 @@ def clip_prompt(family: str, frames: np.ndarray) -> Row:
     return {"prompt": text, "multi_modal_data": {"video": [(frames, metadata)]}}
 
 
-def acceptance_length(gained: dict[str, int]) -> float:
-    """Return the mean tokens of a verify step, the target's own included."""
-    return round(1 + gained["accepted_tokens"] / gained["drafts"], 3)
-
-
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import harness
 from decode_steps import DecodeLoop
 from gpu_steps import ROOT, Context, SkippedError, Step, engine, expect
-from made_up import PAIRS, SHAPES, user_kwargs, whole_pair
+from made_up import PAIRS, SHAPES, user_kwargs, write_pair
 
 from vllm_vidspec.tools import pairs
 
@@ -161,12 +161,9 @@ def real_shapes(context: Context, drafting: str | None) -> dict[str, Any]:
     """Run a 7B target, with or without a 3B draft, with vLLM's defaults: memory at each point, time of a step."""
     import torch
 
-    from vllm_vidspec import assets
-
     free, total = torch.cuda.mem_get_info()
     family, share = "qwen2.5-vl", 1 if total > 70 * 2**30 else 4
-    bundled = {role: assets.checkpoint(family, role) for role in assets.PAIR}
-    where = whole_pair(family, bundled, Path(context.work_dir), share)
+    where = write_pair(family, Path(context.work_dir), share=share)
     spec = {"drafting": drafting, "on_draft_error": "raise"}
     kwargs = user_kwargs(where, pairs.speculative_config(family, where["draft"], **spec) if drafting else None)
     layers = [SHAPES[name].layers // share for name in PAIRS[family][:2]]

@@ -10,9 +10,9 @@ from typing import Any
 
 import gpu_plan
 from decode_steps import Clock, DecodeLoop, NotAllDraftError
-from gpu_plan import FAMILY, KERNELS, Engine, Models, Sizes
+from gpu_plan import FAMILY, KERNELS, Engine, Sizes
 from gpu_steps import Context, Row, SkippedError, Step, engine
-from made_up import write_checkpoint
+from made_up import write_pair
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
@@ -34,19 +34,6 @@ def kernel_rows(kernel: str, context: Context) -> None:
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------
-
-
-def checkpoints(models: Models, sizes: Sizes, folder: Path) -> dict[str, str]:
-    """Write the checkpoints of target and draft without weights; return their directories by role."""
-    from vllm_vidspec.tools import pairs
-
-    pixels = (sizes.height * sizes.width,) * 2
-    return {
-        role: str(
-            write_checkpoint(Path(pairs.checkpoint(FAMILY, role)), folder / role, name, fp8=models.fp8, pixels=pixels)
-        )
-        for role, name in (("target", models.target), ("draft", models.draft))
-    }
 
 
 def llm_kwargs(
@@ -112,7 +99,10 @@ def engine_rows(plan: Engine, context: Context) -> None:
         "published_acceptance_length": length,
         "published_speedup": speedup,
     }
-    where = checkpoints(models, sizes, Path(context.work_dir) / f"models-{name}")
+    where = write_pair(
+        FAMILY, Path(context.work_dir) / f"models-{name}", (models.target, models.draft), fp8=models.fp8,
+        pixels=(sizes.height * sizes.width,) * 2,
+    )  # fmt: skip
     begun = time.perf_counter()
     with engine(context, llm_kwargs(plan, where, sizes, batches, context.dry_run)) as running:
         common["start_s"] = round(time.perf_counter() - begun, 1)

@@ -6,11 +6,13 @@ weights in itself (`load_format="dummy"`).
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vidspec_tools.planning.models import KNOWN
+from vllm_vidspec import assets
 from vllm_vidspec.planning.shapes import ModelShape
 
 SHAPES: dict[str, ModelShape] = {shape.name: shape for shape in KNOWN}
@@ -113,32 +115,33 @@ def write_checkpoint(
     return target
 
 
-def whole_pair(family: str, bundled: dict[str, Path], folder: Path, share: int = 1) -> dict[str, str]:
-    """Write a family's pair of `PAIRS`, all layers, towers and pixels as published; return its directories by role.
+def write_pair(
+    family: str, folder: Path, names: Sequence[str | None] = (), *, pixels: Sequence[int] = (), fp8: bool = False,
+    share: int = 1,
+) -> dict[str, str]:  # fmt: skip
+    """Write a target's and a draft's checkpoint; return their directories by role.
 
     Args:
-        family: A key of `PAIRS`.
-        bundled: The bundled checkpoints by role, "target" and "draft".
+        family: Whose bundled pair gives tokenizer and processor.
         folder: Where to write.
+        names: Keys of `VISION`, None for the bundled shapes; those of `PAIRS` if empty, all as published.
+        pixels: As of `write_checkpoint`; those of `PAIRS` if empty.
+        fp8: As of `write_checkpoint`.
         share: Which part of the language models' layers to have, for a small device: a half, a third, ...
     """
-    *names, image, video = PAIRS[family]
+    names, (image, video) = names or PAIRS[family][:2], pixels or PAIRS[family][2:]
     return {
         role: str(
             write_checkpoint(
-                bundled[role], folder / role, name, pixels=(image, video), num_layers=SHAPES[name].layers // share,
+                assets.checkpoint(family, role), folder / role, name, pixels=(image, video), fp8=fp8,
+                num_layers=SHAPES[name].layers // share if name else None,
             )
         )
-        for role, name in zip(("target", "draft"), names, strict=True)
+        for role, name in zip(assets.PAIR, names, strict=True)
     }  # fmt: skip
 
 
 def user_kwargs(where: dict[str, str], spec: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of `LLM` that name models and what drafts: all else is the default that users have.
-
-    Args:
-        where: Directories by role.
-        spec: A speculative config, None for vanilla vLLM.
-    """
+    """Return the arguments of `LLM` that name models and what drafts: all else is the default that users have."""
     kwargs = {"model": where["target"], "load_format": "dummy", "disable_log_stats": True}
     return kwargs if spec is None else kwargs | {"speculative_config": spec}

@@ -164,10 +164,11 @@ def test_made_up_pairs_are_accepted(tmp_path, name):
 
     if name in plan.MODELS:
         models, share = plan.MODELS[name], 1
-        where, names = measure.checkpoints(models, plan.Sizes(), tmp_path), (models.target, models.draft)
+        names = (models.target, models.draft)
+        where = made_up.write_pair(plan.FAMILY, tmp_path, names, fp8=models.fp8)
     else:
-        bundled, share = {role: assets.checkpoint(name, role) for role in assets.PAIR}, 2
-        where, names = made_up.whole_pair(name, bundled, tmp_path, share), made_up.PAIRS[name][:2]
+        names, share = made_up.PAIRS[name][:2], 2
+        where = made_up.write_pair(name, tmp_path, share=share)
     assert check_pair(where["target"], where["draft"]).status == "ok"
     assert not list(tmp_path.rglob("*.safetensors"))
     for role, name_of in zip(assets.PAIR, names, strict=True):

@@ -231,15 +231,6 @@ def demo(result: Result) -> list[str]:
     return [text, f"> {result['vidspec']['text'].strip()}"]
 
 
-def frames(result: Result) -> list[str]:
-    """Return the table of frames sent as a video and as images."""
-    rows = [row | {"draft_kv_kib": row["draft_kv_bytes"] / 1024} for row in result["rows"]]
-    head = "family | frames as | the target's visual tokens | the draft's | draft KV, KiB a prompt | acceptance length"
-    line = "`{family}` | {way} | {target_visual_tokens:.0f} | {draft_visual_tokens:.0f} | {draft_kv_kib:.0f} | "
-    line += "{acceptance_length:.2f} | {identical_frac:p}"
-    return [table(f"{head} | identical", line, rows, words=2)]
-
-
 def parts(result: Result) -> list[str]:
     """Return the table of what parts of a step take beside an inflated target."""
     names, lines = list(result["rows"][0]["verify_parts"]), []
@@ -340,7 +331,6 @@ OF_RESULTS: dict[str, Section] = {
     "R12-relevance": relevance,
     "R14-parallel": papers.parallel,
     "R15": functools.partial(acceptance, axes=_PAIR_AXES),
-    "R15-frames": frames,
     "R16": functools.partial(shapes, axes=_SHAPE_AXES),
     "R16-qwen3-vl": functools.partial(shapes, axes=_SHAPE_AXES),
     "R16-loose": functools.partial(quality, name="R16-loose"),
