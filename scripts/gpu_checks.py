@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from decode_steps import DecodeLoop
+from decode_steps import Clock
+from gpu_measure import measured
+from gpu_plan import Sizes
 from gpu_steps import ROOT, Context, SkippedError, Step, engine, expect
 from made_up import PAIRS, SHAPES, user_kwargs, write_pair
 
@@ -178,8 +180,9 @@ def real_shapes(context: Context, drafting: str | None) -> dict[str, Any]:
         _generate(context, running, prompts, 16, 0.0)
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
+        clock, sizes = Clock(running.runner.speculator), Sizes(skip=0, rounds=1, steps=2 if context.dry_run else 32)
         for batch in (1, 8):
-            facts[f"batch_{batch}"] = _time_steps(context, running, prompts[:batch], drafting is not None)
+            facts[f"batch_{batch}"] = measured(running, drafting is not None, sizes, prompts[:batch], clock)
         facts["held_after_steps_bytes"] = torch.cuda.memory_allocated()
         facts["peak_of_steps_bytes"] = torch.cuda.max_memory_allocated()
         facts["free_after_bytes"] = torch.cuda.mem_get_info()[0]
@@ -190,19 +193,6 @@ def real_shapes(context: Context, drafting: str | None) -> dict[str, Any]:
     grown = facts["held_after_steps_bytes"] - held
     expect(context.dry_run or grown < 2**24, f"steps hold {grown} bytes more than before")
     return facts
-
-
-def _time_steps(context: Context, running: harness.Engine, prompts: list[Any], is_ours: bool) -> dict[str, float]:
-    """Return ms per decode step and tokens per second of requests that all decode."""
-    loop, num_steps = DecodeLoop(running.llm.llm_engine, is_ours), 2 if context.dry_run else 32
-    loop.start(prompts, max_tokens=2048, max_steps=200)
-    seconds, num_tokens = loop.timed(num_steps)
-    loop.stop()
-    return {
-        "ms_per_step": round(1000 * seconds / num_steps, 3),
-        "tokens_per_s": round(num_tokens / seconds, 1),
-        "steps": num_steps,
-    }
 
 
 STEPS: dict[str, Step] = {

@@ -109,7 +109,7 @@ def engine_rows(plan: Engine, context: Context) -> None:
         clock, prompt = Clock(running.runner.speculator), prompt_of(sizes)
         for batch in batches:
             try:
-                row = measured(running, plan, sizes, [prompt] * batch, clock)
+                row = measured(running, plan.is_ours, sizes, [prompt] * batch, clock)
             except NotAllDraftError as error:  # they do not fit, and no more do
                 context.write(common | {"outcome": "refused", "batch": batch, "reason": str(error)})
                 return
@@ -117,18 +117,18 @@ def engine_rows(plan: Engine, context: Context) -> None:
             context.write(common | {"outcome": "measured", "reason": "", "batch": batch} | row)
 
 
-def measured(running: Any, plan: Engine, sizes: Sizes, prompts: list[Any], clock: Clock) -> Row:
+def measured(running: Any, is_ours: bool, sizes: Sizes, prompts: list[Any], clock: Clock) -> Row:
     """Return the times of a decode step of so many requests.
 
     Raises:
         NotAllDraftError: They do not fit.
     """
-    loop = DecodeLoop(running.llm.llm_engine, plan.is_ours)
+    loop = DecodeLoop(running.llm.llm_engine, is_ours)
     loop.start(prompts, gpu_plan.MAX_TOKENS, gpu_plan.MAX_STEPS)
     for _ in range(sizes.skip):
         loop.step()
     clock.take()
-    step_ms = sorted(1e3 * loop.timed(sizes.steps)[0] / sizes.steps for _ in range(sizes.rounds))
+    step_ms = sorted(loop.timed(sizes.steps) for _ in range(sizes.rounds))
     taken = clock.take()
     loop.stop()
     median, low, high = (round(ms, 4) for ms in (statistics.median(step_ms), step_ms[0], step_ms[-1]))

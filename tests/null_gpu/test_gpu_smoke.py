@@ -28,4 +28,4 @@ def test_what_runs_without_numbers_runs(tmp_path):
     found = json.loads(out.read_text())
     assert not found["failed"] + found["skipped"] + found["to_come"], log.read_text()
     facts = {step["name"]: step["facts"] for step in found["steps"]}
-    assert facts["real-chain"]["layers"] == [28, 36] and facts["real-chain"]["batch_8"]["steps"] > 0
+    assert facts["real-chain"]["layers"] == [28, 36] and facts["real-chain"]["batch_8"]["step_ms"] > 0
