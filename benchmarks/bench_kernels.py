@@ -45,7 +45,6 @@ class Case:
         dtype: Of these products.
         results: Of some implementations, how what a call returns becomes a tensor to be compared with ours.
         notes: Why implementations that are not among the calls do not run here.
-        with_memory: Whether to measure what a call holds at its peak (GPU only).
     """
 
     calls: dict[str, Callable[[], Any]]
@@ -54,7 +53,6 @@ class Case:
     dtype: torch.dtype = torch.float32
     results: dict[str, Callable[[Any], torch.Tensor]] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
-    with_memory: bool = False
 
 
 def against_reference(bind: Callable[[Any], Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
@@ -98,15 +96,6 @@ def rates(dtype: torch.dtype, size: int) -> tuple[float, float]:
     return 2 * _COPY_BYTES / times["copy"][0], 2 * size**3 / times["product"][0]
 
 
-def peak_bytes(call: Callable[[], Any]) -> int:
-    """Return the most GPU memory that a call holds at once beyond what was there, as torch's allocator sees it."""
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def rows_of(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
     """Measure a case; yield a row for each implementation."""
     found = {impl: result(case.calls[impl]()).float().clone() for impl, result in case.results.items()}
@@ -127,7 +116,6 @@ def rows_of(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
             "product": round(product, 6),
             "bytes": case.num_bytes,
             "flops": case.flops,
-            "peak_bytes": peak_bytes(case.calls[impl]) if case.with_memory and ON_GPU else None,
             "max_difference": differences.get(impl),
             "note": case.notes.get(impl, ""),
             "num_threads": torch.get_num_threads(),

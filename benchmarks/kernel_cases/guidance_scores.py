@@ -1,8 +1,7 @@
-"""guidance_scores: one layer of one request, against attention whose weights are all held at once, in time and memory.
+"""guidance_scores: one layer of one request, against attention whose weights are all held at once.
 
 `num_queries` text queries are the last of `num_keys` cached keys. On a GPU a second row gets the rows' log-sum-exps, as
-the engine gets them from FlashAttention, and makes one pass. The floor counts one pass. Memory of MKL's own buffers
-is not counted.
+the engine gets them from FlashAttention, and makes one pass. The floor counts one pass.
 """
 
 from typing import Any
@@ -69,5 +68,4 @@ def case(shape: str, num_keys: int, num_queries: int) -> Case:
         num_bytes=num_keys * num_kv_heads * head_dim * dtype.itemsize,
         flops=2 * num_queries * num_heads * num_keys * head_dim,
         dtype=dtype,
-        with_memory=True,
     )

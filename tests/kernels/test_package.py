@@ -23,7 +23,7 @@ PEERS = {
 
 @pytest.mark.parametrize("name", PEERS)
 def test_benchmark_runs(name, monkeypatch, capsys):
-    """Catches: a benchmark that no longer fits its kernel, a row without unit or floor, NaN times or memory, peers that
+    """Catches: a benchmark that no longer fits its kernel, a row without unit or floor, NaN times, peers that
     disagree."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     bench = importlib.import_module("bench_kernels")
@@ -46,8 +46,6 @@ def test_benchmark_runs(name, monkeypatch, capsys):
         assert 0 < row["p20"] <= row["median"] <= row["p80"] < math.inf
         assert row["max_difference"] is None or row["max_difference"] < (1e-5 if name == "tree_attention" else 2e-2)
         assert (row["max_difference"] is None) == (name not in ("tree_attention", "visual_relevance"))
-        has_memory = name == "guidance_scores" and torch.cuda.is_available()
-        assert (row["peak_bytes"] or 0) > 0 if has_memory else row["peak_bytes"] is None
     printed = json.loads(capsys.readouterr().out)
     assert printed["rows"] == rows and printed["provenance"]["argv"]
 
