@@ -9,6 +9,7 @@ import torch
 
 from training import tiny_captioner
 from training.tiny_captioner import token_ids
+from vllm_vidspec import assets
 from vllm_vidspec.shapeworld import world
 
 TEXT_SIZES = {
@@ -32,40 +33,6 @@ ROPE_THETA = 500.0
 MAX_POSITIONS = 16384
 MAX_FRAMES = 64  # of 112 x 112, before Qwen3-VL's processor shrinks them
 
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{{ '<|im_start|>' + message['role'] + 'ROLE_END' }}
-{%- if message['content'] is string -%}
-{{ message['content'] }}
-{%- else -%}
-{%- for content in message['content'] -%}
-{%- if content['type'] in ('image', 'image_url', 'input_image', 'image_pil') -%}
-{{ 'IMAGE' }}
-{%- elif content['type'] in ('video', 'video_url', 'input_video') -%}
-{{ 'VIDEO' }}
-{%- elif 'text' in content -%}
-{{ content['text'] }}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{ '<|im_end|>TURN_END' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{ '<|im_start|>assistant\\n' }}
-{%- endif -%}
-"""
-_QWEN_TEMPLATE = {
-    "ROLE_END": "\\n",
-    "IMAGE": "<|vision_start|><|image_pad|><|vision_end|>",
-    "VIDEO": "<|vision_start|><|video_pad|><|vision_end|>",
-    "TURN_END": "\\n",
-}
-TEMPLATE_WORDS = {
-    "qwen2.5-vl": _QWEN_TEMPLATE,
-    "qwen3-vl": _QWEN_TEMPLATE,
-    "llava-onevision": {"ROLE_END": " ", "IMAGE": "<image>\\n", "VIDEO": "<video>\\n", "TURN_END": ""},
-}
-
 
 def build_tokenizer(family: str, vocabulary: tuple[str, ...] = ()):
     """A word-level tokenizer whose ids are `tiny_captioner.token_ids(family, vocabulary)`."""
@@ -79,18 +46,13 @@ def build_tokenizer(family: str, vocabulary: tuple[str, ...] = ()):
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     inner.add_special_tokens(list(tiny_captioner.SPECIAL_TOKENS))
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        unk_token="<unk>",
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=list(tiny_captioner.SPECIAL_TOKENS),
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=inner, unk_token="<unk>", eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        additional_special_tokens=list(tiny_captioner.SPECIAL_TOKENS), clean_up_tokenization_spaces=False,
         model_max_length=MAX_POSITIONS,
-    )
-    qwen = family != "llava-onevision"
-    tokenizer.image_token, tokenizer.video_token = (
-        ("<|image_pad|>", "<|video_pad|>") if qwen else ("<image>", "<video>")
-    )
+    )  # fmt: skip
+    is_llava = family == "llava-onevision"
+    tokenizer.image_token = "<image>" if is_llava else "<|image_pad|>"
+    tokenizer.video_token = "<video>" if is_llava else "<|video_pad|>"
     if any(tokenizer.convert_tokens_to_ids(token) != i for token, i in ids.items()):
         raise RuntimeError("the tokenizer numbered its tokens differently")
     return tokenizer
@@ -101,40 +63,31 @@ def build_processor(family: str, vocabulary: tuple[str, ...] = (), side: int = w
     import transformers
 
     tokenizer = build_tokenizer(family, vocabulary)
-    template = CHAT_TEMPLATE
-    for name, text in TEMPLATE_WORDS[family].items():
-        template = template.replace(name, text)
+    template = (assets.checkpoint(family, "target") / "chat_template.jinja").read_text()
     normal = dict(zip(("image_mean", "image_std"), tiny_captioner.NORMALISATION[family].tolist(), strict=True))
-    if family == "qwen2.5-vl":
-        pixels = dict(min_pixels=28 * 28, max_pixels=side * side)
-        return transformers.Qwen2_5_VLProcessor(
-            image_processor=transformers.Qwen2VLImageProcessor(**pixels),
-            video_processor=transformers.Qwen2VLVideoProcessor(**pixels, cap_pixels_per_frame=False),
-            tokenizer=tokenizer,
-            chat_template=template,
-        )
+    shared = dict(tokenizer=tokenizer, chat_template=template)
+    if family == "llava-onevision":
+        size = dict(height=side, width=side)
+        grids = dict(size=size, image_grid_pinpoints=_pinpoints())
+        return transformers.LlavaOnevisionProcessor(
+            image_processor=transformers.LlavaOnevisionImageProcessor(**grids, **normal),
+            video_processor=transformers.LlavaOnevisionVideoProcessor(size=size, **normal),
+            num_image_tokens=64, vision_feature_select_strategy="full", **shared,
+        )  # fmt: skip
     if family == "qwen3-vl":
-        size = dict(shortest_edge=28 * 28, longest_edge=side * side)
-        of_video = dict(size, longest_edge=side * side * MAX_FRAMES)  # a limit of all frames together
-        patches = dict(patch_size=14, merge_size=2, temporal_patch_size=2)
+        image = dict(shortest_edge=28 * 28, longest_edge=side * side)
+        video = dict(image, longest_edge=side * side * MAX_FRAMES)  # a limit of all frames together
+        patches = dict(patch_size=14, merge_size=2, temporal_patch_size=2, **normal)
         return transformers.Qwen3VLProcessor(
-            image_processor=transformers.Qwen2VLImageProcessor(size=size, **patches, **normal),
-            video_processor=transformers.Qwen3VLVideoProcessor(
-                size=of_video, cap_pixels_per_frame=False, **patches, **normal
-            ),
-            tokenizer=tokenizer,
-            chat_template=template,
+            image_processor=transformers.Qwen2VLImageProcessor(size=image, **patches),
+            video_processor=transformers.Qwen3VLVideoProcessor(size=video, cap_pixels_per_frame=False, **patches),
+            **shared,
         )
-    size = dict(height=side, width=side)
-    return transformers.LlavaOnevisionProcessor(
-        image_processor=transformers.LlavaOnevisionImageProcessor(
-            size=size, image_grid_pinpoints=_pinpoints(), **normal
-        ),
-        video_processor=transformers.LlavaOnevisionVideoProcessor(size=size, **normal),
-        tokenizer=tokenizer,
-        num_image_tokens=64,
-        vision_feature_select_strategy="full",
-        chat_template=template,
+    pixels = dict(min_pixels=28 * 28, max_pixels=side * side)
+    return transformers.Qwen2_5_VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(**pixels),
+        video_processor=transformers.Qwen2VLVideoProcessor(**pixels, cap_pixels_per_frame=False),
+        **shared,
     )
 
 

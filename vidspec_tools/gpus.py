@@ -1,4 +1,4 @@
-"""GPUs by name, as their makers specify them: the one table of cards, for the planner and for the kernels' models."""
+"""GPUs by name, as their makers specify them: the one table of cards, for the planner and the compile report."""
 
 from dataclasses import dataclass
 
@@ -13,15 +13,13 @@ class Architecture:
     shared_kb: int  # shared memory of a multiprocessor
     program_kb: int  # shared memory of one program
     threads: int  # of a multiprocessor
-    clock: float = 0.0  # cycles per second of that card; 0: not modelled
-    cache: float = 0.0  # bytes per second out of its second-level cache, achievable; 0: not modelled
 
 
 ARCHITECTURES = {
-    80: Architecture(108, 164, 163, 2048, 1.41e9, 4.0e12),  # A100
-    89: Architecture(142, 100, 99, 1536, 2.5e9, 3.5e12),  # L40S
-    90: Architecture(132, 228, 227, 2048, 1.755e9, 5.5e12),  # H100, H200
-    100: Architecture(148, 228, 227, 2048, 1.85e9, 10e12),  # B200
+    80: Architecture(108, 164, 163, 2048),  # A100
+    89: Architecture(142, 100, 99, 1536),  # L40S
+    90: Architecture(132, 228, 227, 2048),  # H100, H200
+    100: Architecture(148, 228, 227, 2048),  # B200
     120: Architecture(188, 100, 99, 1536),  # RTX PRO 6000; of the RTX 50 fewer multiprocessors
 }
 
