@@ -1,5 +1,6 @@
 """What the rows of `coexistence` run with servers: data parallelism, several API servers, two nodes."""
 
+import json
 import os
 import re
 import shlex
@@ -126,8 +127,6 @@ def nodes(folder: Path) -> tuple[dict[str, int], str]:
         script = ["ip", "netns", "exec", _NODES[0][0], sys.executable, "-m", __spec__.name, str(port)]
         asked = subprocess.run(script, capture_output=True, text=True, timeout=900)
         assert asked.returncode == 0, asked.stderr[-2000:] + (folder / "vidspec-a.log").read_text()[-3000:]
-    import json
-
     found = json.loads(asked.stdout.splitlines()[-1])
     assert found["token_ids"] == expected
     assert found["counted"]["accepted_tokens"] > 0
@@ -136,8 +135,6 @@ def nodes(folder: Path) -> tuple[dict[str, int], str]:
 
 def _from_inside(port: int) -> None:
     """Ask the server that runs in this network namespace; print the answer and our counters."""
-    import json
-
     from vllm_vidspec.tools.scrape import from_prometheus
 
     url, start = f"http://127.0.0.1:{port}", time.monotonic()

@@ -11,11 +11,8 @@ from tests.engine import guidance_reference
 def read_back(
     family: str, prompt_ids: list[int], token_ids: list[int], videos: list[np.ndarray], top_n: int = 10
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the target over a prompt and what was emitted after it.
-
-    Returns:
-        `[n]` int64, the target's most likely token where each emitted one stands, given the emitted ones before it; and
-        `[n]` float64, the visual relevance (LVSpec eq. 8) of each emitted token's own final hidden state.
+    """Return of each emitted token the target's most likely one in its place, given the emitted ones before it, `[n]`
+    int64; and the visual relevance (LVSpec eq. 8) of its own final hidden state, `[n]` float64.
     """
     output, is_visual, states = guidance_reference.run(family, [*prompt_ids, *token_ids], videos)
     _, model = guidance_reference._load(family)
@@ -28,14 +25,16 @@ def read_back(
 
 
 def check(
-    family: str, outputs: list[Any], videos: list[list[np.ndarray]], records: list[dict], max_unmeasured: int = 1
+    family: str,
+    outputs: list[Any],
+    videos: list[list[np.ndarray]],
+    records: list[dict],
+    max_unmeasured: int = 1,
+    tolerance: float = 1e-4,
 ) -> int:
     """Every token is what the record says, and only tokens said to be loosened or shifted are not the target's own.
 
-    The last token's relevance is never measured, and that of tokens which no step verified.
-
-    Returns:
-        How many these were.
+    Return how many these were. The last token's relevance is never measured, nor that of what no step verified.
     """
     by_req = {record["req_id"].split("-")[0]: record for record in records}
     num_loosened = 0
@@ -51,6 +50,6 @@ def check(
         assert len(measured) >= len(tokens) - max_unmeasured
         ours = torch.tensor([value for _, value in measured], dtype=torch.float64)
         error = float((ours - relevance[[i for i, _ in measured]]).abs().max())
-        assert error <= 1e-4, error
+        assert error <= tolerance, error
         num_loosened += int((~is_own).sum())
     return num_loosened

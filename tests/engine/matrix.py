@@ -13,13 +13,14 @@ from vllm_vidspec.names import PRUNERS
 LOSSY = ("loose", "fly", "fly-entropy")
 GUIDED = ("specvlm", "attention", "uv")
 TREES = ("tree-static", "tree-adaptive")
+FAMILIES = ("qwen2.5-vl", "llava-onevision")  # each drafts for itself in every shape
 # Families without a bundled pair: their models are untrained, made by random_models.py.
 UNTRAINED_FAMILIES = ("qwen2-vl", "qwen3-vl-moe")
 SEVERAL = 4  # requests of a batch that has several
 
 # What an engine is started with, what is set on a running one before a batch, and what a request brings.
 ENGINE = {
-    "family": ("qwen2.5-vl", "llava-onevision", "qwen3-vl", *UNTRAINED_FAMILIES),
+    "family": (*FAMILIES, "qwen3-vl", *UNTRAINED_FAMILIES),
     "draft": ("bundled", "self", "far", "untrained"),
     "shape": ("chain", *TREES),
     "drafting": ("sequential", "parallel"),
@@ -44,22 +45,14 @@ Pair = tuple[str, str, str, str]  # axis, value, later axis, value
 
 
 class Refusal(NamedTuple):
-    """Two settings that cannot meet.
-
-    Attributes:
-        values: Two axes, and of each the values that do not meet any of the other's.
-        why: In words.
-        asked: How one asks for it (`matrix_run.ASKED`): the answer must be a refusal.
-        line: What the refusal says, a regular expression.
-    """
+    """Two settings that cannot meet, any value of the one with any of the other."""
 
     values: dict[str, tuple[str, ...]]
     why: str
-    asked: str
-    line: str
+    asked: str  # how one asks for it (`matrix_run.ASKED`)
+    line: str  # a regular expression of the answer
 
     def pairs(self) -> Iterator[Pair]:
-        """Yield each pair of values."""
         (one, values), (other, others) = sorted(self.values.items(), key=lambda item: list(AXES).index(item[0]))
         for value, another in itertools.product(values, others):
             yield one, value, other, another
@@ -106,13 +99,7 @@ REFUSALS = (
 
 
 class Reason(NamedTuple):
-    """What a request of some cells is counted as, for each of them once.
-
-    Attributes:
-        where: Axes and values, all of which hold.
-        counter: That says so.
-        why: In words.
-    """
+    """What a request is counted as, once, where all of these axes have one of these values."""
 
     where: dict[str, tuple[str, ...]]
     counter: str
@@ -192,16 +179,7 @@ def _combinations(axes: dict[str, tuple[str, ...]], given: Cell | None = None) -
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
-
-class Batch(NamedTuple):
-    """Requests that run together on one engine: `cells` differ in what requests bring."""
-
-    cells: tuple[Cell, ...]
-
-    @property
-    def name(self) -> str:
-        """What the batch is, for a failure."""
-        return ", ".join(self.cells[0][axis] for axis in BATCH)
+Batch = tuple[Cell, ...]  # cells that run together on one engine: they differ in what requests bring
 
 
 class Row(NamedTuple):
@@ -210,19 +188,14 @@ class Row(NamedTuple):
     engine: Cell
     batches: tuple[Batch, ...]
 
-    @property
-    def name(self) -> str:
-        """What the engine is, for a test's id."""
-        return "_".join(self.engine.values())
-
-    def pairs(self) -> set[Pair]:
-        """Return the pairs that its cells cover."""
-        return set().union(*(pairs_of(cell) for batch in self.batches for cell in batch.cells))
-
 
 # Each family drafts for itself, unpruned, in each way: whatever is lost or misplaced on the way, a rejection tells.
-EQUAL_ENGINES = [{"family": f, "draft": "self", "drafting": d} for d in ENGINE["drafting"] for f in ENGINE["family"]]
-EQUAL_BATCH = {"pruner": "none", "prefill": "plain", "requests": "several"}
+EQUAL_ENGINES = [
+    *({"family": f, "draft": "self", "drafting": "sequential", "shape": s} for f in FAMILIES for s in ENGINE["shape"]),
+    *({"family": f, "draft": "self", "drafting": "sequential"} for f in ENGINE["family"][len(FAMILIES) :]),
+    *({"family": f, "draft": "self", "drafting": "parallel"} for f in ENGINE["family"]),
+]
+EQUAL_BATCHES = [{"pruner": "none", "prefill": way, "requests": "several"} for way in BATCH["prefill"]]
 EQUAL_REQUESTS = [
     {"input": "video", "sampling": "greedy", "scorer": "strict"},
     {"input": "videos", "sampling": "sampled", "scorer": "strict"},
@@ -257,18 +230,19 @@ def make_rows() -> list[Row]:
 
     def add(number: int, batch: Batch) -> None:
         batches[number].append(batch)
-        for cell in batch.cells:
+        for cell in batch:
             left.cover(cell)
 
     for number, engine in enumerate(chosen[: len(EQUAL_ENGINES)]):
-        add(number, Batch(tuple(engine | EQUAL_BATCH | request for request in EQUAL_REQUESTS)))
+        for way in EQUAL_BATCHES:
+            add(number, tuple(engine | way | request for request in EQUAL_REQUESTS))
     for numbers in ([i for i, one in enumerate(chosen) if not is_slow(one)], range(len(chosen))):
         while left.num_pairs:
             offers = {number: _fill(*choices[number], left) for number in numbers}
             best = max(offers, key=lambda number: offers[number][0])
             if not offers[best][0]:
                 break
-            add(best, Batch(offers[best][1]))
+            add(best, offers[best][1])
     return [Row(engine, tuple(own)) for engine, own in zip(chosen, batches, strict=True)]
 
 
@@ -284,7 +258,6 @@ class _Open:
 
     @property
     def num_pairs(self) -> int:
-        """How many are left."""
         return sum(left.bit_count() for left in self._left.values()) // 2
 
     def count(self, cell: Cell) -> int:
@@ -297,13 +270,12 @@ class _Open:
         return sum(self._left[item].bit_count() for item in batch.items())
 
     def cover(self, cell: Cell) -> None:
-        """Take a cell's pairs out."""
         mask = sum(self._bits[item] for item in cell.items())
         for item in cell.items():
             self._left[item] &= ~mask
 
 
-def _fill(engine: Cell, batches: list[Cell], requests: list[Cell], left: _Open) -> tuple[int, tuple[Cell, ...]]:
+def _fill(engine: Cell, batches: list[Cell], requests: list[Cell], left: _Open) -> tuple[int, Batch]:
     """Return the most promising batch of an engine, requests that cover most joined to it, and what they cover."""
 
     def worth(batch: Cell) -> float:

@@ -179,11 +179,12 @@ class Answered:
 
 def run(engine: Engine, batch: Batch, first_seed: int) -> Answered:
     """Run a batch as its cells say."""
-    settings, llm = batch.cells[0], engine.llm
-    seeds = [first_seed + i for i in range(len(batch.cells))]
-    requests = [request(cell, seed) for cell, seed in zip(batch.cells, seeds, strict=True)]
+    settings, llm = batch[0], engine.llm
+    seeds = [first_seed + i for i in range(len(batch))]
+    requests = [request(cell, seed) for cell, seed in zip(batch, seeds, strict=True)]
     engine.retune(pruner=settings["pruner"])
     engine.idle()  # vLLM tells of the end of a request with its next step
+    assert settings["drafting"] == "parallel" or engine.kv.num_used_blocks == 0, "an earlier batch has kept blocks"
     assert llm.reset_prefix_cache()
     if settings["prefill"] == "prefix-hit":
         # Two tokens: who ends with its first is drafted for by nobody, and its scores are not remembered.
@@ -287,7 +288,7 @@ def read_back(
     cells = [
         (cell, request(cell, seed), output)
         for one in answered
-        for cell, seed, output in zip(one.batch.cells, one.seeds, one.outputs, strict=True)
+        for cell, seed, output in zip(one.batch, one.seeds, one.outputs, strict=True)
     ]
     overrides = OVERRIDES | {"model": models.target(family), "max_num_seqs": 32}
     with harness.engine(prompts_of(family), overrides=overrides) as engine:

@@ -9,7 +9,7 @@ from scipy import stats
 
 from tests.engine import harness
 from tests.engine.harness import QWEN
-from tests.engine.seams import CoupledVerifier
+from vllm_vidspec.engine.verify.verifier import CoupledVerifier
 
 pytestmark = pytest.mark.engine
 

@@ -8,7 +8,9 @@ import torch
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import LLAVA, QWEN, assert_all_stands
-from tests.engine.seams import DraftModel, DraftPrefill, PendingScores, attention_guidance
+from vllm_vidspec.engine.draft.prefill import DraftPrefill
+from vllm_vidspec.engine.hooks import attention as attention_guidance
+from vllm_vidspec.engine.hooks.prompts import PendingScores
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
 
@@ -62,25 +64,6 @@ def test_an_equal_draft_still_never_errs(reference, monkeypatch, llava):
     reading = [step for step in steps if step["read"]]
     assert len(reading) >= 13 and max(step["read"] for step in reading) <= 60
     assert min(step["decoding"] for step in reading[1:]) >= 2  # who is read for, and another; the first ends early
-
-
-def test_the_draft_looks_once(monkeypatch, llava):
-    """Answers to one prompt, and a later turn about it: one look of the draft's tower at the video."""
-    video = world.held_out(20).frames
-    looks = []
-    encode = DraftModel.encode
-    monkeypatch.setattr(
-        DraftModel, "encode", lambda self, features, frames: looks.append(frames) or encode(self, features, frames)
-    )
-    requests = [(pairs.video_prompt(LLAVA, video), {"temperature": 1.0, "seed": 1, "n": 3, "max_tokens": 8})]
-    _, first = llava.measured(requests)
-    _, later = llava.measured([(pairs.video_prompt(LLAVA, video, "describe the color"), {"max_tokens": 8})])
-    assert looks == [[None]]
-    assert (first["draft_encoder_misses"], first["draft_encoder_hits"]) == (1, 2)
-    assert (later["draft_encoder_misses"], later["draft_encoder_hits"]) == (0, 1)
-    for counted in (first, later):
-        assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
-    assert 0 < later["draft_encoder_bytes_used"] <= later["draft_encoder_bytes"]
 
 
 def test_bad_prompts_take_nobodys_drafts(llava):

@@ -9,9 +9,8 @@ import torch
 
 from tests.engine import harness, random_models
 from tests.engine.harness import LLAVA, QWEN, QWEN3
-from tests.engine.seams import DraftModel
+from vllm_vidspec.engine.draft.model import DraftModel
 from vllm_vidspec.families import adapter_for
-from vllm_vidspec.tools import pairs
 
 pytestmark = pytest.mark.engine
 
@@ -120,27 +119,3 @@ def test_parts_change_no_draft(family, reference, monkeypatch):
     looks = [step for step in steps if step["parts"]]
     assert len(looks) >= 4 * grid.num_frames // 4 and max(step["encoded"] for step in looks) <= allowed
     assert sum(step["decoding"] >= 2 for step in looks) >= len(looks) // 2
-
-
-def test_an_aborted_look_leaves_nothing(monkeypatch):
-    """A request that ends while its video is encoded: no block, no page and no row stays; its next showing is whole."""
-    requests = harness.videos(LLAVA, 2, max_tokens=40, ignore_eos=True)
-    with harness.engine(LLAVA, pairs.checkpoint(LLAVA, "target"), pruner="none") as engine:
-        cache = engine.speculator.backend.drafter.prefills.vision.cache
-        grid = grid_of(engine, videos_of(engine, requests[:1])[0])
-        engine.speculator.backend.forget_media()
-        engine.llm.reset_prefix_cache()
-        pixels = engine.speculator.backend._pixels
-        monkeypatch.setattr(pixels, "num_bytes", 1 << 30)  # none is set aside where nothing needs copying
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.draft, "max_encoder_tokens", 2 * grid.tokens_per_frame + 1)
-            engine.begin(requests[1:], steps=3)  # a video that the target has not seen either
-            assert cache.unfinished() and cache.num_used_bytes and pixels.num_used_bytes
-            engine.abort()
-            engine.idle()
-            assert not cache.num_used_bytes and not pixels.num_used_bytes and not engine.kv.num_used_blocks
-            assert engine.counters()["held_requests"] <= 1  # the idling one
-            _, counted = engine.measured(requests)
-        assert not pixels.num_used_bytes
-    harness.assert_all_stands(counted)
-    assert counted["draft_encoder_misses"] == 2 and counted["accepted_tokens"] == counted["draft_tokens"]

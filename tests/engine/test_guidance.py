@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from tests.engine import guidance_reference, harness
-from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import CHUNK_SIZES, FAMILIES, LLAVA, NO_CACHE, QWEN, QWEN3
-from tests.engine.seams import AttentionGuidance, HiddenStateGuidance
+from vllm_vidspec.engine.hooks.attention import AttentionGuidance
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import PruneInputs, budget, get_pruner
 from vllm_vidspec.tools import pairs
@@ -164,76 +163,6 @@ def test_listening_changes_no_bit_of_the_target(family, pruner):
         assert [scores is not None for scores in heard] == ([] if spec["pruner"] == "uniform" else [True] * 4)
         logprobs.append([{t: v.logprob for t, v in o.outputs[0].logprobs[0].items()} for o in outputs])
     assert logprobs[0] == logprobs[1]
-
-
-def test_memory_bound_falls_back_to_uniform():
-    """Two 256-token videos at once where one fits: the other is pruned uniformly, counted, and nothing leaks."""
-    family = QWEN
-    requests = harness.videos(family, 2, max_tokens=3)
-    num_bytes = 256 * 256 * 4 + 1
-    with harness.engine(family, "draft", pruner="uv", guidance_bytes=num_bytes) as engine:
-        with engine.watched() as records:
-            _, counted = engine.measured(requests)
-            _, later = engine.measured(harness.videos(family, 3, max_tokens=3)[2:])
-        assert engine.guidance._num_bytes == 0
-    assert (counted["guided_prompts"], counted["unguided_memory"]) == (1, 1)
-    assert later["guided_prompts"] == 1
-    assert [record["scores"] is None for record in records].count(True) == 1
-
-
-def test_unobserved_forward_is_counted_not_trusted(monkeypatch):
-    """A forward whose layers were not all heard (a captured graph) leaves no scores behind."""
-    observe = AttentionGuidance.observe
-
-    def deaf(self, index, *args):
-        if index != 2:
-            observe(self, index, *args)
-
-    monkeypatch.setattr(AttentionGuidance, "observe", deaf)
-    family = QWEN
-    with harness.engine(family, "draft", **ATTENTION) as engine, engine.watched() as records:
-        _, counted = engine.measured(harness.videos(family, 2, max_tokens=3))
-    assert (counted["guided_prompts"], counted["unguided_unobserved"]) == (0, 2)
-    assert all(record["scores"] is None for record in records)
-
-
-@pytest.mark.parametrize(
-    ("pruner", "step"),
-    [("specvlm", "observe"), ("specvlm", "before_forward"), ("uv", "after_forward")],
-)
-def test_an_error_in_the_listeners_costs_the_guidance_only(monkeypatch, reference, pruner, step):
-    """An exception inside the target's forward: the answers are vanilla's, the drafts go on, pruned uniformly."""
-    family = QWEN
-    kind = AttentionGuidance if pruner == "specvlm" else HiddenStateGuidance
-    expected = reference(family, "videos")
-    original, calls = getattr(kind, step), []
-
-    def failing(self, *args):
-        calls.append(1)
-        if len(calls) == 1:
-            raise RuntimeError("planted")
-        return original(self, *args)
-
-    monkeypatch.setattr(kind, step, failing)
-    with harness.engine(family, "draft", pruner=pruner, on_draft_error="skip") as engine:
-        outputs, counted = engine.measured(SCENARIOS["videos"](family))
-    assert harness.token_ids(outputs) == harness.token_ids(expected)
-    assert counted["unguided_error"] > 0 and counted["guided_prompts"] + counted["unguided_error"] == 8
-    assert counted["accepted_tokens"] > 0 and counted["skipped_draft_error"] == 0
-
-
-def test_an_aborted_prefill_leaves_no_listener():
-    """Requests aborted in the middle of a chunked prefill are forgotten."""
-    overrides = {**NO_CACHE, "max_num_batched_tokens": CHUNK_SIZES[LLAVA]}
-    with harness.engine(LLAVA, "draft", pruner="uv", overrides=overrides) as engine:
-        guidance = engine.guidance
-        engine.begin(harness.videos(LLAVA, 1, max_tokens=4), steps=2)
-        held = len(guidance._prompts), guidance._num_bytes
-        engine.abort()
-        _, counted = engine.measured(harness.videos(LLAVA, 2, max_tokens=3))
-        assert not guidance._prompts and guidance._num_bytes == 0
-    assert held == (1, 257 * 256 * 4)
-    assert counted["guided_prompts"] == 2
 
 
 # ---- mutations: each is seen to fail the check that guards it -------------------------------------------------------

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from tests.engine import guidance_reference, harness, tensor_parallel
-from tests.engine.tensor_parallel import FAMILY
+from tests.engine import guidance_reference, harness, ranks
+from tests.engine.ranks import FAMILY
 
 pytestmark = pytest.mark.engine
 
@@ -24,14 +24,14 @@ def vanilla(reference):
 @pytest.fixture(scope="module")
 def one(vanilla):
     """What one rank does."""
-    with harness.engine(FAMILY, "draft", **tensor_parallel.SPEC) as engine:
-        return json.loads(json.dumps(tensor_parallel.ask_all(engine)))
+    with harness.engine(FAMILY, "draft", **ranks.SPEC) as engine:
+        return json.loads(json.dumps(ranks.ask_all(engine)))
 
 
 @pytest.fixture(scope="module")
 def two():
     """What two ranks do, in processes of their own."""
-    return _run("tensor_parallel")[0]
+    return _run("ranks", "two")[0]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def failing():
     return _run("failing_rank")
 
 
-def _run(module: str, *arguments: int) -> tuple[dict, str]:
+def _run(module: str, *arguments: int | str) -> tuple[dict, str]:
     """Run a module of this folder to its end, with one core per rank; return its result and all that it printed."""
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2])
@@ -72,7 +72,7 @@ def test_ranks_follow_one_decision(reference):
     """Requests that rest and go on again, on two ranks: catches a rank that decides alone, which hangs or drafts for
     another batch than its peer.
     """
-    found, _ = _run("adaptive_ranks")
+    found, _ = _run("ranks", "adaptive")
     assert found["token_ids"] == harness.token_ids(reference(FAMILY, "videos and texts"))
     assert harness.skipped(found["counters"]) == {} and found["counters"]["accepted_tokens"] > 0
 
@@ -181,7 +181,7 @@ def test_target_and_drafter_have_ranks_of_their_own(vanilla, of_target, of_draft
     Catches: ranks of the target that take other windows, commits of one rank that another has not made; ranks of the
     drafter of which one has not heard a command.
     """
-    result, _ = _run("parallel_ranks", of_target, of_drafter)
+    result, _ = _run("ranks", "parallel", of_target, of_drafter)
     assert result["token_ids"] == vanilla
     counted = result["counters"]
     # A drafter that is slow beside others may not have read every prompt by the end of its answer.

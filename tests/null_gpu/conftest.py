@@ -25,7 +25,6 @@ collect_ignore_glob = [] if IN_ENVIRONMENT else ["test_*.py"]
 
 
 def pytest_configure(config):
-    """Name the marks of these tests."""
     config.addinivalue_line("markers", "cases(*names): the engine configurations that a test reads")
 
 
@@ -80,7 +79,6 @@ def pytest_sessionstart(session):
 
 @pytest.fixture(scope="session")
 def dry_run(tmp_path_factory):
-    """Start the benchmark beside others; return its process, where it writes, and what it prints."""
     out = tmp_path_factory.mktemp("peers") / "peers.json"
     with started("benchmarks/peers/run.py", out, "--out", str(out), "--engine-args", json.dumps(GRAPHS)) as running:
         yield running
@@ -88,7 +86,6 @@ def dry_run(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def gpu_suite(tmp_path_factory):
-    """Start the GPU suite; return its process, where it writes, and what it prints."""
     out = tmp_path_factory.mktemp("suite") / "suite.json"
     # Beside other tests on two cores it takes longer than on a GPU.
     with started("scripts/gpu_suite.py", out, "--json", str(out), "--seconds", str(TIMEOUT_S)) as running:
@@ -125,7 +122,6 @@ def dry_run_from_the_start(request):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Print the table of what was measured."""
     if rows := config.stash.get(RESULTS, []):
         from null_gpu import report
 

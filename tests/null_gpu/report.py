@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from null_gpu import host_time, judge
+from null_gpu import judge
 
 # The marks of a page around each table: of the bundled pairs, of whole models.
 MARKS = {
@@ -36,13 +36,11 @@ PER_STEP = {
 
 
 def summary(measured: dict[str, Any], vanilla: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration's row: medians per decode step, allocations of all counted steps, host ms.
+    """Return a configuration's row, beside vanilla vLLM in the same mode and run (for vanilla vLLM itself).
 
-    Args:
-        measured: A configuration.
-        vanilla: Vanilla vLLM in the same mode and run, itself for vanilla vLLM.
+    Medians per decode step, allocations of all counted steps, host ms.
     """
-    times, shares = sorted(measured["host_ms"]), measured["shares"]
+    times = sorted(measured["host_ms"])
     return {
         "name": measured["name"],
         "steps": len(measured["steps"]),
@@ -50,7 +48,6 @@ def summary(measured: dict[str, Any], vanilla: dict[str, Any]) -> dict[str, Any]
         "allocations": sum(judge.total(measured, name) for name in judge.WAITS if name.startswith("alloc")),
         "host_ms": round(statistics.median(times), 2),
         "vanilla_host_ms": round(statistics.median(vanilla["host_ms"]), 2),
-        "own_host_ms": round(host_time.own_ms(shares, statistics.median(times)), 3) if shares else None,
         "host_ms_p20": times[len(times) // 5],
         "host_ms_p80": times[len(times) * 4 // 5],
         "start_s": measured["start_s"],
@@ -59,7 +56,6 @@ def summary(measured: dict[str, Any], vanilla: dict[str, Any]) -> dict[str, Any]
 
 
 def _of_whole(measured: dict[str, Any]) -> dict[str, Any]:
-    """Return what rows of whole models have in addition: graphs captured at the start, bytes by owner."""
     counts = {name: measured["start"][counter] for name, counter in CAPTURED.items()}
     return {"memory": measured["extra"]["memory"], **counts}
 
@@ -75,7 +71,7 @@ COLUMNS = {
     "device copies": "{d2d:g}",
     "allocations": "{allocations:g}",
 }
-TIMES = {"host ms (vanilla's)": "{host_ms:.1f} ({vanilla_host_ms:.1f})", "ours": "{own}"}
+TIMES = {"host ms (vanilla's)": "{host_ms:.1f} ({vanilla_host_ms:.1f})"}
 WHOLE = {
     "captured at the start (kernels)": "{captured_graphs:,} ({captured_kernels:,})",
     "GiB of weights, target + draft": "{target:.1f} + {draft:.1f}",
@@ -94,9 +90,7 @@ def table(rows: list[dict[str, Any]], whole: bool = False) -> str:
     for row in rows:
         if ("memory" in row) != whole:
             continue
-        own = row.get("own_host_ms")
-        cells = row | {"own": "" if own is None else f"{own:.2f}"}
-        cells |= {owner: size / 2**30 for owner, size in row.get("memory", {}).items()}
+        cells = row | {owner: size / 2**30 for owner, size in row.get("memory", {}).items()}
         lines.append(f"| {row['name']} | {' | '.join(cell.format(**cells) for cell in columns.values())} |")
     return "\n".join(lines)
 

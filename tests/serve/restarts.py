@@ -50,7 +50,6 @@ def _serving(
     prefix: Sequence[str] = (),
     **overrides: Any,
 ) -> Iterator[_Server]:
-    """Serve the pair with a temporary directory of its own for counters, and wait until it is ready."""
     port, tmp = free_port(), folder / "tmp"
     tmp.mkdir(exist_ok=True)
     family = OF_RANKS if overrides.get("tensor_parallel_size", 1) > 1 else FAMILY
@@ -77,7 +76,6 @@ def _processes(server: VllmServer) -> list[psutil.Process]:
 
 
 def _called(processes: list[psutil.Process], name: str) -> psutil.Process:
-    """Return the process with this name in its command line."""
     found = [process for process in processes if name in " ".join(process.cmdline())]
     assert len(found) == 1, (name, [" ".join(process.cmdline())[:80] for process in processes])
     return found[0]
@@ -110,7 +108,6 @@ class _Client(threading.Thread):
 
 
 def _wait(is_there: Callable[[], bool], what: str) -> float:
-    """Return how many seconds it took."""
     start = time.monotonic()
     while not is_there():
         assert time.monotonic() - start < _SOON_S, what
@@ -122,13 +119,9 @@ def _wait(is_there: Callable[[], bool], what: str) -> float:
 
 
 def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> str:
-    """Kill -9 one process while it answers; the next server finds nothing left of it.
+    """Kill -9 a process ("" is the API server) while it answers; the next server finds nothing left of it.
 
-    Args:
-        folder: For logs and counters.
-        victim: The process's name; "" for the API server.
-        stops: Whether the server exits by itself; else its process group is ended, as a supervisor does.
-        overrides: Of the engine's arguments.
+    Unless the server stops by itself, its process group is ended, as a supervisor does.
     """
     in_shm = set(os.listdir(SHM))
     cores = sorted(os.sched_getaffinity(0))
@@ -184,13 +177,7 @@ def two_servers(folder: Path) -> str:
 
 
 def lacking(folder: Path, env: dict[str, str], prefix: Sequence[str] = ()) -> str:
-    """Serve and ask on a host that lacks something.
-
-    Args:
-        folder: For logs.
-        env: Variables of the server.
-        prefix: A command in front of the server's.
-    """
+    """Serve and ask on a host that lacks something, by the server's environment or a command in front of it."""
     with _serving(folder, env=env, prefix=prefix) as server:
         assert _ask(server), "no answer"
         assert server.metrics()["accepted_tokens"] > 0, "nothing is counted"
@@ -215,7 +202,6 @@ def _full_folder(folder: Path) -> Iterator[Path]:
 
 
 def fill(where: Path) -> None:
-    """Write until a file system takes no more."""
     with (where / "filler").open("wb", buffering=0) as file:
         try:
             while True:
@@ -250,7 +236,7 @@ def full_shm(folder: Path) -> str:
 
 
 class Case(NamedTuple):
-    """A row of the page: its name and its function."""
+    """A row of the page."""
 
     name: str
     run: Callable[[Path], str]
