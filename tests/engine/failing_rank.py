@@ -39,7 +39,6 @@ def inject(worker, point: str, ranks: tuple[int, ...]) -> None:
 
 
 def heal(worker) -> None:
-    """Undo `inject`."""
     setattr(*worker.model_runner.injected)
 
 

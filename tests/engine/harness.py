@@ -141,16 +141,10 @@ class Engine:
 
     @contextlib.contextmanager
     def preemptions(self) -> Iterator[list]:
-        """Yield a list that gains the requests that are preempted."""
-        preempted: list[Any] = []
+        """Yield a list that gains the calls that preempt a request, their first argument."""
         original = self.scheduler._preempt_request
-
-        def noting(request: Any, *args: Any, **kwargs: Any) -> Any:
-            preempted.append(request)
-            return original(request, *args, **kwargs)
-
-        with mock.patch.object(self.scheduler, "_preempt_request", noting):
-            yield preempted
+        with mock.patch.object(self.scheduler, "_preempt_request", side_effect=original) as preempt:
+            yield preempt.call_args_list
 
 
 def _params(**arguments: Any) -> Any:

@@ -157,7 +157,6 @@ def pairs_of(cell: Cell) -> set[Pair]:
 
 
 def refused_pairs() -> set[Pair]:
-    """Return the pairs that cannot meet."""
     return {pair for refusal in REFUSALS for pair in refusal.pairs()}
 
 
@@ -183,8 +182,6 @@ Batch = tuple[Cell, ...]  # cells that run together on one engine: they differ i
 
 
 class Row(NamedTuple):
-    """An engine and what runs on it."""
-
     engine: Cell
     batches: tuple[Batch, ...]
 

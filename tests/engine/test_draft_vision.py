@@ -17,16 +17,10 @@ pytestmark = pytest.mark.engine
 
 def videos_of(engine: harness.Engine, requests: list) -> list[Any]:
     """Run requests; return vLLM's features of their videos, pixels and all."""
-    features: list[Any] = []
     rows = engine.runner.requests
-    admit = rows.add
-
-    def noting(arrival: Any) -> None:
-        features.extend(arrival.features)
-        admit(arrival)
-
-    with mock.patch.object(rows, "add", noting):
+    with mock.patch.object(rows, "add", side_effect=rows.add) as add:
         engine.generate(requests)
+    features = [feature for call in add.call_args_list for feature in call.args[0].features]
     return [feature for feature in features if feature.modality == "video"]
 
 

@@ -75,28 +75,6 @@ def test_nothing_loose_is_lossless(engine, reference):
     assert counted["loosened_tokens"] == counted["shifted_tokens"] == 0
 
 
-def test_some_requests_are_never_loosened(engine, reference):
-    """Log-probabilities, a grammar, stop strings, and no video at all: vanilla's answer, counted by reason."""
-    text = pairs.media_prompt(engine.family, "describe the video")
-    (video, _), *_ = harness.videos(engine.family, 1)
-    plain = {"temperature": 0.0, **asking("loose", 1.0)}
-    from vllm.sampling_params import StructuredOutputsParams
-
-    requests = [
-        (video, {**plain, "logprobs": 1}),
-        (video, {**plain, "stop": ["."]}),
-        (text, plain),
-        (video, {**plain, "structured_outputs": StructuredOutputsParams(choice=["red", "green"])}),
-    ]
-    outputs, counted = engine.measured(requests)
-    assert counted["loosened_tokens"] == counted["shifted_tokens"] == 0
-    for reason in ("logprobs", "stop_strings", "structured"):
-        assert counted[f"strict_{reason}"] == 1
-    assert outputs[3].outputs[0].text.strip() in ("red", "green")
-    by_stop = reference(engine.family, "mixed")[14]
-    assert outputs[1].outputs[0].text == by_stop.outputs[0].text and outputs[1].outputs[0].stop_reason == "."
-
-
 # ---- what it changes ------------------------------------------------------------------------------------------------
 
 
@@ -336,33 +314,3 @@ def test_memory_bound():
         assert len(store._free) + idle == 5 and not visual._holders
         _, counted = running.measured(harness.videos(QWEN, 3, max_tokens=40)[2:])
         assert counted["strict_memory"] == 0 and counted["relevance_prompts"] == 1
-        running.begin(harness.videos(QWEN, 4, max_tokens=50)[3:], steps=1)
-        running.abort()
-        running.generate(harness.videos(QWEN, 1, max_tokens=20))
-        # What an ended request held is nobody's to measure against.
-        assert torch.equal(store.num_blocks > 0, torch.from_numpy(store.num_blocks_np > 0))
-        running.idle()
-        idle = sum(len(item.blocks) for item in store._items.values() if item.users == 0)
-        assert len(store._free) + idle == 5
-
-
-def test_a_fault_is_strictness():
-    """States that cannot be kept, and relevance that cannot be measured, cost looseness, never an answer."""
-
-    def fail(*args):
-        raise RuntimeError("planted")
-
-    with harness.engine(LLAVA, "draft", **OPEN, on_draft_error="skip") as running:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(state_store, "store_states", fail)
-            unkept = running.measured(harness.videos(LLAVA, 2, max_tokens=20, temperature=1.0))
-        running.llm.reset_prefix_cache()  # what the target has cached has no states any more
-        strict = running.generate(harness.videos(LLAVA, 2, max_tokens=20, temperature=1.0, **asking("strict")))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(state_store, "visual_relevance", fail)
-            unmeasured = running.measured(harness.videos(LLAVA, 2, max_tokens=20, temperature=1.0))
-        _, healed = running.measured(harness.videos(LLAVA, 2, max_tokens=20, temperature=1.0))
-    for outputs, counted in (unkept, unmeasured):
-        assert counted["strict_error"] == 2 and counted["loosened_tokens"] == 0 < counted["exact_tokens"]
-        assert token_ids(outputs) == token_ids(strict)
-    assert healed["strict_error"] == 0 < healed["loosened_tokens"]

@@ -15,6 +15,7 @@ from tests.engine import harness, matrix, matrix_run
 from tests.engine.matrix import ENGINE, LOSSY, TREES, Row
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.pruning import budget
 
 ENGINES = matrix.engines()
 CASES = [
@@ -37,6 +38,10 @@ def models(tmp_path_factory) -> matrix_run.Checkpoints:
 def answered() -> Iterator[dict[str, list[matrix_run.Answered]]]:
     """By family: what the engines have answered so far, for vanilla to read."""
     yield {}
+
+
+# By input: items with a budget of their own, and what is pruned of them. Frames sent as images are one video.
+ITEMS = {"video": (1, 0.9), "videos": (2, 0.9), "images": (2, 0.8), "frames": (1, 0.9), "text": (1, 0.9)}
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -91,9 +96,14 @@ def complaints(found: matrix_run.Answered) -> Iterator[tuple]:
         guided = sum(n * bool(matrix.is_guided(cell)) for cell, n in zip(cells, found.num_runs, strict=True))
         if counted["guided_prompts"] != guided:
             yield "guided", counted["guided_prompts"], "instead of", guided, cells
-    kept, full = counted["visual_tokens_kept"], counted["visual_tokens_full"]
-    if full and not (kept == full if cells[0]["pruner"] == "none" else 0 < kept <= 0.2 * full):
-        yield "pruned to", kept, full, cells
+    budgets: Counter = Counter()
+    for cell, num_runs, num_visual in zip(cells, found.num_runs, found.num_visual, strict=True):
+        num_items, ratio = ITEMS[cell["input"]]
+        kept = num_items * budget(num_visual // num_items, 0.0 if cell["pruner"] == "none" else ratio)
+        if matrix.is_drafted(cell):
+            budgets.update(full=num_runs * num_visual, kept=num_runs * kept)
+    if budgets != Counter(full=counted["visual_tokens_full"], kept=counted["visual_tokens_kept"]):
+        yield "pruned to", counted["visual_tokens_kept"], counted["visual_tokens_full"], "instead of", budgets, cells
     for cell, num_drafts, kinds in zip(cells, found.num_drafts, found.kinds, strict=True):
         if (num_drafts > 0) != matrix.is_drafted(cell):
             yield "drafted", num_drafts, cell

@@ -138,8 +138,7 @@ def test_context_length_ends_drafting_cleanly(reference, shape):
     """Answers that run into max_model_len: the scheduler cuts chains and trees, nothing is drafted past the end.
 
     Two of the videos are long and sparse: their rope positions follow the clock, far past max_model_len. Catches: rope
-    positions bounded by the number of tokens instead of by the rope table; a cut tree taken for a whole one (planted in
-    test_trees.py, and seen to differ or to fail).
+    positions bounded by the number of tokens instead of by the rope table; a cut tree taken for a whole one.
     """
     sparse, endless = reference(QWEN, "sparse"), reference(QWEN, "endless")
     requests = [*SCENARIOS["sparse"](QWEN), *harness.videos(QWEN, 4, max_tokens=100, ignore_eos=True)]

@@ -23,7 +23,6 @@ def vanilla(reference):
 
 @pytest.fixture(scope="module")
 def one(vanilla):
-    """What one rank does."""
     with harness.engine(FAMILY, "draft", **ranks.SPEC) as engine:
         return json.loads(json.dumps(ranks.ask_all(engine)))
 

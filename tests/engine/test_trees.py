@@ -17,7 +17,7 @@ import torch
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
 from tests.engine.full_graphs import captured
-from tests.engine.harness import LLAVA, QWEN, Engine, assert_all_stands, assert_begins, assert_same_answers, token_ids
+from tests.engine.harness import LLAVA, QWEN, Engine, assert_all_stands, assert_same_answers, token_ids
 from vllm_vidspec import metrics
 from vllm_vidspec.engine import tree_attention
 from vllm_vidspec.engine.compat import backends
@@ -158,7 +158,6 @@ def no_depth_positions(patch, engine) -> None:
 
 
 def no_compaction(patch, engine) -> None:
-    """The accepted path's KV stays where the nodes were."""
     patch.setattr(TargetTrees, "compact", lambda self: None)
 
 
@@ -257,36 +256,6 @@ def test_planted_bug_is_caught(subject, reference, mutation):
         mutation(patch, subject.engine)
         with pytest.raises(AssertionError):
             subject.check(subject.engine, reference)
-
-
-def untruncated(patch) -> None:
-    """The verifier takes every tree for whole: its last nodes' rows belong to the next request."""
-    original = scorers.accept
-
-    def whole(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, _looseness, tally):
-        pad = torch.zeros(max_drafts + 1, dtype=torch.int64)
-        starts = cu_num_logits[:-1]
-        targets, drafts = torch.cat((target_tokens, pad)), torch.cat((draft_tokens, pad.int()))
-        rows = (starts[:, None] + torch.arange(max_drafts + 1)).flatten()
-        bounds = torch.arange(len(starts) + 1, dtype=torch.int32) * (max_drafts + 1)
-        return original(targets[rows], drafts[rows], bounds, max_drafts, trees, None, tally)
-
-    patch.setattr(scorers, "accept", whole)
-
-
-def test_a_cut_tree_taken_for_a_whole_one_is_caught(reference):
-    """Answers that run into max_model_len, where the scheduler cuts trees; without the bug see test_situations.py."""
-    expected = reference(QWEN, "endless")
-    overrides = {"max_model_len": 320}
-    with (
-        harness.engine(QWEN, "target", overrides=overrides, pruner="none", drafting="tree-static") as engine,
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises((AssertionError, RuntimeError)),
-    ):
-        untruncated(patch)
-        outputs, counted = engine.measured(harness.videos(QWEN, 4, max_tokens=100, ignore_eos=True))
-        assert_begins(outputs, expected)
-        assert_all_stands(counted)
 
 
 def test_auto_follows_its_table(reference):
