@@ -141,7 +141,7 @@ def _parallel(kind: str, **overrides: Any) -> Row:
     return ours(f"{kind} parallelism", setting, says, overrides=overrides)
 
 
-_QWEN3 = {"draft": cases.qwen3, "target": cases.qwen3}
+_QWEN3 = dict.fromkeys(("draft", "target"), pairs.checkpoint("qwen3-vl", "target"))
 _FP8_CACHE, _VIDCOM2 = {"kv_cache_dtype": "fp8"}, HALF | {"video_pruning_method": "vidcom2"}
 _ONE_VIDEO = """`--limit-mm-per-prompt '{"video": 1, "image": 0}'`"""
 _APART, _SHARED = "an engine prefills, another decodes", "an engine encodes, another answers"

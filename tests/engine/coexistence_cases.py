@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.engine import harness, random_models
+from tests.engine import harness
 from tests.engine.harness import QWEN, Engine
 from vllm_vidspec import metrics
 from vllm_vidspec.tools import pairs
@@ -66,12 +66,6 @@ def evs(_: Path) -> Found:
     assert counted["guided_prompts"] == counted["prompts"] == 5
     harness.assert_all_stands(equal)
     return counted, f"; with the target's own weights all of {equal['draft_tokens']}"
-
-
-def qwen3(folder: Path) -> str:
-    """Return an untrained Qwen3-VL."""
-    made = folder / "qwen3-vl"
-    return str(made) if made.exists() else random_models.build(random_models.QWEN3, made)
 
 
 def quantised(role: str, method: str) -> Callable[[Path], str]:

@@ -265,7 +265,7 @@ def _chunks(engine: Engine, num_requests: int) -> Iterator[set[str]]:
 def read_back(
     models: Checkpoints, family: str, answered: list[Answered]
 ) -> Iterator[tuple[Cell, Any, Any, list[bool]]]:
-    """Let vanilla vLLM say what cells have said; yield a cell, its output, vanilla's, and whether each token is its own.
+    """Let vanilla vLLM say what cells have said; yield a cell, its output, vanilla's, and if each token is its own.
 
     It samples every token by its own parameters, seed and noise, and then the cell's token is put in its place: of a
     strict cell that is vanilla's own answer, up to the first token that differs.

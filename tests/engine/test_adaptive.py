@@ -1,6 +1,5 @@
 """What is learned while serving: which pruner serves best, and whether drafting pays. Answers stay vanilla's."""
 
-import contextlib
 import json
 
 import pytest
@@ -15,8 +14,7 @@ pytestmark = pytest.mark.engine
 PRUNERS = ("specvlm", "attention", "uv", "uniform")
 
 
-@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_each_request_has_a_pruner_of_its_own(reference, tmp_path, is_async):
+def test_each_request_has_a_pruner_of_its_own(reference, tmp_path):
     """Four pruners in one batch: attention and hidden states are heard for those that need them, for nobody else.
 
     Catches: scores of one kind taken for the other's, a request that is heard twice, a way that is not read, an answer
@@ -24,7 +22,7 @@ def test_each_request_has_a_pruner_of_its_own(reference, tmp_path, is_async):
     """
     expected, path = reference(LLAVA, "videos"), tmp_path / "learned.json"
     with (
-        harness.async_scheduling() if is_async else contextlib.nullcontext(),
+        harness.async_scheduling(),
         harness.engine(LLAVA, "draft", pruner="auto", auto_file=str(path), overrides=harness.NO_CACHE) as engine,
     ):
         with engine.watched() as seen:

@@ -49,7 +49,7 @@ def check_scores(family: str, outputs: list, videos: list[list[np.ndarray]], rec
 @pytest.mark.parametrize("family", [*FAMILIES, QWEN3])
 @pytest.mark.parametrize("pruner,layer", [("specvlm", None), ("uv", 3)], ids=["attention", "uv"])
 def test_scores_equal_the_reference(family, pruner, layer):
-    """Several prompts at once, in many chunks (in one: below): one video, two videos, a question longer than a chunk leaves room for.
+    """Several prompts at once in many chunks: one video, two, a question longer than a chunk leaves room for.
 
     Catches: queries of another request or of the system prompt, keys of another block, a softmax over the video only, a
     chunk forgotten or counted twice, heads averaged before the softmax.
