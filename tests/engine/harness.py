@@ -16,7 +16,6 @@ from vllm_vidspec import metrics
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
 
-# Every test runs on these two; the third differs from the first in what test_generations.py looks at.
 FAMILIES = QWEN, LLAVA = pairs.FAMILIES[:2]
 QWEN3 = pairs.FAMILIES[2]
 TREES = ("tree-static", "tree-adaptive")
