@@ -3,9 +3,9 @@
 Pure Python, and deterministic: the same rows in every run. What a row does to a running engine is in matrix_run.py.
 """
 
-import copy
 import itertools
 from collections.abc import Iterable, Iterator
+from random import Random
 from typing import NamedTuple
 
 from vllm_vidspec.names import PRUNERS
@@ -17,6 +17,7 @@ FAMILIES = ("qwen2.5-vl", "llava-onevision")  # each drafts for itself in every 
 # Families without a bundled pair: their models are untrained, made by random_models.py.
 UNTRAINED_FAMILIES = ("qwen2-vl", "qwen3-vl-moe")
 SEVERAL = 4  # requests of a batch that has several
+NUM_OFFERS = 60  # batches of which the best is taken
 
 # What an engine is started with, what is set on a running one before a batch, and what a request brings.
 ENGINE = {
@@ -156,8 +157,7 @@ def pairs_of(cell: Cell) -> set[Pair]:
     return {(a, cell[a], b, cell[b]) for a, b in itertools.combinations([axis for axis in AXES if axis in cell], 2)}
 
 
-def refused_pairs() -> set[Pair]:
-    return {pair for refusal in REFUSALS for pair in refusal.pairs()}
+REFUSED: set[Pair] = {pair for refusal in REFUSALS for pair in refusal.pairs()}
 
 
 def possible_pairs(axes: Iterable[str] = tuple(AXES)) -> set[Pair]:
@@ -166,14 +166,7 @@ def possible_pairs(axes: Iterable[str] = tuple(AXES)) -> set[Pair]:
         (a, x, b, y)
         for a, b in itertools.combinations([axis for axis in AXES if axis in axes], 2)
         for x, y in itertools.product(AXES[a], AXES[b])
-    } - refused_pairs()
-
-
-def _combinations(axes: dict[str, tuple[str, ...]], given: Cell | None = None) -> list[Cell]:
-    """Return every combination of some axes that can meet itself and what is given."""
-    refused, known = refused_pairs(), given or {}
-    found = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    return [one for one in found if not pairs_of(known | one) & refused]
+    } - REFUSED
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -208,79 +201,54 @@ def is_slow(engine: Cell) -> bool:
 
 def engines() -> list[Cell]:
     """Return engines in which every pair of what an engine is started with meets: greedily the next best."""
-    left, choices, found = _Open(possible_pairs(ENGINE)), _combinations(ENGINE), []
-    while left.num_pairs or len(found) < len(EQUAL_ENGINES):
+    left, found = possible_pairs(ENGINE), []
+    cells = [dict(zip(ENGINE, values, strict=True)) for values in itertools.product(*ENGINE.values())]
+    choices = [(cell, pairs) for cell in cells if not (pairs := pairs_of(cell)) & REFUSED]
+    while left or len(found) < len(EQUAL_ENGINES):
         wanted = EQUAL_ENGINES[len(found)] if len(found) < len(EQUAL_ENGINES) else {}
-        found.append(max((one for one in choices if wanted.items() <= one.items()), key=left.count))
-        left.cover(found[-1])
+        fitting = [choice for choice in choices if wanted.items() <= choice[0].items()]
+        best, pairs = max(fitting, key=lambda choice: len(choice[1] & left))
+        found.append(best)
+        left -= pairs
     return found
 
 
 def make_rows() -> list[Row]:
-    """Return rows in which every pair that can meet does: time and again, the batch that covers most of the rest.
+    """Return rows in which every pair that can meet does: of some batches with a pair that has not, that with most.
 
-    Slow engines are left what no other covers.
+    (Cohen et al., The AETG system, 1997: greedy, over candidates drawn at random; here always the same.)
     """
-    chosen, left = engines(), _Open(possible_pairs())
-    choices = [(engine, _combinations(BATCH, engine), _combinations(REQUEST, engine)) for engine in chosen]
+    random, chosen, left = Random(0), engines(), possible_pairs()
     batches: list[list[Batch]] = [[] for _ in chosen]
 
     def add(number: int, batch: Batch) -> None:
         batches[number].append(batch)
-        for cell in batch:
-            left.cover(cell)
+        left.difference_update(*map(pairs_of, batch))
 
-    for number, engine in enumerate(chosen[: len(EQUAL_ENGINES)]):
+    for number in range(len(EQUAL_ENGINES)):
         for way in EQUAL_BATCHES:
-            add(number, tuple(engine | way | request for request in EQUAL_REQUESTS))
-    for numbers in ([i for i, one in enumerate(chosen) if not is_slow(one)], range(len(chosen))):
-        while left.num_pairs:
-            offers = {number: _fill(*choices[number], left) for number in numbers}
-            best = max(offers, key=lambda number: offers[number][0])
-            if not offers[best][0]:
-                break
-            add(best, offers[best][1])
+            add(number, tuple(chosen[number] | way | request for request in EQUAL_REQUESTS))
+    while left:
+        a, x, b, y = min(left)
+        offers = [_draw(random, chosen, {a: x, b: y}) for _ in range(NUM_OFFERS)]
+        add(*max(offers, key=lambda offer: len(left.intersection(set().union(*map(pairs_of, offer[1]))))))
     return [Row(engine, tuple(own)) for engine, own in zip(chosen, batches, strict=True)]
 
 
-class _Open:
-    """The pairs that are left, by value: of each the values, as bits, that it has not met."""
-
-    def __init__(self, pairs: set[Pair]):
-        self._bits = {(axis, value): 1 << n for n, (axis, value) in enumerate((a, v) for a in AXES for v in AXES[a])}
-        self._left = dict.fromkeys(self._bits, 0)
-        for a, x, b, y in pairs:
-            self._left[a, x] |= self._bits[b, y]
-            self._left[b, y] |= self._bits[a, x]
-
-    @property
-    def num_pairs(self) -> int:
-        return sum(left.bit_count() for left in self._left.values()) // 2
-
-    def count(self, cell: Cell) -> int:
-        """Return how many of them a cell has."""
-        mask = sum(self._bits[item] for item in cell.items())
-        return sum((self._left[item] & mask).bit_count() for item in cell.items()) // 2
-
-    def promise(self, batch: Cell) -> int:
-        """Return how many of them a batch's own values have with what requests bring."""
-        return sum(self._left[item].bit_count() for item in batch.items())
-
-    def cover(self, cell: Cell) -> None:
-        mask = sum(self._bits[item] for item in cell.items())
-        for item in cell.items():
-            self._left[item] &= ~mask
+def _draw(random: Random, chosen: list[Cell], wanted: Cell) -> tuple[int, Batch]:
+    """Return an engine by number, a slow one only where no other can, and a batch of it with some wanted values."""
+    able = [i for i, engine in enumerate(chosen) if engine | wanted == wanted | engine]  # they agree
+    able = [i for i in able if not pairs_of(chosen[i] | wanted) & REFUSED]
+    number = random.choice([i for i in able if not is_slow(chosen[i])] or able)
+    first = _complete(random, chosen[number] | wanted)
+    shared = {axis: first[axis] for axis in ENGINE | BATCH}
+    num_more = SEVERAL - 1 if first["requests"] == "several" else 0
+    return number, (first, *(_complete(random, shared) for _ in range(num_more)))
 
 
-def _fill(engine: Cell, batches: list[Cell], requests: list[Cell], left: _Open) -> tuple[int, Batch]:
-    """Return the most promising batch of an engine, requests that cover most joined to it, and what they cover."""
-
-    def worth(batch: Cell) -> float:
-        return left.count(engine | batch) + 0.1 * left.promise(batch) * (batch["requests"] == "several")
-
-    batch, trial = engine | max(batches, key=worth), copy.deepcopy(left)
-    cells: list[Cell] = []
-    for _ in range(SEVERAL if batch["requests"] == "several" else 1):
-        cells.append(max((batch | request for request in requests), key=trial.count))
-        trial.cover(cells[-1])
-    return left.num_pairs - trial.num_pairs, tuple(cells)
+def _complete(random: Random, part: Cell) -> Cell:
+    """Return a cell with the given values, and others that can meet."""
+    while True:
+        cell = {axis: part.get(axis) or random.choice(values) for axis, values in AXES.items()}
+        if not pairs_of(cell) & REFUSED:
+            return cell

@@ -12,7 +12,7 @@ import torch
 
 from tests.engine import harness, loose_reference
 from tests.engine.conftest import SCENARIOS
-from tests.engine.harness import CHUNK_SIZES, LLAVA, NO_CACHE, QWEN, QWEN3, assert_same_answers, token_ids
+from tests.engine.harness import LLAVA, NO_CACHE, QWEN, QWEN3, assert_same_answers, token_ids
 from vidspec_kernels import LooseTables
 from vllm_vidspec.engine.hooks import state_store, visual_states
 from vllm_vidspec.engine.verify import rules
@@ -78,24 +78,10 @@ def test_nothing_loose_is_lossless(engine, reference):
 # ---- what it changes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", ["token", "prediction"])
-def test_every_other_token_is_the_targets(engine, rows):
-    """Greedy captions read back; see the module. With "prediction", relevance is another row's: only kinds count."""
-    with engine.retuned(relevance_rows=rows):
-        if rows == "token":
-            counted = check(engine)
-            assert counted["relevance_prompts"] == 4 and counted["relevance_tokens"] == counted["visual_tokens_full"]
-            return
-        with engine.watched("watch_scores") as records:
-            outputs = engine.generate(harness.videos(engine.family, 4, max_tokens=80))
-    for output, record in zip(outputs, sorted(records, key=lambda r: int(r["req_id"].split("-")[0])), strict=True):
-        tokens = list(output.outputs[0].token_ids)
-        video = shown(4)[outputs.index(output)]
-        likely, relevance = loose_reference.read_back(engine.family, list(output.prompt_token_ids), tokens, video)
-        is_own = [kind < 2 for kind in record["kinds"][: len(tokens)]]
-        assert (likely == torch.tensor(tokens)).tolist() == is_own
-        earlier = torch.tensor(record["relevance"][1 : len(tokens)], dtype=torch.float64)
-        assert float((earlier - relevance[:-1]).abs().max()) <= 1e-4
+def test_every_other_token_is_the_targets(engine):
+    """Greedy captions read back; see the module."""
+    counted = check(engine)
+    assert counted["relevance_prompts"] == 4 and counted["relevance_tokens"] == counted["visual_tokens_full"]
 
 
 def test_lambda_one_accepts_everything(engine):
@@ -222,7 +208,7 @@ SITUATIONS = {
     ),
     "trees, chunks": (
         *(LLAVA, {"drafting": "tree-adaptive", "num_speculative_tokens": 24}),
-        {"max_num_batched_tokens": CHUNK_SIZES[LLAVA]},
+        {"max_num_batched_tokens": 130},  # three chunks a prompt, and room for five trees
     ),
     "another family": (QWEN3, {}, {}),
 }

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_who_rests_misses_nothing(reference):
-    """vLLM's own schedule by batch size: two drafts for four requests, none while five more run, five for three.
+    """vLLM's own schedule by batch size: two drafts for four requests, none while four more run, five for three.
 
     A scheduler that runs ahead. Catches: a gap in the text that the draft has of who rested, from drafts that were in
     flight on; text that it never catches up on; a forward of the draft that nobody wants; KV that assumes K levels.
@@ -34,7 +34,7 @@ def test_who_rests_misses_nothing(reference):
         start = engine.counters()
         engine.begin(requests, steps=6)
         before = engine.counters()
-        engine.begin(harness.videos(QWEN, 5, max_tokens=9), steps=8)
+        engine.begin(harness.videos(QWEN, 4, max_tokens=9), steps=8)
         with mock.patch.object(engine.draft, "forward", side_effect=AssertionError("nobody wants it")):
             amid = engine.counters()
             engine.core.step()
