@@ -13,7 +13,7 @@ from tests.fuzz.running import Target, one_line
 from tests.fuzz.values import JSON, NUMBERS, damaged
 from vllm_vidspec.config import CALIBRATED_KEYS, GROUPS, PASS_THROUGH_KEYS, PRUNERS, parse_config
 from vllm_vidspec.config.fields import MAX_CORES
-from vllm_vidspec.config.spelling import KNOWN_KEYS
+from vllm_vidspec.config.spelling import KNOWN_KEYS, PLACES
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import MetricsFile
 from vllm_vidspec.tools import pairs, user_files
@@ -27,31 +27,27 @@ _ROWS = st.lists(
     st.tuples(st.integers(0, 9), st.integers(0, 9), st.sampled_from(_WORDS), st.integers(-1, 30)).map(list), max_size=4
 )
 _CAPS = st.lists(st.lists(st.one_of(st.integers(0, 9), JSON), max_size=4), max_size=4)
-_VALUES = st.one_of(_SMALL, _ROWS, _CAPS, st.lists(st.lists(st.integers(-1, 70), max_size=3), max_size=6), JSON)
+_PATHS = st.lists(st.lists(st.integers(-1, 70), max_size=3), max_size=6)
+_VALUES = st.one_of(_SMALL, _ROWS, _CAPS, _PATHS, JSON)
 _KEYS = st.one_of(st.sampled_from([key for key in KNOWN_KEYS if key != "calibration"]), st.text(max_size=30))
 _GROUP = st.dictionaries(
     st.one_of(st.sampled_from([name for knobs in GROUPS.values() for name in knobs.model_fields]), st.text(max_size=9)),
     _VALUES,
     max_size=4,
 )
-_RATIO, _COUNT = st.one_of(st.floats(0, 1), NUMBERS), st.one_of(st.integers(1, 70), NUMBERS)
-# Nearly valid values of each kind of knob, so that many are accepted and the limits are met.
+# Nearly valid values, by a field's type or as strings have them, so that many are accepted and the limits are met.
+_SOME = st.one_of(st.floats(0, 1), st.integers(1, 70), NUMBERS)
 _NEARLY = {
-    **dict.fromkeys(("prune_ratio", "image_prune_ratio", "lambda_r", "lambda_loose", "lambda_max"), _RATIO),
-    **dict.fromkeys(("tree_threshold", "tree_history_low", "fly_entropy", "draft_kv_fraction"), _RATIO),
-    **dict.fromkeys(("num_speculative_tokens", "max_draft_len", "uv_layer", "guidance_bytes", "prune_seed"), _COUNT),
-    **dict.fromkeys(("tree_depth_min", "tree_width_max", "tree_history", "top_n", "relevance_bytes"), _COUNT),
-    **dict.fromkeys(("fly_window", "fly_top_k", "draft_kv_bytes", "draft_encoder_bytes", "parallel_max_ahead"), _COUNT),
+    **{
+        flat: st.one_of(st.from_type(GROUPS[group].model_fields[name].annotation), _SOME)
+        for flat, (group, name) in PLACES.items()
+    },
+    **dict.fromkeys(("num_speculative_tokens", "max_draft_len"), _SOME),
     "draft": st.sampled_from(_WORDS),
     "draft_table": st.one_of(_ROWS, st.just([[1, 4, "chain", 3], [5, 9, "none", 0]])),
     "num_speculative_tokens_per_batch_size": st.one_of(_CAPS, st.just([[1, 4, 3], [6, 9, 0]])),
     "pruner": st.sampled_from([*PRUNERS, "window", "uvv", "x\ny"]),
-    "guidance_layers": st.one_of(st.just("all"), st.lists(NUMBERS, max_size=4)),
-    "tree_paths": st.one_of(
-        st.just([[0], [1], [0, 0]]), st.lists(st.lists(st.integers(-1, 70), max_size=3), max_size=6)
-    ),
-    "scorer": st.sampled_from(_WORDS),
-    "protected_tokens": st.lists(st.text(max_size=5), max_size=5),
+    "tree_paths": st.one_of(st.just([[0], [1], [0, 0]]), _PATHS),
     "parallel_device": st.sampled_from(["cpu", "cuda", "cuda:1", "cuda:" + "9" * 5000, "cuda:-1", "cpu\n"]),
     "parallel_cpu_cores": st.sampled_from(["1", "2-5,8", "5-2", "0-99999999999", "9" * 5000, "1-", "\u0663", "1\n"]),
     "quantization": JSON,
