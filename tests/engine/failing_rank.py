@@ -14,11 +14,12 @@ def inject(worker, point: str, ranks: tuple[int, ...]) -> None:
     from vllm_vidspec.engine.hooks import state_store
 
     runner, parts = worker.model_runner, worker.model_runner.parts
+    kinds = parts.guidance._kinds
     owner, name = {
-        "observe": (parts.guidance, "observe"),
-        "take": (parts.guidance, "take"),
-        "allocate": (parts.guidance, "_allocate"),
-        "listen": (parts.guidance, "_observe"),
+        "observe": (kinds["attention"], "observe"),
+        "take": (kinds["attention"], "take"),
+        "allocate": (kinds["uv"], "_allocate"),
+        "listen": (kinds["uv"], "_observe"),
         "claim": (parts.visual, "_claim"),
         "hear": (parts.visual, "_observe"),
         "finish": (parts.visual, "_finish"),
@@ -42,22 +43,6 @@ def heal(worker) -> None:
     setattr(*worker.model_runner.injected)
 
 
-def guide_by_states(worker) -> None:
-    """Let uv prune from here on."""
-    from vllm_vidspec.engine.hooks.hidden_states import HiddenStateGuidance
-
-    runner = worker.model_runner
-    knobs, parts = runner.knobs, runner.parts
-    knobs.change(knobs.current.changed({"pruner": "uv"}))
-    guidance = HiddenStateGuidance(knobs, runner.model, runner.vllm_config, runner.counters, runner.agreement)
-    guidance.reserve(1 << 30)
-    runner.hooks.__init__([guidance, parts.visual], knobs, runner.agreement)
-    runner.use_aux_hidden_state_outputs = True
-    parts.guidance = runner.speculator._guidance = guidance
-    runner.requests.register(drafting=[guidance])
-    runner.speculator._failures.on_failure(guidance.forget_scores)
-
-
 def be_impatient(worker) -> None:
     """Wait a second for a rank that never comes."""
     worker.model_runner.agreement.failed_patience_s = 1.0
@@ -79,8 +64,9 @@ def _break(engine, hit, ask) -> None:
 
 def main() -> None:
     """Print what came of the request that each injection hit, and of those without one."""
-    spec = {"pruner": "specvlm", "guidance_layers": "all", "request_scorers": ["strict", "loose"], "lambda_max": 1.0}
-    engine = ranks.start(2, harness.NO_CACHE, prune_ratio=0.98, **spec)
+    spec = {"pruner": "auto", "guidance_layers": "all", "request_scorers": ["strict", "loose"], "lambda_max": 1.0}
+    engine = ranks.start(2, harness.NO_CACHE, prune_ratio=0.98, **spec)  # it observes both attention and hidden states
+    engine.retune(pruner="specvlm")
     llm, (prompt, arguments), result = engine.llm, harness.videos(ranks.FAMILY, 1)[0], {}
 
     def ask(name: str, **more) -> None:
@@ -109,7 +95,7 @@ def main() -> None:
     for rank in (1, 0):
         hit("relevance", (rank,), **LOOSE)
     ask("loose again", **LOOSE)
-    llm.collective_rpc(guide_by_states)
+    engine.retune(pruner="uv")
     for point in ("allocate", "listen"):
         hit(point)
     ask("uv")

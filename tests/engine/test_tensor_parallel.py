@@ -42,7 +42,8 @@ def failing():
 def _run(module: str, *arguments: int | str) -> tuple[dict, str]:
     """Run a module of this folder to its end, with one core per rank; return its result and all that it printed."""
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2])
+    cores = sorted(os.sched_getaffinity(0))
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[-1]}"
     done = subprocess.run(
         [sys.executable, "-m", f"tests.engine.{module}", *map(str, arguments)],
         capture_output=True,

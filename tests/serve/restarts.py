@@ -30,22 +30,22 @@ SHM = Path("/dev/shm")
 
 
 @contextmanager
-def _serving(
-    folder: Path,
-    name: str = "server",
-    *,
-    env: dict[str, str] | None = None,
-    **overrides: Any,
+def serving(
+    folder: Path, name: str = "server", env: dict[str, str] | None = None, **overrides: Any
 ) -> Iterator[VllmServer]:
-    port, tmp = free_port(), folder / "tmp"
+    """Serve the pair with a temporary directory of its own for counters, and wait until it is ready."""
+    port, tmp, cores = free_port(), folder / "tmp", sorted(os.sched_getaffinity(0))
     tmp.mkdir(exist_ok=True)
+    # vLLM would give each rank and each engine a NUMA node of its own.
+    num_engines = overrides.get("tensor_parallel_size", 1) * overrides.get("data_parallel_size", 1)
+    bind = "|".join(str(cores[i % len(cores)]) for i in range(num_engines))
     family = OF_RANKS if overrides.get("tensor_parallel_size", 1) > 1 else FAMILY
     args = pairs.serve_args(family, "draft", port=port, overrides=SMALL | overrides, on_draft_error="raise")
     with (
-        mock.patch.dict(os.environ, {"TMPDIR": str(tmp)} | (env or {})),
+        mock.patch.dict(os.environ, {"TMPDIR": str(tmp), "VLLM_CPU_OMP_THREADS_BIND": bind} | (env or {})),
         VllmServer(args, port, folder / f"{name}.log") as server,
     ):
-        server.wait_ready(timeout_s=400)
+        server.wait_ready(timeout_s=800)
         yield server
 
 
@@ -111,11 +111,7 @@ def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> s
     Unless the server stops by itself, its process group is ended, as a supervisor does.
     """
     in_shm = set(os.listdir(SHM))
-    cores = sorted(os.sched_getaffinity(0))
-    # vLLM would give each rank a NUMA node of its own.
-    ranks = range(overrides.get("tensor_parallel_size", 1))
-    env = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in ranks)}
-    with _serving(folder, "killed", env=env, **overrides) as server:
+    with serving(folder, "killed", **overrides) as server:
         expected, processes = _ask(server), _processes(server)
         client = _Client(server)
         client.start()
@@ -135,7 +131,7 @@ def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> s
         assert not alive, [process.cmdline() for process in alive]
     left = _counters(folder)
     in_shm_now = set(os.listdir(SHM)) - in_shm
-    with _serving(folder, "again", env=env, **overrides) as server:
+    with serving(folder, "again", **overrides) as server:
         assert _ask(server) == expected, "another answer than before"
         mine = _counters(folder)
         assert len(mine) == 1 and mine[0] not in left, (left, mine)
@@ -153,7 +149,7 @@ def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> s
 
 def two_servers(folder: Path) -> str:
     """Two servers of one user share a temporary directory: each counts its own requests."""
-    with _serving(folder, "one") as one, _serving(folder, "two") as two:
+    with serving(folder, "one") as one, serving(folder, "two") as two:
         assert len(_counters(folder)) == 2
         before = [server.metrics() for server in (one, two)]
         assert _ask(one) == _ask(one) == _ask(two), "two answers"
@@ -165,7 +161,7 @@ def two_servers(folder: Path) -> str:
 
 def lacking(folder: Path, variable: str) -> str:
     """Serve and ask where a folder that an environment variable names is none."""
-    with _serving(folder, env={variable: _NOWHERE}) as server:
+    with serving(folder, env={variable: _NOWHERE}) as server:
         assert _ask(server), "no answer"
         assert server.metrics()["accepted_tokens"] > 0, "nothing is counted"
         log = server.log_path.read_text(errors="replace")  # before it is ended, of which vLLM may leave a trace
