@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine import guidance_reference, harness
+from tests.engine import float64, harness
 from tests.engine.harness import CHUNK_SIZES, FAMILIES, LLAVA, NO_CACHE, QWEN, QWEN3
 from vllm_vidspec.engine.hooks.attention import AttentionGuidance
 from vllm_vidspec.errors import VidSpecError
@@ -35,15 +35,8 @@ def check_scores(family: str, outputs: list, videos: list[list[np.ndarray]], rec
         record = by_req[output.request_id.split("-")[0]]
         for grid, kept in zip(record["grids"], record["kept_indices"], strict=True):
             assert len(kept) == budget(grid.num_tokens, 0.9) and torch.equal(kept, kept.unique())
-        reference, is_visual, states = guidance_reference.run(family, list(output.prompt_token_ids), shown)
-        if layer is None:
-            expected = guidance_reference.attention_scores(reference, is_visual)
-            error = guidance_reference.relative_error(torch.cat(record["scores"]), expected)
-        else:
-            expected = guidance_reference.uv_scores(states, is_visual, layer)
-            # A difference of two sums: relative to the sums' own size, not to what is left of them.
-            error = float((torch.cat(record["scores"]) - expected).abs().max() / expected.abs().mean())
-        assert error <= TOLERANCE, error
+        scores = torch.cat(record["scores"])
+        assert float64.guidance_error(scores, family, list(output.prompt_token_ids), shown, layer) <= TOLERANCE
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, QWEN3])
@@ -97,11 +90,11 @@ def test_queries_of_a_cached_suffix_are_left_out():
         engine.generate([request])
         outputs, counted = engine.measured([request])
     cached = outputs[0].num_cached_tokens
-    reference, is_visual, _ = guidance_reference.run(family, list(outputs[0].prompt_token_ids), [video])
+    reference, is_visual, _ = float64.run(family, list(outputs[0].prompt_token_ids), [video])
     first = max(int(is_visual.nonzero()[-1]) + 1, cached)
     expected = torch.stack([weights[0, :, first:].mean((0, 1)) for weights in reference.attentions]).mean(0)[is_visual]
     assert cached > int(is_visual.nonzero()[-1]) + 1 and counted["guided_prompts"] == 1
-    assert guidance_reference.relative_error(records[1]["scores"][0], expected) <= TOLERANCE
+    assert float64.relative_error(records[1]["scores"][0], expected) <= TOLERANCE
 
 
 def test_uv_of_a_cached_video_is_remembered():
@@ -134,10 +127,10 @@ def test_guidance_layers_are_the_ones_asked_for():
             engine.runner.retune({"guidance_layers": [4]})
         with pytest.raises(VidSpecError, match="num_speculative_tokens cannot change"):
             engine.runner.retune({"num_speculative_tokens": 2})
-    reference, is_visual, _ = guidance_reference.run(family, list(outputs[0].prompt_token_ids), [video])
+    reference, is_visual, _ = float64.run(family, list(outputs[0].prompt_token_ids), [video])
     for record, layers in zip(records, ((1, 3), (0,)), strict=True):
-        expected = guidance_reference.attention_scores(reference, is_visual, layers)
-        assert guidance_reference.relative_error(record["scores"][0], expected) <= TOLERANCE
+        expected = float64.attention_scores(reference, is_visual, layers)
+        assert float64.relative_error(record["scores"][0], expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("family,pruner", [(QWEN, "specvlm"), (LLAVA, "uv")])

@@ -10,7 +10,7 @@ import contextlib
 import pytest
 import torch
 
-from tests.engine import harness, loose_reference
+from tests.engine import float64, harness
 from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import LLAVA, NO_CACHE, QWEN, QWEN3, assert_same_answers, token_ids
 from vidspec_kernels import LooseTables
@@ -52,7 +52,7 @@ def check(engine: harness.Engine, num_videos: int = 4, **sampling) -> dict:
     kinds = [kind for record in records for kind in record["kinds"]]
     for kind, name in ((1, "exact_tokens"), (2, "loosened_tokens"), (3, "shifted_tokens")):
         assert counted[name] == kinds.count(kind)
-    assert loose_reference.check(engine.family, outputs, shown(num_videos), records) > 0
+    assert float64.check_loose(engine.family, outputs, shown(num_videos), records) > 0
     return counted
 
 
@@ -232,7 +232,7 @@ def test_relevance_in_every_situation(name):
     assert bool(preempted) == is_ahead and counted["relevance_prompts"] == 5 + len(preempted)
     assert not any(value for name, value in counted.items() if name.startswith("strict_"))
     # A request that comes back has a step or two without drafts.
-    assert loose_reference.check(family, outputs, shown(5), records, max_unmeasured=8 if is_ahead else 1) > 0
+    assert float64.check_loose(family, outputs, shown(5), records, max_unmeasured=8 if is_ahead else 1) > 0
 
 
 def check_two_videos(engine: harness.Engine, tolerance: float = 1e-4) -> None:
@@ -241,7 +241,7 @@ def check_two_videos(engine: harness.Engine, tolerance: float = 1e-4) -> None:
     with engine.watched("watch_scores") as records:
         outputs, counted = engine.measured([(prompt, {"temperature": 0.0})])
     assert counted["relevance_tokens"] == counted["visual_tokens_full"]
-    loose_reference.check(engine.family, outputs, [videos], records, tolerance=tolerance)
+    float64.check_loose(engine.family, outputs, [videos], records, tolerance=tolerance)
 
 
 def test_relevance_is_against_all_videos_of_a_prompt(engine):
@@ -272,7 +272,7 @@ def test_cached_prefix():
             outputs, counted = running.measured([second])
         assert outputs[0].num_cached_tokens > 200
         assert counted["relevance_prompts"] == counted["relevance_reused"] == 1
-        assert loose_reference.check(QWEN, outputs, [[frames]], records) >= 0
+        assert float64.check_loose(QWEN, outputs, [[frames]], records) >= 0
         visual = running.visual
         assert len(visual.store._items) == 1
         running.idle()

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from tests.engine import guidance_reference, harness, ranks
+from tests.engine import float64, harness, ranks
 from tests.engine.ranks import FAMILY
 
 pytestmark = pytest.mark.engine
@@ -103,20 +103,14 @@ def test_guidance_of_two_ranks_equals_the_reference(request, pruner):
     """Catches: one rank's heads only, heads counted twice, ranks that keep different tokens."""
     # Whom each fixture runs takes a minute: only the one that is asked for.
     if pruner == "specvlm":
-        found, count = request.getfixturevalue("two")["strict"], 2
+        found, count, layer = request.getfixturevalue("two")["strict"], 2, None
     else:
-        found, count = request.getfixturevalue("failing")[0]["uv"], 1
+        found, count, layer = request.getfixturevalue("failing")[0]["uv"], 1, 3
     assert len(found["scores"]) == 2 and found["scores"][0] == found["scores"][1]
     assert found["kept_indices"][0] == found["kept_indices"][1]
     for i, video in enumerate(harness.shown(count)):
-        reference, is_visual, states = guidance_reference.run(FAMILY, found["prompt_ids"][i], [video])
         ours = torch.tensor(found["scores"][0][i])
-        if pruner == "specvlm":
-            expected = guidance_reference.attention_scores(reference, is_visual)
-            assert guidance_reference.relative_error(ours, expected) <= 1e-4
-        else:
-            expected = guidance_reference.uv_scores(states, is_visual, layer=3)
-            assert float((ours - expected).abs().max() / expected.abs().mean()) <= 1e-4
+        assert float64.guidance_error(ours, FAMILY, found["prompt_ids"][i], [video], layer) <= 1e-4
 
 
 # What an injected failure costs the request that it hits; everything else is as without one.
