@@ -141,11 +141,11 @@ def is_equal(cell: Cell) -> bool:
 def is_able(cell: Cell) -> bool:
     """Return whether a draft surely guesses some tokens: it was trained, and what it guesses is not ruled out.
 
-    A stream has to guess the token before a draft as well, as it runs ahead.
+    A stream has to guess the token before a draft as well, as it runs ahead: surely only where nothing is sampled.
     """
     is_trained = cell["draft"] != "untrained" and cell["family"] not in UNTRAINED_FAMILIES
     is_free = cell["sampling"] not in ("grammar", "banned")
-    is_near = cell["drafting"] == "sequential" or cell["draft"] != "far"
+    is_near = cell["drafting"] == "sequential" or (cell["draft"] != "far" and cell["sampling"] == "greedy")
     return is_drafted(cell) and (is_equal(cell) or (is_trained and is_free and is_near))
 
 
