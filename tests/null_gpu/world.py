@@ -55,12 +55,8 @@ from vllm_vidspec.metrics import MetricsFile
 class World:
     """The model runner's side, from which the engine builds its parts: rows, batches, the target, commits.
 
-    Args:
-        device: The device of all tensors.
-        launch: Makes a kernel of a function of host tensors.
-        config: The knobs.
-        temperature: Of every other request; the rest are greedy.
-        fills_trees: Whether trees are filled up to K, as under vLLM's asynchronous scheduling.
+    `launch` makes a kernel of a function of host tensors, `temperature` is every other request's, and `fills_trees`
+    fills them up to K, as vLLM's asynchronous scheduling does.
     """
 
     max_num_reqs, vocab_size, model = MAX_REQS, VOCAB, None
@@ -163,12 +159,10 @@ class World:
         to_host(cache).numpy().reshape(-1, 2)[slots] = np.stack((tokens, positions), axis=1)
 
     def end(self, row: int) -> None:
-        """End a request."""
         self.requests.remove(row)
         self.counters.end_requests([str(row)])
 
     def skip(self, row: int) -> None:
-        """Let a request go on without drafts."""
         self.requests.skip(row, "too_long")
 
     # ---- the drafter -----------------------------------------------------------------------------------------------
@@ -186,7 +180,6 @@ class World:
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def batch(self, rows: list[int]) -> SimpleNamespace:
-        """Return vLLM's input batch of a step."""
         rows_np = np.array(rows, dtype=np.int32)
         drafts, before = self.num_drafts[rows_np], self.lengths[rows_np]
         counts = drafts + 1
@@ -237,7 +230,6 @@ class World:
             self.log.append([to_host(table)[:MAX_REQS].tolist() for table in tables])  # the last row is of padding
 
     def _forward(self, batch: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the target's logits and its input tokens."""
         positions, step = batch.positions, None
         self.hooks.before_forward(batch)
         if self.target_trees is not None:
@@ -346,14 +338,9 @@ class StepGraphs(DraftGraphs):
 def world(
     device: torch.device, folder: Path, config: VidSpecConfig, splits_keys: bool = True, **more: Any
 ) -> Iterator[World]:
-    """Build a decode loop on the null GPU, or on the CPU.
+    """Build a decode loop on the null GPU, or on the CPU; a folder holds its counter file.
 
-    Args:
-        device: The device of its tensors.
-        folder: Of the counter file.
-        config: The knobs.
-        splits_keys: Whether the attention backends of both models split keys, so that chains need no tree attention.
-        more: Of `World`.
+    Where the attention backends of both models split keys (`splits_keys`), chains need no tree attention.
     """
     on_gpu = device.type == "cuda"
     launch = launched if on_gpu else lambda kernel: kernel

@@ -1,4 +1,7 @@
-"""What guidance should be, in float64: the Hugging Face model with materialised attention and all its hidden states."""
+"""What guidance and loose verification should be, in float64, by the Hugging Face model.
+
+Attention is materialised and all hidden states are kept; emitted text is read back.
+"""
 
 import functools
 import itertools
@@ -108,3 +111,62 @@ def uv_scores(states: list[torch.Tensor], is_visual: torch.Tensor, layer: int) -
 def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     """Largest error of any token, relative to that token's own score."""
     return float(((ours.double() - reference).abs() / reference.abs()).max())
+
+
+def guidance_error(
+    scores: torch.Tensor, family: str, prompt_ids: list[int], videos: list[np.ndarray], layer: int | None = None
+) -> float:
+    """Return the largest error of guidance by attention (every layer), or by hidden states up to a layer."""
+    output, is_visual, states = run(family, prompt_ids, videos)
+    if layer is None:
+        return relative_error(scores, attention_scores(output, is_visual))
+    expected = uv_scores(states, is_visual, layer)
+    # A difference of two sums: relative to the sums' own size, not to what is left of them.
+    return float((scores - expected).abs().max() / expected.abs().mean())
+
+
+def read_back(
+    family: str, prompt_ids: list[int], token_ids: list[int], videos: list[np.ndarray], top_n: int = 10
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return of each emitted token the target's most likely one in its place, given the emitted ones before it, `[n]`
+    int64; and the visual relevance (LVSpec eq. 8) of its own final hidden state, `[n]` float64.
+    """
+    output, is_visual, states = run(family, [*prompt_ids, *token_ids], videos)
+    _, model = _load(family)
+    with torch.no_grad():
+        final = model.model.language_model.norm(states[-1])
+    unit = final / final.norm(dim=-1, keepdim=True)
+    cosines = unit[len(prompt_ids) :] @ unit[is_visual].T
+    likely = output.logits[0, len(prompt_ids) - 1 : -1].argmax(-1)
+    return likely, cosines.topk(top_n).values.mean(-1)
+
+
+def check_loose(
+    family: str,
+    outputs: list[Any],
+    videos: list[list[np.ndarray]],
+    records: list[dict],
+    max_unmeasured: int = 1,
+    tolerance: float = 1e-4,
+) -> int:
+    """Every token is what the record says, and only tokens said to be loosened or shifted are not the target's own.
+
+    Return how many these were. The last token's relevance is never measured, nor that of what no step verified.
+    """
+    by_req = {record["req_id"].split("-")[0]: record for record in records}
+    num_loosened = 0
+    for output, shown in zip(outputs, videos, strict=True):
+        record, tokens = by_req[output.request_id.split("-")[0]], list(output.outputs[0].token_ids)
+        # A step may have verified drafts past the end of the text.
+        assert record["tokens"][: len(tokens)] == tokens
+        likely, relevance = read_back(family, list(output.prompt_token_ids), tokens, shown)
+        kinds = torch.tensor(record["kinds"][: len(tokens)])
+        is_own = likely == torch.tensor(tokens)
+        assert torch.equal(is_own, kinds < 2), [i for i in range(len(tokens)) if bool(is_own[i]) != (kinds[i] < 2)]
+        measured = [(i, value) for i, value in enumerate(record["relevance"][: len(tokens)]) if value is not None]
+        assert len(measured) >= len(tokens) - max_unmeasured
+        ours = torch.tensor([value for _, value in measured], dtype=torch.float64)
+        error = float((ours - relevance[[i for i, _ in measured]]).abs().max())
+        assert error <= tolerance, error
+        num_loosened += int((~is_own).sum())
+    return num_loosened
