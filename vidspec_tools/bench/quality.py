@@ -1,9 +1,9 @@
 """`vidspec bench quality`: what verification by each scorer leaves of the captions' facts; engines are subprocesses."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from vidspec_tools.bench.acceptance import identical_frac
 from vllm_vidspec import assets
@@ -12,6 +12,8 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import SKIP_REASONS, STRICT_REASONS, summarize
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.shapeworld.captions import (
+    ATTRIBUTE_WORDS,
+    FILLER_WORDS,
     TELLING_WORDS,
     accuracies,
     count_right,
@@ -87,6 +89,10 @@ class Quality:
         question: What is asked about each video.
     """
 
+    about: ClassVar[Collection[str]] = ATTRIBUTE_WORDS
+    fillers: ClassVar[Collection[str]] = FILLER_WORDS
+    telling: ClassVar[Collection[str]] = TELLING_WORDS
+
     families: tuple[str, ...] = ("qwen2.5-vl",)
     draft: str = DRAFT
     temperatures: tuple[float, ...] = (0.0,)
@@ -153,7 +159,7 @@ class Quality:
             "prune_ratio": self.prune_ratio,
             "draft_noise": draft_noise,
             "on_draft_error": "raise",  # a measurement without drafts would say nothing
-            **setting.knobs,
+            **self.knobs_of(setting),
             **self.knobs,
         }
 
@@ -171,9 +177,17 @@ class Quality:
 
     def command(self, temperature: float, setting: Setting | None = None) -> dict[str, Any]:
         """Return what an engine is asked; with a setting the pair's, of which what it watches is wanted, too."""
-        knobs = None if setting is None else setting.knobs
+        knobs = None if setting is None else self.knobs_of(setting)
         sampling = {"temperature": temperature, "max_tokens": self.max_tokens}
         return answer_command(knobs, seed=self.seed, watch=setting is not None, **sampling)
+
+    def knobs_of(self, setting: Setting) -> dict[str, Any]:
+        """Return the knobs of a setting; what ORACLE protects depends on what is asked."""
+        return setting.knobs | ({"protected_tokens": sorted(self.telling)} if setting.scorer == ORACLE else {})
+
+    def accuracies(self, texts: Sequence[str]) -> dict[str, Any]:
+        """Return what is right of the facts that the videos show, as `captions.accuracies`."""
+        return accuracies(count_right(texts, [world.held_out(i).facts for i in range(self.requests)]))
 
 
 def closest(values: Sequence[Any], default: Any) -> Any:
@@ -209,7 +223,6 @@ def run(quality: Quality, report: Report = silent) -> dict[str, Any]:
     """
     check(quality)
     report("plan", {"total": quality.num_batches})
-    facts = [world.held_out(i).facts for i in range(quality.requests)]
     rows: list[dict[str, Any]] = []
 
     def add(row: dict[str, Any]) -> None:
@@ -223,7 +236,7 @@ def run(quality: Quality, report: Report = silent) -> dict[str, Any]:
                 for temperature in quality.temperatures:
                     answer = session.ask(quality.command(temperature))
                     # The target's answer, which comes first, is what the others are compared with.
-                    alone = panels.setdefault(temperature, Panel(quality, family, temperature, None, answer, facts))
+                    alone = panels.setdefault(temperature, Panel(quality, family, temperature, None, answer))
                     add(alone.row(Setting(role), answer))
         for noise in quality.draft_noises:
             if temperatures := quality.temperatures_of(noise):
@@ -257,7 +270,6 @@ class Panel:
         temperature: Of the target and the draft.
         draft_noise: The engine's; None for a model alone.
         reference: Of the target alone, at this temperature and with these seeds, what `session_job` answered.
-        facts: What each video shows.
     """
 
     quality: Quality
@@ -265,7 +277,6 @@ class Panel:
     temperature: float
     draft_noise: str | None
     reference: dict[str, Any]
-    facts: Sequence[Any]
 
     def measure(self, session: EngineSession) -> Iterator[dict[str, Any]]:
         """Yield the row of every setting of one engine; strict's comes first."""
@@ -285,8 +296,7 @@ class Panel:
             answer: The engine's, as `reference`.
             strict_length: Acceptance length of strict in the same engine; None: this is strict, or there are no drafts.
         """
-        counts, target_counts = (count_right(texts["texts"], self.facts) for texts in (answer, self.reference))
-        found, at_best = accuracies(counts), accuracies(target_counts)
+        found, at_best = (self.quality.accuracies(texts["texts"]) for texts in (answer, self.reference))
         captions = answer["captions"] or []
         output_tokens = sum(map(len, answer["token_ids"]))
         return {
@@ -300,7 +310,11 @@ class Panel:
             **kind_shares([caption["kinds"] for caption in captions]),
             "identical_frac": identical_frac(answer["token_ids"], self.reference["token_ids"]),
             "tokens_per_caption": output_tokens / self.quality.requests,
-            "relevance_auc": relevance_auc(*([one[name] for one in captions] for name in ("words", "relevance"))),
+            "relevance_auc": relevance_auc(
+                *([one[name] for one in captions] for name in ("words", "relevance")),
+                self.quality.about,
+                self.quality.fillers,
+            ),
             "decode_s": answer["seconds"],
         }
 

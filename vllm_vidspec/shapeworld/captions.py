@@ -1,6 +1,6 @@
 """How captions of shape-world videos are scored, and how well relevance separates their words; pure, no engine."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,12 +84,19 @@ def auc(positives: Sequence[float], negatives: Sequence[float]) -> float | None:
     return float(ranks.mean() / 2 / len(below))
 
 
-def relevance_auc(words: Sequence[Sequence[str]], relevance: Sequence[Sequence[float | None]]) -> float | None:
+def relevance_auc(
+    words: Sequence[Sequence[str]],
+    relevance: Sequence[Sequence[float | None]],
+    about: Collection[str] = ATTRIBUTE_WORDS,
+    fillers: Collection[str] = FILLER_WORDS,
+) -> float | None:
     """Return how well relevance separates words about the video from fillers, over the tokens of all captions.
 
     Args:
         words: The text of every token of each caption.
         relevance: Of the same tokens; None where it was not measured.
+        about: Words about the video.
+        fillers: The others.
 
     Returns:
         The area under the ROC curve; None where either class has no measured token.
@@ -100,7 +107,7 @@ def relevance_auc(words: Sequence[Sequence[str]], relevance: Sequence[Sequence[f
         for word, value in zip(caption, values, strict=True)
         if value is not None
     ]
-    classes = ([value for word, value in pairs if word in known] for known in (ATTRIBUTE_WORDS, FILLER_WORDS))
+    classes = ([value for word, value in pairs if word in known] for known in (about, fillers))
     return auc(*classes)
 
 

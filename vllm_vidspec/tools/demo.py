@@ -123,6 +123,7 @@ def ask(
     *,
     video: Path | None = None,
     max_tokens: int = 256,
+    num_frames: int | None = None,
     on_text: Callable[[str], None] = lambda _: None,
     **sampling: Any,
 ) -> Answer:
@@ -133,6 +134,7 @@ def ask(
         question: The user's words.
         video: An mp4 file to send along.
         max_tokens: Longest answer in tokens.
+        num_frames: What the video is sampled to; None: as the server does.
         on_text: Called with each piece of text.
         sampling: Further request fields; temperature is 0 by default.
     """
@@ -141,6 +143,7 @@ def ask(
     client = openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=600)
     content: list[Any] = [{"type": "video_url", "video_url": {"url": data_url(video)}}] if video else []
     content.append({"type": "text", "text": question})
+    media = {} if num_frames is None else {"media_io_kwargs": {"video": {"num_frames": num_frames}}}
     text, first, start = "", None, time.perf_counter()
     token_ids: list[int] = []
     try:
@@ -149,7 +152,7 @@ def ask(
             messages=[{"role": "user", "content": content}],
             max_tokens=max_tokens,
             stream=True,
-            extra_body={"return_token_ids": True},
+            extra_body={"return_token_ids": True, **media},
             **{"temperature": 0, **sampling},
         )
         for chunk in stream:

@@ -54,7 +54,8 @@ def _answers(commands: Iterator[dict[str, Any]], report: Report) -> Iterator[dic
     `warm_up` (the index of one more video: what happens once, as lazy imports do, is then part of no figure).
     Requests of a bundled pair may have `num_videos` held-out videos each (a list: of one request after another), or
     `video_frac` of one's frames; with `reel_tokens` they are held-out reels of so many video tokens, each with its own
-    question. `cpus` are the cores that the process may use; where there is none, any.
+    question. `num_frames` is what a bundled pair's videos are sampled to, where it is not what the pair was trained on.
+    `cpus` are the cores that the process may use; where there is none, any.
     """
     job = next(commands)
     if "cpus" in job:
@@ -121,7 +122,8 @@ def _bundled_requests(prompts: dict[str, Any]) -> list[Any]:
     if "reel_tokens" in prompts:
         reels = [reel.held_out(i, prompts["reel_tokens"]) for i in prompts["held_out"]]
         return [pairs.video_prompt(prompts["family"], frames, question.text) for frames, question, _ in reels]
-    family, num_frames = prompts["family"], pairs.pair_for(prompts["family"]).num_frames
+    family = prompts["family"]
+    num_frames = prompts.get("num_frames") or pairs.pair_for(family).num_frames
     places, counts, frac = prompts.get("held_out", []), prompts.get("num_videos", 1), prompts.get("video_frac", 1.0)
     counts = [counts] * len(places) if isinstance(counts, int) else counts
     requests = [

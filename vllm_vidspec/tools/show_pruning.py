@@ -27,18 +27,27 @@ class Show(Picture):
     Attributes:
         pruners: One row each.
         columns: Most frames in a row.
+        frames: Frames that a bundled pair's video is sampled to; None: as many as it was trained on.
         calibration: A file of `vidspec calibrate`; None: the bundled pair's own.
     """
 
     out: str = "pruning.png"
     pruners: tuple[str, ...] = PRUNERS
     columns: int = 16
+    frames: int | None = None
     calibration: str | None = None
 
     @property
     def num_frames(self) -> int:
         """How many frames of the video the models see at most."""
-        return pairs.pair_for(self.family).num_frames if self.target is None else NUM_FRAMES
+        if self.target is not None:
+            return NUM_FRAMES
+        return self.frames or pairs.pair_for(self.family).num_frames
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """The video, and its frames."""
+        return {**super().source, "num_frames": self.num_frames}
 
     def llm_kwargs(self, **spec: Any) -> dict[str, Any]:
         """Return the arguments of the engine; `spec` adds knobs of VidSpecConfig."""
@@ -71,7 +80,8 @@ def run(show: Show, report: Report = silent) -> dict[str, Any]:
     """Prune one video in every way asked for and draw the picture.
 
     Returns:
-        `rows`, one per pruner (`pruner`, `kept`, `total`, `ends_frac`, `even_frac`), and `out`.
+        `rows`, one per pruner (`pruner`, `kept`, `total`, `ends_frac`, `even_frac`), `grid` (frames, height, width and
+        trailing tokens) and `out`.
     """
     check(show)
     frames = read_video(show.path, show.num_frames)
@@ -86,7 +96,8 @@ def run(show: Show, report: Report = silent) -> dict[str, Any]:
     what = f"{show.path.name}: {show.target or show.family}, prune ratio {show.prune_ratio:g}"
     image = contact_sheet.draw(frames, grid, rows, f"What the draft sees of {what}", show.columns)
     contact_sheet.save(image, show.out, rows)
-    return {"rows": [row.figures() for row in rows], "out": show.out}
+    shape = [grid.num_frames, grid.height, grid.width, grid.num_trailing]
+    return {"rows": [row.figures() for row in rows], "grid": shape, "out": show.out}
 
 
 def _engines(configs: list[VidSpecConfig]) -> list[str]:

@@ -62,7 +62,7 @@ class DraftMemory:
         vision, tables = _vision_bytes(config, vllm_config, available_bytes), table_bytes(config, vllm_config, model)
         # Pixels are shared where both towers run in one process, on a device that they must be copied to.
         shares = model.device.type != "cpu" and not config.is_parallel and not config.is_self_draft
-        pixels = int(pool.PIXEL_SHARE * available_bytes) if shares and _shows(vllm_config) else 0
+        pixels = int(pool.PIXEL_SHARE * available_bytes) if shares and _shown(vllm_config) else 0
         left = available_bytes - vision - pixels - tables
         size = _pool_bytes(config, vllm_config, model, left)
         if size >= left:
@@ -91,7 +91,8 @@ def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, avai
         wanted = int(config.pool.kv_fraction * available_bytes)
     else:
         draft, target = kv_bytes_per_token(model.config), kv_bytes_per_token(vllm_config)
-        kept = 1 - min(way.ratio_for(modality) for way in config.prune.variants for modality in ("video", "image"))
+        modalities = _shown(vllm_config) or ("video", "image")
+        kept = 1 - min(way.ratio_for(modality) for way in config.prune.variants for modality in modalities)
         wanted = pool.pool_bytes(available_bytes, target, draft, kept, max_slots, model.block_size)
     if wanted < 2 * per_block:
         raise VidSpecError(f"a draft KV pool of {wanted} bytes holds nothing; one block takes {per_block} bytes")
@@ -120,13 +121,15 @@ def _vision_bytes(config: VidSpecConfig, vllm_config: Any, available_bytes: int)
     """Return the size of the cache of vision embeddings: none for a target that is shown nothing."""
     wanted = config.pool.encoder_bytes
     if wanted is None:
-        wanted = int(pool.VISION_SHARE * available_bytes) if _shows(vllm_config) else 0
+        wanted = int(pool.VISION_SHARE * available_bytes) if _shown(vllm_config) else 0
     if wanted >= available_bytes:
         raise VidSpecError(f"draft_encoder_bytes: {wanted} leaves nothing of the {available_bytes} bytes of KV memory")
     return wanted
 
 
-def _shows(vllm_config: Any) -> bool:
-    """Return whether a target is ever shown anything."""
+def _shown(vllm_config: Any) -> list[str]:
+    """Return the modalities of what a target may be shown."""
     multimodal = vllm_config.model_config.multimodal_config
-    return multimodal is not None and any(map(multimodal.get_limit_per_prompt, ("image", "video")))
+    if multimodal is None:
+        return []
+    return [modality for modality in ("image", "video") if multimodal.get_limit_per_prompt(modality)]
