@@ -106,5 +106,12 @@ def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
 
 
 if __name__ == "__main__":
-    rows = harness.command(__doc__, measure, family=list(pairs.PAIRS), learn=200, measure=100, tokens=1024)
+    rows = harness.command(
+        __doc__,
+        measure,
+        family=[name for name in pairs.PAIRS if name != assets.LONG],
+        learn=200,
+        measure=100,
+        tokens=1024,
+    )
     sys.exit(int(not all(row["identical"] for row in rows)))
