@@ -42,11 +42,8 @@ def served(family: str, draft: str | None, video: Path, frames: list[int], log: 
     """Return of each number of frames what one server answered and counted."""
     port, spec = free_port(), {} if draft is None else SPEC
     # vLLM sizes its encoder cache for short videos; a longer one needs a prefill step of the whole prompt.
-    overrides = {
-        "max_model_len": MAX_MODEL_LEN,
-        "max_num_batched_tokens": MAX_MODEL_LEN,
-        "kv_cache_memory_bytes": 2**29,
-    }
+    overrides = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": MAX_MODEL_LEN}
+    overrides |= {"trust_request_mm_kwargs": True}  # each request says how many frames it wants
     args = pairs.serve_args(family, draft, port=port, overrides=overrides, **spec)
     found = []
     with VllmServer(args, port, log) as server:
