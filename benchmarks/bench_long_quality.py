@@ -11,6 +11,7 @@ above a filler; `in_scene` is the share of the N that are of the scene that the 
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -114,39 +115,41 @@ def relevance(video: torch.Tensor, text: torch.Tensor, is_centred: bool) -> torc
 
 
 def score(options: argparse.Namespace) -> Iterator[harness.Row]:
-    """Yield AUC and `in scene` of every way to compute the score, and the logit lens at the video's tokens."""
+    """Yield what every way to compute the score is worth; as a control also with the states of another reel."""
     reader = Reader(pairs.checkpoint(FAMILY, "target"))
     answers = [read(reader, index, options.tokens) for index in range(options.requests)]
     layers = [f"layer {i + 1}" for i in range(len(answers[0][1]) - 1)] + ["final, normalised"]
-    for at, layer in enumerate(layers):
-        for rows, first in (("token", 1), ("prediction", 0)):
-            for is_centred in (False, True):
-                for top_n in (1, 10, 100):
-                    found: dict[bool, list[float]] = {True: [], False: []}
-                    windows, inside, share = [], [], []
-                    for words, states, spans in answers:
-                        video, text = states[at]
-                        near = relevance(video, text[first : first + len(words)], is_centred).topk(top_n)
-                        values = near.values.mean(-1).tolist()
-                        is_fact = [word in FACT_WORDS for word in words]
-                        for word, value in zip(is_fact, values, strict=True):
-                            found[word].append(value)
-                        windows += loosened(values, is_fact)
-                        for word, span, where in zip(is_fact, spans, near.indices, strict=True):
-                            if word and span is not None:
-                                inside.append(((where >= span[0]) & (where < span[1])).float().mean().item())
-                                share.append((span[1] - span[0]) / len(video))
-                    yield {
-                        "states": layer,
-                        "rows": rows,
-                        "centred": is_centred,
-                        "top_n": top_n,
-                        "auc": round(auc(found[True], found[False]) or 0.0, 3),
-                        "facts_among_loosened": round(float(np.mean(windows)), 3),
-                        "facts": round(len(found[True]) / (len(found[True]) + len(found[False])), 3),
-                        "in_scene": round(float(np.mean(inside)), 3),
-                        "scene_share": round(float(np.mean(share)), 3),
-                    }
+    ways = itertools.product(
+        range(len(layers)), ("token", "prediction"), (False, True), (1, 10, 100), ("own", "another")
+    )
+    for at, rows, is_centred, top_n, video in ways:
+        if video == "own" or top_n == 10:
+            way = {"states": layers[at], "rows": rows, "centred": is_centred, "top_n": top_n, "video": video}
+            yield way | judge(answers, at, int(rows == "token"), is_centred, top_n, int(video == "another"))
+
+
+def judge(answers: list, at: int, first: int, is_centred: bool, top_n: int, other: int) -> harness.Row:
+    """Return the figures of one way: states `at`, rows from `first` on, the video that is `other` places further."""
+    found: dict[bool, list[float]] = {True: [], False: []}
+    windows, inside, share = [], [], []
+    for i, (words, states, spans) in enumerate(answers):
+        video, text = answers[(i + other) % len(answers)][1][at][0], states[at][1][first : first + len(words)]
+        near = relevance(video, text, is_centred).topk(top_n)
+        values = near.values.mean(-1).tolist()
+        is_fact = [word in FACT_WORDS for word in words]
+        windows += loosened(values, is_fact)
+        for word, value, span, where in zip(is_fact, values, spans, near.indices, strict=True):
+            found[word].append(value)
+            if word and span is not None:
+                inside.append(((where >= span[0]) & (where < span[1])).float().mean().item())
+                share.append((span[1] - span[0]) / len(video))
+    return {
+        "auc": round(auc(found[True], found[False]) or 0.0, 3),
+        "facts": round(len(found[True]) / (len(found[True]) + len(found[False])), 3),
+        "facts_among_loosened": round(float(np.mean(windows)), 3),
+        "in_scene": round(float(np.mean(inside)), 3),
+        "scene_share": round(float(np.mean(share)), 3),
+    }
 
 
 def loosened(values: list[float], is_fact: list[bool], window: int = 10, share: float = 0.2) -> list[bool]:

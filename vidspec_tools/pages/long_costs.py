@@ -99,15 +99,25 @@ def curve(rows: list[Row]) -> str:
 
 def relevance(rows: list[Row]) -> str:
     """Return how well the score tells facts from fillers, by what it is computed from, with N 10."""
-    chosen = [
-        {**row, "how": "less their mean" if row["centred"] else "as they are"} for row in rows if row["top_n"] == 10
+    chosen = [row for row in rows if row["top_n"] == 10]
+    others = {_way(row): row["auc"] for row in chosen if row["video"] == "another"}
+    found = [
+        {**row, "other": others[_way(row)], "how": "less their mean" if row["centred"] else "as they are"}
+        for row in chosen
+        if row["video"] == "own"
     ]
     return table(
-        "states | whose row | | AUC | facts among the loosened | of the N in the scene meant | by chance",
-        "{states} | {rows} | {how} | {auc:.2f} | {facts_among_loosened:.0f%} | {in_scene:.0f%} | {scene_share:.0f%}",
-        chosen,
+        "states | whose row | | AUC | with another video's states | facts among the loosened | of the N in the scene "
+        "meant | by chance",
+        "{states} | {rows} | {how} | {auc:.2f} | {other:.2f} | {facts_among_loosened:.0f%} | {in_scene:.0f%} | "
+        "{scene_share:.0f%}",
+        found,
         words=3,
     )
+
+
+def _way(row: Row) -> tuple[str, str, bool]:
+    return row["states"], row["rows"], row["centred"]
 
 
 def auto(rows: list[Row]) -> str:
