@@ -82,7 +82,7 @@ def acceptance(args: argparse.Namespace, data: dict[str, Any]) -> None:
     """Measure drafts, accepted tokens and identity of every request at every length and setting."""
     for tokens in args.tokens:
         points = data["acceptance"].setdefault(str(tokens), {})
-        missing = [(name, spec) for name, spec in acceptance_points(args) if name not in points]
+        missing = [(name, spec) for name, spec in acceptance_points(args) if args.again or name not in points]
         if not missing:
             continue
         with EngineSession(job(tokens, range(args.requests), None)) as session:
@@ -160,7 +160,7 @@ def speed(args: argparse.Namespace, data: dict[str, Any]) -> None:
         for tokens in args.tokens:
             key, engines = f"{tokens} {pads:g}", speed_points(args, pads)
             found = data["speed"].setdefault(key, {"layers": layers, "engines": {}})["engines"]
-            missing = [name for name in engines if name not in found and name != "vanilla"]
+            missing = [name for name in engines if name != "vanilla" and (args.again or name not in found)]
             for lo in range(0, len(missing), args.at_once):
                 names = ["vanilla", *missing[lo : lo + args.at_once]]
                 with ExitStack() as stack:
@@ -233,6 +233,7 @@ def main() -> None:
         "--parallel", type=numbers(str), default=[], help="'whole' or pruners, with the drafter on a core of its own"
     )
     parser.add_argument("--adaptive", action="store_true", help="also with the controller, as by default")
+    parser.add_argument("--again", action="store_true", help="measure also what the file has")
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--at-once", type=int, default=3, help="engines beside vanilla that are in memory together")
     args, data = parser.parse_args(), load()
