@@ -8,6 +8,7 @@ Each setting's engine is given requests until one has to wait. `running` counts 
 """
 
 import argparse
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,6 +72,7 @@ def admitted(engine: harness.Engine, prompt: harness.Row) -> tuple[int, int]:
 
 def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
     """Yield a row for each setting of the bundled pair, then the modelled ones of larger pairs."""
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would replace the budget
     tokens = options.tokens
     shapes = [from_folder(pairs.checkpoint(FAMILY, role)) for role in ("target", "draft")]
     target, draft = (2 * shape.kv_bytes_per_token for shape in shapes)  # fp32 here

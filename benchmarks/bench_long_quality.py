@@ -50,7 +50,8 @@ class Reels(quality.Quality):
         made = job(self.tokens, range(self.requests), spec)
         if spec is None:
             made["llm"]["model"] = pairs.checkpoint(family, role)
-        made["llm"] |= {"max_num_seqs": self.batch_size}
+        made["llm"]["max_num_seqs"] = self.batch_size
+        del made["cpus"]  # nothing is timed
         return made
 
     def accuracies(self, texts: Sequence[str]) -> dict[str, Any]:
