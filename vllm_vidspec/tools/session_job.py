@@ -131,7 +131,8 @@ def _bundled_requests(prompts: dict[str, Any]) -> list[Any]:
         for i, count in zip(places, counts, strict=False)
     ]
     requests += [[read_video(path, num_frames)] for path in prompts.get("videos", [])]
-    return [pairs.media_prompt(family, prompts["question"], videos=videos) for videos in requests]
+    question = prompts["question"]
+    return [pairs.media_prompt(family, question, videos=videos, num_frames=num_frames) for videos in requests]
 
 
 def _part(frames: Any, frac: float, num_frames: int) -> Any:
