@@ -1,11 +1,13 @@
 """What `pruner: auto` reaches, beside every pruner that it chooses from, on the same requests of one engine.
 
 python benchmarks/bench_auto_pruner.py [--family qwen2.5-vl,...] [--learn 200] [--measure 100] [--json auto.json]
+python benchmarks/bench_auto_pruner.py --family qwen2.5-vl-long --tokens 1024 --json docs/results/long-auto.json
 
 First so many requests are given whatever auto gives them, while it learns. Then the next ones, of other videos, are
 asked five times: with auto, which goes on learning, and with each pruner for all of them. A second run of each bundled
 family has its guidance turned upside down (emulated: every score is taken from the greatest): there the guided pruners
-are the worst choice, and the pair is otherwise the same. The plain pair's target was never trained for guidance.
+are the worst choice, and the pair is otherwise the same. The targets of the plain and the long pair were never trained
+for guidance; the long pair is asked about reels of `--tokens` video tokens, each with a question of its own.
 """
 
 import argparse
@@ -16,9 +18,11 @@ from typing import Any
 from unittest import mock
 
 import harness
+from bench_long import MAX_TOKENS, job
 
 from vllm_vidspec import assets, metrics
 from vllm_vidspec.pruning import prompt as pruning
+from vllm_vidspec.shapeworld import reel
 from vllm_vidspec.tools import pairs
 
 BATCH = 16
@@ -36,28 +40,47 @@ def upside_down() -> Iterator[None]:
         yield
 
 
-def ask(engine: harness.Engine, family: str, numbers: range) -> tuple[float, list[list[int]]]:
-    """Return the acceptance length over requests that describe these held-out videos, and their answers."""
+def start(family: str, tokens: int) -> harness.Engine:
+    """Start a family's pair with `pruner: auto`."""
+    if family != assets.LONG:
+        return harness.pair(family, pruner="auto", overrides={"enable_prefix_caching": False})
+    llm = job(tokens, range(1), {"pruner": "auto", "prune_ratio": 0.9})["llm"]
+    return harness.Engine(llm | {"enable_prefix_caching": False})
+
+
+def prompts(family: str, numbers: range, tokens: int) -> list[harness.Row]:
+    """Return requests about held-out videos."""
+    if family != assets.LONG:
+        return harness.videos(family, numbers)
+    reels = (reel.held_out(i, tokens) for i in numbers)
+    return [pairs.video_prompt(family, frames, question.text) for frames, question, _ in reels]
+
+
+def ask(engine: harness.Engine, family: str, numbers: range, tokens: int) -> tuple[float, list[list[int]]]:
+    """Return the acceptance length over requests about these held-out videos, and their answers."""
+    longest = MAX_TOKENS if family == assets.LONG else 64
     batches = [numbers[first : first + BATCH] for first in range(0, len(numbers), BATCH)]
     answers, gained = engine.measure(
-        lambda: [text for batch in batches for text in engine.answer(harness.videos(family, batch), max_tokens=64)]
+        lambda: [
+            text for batch in batches for text in engine.answer(prompts(family, batch, tokens), max_tokens=longest)
+        ]
     )
     return float(metrics.summarize(gained)["acceptance_length"] or 0.0), answers
 
 
-def race(family: str, learn: int, measure: int) -> harness.Row:
+def race(family: str, learn: int, measure: int, tokens: int) -> harness.Row:
     """Return the acceptance lengths of one family's bundled pair."""
-    with harness.pair(family, pruner="auto", overrides={"enable_prefix_caching": False}) as engine:
+    with start(family, tokens) as engine:
         config = engine.llm.llm_engine.vllm_config
         pruners = config.additional_config["vidspec"]["prune"]["auto_pruners"]
-        while_learning, _ = ask(engine, family, range(learn))
+        while_learning, _ = ask(engine, family, range(learn), tokens)
         numbers = range(learn, learn + measure)
-        with_auto, answers = ask(engine, family, numbers)
+        with_auto, answers = ask(engine, family, numbers, tokens)
         counted = engine.counters()
         fixed, same = {}, True
         for pruner in pruners:
             engine.llm.collective_rpc("vidspec_retune", args=({"pruner": pruner},))
-            fixed[pruner], others = ask(engine, family, numbers)
+            fixed[pruner], others = ask(engine, family, numbers, tokens)
             same &= others == answers
     best = max(fixed, key=fixed.__getitem__)
     return {
@@ -77,11 +100,18 @@ def race(family: str, learn: int, measure: int) -> harness.Row:
 def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
     """Yield a row for each family, with guidance as trained and upside down."""
     for family in options.family:
-        for guidance in ("never trained",) if family == assets.PLAIN else ("as trained", "upside down"):
+        for guidance in ("never trained",) if family in assets.CLONE_ONLY else ("as trained", "upside down"):
             with upside_down() if guidance == "upside down" else contextlib.nullcontext():
-                yield {"guidance": guidance, **race(family, options.learn, options.measure)}
+                yield {"guidance": guidance, **race(family, options.learn, options.measure, options.tokens)}
 
 
 if __name__ == "__main__":
-    rows = harness.command(__doc__, measure, family=list(pairs.PAIRS), learn=200, measure=100)
+    rows = harness.command(
+        __doc__,
+        measure,
+        family=[name for name in pairs.PAIRS if name != assets.LONG],
+        learn=200,
+        measure=100,
+        tokens=1024,
+    )
     sys.exit(int(not all(row["identical"] for row in rows)))

@@ -18,6 +18,7 @@ from typing import Any
 
 from vidspec_tools import inflation
 from vidspec_tools.bench import ratios
+from vidspec_tools.bench.methods import parallel_window
 from vidspec_tools.bench.session import BenchSession
 from vidspec_tools.bench.trials import cores
 from vidspec_tools.pages.long_videos import draw, mean_length
@@ -81,7 +82,7 @@ def acceptance(args: argparse.Namespace, data: dict[str, Any]) -> None:
     """Measure drafts, accepted tokens and identity of every request at every length and setting."""
     for tokens in args.tokens:
         points = data["acceptance"].setdefault(str(tokens), {})
-        missing = [(name, spec) for name, spec in acceptance_points(args) if name not in points]
+        missing = [(name, spec) for name, spec in acceptance_points(args) if args.again or name not in points]
         if not missing:
             continue
         with BenchSession(job(tokens, range(args.requests), None)) as session:
@@ -121,13 +122,14 @@ def identical(requests: list[dict[str, Any]]) -> float:
     return statistics.mean(one["is_identical"] for one in requests)
 
 
-def speed_points(args: argparse.Namespace) -> dict[str, dict[str, Any] | None]:
+def speed_points(args: argparse.Namespace, pads: float) -> dict[str, dict[str, Any] | None]:
     """Return the engines that answer in turn; parallel ones have the second core for their drafter."""
     found: dict[str, dict[str, Any] | None] = {"vanilla": None, "whole": WHOLE, "blind": BLIND}
     found |= {pruner: {"pruner": pruner, "prune_ratio": 0.9} for pruner in args.pruners}
-    if args.parallel:
-        place = {"device": "cpu", "cpu_cores": str(cores()[1])}
-        found["parallel uv"] = {"pruner": "uv", "prune_ratio": 0.9, "parallel": place}
+    place = {"device": "cpu", "cpu_cores": str(cores()[-1])}
+    for pruner in args.parallel:
+        in_turns = WHOLE if pruner == "whole" else {"pruner": pruner, "prune_ratio": 0.9}
+        found[f"parallel {pruner}"] = {**in_turns, "parallel": place, "num_speculative_tokens": parallel_window(pads)}
     if args.adaptive:
         found["default"] = {"pruner": "specvlm", "prune_ratio": 0.9, "adaptive_tokens": True}
     return found
@@ -156,9 +158,9 @@ def speed(args: argparse.Namespace, data: dict[str, Any]) -> None:
     for pads in args.pads:
         layers = padding(pads, args.padded_at)
         for tokens in args.tokens:
-            key, engines = f"{tokens} {pads:g}", speed_points(args)
+            key, engines = f"{tokens} {pads:g}", speed_points(args, pads)
             found = data["speed"].setdefault(key, {"layers": layers, "engines": {}})["engines"]
-            missing = [name for name in engines if name not in found and name != "vanilla"]
+            missing = [name for name in engines if name != "vanilla" and (args.again or name not in found)]
             for lo in range(0, len(missing), args.at_once):
                 names = ["vanilla", *missing[lo : lo + args.at_once]]
                 with ExitStack() as stack:
@@ -189,6 +191,9 @@ def speed_row(ours: list[dict[str, Any]], vanilla: list[dict[str, Any]]) -> dict
         "tokens_per_step": round(1 + sum(a["metrics"]["accepted_tokens"] for a in ours) / max(1, drafts), 3),
         "ttft_over_vanilla": round(statistics.median(a["ttft_s"] / b["ttft_s"] for a, b in chosen), 3),
         "ttft_s": round(statistics.median(a["ttft_s"] for a in ours), 3),
+        "vanilla_ttft_s": round(statistics.median(b["ttft_s"] for b in vanilla), 3),
+        "guidance_s": round(statistics.median(a["metrics"]["guidance_us"] for a in ours) / 1e6, 4),
+        "draft_prefill_s": round(statistics.median(a["metrics"]["draft_prefill_us"] for a in ours) / 1e6, 4),
         "step_ms": round(1e3 * statistics.median(s for a in ours for s in a["step_s"]), 3),
         "vanilla_step_ms": round(1e3 * statistics.median(s for b in vanilla for s in b["step_s"]), 3),
         "draft_forward_ms": round(statistics.median(forwards_ms), 3) if forwards_ms else None,
@@ -224,8 +229,11 @@ def main() -> None:
     parser.add_argument("--pruners", type=numbers(str), default=list(PRUNERS))
     parser.add_argument("--pads", type=numbers(float), default=[0.0])
     parser.add_argument("--padded-at", type=int, default=1024, help="video tokens at which the padding is measured")
-    parser.add_argument("--parallel", action="store_true", help="also with the drafter on a core of its own")
+    parser.add_argument(
+        "--parallel", type=numbers(str), default=[], help="'whole' or pruners, with the drafter on a core of its own"
+    )
     parser.add_argument("--adaptive", action="store_true", help="also with the controller, as by default")
+    parser.add_argument("--again", action="store_true", help="measure also what the file has")
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--at-once", type=int, default=3, help="engines beside vanilla that are in memory together")
     args, data = parser.parse_args(), load()

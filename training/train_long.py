@@ -109,11 +109,17 @@ class Reader:
         return torch.cat([torch.arange(start).expand(3, -1), video], 1), text.expand(3, -1)
 
     def hidden(self, video: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
-        """Final hidden states at the texts, [batch, num_texts, length, hidden].
+        """Final hidden states at the texts, [batch, num_texts, length, hidden]; arguments as of `states`."""
+        *_, (_, y) = self.states(video, texts)
+        return rms_norm(y, self.captioner.text.norm.weight).view(*texts.shape, -1)
+
+    def states(self, video: torch.Tensor, texts: torch.Tensor, to_the_end: bool = False):
+        """Yield after each layer the states of what precedes the texts and of the texts, both [batch, rows, hidden].
 
         Args:
             video: [batch, num_video_tokens, hidden].
             texts: int64 [batch, num_texts, length], padded with any id; each sees the video and itself.
+            to_the_end: whether the last layer computes the video's states too, which no answer depends on.
         """
         captioner, (batch, num_texts, length) = self.captioner, texts.shape
         before = captioner.embed(torch.tensor(self.before)).expand(batch, -1, -1)
@@ -130,11 +136,11 @@ class Reader:
         mask = mask.to(torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32)
         layers = captioner.text.layers
         for i, layer in enumerate(layers):
-            is_last = i == len(layers) - 1
+            is_last = i == len(layers) - 1 and not to_the_end
             x, y = text_and_video_layer(
                 x, y, layer_weights(layer), rope, rope_text, mask, layer.self_attn.head_dim, is_last
             )
-        return rms_norm(y, captioner.text.norm.weight).view(batch, num_texts, length, -1)
+            yield x, y
 
 
 def text_and_video_layer(x, y, weights, rope, rope_text, mask, head_dim: int, is_last: bool):

@@ -20,6 +20,7 @@ from vllm_vidspec.engine.draft.prefill import DraftPrefill
 from vllm_vidspec.engine.draft.vision_cache import PAGE_ROWS, VisionCache
 from vllm_vidspec.engine.failures import DraftFailures
 from vllm_vidspec.engine.hooks.protocol import Forward, TargetHooks
+from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel.timeline import Timeline
 from vllm_vidspec.engine.requests import NewRequest, Phase, RequestRows
 from vllm_vidspec.engine.speculator import Speculator

@@ -2,13 +2,15 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from vidspec_tools.bench.acceptance import identical_frac
 from vidspec_tools.bench.session import WARM_UP_TOKENS, BenchSession
 from vidspec_tools.captions import (
+    ATTRIBUTE_WORDS,
+    FILLER_WORDS,
     TELLING_WORDS,
     accuracies,
     count_right,
@@ -54,7 +56,7 @@ class Setting:
 
     @property
     def knobs(self) -> dict[str, Any]:
-        """Every knob of a setting, so that nothing is left over from the one before; ORACLE knows what to protect."""
+        """Every knob of a setting, so that nothing is left over from the one before."""
         ours = {name: value for name, value in asdict(self).items() if value is not None}
         if self.scorer == ORACLE:
             ours = {"scorer": "random", "lambda_loose": 1.0, "protected_tokens": sorted(TELLING_WORDS)}
@@ -64,6 +66,10 @@ class Setting:
 @dataclass(frozen=True)
 class Quality:
     """What to measure."""
+
+    about: ClassVar[Collection[str]] = ATTRIBUTE_WORDS
+    fillers: ClassVar[Collection[str]] = FILLER_WORDS
+    telling: ClassVar[Collection[str]] = TELLING_WORDS
 
     families: tuple[str, ...] = ("qwen2.5-vl",)  # bundled pairs
     draft: str = DRAFT  # which of a pair's drafts: "draft" or "far"
@@ -121,7 +127,7 @@ class Quality:
             "prune_ratio": self.prune_ratio,
             "draft_noise": draft_noise,
             "on_draft_error": "raise",  # a measurement without drafts would say nothing
-            **setting.knobs,
+            **self.knobs_of(setting),
             **self.knobs,
         }
 
@@ -139,9 +145,17 @@ class Quality:
 
     def command(self, temperature: float, setting: Setting | None = None) -> dict[str, Any]:
         """Return what an engine is asked; with a setting the pair's, of which what it watches is wanted, too."""
-        knobs = None if setting is None else setting.knobs
+        knobs = None if setting is None else self.knobs_of(setting)
         sampling = {"temperature": temperature, "max_tokens": self.max_tokens}
         return answer_command(knobs, seed=self.seed, watch=setting is not None, **sampling)
+
+    def knobs_of(self, setting: Setting) -> dict[str, Any]:
+        """Return the knobs of a setting; what ORACLE protects depends on what is asked."""
+        return setting.knobs | ({"protected_tokens": sorted(self.telling)} if setting.scorer == ORACLE else {})
+
+    def accuracies(self, texts: Sequence[str]) -> dict[str, Any]:
+        """Return what is right of the facts that the videos show, as `captions.accuracies`."""
+        return accuracies(count_right(texts, [world.held_out(i).facts for i in range(self.requests)]))
 
 
 def check(quality: Quality) -> None:
@@ -170,7 +184,6 @@ def run(quality: Quality, report: Report = silent) -> dict[str, Any]:
     """
     check(quality)
     report("plan", {"total": quality.num_batches})
-    facts = [world.held_out(i).facts for i in range(quality.requests)]
     rows: list[dict[str, Any]] = []
 
     def add(row: dict[str, Any]) -> None:
@@ -184,7 +197,7 @@ def run(quality: Quality, report: Report = silent) -> dict[str, Any]:
                 for temperature in quality.temperatures:
                     answer = session.ask(quality.command(temperature))
                     # The target's answer, which comes first, is what the others are compared with.
-                    alone = panels.setdefault(temperature, Panel(quality, family, temperature, None, answer, facts))
+                    alone = panels.setdefault(temperature, Panel(quality, family, temperature, None, answer))
                     add(alone.row(Setting(role), answer))
         for noise in quality.draft_noises:
             if temperatures := quality.temperatures_of(noise):
@@ -218,7 +231,6 @@ class Panel:
     draft_noise: str | None  # the engine's; None for a model alone
     # Of the target alone, at this temperature and with these seeds, what `session_job` answered
     reference: dict[str, Any]
-    facts: Sequence[Any]  # what each video shows
 
     def measure(self, session: BenchSession) -> Iterator[dict[str, Any]]:
         """Yield the row of every setting of one engine; strict's comes first."""
@@ -238,7 +250,7 @@ class Panel:
             answer: The engine's, as `reference`.
             strict_length: Acceptance length of strict in the same engine; None: this is strict, or there are no drafts.
         """
-        found, at_best = (accuracies(count_right(one["texts"], self.facts)) for one in (answer, self.reference))
+        found, at_best = (self.quality.accuracies(one["texts"]) for one in (answer, self.reference))
         captions = answer["captions"] or []
         output_tokens = sum(map(len, answer["token_ids"]))
         return {
@@ -252,7 +264,11 @@ class Panel:
             **kind_shares([caption["kinds"] for caption in captions]),
             "identical_frac": identical_frac(answer["token_ids"], self.reference["token_ids"]),
             "tokens_per_caption": output_tokens / self.quality.requests,
-            "relevance_auc": relevance_auc(*([one[name] for one in captions] for name in ("words", "relevance"))),
+            "relevance_auc": relevance_auc(
+                *([one[name] for one in captions] for name in ("words", "relevance")),
+                self.quality.about,
+                self.quality.fillers,
+            ),
             "decode_s": answer["seconds"],
         }
 

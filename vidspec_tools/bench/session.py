@@ -82,7 +82,8 @@ class BenchEngine(Engine):
         if "reel_tokens" in prompts:
             reels = [reel.held_out(i, prompts["reel_tokens"]) for i in places]
             return [pairs.video_prompt(family, frames, question.text) for frames, question, _ in reels]
-        num_frames, frac = pairs.pair_for(family).num_frames, prompts.get("video_frac", 1.0)
+        num_frames = prompts.get("num_frames") or pairs.pair_for(family).num_frames
+        frac = prompts.get("video_frac", 1.0)
         counts = prompts.get("num_videos", 1)
         counts = [counts] * len(places) if isinstance(counts, int) else counts
         requests = [
@@ -90,7 +91,8 @@ class BenchEngine(Engine):
             for i, count in zip(places, counts, strict=False)
         ]
         requests += [[read_video(path, num_frames)] for path in prompts.get("videos", [])]
-        return [pairs.media_prompt(family, prompts["question"], videos=videos) for videos in requests]
+        question = prompts["question"]
+        return [pairs.media_prompt(family, question, videos=videos, num_frames=num_frames) for videos in requests]
 
     @property
     def is_stock(self) -> bool:

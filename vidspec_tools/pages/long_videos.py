@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from vidspec_tools.pages import long_costs
 from vidspec_tools.pages.tables import Row, markdown, origin, read, recorded
 
 NAME = "long-videos"
@@ -62,7 +63,7 @@ def speed(found: dict[str, Any]) -> str:
                 [
                     f"{int(tokens):,}",
                     "as it is" if pads == "0" else f"{pads} drafts",
-                    _words(name if name in ("whole", "blind", "default") else f"{name} {KEPT:g}"),
+                    _words(name if name in ("whole", "blind", "default", "parallel whole") else f"{name} {KEPT:g}"),
                     f"{row['decode_over_vanilla']:.2f} ({low:.2f} to {high:.2f})",
                     f"{row['tokens_per_step']:.2f}",
                     f"{row['step_ms']:.1f} / {row['vanilla_step_ms']:.1f}",
@@ -89,6 +90,8 @@ def sections() -> dict[str, Callable[[], str]]:
         "long-shares": lambda: by_share(found),
         "long-questions": lambda: by_question(found),
         "long-speed": lambda: speed(timed),
+        "long-first-token": lambda: long_costs.first_tokens(timed),
+        **long_costs.sections(),
     }
 
 
@@ -126,5 +129,7 @@ def _names(found: dict[str, Any]) -> list[str]:
 
 
 def _words(name: str) -> str:
+    if name.startswith("parallel "):
+        return f"{_words(name.removeprefix('parallel '))}, in parallel"
     known = {"whole": "whole video", "blind": "no video", "default": "as by default"}
-    return known.get(name) or f"{round(100 * (1 - float(name.split()[-1])))} %, `{' '.join(name.split()[:-1])}`"
+    return known.get(name) or f"{round(100 * (1 - float(name.split()[-1])))} %, `{name.split()[0]}`"

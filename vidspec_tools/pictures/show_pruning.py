@@ -30,6 +30,7 @@ class Show(Subject):
     out: str = "pruning.png"  # the file to write
     pruners: tuple[str, ...] = PRUNERS  # one row each
     columns: int = 16  # most frames in a row
+    frames: int | None = None  # that a bundled pair's video is sampled to; None: as many as it was trained on
     calibration: str | None = None  # a file of `vidspec calibrate`; None: the bundled pair's own
 
     @property
@@ -38,14 +39,16 @@ class Show(Subject):
         return pairs.sample_video() if self.video is None else Path(self.video)
 
     @property
-    def source(self) -> dict[str, Any]:
-        """The video."""
-        return {"videos": [str(self.path)]}
-
-    @property
     def num_frames(self) -> int:
         """How many frames of the video the models see at most."""
-        return pairs.pair_for(self.family).num_frames if self.target is None else NUM_FRAMES
+        if self.target is not None:
+            return NUM_FRAMES
+        return self.frames or pairs.pair_for(self.family).num_frames
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """The video, and its frames."""
+        return {"videos": [str(self.path)], "num_frames": self.num_frames}
 
     def llm_kwargs(self, **spec: Any) -> dict[str, Any]:
         return super().llm_kwargs(**({"calibration": self.calibration} if self.calibration else {}), **spec)
@@ -87,7 +90,8 @@ def run(show: Show, report: Report = silent) -> dict[str, Any]:
     what = f"{show.path.name}: {show.target or show.family}, prune ratio {show.prune_ratio:g}"
     image = contact_sheet.draw(frames, grid, rows, f"What the draft sees of {what}", show.columns)
     contact_sheet.save(image, show.out, rows)
-    return {"rows": [row.figures() for row in rows], "out": show.out}
+    shape = [grid.num_frames, grid.height, grid.width, grid.num_trailing]
+    return {"rows": [row.figures() for row in rows], "grid": shape, "out": show.out}
 
 
 def _engines(configs: list[VidSpecConfig]) -> list[str]:

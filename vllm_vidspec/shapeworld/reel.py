@@ -8,6 +8,7 @@ in few tokens of each, so a pruner can be right or wrong. An answer tells one to
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,6 +20,7 @@ from vllm_vidspec.shapeworld.world import (
     PATTERNS,
     SHAPES,
     SYNONYM_PROBS,
+    _first,
     _pick,
     _sprite,
     patterned,
@@ -45,6 +47,7 @@ FILLERS = {
     "goes": ("goes", "travels", "heads"),
     "and": ("and then", "and later", "and finally"),
 }
+FACTS = ("scene", "background", "pattern", "size", "color", "shape", "position", "motion", "event", "new_color")
 HELD_OUT_SEED = 50_000_000  # training seeds stay below
 LABELS = dict(color=9, shape=7, size=3, direction=6, faded=2, background=6, pattern=3, quarter=5, digit=11)
 """Token-level labels for a vision tower and their numbers of classes; class 0 of all but `background` and `pattern`
@@ -124,6 +127,48 @@ def held_out(i: int, num_tokens: int) -> tuple[np.ndarray, Question, tuple[Scene
     count = 1 + (i // len(KINDS) + 2 * i) % MAX_TOLD
     question = next(q for k in range(len(KINDS)) if (q := ask(rng, scenes, KINDS[(i + k) % len(KINDS)], count)))
     return render(rng, scenes)[0], question, scenes
+
+
+def fact_words() -> frozenset[str]:
+    """The words that only the video can tell, and those that say whether another scene comes."""
+    places = {word for position in POSITIONS for word in position.split()} - {"at", "the"}
+    looks = {*COLORS, *BACKGROUNDS, *PATTERNS, *SHAPES, *SIZES, *MOTIONS, *EVENTS}
+    return frozenset(looks | places | {*COUNTS, *map(str, range(10)), ".", ","})
+
+
+def score_answer(text: str, question: Question, scenes: tuple[Scene, ...]) -> dict[str, tuple[int, int]]:
+    """Return (right, total) of each of FACTS, sentence by sentence in order.
+
+    An answer that names scenes ("which") is scored by how many of all named and wanted ones are in both.
+    """
+    told = [scenes[i] for i in question.scenes]
+    if question.kind == "which":
+        named = set(re.findall(r"scene (\d \d \d)", text))
+        wanted = {scene.digits for scene in told}
+        return {"scene": (len(named & wanted), len(named | wanted))}
+    said = [_read(sentence) for sentence in text.split(".")]
+    counts = dict.fromkeys(FACTS, (0, 0))
+    for place, scene in enumerate(told):
+        heard = said[place] if place < len(said) else {}
+        for name in FACTS:
+            if wanted := scene.digits if name == "scene" else getattr(scene, name):
+                right, total = counts[name]
+                counts[name] = (right + (heard.get(name) == wanted), total + 1)
+    return counts
+
+
+def _read(sentence: str) -> dict[str, str]:
+    """Return the facts of one scene as an answer tells them, "" where it does not."""
+    words, numbers = sentence.split(), re.findall(r"scene (\d \d \d)", sentence)
+    options = {"background": BACKGROUNDS, "pattern": PATTERNS, "size": SIZES, "shape": SHAPES, "motion": MOTIONS}
+    color, new_color, *_ = [*(word for word in words if word in COLORS), "", ""]
+    return {
+        **{name: _first(words, known) for name, known in (options | {"event": EVENTS}).items()},
+        "scene": numbers[-1] if numbers else "",  # an opening names another scene
+        "position": next((place for place in POSITIONS if place in sentence), ""),
+        "color": color,
+        "new_color": new_color,
+    }
 
 
 def render(rng: np.random.Generator, scenes: tuple[Scene, ...]) -> tuple[np.ndarray, dict[str, np.ndarray]]:

@@ -104,6 +104,7 @@ def ask(
     *,
     video: Path | None = None,
     max_tokens: int = 256,
+    video_kwargs: dict[str, Any] | None = None,
     on_text: Callable[[str], None] = lambda _: None,
     **sampling: Any,
 ) -> Answer:
@@ -116,6 +117,7 @@ def ask(
     client = openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=600)
     content: list[Any] = [{"type": "video_url", "video_url": {"url": data_url(video)}}] if video else []
     content.append({"type": "text", "text": question})
+    media = {"media_io_kwargs": {"video": video_kwargs}} if video_kwargs else {}
     text, first, start = "", None, time.perf_counter()
     token_ids: list[int] = []
     try:
@@ -124,7 +126,7 @@ def ask(
             messages=[{"role": "user", "content": content}],
             max_tokens=max_tokens,
             stream=True,
-            extra_body={"return_token_ids": True},
+            extra_body={"return_token_ids": True, **media},
             **{"temperature": 0, **sampling},
         )
         for chunk in stream:

@@ -207,14 +207,14 @@ def chat_prompt(family: str, question: str, media: Sequence[str] = ()) -> str:
     return pair.chat.format(visual="".join(pair.visual[modality] for modality in media), question=question)
 
 
-def sample_frames(family: str, frames: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+def sample_frames(family: str, frames: np.ndarray, num_frames: int | None = None) -> tuple[np.ndarray, dict[str, Any]]:
     """Sample a video as vLLM's loader does, and describe it as that loader does.
 
-    From `[total_frames, height, width, 3]` uint8, RGB, at FRAME_RATE to `[min(total_frames, Pair.num_frames), height,
-    width, 3]` uint8 and the metadata.
+    From `[total_frames, height, width, 3]` uint8, RGB, at FRAME_RATE to `[min(total_frames, num_frames), height, width,
+    3]` uint8 and the metadata; `num_frames` is the pair's where it is None.
     """
     total = len(frames)
-    indices = np.linspace(0, total - 1, min(total, pair_for(family).num_frames), dtype=int)
+    indices = np.linspace(0, total - 1, min(total, num_frames or pair_for(family).num_frames), dtype=int)
     metadata = {
         "fps": FRAME_RATE,
         "total_num_frames": total,
@@ -232,7 +232,12 @@ def video_prompt(family: str, frames: np.ndarray, question: str = DEFAULT_QUESTI
 
 
 def media_prompt(
-    family: str, question: str, *, videos: Sequence[np.ndarray] = (), images: Sequence[np.ndarray] = ()
+    family: str,
+    question: str,
+    *,
+    videos: Sequence[np.ndarray] = (),
+    images: Sequence[np.ndarray] = (),
+    num_frames: int | None = None,
 ) -> dict[str, Any]:
     """Return one prompt of `LLM.generate` with any number of videos, then images, then the question.
 
@@ -241,7 +246,7 @@ def media_prompt(
     text = chat_prompt(family, question, ["video"] * len(videos) + ["image"] * len(images))
     data: dict[str, Any] = {}
     if videos:
-        sampled = [sample_frames(family, frames) for frames in videos]
+        sampled = [sample_frames(family, frames, num_frames) for frames in videos]
         data["video"] = sampled if pair_for(family).with_metadata else [frames for frames, _ in sampled]
     if images:
         from PIL import Image

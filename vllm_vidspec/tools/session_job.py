@@ -122,10 +122,12 @@ class Engine:
         from vllm_vidspec.shapeworld import world
         from vllm_vidspec.tools.user_files import read_video
 
-        family, num_frames = prompts["family"], pairs.pair_for(prompts["family"]).num_frames
+        family = prompts["family"]
+        num_frames = prompts.get("num_frames") or pairs.pair_for(family).num_frames
         videos = [world.held_out(i).frames for i in prompts.get("held_out", [])]
         videos += [read_video(path, num_frames) for path in prompts.get("videos", [])]
-        return [pairs.video_prompt(family, frames, prompts["question"]) for frames in videos]
+        question = prompts["question"]
+        return [pairs.media_prompt(family, question, videos=[video], num_frames=num_frames) for video in videos]
 
     def ask(self, sampling: dict[str, Any], seed: int | None = None, indices: Sequence[int] | None = None) -> list[Any]:
         """Answer requests, all of them by default, in one batch, greedily unless `sampling` says otherwise.

@@ -29,10 +29,11 @@ def plan(monkeypatch):
     """Return `(target, draft, max_model_len, available_bytes, **knobs) -> DraftMemory`, without a video to remember."""
     monkeypatch.setattr(memory, "kv_bytes_per_token", lambda config: config.kv_bytes)
 
-    def made(target, draft, max_model_len, available, max_num_seqs=256, tables=False, **knobs):
+    def made(target, draft, max_model_len, available, max_num_seqs=256, tables=False, shown=(), **knobs):
+        multimodal = SimpleNamespace(get_limit_per_prompt=lambda modality: int(modality in shown)) if shown else None
         vllm_config = SimpleNamespace(
             kv_bytes=target,
-            model_config=SimpleNamespace(max_model_len=max_model_len, multimodal_config=None),
+            model_config=SimpleNamespace(max_model_len=max_model_len, multimodal_config=multimodal),
             scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
         )
         model = SimpleNamespace(
@@ -72,6 +73,16 @@ def test_a_pool_holds_the_pruned_copy_of_what_the_target_holds(plan, pair, max_m
     assert pool / draft == pytest.approx(0.3 * num_target, rel=1e-3)
     if num_target >= max_model_len:  # then a pruned request of the longest context fits
         assert pool / draft > 0.3 * max_model_len
+
+
+def test_what_a_server_does_not_take_gets_no_room(plan):
+    """Catches: room for a fifth of every image where a server takes videos alone, of which the draft sees a tenth."""
+    both, videos = (
+        plan(QWEN25_32B, QWEN25_7B, 128_000, 45 * GIB, shown=shown) for shown in (("image", "video"), ("video",))
+    )
+    left = 45 * GIB - videos.vision_bytes
+    assert both.pool_bytes == by_share(QWEN25_32B, QWEN25_7B, left)
+    assert videos.pool_bytes == by_share(QWEN25_32B, QWEN25_7B, left, share=0.2)
 
 
 def test_the_least_of_a_pool_and_its_bound(plan):

@@ -42,9 +42,7 @@ class DraftMemory:
         """Choose the sizes, given the KV memory of this rank, target and draft together; a VidSpecError where a knob
         asks for too much, or for too little for one request.
         """
-        multimodal, vision = vllm_config.model_config.multimodal_config, config.pool.encoder_bytes
-        # Whether the target is ever shown anything.
-        shows = multimodal is not None and any(map(multimodal.get_limit_per_prompt, ("image", "video")))
+        vision, shows = config.pool.encoder_bytes, bool(_shown(vllm_config))
         if vision is None:
             vision = int(pool.VISION_SHARE * available_bytes) if shows else 0
         if vision >= available_bytes:
@@ -86,7 +84,8 @@ def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, avai
         wanted = int(config.pool.kv_fraction * available_bytes)
     else:
         draft, target = kv_bytes_per_token(model.config), kv_bytes_per_token(vllm_config)
-        kept = 1 - min(way.ratio_for(modality) for way in config.prune.variants for modality in ("video", "image"))
+        modalities = _shown(vllm_config) or ("video", "image")
+        kept = 1 - min(way.ratio_for(modality) for way in config.prune.variants for modality in modalities)
         wanted = pool.pool_bytes(available_bytes, target, draft, kept, max_slots, model.block_size)
     if wanted < 2 * per_block:
         raise VidSpecError(f"a draft KV pool of {wanted} bytes holds nothing; one block takes {per_block} bytes")
@@ -95,3 +94,11 @@ def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, avai
 
 def _max_slots(config: VidSpecConfig, vllm_config: Any) -> int:
     return max_slots_per_request(vllm_config.model_config.max_model_len, config.num_speculative_tokens)
+
+
+def _shown(vllm_config: Any) -> list[str]:
+    """Return the modalities of what a target may be shown."""
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal is None:
+        return []
+    return [modality for modality in ("image", "video") if multimodal.get_limit_per_prompt(modality)]
