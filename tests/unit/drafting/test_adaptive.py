@@ -9,7 +9,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.drafting.fake_draft import (
-    BUFFERS,
     FakeDraft,
     candidates,
     check_greedy_first,
@@ -17,7 +16,6 @@ from tests.unit.drafting.fake_draft import (
     drive,
     grow,
     paths_of,
-    plans_of,
     quick,
     set_plans,
     width_by_hand,
@@ -116,32 +114,6 @@ def test_growth_is_the_specification(seed, sureness, plans, budget, max_nodes, t
     assert len(fed) == max(1, min(budget, max(depth for depth, _ in plans)))
     for row, (draft, plan) in enumerate(zip(drafts, plans, strict=True)):
         check_grown(policy, row, draft, plan, budget, fill, fed)
-
-
-@quick
-@given(
-    seed=st.integers(0, 10**6), fill=st.booleans(), budget=st.integers(1, 64), num_steps=st.integers(1, 3),
-    lookahead=st.booleans(),
-)  # fmt: skip
-def test_a_batch_is_its_requests(seed, fill, budget, num_steps, lookahead):
-    """Catches: a request whose tree, confidence or history depends on its neighbours or its place in the batch."""
-    knobs = TreeKnobs(lookahead=lookahead)
-    together = AdaptiveTree(8, 64, "cpu", knobs)
-    alone = [AdaptiveTree(8, 64, "cpu", knobs) for _ in range(8)]
-    rng = np.random.default_rng(seed)
-    for _ in range(num_steps):
-        rows = rng.permutation(8).tolist()
-        num_accepted = torch.from_numpy(rng.integers(-1, 7, 8).astype(np.int32))
-        drafts = [FakeDraft(int(rng.integers(10**6)), 10, rng.choice([0.2, 1.0, 4.0])) for _ in rows]
-        grow(together, drafts, rows, budget, fill, num_accepted)
-        for place, row in enumerate(rows):
-            own = alone[row]
-            grow(own, drafts[place : place + 1], [row], budget, fill, num_accepted[place : place + 1])
-            for name in BUFFERS:
-                assert torch.equal(getattr(together.tree, name)[place], getattr(own.tree, name)[0])
-    for row, own in enumerate(alone):
-        assert plans_of(own, [row]) == plans_of(together, [row])
-        assert own.max_depths[row] == together.max_depths[row] and own.confidence[row] == together.confidence[row]
 
 
 @quick
@@ -255,29 +227,3 @@ def test_logits_that_are_no_numbers(make, works_in_torch, seed, poison, share, f
                 assert ((used >= 0) & (used < num_tokens)).all()
             if isinstance(policy, AdaptiveTree):
                 assert ((policy.confidence >= 0) & (policy.confidence <= 1)).all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("lookahead", [True, False])
-def test_the_gpu_grows_the_same_trees(lookahead):
-    """Catches: a kernel, a torch rule or a late host copy that makes another tree on the GPU."""
-    knobs = TreeKnobs(lookahead=lookahead)
-    policies = [AdaptiveTree(5, 64, device, knobs) for device in ("cpu", "cuda")]
-    generator = torch.Generator().manual_seed(0)
-    rows = [4, 1, 2]
-    for step in range(12):
-        # Unequal enough that no rounding decides a plan.
-        table = (torch.randn(3, 9, 64, 400, generator=generator) * (1 + step % 4)).log_softmax(-1).sort(descending=True)
-        log_probs, ids = table.values[..., :10], table.indices[..., :10]
-        num_accepted = torch.randint(-1, 7, (3,), generator=generator, dtype=torch.int32)
-        trees = []
-        for policy in policies:
-            device = policy.tree.device
-
-            def candidates_of(level, nodes, device=device, log_probs=log_probs, ids=ids):
-                at = (torch.arange(3)[:, None], level, nodes.cpu())
-                return log_probs[at].flatten(0, 1).to(device), ids[at].flatten(0, 1).to(device)
-
-            drive(policy, rows, candidates_of, fill=step % 2 == 0, num_accepted=num_accepted.to(device))
-            trees.append([getattr(policy.tree, name).cpu() for name in ("tokens", "parents", "ancestors", "num_nodes")])
-        assert all(torch.equal(first, second) for first, second in zip(*trees, strict=True))
