@@ -8,7 +8,6 @@ import torch
 
 from tests.unit.engine.fakes import HIDDEN
 from tests.unit.engine.test_draft_prefill import ENCODER_BUDGET, Line, NotingModel
-from vllm_vidspec.engine.draft.messages import PrefillMessage
 from vllm_vidspec.names import PRUNERS
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, budget, get_pruner
 
@@ -136,23 +135,6 @@ def test_a_choice_waits_for_the_last_frame():
     assert line.step({0: len(token_ids) + 2}).ready == [0]
 
 
-def test_one_bad_frame_costs_its_request_alone():
-    """Beside it is one that shows three of the same frames."""
-    _, embeddings = measured()
-    line = Line(model=SeeingModel(), pruner="dycoke", prune_ratio=0.5)
-    token_ids, features = as_images(embeddings)
-    features[6].identifier = features[6].mm_hash = "broken"
-    assert line.add(0, token_ids, features)
-    assert line.add(1, token_ids[: features[3].mm_position.offset], features[:3])
-    ready, failed = [], []
-    for number in range(8):
-        done = line.step({row: len(token_ids) + 1 + number for row in (0, 1) if row not in ready + failed})
-        ready += done.ready
-        failed += done.failed
-    assert (ready, failed) == ([1], [0])
-    assert line.counted["skipped_draft_error"] == 1 and not line.prefills.is_reading
-
-
 @pytest.mark.parametrize("pruner", ["attention", "fastvid"])
 def test_equal_frames_are_looked_at_once_and_kept_apart(pruner):
     """A still scene: all 8 images are one, by content. The vision cache has it once, then once more for the next turn.
@@ -209,36 +191,3 @@ def test_a_run_beside_a_video_and_a_lone_image(pruner):
     name, whole = ("scores", scores) if pruner == "attention" else ("embeddings", embeddings)
     assert [len(part) for part in record[name]] == sizes and torch.equal(torch.cat(record[name]), whole)
     assert record["embeddings" if name == "scores" else "scores"] is None
-
-
-def test_a_tower_that_looks_ahead_keeps_to_its_budget():
-    """A drafter that runs ahead looks at 8 images before their scores are known: four a call, each once."""
-    _, embeddings = measured()
-    line = Line(cache_bytes=2**16, model=SeeingModel(), pruner="attention", prune_ratio=0.9)
-    token_ids, features = as_images(embeddings)
-    message = PrefillMessage("r0", 0, token_ids, features)
-    assert [line.prefills.encode_ahead(message) for _ in range(3)] == [True, False, False]
-    assert line.model.encoded == [[f"frame {i}" for i in part] for part in (range(4), range(4, 8))]
-    assert line.counted["draft_encoder_misses"] == FRAMES
-    assert line.add(0, token_ids, features)
-    assert len(read(line, 0, len(token_ids))) == 19 and len(line.model.encoded) == 2
-
-
-def test_knobs_say_what_a_run_is():
-    """By the engine's own knobs, and changed between requests: 8 images at 0.9 or each at 0.5; 3 are no run."""
-    _, embeddings = measured()
-    line = Line(model=SeeingModel(), pruner="uniform", prune_ratio=0.9, image_prune_ratio=0.5)
-
-    def kept(num_frames: int) -> int:
-        before = line.counted.get("visual_tokens_kept", 0)
-        token_ids, features = as_images(embeddings[: num_frames * SIZE])
-        assert line.add(0, token_ids, features)
-        line.prefills.remove(0)
-        line.kv.remove(0)
-        return line.counted["visual_tokens_kept"] - before
-
-    assert [kept(3), kept(4), kept(8)] == [36, budget(96, 0.9), budget(192, 0.9)]
-    line.prefills._knobs.retune({"frames_as_video": "never"})
-    assert [kept(3), kept(4), kept(8)] == [36, 48, 96]
-    line.prefills._knobs.retune({"frames_as_video": "always"})
-    assert [kept(1), kept(2), kept(8)] == [12, budget(48, 0.9), budget(192, 0.9)]

@@ -6,9 +6,8 @@ import pytest
 from vllm.config.compilation import CUDAGraphMode
 
 from tests.unit.engine.fakes import make_knobs
-from vllm_vidspec.drafting import make_policy
 from vllm_vidspec.engine import hints
-from vllm_vidspec.engine.hints import graph_ceiling, level_width, say_hints
+from vllm_vidspec.engine.hints import graph_ceiling, say_hints
 
 STATIC = {"draft": "tree-static", "num_speculative_tokens": 25}
 ADAPTIVE = {"draft": "tree-adaptive", "num_speculative_tokens": 64}
@@ -34,18 +33,6 @@ def test_where_graphs_end_is_said(knobs, max_num_seqs, ends):
     assert bool(line) == bool(ends) and "\n" not in line
     assert all(end in line for end in ends)
     assert line.count("a draft forward") == sum("draft forward" in end for end in ends)
-
-
-@pytest.mark.parametrize("knobs", [STATIC, ADAPTIVE])
-def test_a_levels_width_is_its_policys(knobs):
-    """Catches: tables or graphs planned for another width than trees have."""
-    import torch
-
-    config = make_knobs(**knobs).current
-    assert (
-        level_width(config, config.draft_shape)
-        == make_policy(config.draft_shape, config, 2, torch.device("cpu")).max_frontier
-    )
 
 
 QWEN25 = {

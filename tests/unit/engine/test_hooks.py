@@ -1,6 +1,5 @@
 """What hears the target: each guarded in the one list, each forgetting a row's request with the request."""
 
-import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,15 +7,11 @@ import pytest
 import torch
 
 from tests.unit.engine import fakes
-from tests.unit.engine.fakes import CPU, HIDDEN, NOTHING, NUM_ROWS, NUM_TOKENS, batch_of, in_list, new_request
-from tests.unit.engine.listening import make_states
+from tests.unit.engine.fakes import CPU, HIDDEN, NOTHING, NUM_ROWS, batch_of, in_list, new_request
 from vllm_vidspec.drafting import DraftTree
-from vllm_vidspec.engine.hooks import state_store
 from vllm_vidspec.engine.hooks.guarded import TargetHooks
-from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.hooks.state_store import StateStore
 from vllm_vidspec.engine.hooks.trees import TargetTrees
-from vllm_vidspec.engine.hooks.visual_states import VisualStates
 from vllm_vidspec.engine.requests import RequestRows
 from vllm_vidspec.engine.tree_attention import TreeAttention
 from vllm_vidspec.errors import VidSpecError
@@ -78,110 +73,6 @@ def test_memory_is_asked_for_by_turns_and_refusals_are_not_survived():
 
 
 # ---- the video's states ---------------------------------------------------------------------------------------------
-
-
-def measured(states: VisualStates, *rows: int) -> list[float]:
-    """Return the relevance of one state of each row."""
-    batch = SimpleNamespace(
-        logits_indices=torch.arange(len(rows)),
-        cu_num_logits=torch.arange(len(rows) + 1, dtype=torch.int32),
-        idx_mapping=torch.tensor(rows),
-        idx_mapping_np=np.array(rows),
-    )
-    return states.relevance(torch.ones(len(rows), HIDDEN), batch, 1).tolist()
-
-
-def prefill(hooks: TargetHooks, *rows: int, count: int = NUM_TOKENS) -> None:
-    """Let each row hear a step of its prompt, each of a video of its own."""
-    for row in rows:
-        hooks.add(new_request(row, f"video-{row}"))
-        hooks.before_forward(batch_of(row, count=count))
-        hooks.after_forward(Forward(torch.ones(count, HIDDEN), None))
-
-
-def test_states_are_of_the_request_in_the_row(monkeypatch):
-    """Catches: a row whose next request is measured against the video before; room that never comes back."""
-    states = make_states(monkeypatch)
-    hooks = in_list(states, on_draft_error="raise")
-    hooks.add(new_request(2))
-    hooks.add(new_request(0, "other"))
-    hooks.before_forward(batch_of(2, 0))
-    hooks.after_forward(Forward(torch.ones(2 * NUM_TOKENS, HIDDEN), None))
-    assert states._rules.of == [2, 0] and states.counters["relevance_prompts"] == 2
-    assert measured(states, 2, 0, 1) == pytest.approx([1.0, 1.0, 0.0])
-    hooks.remove(2)
-    hooks.add(new_request(2, ""))
-    assert measured(states, 2, 0) == pytest.approx([0.0, 1.0]) and list(states._holders) == [0]
-    assert not states.store._is_stale
-    hooks.remove(2)
-    hooks.add(new_request(2, adapter="another"))  # other weights, other states
-    assert states._holders[2].num_reused == 0
-    hooks.remove(2)
-    hooks.add(new_request(2))
-    assert states._holders[2].num_reused == 1
-    hooks.remove(2)
-    hooks.remove(0)
-    hooks.forget_kv()
-    assert len(states.store._free) == 4
-
-
-@pytest.mark.parametrize("step", ["_claim", "_observe", "_finish"])
-def test_a_failure_costs_the_requests_in_prefill_their_looseness(step, monkeypatch):
-    """Catches: a request that is loose without its states, one that was before and pays, blocks that are lost, a rank
-    that the others wait for because it has failed.
-    """
-    states, settled = make_states(monkeypatch), []
-    hooks = in_list(states)
-    monkeypatch.setattr(states._agreement, "all_ranks_and", lambda phase, flags: settled.append(flags) or flags)
-    prefill(hooks, 0)
-    with monkeypatch.context() as patch:
-        patch.setattr(states, step, lambda *_: 1 / 0)
-        prefill(hooks, 1)
-    prefill(hooks, 3)
-    assert states._rules.of == [0, 3] and settled == [[True], [False], [True]]
-    assert states.counters["strict_error"] == 1 and states.counters["relevance_prompts"] == 2
-    assert measured(states, 0, 1, 3) == pytest.approx([1.0, 0.0, 1.0])
-    assert len(states.store._free) == 4 - 2
-
-
-def test_what_cannot_be_measured_is_nan_and_counted_once(monkeypatch):
-    states = make_states(monkeypatch)
-    hooks = in_list(states)
-    hooks.add(new_request(1))
-    monkeypatch.setattr(state_store, "visual_relevance", lambda *_: 1 / 0)
-    assert np.isnan(measured(states, 0, 1)).all() and np.isnan(measured(states, 1)).all()
-    assert states.counters["strict_error"] == 1
-    states.knobs.change(states.knobs.current.changed({"on_draft_error": "raise"}))
-    with pytest.raises(ZeroDivisionError):
-        measured(states, 1)
-
-
-def test_states_are_given_up_before_the_pool_is_lost(monkeypatch):
-    """Catches: a pool kept while the engine sleeps; items found by later requests whose states are gone; blocks that
-    never come back, or come back twice, as those of a request whose relevance could not be measured.
-    """
-    states, entered = make_states(monkeypatch), []
-    store, hooks = states.store, in_list(states)
-
-    @contextlib.contextmanager
-    def allocation():
-        entered.append("pool")
-        yield
-        entered.append(store.pool.shape[0])
-
-    hooks.init_kv(SimpleNamespace(kv_allocation=allocation))
-    assert entered == ["pool", len(store._free)] == ["pool", 4]
-    prefill(hooks, 0)
-    prefill(hooks, 1, count=1)  # it waits for its prefill to go on
-    prefill(hooks, 2)
-    with monkeypatch.context() as patch:
-        patch.setattr(state_store, "visual_relevance", lambda *_: 1 / 0)
-        measured(states, 2)
-    assert len(store._items) == 2 and len(store._free) == 1
-    hooks.forget_kv()
-    for row in range(3):
-        hooks.remove(row)
-    assert not store._items and sorted(store._free) == list(range(4))
 
 
 def test_the_store_drops_what_nobody_uses_the_oldest_first():

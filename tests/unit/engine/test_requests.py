@@ -8,19 +8,8 @@ import torch
 
 from tests.unit.engine.fakes import CPU, make_knobs, new_request
 from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.engine.requests import NewRequest, Phase, RequestRows
+from vllm_vidspec.engine.requests import Phase, RequestRows
 from vllm_vidspec.errors import VidSpecError
-
-
-def test_every_table_hears_of_both_ends_in_the_same_order():
-    """Catches: a table that is cleaned at another time than the others, or not at all."""
-    requests, log = RequestRows(3, CPU), []
-    for i in range(2):
-        admit, forget = lambda found, i=i: log.append((found.req_state_idx, i)), lambda row, i=i: log.append((-row, i))
-        requests.register(SimpleNamespace(add=admit, remove=forget))
-    requests.add(new_request(2))
-    requests.remove(2)
-    assert log == [(2, 0), (2, 1), (-2, 0), (-2, 1)]
 
 
 def test_a_row_that_any_table_holds_is_held():
@@ -34,23 +23,6 @@ def test_a_row_that_any_table_holds_is_held():
     assert requests.num_active() == 1
     requests.remove(1)
     assert requests.num_active() == 0
-
-
-def test_a_row_begins_anew():
-    """Catches: a phase, a reason or a draft in flight that the row's next request inherits."""
-    requests = RequestRows(3, CPU)
-    rows = np.array([2, 0])
-    requests.enter(rows, Phase.DRAFTING)
-    requests.is_tree[2] = True
-    draft_batch = requests.draft_batch(rows, np.array([True, True]))
-    requests.publish(torch.from_numpy(rows), REQ_IDS[: len(rows)], draft_batch, torch.tensor([5, 3]))
-    assert requests.num_drafts(8).tolist() == [3, 0, 5]
-    requests.skip(0, "pool_full")
-    assert requests.skip_reason[0] == "pool_full" and requests.has_draft.tolist() == [False, False, True]
-    for row in (0, 2):
-        requests.remove(row)
-    assert (requests.phase == Phase.UNSEEN).all() and requests.skip_reason == [None] * 3
-    assert not (requests.has_draft.any() or requests.has_draft_np.any() or requests.is_tree.any())
 
 
 def test_a_step_without_news_uploads_nothing(monkeypatch):
@@ -112,30 +84,6 @@ def test_a_cohort_is_of_those_that_are_drafted_for():
         requests.phase[2] = Phase.DRAFTING
 
 
-def test_drafts_in_flight_are_those_of_the_rows_own_requests():
-    """Catches: the next request of a row taken for the one whose drafts were verified, one batch for another."""
-    requests, device_rows = drafting(), torch.from_numpy(ROWS)
-    assert requests.was_drafted(requests.draft_batch(ROWS, ALL_DONE)).tolist() == [False, False]
-    requests.publish(device_rows, REQ_IDS, requests.draft_batch(ROWS, ALL_DONE), None)
-    assert requests.was_drafted(requests.draft_batch(ROWS, ALL_DONE)) is True
-    requests.remove(2)
-    requests.add(new_request(2))
-    requests.enter(2, Phase.DRAFTING)
-    assert requests.was_drafted(requests.draft_batch(ROWS, ALL_DONE)).tolist() == [False, True]
-    requests.publish(device_rows, REQ_IDS, requests.draft_batch(ROWS, ALL_DONE), None)
-    other = np.array([1, 0])
-    assert requests.was_drafted(requests.draft_batch(other, ALL_DONE)).tolist() == [False, True]
-    requests.publish(torch.from_numpy(other), REQ_IDS, requests.draft_batch(other, ALL_DONE), None)
-    assert requests.has_draft.tolist() == [True, True, True, False, False]
-
-
-def test_which_rows_are_in_a_phase():
-    requests = RequestRows(4, CPU)
-    requests.enter(slice(None), [Phase.UNSEEN, Phase.PREFILLING, Phase.DRAFTING, Phase.SKIPPED])
-    assert requests.are_in(np.array([3, 2, 1]), Phase.DRAFTING, Phase.PREFILLING).tolist() == [False, True, True]
-    assert requests.are_in(np.array([], dtype=np.int64), Phase.DRAFTING).tolist() == []
-
-
 def test_knobs_change_for_everybody_or_for_nobody():
     """Catches: a part that keeps the old value, and half a change where a part refuses the new one."""
     held, observed = make_knobs(prune_ratio=0.5), []
@@ -168,8 +116,3 @@ def test_knobs_change_for_everybody_or_for_nobody():
 def test_what_cannot_change(start, change, line):
     with pytest.raises(VidSpecError, match=line):
         make_knobs(**start).retune(change)
-
-
-def test_structured_requests_are_known_by_their_parameters():
-    sampling = SimpleNamespace(structured_outputs=object())
-    assert NewRequest("a", 0, [], [], sampling).is_structured and not new_request(0).is_structured

@@ -181,69 +181,6 @@ def test_planted_bug_is_caught(captured, monkeypatch, mutation):
         check_replay(captured)
 
 
-@pytest.mark.parametrize("num_axes", [1, 3])
-def test_nodes_stand_at_their_depths(num_axes):
-    """Catches: positions of 1-D models written into the batch's own, which slots and the sampler read; an axis left
-    out; a prompt's positions touched; positions where a captured forward does not look.
-    """
-    here = Target(num_axes)
-    here.plant(2)
-    batch = here.batch([0, 2, 1], [K + 1, K + 1, 7], num_drafts=None)
-    batch.num_draft_tokens_per_req = np.array([K, K, 0])
-    before = batch.positions.clone()
-    got = here.prepare(batch)
-    assert batch.positions.equal(before)
-    expected = before.clone()
-    expected[4:8] = 11 + torch.tensor([0, 1, 1, 2])
-    for axis in range(num_axes):
-        assert (got if here.is_flat else got[axis]).tolist() == (expected + 100 * axis).tolist()
-    captured = here.state.prepare_dummy_inputs(3, len(before))["positions"]
-    assert captured.data_ptr() == got.data_ptr() and captured.stride() == got.stride()
-
-
-def test_a_mixed_batch_keeps_its_prompts():
-    """Beside a prompt vLLM's attention runs first, and tree attention takes the short requests; without a tree it does
-    not run at all. A grid without one is a grid of chains.
-    """
-    here = Target()
-    query = torch.randn(15, HEADS * HEAD_SIZE)
-    long = here.batch([0, 2, 1], [K + 1, K + 1, 7], num_drafts=None)
-    long.num_draft_tokens_per_req = np.array([K, K, 0])
-    here.prepare(long)
-    assert here.trees.attention.step is None and not here.trees.is_active
-    here.plant(2)
-    here.prepare(long)
-    out = here.attend(query, num_reqs=3)
-    for at, (row, parents) in enumerate([(0, None)] * 4 + [(2, FORK)] * 4):
-        assert torch.allclose(out[at], here.expected(query[at], row, at % 4, parents), atol=1e-5)
-    assert (out[8:] == -1).all() and here.trees.is_active
-    here.trees.remove(2)
-    here.prepare(here.batch([0, 2], [K + 1] * 2))
-    assert here.trees.attention.step.is_whole_batch and not here.trees.is_active
-    here.prepare(here.batch([0, 2], [1, 1], num_drafts=None))
-    assert here.trees.attention.step is None
-
-
-def test_a_batch_of_short_requests_is_all_ours():
-    """Requests of one row, of some and of K + 1, whether trees or chains: vLLM's own attention stays out.
-
-    Catches: windows of any length, or requests without drafts, that send a whole batch to the backend; a row of one
-    request under the mask of another.
-    """
-    here = Target(in_trees=False)
-    counts = {0: K + 1, 2: 1, 1: 2}
-    batch = here.batch(list(counts), list(counts.values()))
-    here.prepare(batch)
-    assert here.trees.attention.step.is_whole_batch and not here.trees.is_active
-    query = torch.randn(sum(counts.values()) + 2, HEADS * HEAD_SIZE)
-    out, at = here.attend(query, num_reqs=3), 0
-    for row, count in counts.items():
-        for node in range(count):
-            assert torch.allclose(out[at], here.expected(query[at], row, node, None), atol=1e-5), (row, node)
-            at += 1
-    assert (out[at:] == -2).all(), "padding is nobody's"
-
-
 def test_where_only_chains_are_drafted_nothing_else_is_taken():
     """Catches: prompts computed twice, in a graph or out of it; KV that moves; a second KV cache group refused."""
     here = Target(in_trees=False)
