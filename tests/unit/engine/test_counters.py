@@ -1,18 +1,15 @@
 """Counters without an engine: who writes where, what a server shows, warm-up, and why an engine did not start."""
 
 import os
-import subprocess
-import sys
 import tempfile
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vidspec_kernels import LOWEST, SHIFT
 from vllm_vidspec import metrics
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.scoring import Looseness, ScoreInputs, score
+from vllm_vidspec.scoring import ScoreInputs, score
 
 pytest.importorskip("vllm")
 from vllm_vidspec.engine import worker
@@ -113,51 +110,6 @@ def test_a_preempted_request_keeps_its_figures(server):
     begin(counters, 3, "a")
     assert exact("a") == 0
     assert len(counters._held) == 2
-
-
-def test_the_kinds_that_the_scorer_writes_are_the_ones_that_are_counted(server):
-    """A chain whose drafts stand for three reasons. Catches: a kind that has another number in the kernels."""
-    looseness = Looseness(
-        rows=torch.tensor([0]),
-        rules=torch.tensor([LOWEST | SHIFT], dtype=torch.int32),
-        shares=torch.tensor([0.34]),
-        windows=torch.zeros(1, dtype=torch.int32),
-        scores=torch.tensor([0.0, 0.9, 0.1, 0.8]),
-        entropies=torch.zeros(4),
-        may_loosen=torch.ones(4, dtype=torch.bool),
-        min_entropy=0.0,
-    )
-    # Expected are 5, 8 and 5; 6 has the lowest score, and the 5 behind it is drafted elsewhere.
-    target, drafts, bounds = torch.tensor([5, 8, 5, 1]), torch.tensor([0, 5, 6, 7]).int(), torch.tensor([0, 4]).int()
-    counters = worker_counters(server())
-    begin(counters, 0, "a")
-    tally = counters.tally(looseness.rows)
-    scored = score(ScoreInputs(target, drafts, bounds, K, looseness=looseness, tally=tally))
-    kinds = [metrics.Kind(kind) for kind in scored.kinds[0].tolist()]
-    assert kinds == [metrics.Kind.EXACT, metrics.Kind.LOOSENED, metrics.Kind.SHIFTED, metrics.Kind.OWN]
-    counters.counted(looseness.rows.numpy(), tally)
-    counters.publisher()()
-    assert server_counters._current.request("a") == {"exact": 1, "loosened": 1, "shifted": 1}
-
-
-def test_the_alarm_hears_what_the_device_has_counted(server):
-    """Four requests whose drafts never stand, then a chain and wide trees of which one token stands per step.
-
-    Catches: an acceptance measured per drafted token, which trees and long chains would fail.
-    """
-    counters = worker_counters(server())
-
-    def windows(accepted: int, num_drafts: int = K) -> int:
-        """Return how many windows were low in all, after two more."""
-        for _ in range(2 * WINDOW // NUM_ROWS):
-            verify(counters, [accepted] * NUM_ROWS, num_drafts)
-        return server_counters._current[0].values()["low_acceptance_windows"]
-
-    assert windows(0) == 2
-    assert len(server.said) == 1 and "draft acceptance is near zero" in server.said[0]
-    assert windows(1) == windows(1, 64) == 2
-    counters._requests.has_draft.fill_(False)  # verified without a draft: nothing is said of acceptance
-    assert windows(0) == 2
 
 
 def test_the_alarm_speaks_once_and_is_armed_by_a_sound_window(monkeypatch):
@@ -352,26 +304,3 @@ def test_a_workers_refusal_reaches_the_server(server):
     os.unlink(metrics.path_for(config.instance_id, 1))
     with pytest.raises(VidSpecError, match="line 3"):  # the reason, not that it cannot be left
         Worker().init_device()
-
-
-@pytest.mark.parametrize(
-    ("error", "refusal", "lines"),
-    [
-        ("VidSpecError('wrong knob')", None, ["vidspec: wrong knob"]),
-        ("RuntimeError('Engine core initialization failed')", "reads no fp8", ["vidspec: reads no fp8"]),
-        ("RuntimeError('something else')", None, ["RuntimeError: something else"]),
-    ],
-)
-def test_the_last_line_of_a_vllm_command(error, refusal, lines):
-    code = (
-        "import sys\n"
-        "sys.argv[0] = '/bin/vllm'\n"
-        "from vllm_vidspec.engine.compat.config import install_error_line\n"
-        "from vllm_vidspec.errors import VidSpecError\n"
-        f"install_error_line(lambda: {refusal!r})\n"
-        f"raise {error}\n"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 1
-    assert run.stderr.splitlines()[-1:] == lines
-    assert ("Traceback" in run.stderr) == (lines[0].startswith("RuntimeError"))
