@@ -24,7 +24,9 @@ LIFE = ["add", "before_forward", "after_forward", "remove", "forget_kv"]
 
 
 class Counts(dict):
-    """Stands in for `Counters`: it only adds, and `who` lists the requests that were skipped."""
+    """Stands in for `Counters`: it only adds; `who` lists the requests that were skipped, `why` what was said of it."""
+
+    is_paused = False
 
     def add(self, name: str, value: int = 1) -> None:
         self[name] = self.get(name, 0) + value
@@ -36,6 +38,7 @@ class Counts(dict):
         assert "\n" not in detail
         self.add(f"skipped_{reason}")
         self.setdefault("who", []).append(req_id)
+        self.setdefault("why", []).append(detail)
 
 
 class Calls(list):
