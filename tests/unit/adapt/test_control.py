@@ -115,13 +115,6 @@ def test_a_class_that_begins_to_pay_is_found_again(num_visual):
     assert engine.num_shown - shown == 20
 
 
-def test_classes_do_not_share_what_they_have_shown():
-    """Catches: estimates of another class: long videos that never pay, beside short ones that do."""
-    engine = SimulatedEngine()
-    engine.serve((256, 0.9), (14848, 0.0), requests=60)
-    assert [known.rests for known in engine.controller.classes] == [False, True]
-
-
 def test_costs_are_those_of_the_batch_size():
     """Rows that are free alone and dear together: drafts for one, none for sixteen.
 
@@ -160,14 +153,6 @@ def test_a_tree_is_chosen_where_it_gains_more():
         controller.observe(decision, ["a"], drafted, num_tokens, verified.is_prefix, seconds, is_steady)
         last = decision
     assert last.option == tree
-
-
-def test_limits_of_the_operator_hold():
-    controller = Controller((*CHAINS, REST), 8, False)
-    controller.add("a", 0, (), 50, 50)
-    assert controller.decide(["a"]).option.num_tokens > 2
-    assert controller.decide(["a"], 2).option.num_tokens <= 2
-    assert controller.decide(["a"], 0).option == REST
 
 
 def test_who_cannot_be_drafted_for_rests():

@@ -80,13 +80,15 @@ def in_list(*hooks: TargetHook, on_draft_error: str = "skip") -> TargetHooks:
     return TargetHooks(hooks, make_knobs(on_draft_error=on_draft_error), ALONE)
 
 
-def new_request(req_state_idx: int = 2, name: str = "video", num_tokens: int = NUM_TOKENS, **more: Any) -> NewRequest:
+def new_request(
+    req_state_idx: int = 2, name: str = "video", num_tokens: int = NUM_TOKENS, sampling: Any = None, **more: Any
+) -> NewRequest:
     """Return a request whose prompt shows one video, or text alone where `name` is ""."""
     from vllm.multimodal.inputs import PlaceholderRange
 
     place = PlaceholderRange(offset=int(VIDEO[0]), length=len(VIDEO))
     feature = SimpleNamespace(mm_position=place, modality="video", identifier=name, data={"pixel_values": None})
-    sampling = SimpleNamespace(structured_outputs=None)
+    sampling = sampling or SimpleNamespace(structured_outputs=None)
     tokens, features = list(range(num_tokens)), [feature] if name else []
     return NewRequest(f"request-{req_state_idx}", req_state_idx, tokens, features, sampling, **more)
 

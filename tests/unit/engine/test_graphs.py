@@ -54,12 +54,6 @@ def test_a_step_is_padded_to_the_next_size_that_has_graphs():
     assert graphs.is_on
 
 
-def test_without_graphs_nothing_is_padded():
-    graphs = Recorded(CUDAGraphMode.NONE)
-    assert not graphs.is_on and not graphs.is_wanted
-    assert graphs.size_for(3, 2) == 3
-
-
 @pytest.mark.parametrize("mode", [mode for mode in CUDAGraphMode if mode])
 def test_a_target_in_pieces_leaves_its_draft_whole(mode):
     """Catches: K eager forwards a step under `-O1`, `cudagraph_mode=PIECEWISE` or a KV connector by layers."""

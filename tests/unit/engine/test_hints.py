@@ -86,12 +86,6 @@ def test_a_dear_draft_is_named_with_what_would_help():
     assert "reads 412 %" in line
 
 
-def test_nothing_is_said_of_graphs_where_there_are_none():
-    assert len(said(model("32B"), model("7B"), max_num_seqs=86)) == 2
-    for mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, None):
-        assert len(said(model("32B"), model("7B"), mode, max_num_seqs=86)) == 1
-
-
 def test_a_real_configuration_is_read():
     """The bundled pairs', as vLLM builds them. Catches: a field that Hugging Face's own objects name otherwise."""
     from tests.unit.engine.test_preflight import engine_args

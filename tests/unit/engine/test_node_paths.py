@@ -133,15 +133,3 @@ def test_who_looks_back_otherwise_is_laid_out_in_pieces(monkeypatch, limit):
     at_once = max(limit // (4 * VOCAB_SIZE), K + 1)
     assert shown[0] == sum(SIZES.values()) and max(shown[1:]) <= at_once
     assert sum(shown[1:]) == SIZES[6] * (K + 1) and len(shown) > 1
-
-
-def test_a_chain_and_a_draft_are_vllms_own():
-    """Catches: a step of chains, or a draft's own logits, that are sampled by the last tree's tables."""
-    part, logits, input_ids = make_step(torch.Generator().manual_seed(3))
-    sampler, expected = make_sampler(PENALISED), make_sampler(PENALISED)
-    paths, bound = PathSampler(sampler, K), np.full(len(SIZES), 64)
-    paths.sample(part, logits, input_ids, bound)
-    arguments = (part.expanded_idx_mapping, part.idx_mapping, part.idx_mapping_np, part.pos, input_ids, part.nodes)
-    alone = paths.sample(part._replace(shapes=None), logits, input_ids, bound)
-    for found, wanted in zip(alone, expected.sample(logits, *arguments, bound), strict=True):
-        assert torch.equal(found, wanted)

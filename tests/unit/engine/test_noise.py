@@ -16,27 +16,12 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB_SIZE = 1030  # one block of the kernel, and a few tokens of the next
 
 
-def make_sampler(temperature: float) -> CoupledSampler:
-    """Return the draft's sampler on one request that asks for nothing but a temperature."""
-    states = SimpleNamespace(
-        temperature=SimpleNamespace(gpu=torch.tensor([temperature]), np=np.array([temperature])),
-        seeds=SimpleNamespace(gpu=torch.tensor([5])),
-    )
-    target = SimpleNamespace(
-        sampling_states=states,
-        needs_logits_processing=np.array([False]),
-        use_fp64_gumbel=False,
-        req_states=SimpleNamespace(max_model_len=2048),
-        apply_sampling_params=lambda logits, *rest: logits.clone(),
-    )
-    return CoupledSampler(target, "shared")
-
-
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_of_logits_that_are_no_numbers(poison, temperature):
     """Catches: a token behind the vocabulary, which the draft's embedding would read past its end on a device."""
-    sampler, vectors = make_sampler(temperature), (torch.full((1,), temperature), torch.tensor([7]), torch.tensor([9]))
+    sampler = make_sampler()
+    vectors = (torch.full((1,), temperature), torch.tensor([7]), torch.tensor([9]))
     sampler.reserve(1, VOCAB_SIZE, torch.device("cpu"))
     for logits in (torch.full((1, VOCAB_SIZE), poison), torch.randn(1, VOCAB_SIZE).index_fill_(1, vectors[1], poison)):
         tokens, ids = torch.full((1, 3), -1), torch.full((1,), -1, dtype=torch.int32)
@@ -46,7 +31,7 @@ def test_tokens_of_logits_that_are_no_numbers(poison, temperature):
 
 def test_what_processors_are_told_of_drafts():
     """Catches: counts of drafts under construction, which no table has; a row beyond the block; a length too short."""
-    sampler, told = make_sampler(1.0), []
+    sampler, told = make_sampler(temperature=[1.0]), []
     sampler._sampler.apply_sampling_params = lambda logits, *rest: told.append(rest) or logits
     sampler.reserve(4, VOCAB_SIZE, torch.device("cpu"))
     rows = torch.tensor([5, 3, 6])
@@ -58,15 +43,10 @@ def test_what_processors_are_told_of_drafts():
     assert max_lens.dtype == np.int32 and max_lens.tolist() == [2048] * 3
 
 
-def gumbel_kernel():
-    """Return vLLM's own kernel, where the CPU engine has put a twin in its place too."""
-    return getattr(noise.gumbel._gumbel_sample_kernel, MARK, noise.gumbel._gumbel_sample_kernel)
-
-
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
-def make_any_sampler(noise: str = "shared", use_fp64: bool = False, **tables) -> CoupledSampler:
+def make_sampler(noise: str = "shared", use_fp64: bool = False, **tables) -> CoupledSampler:
     """Return the draft's sampler on eight requests; `tables` change what the first few ask for."""
     asked = {
         "temperature": np.zeros(8, dtype=np.float32), "min_p": np.zeros(8), "top_k": np.full(8, VOCAB_SIZE),
@@ -120,7 +100,7 @@ def make_any_sampler(noise: str = "shared", use_fp64: bool = False, **tables) ->
 def test_steps_that_cannot_be_fused(name, value, temperature):
     """Catches: a parameter that a fused step would leave out, a step that is split for a temperature alone, or for a
     request that is not in it."""
-    sampler = make_any_sampler(temperature=[0.7, temperature, 1.0], **{name: [0 if name != "top_p" else 1, value]})
+    sampler = make_sampler(temperature=[0.7, temperature, 1.0], **{name: [0 if name != "top_p" else 1, value]})
     if name == "top_k":
         sampler._sampler.sampling_states.top_k.np[0] = VOCAB_SIZE
     is_ignored = temperature == 0.0 and name in ("top_p", "top_k", "min_p")  # by vLLM, of a greedy request
@@ -150,13 +130,20 @@ def test_steps_that_cannot_be_fused(name, value, temperature):
 )
 def test_mild_parameters_do_not_split_a_step(tables, is_mild):
     """Catches: Qwen2.5-VL's own defaults that cost a fused step, a strong penalty that drafts do not follow."""
-    assert make_any_sampler(**tables).needs_processors(np.array([0])) == (not is_mild)
+    assert make_sampler(**tables).needs_processors(np.array([0])) == (not is_mild)
+
+
+def test_processors_of_the_users_may_want_any_request():
+    """Catches: a custom logits processor that is left out; a thinking budget where there is no such state."""
+    assert make_sampler(temperature=[0.7], custom=[object()]).needs_processors(np.array([0]))
+    thinking = make_sampler(temperature=[0.7], use_thinking_budget=[False, True], enabled=False)
+    assert not thinking.needs_processors(np.array([0]))
 
 
 def test_a_row_that_keeps_one_token_is_greedy():
     """Catches: noise that moves a draft off the best token, which the target draws whatever its noise; a temperature of
     an earlier request; an upload a step; the target's own table changed."""
-    sampler = make_any_sampler(temperature=[0.7, 0.9, 1.0])
+    sampler = make_sampler(temperature=[0.7, 0.9, 1.0])
     states = sampler._sampler.sampling_states
     states.temperature.gpu = torch.from_numpy(states.temperature.np.copy())
     assert sampler.temperature is states.temperature.gpu
@@ -185,15 +172,8 @@ def test_a_row_that_keeps_one_token_is_greedy():
 def test_what_a_model_asks_for_by_default(defaults, expected):
     """Catches: the graphs of most steps captured for few sizes."""
     config = SimpleNamespace(get_diff_sampling_param=lambda: defaults)
-    assert make_any_sampler().processes_by_default(config) == expected
-    assert not make_any_sampler("greedy").processes_by_default(config)
-
-
-def test_processors_of_the_users_may_want_any_request():
-    """Catches: a custom logits processor that is left out."""
-    assert make_any_sampler(temperature=[0.7], custom=[object()]).needs_processors(np.array([0]))
-    thinking = make_any_sampler(temperature=[0.7], use_thinking_budget=[False, True], enabled=False)
-    assert not thinking.needs_processors(np.array([0]))
+    assert make_sampler().processes_by_default(config) == expected
+    assert not make_sampler("greedy").processes_by_default(config)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +190,8 @@ def test_processors_of_the_users_may_want_any_request():
 def test_draws_are_vllms(monkeypatch, vocab_size, noise_name, apply_temperature, use_fp64, dtype):
     """Catches: a bit of the noise, of the temperature or of their order that differs from the target's sampler; also
     between the kernel and its reference. Scores in steps, so that many tie."""
-    kernel = gumbel_kernel()
-    monkeypatch.setattr(noise.gumbel, "_gumbel_sample_kernel", kernel)
+    kernel = noise.gumbel._gumbel_sample_kernel  # where the CPU engine may have put a twin
+    monkeypatch.setattr(noise.gumbel, "_gumbel_sample_kernel", getattr(kernel, MARK, kernel))
     generator = torch.Generator().manual_seed(vocab_size)
     logits = (20 * torch.randn(6, vocab_size, generator=generator)).round().div(8).to(DEVICE, dtype)
     temperature = torch.tensor([0.0, 1.0, 0.7, 1.3, 0.0, 0.1], device=DEVICE)
@@ -220,13 +200,11 @@ def test_draws_are_vllms(monkeypatch, vocab_size, noise_name, apply_temperature,
     expected = noise.gumbel.gumbel_sample(
         logits, rows, temperature, seeds, pos, apply_temperature, noise_name == "independent", use_fp64=use_fp64
     )
-    sampler = make_any_sampler(noise_name, use_fp64)
+    sampler = make_sampler(noise_name, use_fp64)
     sampler.reserve(6, vocab_size, DEVICE, min(4, vocab_size))
     for impl in ("triton", "torch"):
-        tokens, ids = (
-            torch.zeros(6, 2, dtype=torch.int64, device=DEVICE),
-            torch.zeros(6, dtype=torch.int32, device=DEVICE),
-        )
+        tokens, ids = (torch.zeros(*size, dtype=torch.int32, device=DEVICE) for size in ((6, 2), (6,)))
+        tokens = tokens.long()
         monkeypatch.setattr(noise, "draw", functools.partial(draw, impl=impl))
         sampler.draw_into(
             logits, temperature, seeds, pos, level=1, out_tokens=tokens, out_ids=ids, is_processed=not apply_temperature
@@ -242,7 +220,7 @@ def test_the_best_candidate_is_the_draw(monkeypatch, noise_name, impl):
     logits = torch.randn(4, VOCAB_SIZE, generator=generator).to(DEVICE)
     temperature = torch.tensor([0.9, 0.0], device=DEVICE)
     seeds, pos = torch.tensor([5, 2**60], device=DEVICE), torch.arange(4, device=DEVICE) + 100
-    sampler = make_any_sampler(noise_name)
+    sampler = make_sampler(noise_name)
     sampler.reserve(4, VOCAB_SIZE, DEVICE, 3)
     log_probs, ids = torch.zeros(4, 3, device=DEVICE), torch.zeros(4, 3, dtype=torch.int64, device=DEVICE)
     monkeypatch.setattr(noise, "candidates", functools.partial(candidates, impl=impl))

@@ -25,18 +25,16 @@ FORK = [0, 0, 1]  # parents: two children of the root, and one of the first
 class Target:
     """A layer, its cache, a model state, and the batches of four persistent rows, of which some hold trees."""
 
-    def __init__(self, num_axes: int = 3, seed: int = 0, in_trees: bool = True):
-        torch.manual_seed(seed)
+    def __init__(self, in_trees: bool = True):
+        torch.manual_seed(0)
         self.layer = fakes.attention_layer(HEADS, 1, HEAD_SIZE)
         # Rope positions differ from slots by 100 times the axis.
-        self.rope = torch.zeros(num_axes, MAX_TOKENS, dtype=torch.int64)
-        self.is_flat = num_axes == 1
+        self.rope = torch.zeros(3, MAX_TOKENS, dtype=torch.int64)
         self.state = fakes.model_state()
-        if not self.is_flat:
-            self.state.prepare_inputs = lambda input_batch, req_states: {
-                "positions": self.rope[:, : len(input_batch.positions)]
-            }
-            self.state.prepare_dummy_inputs = lambda num_reqs, num_tokens: {"positions": self.rope[:, :num_tokens]}
+        self.state.prepare_inputs = lambda input_batch, req_states: {
+            "positions": self.rope[:, : len(input_batch.positions)]
+        }
+        self.state.prepare_dummy_inputs = lambda num_reqs, num_tokens: {"positions": self.rope[:, :num_tokens]}
         self.requests = RequestRows(MAX_REQS, CPU)
         attention = TreeAttention([self.layer], CPU)
         self.trees = TargetTrees(attention, self.state, self.requests, K, MAX_TOKENS, CPU, in_trees=in_trees)

@@ -15,15 +15,6 @@ def samples() -> list[world.Sample]:
     return [world.held_out(i) for i in SEEDS]
 
 
-def test_equal_seeds_give_equal_samples() -> None:
-    first, second = world.make_sample(17), world.make_sample(17)
-    assert np.array_equal(first.frames, second.frames)
-    assert (first.caption, first.facts) == (second.caption, second.facts)
-    assert all(np.array_equal(first.labels[name], second.labels[name]) for name in world.LABELS)
-    assert not np.array_equal(first.frames, world.make_sample(18).frames)
-    assert world.held_out(3).caption == world.make_sample(world.HELD_OUT_SEED + 3).caption
-
-
 def test_samples(samples: list[world.Sample]) -> None:
     """Shapes, dtypes and ranges; a closed vocabulary; captions that say all their facts; and what is to be seen."""
     cells, vocabulary = (world.NUM_FRAMES, world.GRID_SIZE**2), set(world.vocabulary())
@@ -81,20 +72,3 @@ def test_a_wrong_word_costs_its_attribute(samples: list[world.Sample]) -> None:
     scores = world.score_caption(sample.caption, facts)
     assert scores["shape"] == (scores["shape"][1] - 1, scores["shape"][1])
     assert all(right == total for name, (right, total) in scores.items() if name != "shape")
-
-
-def test_every_motion_and_event_moves_pixels() -> None:
-    """A moving object's centre travels at least a pixel per frame on average, so that motion can be seen."""
-    rng = np.random.default_rng(0)
-    for motion in world.MOTIONS:
-        fact = world.ObjectFact("left", "large", "red", "circle", motion, "remains")
-        path = world._draw_path(rng, fact, 16)
-        assert (np.abs(np.diff(path, axis=0)).sum() >= 15) == (motion != "nowhere")
-
-
-def test_lasting_shapes_are_a_choice() -> None:
-    """The denser videos that vision towers are trained on show each shape for its whole scene."""
-    pairs = [[world.make_sample(seed, brief) for brief in (True, False)] for seed in SEEDS]
-    assert all(brief.facts == lasting.facts for brief, lasting in pairs)
-    brief, lasting = (sum((pair[i].labels["color"] > 0).sum() for pair in pairs) for i in (0, 1))
-    assert lasting > 1.5 * brief
