@@ -210,41 +210,6 @@ def test_values_of_one_label_add_up_to_something(file):
     assert sorted(seen) == sorted(file.values().values())
 
 
-# Words for what has no base unit in a name: Prometheus wants seconds and bytes, and no short forms.
-SHORT_UNITS = {"ms", "us", "ns", "sec", "secs", "min", "kb", "mb", "gb", "kib", "mib", "gib", "pct", "percent"}
-SHORT_WORDS = {"num", "req", "reqs", "tok", "toks", "pos", "acc", "avg", "spec", "mem", "cnt", "seq", "len"}
-BACK_REFERENCES = {"it", "them", "they", "these", "those", "this", "such"}
-LABELS = {"model_name", "engine", "reason", "kind", "position", "pruner", "class", "le"}
-
-
-def test_every_family_follows_the_conventions_of_prometheus(file):
-    """Catches: a counter without _total, a unit that is no base unit or stands in the middle, a text that needs its
-    neighbours to be understood. The one departure is the colon after our prefix, which is how vLLM writes its own."""
-    prometheus_client = pytest.importorskip("prometheus_client")
-    from prometheus_client.parser import text_string_to_metric_families
-
-    registry = prometheus_client.CollectorRegistry()
-    registry.register(metrics.Collector({0: file}, "m"))
-    families = list(text_string_to_metric_families(prometheus_client.generate_latest(registry).decode()))
-    assert len(families) == len({family.name for family in families}) > 40
-    for family in families:
-        prefix, _, name = family.name.partition(":")
-        words = name.split("_")
-        assert prefix == "vidspec" and re.fullmatch(r"[a-z]+(_[a-z]+)*", name), family.name
-        assert not set(words) & (SHORT_UNITS | SHORT_WORDS), family.name
-        assert family.type in ("counter", "gauge", "histogram") and family.type not in words, family.name
-        assert "total" not in words, f"{family.name}: that is a counter's ending, which the exposition adds"
-        for unit in {"bytes", "seconds"} & set(words):
-            assert words[-1] == unit or f"_{unit}_per_" in name, f"{family.name}: the unit comes last"
-        for sample in family.samples:
-            assert sample.name.endswith("_total") == (family.type == "counter"), sample.name
-            assert set(sample.labels) <= LABELS, sample.name
-            assert re.fullmatch(r"[\d.]+\.\d|\+Inf", sample.labels.get("le", "+Inf")), "bounds are floats: 1.0"
-        text = family.documentation
-        assert re.fullmatch(r"[A-Z].*[^.]\.", text), f"{family.name}: {text!r} is no sentence"
-        assert not set(re.findall(r"\w+", text.lower())) & BACK_REFERENCES, f"{family.name}: {text!r} points elsewhere"
-
-
 def test_metrics_page_lists_every_family(file):
     """Catches: a metric that nobody is told of, and one on the page that is gone."""
     pytest.importorskip("prometheus_client")

@@ -45,13 +45,6 @@ def test_doubt_falls_with_what_is_measured():
     assert before > 0.1 and after < 0.08, (before, after)
 
 
-def test_one_slow_first_step_is_no_estimate():
-    costs = measured((1, 5))
-    for seconds in (4 * truth(1, 0), *[truth(1, 0)] * 3):
-        costs.observe((1, 0), features(1, 0), seconds)
-    assert costs.seconds([(1, 0)], features(1, 0)[None])[0] == pytest.approx(truth(1, 0), rel=0.2)
-
-
 def test_no_step_is_free():
     """Catches: a fit in which a step without drafts takes nothing, as its constant was dropped."""
     costs = StepCosts()

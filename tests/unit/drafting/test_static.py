@@ -1,12 +1,13 @@
 """Static trees: SpecVLM's published topology, users' paths and their errors, truncated budgets, mutations."""
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.unit.drafting.fake_draft import FakeDraft, check_greedy_first, check_tree, grow, paths_of, quick
 from vllm_vidspec.config.paths import SPECVLM_PATHS, parse_paths
-from vllm_vidspec.drafting import StaticTree
+from vllm_vidspec.drafting import DraftTree, StaticTree, topology_tables
 from vllm_vidspec.drafting import static as static_module
 from vllm_vidspec.errors import VidSpecError
 
@@ -154,6 +155,25 @@ def test_wrong_paths_are_one_clear_line(paths, message):
     assert "\n" not in str(error.value) and isinstance(error.value, ValueError)
     with pytest.raises(ValueError, match=message):
         StaticTree(1, "cpu", paths)
+
+
+# --- tables ---
+
+
+@pytest.mark.parametrize("max_nodes", [1, 2, 5, 63, 64])
+def test_tables_of_a_chain(max_nodes):
+    """Catches: a table without the root, a mask without the node itself, node 64's bit lost in the sign."""
+    parents, depths, ancestors = topology_tables(list(range(max_nodes)), "cpu")
+    assert (parents.dtype, depths.dtype, ancestors.dtype) == (torch.int32, torch.int32, torch.int64)
+    assert parents.tolist() == list(range(-1, max_nodes)) and depths.tolist() == list(range(max_nodes + 1))
+    assert [word % 2**64 for word in ancestors.tolist()] == [2**node - 1 for node in range(max_nodes + 1)]
+
+
+@pytest.mark.parametrize("max_nodes", [0, 65])
+def test_a_tree_has_1_to_64_nodes(max_nodes):
+    """Catches: more nodes than a mask has bits."""
+    with pytest.raises(AssertionError, match=r"\[1, 64\]"):
+        DraftTree(1, max_nodes, "cpu")
 
 
 # --- mutations ---

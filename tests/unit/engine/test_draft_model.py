@@ -1,13 +1,12 @@
 """How the draft is built: its modules' names, the buffer that compiled code sees, its pools, how far it reaches."""
 
-import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from tests.unit.engine.fakes import CPU, GROUP
+from tests.unit.engine.fakes import CPU
 from vllm_vidspec.engine.draft import model as draft_model
 from vllm_vidspec.engine.draft.model import DraftModel, rope_positions
 
@@ -63,30 +62,6 @@ def test_deep_gemm_is_compiled_for_the_drafts_shapes(monkeypatch, supported, mod
     model.model, model.max_num_tokens = torch.nn.Module(), 8192
     model.warm_up()
     assert calls == [(model.model, 8192)] * warmed
-
-
-def test_the_pools_are_allocated_where_the_worker_says(monkeypatch):
-    """Catches: a draft's pool among what sleep mode keeps."""
-    taken = []
-    model = object.__new__(DraftModel)
-    model._agreement, model.device = None, CPU
-    model.target_config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=5))
-    model.config = draft_model.VllmConfig()
-    model.config.compilation_config.static_forward_context = {}
-    monkeypatch.setattr(DraftModel, "bytes_per_block", 16)
-    monkeypatch.setattr(DraftModel, "_kv_groups", lambda self: [])
-    monkeypatch.setattr(draft_model, "get_tp_group", lambda: GROUP)
-    layout = SimpleNamespace(num_blocks=4)
-    monkeypatch.setattr(draft_model, "get_kv_cache_config_from_groups", lambda *_: layout)
-    seen = []
-    monkeypatch.setattr(draft_model, "init_attn_backend", lambda *args: seen.append(args[1]) or ([], None, [16]))
-    monkeypatch.setattr(draft_model, "init_kv_cache", lambda *_, **named: taken.append(named))
-    context = contextlib.nullcontext()
-    assert model.init_kv(64, context) == 4
-    assert taken[0]["kv_cache_allocation_context"] is context
-    # Builders see that a step may feed two tokens; nobody else does.
-    assert seen[0].speculative_config.num_speculative_tokens == 1 and model.config.speculative_config is None
-    assert model.target_config.speculative_config.num_speculative_tokens == 5
 
 
 @pytest.mark.parametrize(

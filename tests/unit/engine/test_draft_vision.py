@@ -11,7 +11,6 @@ import torch
 from tests.unit.engine.test_draft_prefill import ENCODER_BUDGET, Line, NotingModel
 from tests.unit.engine.test_frames import FRAMES, GUIDED, SIZE, TEXT, SeeingModel, as_images, as_video, measured, read
 from vllm_vidspec.engine.draft.messages import PrefillMessage
-from vllm_vidspec.engine.draft.prefill import DraftPrefill
 from vllm_vidspec.engine.draft.vision import DraftVision, Part
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.pruning import budget
@@ -121,18 +120,6 @@ def test_mutations_are_seen(name):
             assert len(kept) == budget(FRAMES * SIZE, 0.5)
 
 
-def test_what_is_left_of_a_step_begins_the_next_video():
-    """9 frames, then 9 of another: the step that ends the one has room for three frames of the other."""
-    line = line_of(prune_ratio=0.9)
-    for row in range(2):
-        line.add(row, *cuttable(measured(row, num_frames=9)[1], f"video {row}"))
-    for i in range(6):
-        line.step({row: 300 + i for row in range(2) if row in line.prefills._queue})
-    assert line.model.encoded[2] == ["video 0", "video 1"]
-    assert line.model.frames == [range(4), range(4, 8), range(8, 9), range(3), range(3, 7), range(7, 9)]
-    assert not line.prefills.is_reading
-
-
 def test_two_requests_with_one_video_are_one_look():
     """The second comes when the first half is there; both are shown the same; a third finds it."""
     scores, embeddings = measured()
@@ -227,12 +214,3 @@ def test_a_video_that_the_target_has_pruned_is_cut_by_its_own_frames():
     found = line.prefills.vision._run_tower(parts[:1]) + line.prefills.vision._run_tower(parts[1:])
     assert torch.equal(torch.cat(found), embeddings[seen])
     assert np.all([part.num_encoded <= ENCODER_BUDGET for part in parts])
-
-
-def test_a_bad_prompt_leaves_nothing_ahead():
-    """One that cannot be placed is not looked at ahead, and does not hold its row."""
-    line = line_of()
-    assert not line.prefills.encode_ahead(PrefillMessage("r0", 0, [], []))
-    with mock.patch.object(DraftPrefill, "_plan", side_effect=ValueError("planted")):
-        assert not line.prefills.encode_ahead(PrefillMessage("r0", 0, *cuttable(measured()[1])))
-    assert not list(line.prefills.active_rows())

@@ -118,23 +118,6 @@ def test_an_image_that_keeps_nothing_is_looked_at_only_to_compare():
         assert line.counted["draft_encoder_misses"] == looks
 
 
-def test_a_choice_waits_for_the_last_frame():
-    """At four frames a step a run of 8 is there in the second; text behind it is read before; then it is small.
-
-    Catches: a request that is ready without its media; whole embeddings that are held for longer than the choice.
-    """
-    _, embeddings = measured()
-    line = Line(model=SeeingModel(), pruner="fastvid", prune_ratio=0.9)
-    token_ids, features = as_images(embeddings)
-    assert line.add(0, token_ids, features) and line.add(1, [TEXT] * 20)
-    assert line.step({0: len(token_ids) + 1, 1: 21}).ready == [1]
-    job = line.prefills._queue[0]
-    assert [media is None for media in job.media] == [False] * 4 + [True] * 4 and job.kept == [None] * FRAMES
-    line.prefills.vision.encode_missing([job])
-    assert sum(len(kept) for kept in job.kept) == sum(len(media) for media in job.media) == 19
-    assert line.step({0: len(token_ids) + 2}).ready == [0]
-
-
 @pytest.mark.parametrize("pruner", ["attention", "fastvid"])
 def test_equal_frames_are_looked_at_once_and_kept_apart(pruner):
     """A still scene: all 8 images are one, by content. The vision cache has it once, then once more for the next turn.

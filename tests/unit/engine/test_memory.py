@@ -114,19 +114,6 @@ def test_what_is_asked_for_is_given(plan):
             plan(target, draft, 1_000_000, available, **knobs)
 
 
-def test_the_log_says_which_request_is_too_long(plan, monkeypatch):
-    """Catches: requests that run undrafted for good and a start-up that has not said so; a warning of what fits."""
-    lines: list[str] = []
-    monkeypatch.setattr(memory.logger, "info", lambda line, *values: lines.append(line % values))
-    plan(QWEN3_30B_A3B, QWEN3_4B, 262_144, 30 * GIB)
-    plan(QWEN25_32B, QWEN25_7B, 8192, 45 * GIB)
-    num_tokens = (by_share(QWEN3_30B_A3B, QWEN3_4B, 30 * GIB) // (BLOCK * QWEN3_4B) - 1) * BLOCK
-    assert lines[0].endswith(
-        f"the pool holds {num_tokens} tokens, pruned; a request that keeps more, of 262148 at most, runs undrafted"
-    )
-    assert lines[1].endswith("tokens, pruned")
-
-
 @pytest.mark.parametrize(
     ("knobs", "width"),
     [

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from vidspec_kernels import candidates, draw
+from vidspec_kernels import draw
 from vllm_vidspec.engine.compat.contract import MARK
 from vllm_vidspec.engine.draft import noise
 from vllm_vidspec.engine.draft.noise import CoupledSampler
@@ -210,28 +210,3 @@ def test_draws_are_vllms(monkeypatch, vocab_size, noise_name, apply_temperature,
             logits, temperature, seeds, pos, level=1, out_tokens=tokens, out_ids=ids, is_processed=not apply_temperature
         )
         assert torch.equal(tokens[:, 1], expected) and torch.equal(ids.long(), expected), impl
-
-
-@pytest.mark.parametrize("impl", ["triton", "torch"])
-@pytest.mark.parametrize("noise_name", ["shared", "independent"])
-def test_the_best_candidate_is_the_draw(monkeypatch, noise_name, impl):
-    """Catches: candidates of other noise than a chain's; log-probabilities of the scores without it."""
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(4, VOCAB_SIZE, generator=generator).to(DEVICE)
-    temperature = torch.tensor([0.9, 0.0], device=DEVICE)
-    seeds, pos = torch.tensor([5, 2**60], device=DEVICE), torch.arange(4, device=DEVICE) + 100
-    sampler = make_sampler(noise_name)
-    sampler.reserve(4, VOCAB_SIZE, DEVICE, 3)
-    log_probs, ids = torch.zeros(4, 3, device=DEVICE), torch.zeros(4, 3, dtype=torch.int64, device=DEVICE)
-    monkeypatch.setattr(noise, "candidates", functools.partial(candidates, impl=impl))
-    sampler.candidates_into(logits, temperature, seeds, pos, log_probs=log_probs, ids=ids, width=2)
-    tokens, next_ids = (
-        torch.zeros(4, 1, dtype=torch.int64, device=DEVICE),
-        torch.zeros(4, dtype=torch.int32, device=DEVICE),
-    )
-    by_row = (temperature.repeat_interleave(2), seeds.repeat_interleave(2))
-    sampler.draw_into(logits, *by_row, pos, level=0, out_tokens=tokens, out_ids=next_ids)
-    assert torch.equal(ids[:, 0], tokens[:, 0])
-    greedy = torch.log_softmax(logits[2:], 1).topk(3)
-    torch.testing.assert_close(log_probs[2:], greedy.values)
-    assert torch.equal(ids[2:], greedy.indices) and not torch.equal(ids[:2, 0], logits[:2].argmax(1))

@@ -21,8 +21,6 @@ from vllm_vidspec.engine.parallel.rank import TargetMirror
 from vllm_vidspec.engine.requests import RequestRows
 from vllm_vidspec.parallel import Tables, WindowRule
 
-PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-
 
 def make_tables() -> Tables:
     tables = Tables(bytearray(Tables.num_bytes(SIZES)), SIZES)
@@ -37,7 +35,7 @@ def test_a_commit_that_fails_is_told():
     """
     client = mock.Mock(tables=make_tables(), num_connects=1, is_up=True, **{"poll.return_value": []})
     states = SimpleNamespace(
-        prompt_len=SimpleNamespace(np=np.full(MAX_REQS, len(PROMPT))),
+        prompt_len=SimpleNamespace(np=np.full(MAX_REQS, 8)),
         max_seq_len=np.full(MAX_REQS, 96),
         max_model_len=96,
     )

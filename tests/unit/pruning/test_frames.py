@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vllm_vidspec.config import PruneKnobs
 from vllm_vidspec.pruning import TokenGrid, budget
 from vllm_vidspec.pruning.frames import MAX_TEXT_BETWEEN, PruneUnit, pruned_together, run_grid
-from vllm_vidspec.pruning.prompt import UnsupportedPrompt, plan_prompt, prune
+from vllm_vidspec.pruning.prompt import plan_prompt, prune
 
 SMALL, LARGE = TokenGrid(1, 2, 3), TokenGrid(1, 3, 4)
 TURNED, FLAT = TokenGrid(1, 3, 2), TokenGrid(1, 1, 6)  # as many tokens as SMALL
@@ -196,11 +196,3 @@ def test_images_that_keep_nothing_leave_their_text(positions):
     assert pruned.media_at.tolist() == [4, 9]
     expected = [0, 1, 8, 9, 10, 16, 17, 24, 25, 31, 32, 33, 34] if positions == "original" else list(range(13))
     assert pruned.positions.tolist() == [expected] * 3
-
-
-def test_a_frame_whose_pixels_are_gone_costs_the_prompt_its_drafts():
-    """As any item's: a run is not pruned as a shorter one."""
-    token_ids, features = prompt(*[SMALL] * 5)
-    features[2].data = None
-    with pytest.raises(UnsupportedPrompt, match="no longer holds"):
-        plan_prompt(token_ids, features, PruneKnobs(), lambda *_: SMALL, lambda ids, _: (torch.zeros(1, len(ids)), 0))

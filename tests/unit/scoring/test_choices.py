@@ -14,14 +14,11 @@ from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose, strict_rea
     [
         ({}, None, ("strict", 0.7)),
         ({"scorer": "loose"}, {}, ("loose", 0.7)),
-        ({"scorer": "loose"}, {"vidspec_scorer": "strict"}, ("strict", 0.7)),
-        ({"scorer": "loose"}, {"vidspec_lambda": 0.3}, ("loose", 0.3)),
         ({"scorer": "loose"}, {"vidspec_scorer": "strict", "vidspec_lambda": 0.1}, ("strict", 0.1)),
         ({"scorer": "loose"}, {"vidspec_lambda": 0}, ("loose", 0.0)),
         ({"scorer": "loose", "lambda_max": 1.0}, {"vidspec_lambda": 1}, ("loose", 1.0)),
         ({"request_scorers": ["loose", "fly"]}, {"vidspec_scorer": "fly"}, ("fly", 0.7)),
         ({"request_scorers": ["loose"]}, {"vidspec_scorer": "strict"}, ("strict", 0.7)),
-        ({"request_scorers": ["loose"]}, {"other": 1}, ("strict", 0.7)),
         ({"scorer": "loose"}, {CALLS_TOOLS: True}, ("loose", 0.7)),
     ],
 )
@@ -37,20 +34,13 @@ def test_choices(knobs, asked, expected):
         ({"scorer": "loose"}, {"vidspec_scorer": 3}, r"got 3"),
         ({"scorer": "loose"}, {"vidspec_lambda": 0.71}, r"vidspec_lambda: this server allows 0 to 0.7, got 0.71"),
         ({"scorer": "loose"}, {"vidspec_lambda": -0.1}, r"got -0.1"),
-        ({"scorer": "loose"}, {"vidspec_lambda": "0.5"}, r"got '0.5'"),
         ({"scorer": "loose"}, {"vidspec_lambda": True}, r"got True"),
         ({"scorer": "loose"}, {"vidspec_lambda": float("nan")}, r"got nan"),
         ({"scorer": "loose"}, {"vidspec_lamda": 0.5}, r"'vidspec_lamda' \(did you mean 'vidspec_lambda'\?\)"),
         ({"scorer": "fly"}, {"vidspec_lambda": 0.1}, r"the scorer fly takes none"),
         ({"scorer": "loose"}, {"vidspec_scorer": ["loose"]}, r"allows loose, strict, got \['loose'\]"),
-        ({"scorer": "loose"}, {"vidspec_scorer": {"a": None}}, r"got \{'a': None\}"),
-        ({"scorer": "loose"}, {"vidspec_scorer": None}, r"got None"),
-        ({"scorer": "loose"}, {"vidspec_lambda": False}, r"got False"),
-        ({"scorer": "loose"}, {"vidspec_lambda": 10**100}, r"got 10{17}\.\.\.0+$"),
         ({"scorer": "loose"}, {"vidspec_lambda": 10**5000}, r"got int of too many digits"),
-        ({"scorer": "loose"}, {"vidspec_lambda": [10**5000]}, r"got list of too many digits"),
         ({"scorer": "loose"}, {"vidspec_scorer": "x\n" * 10**6}, r"got 'x\\nx"),
-        ({"scorer": "loose"}, {"vidspec_scorer": [["x" * 1000] * 1000] * 1000}, r"got \[\['x"),
         ({"scorer": "loose"}, {"vidspec_" + "x" * 10**6: 1}, r"unknown request parameter 'vidspec_xxx"),
     ],
     ids=lambda value: str(value)[:40] if not isinstance(value, dict) else None,
@@ -98,20 +88,21 @@ def test_the_api_server_passes_choices_and_tools_on(monkeypatch):
         request = ChatCompletionRequest(messages=[{"role": "user", "content": "hello"}], model="m", **fields)
         return request.to_sampling_params(8, {}).extra_args
 
-    assert extra_args() is None
-    assert extra_args(vidspec_lambda=0.2) == {"vidspec_lambda": 0.2}
-    assert extra_args(vidspec_lambda=0.2, vllm_xargs={"vidspec_lambda": 0.1}) == {"vidspec_lambda": 0.1}
-    assert extra_args(tools=[tool], tool_choice="auto") == {CALLS_TOOLS: True}
-    assert extra_args(tools=[tool], tool_choice="none") is None
     completion = CompletionRequest(prompt="hello", model="m", vidspec_scorer="strict")
     assert completion.to_sampling_params(8, {}).extra_args == {"vidspec_scorer": "strict"}
-    # A mistake stays one, so that the check can refuse it: vLLM would drop the first and make the others 0 and 1.
-    assert extra_args(vidspec_lamda=0.2) == {"vidspec_lamda": 0.2}
-    assert extra_args(vllm_xargs={"vidspec_lambda": False}) == {"vidspec_lambda": False}
-    assert extra_args(vllm_xargs={"vidspec_lambda": True, "other": 1}) == {"vidspec_lambda": True, "other": 1}
-    # Catches: five lines of vLLM's about types where our one says what the parameter takes.
-    for value in (None, {"a": 1}, [None], [[1]]):
-        assert extra_args(vllm_xargs={"vidspec_scorer": value}) == {"vidspec_scorer": value}
+    for fields, expected in (
+        ({}, None),
+        ({"vidspec_lambda": 0.2}, {"vidspec_lambda": 0.2}),
+        ({"vidspec_lambda": 0.2, "vllm_xargs": {"vidspec_lambda": 0.1}}, {"vidspec_lambda": 0.1}),
+        ({"tools": [tool], "tool_choice": "auto"}, {CALLS_TOOLS: True}),
+        ({"tools": [tool], "tool_choice": "none"}, None),
+        # A mistake stays one, so that the check can refuse it: vLLM would drop the first and make the second 0 and 1.
+        ({"vidspec_lamda": 0.2}, {"vidspec_lamda": 0.2}),
+        ({"vllm_xargs": {"vidspec_lambda": False, "other": 1}}, {"vidspec_lambda": False, "other": 1}),
+        # Catches: five lines of vLLM's about types where our one says what the parameter takes.
+        ({"vllm_xargs": {"vidspec_scorer": [[1]]}}, {"vidspec_scorer": [[1]]}),
+    ):
+        assert extra_args(**fields) == expected, fields
     for value in ({"other": None}, 3):
         with pytest.raises(ValueError, match="vllm_xargs"):
             extra_args(vllm_xargs=value)
