@@ -324,9 +324,8 @@ def test_the_shapes_of_a_draft():
 )  # fmt: skip
 def test_vllms_schedule_caps_what_is_drafted(changes, schedule):
     """Its rows out of order and with a gap, as vLLM takes them: every batch size has the smaller number of the two.
-
-    Catches: a step that drafts more than the scheduler plans for; a gap that vLLM and the draft fill from other sides.
-    """
+    Catches: a step that drafts more than the scheduler plans for; a gap that vLLM and the draft fill from other
+    sides."""
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
     given = [[9, 10, 2], [11, 12, 0], [1, 4, 5], [5, 6, 2]]

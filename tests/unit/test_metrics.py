@@ -62,9 +62,7 @@ def test_add_set_values(file):
 
 def test_requests_by_id(file):
     """The newest request of an id counts, wherever in the ring its slot is; slots of busy requests are left alone.
-
-    Catches: a look-up that takes the highest slot, an earlier request's counts, a slot taken from a running request.
-    """
+    Catches: a look-up that takes the highest slot, an earlier request's counts, a slot taken from a running request."""
     counts = np.array([[3, 2, 1]])
     last = metrics.file._NUM_REQUESTS - 1
     for i in range(last):

@@ -21,10 +21,8 @@ def best_fixed(*kinds: tuple[int, float], batch: int) -> tuple[float, float]:
 @pytest.mark.parametrize("num_visual", [256, 1024, 4096, 14848])
 @pytest.mark.parametrize("chance", [0.9, 0.6, 0.05])
 def test_never_slower(batch, num_visual, chance):
-    """After some requests: no slower than without drafts, and as fast as the best fixed number of drafts.
-
-    Catches: drafts that go on though none is accepted, drafting that stops though it pays, trials without end.
-    """
+    """After some requests: no slower than without drafts, and as fast as the best fixed number of drafts. Catches:
+    drafts that go on though none is accepted, drafting that stops though it pays, trials without end."""
     kind = (num_visual, chance)
     without, best = best_fixed(kind, batch=batch)
     engine = SimulatedEngine()
@@ -37,12 +35,9 @@ def test_never_slower(batch, num_visual, chance):
     ("num_visual", "chance", "batch"), [(256, 0.97, 1), (1024, 0.8, 1), (256, 0.97, 4), (256, 0.7, 4), (256, 0.5, 4)]
 )
 def test_it_learns_in_a_few_noisy_rounds(num_visual, chance, batch):
-    """From the third round of a batch of answers on, whole answers are as fast as with the best fixed number.
-
-    Several numbers of tokens are nearly equal here, drafting hardly pays or costs a sixth, and a step's time is noisy.
-    Catches: trials that cost more than their allowance, a class that is weighed at the batch size of a round's last
-    requests.
-    """
+    """From the third round of a batch of answers on, whole answers are as fast as with the best fixed number. Several
+    numbers of tokens are nearly equal here, drafting hardly pays or costs a sixth, and a step's time is noisy. Catches:
+    trials that cost more than their allowance, a class that is weighed at the batch size of a round's last requests."""
 
     def rounds(fixed: int | None, seed: int) -> list[float]:
         cost = noisy(like_a_small_pair, seed)
@@ -58,9 +53,8 @@ def test_it_learns_in_a_few_noisy_rounds(num_visual, chance, batch):
 
 def test_good_and_hopeless_requests_in_one_batch():
     """Half of sixteen are hopeless: the good ones end as early as beside good ones, and the whole takes no longer.
-
-    Catches: good requests that rest because of their neighbours, hopeless ones that are drafted for beside good ones.
-    """
+    Catches: good requests that rest because of their neighbours, hopeless ones that are drafted for beside good
+    ones."""
 
     def steps_of_the_good(engine: SimulatedEngine, hopeless: float) -> float:
         good = [engine.add(256, 0.9, 128) for _ in range(8)]
@@ -116,10 +110,8 @@ def test_a_class_that_begins_to_pay_is_found_again(num_visual):
 
 
 def test_costs_are_those_of_the_batch_size():
-    """Rows that are free alone and dear together: drafts for one, none for sixteen.
-
-    Catches: costs of another batch size.
-    """
+    """Rows that are free alone and dear together: drafts for one, none for sixteen. Catches: costs of another batch
+    size."""
 
     def dear_together(num_reqs, context, drafted, levels):
         return memory_bound(num_reqs, context, drafted, levels) + (2e-3 * float(drafted.sum()) if num_reqs > 8 else 0)

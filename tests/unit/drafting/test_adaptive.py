@@ -32,10 +32,8 @@ from vllm_vidspec.drafting import adaptive as adaptive_module
 
 
 def grow_by_hand(draft, depth, width, budget, knobs, fill):
-    """Return the tree as {path: log-probability}, in node order, and the paths fed on each level.
-
-    Depth and width are the request's plan. Every sum is one of float32 numbers, as the path's probability is.
-    """
+    """Return the tree as {path: log-probability}, in node order, and the paths fed on each level. Depth and width are
+    the request's plan. Every sum is one of float32 numbers, as the path's probability is."""
     depth = min(depth, budget)
     greedy, log_probs = [()], {(): np.float32(0)}
     others, unused, fed = [], [], []
@@ -201,10 +199,8 @@ def test_mutations_of_growth(monkeypatch, module, name, mutation, budget):
     fill=st.booleans(),
 )
 def test_logits_that_are_no_numbers(make, works_in_torch, seed, poison, share, fill):
-    """A draft whose arithmetic overflows: its trees are worthless and nothing else.
-
-    Catches: a plan, a confidence, a parent or a token out of its range, which a device would read past its tables.
-    """
+    """A draft whose arithmetic overflows: its trees are worthless and nothing else. Catches: a plan, a confidence, a
+    parent or a token out of its range, which a device would read past its tables."""
     generator, num_tokens = torch.Generator().manual_seed(seed), 40
     rows = [2, 0]
 

@@ -8,10 +8,8 @@ from vllm_vidspec.engine.compat.scheduler import _DECISION, StepReport, attach_r
 
 
 def test_placeholders_cost_rows_and_are_not_rejected_drafts(monkeypatch):
-    """Rows that are scheduled for drafts which have not come: their time is learned, and no acceptance.
-
-    Catches: acceptance of placeholders, costs of steps with placeholders taken for those of steps without.
-    """
+    """Rows that are scheduled for drafts which have not come: their time is learned, and no acceptance. Catches:
+    acceptance of placeholders, costs of steps with placeholders taken for those of steps without."""
     now = 0.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     config, _ = parse_config({"model": "draft", "num_speculative_tokens": 5})

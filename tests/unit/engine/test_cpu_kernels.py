@@ -299,10 +299,8 @@ def gumbel_sample(b):
 @kernel(bad_words)
 def bad_words_case(b):
     """None to five words of one to four tokens, outputs of none to six, shorter than some; their beginnings stand in
-    the committed text, in the drafts, or across both.
-
-    Catches: a look-up past the last row or the committed text, a prefix looked up one token early, another request's.
-    """
+    the committed text, in the drafts, or across both. Catches: a look-up past the last row or the committed text, a
+    prefix looked up one token early, another request's."""
     lengths, num_words = b.ints(1, 5, NUM_ROWS, 5), b.ints(0, 6, NUM_ROWS)
     offsets = torch.cat((torch.zeros(NUM_ROWS, 1, dtype=torch.int32), lengths.cumsum(1).int()), 1)
     prompt_len = b.ints(1, 4, NUM_ROWS)
@@ -321,11 +319,9 @@ def bad_words_case(b):
 
 @kernel(penalties_module)
 def penalties_case(b):
-    """Drafts outside the vocabulary, logits of -inf.
-
-    Catches: a draft counted for its neighbour or from the root on, a token past the vocabulary that wraps around, NaN
-    from a masked logit, float64 products, a prompt bit read from the wrong word, a row that asks for nothing touched.
-    """
+    """Drafts outside the vocabulary, logits of -inf. Catches: a draft counted for its neighbour or from the root on, a
+    token past the vocabulary that wraps around, NaN from a masked logit, float64 products, a prompt bit read from the
+    wrong word, a row that asks for nothing touched."""
     asked = b.choose(1.0, 1.0, 1.3, 0.8, 1.1), b.choose(0.0, 0.0, 0.4, -0.3), b.choose(0.0, 0.0, 0.6, 0.1)
     drafts, counts = b.ints(-1, b.vocab_size + 2, b.total), b.ints(0, 3, NUM_ROWS, b.vocab_size)
     mask = b.ints(-(2**31), 2**31 - 1, NUM_ROWS, -(-b.vocab_size // 32))
@@ -349,7 +345,7 @@ def test_a_twin_leaves_what_its_kernel_does(monkeypatch, name):
     (module, make), attribute = CASES[name], f"_{name}_kernel"
     original = getattr(module, attribute)
     original, num_changed = getattr(original, MARK, original), 0
-    for seed in range(28):
+    for seed in range(14):
         call, *tensors = make(Batch(seed))
         found = []
         for impl in (original, twin_of(name, original)):
@@ -361,7 +357,7 @@ def test_a_twin_leaves_what_its_kernel_does(monkeypatch, name):
         for one, other in zip(*found, strict=True):
             assert one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num()), seed
         num_changed += not tensors or not all(map(torch.equal, tensors, found[0])) or len(found[0]) > len(tensors)
-    assert num_changed > 10, "the kernel does nothing"
+    assert num_changed > 5, "the kernel does nothing"
 
 
 def test_gumbel_noise_is_gumbel():

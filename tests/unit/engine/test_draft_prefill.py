@@ -124,10 +124,8 @@ def test_pruned_prompts_go_on_where_the_full_one_would():
 
 
 def test_a_step_is_shared_in_the_order_of_arrival_by_its_batch():
-    """A request that the scheduler left out of a step is not read for in it, and holds nobody up.
-
-    Catches: a short prompt that overtakes, a budget that is counted per request, one that is not used up.
-    """
+    """A request that the scheduler left out of a step is not read for in it, and holds nobody up. Catches: a short
+    prompt that overtakes, a budget that is counted per request, one that is not used up."""
     line = Line()
     for row, length in ((5, 50), (1, 30), (3, 20)):
         line.add(row, [1] * length)
@@ -155,10 +153,8 @@ def test_text_that_is_longer_than_a_step_is_read_at_once_when_its_turn_comes():
 
 
 def test_the_tower_has_a_budget_of_its_own():
-    """Clips of 60, 60 and 150 tokens at 100 a step: one each step, the last alone though it is larger.
-
-    Text behind them does not wait for the tower.
-    """
+    """Clips of 60, 60 and 150 tokens at 100 a step: one each step, the last alone though it is larger. Text behind them
+    does not wait for the tower."""
     line = Line(prune_ratio=0.9)
     for row, length in enumerate((60, 60, 150)):
         line.add(row, [999] * length + [1] * 2, (clip(f"c{row}", 0, length),))

@@ -65,11 +65,8 @@ def make_drafter(max_model_len: int = LONGEST, num_positions: int = LONGEST, kv=
     st.integers(20, 90), st.integers(20, 90), st.lists(st.tuples(st.integers(0, 12), st.integers(-9, 30)), max_size=4)
 )
 def test_a_step_is_looked_at_whenever_it_needs_something(max_model_len, num_positions, prompts):
-    """Texts grow by every length: whoever `has_room` is held by the context and owns the blocks.
-
-    Catches: a block or an end of the context that a steady step passes by; a row that nobody drafts for that makes
-    every step look.
-    """
+    """Texts grow by every length: whoever `has_room` is held by the context and owns the blocks. Catches: a block or an
+    end of the context that a steady step passes by; a row that nobody drafts for that makes every step look."""
     drafter, rows = make_drafter(max_model_len, num_positions), np.arange(len(prompts))
     for row, (num_dropped, pos_delta) in enumerate(prompts):
         drafter.kv.add(row, num_dropped, pos_delta)
@@ -95,11 +92,9 @@ def test_a_step_is_looked_at_whenever_it_needs_something(max_model_len, num_posi
 def test_a_request_is_held_while_all_that_may_be_committed_has_a_place(
     draft_len, num_positions, dropped, delta, num_slots, num_tokens
 ):
-    """Compared with the place of the last token that may count; what passes the target's context does not.
-
-    Catches: a request that waits for blocks that there are not, a row of the rope table that does not exist, a stop
-    before it is due, a request near the end of the target's context that is given up although its draft has the same.
-    """
+    """Compared with the place of the last token that may count; what passes the target's context does not. Catches: a
+    request that waits for blocks that there are not, a row of the rope table that does not exist, a stop before it is
+    due, a request near the end of the target's context that is given up although its draft has the same."""
     kv = SimpleNamespace(
         num_dropped_np=np.array([99, dropped]), pos_delta_np=np.array([99, delta]), num_slots=num_slots
     )
@@ -110,10 +105,8 @@ def test_a_request_is_held_while_all_that_may_be_committed_has_a_place(
 
 
 def test_a_run_has_room_as_long_as_it_goes_on(monkeypatch):
-    """A row may own more blocks than its text reaches, since a stream was cut: a run goes on into them.
-
-    Catches: blocks that no step brings, as the run begins before them; a run without an end; one past the row's blocks.
-    """
+    """A row may own more blocks than its text reaches, since a stream was cut: a run goes on into them. Catches: blocks
+    that no step brings, as the run begins before them; a run without an end; one past the row's blocks."""
     drafter, rows, brought, ran = make_drafter(num_positions=90), np.arange(1), [], []
     drafter._max_run = 7
     drafter.kv.add(0, 0, 0)

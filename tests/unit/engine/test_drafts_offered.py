@@ -14,10 +14,8 @@ from vllm_vidspec.errors import VidSpecError
 
 
 def test_drafts_of_a_request_that_has_left_are_nobodys():
-    """A scheduler that runs ahead asks, for a grammar's sake, when the next step has let go of who has ended.
-
-    Catches: an engine that dies of it, drafts of the request that has the row by now.
-    """
+    """A scheduler that runs ahead asks, for a grammar's sake, when the next step has let go of who has ended. Catches:
+    an engine that dies of it, drafts of the request that has the row by now."""
     runner = VidSpecModelRunner.__new__(VidSpecModelRunner)
     drafts = DraftTokenIds(["here", "gone", "cut"], [[1, 2], [3, 4], [5, 6]])
     runner.draft_tokens_handler = SimpleNamespace(get_draft_tokens=lambda: drafts)
@@ -32,9 +30,7 @@ def test_drafts_of_a_request_that_has_left_are_nobodys():
 )
 def test_errors_that_are_to_raise_do_so_in_the_drafters_process_too(choice, is_up, raises):
     """Catches: a drafter that ends by an error time and again, while requests go on without drafts and nobody is told.
-
-    One that has not come up yet is refused as the engine starts.
-    """
+    One that has not come up yet is refused as the engine starts."""
     client = DrafterClient.__new__(DrafterClient)
     client._config = VidSpecConfig(model="x", num_speculative_tokens=5, on_draft_error=choice)
     client._channel = SimpleNamespace(flush=lambda: None, receive=lambda: [Failed("RuntimeError: no")], is_closed=False)

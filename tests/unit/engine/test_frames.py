@@ -80,13 +80,9 @@ def read(line: Line, row: int, num_tokens: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("pruner", PRUNERS)
 def test_frames_keep_what_the_video_would(pruner, ratio):
     """8 images and the video of them: the same tokens in the same order, at the places of the images; a video's budget.
-
-    The images are encoded in two steps at least, their scores come image by image.
-
-    Mutations seen to fail: a run's scores and embeddings joined in reverse order of its images; each image's choice
-    made from its own; kept indices that are not counted from the image's first token; a choice made before the last
-    image is there.
-    """
+    The images are encoded in two steps at least, their scores come image by image. Mutations seen to fail: a run's
+    scores and embeddings joined in reverse order of its images; each image's choice made from its own; kept indices
+    that are not counted from the image's first token; a choice made before the last image is there."""
     scores, embeddings = measured()
     knobs = {"pruner": pruner, "prune_ratio": ratio, "prune_seed": 7, "image_prune_ratio": 0.2}
     found = []
@@ -121,9 +117,7 @@ def test_an_image_that_keeps_nothing_is_looked_at_only_to_compare():
 @pytest.mark.parametrize("pruner", ["attention", "fastvid"])
 def test_equal_frames_are_looked_at_once_and_kept_apart(pruner):
     """A still scene: all 8 images are one, by content. The vision cache has it once, then once more for the next turn.
-
-    Catches: embeddings of the first place that are given to all, a run that never gets its repeated images.
-    """
+    Catches: embeddings of the first place that are given to all, a run that never gets its repeated images."""
     scores, embeddings = measured()
     still = embeddings[:SIZE].repeat(FRAMES, 1)
     line = Line(cache_bytes=2**16, model=SeeingModel(), pruner=pruner, prune_ratio=0.9)
@@ -145,11 +139,9 @@ def test_equal_frames_are_looked_at_once_and_kept_apart(pruner):
 
 @pytest.mark.parametrize("pruner", ["attention", "fastvid"])
 def test_a_run_beside_a_video_and_a_lone_image(pruner):
-    """A video, much text, an image, much text, a run: three budgets, and each choice from its own measurements.
-
-    What was watched is one record of three. Catches: scores or embeddings of one taken for another's, a run's that are
-    counted from the prompt's first item.
-    """
+    """A video, much text, an image, much text, a run: three budgets, and each choice from its own measurements. What
+    was watched is one record of three. Catches: scores or embeddings of one taken for another's, a run's that are
+    counted from the prompt's first item."""
     scores, embeddings = measured(1, num_frames=4 + 1 + FRAMES)
     sizes = [4 * SIZE, SIZE, FRAMES * SIZE]
     video, image, run = embeddings.split(sizes)

@@ -63,11 +63,9 @@ def test_a_run_of_images_is_heard_as_the_video_it_is(count, num_tokens, knobs, o
 
 @pytest.mark.parametrize("kind", [AttentionGuidance, HiddenStateGuidance])
 def test_all_frames_of_a_prompt_are_remembered(kind, monkeypatch):
-    """A prompt of 100 images is shown again from the cache: every image has its own scores, in order.
-
-    What is remembered stays below its bound, the oldest goes first. Catches: a bound by number that forgets a prompt's
-    first frames while it takes in its last; scores that are views of the whole prompt's.
-    """
+    """A prompt of 100 images is shown again from the cache: every image has its own scores, in order. What is
+    remembered stays below its bound, the oldest goes first. Catches: a bound by number that forgets a prompt's first
+    frames while it takes in its last; scores that are views of the whole prompt's."""
     guidance = make_guidance(kind, monkeypatch)
     guidance.reserve(1 << 20)
     hooks, arrival = in_list(guidance, on_draft_error="raise"), frames(100)

@@ -33,8 +33,7 @@ def live(hooks: TargetHooks) -> None:
 @pytest.mark.parametrize("step", fakes.LIFE)
 def test_an_exception_in_one_is_paid_by_that_one(step, monkeypatch):
     """Catches: a guard that is missing, that stops at the first failure, or that lets the others pay; an end of a
-    request that some hook is not told of.
-    """
+    request that some hook is not told of."""
     logged: list[str] = []
     logger = SimpleNamespace(error=lambda *args, **_: logged.append(args[0] % args[1:]))
     monkeypatch.setattr("vllm_vidspec.engine.hooks.guarded.logger", logger)

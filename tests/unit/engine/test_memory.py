@@ -75,10 +75,8 @@ def test_a_pool_holds_the_pruned_copy_of_what_the_target_holds(plan, pair, max_m
 
 
 def test_the_least_of_a_pool_and_its_bound(plan):
-    """By hand, of a pair whose draft is small beside its target: the share falls below what one request needs.
-
-    Catches: a draft that no text fits into; a least that takes more than its bound; a least above the longest context.
-    """
+    """By hand, of a pair whose draft is small beside its target: the share falls below what one request needs. Catches:
+    a draft that no text fits into; a least that takes more than its bound; a least above the longest context."""
     target, draft = 100 * 1024, 1024
     available = 2 * GIB
     share = by_share(target, draft, available)
@@ -98,9 +96,7 @@ def test_the_least_of_a_pool_and_its_bound(plan):
 
 def test_what_is_asked_for_is_given(plan):
     """`draft_kv_bytes` and `draft_kv_fraction` know no least, and no pool is larger than all requests at their longest.
-
-    Catches: a knob that no longer means what it says.
-    """
+    Catches: a knob that no longer means what it says."""
     target, draft, available = QWEN25_32B, QWEN25_7B, 10 * GIB
     assert plan(target, draft, 128_000, available, draft_kv_bytes=5_000_000).pool_bytes == 5_000_000
     assert plan(target, draft, 128_000, available, draft_kv_fraction=0.25).pool_bytes == available // 4
@@ -124,9 +120,7 @@ def test_what_is_asked_for_is_given(plan):
 )
 def test_tables_that_no_profile_has_seen_are_taken_out_as_well(plan, monkeypatch, knobs, width):
     """The bound, against the tensors of the real buffers, for sizes at which they count; `width` as policies have it.
-
-    Catches: tables of a long context and of many rows beside a KV cache that has all memory left.
-    """
+    Catches: tables of a long context and of many rows beside a KV cache that has all memory left."""
     monkeypatch.setattr(kv_module, "StagedWriteTensor", StagedWrites)
     rows, max_model_len, hidden = 64, 65_536, 2048
     model = SimpleNamespace(
@@ -166,9 +160,8 @@ class Taken(TorchDispatchMode):
     ("num_reqs", "num_drafts", "num_tokens", "rows"), [(1024, 5, 8192, 6144), (256, 25, 2048, 2048), (4, 5, 2048, 24)]
 )
 def test_the_profile_has_the_logits_of_a_verify_step(monkeypatch, num_reqs, num_drafts, num_tokens, rows):
-    """K + 1 rows of each request, at most a step's tokens, and the chunk in which parameters are applied; nothing of
-    it on a CPU. Catches: 1.9 GB of logits that no memory profile has seen.
-    """
+    """K + 1 rows of each request, at most a step's tokens, and the chunk in which parameters are applied; nothing of it
+    on a CPU. Catches: 1.9 GB of logits that no memory profile has seen."""
     vocab_size, profiled = 152_064, []
     monkeypatch.setattr(GPUModelRunner, "_dummy_sampler_run", lambda self, hidden_states: profiled.append("vLLM's own"))
     runner = object.__new__(VidSpecModelRunner)

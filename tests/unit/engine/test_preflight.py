@@ -100,10 +100,8 @@ def test_what_the_draft_cannot_follow(spec, overrides, message):
 
 
 def test_a_draft_that_cannot_be_read_or_followed(tmp_path, monkeypatch):
-    """A Qwen2.5-VL whose patches or tokens differ is named with both values.
-
-    Catches: "Invalid repository ID" of a name that is right, and is not cached where there is no network.
-    """
+    """A Qwen2.5-VL whose patches or tokens differ is named with both values. Catches: "Invalid repository ID" of a name
+    that is right, and is not cached where there is no network."""
     assert refusal({"model": str(tmp_path / "none")}).startswith("the draft model's path does not exist")
     draft = pairs.Path(pairs.checkpoint(FAMILY, "draft"))
     shutil.copy(draft / "tokenizer.json", tmp_path)

@@ -111,11 +111,9 @@ def test_wrong_numbers_are_refused(world, most):
 
 
 def test_a_draft_that_fails_too_often_rests(world):
-    """Three failures within a minute: off for the cool-down, then on, and three more are needed again.
-
-    Catches: failures that are too long ago, or that came while it was off, counted; a switch that stays off, or forgets
-    what the operator has asked for.
-    """
+    """Three failures within a minute: off for the cool-down, then on, and three more are needed again. Catches:
+    failures that are too long ago, or that came while it was off, counted; a switch that stays off, or forgets what the
+    operator has asked for."""
     it = world(max_draft_failures=3, failure_window_s=60.0, cooldown_s=30.0)
     fail = lambda count: it.file.add("draft_failures", count)  # noqa: E731
     fail(2)

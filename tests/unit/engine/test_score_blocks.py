@@ -135,9 +135,7 @@ def test_blocks_cover_every_row_once(monkeypatch):
 @pytest.mark.parametrize(("drafter", "width"), [(ChainDrafter, 1), (TreeDrafter, WIDTH)])
 def test_memory_of_a_large_batch(monkeypatch, drafter, width):
     """1,024 requests, 152,064 tokens: at most three times the stated bytes at once; in one piece it would be gigabytes.
-
-    Counted on meta tensors, which have sizes and no memory. Catches: scores of a whole batch, blocks kept alive.
-    """
+    Counted on meta tensors, which have sizes and no memory. Catches: scores of a whole batch, blocks kept alive."""
     args = (drafter, NUM_REQS, width, "meta", VOCAB_SIZE, torch.bfloat16)
     with LiveBytes() as bounded:
         draft(*args)

@@ -20,10 +20,8 @@ MARKERS = 2  # text between items, unless a number says otherwise
 
 
 def prompt(*shown: TokenGrid | int) -> tuple[list[int], list[Any]]:
-    """Return ids and features of a prompt: grids are items, of one frame images; numbers are tokens of text.
-
-    Before each item there are `MARKERS` tokens, unless there is a number; the prompt ends with three.
-    """
+    """Return ids and features of a prompt: grids are items, of one frame images; numbers are tokens of text. Before
+    each item there are `MARKERS` tokens, unless there is a number; the prompt ends with three."""
     token_ids: list[int] = []
     features = []
     after_item = True
@@ -108,10 +106,8 @@ def test_a_video_of_one_frame_is_no_image(place):
 
 
 def test_text_within_an_item_is_not_between_items():
-    """Separators inside an item's range are text of its own: the next begins behind the last embedding.
-
-    Catches: a distance that is taken from an item's offset or first embedding.
-    """
+    """Separators inside an item's range are text of its own: the next begins behind the last embedding. Catches: a
+    distance that is taken from an item's offset or first embedding."""
     token_ids, features = prompt(*[SMALL] * 4)
     place = features[0].mm_position
     place.is_embed = torch.tensor([True] * 3 + [False] * 3)
@@ -136,10 +132,8 @@ def test_text_within_an_item_is_not_between_items():
 
 
 def test_a_run_has_one_budget_at_the_ratio_of_videos():
-    """Seven frames, a lone image of their size behind much text, a video: 0.9, 0.5 and 0.9 of them go.
-
-    Catches: budgets that are rounded down image by image, a run at the images' ratio, a lone image at the videos'.
-    """
+    """Seven frames, a lone image of their size behind much text, a video: 0.9, 0.5 and 0.9 of them go. Catches: budgets
+    that are rounded down image by image, a run at the images' ratio, a lone image at the videos'."""
     shown = [*[SMALL] * 7, 40, SMALL, VIDEO]
     knobs = {"ratio": 0.9, "image_ratio": 0.5}
     run, image, video = plan(*shown, **knobs).units
@@ -166,11 +160,9 @@ def test_run_grids():
 
 @given(st.integers(2, 9), st.integers(1, 7), st.integers(0, 3), st.data())
 def test_a_choice_is_split_and_merged_again(num_images, size, first, data):
-    """Whatever is kept, also nothing of some images; what is joined is in the order of the prompt.
-
-    Mutations seen to fail: parts that keep the run's own numbers, bounds on the wrong side of an image's first token,
-    items joined from the prompt's first on.
-    """
+    """Whatever is kept, also nothing of some images; what is joined is in the order of the prompt. Mutations seen to
+    fail: parts that keep the run's own numbers, bounds on the wrong side of an image's first token, items joined from
+    the prompt's first on."""
     num_tokens = num_images * size
     kept = torch.tensor(sorted(data.draw(st.sets(st.integers(0, num_tokens - 1)))), dtype=torch.int64)
     unit = PruneUnit(range(first, first + num_images), TokenGrid(num_images, 1, size), len(kept))

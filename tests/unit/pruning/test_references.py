@@ -173,10 +173,9 @@ def check_reference(name, inputs):
 @given(data=st.data())
 def test_the_choice_is_the_reference(name, data):
     """Catches, Top-K: ties to a higher index, negative scores dropped, a threshold or an epsilon on absolute scores, a
-    sort that walks memory. SpecVLM: any departure from eq. 6 and 7, at exact ties with the threshold. Temporal:
-    the wrong reference frame or position, ties by rounding, an epsilon beside the norm, squares that leave float32's
-    range, similarities rounded to the features' dtype, an item without anything to compare cut to its first tokens.
-    """
+    sort that walks memory. SpecVLM: any departure from eq. 6 and 7, at exact ties with the threshold. Temporal: the
+    wrong reference frame or position, ties by rounding, an epsilon beside the norm, squares that leave float32's range,
+    similarities rounded to the features' dtype, an item without anything to compare cut to its first tokens."""
     check_reference(name, data.draw(REFERENCES[name][1]))
 
 
@@ -279,9 +278,7 @@ MUTATIONS = [
 @pytest.mark.parametrize(("name", "part", "wrong", "inputs"), MUTATIONS)
 def test_mutations(monkeypatch, name, part, wrong, inputs):
     """Mutations: stage I one off, or strict; the most similar kept, the next position's reference, the dot product.
-
-    Each seen to fail `check_reference`.
-    """
+    Each seen to fail `check_reference`."""
     check_reference(name, inputs)
     monkeypatch.setattr(guided if part == "top_p_size" else temporal, part, wrong)
     with pytest.raises(AssertionError):
