@@ -81,19 +81,14 @@ def test_what_was_learned_is_kept():
     assert [later.choose() for _ in range(3)] == [4, 4, 4]  # what is new is tried first
 
 
+ARM = {"pruner": "uniform", "ratio": 0.9}
+
+
 @pytest.mark.parametrize(
     "state",
     [
-        None,
-        3,
-        {"a": 1},
-        [{}],
-        [{"pruner": "uniform"}],
-        [{"pruner": "uniform", "ratio": "much"}],
-        [{"pruner": "uniform", "ratio": 0.9, "weight": float("nan")}],
-        [{"pruner": "uniform", "ratio": 0.9, "weight": -1}],
-        [{"pruner": "uniform", "ratio": 0.9, "weight": "7"}],
-        [{"pruner": "uniform", "ratio": 0.9, "surprise": 1}],
+        *(None, 3, {"a": 1}, [{}], [{"pruner": "uniform"}], [ARM | {"ratio": "much"}], [ARM | {"surprise": 1}]),
+        *([ARM | {"weight": weight}] for weight in (float("nan"), -1, "7")),
     ],
 )
 def test_what_was_not_learned_is_refused(state):

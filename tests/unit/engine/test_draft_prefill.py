@@ -152,19 +152,6 @@ def test_text_that_is_longer_than_a_step_is_read_at_once_when_its_turn_comes():
     assert [value for value, _ in line.kv_of(1, 165)] == [1.0] * 64 + [float(i) for i in range(101)]
 
 
-def test_the_tower_has_a_budget_of_its_own():
-    """Clips of 60, 60 and 150 tokens at 100 a step: one each step, the last alone though it is larger. Text behind them
-    does not wait for the tower."""
-    line = Line(prune_ratio=0.9)
-    for row, length in enumerate((60, 60, 150)):
-        line.add(row, [999] * length + [1] * 2, (clip(f"c{row}", 0, length),))
-    line.add(3, [1] * 20)
-    bounds = {0: 63, 1: 63, 2: 153, 3: 21}
-    ready = [line.step({row: bound + i for row, bound in bounds.items()}).ready for i in range(3)]
-    assert line.model.encoded == [["c0"], ["c1"], ["c2"]]
-    assert ready == [[0, 3], [1], [2]]
-
-
 def test_nobody_is_looked_at_before_the_language_model_can_read_it():
     """Catches: embeddings of a whole line of requests held at once."""
     line = Line(cache_bytes=2**16)

@@ -7,7 +7,7 @@ from vllm.config.compilation import CUDAGraphMode
 
 from tests.unit.engine.fakes import CPU
 from vllm_vidspec.engine.draft import graphs as draft_graphs
-from vllm_vidspec.engine.draft.graphs import DraftGraphs, batch_sizes, mode_of_draft, part
+from vllm_vidspec.engine.draft.graphs import DraftGraphs, batch_sizes, mode_of_draft
 
 
 @pytest.mark.parametrize(
@@ -35,15 +35,6 @@ class Recorded(DraftGraphs):
             patch.setattr(draft_graphs.CudaGraphManager, "__init__", init)
             config = SimpleNamespace(compilation_config=compilation)
             super().__init__(config, CPU, mode, max_num_reqs, mostly_processed)
-
-    def capture(self, create_forward_fn, progress_bar_desc=""):
-        for key in self._capture_descs[CUDAGraphMode.FULL]:
-            for warmup in (True, False):
-                create_forward_fn(key, warmup)(CUDAGraphMode.NONE)
-            self.graphs[key] = True
-
-    def run_fullgraph(self, desc):
-        self.replayed.append(desc.name)
 
 
 def test_a_step_is_padded_to_the_next_size_that_has_graphs():
@@ -74,26 +65,3 @@ def test_the_kind_that_nobody_asks_for_by_default_has_few_sizes(mostly_processed
     assert usual == [1, 2, 4, 8, 16, 24, 32, 48, 64, 88, 120] and other == [1, 4, 16, 64, 120]
     assert [graphs.size_for(n, 2, not mostly_processed) for n in (1, 2, 5, 17, 65, 121)] == [1, 4, 16, 64, 120, 121]
     assert graphs.size_for(5, 2, mostly_processed) == 8
-
-
-def test_a_part_runs_by_its_graph_and_inside_a_capture_as_itself():
-    """Catches: a replay under capture, which CUDA refuses, and a part that is captured for another size."""
-    graphs, ran = Recorded(), []
-
-    def inner() -> None:
-        ran.append("inner")
-
-    def outer() -> None:
-        ran.append("outer")
-        assert not graphs.run(part("inner", 2), inner)
-
-    parts = {part("inner", 2): inner, part("outer", 2): outer}
-    graphs.capture_parts(parts, parts.__getitem__)
-    assert ran.count("inner") == 4
-    assert not graphs.replayed
-
-    ran.clear()
-    assert graphs.run(part("outer", 2), outer)
-    assert not graphs.run(part("outer", 4), lambda: ran.append("larger"))
-    assert graphs.replayed == ["outer"]
-    assert ran == ["larger"]

@@ -16,8 +16,6 @@ from vllm_vidspec.engine.requests import RequestRows
 from vllm_vidspec.engine.tree_attention import TreeAttention
 from vllm_vidspec.errors import VidSpecError
 
-# ---- the list -------------------------------------------------------------------------------------------------------
-
 
 def live(hooks: TargetHooks) -> None:
     """Let a request come, be seen in a forward, and go, as the table of requests tells it."""
@@ -71,9 +69,6 @@ def test_memory_is_asked_for_by_turns_and_refusals_are_not_survived():
             failing.init_kv(None)
 
 
-# ---- the video's states ---------------------------------------------------------------------------------------------
-
-
 def test_the_store_drops_what_nobody_uses_the_oldest_first():
     """Catches: an item in use that is dropped, one that a strict request drops, the wrong one of two."""
     store = StateStore(HIDDEN, torch.float32, 256, NUM_ROWS, CPU, fakes.GROUP)
@@ -100,9 +95,6 @@ def test_the_store_drops_what_nobody_uses_the_oldest_first():
     twin = store.make(b"c", 4, may_drop=True)  # two prompts of one video side by side: the first to end is kept
     twin.observed[:] = True
     assert store.publish(twin) is items[2] and items[2].users == 2 and store._free == twin.blocks
-
-
-# ---- trees ----------------------------------------------------------------------------------------------------------
 
 
 def make_trees(requests: RequestRows) -> TargetTrees:

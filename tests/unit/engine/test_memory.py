@@ -36,13 +36,9 @@ def plan(monkeypatch):
             scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
         )
         model = SimpleNamespace(
-            block_size=BLOCK,
-            bytes_per_block=BLOCK * draft,
-            config=SimpleNamespace(kv_bytes=draft),
-            hidden_size=0,
-            dtype=torch.bfloat16,
-            device=torch.device("cpu"),
-        )
+            block_size=BLOCK, bytes_per_block=BLOCK * draft, config=SimpleNamespace(kv_bytes=draft), hidden_size=0,
+            dtype=torch.bfloat16, device=torch.device("cpu"),
+        )  # fmt: skip
         if not tables:
             monkeypatch.setattr(memory, "table_bytes", lambda *_: 0)
         return DraftMemory.plan(make_knobs(**knobs).current, vllm_config, model, available)
@@ -54,24 +50,16 @@ def by_share(target, draft, available, share=0.3):  # of images a fifth is kept,
     return int(available * share * draft / (target + share * draft))
 
 
-@pytest.mark.parametrize(
-    ("pair", "max_model_len", "available"),
-    [
-        ((QWEN25_32B, QWEN25_7B), 128_000, 45 * GIB),  # one H200
-        ((QWEN3_30B_A3B, QWEN3_4B), 262_144, 30 * GIB),  # fp8 weights on 80 GB: an unpruned request takes 36 GiB
-        ((QWEN3_30B_A3B, QWEN3_4B), 262_144, 60 * GIB),
-    ],
-)
-def test_a_pool_holds_the_pruned_copy_of_what_the_target_holds(plan, pair, max_model_len, available):
-    """Catches: a pool of one unpruned request of the longest context, which nobody sends and which a target that
-    vanilla starts with has no room beside."""
-    target, draft = pair
-    pool = plan(target, draft, max_model_len, available).pool_bytes
-    assert pool == by_share(target, draft, available)
-    num_target = (available - pool) / target
-    assert pool / draft == pytest.approx(0.3 * num_target, rel=1e-3)
-    if num_target >= max_model_len:  # then a pruned request of the longest context fits
-        assert pool / draft > 0.3 * max_model_len
+def test_a_pool_holds_the_pruned_copy_of_what_the_target_holds(plan):
+    """One H200; fp8 weights on 80 GB, where an unpruned request takes 36 GiB. Catches: a pool of one unpruned request
+    of the longest context, which nobody sends and which a target that vanilla starts with has no room beside."""
+    for pair, max_model_len, available in (
+        ((QWEN25_32B, QWEN25_7B), 128_000, 45 * GIB),
+        ((QWEN3_30B_A3B, QWEN3_4B), 262_144, 30 * GIB),
+    ):
+        pool = plan(*pair, max_model_len, available).pool_bytes
+        assert pool == by_share(*pair, available)
+        assert pool / pair[1] == pytest.approx(0.3 * (available - pool) / pair[0], rel=1e-3)
 
 
 def test_the_least_of_a_pool_and_its_bound(plan):

@@ -1,7 +1,5 @@
 """RequestRows and Knobs: every table hears of both ends of a request, once; every part reads the same knobs."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -10,19 +8,6 @@ from tests.unit.engine.fakes import CPU, make_knobs, new_request
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.requests import Phase, RequestRows
 from vllm_vidspec.errors import VidSpecError
-
-
-def test_a_row_that_any_table_holds_is_held():
-    """Catches: a leak in one table that the others hide, a row counted once for each table."""
-    requests, tables = RequestRows(3, CPU), [{1: "prompt", 2: "scores"}, {2: "states"}, {}]
-    requests.register(
-        *(SimpleNamespace(active_rows=table.keys, remove=lambda row, t=table: t.pop(row, None)) for table in tables)
-    )
-    assert requests.num_active() == 2
-    requests.remove(2)
-    assert requests.num_active() == 1
-    requests.remove(1)
-    assert requests.num_active() == 0
 
 
 def test_a_step_without_news_uploads_nothing(monkeypatch):

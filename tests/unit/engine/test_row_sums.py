@@ -74,15 +74,3 @@ def test_where_there_is_none_the_kernel_finds_it(backend, layer, calls):
     """Another variant to compile, rows in an order of their own, attention in parts, another backend: no LSE."""
     assert run(make_layer(backend, **layer))[1] is None
     assert backend.calls == calls
-
-
-def test_who_does_not_listen_gets_what_it_asks_for(backend):
-    """Catches: a patch of the module that every other attention pays for, or that is put on twice."""
-    for _ in range(2):
-        run(make_layer(backend))
-    assert backend.calls == [True, True]
-    query = torch.ones(2, NUM_HEADS, HEAD_SIZE)
-    arguments = {"q": query, "k": None, "v": None, "max_seqlen_q": 2, "out": torch.empty_like(query)}
-    assert torch.equal(backend.flash_attn_varlen_func(**arguments), query)
-    assert len(backend.flash_attn_varlen_func(**arguments, return_softmax_lse=True)) == 2
-    assert backend.calls == [True, True, False, True]

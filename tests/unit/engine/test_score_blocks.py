@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.unit.drafting.fake_draft import candidates
 from vllm_vidspec.engine.draft import score_blocks
 from vllm_vidspec.engine.draft.chains import ChainDrafter
-from vllm_vidspec.engine.draft.score_blocks import SCORE_BYTES, blocks
+from vllm_vidspec.engine.draft.score_blocks import SCORE_BYTES
 from vllm_vidspec.engine.draft.trees import TreeDrafter
 
 NUM_REQS, WIDTH, VOCAB_SIZE, HIDDEN_SIZE = 1024, 8, 152_064, 16
@@ -121,15 +121,6 @@ def test_blocks_change_nothing(monkeypatch, drafter, width, rows_per_block):
     whole = draft(*args)
     monkeypatch.setattr(score_blocks, "SCORE_BYTES", rows_per_block * 4 * 50)
     assert all(torch.equal(a, b) for a, b in zip(draft(*args), whole, strict=True))
-
-
-def test_blocks_cover_every_row_once(monkeypatch):
-    """Catches: an empty block, a row twice, a vocabulary too large for one block."""
-    monkeypatch.setattr(score_blocks, "SCORE_BYTES", 100)
-    for num_rows, vocab_size, expected in ((1, 1000, 1), (3, 1000, 3), (5, 5, 1), (6, 5, 2)):
-        found = blocks(num_rows, vocab_size)
-        assert [row for block in found for row in range(block.start, block.stop)] == list(range(num_rows))
-        assert len(found) == expected
 
 
 @pytest.mark.parametrize(("drafter", "width"), [(ChainDrafter, 1), (TreeDrafter, WIDTH)])

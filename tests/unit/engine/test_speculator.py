@@ -58,7 +58,7 @@ class World:
         for row in range(NUM_ROWS):
             self.requests.add(new_request(row, ""))
 
-    def propose(self, rows: list[int], num_drafts: list[int] | None = None, computed: int = PROMPT_LEN) -> list[list]:
+    def propose(self, rows: list[int], num_drafts: list[int] | None = None) -> list[list]:
         """Run the loop after a step of these rows; `num_drafts` were verified, real ones or placeholders."""
         idx_mapping_np, drafts = np.array(rows), None if num_drafts is None else np.array(num_drafts)
         batch = SimpleNamespace(
@@ -67,7 +67,7 @@ class World:
             idx_mapping=torch.from_numpy(idx_mapping_np),
             idx_mapping_np=idx_mapping_np,
             num_draft_tokens_per_req=drafts,
-            num_computed_tokens_np=np.full(len(rows), computed - 1),
+            num_computed_tokens_np=np.full(len(rows), PROMPT_LEN - 1),
             num_scheduled_tokens=1 + (0 if drafts is None else drafts),
             prefill_len_np=np.full(len(rows), PROMPT_LEN),
             seq_lens_cpu_upper_bound=torch.full((len(rows),), PROMPT_LEN + 1),
@@ -132,12 +132,7 @@ def test_who_finds_no_room_for_its_prompt_tries_again():
     world = World()
     world.drafter.add.side_effect = lambda message, bound: Admission.FULL if message.req_state_idx else 1
     assert world.propose([0, 1, 3]) == [[1] * K, [0] * K, [0] * K]
-    assert world.requests.phase.tolist() == [
-        Phase.DRAFTING,
-        Phase.WAITING_FOR_BLOCKS,
-        Phase.UNSEEN,
-        Phase.WAITING_FOR_BLOCKS,
-    ]
+    assert world.requests.phase.tolist() == [Phase.DRAFTING, waiting := Phase.WAITING_FOR_BLOCKS, Phase.UNSEEN, waiting]
     assert [call.args[0] for call in world.counters.skip.call_args_list] == ["pool_full"] * 2
     world.propose([0, 1, 3])
     assert world.drafter.add.call_count == 3, "no block has come free"

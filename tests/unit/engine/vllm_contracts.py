@@ -12,36 +12,20 @@ ATTENTION_FORWARD = "self layer query key value kv_cache attn_metadata output"
 _RUNNER, _WORKER = f"{GPU}.model_runner:GPUModelRunner", "vllm.v1.worker.gpu_worker:Worker"
 _OPENAI = "vllm.entrypoints.openai"
 
-# Functions and the parameters that we give, take or check, in this order.
+# Functions and the parameters that we give or take, in this order; what `engine/compat` patches it checks itself.
 FUNCTIONS = {
     "vllm.engine.arg_utils:EngineArgs.create_engine_config": "self usage_context",
-    "vllm.config.speculative:SpeculativeConfig.verify_equal_vocab_size_if_draft_model": "self",
     "vllm.config.vllm:VllmConfig.get_quantization_config": "model_config load_config",
     "vllm.sampling_params:SamplingParams._validate_spec_decode": "self speculative_config",
     "vllm.v1.engine.output_processor:RequestState._new_completion_output": "self token_ids finish_reason stop_reason",
     f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.create_chat_completion": "self request raw_request",
     f"{_OPENAI}.completion.serving:OpenAIServingCompletion.create_completion": "self request raw_request",
     f"{_OPENAI}.responses.serving:OpenAIServingResponses.create_responses": "self request raw_request",
-    f"{_OPENAI}.chat_completion.protocol:ChatCompletionRequest.to_sampling_params": "self",
-    f"{_OPENAI}.completion.protocol:CompletionRequest.to_sampling_params": "self",
-    f"{_OPENAI}.responses.protocol:ResponsesRequest.to_sampling_params": "self",
     # The worker and the runner
     f"{_WORKER}._maybe_get_memory_pool_context": "self tag",
-    f"{GPU}.model_states.default:DefaultModelState.prepare_inputs": "self input_batch req_states",
-    f"{GPU}.model_states.default:DefaultModelState.prepare_dummy_inputs": "self num_reqs num_tokens",
-    f"{GPU}.model_states.default:DefaultModelState.prepare_attn": (
-        "self input_batch cudagraph_mode block_tables slot_mappings for_capture"
-    ),
-    f"{GPU}.mm.encoder_runner:EncoderRunner.prepare_mm_inputs": "self scheduled_encoder_inputs",
     # The scheduler
-    "vllm.v1.core.sched.scheduler:Scheduler.__init__": "self vllm_config",
-    "vllm.v1.core.sched.scheduler:Scheduler.add_request": "self request",
-    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": "self scheduler_output model_runner_output",
-    "vllm.v1.core.sched.scheduler:Scheduler.shutdown": "self",
-    "vllm.v1.engine.core:EngineCore.collective_rpc": "self method timeout args kwargs",
     "vllm.plugins.endpoint_plugins.interface:EndpointPlugin.attach_router": "self app",
     "vllm.plugins.endpoint_plugins.interface:EndpointPlugin.init_state": "self engine_client state args",
-    "vllm.v1.core.sched.output:NewRequestData.from_request": "request block_ids",
     "vllm.v1.core.sched.output:strip_covered_mm_data": "mm_features num_computed_tokens uses_mrope",
     # Attention
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward": ATTENTION_FORWARD,
@@ -57,7 +41,6 @@ FUNCTIONS = {
     ),
     f"{GPU}.sample.sampler:Sampler.sample": f"{LOGITS_ROWS} return_logprobs",
     f"{GPU}.sample.sampler:Sampler.apply_sampling_params": LOGITS_ROWS,
-    f"{GPU}.sample.penalties:PenaltiesState.apply": "self logits ctx",
     "vllm.config.model:ModelConfig.get_diff_sampling_param": "self",
     f"{GPU}.sample.sampler:Sampler._sample_random": (
         "self processed_logits expanded_idx_mapping pos top_k top_p use_fused_sampler"

@@ -38,15 +38,6 @@ def test_a_drafter_that_never_errs_is_never_cut():
     assert streams.text[0, : len(pair.requests[0].text)].tolist() == pair.requests[0].text
 
 
-def test_the_draft_of_a_slow_target_waits():
-    """No stream is further ahead than it may be, and nothing is drawn that cannot be kept."""
-    pair = Pair(errs=0)
-    pair.add(0, PROMPT)
-    pair.turn(50)
-    assert pair.tables.end[0] - len(PROMPT) == pairs.SIZES.max_ahead
-    assert pair.rank.num_draws == pairs.SIZES.max_ahead
-
-
 def test_a_stream_goes_on_until_something_else_is_said():
     """A draw follows the last one on the device, until a stream is cut, or others draw: then it begins once more."""
     pair = Pair(errs=0)
