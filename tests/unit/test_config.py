@@ -26,13 +26,6 @@ def refused(**changes) -> str:
     return message
 
 
-def test_the_smallest_configuration():
-    """Flat names, defaults and ranges are those of docs/configuration.md, which is held current (tests/tools)."""
-    config, passed = parse_config(GOOD)
-    assert passed == {} and (config.model, config.num_speculative_tokens) == ("draft", 5)
-    assert not config.is_self_draft and not config.is_parallel
-
-
 def test_parallel_drafting_is_of_chains():
     """Catches: a tree that is accepted and then streamed; cores that are read off by one."""
     config = parsed(parallel={"device": "cuda:2", "cpu_cores": "1,4-6"})
@@ -233,15 +226,6 @@ def test_ratio_for(changes, video, image):
     """Catches: an image ratio of 0.0 taken for unset, image and video exchanged, `none` that prunes."""
     config = parsed(**changes)
     assert (config.prune.ratio_for("video"), config.prune.ratio_for("image")) == (video, image)
-
-
-def test_summary():
-    """Catches: a start-up line that breaks, or leaves out a value that is set, or shows one that is not."""
-    summary = parsed(draft_kv_bytes=4096).summary()
-    assert "\n" not in summary
-    for part in ("model=draft", "num_speculative_tokens=5", "prune_ratio=0.9", "pruner=specvlm", "draft_kv_bytes=4096"):
-        assert part in summary.split()
-    assert "None" not in summary and "draft_kv_fraction" not in summary
 
 
 def test_calibration_replaces_defaults_only(tmp_path):

@@ -37,9 +37,6 @@ def printed_by(*lines: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-# --- the file ---
-
-
 def test_add_set_values(file):
     assert file.values() == dict.fromkeys(NAMES, 0)
     file.add("drafts")
@@ -120,9 +117,6 @@ def test_values_that_belong_together_are_read_together(file, monkeypatch):
     assert reader.values()["drafts"] == file.values()["drafts"]
 
 
-# --- figures ---
-
-
 def test_figures():
     """A difference keeps gauges; what is summed up is by hand, and nothing of nothing."""
     before, after = dict.fromkeys(NAMES, 5), dict.fromkeys(NAMES, 9)
@@ -146,9 +140,6 @@ def test_figures():
     }
     empty = summarize(dict.fromkeys(NAMES, 0))
     assert empty["acceptance_length"] is empty["acceptance_rate"] is None
-
-
-# --- Prometheus ---
 
 
 @pytest.fixture
@@ -230,9 +221,6 @@ def test_histogram_of_acceptance_lengths(file, sample):
     assert mean == summarize(file.values())["acceptance_length"] == 2.5
 
 
-# --- several files ---
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A temporary directory of the test's own."""
@@ -255,9 +243,6 @@ def test_leftovers_are_swept_and_held_files_stay(folder):
     assert running.refusal() is mine.refusal() is mine.request("r") is None
     del worker
     assert sweep() == [metrics.path_for("outlived")]
-
-
-# --- in a folder that is everybody's ---
 
 
 def plant(path: Path, kind: str, victim: Path) -> None:

@@ -54,9 +54,6 @@ def check_static(policy, paths, row, draft, fed):
     )
 
 
-# --- SpecVLM's tree ---
-
-
 def test_specvlm_is_the_published_tree():
     """Catches: a path lost or mistyped, a forward more or less, a frontier of another size; another order of nodes than
     the greedy path, then by depth, then by path."""
@@ -72,9 +69,6 @@ def test_specvlm_is_the_published_tree():
     order = ["".join(map(str, path)) for path in policy.topology.paths]
     greedy = ["0", "00", "000", "0000", "00000"]
     assert order == greedy + [path for level in PUBLISHED for path in level if path not in greedy]
-
-
-# --- any tree, any budget, any batch ---
 
 
 @quick
@@ -123,9 +117,6 @@ def test_buffers_wider_or_narrower_than_the_topology(max_nodes):
     assert len(policy.topology.paths) == min(max_nodes, 25)
 
 
-# --- users' paths ---
-
-
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
@@ -157,9 +148,6 @@ def test_wrong_paths_are_one_clear_line(paths, message):
         StaticTree(1, "cpu", paths)
 
 
-# --- tables ---
-
-
 @pytest.mark.parametrize("max_nodes", [1, 2, 5, 63, 64])
 def test_tables_of_a_chain(max_nodes):
     """Catches: a table without the root, a mask without the node itself, node 64's bit lost in the sign."""
@@ -174,9 +162,6 @@ def test_a_tree_has_1_to_64_nodes(max_nodes):
     """Catches: more nodes than a mask has bits."""
     with pytest.raises(AssertionError, match=r"\[1, 64\]"):
         DraftTree(1, max_nodes, "cpu")
-
-
-# --- mutations ---
 
 
 def by_depth(paths):

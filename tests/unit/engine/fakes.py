@@ -41,16 +41,6 @@ class Counts(dict):
         self.setdefault("why", []).append(detail)
 
 
-class Calls(list):
-    """Remembers the names of the methods that were called on it, with their arguments."""
-
-    def __getattr__(self, name):
-        return lambda *arguments: self.append((name, *arguments))
-
-    def remove(self, *arguments):  # a list has one of its own
-        self.append(("remove", *arguments))
-
-
 class Recorder(TargetHook):
     """Remembers what it hears, fails where it is told to, and counts what that costs."""
 

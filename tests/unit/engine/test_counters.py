@@ -210,9 +210,6 @@ def test_a_response_never_fails_for_its_figures(server, monkeypatch):
     assert len(said) == 1
 
 
-# ---- warm-up ---------------------------------------------------------------------------------------------------------
-
-
 class _Base:
     def compile_or_warm_up_model(self):
         return self.step(self.model_runner.counters)
@@ -256,9 +253,6 @@ def test_vllms_warm_up_leaves_no_trace(server):
     gained = metrics.difference(before, server_counters._current[0].values())
     assert (gained["drafts"], gained["accepted_tokens"], gained["skipped_pool_full"]) == (1, 1, 1)
     assert server_counters._current.request("user")["exact"] == 1 and len(server.said) == 1
-
-
-# ---- why an engine did not start -------------------------------------------------------------------------------------
 
 
 def test_a_workers_refusal_reaches_the_server(server):

@@ -20,9 +20,6 @@ MAX_LEN = 1024
 BLOCK = 16
 
 
-# ---- a draft that writes down what it is shown -----------------------------------------------------------------------
-
-
 class NotingModel:
     """Stands in for `DraftModel`: an embedding is its token's id; a forward notes what lands in which KV slot."""
 
@@ -103,9 +100,6 @@ def clip(name: str, offset: int, length: int, shade: float = 0.0, **data: Any) -
     return SimpleNamespace(
         modality="video", identifier=name, mm_hash=name, data=pixels, mm_position=place, shade=float(shade)
     )
-
-
-# ---- bounded work ----------------------------------------------------------------------------------------------------
 
 
 def test_pruned_prompts_go_on_where_the_full_one_would():

@@ -20,26 +20,6 @@ HALVES = [range(4), range(4, 8)]
 ROOM, NO_ROOM = 2**16, 0  # bytes for embeddings: of several videos, of none
 
 
-class CuttingModel(SeeingModel):
-    """A draft whose tower makes, of the frames that it is to look at, what a feature says they show."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frames: list[range | None] = []  # of each look, in order
-
-    def encode(self, features, frames):
-        NotingModel.encode(self, features, frames)
-        self.frames += frames
-        made = []
-        for feature, some in zip(features, frames, strict=True):
-            shows = feature.shows
-            if some is not None:
-                shows = shows[some.start * SIZE : some.stop * SIZE]
-            made.append(shows)
-        assert sum(map(len, made)) <= max(SIZE, self.max_encoder_tokens)
-        return made
-
-
 def cuttable(embeddings: torch.Tensor, name: str = "video") -> tuple[list[int], list[Any]]:
     """Return ids and features of a prompt of one video, with pixels where its grid says."""
     token_ids, features = as_video(embeddings)
@@ -50,7 +30,7 @@ def cuttable(embeddings: torch.Tensor, name: str = "video") -> tuple[list[int], 
 
 
 def line_of(cache_bytes: int = ROOM, model: NotingModel | None = None, **knobs: Any) -> Line:
-    return Line(cache_bytes, model or CuttingModel(), **{"pruner": "uniform", "prune_ratio": 0.5} | knobs)
+    return Line(cache_bytes, model or SeeingModel(), **{"pruner": "uniform", "prune_ratio": 0.5} | knobs)
 
 
 def shown_of(pruner: str, cache_bytes: int) -> tuple[list[range | None], list[tuple[int, int]]]:
@@ -68,7 +48,7 @@ def test_frames_of_several_steps_are_what_the_whole_would_be(pruner, cache_bytes
     """In the cache and beside one that has no room: the same tokens are kept, in order, at their places."""
     looks, kept = shown_of(pruner, cache_bytes)
     assert looks == HALVES
-    monkeypatch.setattr(CuttingModel, "max_encoder_tokens", 10_000)
+    monkeypatch.setattr(SeeingModel, "max_encoder_tokens", 10_000)
     assert shown_of(pruner, cache_bytes) == ([None], kept)
 
 
@@ -182,14 +162,12 @@ def test_what_cannot_be_cut_is_encoded_whole_and_counted(monkeypatch):
     image.shows = embeddings[: 5 * SIZE]
     image.mm_position.length = 5 * SIZE
     image.data["image_grid_thw"] = SimpleNamespace(data=torch.tensor([1, 8, 60]))
-    monkeypatch.setattr(CuttingModel, "encode", SeeingModel.encode)
     for row, some in enumerate(([image], as_video(embeddings)[1])):
         line.add(row, token_ids + [TEXT] * 100, some)
         read(line, row, len(token_ids) + 100)
         line.counted.update(visual_tokens_full=0, visual_tokens_kept=0)
     assert line.counted["draft_encoder_oversized"] == 2 and line.counted["draft_encoder_misses"] == 2
-    monkeypatch.undo()
-    monkeypatch.setattr(CuttingModel, "max_encoder_tokens", SIZE - 1)
+    monkeypatch.setattr(SeeingModel, "max_encoder_tokens", SIZE - 1)
     small = line_of()
     token_ids, features = cuttable(embeddings)
     small.add(0, token_ids, features)

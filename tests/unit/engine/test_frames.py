@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.unit.engine.fakes import HIDDEN
-from tests.unit.engine.test_draft_prefill import ENCODER_BUDGET, Line, NotingModel
+from tests.unit.engine.test_draft_prefill import Line, NotingModel
 from vllm_vidspec.names import PRUNERS
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, budget, get_pruner
 
@@ -19,7 +19,7 @@ TEXT = 5  # an id; no embedding's first column is an integer
 
 
 class SeeingModel(NotingModel):
-    """A Qwen draft whose tower makes what a feature says it shows."""
+    """A Qwen draft whose tower makes, of the frames that it is to look at, what a feature says they show."""
 
     hf_config = SimpleNamespace(
         model_type="qwen2_5_vl",
@@ -27,10 +27,17 @@ class SeeingModel(NotingModel):
         vision_config=SimpleNamespace(spatial_merge_size=2),
     )
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames: list[range | None] = []  # of each look, in order
+
     def encode(self, features, frames):
         super().encode(features, frames)
-        assert len(features) == 1 or sum(len(feature.shows) for feature in features) <= ENCODER_BUDGET
-        return [feature.shows for feature in features]
+        self.frames += frames
+        pairs = [(one.shows, some or range(len(one.shows))) for one, some in zip(features, frames, strict=True)]
+        made = [shows[some.start * SIZE : some.stop * SIZE] for shows, some in pairs]
+        assert frames == [None] or sum(map(len, made)) <= max(SIZE, self.max_encoder_tokens)
+        return made
 
 
 def measured(seed: int = 0, num_frames: int = FRAMES) -> tuple[torch.Tensor, torch.Tensor]:

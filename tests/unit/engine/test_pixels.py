@@ -13,8 +13,8 @@ from vllm.multimodal.inputs import (
 from vllm.platforms import current_platform
 
 from tests.unit.engine.fakes import CPU, Counts
-from tests.unit.engine.test_draft_vision import HALVES, CuttingModel, cuttable, line_of
-from tests.unit.engine.test_frames import FRAMES, SIZE, measured, read
+from tests.unit.engine.test_draft_vision import HALVES, cuttable, line_of
+from tests.unit.engine.test_frames import FRAMES, SIZE, SeeingModel, measured, read
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
 
 PATCHES = 4 * FRAMES * SIZE
@@ -73,7 +73,7 @@ def test_both_towers_get_one_copy_until_the_draft_has_seen_it():
     """In two parts: the copy of the one outlives the other's call, is right, and goes with the last part."""
     seen = []
 
-    class Model(CuttingModel):
+    class Model(SeeingModel):
         def encode(self, features, frames):
             seen.extend(feature.data for feature in features)
             return super().encode(features, frames)

@@ -78,9 +78,6 @@ def warnings(monkeypatch):
     return lambda: "\n".join(call.args[0] % call.args[1:] for call in warning.call_args_list)
 
 
-# ---- the switch ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("table", [None, [0, 6, 6, 3, 3, 0, 0, 0, 0]])
 def test_speculation_is_switched_off_and_on(world, table):
     """Catches: vLLM's own table lost, or exceeded; a gauge that says otherwise; None taken for 0."""
@@ -105,9 +102,6 @@ def test_wrong_numbers_are_refused(world, most):
     it, line = world(data_parallel=1 if most else 2), f"between 0 and {K} while" if most else "data-parallel"
     with pytest.raises(VidSpecError, match=line), it.side.retuned({"num_speculative_tokens": most}):
         pytest.fail("it was entered")
-
-
-# ---- failures --------------------------------------------------------------------------------------------------------
 
 
 def test_a_draft_that_fails_too_often_rests(world):
@@ -141,9 +135,6 @@ def test_a_draft_that_fails_too_often_rests(world):
     assert it.scheduler.dynamic_sd_lookup == [0] * 9 and it.file.value("cooldowns") == 2
     it.step({"a": 1}, num_drafts=0, seconds=31)
     assert it.scheduler.dynamic_sd_lookup == [2] * 9
-
-
-# ---- who is pruned how -----------------------------------------------------------------------------------------------
 
 
 def test_requests_are_given_ways(world, tmp_path):

@@ -75,9 +75,6 @@ SMALL_TOWER = {"model_type": "siglip_vision_model", "image_size": 56, "patch_siz
 NAMES = {qwen: "qwen2.5-vl", real_qwen: "qwen2.5-vl", llava: "llava-onevision", real_llava: "llava-onevision"}
 
 
-# --- which adapter ---
-
-
 @pytest.mark.parametrize(("make", "name"), NAMES.items())
 def test_adapter_for(make, name):
     """Catches: an architecture or model type that is not recognised, from configs with and without architectures."""
@@ -100,9 +97,6 @@ def test_unknown_family(config, shown):
         adapter_for(config)
     assert "supported: qwen2-vl, qwen2.5-vl, qwen3-vl, llava-onevision" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-# --- grids ---
 
 
 def video(*thw):
@@ -151,9 +145,6 @@ def test_grids(makers, changes, modality, data, num_tokens, grid):
     for make in makers:
         config = changed(make(), **changes)
         assert adapter_for(config).item_grid(modality, data, num_tokens, config) == grid
-
-
-# --- pairs ---
 
 
 @pytest.mark.parametrize(

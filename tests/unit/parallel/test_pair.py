@@ -131,9 +131,6 @@ TestEvents.settings = settings(
 )
 
 
-# ---- planted bugs ---------------------------------------------------------------------------------------------------
-
-
 def _scenario(errs: int = 3) -> None:
     """Two requests, one of which gives its row to another, with a drafter that now runs and now does not."""
     pair = Pair(errs)

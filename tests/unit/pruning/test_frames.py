@@ -1,4 +1,4 @@
-"""Images that are a video's frames: which of a prompt are, and what follows for budgets, positions and the choice."""
+"""Images that are a video's frames: which of a prompt are, and what follows; what a target has kept of a video."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ from vllm_vidspec.config import PruneKnobs
 from vllm_vidspec.pruning import TokenGrid, budget
 from vllm_vidspec.pruning.frames import MAX_TEXT_BETWEEN, PruneUnit, pruned_together, run_grid
 from vllm_vidspec.pruning.prompt import plan_prompt, prune
+from vllm_vidspec.pruning.sampled import kept_places
 
 SMALL, LARGE = TokenGrid(1, 2, 3), TokenGrid(1, 3, 4)
 TURNED, FLAT = TokenGrid(1, 3, 2), TokenGrid(1, 1, 6)  # as many tokens as SMALL
@@ -55,9 +56,6 @@ def places(*shown: TokenGrid | int, frames_as_video: str = "auto") -> list[int |
     """Return what is pruned together: items by number, runs by their first and last."""
     units = plan(*shown, frames_as_video=frames_as_video).units
     return [unit.places[0] if len(unit.places) == 1 else (unit.places[0], unit.places[-1]) for unit in units]
-
-
-# ---- what is a run ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -128,9 +126,6 @@ def test_text_within_an_item_is_not_between_items():
     assert found(MAX_TEXT_BETWEEN - 2) == 4  # and one of each later one's
 
 
-# ---- what follows ----------------------------------------------------------------------------------------------------
-
-
 def test_a_run_has_one_budget_at_the_ratio_of_videos():
     """Seven frames, a lone image of their size behind much text, a video: 0.9, 0.5 and 0.9 of them go. Catches: budgets
     that are rounded down image by image, a run at the images' ratio, a lone image at the videos'."""
@@ -188,3 +183,46 @@ def test_images_that_keep_nothing_leave_their_text(positions):
     assert pruned.media_at.tolist() == [4, 9]
     expected = [0, 1, 8, 9, 10, 16, 17, 24, 25, 31, 32, 33, 34] if positions == "original" else list(range(13))
     assert pruned.positions.tolist() == [expected] * 3
+
+
+GRID = TokenGrid(4, 3, 2)
+
+
+def positions_of(places: torch.Tensor, grid: TokenGrid, ticks_per_frame: float, start: int) -> torch.Tensor:
+    """Return what vLLM gives these places of a video that begins at a position."""
+    frames, spots = places // grid.tokens_per_frame, places % grid.tokens_per_frame
+    return start + torch.stack(((frames * ticks_per_frame).long(), spots // grid.width, spots % grid.width))
+
+
+@given(
+    st.sets(st.integers(GRID.tokens_per_frame, GRID.num_tokens - 1)),
+    st.sampled_from([1, 2, 2.5, 50]),
+    st.integers(0, 9),
+)
+def test_places_are_found_again(more, ticks_per_frame, start):
+    """Any choice beside the first frame. Catches: a place off by one, by a frame, or by where the video begins."""
+    places = torch.tensor([*range(GRID.tokens_per_frame), *sorted(more)])
+    positions = positions_of(places, GRID, ticks_per_frame, start)
+    assert kept_places(positions, GRID, ticks_per_frame).tolist() == places.tolist()
+
+
+def test_frames_of_one_tick_go_by_the_order_of_their_tokens():
+    """Several frames a tick: every token is in place where the choice has no gap, and in order in any case."""
+    places = torch.arange(GRID.num_tokens)
+    assert kept_places(positions_of(places, GRID, 0, 5), GRID, 0).tolist() == places.tolist()
+    sparse = torch.tensor([0, 1, 2, 3, 4, 5, 7, 19])
+    found = kept_places(positions_of(sparse, GRID, 0.5, 5), GRID, 0.5)
+    assert (found.diff() > 0).all() and (found % 6 == sparse % 6).all()
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        torch.tensor([[0, 0, 9], [0, 1, 1], [0, 0, 0]]),  # no frame is there
+        torch.tensor([[0, 0, 1], [0, 3, 1], [0, 0, 0]]),  # no such row
+        torch.zeros(3, 0, dtype=torch.int64),
+        torch.zeros(1, 4, dtype=torch.int64),
+    ],
+)
+def test_positions_of_something_else_are_refused(positions):
+    assert kept_places(positions, GRID, 1) is None

@@ -60,9 +60,6 @@ def videos(draw):
     return PruneInputs(grid, draw(st.integers(0, grid.num_tokens)), features=features)
 
 
-# --- the specifications, slow and exact ---
-
-
 def ranked_by_loops(scores):
     return sorted(range(len(scores)), key=lambda index: (-scores[index], index))
 
@@ -213,9 +210,6 @@ def test_specvlm_threshold_among_25_000_tokens():
     assert kept[1001:].diff().min() >= 15  # 24,086 / 1,506 = 15.99
 
 
-# --- numbers ---
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [1, 127, 128, 129, 300])
 def test_novelty_is_one_minus_the_cosine(dtype, dim):
@@ -237,9 +231,6 @@ def test_novelty_of_zero_vectors_and_of_small_changes():
     features = torch.stack((turn.cos(), turn.sin()), dim=1)
     found = novelty(features, torch.tensor([1, 2]), torch.tensor([0, 0]))
     torch.testing.assert_close(found, torch.tensor([0.5e-8, 4.5e-8]).double(), rtol=1e-3, atol=0)
-
-
-# --- the references can fail the pruners ---
 
 
 def exceeds(ordered_scores, lambda_r):
