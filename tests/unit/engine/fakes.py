@@ -128,6 +128,27 @@ def model_state(positions: torch.Tensor | None = None) -> SimpleNamespace:
     )
 
 
+def vllm_sampler(asked: dict[int, dict], vocab_size: int, num_drafts: int = 7) -> Any:
+    """Return vLLM's sampler with one request a row, which has said a few tokens, some of them twice; on a CPU only."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.states import RequestState
+
+    import vllm_vidspec.engine.cpu.worker  # noqa: F401  buffers that a device would map
+
+    states, config = RequestState(8, 64, 64, num_drafts, vocab_size, CPU), SimpleNamespace(reasoning_config=None)
+    sampler = Sampler(config, 8, vocab_size, CPU, states, num_speculative_tokens=num_drafts)
+    for row, arguments in asked.items():
+        params = SamplingParams(**{name: value for name, value in arguments.items() if name != "bad_words"})
+        params._bad_words_token_ids = arguments.get("bad_words")
+        states.free_indices = [row]
+        states.add_request(f"request {row}", 4, [row + 2, 7, 7, 11, 3, 9, 9, row], 0, 50)
+        sampler.add_request(row, params)
+    states.apply_staged_writes()
+    sampler.apply_staged_writes()
+    return sampler
+
+
 class StagedWrites:
     """Stands in for vLLM's `StagedWriteTensor`, whose kernel reads what is staged from host memory that it maps."""
 

@@ -3,7 +3,6 @@
 import dataclasses
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from vllm.multimodal.inputs import PlaceholderRange
@@ -11,7 +10,6 @@ from vllm.multimodal.inputs import PlaceholderRange
 from tests.unit.engine import fakes
 from tests.unit.engine.fakes import CPU, HIDDEN, NOTHING, NUM_ROWS, VIDEO, batch_of, in_list, new_request
 from tests.unit.engine.listening import make_guidance
-from vllm_vidspec.drafting import DraftTree
 from vllm_vidspec.engine.hooks import prompts
 from vllm_vidspec.engine.hooks.attention import AttentionGuidance
 from vllm_vidspec.engine.hooks.guarded import TargetHooks
@@ -109,24 +107,6 @@ def test_the_store_drops_what_nobody_uses_the_oldest_first():
 def make_trees(requests: RequestRows) -> TargetTrees:
     attention = TreeAttention([fakes.attention_layer()], CPU)
     return TargetTrees(attention, fakes.model_state(), requests, max_nodes=3, max_num_tokens=16, device=CPU)
-
-
-def test_a_row_is_a_chain_again_after_its_request():
-    """Catches: a row whose next request's placeholders are verified as the tree of the one before."""
-    requests = RequestRows(NUM_ROWS, CPU)
-    trees = make_trees(requests)
-    chains = [table.clone() for table in (trees.parents, trees.depths, trees.ancestors)]
-    rows = np.array([1, 3])
-    tree = DraftTree(2, 3, CPU)  # three leaves under the root
-    hooks = in_list(trees, on_draft_error="raise")
-    trees.expect(rows)
-    trees.take(torch.from_numpy(rows), tree)
-    assert requests.is_tree.tolist() == [False, True, False, True] and trees.parents[3].tolist() == [-1, 0, 0, 0]
-    hooks.remove(3)
-    assert requests.is_tree.tolist() == [False, True, False, False] and trees.parents[3].equal(chains[0][3])
-    trees.take_chains(torch.tensor([1]), np.array([1]))
-    assert not requests.is_tree.any()
-    assert all(map(torch.equal, (trees.parents, trees.depths, trees.ancestors), chains))
 
 
 def test_a_failure_of_trees_is_not_survived():

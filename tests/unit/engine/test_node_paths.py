@@ -1,17 +1,12 @@
 """PathSampler on vLLM's own sampler: each node of a tree is what the last row of its path as a chain would be."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("vllm")
-from vllm.sampling_params import SamplingParams
-from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.states import RequestState
 
-from tests.unit.engine.fakes import CPU
+from tests.unit.engine.fakes import CPU, vllm_sampler
 from vllm_vidspec.devices import has_gpu
 from vllm_vidspec.drafting import topology_tables
 from vllm_vidspec.engine.verify import node_paths
@@ -35,27 +30,6 @@ PENALISED = {
 }  # fmt: skip
 
 
-def make_sampler(asked: dict) -> Sampler:
-    """Return vLLM's sampler with one request a row; each has said a few tokens, some of them twice."""
-    import vllm_vidspec.engine.cpu.worker  # noqa: F401  buffers that a device would map
-
-    states = RequestState(MAX_REQS, 64, 64, K, VOCAB_SIZE, CPU)
-    sampler = Sampler(
-        SimpleNamespace(reasoning_config=None), MAX_REQS, VOCAB_SIZE, CPU, states, num_speculative_tokens=K
-    )
-    for row, arguments in asked.items():
-        banned = arguments.get("bad_words")
-        params = SamplingParams(**{name: value for name, value in arguments.items() if name != "bad_words"})
-        params._bad_words_token_ids = banned
-        text = [row + 2, 7, 7, 11, 3, 9, 9, row]
-        states.free_indices = [row]
-        states.add_request(f"request {row}", 4, text, 0, 50)
-        sampler.add_request(row, params)
-    states.apply_staged_writes()
-    sampler.apply_staged_writes()
-    return sampler
-
-
 def make_step(draws: torch.Generator):
     """Return a slice of three requests, its logits and its input tokens, of which few are different."""
     rows = torch.tensor(list(SIZES))
@@ -76,7 +50,7 @@ def make_step(draws: torch.Generator):
 
 def along_paths(asked: dict, part: VerifySlice, logits: torch.Tensor, input_ids: torch.Tensor):
     """Sample every node by itself as vanilla would: a lone request whose drafts are the node's path."""
-    sampler, tokens, processed = make_sampler(asked), [], []
+    sampler, tokens, processed = vllm_sampler(asked, VOCAB_SIZE), [], []
     for i, (row, node) in enumerate(zip(part.expanded_idx_mapping.tolist(), part.nodes.tolist(), strict=True)):
         path, first = [node], i - node
         while path[0]:
@@ -94,7 +68,7 @@ def along_paths(asked: dict, part: VerifySlice, logits: torch.Tensor, input_ids:
 
 def sample(asked: dict, step) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """Return tokens, processed logits, and the numbers of rows that vLLM's sampler was shown."""
-    (part, logits, input_ids), sampler, shown = step, make_sampler(asked), []
+    (part, logits, input_ids), sampler, shown = step, vllm_sampler(asked, VOCAB_SIZE), []
     paths, whole = PathSampler(sampler, K), sampler.sample
     sampler.sample = lambda rows, *args, **kwargs: shown.append(len(rows)) or whole(rows, *args, **kwargs)
     before = logits.clone()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_vidspec.config import PruneKnobs
 from vllm_vidspec.pruning import TokenGrid, budget
-from vllm_vidspec.pruning.frames import MAX_TEXT_BETWEEN, PruneUnit, pruned_together, run_grid
+from vllm_vidspec.pruning.frames import MAX_TEXT_BETWEEN, pruned_together, run_grid
 from vllm_vidspec.pruning.prompt import plan_prompt, prune
 from vllm_vidspec.pruning.sampled import kept_places
 
@@ -151,26 +151,6 @@ def test_run_grids():
     assert run_grid(FLAT, 4) == TokenGrid(4, 1, 6)
     assert run_grid(TokenGrid(1, 2, 3, num_trailing=1), 4) == TokenGrid(4, 1, 7)
     assert run_grid(TokenGrid(2, 2, 3), 4) == TokenGrid(4, 1, 12)
-
-
-@given(st.integers(2, 9), st.integers(1, 7), st.integers(0, 3), st.data())
-def test_a_choice_is_split_and_merged_again(num_images, size, first, data):
-    """Whatever is kept, also nothing of some images; what is joined is in the order of the prompt. Mutations seen to
-    fail: parts that keep the run's own numbers, bounds on the wrong side of an image's first token, items joined from
-    the prompt's first on."""
-    num_tokens = num_images * size
-    kept = torch.tensor(sorted(data.draw(st.sets(st.integers(0, num_tokens - 1)))), dtype=torch.int64)
-    unit = PruneUnit(range(first, first + num_images), TokenGrid(num_images, 1, size), len(kept))
-    parts = unit.split(kept)
-    assert len(parts) == num_images and all(((part >= 0) & (part < size)).all() for part in parts)
-    mask = torch.zeros(num_images, size, dtype=torch.bool)
-    for image, part in zip(mask, parts, strict=True):
-        image[part] = True
-    assert torch.equal(mask.flatten().nonzero()[:, 0], kept)
-    others = [torch.zeros(5)] * first
-    assert torch.equal(unit.merged(others + parts), kept)
-    numbers = torch.arange(num_tokens).view(-1, 1)
-    assert torch.equal(unit.joined(others + list(numbers.split(size))), numbers)
 
 
 @pytest.mark.parametrize("positions", ["original", "compacted"])
