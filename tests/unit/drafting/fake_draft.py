@@ -12,9 +12,6 @@ from vidspec_kernels.draft_tree import begin, finish, place, plan, tables
 
 quick = settings(max_examples=60, deadline=None)
 
-# The buffers that say what a tree is.
-BUFFERS = ("tokens", "parents", "depths", "ancestors", "log_probs", "num_nodes")
-
 
 class FakeDraft:
     """Candidates that are a function of the path alone, as a draft model's are of the text. Log-probabilities are

@@ -261,7 +261,7 @@ def test_history_limits_the_next_plan():
     """Catches: a maximum depth that is measured and never used, or used with confidence left out; lengths that count
     the target's own token."""
     policy = AdaptiveTree(2, 64, "cpu")
-    tell(policy, 0, times=3)
+    tell(policy, 1, times=3)  # 2 with the target's own, which would be enough
     step_with(policy, 1.0, rows=(0, 1))
     assert plans_of(policy, [0, 1]) == [(5, 2), (8, 2)]
     assert step_with(policy, 1.0, rows=(0,)) == 5

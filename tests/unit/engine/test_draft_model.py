@@ -118,7 +118,7 @@ class Recorded(DraftGraphs):
 
     def __init__(self, mode=CUDAGraphMode.FULL_AND_PIECEWISE, sizes=(1, 2, 4), max_num_reqs=4, mostly_processed=False):
         compilation = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes))
-        self.graphs, self.replayed = {}, []
+        self.graphs = {}
         with pytest.MonkeyPatch.context() as patch:
             init = lambda self, config, *args, **kwargs: setattr(self, "compilation_config", config.compilation_config)  # noqa: E731
             patch.setattr(draft_graphs.CudaGraphManager, "__init__", init)

@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 
 from tests.unit.engine.fakes import CPU, Counts
 from tests.unit.engine.test_draft_vision import HALVES, cuttable, line_of
-from tests.unit.engine.test_frames import FRAMES, SIZE, SeeingModel, measured, read
+from tests.unit.engine.test_frames import FRAMES, SIZE, measured, read
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
 
 PATCHES = 4 * FRAMES * SIZE
@@ -63,35 +63,6 @@ def are_copies(target: Target, *features: Any) -> list[bool]:
     """Return which of the features' items the target's encoder is given copies of."""
     given = zip(target.encode(*features), features, strict=True)
     return [item["pixel_values_videos"] is not feature.data["pixel_values_videos"] for item, feature in given]
-
-
-def tensors(item: Any) -> list[int]:
-    return [element.data.data_ptr() for element in item.values()]
-
-
-def test_both_towers_get_one_copy_until_the_draft_has_seen_it():
-    """In two parts: the copy of the one outlives the other's call, is right, and goes with the last part."""
-    seen = []
-
-    class Model(SeeingModel):
-        def encode(self, features, frames):
-            seen.extend(feature.data for feature in features)
-            return super().encode(features, frames)
-
-    target, line = Target(ITEM_BYTES), line_of(model=Model())
-    line.prefills.vision._pixels = target.pixels
-    token_ids, feature = video()
-    target.pixels.add(0, [feature])
-    (given,) = target.encode(feature)
-    assert given is not feature.data and target.pixels.num_used_bytes == ITEM_BYTES
-    assert all(torch.equal(given[name].data, feature.data[name].data) for name in given)
-    assert target.encode(feature)[0] is given, "another look of the target's is another copy"
-    assert line.add(0, token_ids, [feature])
-    line.step({0: len(token_ids) + 1})
-    assert target.pixels.num_used_bytes == ITEM_BYTES and list(target.pixels.active_rows()) == [0]
-    read(line, 0, len(token_ids))
-    assert line.model.frames == HALVES and [tensors(data) for data in seen] == [tensors(given)] * 2
-    assert not target.pixels.num_used_bytes and not list(target.pixels.active_rows())
 
 
 def test_no_more_is_kept_than_there_is_room_for():

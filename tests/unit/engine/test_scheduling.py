@@ -20,11 +20,11 @@ K = 6
 class World:
     """A scheduler without an engine: requests come, steps put out tokens, a clock stands still until it is moved."""
 
-    def __init__(self, monkeypatch, tmp_path, data_parallel=1, table=None, has_file=True, **knobs):
+    def __init__(self, monkeypatch, tmp_path, data_parallel=1, table=None, **knobs):
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
         self.now = 100.0
         monkeypatch.setattr(scheduling.time, "monotonic", lambda: self.now)
-        self.file = MetricsFile.create(path_for("it", 0)) if has_file else None
+        self.file = MetricsFile.create(path_for("it", 0))
         config, _ = parse_config({"model": "draft", "num_speculative_tokens": K, "adaptive_tokens": False, **knobs})
         self.scheduler = SimpleNamespace(
             requests={}, dynamic_sd_lookup=table, scheduler_config=SimpleNamespace(max_num_seqs=8)
@@ -46,7 +46,7 @@ class World:
         self.scheduler.requests[req_id] = request
         return request
 
-    def step(self, accepted: dict[str, int], num_drafts: int = K, seconds: float = 0.1, new: bool = False) -> None:
+    def step(self, accepted: dict[str, int], num_drafts: int = K, seconds: float = 0.1) -> None:
         """Let every request decode; the clock moves on."""
         self.now += seconds
         ids = list(accepted)
@@ -56,7 +56,7 @@ class World:
                 num_scheduled_tokens=dict.fromkeys(ids, 1 + num_drafts),
                 total_num_scheduled_tokens=(1 + num_drafts) * len(ids),
                 scheduled_spec_decode_tokens=drafts,
-                scheduled_new_reqs=[1] if new else [],
+                scheduled_new_reqs=[],
             ),
             SimpleNamespace(
                 req_id_to_index={req_id: i for i, req_id in enumerate(ids)},

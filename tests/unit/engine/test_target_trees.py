@@ -177,24 +177,6 @@ def test_planted_bug_is_caught(captured, monkeypatch, mutation):
         check_replay(captured)
 
 
-def test_where_only_chains_are_drafted_nothing_else_is_taken():
-    """Catches: prompts computed twice, in a graph or out of it; KV that moves; a second KV cache group refused."""
-    here = Target(in_trees=False)
-    here.trees.init_kv(SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=[None, None])))
-    assert not hasattr(here.trees, "caches")
-    long = here.batch([0, 2, 1], [K + 1, K + 1, 7], num_drafts=None)
-    long.num_draft_tokens_per_req = np.array([K, K, 0])
-    here.prepare(long)
-    assert here.trees.attention.step is None
-    here.trees.compact()  # finds nothing to move
-    for counts, longest, is_ours in (([K + 1] * 2, K + 1, True), ([2] * 4, 8, False), ([1] * 4, 1, False)):
-        dummy = here.batch(list(range(len(counts))), counts, num_drafts=None)
-        dummy.max_query_len = longest
-        here.prepare(dummy, for_capture=True)
-        assert (here.trees.attention.step is not None) == is_ours, counts
-        here.trees.after_forward(NOTHING)
-
-
 @pytest.mark.parametrize(
     ("num_reqs", "num_tokens", "max_query_len", "expected"),
     [
