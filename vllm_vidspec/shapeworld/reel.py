@@ -20,7 +20,6 @@ from vllm_vidspec.shapeworld.world import (
     PATTERNS,
     SHAPES,
     SYNONYM_PROBS,
-    _first,
     _pick,
     _sprite,
     patterned,
@@ -163,7 +162,10 @@ def _read(sentence: str) -> dict[str, str]:
     options = {"background": BACKGROUNDS, "pattern": PATTERNS, "size": SIZES, "shape": SHAPES, "motion": MOTIONS}
     color, new_color, *_ = [*(word for word in words if word in COLORS), "", ""]
     return {
-        **{name: _first(words, known) for name, known in (options | {"event": EVENTS}).items()},
+        **{
+            name: next((word for word in words if word in known), "")
+            for name, known in (options | {"event": EVENTS}).items()
+        },
         "scene": numbers[-1] if numbers else "",  # an opening names another scene
         "position": next((place for place in POSITIONS if place in sentence), ""),
         "color": color,

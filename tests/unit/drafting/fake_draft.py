@@ -11,16 +11,11 @@ from vidspec_kernels import candidates_reference
 
 quick = settings(max_examples=60, deadline=None)
 
-# The buffers that say what a tree is.
-BUFFERS = ("tokens", "parents", "depths", "ancestors", "log_probs", "num_nodes")
-
 
 class FakeDraft:
-    """Candidates that are a function of the path alone, as a draft model's are of the text.
-
-    Log-probabilities are multiples of 1/16, often equal: sums are exact, and no threshold of a policy, all of which are
-    logarithms of rationals, is ever met exactly.
-    """
+    """Candidates that are a function of the path alone, as a draft model's are of the text. Log-probabilities are
+    multiples of 1/16, often equal: sums are exact, and no threshold of a policy, all of which are logarithms of
+    rationals, is ever met exactly."""
 
     def __init__(self, seed, num_candidates, sureness=2.0):
         self.seed, self.num_candidates, self.sureness = seed, num_candidates, sureness
@@ -55,11 +50,9 @@ def paths_of(tree, row, num_nodes):
 
 
 def drive(policy, rows, candidates_of, max_nodes=64, fill=False, num_accepted=None):
-    """Drive one step; return its number of draft forwards.
-
-    `candidates_of(level, nodes [R, F])` returns log-probabilities and token ids of the nodes' candidates, `[R * F, C]`.
-    `num_accepted` int32 `[R]` is the acceptance of the last trees; None: there was no verify step.
-    """
+    """Drive one step; return its number of draft forwards. `candidates_of(level, nodes [R, F])` returns
+    log-probabilities and token ids of the nodes' candidates, `[R * F, C]`. `num_accepted` int32 `[R]` is the acceptance
+    of the last trees; None: there was no verify step."""
     device = policy.tree.device
     rows_np = np.array(rows)
     rows = torch.tensor(rows, device=device)
@@ -89,10 +82,8 @@ def drive(policy, rows, candidates_of, max_nodes=64, fill=False, num_accepted=No
 
 
 def candidates_of(policy, drafts, fed):
-    """Return what `drive` asks for the nodes of these drafts; garbage for places and requests that there are not.
-
-    `fed` gets the frontiers, `[num_levels][R]` lists of paths.
-    """
+    """Return what `drive` asks for the nodes of these drafts; garbage for places and requests that there are not. `fed`
+    gets the frontiers, `[num_levels][R]` lists of paths."""
 
     def candidates_of_level(level, frontier):
         log_probs = torch.full((*frontier.shape, policy.num_candidates), float("nan"))

@@ -12,56 +12,20 @@ ATTENTION_FORWARD = "self layer query key value kv_cache attn_metadata output"
 _RUNNER, _WORKER = f"{GPU}.model_runner:GPUModelRunner", "vllm.v1.worker.gpu_worker:Worker"
 _OPENAI = "vllm.entrypoints.openai"
 
-# Functions and the parameters that we give, take or check, in this order.
+# Functions and the parameters that we give or take, in this order; what `engine/compat` patches it checks itself.
 FUNCTIONS = {
     "vllm.engine.arg_utils:EngineArgs.create_engine_config": "self usage_context",
-    "vllm.config.speculative:SpeculativeConfig.verify_equal_vocab_size_if_draft_model": "self",
     "vllm.config.vllm:VllmConfig.get_quantization_config": "model_config load_config",
     "vllm.sampling_params:SamplingParams._validate_spec_decode": "self speculative_config",
     "vllm.v1.engine.output_processor:RequestState._new_completion_output": "self token_ids finish_reason stop_reason",
     f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.create_chat_completion": "self request raw_request",
     f"{_OPENAI}.completion.serving:OpenAIServingCompletion.create_completion": "self request raw_request",
     f"{_OPENAI}.responses.serving:OpenAIServingResponses.create_responses": "self request raw_request",
-    f"{_OPENAI}.chat_completion.protocol:ChatCompletionRequest.to_sampling_params": "self",
-    f"{_OPENAI}.completion.protocol:CompletionRequest.to_sampling_params": "self",
-    f"{_OPENAI}.responses.protocol:ResponsesRequest.to_sampling_params": "self",
     # The worker and the runner
-    f"{_WORKER}._make_model_runner": "self",
-    f"{_WORKER}.sleep": "self level",
-    f"{_WORKER}.discard": "self tags",
-    f"{_WORKER}.initialize_from_config": "self kv_cache_config",
-    f"{_WORKER}.determine_available_memory": "self",
-    f"{_WORKER}.compile_or_warm_up_model": "self",
     f"{_WORKER}._maybe_get_memory_pool_context": "self tag",
-    f"{_RUNNER}.load_model": "self",
-    f"{_RUNNER}.shutdown": "self",
-    f"{_RUNNER}._remove_request": "self req_id",
-    f"{_RUNNER}.finish_requests": "self scheduler_output",
-    f"{_RUNNER}.add_requests": "self scheduler_output",
-    f"{_RUNNER}.initialize_kv_cache": "self kv_cache_config is_profiling",
-    f"{_RUNNER}.sample": "self hidden_states input_batch grammar_output",
-    f"{_RUNNER}.sample_tokens": "self grammar_output",
-    f"{_RUNNER}.take_draft_token_ids": "self",
-    f"{_RUNNER}.execute_model": "self scheduler_output",
-    f"{_RUNNER}.prepare_inputs": "self scheduler_output",
-    f"{_RUNNER}.reset_encoder_cache": "self",
-    f"{_RUNNER}.get_draft_model": "self",
-    f"{_RUNNER}._dummy_sampler_run": "self hidden_states",
-    f"{GPU}.model_states.default:DefaultModelState.prepare_inputs": "self input_batch req_states",
-    f"{GPU}.model_states.default:DefaultModelState.prepare_dummy_inputs": "self num_reqs num_tokens",
-    f"{GPU}.model_states.default:DefaultModelState.prepare_attn": (
-        "self input_batch cudagraph_mode block_tables slot_mappings for_capture"
-    ),
-    f"{GPU}.mm.encoder_runner:EncoderRunner.prepare_mm_inputs": "self scheduled_encoder_inputs",
     # The scheduler
-    "vllm.v1.core.sched.scheduler:Scheduler.__init__": "self vllm_config",
-    "vllm.v1.core.sched.scheduler:Scheduler.add_request": "self request",
-    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": "self scheduler_output model_runner_output",
-    "vllm.v1.core.sched.scheduler:Scheduler.shutdown": "self",
-    "vllm.v1.engine.core:EngineCore.collective_rpc": "self method timeout args kwargs",
     "vllm.plugins.endpoint_plugins.interface:EndpointPlugin.attach_router": "self app",
     "vllm.plugins.endpoint_plugins.interface:EndpointPlugin.init_state": "self engine_client state args",
-    "vllm.v1.core.sched.output:NewRequestData.from_request": "request block_ids",
     "vllm.v1.core.sched.output:strip_covered_mm_data": "mm_features num_computed_tokens uses_mrope",
     # Attention
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward": ATTENTION_FORWARD,
@@ -77,7 +41,6 @@ FUNCTIONS = {
     ),
     f"{GPU}.sample.sampler:Sampler.sample": f"{LOGITS_ROWS} return_logprobs",
     f"{GPU}.sample.sampler:Sampler.apply_sampling_params": LOGITS_ROWS,
-    f"{GPU}.sample.penalties:PenaltiesState.apply": "self logits ctx",
     "vllm.config.model:ModelConfig.get_diff_sampling_param": "self",
     f"{GPU}.sample.sampler:Sampler._sample_random": (
         "self processed_logits expanded_idx_mapping pos top_k top_p use_fused_sampler"
@@ -89,16 +52,6 @@ FUNCTIONS = {
     f"{GPU}.sample.gumbel:murmur3_uniform32": "seed pos offset",
     f"{GPU}.sample.gumbel:murmur3_uniform64": "seed pos offset",
     f"{GPU}.spec_decode.rejection_sampler:RejectionSampler.__init__": "self sampler spec_config device",
-    f"{GPU}.spec_decode.rejection_sampler:RejectionSampler.__call__": (
-        "self logits input_batch draft_logits invalid_drafts"
-    ),
-    f"{GPU}.spec_decode.rejection_sampler:RejectionSampler._verify": (
-        "self logits draft_logits draft_sampled pos cu_num_logits idx_mapping idx_mapping_np expanded_idx_mapping "
-        "expanded_local_pos seq_lens_upper_bound_np verify_draft_sampled"
-    ),
-    f"{GPU}.spec_decode.rejection_sampler:RejectionSampler._get_logprobs_tensors": (
-        "self sampled num_sampled logits cu_num_logits cu_num_logits_np"
-    ),
     f"{GPU}.states:RequestState.__init__": (
         "self max_num_reqs max_model_len max_num_batched_tokens num_speculative_steps vocab_size device"
     ),
@@ -110,6 +63,8 @@ FUNCTIONS = {
         "attn_groups num_reqs num_tokens query_start_loc_gpu query_start_loc_cpu max_query_len seq_lens "
         "max_seq_len block_tables slot_mappings kv_cache_config seq_lens_cpu_upper_bound is_prefilling"
     ),
+    "vllm_vidspec.engine.compat.moved:get_kv_cache_groups": "vllm_config kv_cache_spec",
+    "vllm_vidspec.engine.compat.moved:get_kv_cache_config_from_groups": "vllm_config kv_cache_groups available_memory",
     f"{GPU}.attn_utils:build_slot_mappings_by_layer": "slot_mappings kv_cache_config",
     f"{GPU}.attn_utils:init_attn_backend": "kv_cache_config vllm_config device",
     f"{GPU}.attn_utils:get_kv_cache_spec": "vllm_config",
@@ -130,19 +85,6 @@ FUNCTIONS = {
     f"{GPU}.cudagraph_utils:CudaGraphManager.__init__": "self vllm_config device cudagraph_mode decode_query_len",
     f"{GPU}.cudagraph_utils:CudaGraphManager.capture": "self create_forward_fn progress_bar_desc",
     f"{GPU}.cudagraph_utils:CudaGraphManager.run_fullgraph": "self desc",
-    f"{GPU}.cudagraph_utils:CudaGraphManager._init_candidates": "self",
-}
-
-# Functions that a version keeps elsewhere: version -> path.
-MOVED = {
-    "get_kv_cache_groups(vllm_config, kv_cache_spec)": {
-        "0.32": "vllm.v1.core.kv_cache_utils:get_kv_cache_groups",
-        "0.33": "vllm.v1.core.kv_cache_planning:get_kv_cache_groups",
-    },
-    "get_kv_cache_config_from_groups(vllm_config, kv_cache_groups, available_memory)": {
-        "0.32": "vllm.v1.core.kv_cache_utils:get_kv_cache_config_from_groups",
-        "0.33": "vllm.v1.core.kv_cache_planning:get_kv_cache_config_from_groups",
-    },
 }
 
 # Functions that a version has not got, and what meets that: path -> the versions that have it.
@@ -238,12 +180,6 @@ MEMBERS = {
     "vllm.v1.kv_cache_interface:FullAttentionSpec": "page_size_bytes block_size",
 }
 
-# What ours must have because vLLM's is abstract there.
-ABSTRACT = {
-    f"{GPU}.spec_decode.speculator:BaseSpeculator": ("vllm_vidspec/engine/speculator.py:Speculator",),
-    "vllm.v1.outputs:AsyncModelRunnerOutput": ("vllm_vidspec/engine/report/request_metrics.py:PublishingOutput",),
-}
-
 # What vLLM's runner, its graphs and its warm-up read of a speculator: ours have it, or it is read of vLLM's own alone
 # (after `isinstance`), or where a feature is on that we refuse (watermarking) or never turn on (adaptive verification).
 READERS = (f"{GPU}.model_runner", f"{GPU}.cudagraph_utils", f"{GPU}.warmup", "vllm.v1.worker.gpu_worker")
@@ -274,18 +210,24 @@ KEYWORDS = {
     (f"{_RUNNER}.sample_tokens", "propose"): "dp_sync_state mm_inputs num_speculative_tokens",
 }
 
-# Functions whose text is the same in every version: ours repeat them to the bit, and are compared on one version.
-SAME = (
+# Functions that ours repeat to the bit, and a digest of their code in 0.32 and 0.33.
+NOISE = (
     f"{GPU}.sample.penalties:_penalties_kernel",
-    *(
-        f"{GPU}.sample.gumbel:{name}"
-        for name in (
-            "murmur3_hash32",
-            "murmur3_uniform32",
-            "murmur3_uniform64",
-            "_uniform64_from_random53",
-            "_log1p_neg_stable",
-            "gumbel_noised_argmax",
-        )
-    ),
+    f"{GPU}.sample.gumbel:murmur3_hash32",
+    f"{GPU}.sample.gumbel:murmur3_uniform32",
+    f"{GPU}.sample.gumbel:murmur3_uniform64",
+    f"{GPU}.sample.gumbel:_uniform64_from_random53",
+    f"{GPU}.sample.gumbel:_log1p_neg_stable",
+    f"{GPU}.sample.gumbel:gumbel_noised_argmax",
+)
+NOISE_DIGEST = "1272da36094914a6"
+
+# Our classes, of which each method takes what vLLM's own takes.
+OURS = (
+    "runner:VidSpecModelRunner",
+    "worker:VidSpecGPUWorker",
+    "speculator:Speculator",
+    "verify.verifier:CoupledVerifier",
+    "draft.graphs:DraftGraphs",
+    "report.request_metrics:PublishingOutput",
 )

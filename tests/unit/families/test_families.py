@@ -1,5 +1,6 @@
 """Families: token grids at true geometry, fallbacks, and which pairs are refused; namespaces and real HF configs."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,6 @@ import torch
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.families import adapter_for, check_pair, check_ranks, check_tokens
-from vllm_vidspec.families.tokens import difference
 from vllm_vidspec.pruning import TokenGrid
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -75,9 +75,6 @@ SMALL_TOWER = {"model_type": "siglip_vision_model", "image_size": 56, "patch_siz
 NAMES = {qwen: "qwen2.5-vl", real_qwen: "qwen2.5-vl", llava: "llava-onevision", real_llava: "llava-onevision"}
 
 
-# --- which adapter ---
-
-
 @pytest.mark.parametrize(("make", "name"), NAMES.items())
 def test_adapter_for(make, name):
     """Catches: an architecture or model type that is not recognised, from configs with and without architectures."""
@@ -102,9 +99,6 @@ def test_unknown_family(config, shown):
     assert "\n" not in str(caught.value)
 
 
-# --- grids ---
-
-
 def video(*thw):
     return {"video_grid_thw": torch.tensor(thw)}
 
@@ -120,14 +114,11 @@ QWEN, LLAVA = (qwen, real_qwen), (llava, real_llava)
 GRIDS = [
     # Catches: an unmerged grid, height and width exchanged.
     (QWEN, {}, "video", video(8, 16, 20), 640, TokenGrid(8, 8, 10)),
-    (QWEN, {}, "video", video([8, 16, 20]), 640, TokenGrid(8, 8, 10)),
     (QWEN, {}, "video", {"video_grid_thw": [4, 4, 6]}, 24, TokenGrid(4, 2, 3)),
     (QWEN, {}, "image", {"image_grid_thw": torch.tensor([1, 36, 52])}, 468, TokenGrid(1, 18, 26)),
     # Does not multiply out (a pruned target, a broken item): one row. Catches: an odd item that fails a request.
     (QWEN, {}, "video", video(8, 16, 20), 639, TokenGrid(1, 1, 639)),
     (QWEN, {}, "video", video(8, 16), 32, TokenGrid(1, 1, 32)),
-    (QWEN, {}, "video", video(-8, -16, 20), 640, TokenGrid(1, 1, 640)),
-    (QWEN, {}, "video", {"video_grid_thw": torch.tensor([], dtype=torch.int64)}, 5, TokenGrid(1, 1, 5)),
     (QWEN, {}, "video", {"video_grid_thw": "nonsense"}, 5, TokenGrid(1, 1, 5)),
     *((QWEN, {}, "video", {"video_grid_thw": None}, size, TokenGrid(1, 1, size)) for size in (0, 5)),
     # Catches: the other modality's grid taken; a missing key or merge size that raises.
@@ -156,9 +147,6 @@ def test_grids(makers, changes, modality, data, num_tokens, grid):
         assert adapter_for(config).item_grid(modality, data, num_tokens, config) == grid
 
 
-# --- pairs ---
-
-
 @pytest.mark.parametrize(
     ("target", "draft"),
     [
@@ -168,7 +156,6 @@ def test_grids(makers, changes, modality, data, num_tokens, grid):
         (real_qwen(hidden_size=5120, num_hidden_layers=64), real_qwen(hidden_size=3584)),
         # Catches: vocabularies refused that are padded to other sizes, as every released pair's are.
         (qwen(), changed(qwen(), text_config__vocab_size=151936)),
-        (llava(), changed(llava(), text_config__vocab_size=152000)),
         # Catches: two spellings of the same pinpoints refused.
         (llava(), changed(llava(), image_grid_pinpoints=tuple(map(tuple, PINPOINTS)))),
         # Catches: sub-configs that are plain dicts read as missing.
@@ -220,13 +207,7 @@ def test_each_difference_is_named(make, path, value, label, shown):
 @pytest.mark.parametrize(
     ("target", "draft", "parts"),
     [
-        # Catches: a check that stops at the first problem.
-        (
-            qwen(),
-            changed(qwen(), vision_config__tokens_per_second=4, vision_config__patch_size=16, video_token_id=7),
-            ("tokens per second is 2", "patch size is 14", "video token id is 151656"),
-        ),
-        # Catches: attribute paths that hold for our namespaces only.
+        # Catches: a check that stops at the first problem; attribute paths that hold for our namespaces only.
         (
             real_qwen(),
             changed(real_qwen(), image_token_id=7, vision_config__spatial_merge_size=4),
@@ -239,7 +220,6 @@ def test_each_difference_is_named(make, path, value, label, shown):
         ),
         # Catches: a pair across families compared property by property, or let through.
         (qwen(), llava(), ("different families: the target is qwen2.5-vl, the draft llava-onevision",)),
-        (llava(), qwen(), ("different families: the target is llava-onevision, the draft qwen2.5-vl",)),
     ],
 )
 def test_pairs_that_do_not_fit(target, draft, parts):
@@ -248,7 +228,6 @@ def test_pairs_that_do_not_fit(target, draft, parts):
         check_pair(target, draft)
     message = str(caught.value)
     assert all(part in message for part in parts) and "\n" not in message
-    assert len(parts) <= message.count(" in the target but ") or "families" in message
 
 
 @pytest.mark.parametrize(
@@ -264,47 +243,33 @@ def test_pairs_that_do_not_fit(target, draft, parts):
 )
 def test_the_sizes_that_a_draft_works_at_are_named(text, vision_heads, num_ranks, message):
     """Catches: sizes that vLLM refuses after minutes, in its terms; KV heads that ranks could not have copies of; a
-    message about the vision tower, or none, where the language model is at fault.
-    """
+    message about the vision tower, or none, where the language model is at fault."""
     text_config = SimpleNamespace(num_attention_heads=text[0], num_key_value_heads=text[1])
     vision_config = SimpleNamespace(num_heads=vision_heads)
     draft = SimpleNamespace(vision_config=vision_config, get_text_config=lambda: text_config)
-    if message is None:
-        return check_ranks(draft, num_ranks)
-    with pytest.raises(VidSpecError, match=message) as caught:
+    with pytest.raises(VidSpecError, match=message) if message else contextlib.nullcontext():
         check_ranks(draft, num_ranks)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("target", "draft", "problem"),
     [
-        ({"a": 0, "b": 1}, {"a": 0, "b": 1}, None),
-        # Catches: a draft refused that knows fewer markers, or more.
-        ({"a": 0, "b": 1, "<tool>": 2}, {"a": 0, "b": 1}, None),
-        ({"a": 0}, {"a": 0, "<tool>": 2}, None),
+        ({"a": 0, "b": 1, "<tool>": 2}, {"a": 0, "b": 1}, None),  # Catches: a draft refused that knows fewer markers,
+        ({"a": 0}, {"a": 0, "<tool>": 2}, None),  # or more.
         # Catches: vocabularies of equal size taken for equal.
         ({"a": 0, "b": 1, "c": 2}, {"a": 0, "c": 1, "b": 2}, "token 1 is 'b' in the target but 'c' in the draft"),
     ],
 )
-def test_tokens_have_to_agree(target, draft, problem):
-    assert difference(target, draft) == problem
-
-
-def test_tokenizers_are_read_where_there_are_any(tmp_path):
+def test_tokens_have_to_agree(tmp_path, target, draft, problem):
     """Catches: added tokens that are not compared; a checkpoint without `tokenizer.json` refused."""
-    folders = [tmp_path / name for name in ("target", "draft", "none")]
-    for folder, words in zip(folders, (["<video>"], ["<image>"], None), strict=True):
-        folder.mkdir()
-        if words is not None:
-            tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
-            tokenizer.add_special_tokens(words)
-            tokenizer.save(str(folder / "tokenizer.json"))
-    target, draft, none = map(str, folders)
-    check_tokens(target, none)
-    check_tokens(target, target)
-    with pytest.raises(VidSpecError, match="token 1 is '<video>' in the target but '<image>' in the draft"):
-        check_tokens(target, draft)
+    for name, words in (("target", target), ("draft", draft)):
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+        tokenizer.add_tokens(sorted(set(words) - {"a"}, key=words.get))
+        (tmp_path / name).mkdir()
+        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+    check_tokens(str(tmp_path / "target"), str(tmp_path))
+    with pytest.raises(VidSpecError, match=problem) if problem else contextlib.nullcontext():
+        check_tokens(str(tmp_path / "target"), str(tmp_path / "draft"))
 
 
 def test_only_deepstack_makes_more_of_a_token_than_its_embedding():

@@ -1,13 +1,13 @@
 """Budgets, grids, what every pruner refuses, and the registry."""
 
-from dataclasses import FrozenInstanceError
 from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.pruning.test_pruner_invariants import measure
 from vllm_vidspec.config import PRUNERS
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, budget, get_pruner
@@ -17,40 +17,15 @@ NEEDS = {"specvlm": "attention", "attention": "attention", "uv": "uv", "fastvid"
 MEASURED = {name: "features" if need == "features" else "scores" for name, need in NEEDS.items()}
 
 
-# --- budget ---
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "prune_ratio", "kept"),
-    [
-        (10, 0.9, 1),  # 0.99... in binary floating point: SpecVLM's code keeps none
-        (5, 0.5, 2),  # 2.5 goes down: the budget is an upper bound
-        (20, 0.35, 13),
-        (7, 0.5, 3),  # 3.5: any rounding to the nearest would exceed the bound
-        (45, 0.9, 4),
-        (15, 0.9, 1),
-        (19, 0.9, 1),  # 1.9
-        (25088, 0.9, 2508),  # 128 frames of 196: 2508.8
-        (12545, 0.9, 1254),  # 64 frames of 196 and the newline: 1254.5
-        (1, 0.99, 1),  # never empty below 1.0
-        (3, 0.9999999, 1),
-        (10, 1e-12, 9),
-        (1000, 0.0, 1000),
-        (1000, 1.0, 0),
-        (0, 0.5, 0),
-        (0, 0.0, 0),
-    ],
-)
-def test_budget_by_hand(num_tokens, prune_ratio, kept):
-    """Catches: rounding up or to nearest, binary instead of decimal ratios, a lost minimum of 1."""
-    assert budget(num_tokens, prune_ratio) == kept
-
-
 @settings(max_examples=120, deadline=None)
+@example(10, 0.9)  # 0.99... in binary floating point: SpecVLM's code keeps none
+@example(25088, 0.9)  # 128 frames of 196: 2508.8
+@example(3, 0.9999999)  # never empty below 1.0
+@example(10, 1e-12)
 @given(st.integers(0, 10**6), st.integers(0, 1000).map(lambda permille: permille / 1000) | st.floats(0, 1))
 def test_budget_is_the_largest_within_the_bound(num_tokens, ratio):
-    """Catches: a budget above (1 - r) n, which the memory promise forbids, and one that wastes a token of it; with it
-    a budget above the item's size, and more pruning that keeps more."""
+    """Catches: a budget above (1 - r) n, which the memory promise forbids, one that wastes a token of it; binary
+    instead of decimal ratios; a lost minimum of 1."""
     within = int((1 - Fraction(str(ratio))) * num_tokens)
     assert budget(num_tokens, ratio) == (0 if ratio == 1 or num_tokens == 0 else max(1, within)) <= num_tokens
 
@@ -62,9 +37,6 @@ def test_budget_refuses(num_tokens, ratio):
         budget(num_tokens, ratio)
 
 
-# --- grid ---
-
-
 def test_grid():
     """Catches: trailing tokens left out of the size; a negative token count that would index from the end."""
     assert TokenGrid(64, 14, 14, 1).num_tokens == 12545
@@ -74,21 +46,9 @@ def test_grid():
         TokenGrid(2, 2, 2, -1)
 
 
-# --- what every pruner refuses ---
-
-
-def measured(num_tokens):
-    """Return scores and features that any pruner accepts."""
-    generator = torch.Generator().manual_seed(0)
-    return {
-        "scores": torch.rand(num_tokens, generator=generator),
-        "features": torch.randn(num_tokens, 3, generator=generator),
-    }
-
-
 def inputs_of(num_keep=2, **changes):
     """Return valid inputs of 4 tokens for any pruner, with `changes`."""
-    return PruneInputs(**{"grid": TokenGrid(2, 1, 2), "num_keep": num_keep, **measured(4), **changes})
+    return PruneInputs(**{"grid": TokenGrid(2, 1, 2), "num_keep": num_keep, **measure(4, seed=0), **changes})
 
 
 def fourth(value, dtype=torch.float32):
@@ -149,28 +109,10 @@ def test_scores_that_are_not_refused():
 
 @pytest.mark.parametrize("name", PRUNERS)
 def test_what_was_measured(name):
-    """Catches: an unguided pruner led by scores, one that takes the measurement of another; indices that land on
-    another device than what was measured."""
-    grid, pruner, given = TokenGrid(5, 2, 2, 1), get_pruner(name), measured(21)
-    on_cpu = pruner(PruneInputs(grid, 11, **given))
-    alone = PruneInputs(grid, 11, **{key: value for key, value in given.items() if key == MEASURED.get(name)})
-    assert torch.equal(pruner(alone), on_cpu) and on_cpu.device == torch.device("cpu")
-    if torch.cuda.is_available():
-        moved = {key: value.cuda() for key, value in given.items()}
-        on_gpu = pruner(PruneInputs(grid, 11, **moved))
-        assert on_gpu.is_cuda and torch.equal(on_gpu.cpu(), on_cpu)
-        assert pruner(PruneInputs(grid, 0, **moved)).is_cuda
-
-
-def test_inputs_are_frozen():
-    """Catches: a pruner that could change what the next one sees; a comparison of tensors that raises."""
-    inputs = inputs_of()
-    with pytest.raises(FrozenInstanceError):
-        inputs.num_keep = 3
-    assert inputs == inputs and inputs != inputs_of()
-
-
-# --- registry ---
+    """Catches: an unguided pruner led by scores, one that takes the measurement of another."""
+    grid, pruner, given = TokenGrid(5, 2, 2, 1), get_pruner(name), measure(21, seed=0)
+    alone = {key: value for key, value in given.items() if key == MEASURED.get(name)}
+    assert torch.equal(pruner(PruneInputs(grid, 11, **alone)), pruner(PruneInputs(grid, 11, **given)))
 
 
 def test_every_configured_pruner_exists():
