@@ -188,18 +188,17 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("the same, by FLy (`fly`)", "R12 temperature=1.0 method=fly"),
     ("the same, an oracle that knows which words matter", "R12 temperature=1.0 method=oracle"),
 )
-CLAIM = (0, 1, 4, 7, 8)  # of these README.md shows
 
 
-def summary(chosen: Iterable[int] = range(len(LINES)), page: str = "") -> str:
-    """Return a row for each of the chosen LINES, a column for each family, links to the rows on a page."""
+def summary() -> str:
+    """Return a row for each of LINES, a column for each family, links to the rows on the page."""
     lines = []
-    for words, source, *templates in (LINES[index] for index in chosen):
+    for words, source, *templates in LINES:
         name, *where = source.split()
         rows = [_summary_row(name, family, [pair.split("=") for pair in where]) for family in FAMILIES]
         template = templates[0] if templates else "{acceptance_length:.2f}"
         cells = ["-" if row is None else fill(template, row) for row in rows]
-        lines.append([words, *cells, f"[{name}]({page}#{name.lower()})"])
+        lines.append([words, *cells, f"[{name}](#{name.lower()})"])
     head = ["bundled models, 5 draft tokens per step", *FAMILIES.values(), "row"]
     return markdown(head, lines, words=(0, len(head) - 1))
 
@@ -268,6 +267,5 @@ def sections() -> dict[str, Callable[[], str]]:
     return {
         **{name: lambda name=name: body(name, read(name)) for name in names},  # type: ignore[misc]
         "summary": summary,
-        "figure": lambda: summary(CLAIM, "docs/results/README.md"),
         "wall-clock": papers.wall_clock,
     }
