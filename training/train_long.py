@@ -25,18 +25,10 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training import tiny_captioner
 from training.tiny_captioner import layer_weights, rms_norm, rotate
-from training.tiny_models import build_config, build_processor
-from training.train_tiny import Optimizers, mixed_precision, save_in_bf16
+from training.train_tiny import Optimizers, mixed_precision, save, save_in_bf16, untrained
+from vllm_vidspec import assets
 from vllm_vidspec.shapeworld import reel
 
-FAMILY = "qwen2.5-vl"
-# A draft of two layers: with fewer it cannot look up what it looked for. Both have a tower of the same size.
-SIZES = {
-    "target": dict(num_hidden_layers=3, intermediate_size=320),
-    "draft": dict(num_hidden_layers=2, intermediate_size=256),
-}
-MAX_POSITIONS = 65536
-ROPE_THETA = 10_000.0
 VISION_END = 0.07  # of the run
 # From this share of the run on, videos have at most so many tokens.
 LIMITS = ((0.0, 512), (0.25, 1024), (0.36, 2048), (0.5, 4096), (0.62, 8192), (0.74, 16384))
@@ -47,28 +39,11 @@ DECAY_FROM = 0.75
 
 
 def build(args: argparse.Namespace) -> None:
-    import transformers
-
-    torch.manual_seed(args.seed)
-    config = build_config(FAMILY, "draft", reel.vocabulary())
-    for name, value in SIZES[args.role].items():
-        setattr(config.text_config, name, value)
-    config.text_config.layer_types = config.text_config.layer_types[: config.text_config.num_hidden_layers]
-    config.text_config.max_position_embeddings = MAX_POSITIONS
-    config.text_config.rope_parameters["rope_theta"] = ROPE_THETA
-    config.vision_config.fullatt_block_indexes = []  # attention of the tower stays in windows of 4 x 4 cells
-    model = transformers.Qwen2_5_VLForConditionalGeneration(config).float()
+    model = untrained(assets.LONG, args.role, args.seed)
     if args.vision:
         model.model.visual.load_state_dict(Reader(args.vision).captioner.model.model.visual.state_dict())
-    model.save_pretrained(args.out)
-    make_processor().save_pretrained(args.out)
+    save(model, assets.LONG, args.out)
     print(args.out, f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
-
-
-def make_processor():
-    processor = build_processor(FAMILY, reel.vocabulary(), reel.FRAME_SIZE)
-    processor.video_processor.max_frames = MAX_POSITIONS // reel.TOKENS_PER_PAIR * 2
-    return processor
 
 
 class Reader:
@@ -298,8 +273,7 @@ def learning_rate_scale(progress: float, step: int) -> float:
 
 def export(args: argparse.Namespace) -> None:
     """Write a checkpoint with bf16 weights."""
-    save_in_bf16(Reader(args.path).captioner.model, args.out)
-    make_processor().save_pretrained(args.out)
+    save_in_bf16(Reader(args.path).captioner.model, assets.LONG, args.out)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -309,7 +283,7 @@ def parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(function.__name__, help=function.__doc__)
         sub.set_defaults(function=function)
         for name in positional:
-            sub.add_argument(name, choices=SIZES if name == "role" else None)
+            sub.add_argument(name, choices=assets.PAIR if name == "role" else None)
         if function is build:
             sub.add_argument("--out", required=True)
             sub.add_argument("--vision", help="a checkpoint whose vision tower to begin with")

@@ -1,4 +1,4 @@
-"""Build, train and export the bundled models: a target and a draft of each family, from scratch on shape world.
+"""Build, train and export the bundled models: a target and a draft of each family, from random weights on shape world.
 
     python training/train_tiny.py build   qwen2.5-vl target --out runs/qwen-target
     python training/train_tiny.py train   runs/qwen-target --minutes 30
@@ -36,10 +36,10 @@ from training.tiny_data import (
     summary_labels,
 )
 from training.tiny_losses import AuxiliaryHeads, alignment_loss, caption_loss, token_weights
-from training.tiny_models import TEXT_SIZES, build_model, build_processor, use_hub_names
+from vllm_vidspec import assets
 from vllm_vidspec.shapeworld import world
 
-STEPS = {"target": 1400, "draft": 900}
+STEPS = {256: 1400, 128: 900}  # by hidden size, a target's and a draft's
 VISION_PHASE, SUBSET_PHASE = 0.25, 0.88  # ends of the vision-only and the subset phase, as fractions of the run
 BATCH = 16
 VISION_ONLY_BATCH, VISION_ONLY_FRAMES = 48, 5
@@ -48,15 +48,31 @@ SUBSET_TOKENS = 96
 HAS_BF16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
+def untrained(family: str, role: str, seed: int) -> torch.nn.Module:
+    """What a bundled checkpoint is made of, in fp32, with random weights."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.from_pretrained(assets.checkpoint(family, role))
+    return getattr(transformers, config.architectures[0])(config).float()
+
+
+def save(model: torch.nn.Module, family: str, out: str) -> None:
+    """Write a model with the processor, tokenizer and chat template of a family's bundled target."""
+    import transformers
+
+    model.save_pretrained(out)
+    transformers.AutoProcessor.from_pretrained(assets.checkpoint(family, "target")).save_pretrained(out)
+
+
 def build(args: argparse.Namespace) -> None:
-    model = build_model(args.family, args.role, seed=args.seed)
+    model = untrained(args.family, args.role, args.seed)
     if args.vision:
         found = tiny_captioner.load(args.vision).model.model.state_dict()
         tower = {name: weight for name, weight in found.items() if not name.startswith("language_model.")}
         missing = model.model.load_state_dict(tower, strict=False).missing_keys
         assert all(name.startswith("language_model.") for name in missing), missing
-    model.save_pretrained(args.out)
-    build_processor(args.family).save_pretrained(args.out)
+    save(model, args.family, args.out)
     print(args.out, f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
 
 
@@ -171,13 +187,18 @@ def train(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     captioner, path = tiny_captioner.load(args.path), Path(args.path)
-    role = "target" if captioner.text.config.hidden_size == TEXT_SIZES["target"]["hidden_size"] else "draft"
     heads = AuxiliaryHeads(captioner.text.config.hidden_size, captioner.family, captioner.num_levels)
     optimizers = Optimizers(captioner, heads)
     weights = token_weights(captioner, args.style)
     captioner.decoder_layer = torch.compile(tiny_captioner.decoder_layer, dynamic=True)
     stream, rng = Stream(captioner, 1_000_000 * args.seed, args.style), np.random.default_rng(args.seed)
-    total, start, reported, step, progress = args.steps or STEPS[role], time.time(), time.time(), 0, 0.0
+    total, start, reported, step, progress = (
+        args.steps or STEPS[captioner.text.config.hidden_size],
+        time.time(),
+        time.time(),
+        0,
+        0.0,
+    )
     while progress < 1:
         progress = max(step / total, (time.time() - start) / (60 * args.minutes))
         progress = args.resume_at + (1 - args.resume_at) * progress
@@ -238,19 +259,30 @@ def distill(args: argparse.Namespace) -> None:
     draft.model.save_pretrained(args.path)
 
 
-def save_in_bf16(model: torch.nn.Module, out: str) -> None:
-    """Turn a model's weights into bf16, and write it."""
+def save_in_bf16(model: torch.nn.Module, family: str, out: str) -> None:
+    """Turn a model's weights into bf16, and write it as `save` does."""
     for part in (model.config, model.config.text_config, model.config.vision_config):
         part.dtype = torch.bfloat16
-    model.to(torch.bfloat16).save_pretrained(out)
+    save(model.to(torch.bfloat16), family, out)
 
 
 def export(args: argparse.Namespace) -> None:
     """Write a checkpoint with bf16 weights."""
     captioner = tiny_captioner.load(args.path)
-    save_in_bf16(captioner.model, args.out)
-    build_processor(captioner.family).save_pretrained(args.out)
+    save_in_bf16(captioner.model, captioner.family, args.out)
     use_hub_names(Path(args.out) / "model.safetensors")
+
+
+def use_hub_names(path: Path) -> None:
+    """Rename SigLIP's weights as published checkpoints do: vLLM's loader knows `vision_tower.vision_model.*` only."""
+    from safetensors.torch import load_file, save_file
+
+    old, new = "vision_tower.", "vision_tower.vision_model."
+    weights = {
+        name.replace(old, new, 1) if name.startswith(old) and not name.startswith(new) else name: weight
+        for name, weight in load_file(path).items()
+    }
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 def main() -> None:
