@@ -1,7 +1,5 @@
 """How results show themselves: their tables and figures, with engines that are not there."""
 
-import itertools
-
 import pytest
 
 from tools.common import FAMILIES, SMALL_AXES, sweep
@@ -127,9 +125,3 @@ def test_speed_has_a_table_of_phases(clocks):
     assert heads == ["guidance", "draft prefill", "draft decode", "relevance"]
     beside = versus.speed_tables(parallel.run(Benchmark(parallel=True, requests=1, rounds=1))["rows"])
     assert [column.header for column in beside[0].columns][-3:] == ["stream\nlength", "late", "T_t /\nT_d"]
-
-
-def test_the_same_rows_in_another_order_are_the_same_groups():
-    rows = [{"a": a, "b": b} for a, b in itertools.product((1, 2), (3, 4))]
-    assert versus.by(rows, "a") == {(1,): rows[:2], (2,): rows[2:]}
-    assert list(versus.by(rows, "a", "b")) == [(1, 3), (1, 4), (2, 3), (2, 4)]

@@ -72,7 +72,7 @@ def step_times(
 ) -> StepTimes:
     """Return the step times of a pair: those that `path` keeps, or newly measured ones, which it then keeps.
 
-    `job` takes whether speculation is on, and the layers to append to target and draft. Each of the four engines answers
+    `job` takes whether speculation is on, and the layers to append to target and draft. All four engines answer
     each of its prompts in turn.
     """
     try:
