@@ -108,14 +108,8 @@ def summary_labels(samples: list[world.Sample]) -> torch.Tensor:
 
 
 def distillation_view(rng: np.random.Generator, shows: torch.Tensor) -> torch.Tensor:
-    """Video tokens of one distillation step, as a draft will see them: all; or a tenth to half, drawn at random or,
-    as a guided pruner would, with those first that show a shape.
-
-    Args:
-        shows: bool [batch, num_video_tokens].
-
-    Returns:
-        int64 [batch, num_kept].
+    """Video tokens of a distillation step, int64 [batch, num_kept], as a draft will see them: all, or a tenth to half,
+    drawn at random or, as a guided pruner would, with those first that show a shape (bool [batch, num_video_tokens]).
     """
     batch, num_tokens = shows.shape
     kind = rng.random()

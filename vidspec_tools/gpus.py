@@ -1,4 +1,4 @@
-"""GPUs by name, as their makers specify them: the one table of cards, for the planner and for the kernels' models."""
+"""GPUs by name, as their makers specify them: the one table of cards, for the planner and the compile report."""
 
 from dataclasses import dataclass
 
@@ -13,15 +13,13 @@ class Architecture:
     shared_kb: int  # shared memory of a multiprocessor
     program_kb: int  # shared memory of one program
     threads: int  # of a multiprocessor
-    clock: float = 0.0  # cycles per second of that card; 0: not modelled
-    cache: float = 0.0  # bytes per second out of its second-level cache, achievable; 0: not modelled
 
 
 ARCHITECTURES = {
-    80: Architecture(108, 164, 163, 2048, 1.41e9, 4.0e12),  # A100
-    89: Architecture(142, 100, 99, 1536, 2.5e9, 3.5e12),  # L40S
-    90: Architecture(132, 228, 227, 2048, 1.755e9, 5.5e12),  # H100, H200
-    100: Architecture(148, 228, 227, 2048, 1.85e9, 10e12),  # B200
+    80: Architecture(108, 164, 163, 2048),  # A100
+    89: Architecture(142, 100, 99, 1536),  # L40S
+    90: Architecture(132, 228, 227, 2048),  # H100, H200
+    100: Architecture(148, 228, 227, 2048),  # B200
     120: Architecture(188, 100, 99, 1536),  # RTX PRO 6000; of the RTX 50 fewer multiprocessors
 }
 
@@ -37,19 +35,18 @@ class Gpu:
     flops: float  # dense bf16 operations per second, peak
     link_bandwidth: float  # bytes per second to other cards, one direction, peak
     link_latency_s: float  # of one all-reduce of nothing; assumed, not specified
-    num_sms: int = 132  # its multiprocessors
 
 
 _NVLINK_S, _PCIE_S = 10e-6, 30e-6
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100", 80, 80e9, 2.04e12, 312e12, 300e9, _NVLINK_S, 108),
+        Gpu("a100", 80, 80e9, 2.04e12, 312e12, 300e9, _NVLINK_S),
         Gpu("h100", 90, 80e9, 3.35e12, 989e12, 450e9, _NVLINK_S),
         Gpu("h200", 90, 141e9, 4.8e12, 989e12, 450e9, _NVLINK_S),
-        Gpu("h20", 90, 96e9, 4.0e12, 148e12, 450e9, _NVLINK_S, 78),
-        Gpu("l40s", 89, 48e9, 0.864e12, 362e12, 32e9, _PCIE_S, 142),
-        Gpu("b200", 100, 180e9, 8.0e12, 2250e12, 900e9, _NVLINK_S, 148),
+        Gpu("h20", 90, 96e9, 4.0e12, 148e12, 450e9, _NVLINK_S),
+        Gpu("l40s", 89, 48e9, 0.864e12, 362e12, 32e9, _PCIE_S),
+        Gpu("b200", 100, 180e9, 8.0e12, 2250e12, 900e9, _NVLINK_S),
     )
 }
 

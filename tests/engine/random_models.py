@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from training import tiny_captioner, tiny_models
+from training import tiny_captioner
+from vllm_vidspec import assets
 
 QWEN2, QWEN3, QWEN3_MOE = NAMES = ("qwen2-vl", "qwen3-vl", "qwen3-vl-moe")
 # Wide enough that other visual features make other tokens likely.
@@ -54,9 +55,9 @@ def _config(name: str) -> Any:
     text = _TEXT | {
         "intermediate_size": 256,
         "vocab_size": len(ids),
-        "max_position_embeddings": tiny_models.MAX_POSITIONS,
+        "max_position_embeddings": 16_384,
         "initializer_range": _SPREAD,
-        "rope_parameters": {"rope_type": "default", "rope_theta": tiny_models.ROPE_THETA, "mrope_section": [4, 6, 6]},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 6, 6]},
         "bos_token_id": ids["<|endoftext|>"],
         "eos_token_id": ids["<|im_end|>"],
         "pad_token_id": ids["<|endoftext|>"],
@@ -99,7 +100,7 @@ def _processor(name: str) -> Any:
     import transformers
 
     with contextlib.redirect_stdout(io.StringIO()):
-        bundled = tiny_models.build_processor("qwen2.5-vl")
+        bundled = transformers.AutoProcessor.from_pretrained(assets.checkpoint("qwen2.5-vl", "target"))
     if name == QWEN2:
         kind = transformers.Qwen2VLProcessor
         return kind(bundled.image_processor, bundled.tokenizer, bundled.video_processor, bundled.chat_template)

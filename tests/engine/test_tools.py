@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,15 +87,16 @@ def test_show_pruning_draws_what_the_engine_kept(tmp_path):
 
 
 @pytest.mark.parametrize("drafting", ["chain", "tree-adaptive"])
-def test_host_time_finds_all_the_parts_that_it_names(monkeypatch, drafting):
-    """Catches: a part of ours that was renamed, and that benchmarks/bench_host_time.py would look for in vain."""
+def test_overheads_find_all_the_parts_that_they_name(monkeypatch, drafting):
+    """Catches: a part of ours that was renamed, and that benchmarks/bench_overheads.py would look for in vain."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    bench = load("benchmarks/bench_host_time.py")
+    bench = load("benchmarks/bench_overheads.py")
     with harness.engine(QWEN, "draft", drafting=drafting) as engine:
-        watch = bench.HostTime(engine.llm)
+        answer = lambda prompts, **sampling: engine.generate([(prompt, sampling) for prompt in prompts])  # noqa: E731
+        watched = bench.Watched(SimpleNamespace(runner=engine.runner, answer=answer))
         try:
-            steps = watch.run(engine.llm, [prompt for prompt, _ in harness.videos(QWEN, 2)], is_fine=True)
+            watched.answer(harness.videos(QWEN, 1)[0][0])
         finally:
-            watch.watch.unwrap()
-    labels = {label for parts in steps for label in parts}
-    assert {"propose: rest", "verify: rest", "kernel: begin_step", "kernel: accept"} <= labels
+            watched.unwrap()
+    labels = {label for _, parts in watched.verifies for label in parts}
+    assert {"guidance", "scoring", "the rest"} <= labels and ("tree building" in labels) == (drafting != "chain")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import kernel_model_tree_attention as model
 from tests.kernels.attention_case import (
     BLOCK,
     LIMITS,
@@ -24,6 +23,7 @@ from tests.kernels.attention_case import (
     requests_of,
     run,
 )  # fmt: skip
+from tests.kernels.attention_shares import shares
 from vidspec_kernels.tree_attention import reference, tiles
 from vidspec_kernels.tree_attention import triton as kernel_file
 
@@ -173,7 +173,7 @@ def shares_of(case, num_sms):
     tile = tiles.tile_shape(case.max_queries * group, case.query.shape[2], True, True, LIMITS)
     num_row_tiles = -(-case.max_queries * group // tile.block_rows)
     lens = [request.prefix_len for request in case.requests]
-    return model.shares(case.counts, lens, group, case.keys.shape[2], tile, num_row_tiles, 2 * num_sms)
+    return shares(case.counts, lens, group, case.keys.shape[2], tile, num_row_tiles, 2 * num_sms)
 
 
 RAGGED = {
@@ -187,9 +187,9 @@ RAGGED = {
 @pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize("num_sms", [1, 4, 7])
 def test_programs_take_their_shares(device, taken, name, num_sms):
-    """The interpreted kernel takes the tiles that the model says, program by program; the result is right.
+    """The interpreted kernel takes the tiles that `shares` says, program by program; the result is right.
 
-    Catches: a model of another kernel; a share that is lost or done twice; work that stays with one program.
+    Catches: shares of another kernel; a share that is lost or done twice; work that stays with one program.
     """
     case = Case(device, requests_of(*RAGGED[name]), num_heads=2, num_kv_heads=1)
     check(case, "triton", scratch=make_scratch(32, device, num_sms))
@@ -215,7 +215,7 @@ def test_a_long_request_is_spread_over_the_whole_gpu(num_queries):
     tile = tiles.tile_shape(7 * num_queries, 128, False, True, LIMITS)
     num_row_tiles = -(-7 * num_queries // tile.block_rows)
     grid = tile.programs_per_sm * LIMITS.num_sms
-    found = model.shares(32 * [num_queries], [100_000] + 31 * [1_000], 7, 4, tile, num_row_tiles, grid)
+    found = shares(32 * [num_queries], [100_000] + 31 * [1_000], 7, 4, tile, num_row_tiles, grid)
     units = [sum(piece.end - piece.begin for piece in pieces) for pieces in found]
     assert grid - num_row_tiles < len(units) <= grid
     assert sum(units) == 4 * num_row_tiles * (1564 + 31 * 17) and max(units) - min(units) <= 1
@@ -231,7 +231,7 @@ def test_row_tiles_of_a_key_are_read_together(num_row_tiles):
     """
     tile = tiles.TileShape(128, 64, 32, 5, 8, 1)
     lens = [25_000, 1_000, 7_777, 3, 0]
-    found = model.shares(5 * [128 * num_row_tiles], lens, 1, 3, tile, num_row_tiles, 132)
+    found = shares(5 * [128 * num_row_tiles], lens, 1, 3, tile, num_row_tiles, 132)
     per_row_tile = len(found) // num_row_tiles
     assert per_row_tile * num_row_tiles == len(found)
     for i, pieces in enumerate(found[:per_row_tile]):

@@ -19,7 +19,6 @@ from null_gpu.situations import (
     sleep_and_wake,
     sums_of_guidance,
 )
-from vllm_vidspec import assets
 from vllm_vidspec.tools import pairs
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -130,8 +129,7 @@ class Case:
     def llm_kwargs(self) -> dict[str, Any]:
         """Return the arguments of `LLM`."""
         if self.is_whole:
-            bundled = {role: assets.checkpoint(self.family, role) for role in assets.PAIR}
-            where = made_up.whole_pair(self.family, bundled, Path(tempfile.mkdtemp(prefix="null-gpu-")))
+            where = made_up.write_pair(self.family, Path(tempfile.mkdtemp(prefix="null-gpu-")))
             spec = {"draft": where["draft"], "on_draft_error": "raise", **(self.spec or {})}
             return made_up.user_kwargs(where, self.spec and pairs.speculative_config(self.family, **spec))
         overrides = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": True} | self.overrides

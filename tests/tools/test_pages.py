@@ -19,8 +19,8 @@ from vidspec_tools.pages import commands, measure, reliability, results, tables
 from vidspec_tools.views import acceptance as acceptance_view
 
 COMMANDS = [
-    *("R1", "R2", "R3", "R4", "R5", "R6", "R7", "R8", "R9", "R9-sage", "R10", "R12", "R13"),
-    *("R15", "R15-frames", "R16", "R16-qwen3-vl", "R16-loose", "R17", "R17-shapes", "R18"),
+    *("R1", "R2", "R3", "R4", "R5", "R6", "R7", "R9", "R9-sage", "R12"),
+    *("R15", "R16", "R16-qwen3-vl", "R16-loose", "R17", "R17-shapes", "R18"),
     *("paper-qwen2.5-vl", "paper-qwen2.5-vl-inflated", "paper-qwen2.5-vl-inflated-race", "paper-stock"),
     "speed-qwen2.5-vl",
 ]

@@ -15,8 +15,6 @@ from vidspec_tools.pages.tables import (
     read,
     recorded,
     shown,
-    simple,
-    table,
 )
 from vidspec_tools.views import acceptance as acceptance_view
 from vidspec_tools.views import quality as quality_view
@@ -143,56 +141,10 @@ def _lvspec_table_3(panels: dict[quality_view.Panel, list[Row]]) -> str:
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
-GUIDANCE_TIMES = simple(
-    "pruner | video tokens | prefill (ms) | with guidance (ms) | share | min to max | own clock (ms) | "
-    "share by own clock",
-    "`{pruner}` | {video_tokens:,} | {prefill_ms:.1f} | {guided_prefill_ms:.1f} | {share:%} | "
-    "{share_min:n%} to {share_max:%} | {inside_ms:.2f} | {inside_share:%}",
-)
-RELEVANCE_TIMES = simple(
-    "video tokens | step (ms) | with relevance (ms) | share | min to max | inside (ms) | share of it | "
-    "kept states (bytes)",
-    "{video_tokens:,} | {step_ms:.1f} | {loose_step_ms:.1f} | {share:%} | {share_min:n%} to {share_max:%} | "
-    "{inside_ms:.2f} | {inside_share:%} | {store_bytes:,}",
-    words=0,
-)
-
-
-def host_time(result: Result) -> list[str]:
-    """Return the table of our own host time per step, and of its parts in the largest batch."""
-    rows = result["rows"]
-    largest = max(row["batch_size"] for row in rows)
-    largest_rows = [row for row in rows if row["batch_size"] == largest]
-    parts = dict.fromkeys(part for row in largest_rows for part in row["parts"])
-    lines = [
-        [part, *(number(row["parts"].get(part), 3) for row in largest_rows)]
-        for part in sorted(parts, key=lambda part: -max(row["parts"].get(part, 0.0) for row in largest_rows))
-    ]
-    times = table(
-        "draft's shape | scheduling | requests | own time (ms) | 20 % to 80 % | budget (ms) | kernels of it (ms) | "
-        "steps",
-        "{drafting} | {scheduling} | {batch_size} | {own_ms:.2f} | {p20_ms:.2f} to {p80_ms:.2f} | {budget_ms:.2f} | "
-        "{kernels_ms:.2f} | {steps}",
-        rows,
-        words=2,
-    )
-    head = [f"part, {largest} requests (ms)", *(row["drafting"] for row in largest_rows)]
-    return [times, markdown(head, lines)]
-
-
 def demo(result: Result) -> list[str]:
     """Return the table of one demo, and what was answered."""
     text = markdown([result["family"], "vanilla vLLM", "vLLM + vidspec"], demo_rows(result))
     return [text, f"> {result['vidspec']['text'].strip()}"]
-
-
-def frames(result: Result) -> list[str]:
-    """Return the table of frames sent as a video and as images."""
-    rows = [row | {"draft_kv_kib": row["draft_kv_bytes"] / 1024} for row in result["rows"]]
-    head = "family | frames as | the target's visual tokens | the draft's | draft KV, KiB a prompt | acceptance length"
-    line = "`{family}` | {way} | {target_visual_tokens:.0f} | {draft_visual_tokens:.0f} | {draft_kv_kib:.0f} | "
-    line += "{acceptance_length:.2f} | {identical_frac:p}"
-    return [table(f"{head} | identical", line, rows, words=2)]
 
 
 def parts(result: Result) -> list[str]:
@@ -287,14 +239,10 @@ OF_RESULTS: dict[str, Section] = {
     "R5": acceptance,
     "R6": demo,
     "R7": demo,
-    "R8": GUIDANCE_TIMES,
     "R9": functools.partial(acceptance, name="R9"),
     "R9-sage": acceptance,
-    "R10": host_time,
     "R12": functools.partial(quality, name="R12"),
-    "R13": RELEVANCE_TIMES,
     "R15": acceptance,
-    "R15-frames": frames,
     "R16": acceptance,
     "R16-qwen3-vl": acceptance,
     "R16-loose": functools.partial(quality, name="R16-loose"),
