@@ -24,17 +24,6 @@ from vllm_vidspec.tools.tables import demo_rows, number, percent
 Row = dict[str, Any]
 Section = Callable[[Result], list[str]]  # a result -> paragraphs and tables
 
-# LVSpec's table 3 (VideoDetailCaption, Qwen2.5-VL 32B/7B): tokens per step without the target's own, and what is kept.
-LVSPEC_TABLE_3: dict[str, tuple[float | None, float]] = {
-    "strict": (3.41, 1.0),
-    "loose 0.2": (4.12, 0.993),
-    "loose 0.5": (5.83, 0.978),
-    "loose 0.7": (7.27, 0.985),
-    "loose 0.9": (8.97, 0.928),
-    "loose 0.7 N1": (None, 0.946),
-    "loose 0.7 N100": (None, 0.934),
-}
-
 
 def share(value: float | None) -> str:
     """Return a share as a percentage, which may be more than 100."""
@@ -113,29 +102,12 @@ def note(rows: list[Row]) -> str:
 
 
 def quality(result: Result, name: str) -> list[str]:
-    """Return every setting of each family, temperature and noise, then LVSpec's table 3 beside ours."""
+    """Return every setting of each family, temperature and noise."""
     panels, found = quality_view.panels(result["rows"]), []
     for panel, rows in panels.items():
         found += [f"{quality_view.panel_name(panel)}, in %:", shown(quality_view.COLUMNS, rows)]
         found.append(quality_view.longest_words(rows))
-    return [*found, _lvspec_table_3(panels), *figure(f"{name}.png", "what is kept over acceptance length")]
-
-
-def _lvspec_table_3(panels: dict[quality_view.Panel, list[Row]]) -> str:
-    """Return LVSpec's table 3 beside ours: greedy, without position shift, relevance of the own token."""
-    greedy = {panel[0]: rows for panel, rows in panels.items() if panel[1] == 0}
-    ours = {family: {quality_view.setting_name(row): row for row in rows} for family, rows in greedy.items()}
-    families = [f"`{name}`" for name in ours]
-    lines = []
-    for name, (length, kept) in LVSPEC_TABLE_3.items():
-        rows = [found.get(name) for found in ours.values()]
-        if not any(rows):
-            continue
-        # The paper's lengths are without the target's own token.
-        ratio = None if length is None else (1 + length) / (1 + (LVSPEC_TABLE_3["strict"][0] or 0))
-        cells = [f"`{name}`", number(ratio, 2), *(number(row["ratio_to_strict"] if row else None, 2) for row in rows)]
-        lines.append([*cells, share(kept), *(share(row["retention"] if row else None) for row in rows)])
-    return markdown(["LVSpec's table 3", "length of strict's: paper", *families, "kept: paper", *families], lines)
+    return [*found, *figure(f"{name}.png", "what is kept over acceptance length")]
 
 
 # ---- times -----------------------------------------------------------------------------------------------------------
