@@ -4,21 +4,10 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from vidspec_tools.pages import papers
-from vidspec_tools.pages.tables import (
-    RESULTS,
-    Result,
-    figure,
-    fill,
-    markdown,
-    origin,
-    read,
-    recorded,
-    shown,
-)
+from vidspec_tools.pages.tables import RESULTS, Result, figure, fill, markdown, origin, read, recorded, shown, table
 from vidspec_tools.views import acceptance as acceptance_view
 from vidspec_tools.views import quality as quality_view
-from vidspec_tools.views.versus import AS_IT_IS, by
+from vidspec_tools.views import versus
 from vllm_vidspec.tools.tables import demo_rows, number, percent
 
 Row = dict[str, Any]
@@ -32,7 +21,7 @@ def share(value: float | None) -> str:
 
 def by_family(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Return the rows of each family."""
-    return {family: list(ours) for (family,), ours in by(list(rows), "family").items()}  # type: ignore[arg-type]
+    return {family: list(ours) for (family,), ours in versus.by(list(rows), "family").items()}  # type: ignore[arg-type]
 
 
 # ---- bench acceptance ------------------------------------------------------------------------------------------------
@@ -110,7 +99,51 @@ def quality(result: Result, name: str) -> list[str]:
     return [*found, *figure(f"{name}.png", "what is kept over acceptance length")]
 
 
-# ---- times -----------------------------------------------------------------------------------------------------------
+# ---- benchmarks interleaved with vanilla -----------------------------------------------------------------------------
+
+
+def paper(result: Result) -> list[str]:
+    """Return a table for each family and ratio of `bench paper`, and the sources of what is published."""
+    found = []
+    for (family, ratio), rows in versus.by(result["rows"], "family", "inflate").items():
+        reached = [f"{row['ratio']:.1f} ({row['method']})" for row in rows if row["ratio"]][:1]
+        asked = f"T_t / T_d asked for: {ratio:g}, measured: {reached[0]}; " if ratio and reached else ""
+        sources: dict[str, list[str]] = {}
+        for row in rows:
+            if row["published_source"]:
+                sources.setdefault(row["published_source"], []).append(row["method"])
+        words = "; ".join(f"{', '.join(names)}: {source}" for source, names in sources.items())
+        found += [f"`{family}`, {asked}{versus.paper_caption(rows[0])}.", shown(versus.PAPER, rows)]
+        found.append(f"Published: {words}.")
+    failed = [f"{one['method']} ({one['family']}): {one['reason']}" for one in result["failures"]]
+    return [*found, *([f"Did not run: {'; '.join(failed)}."] if failed else [])]
+
+
+def speed(result: Result) -> list[str]:
+    """Return two tables for each family and ratio of `bench speed`."""
+    found = []
+    for (family, _), rows in versus.by(result["rows"], "family", "inflate").items():
+        found.append(f"`{family}`, {versus.setting(rows)}; {rows[0]['label'] or versus.AS_IT_IS}.")
+        found += [shown(versus.SPEED, rows), shown(versus.PHASE_TIMES, rows)]
+    return found
+
+
+def wall_clock() -> str:
+    """Return what README.md says of decode speed: two lossless methods, and a loose one."""
+    rows = {row["method"]: row for row in read("paper-qwen2.5-vl-inflated-race")["rows"]}
+    named = {
+        "SD-chain": "5-token chain, sequential",
+        "ParallelVLM": "in parallel (`parallel`)",
+        "LVSpec": "10-token chain, `loose`",
+    }
+    return table(
+        f"target {rows['SD-chain']['inflate']:g} times the draft | decode speed over vanilla | identical outputs",
+        "{words} | {speedup:.2f}x ({speedup_p20:.2f} to {speedup_p80:.2f}) | {identical_frac:%}",
+        [rows[method] | {"words": words} for method, words in named.items()],
+    )
+
+
+# ---- others ----------------------------------------------------------------------------------------------------------
 
 
 def demo(result: Result) -> list[str]:
@@ -128,7 +161,7 @@ def parts(result: Result) -> list[str]:
             cells = [f"{ms:.2f} ({percent(ms / whole)})" if ms else "-" for ms in (found[name] for name in names)]
             lines.append([row["setting"], kind, f"{whole:.1f}", *cells])
     first = result["rows"][0]
-    asked = f"T_t / T_d asked for: {first['inflate']:g} ({first['label']})" if first["inflate"] else AS_IT_IS
+    asked = f"T_t / T_d asked for: {first['inflate']:g} ({first['label']})" if first["inflate"] else versus.AS_IT_IS
     words = f"{asked}; {first['requests']} requests, one at a time."
     return [words, markdown(["setting", "step", "ms", *(f"{name}, ms" for name in names)], lines, words=2)]
 
@@ -229,7 +262,7 @@ def body(name: str, result: Result) -> str:
     if name in OF_RESULTS:
         blocks = OF_RESULTS[name](result)
     else:
-        blocks = papers.paper(result) if name.startswith("paper-") else papers.speed(result)
+        blocks = paper(result) if name.startswith("paper-") else speed(result)
     return "\n\n".join([*blocks, origin(result)])
 
 
@@ -241,5 +274,5 @@ def sections() -> dict[str, Callable[[], str]]:
         **{name: lambda name=name: body(name, read(name)) for name in names},  # type: ignore[misc]
         "summary": summary,
         "figure": lambda: summary(CLAIM, "docs/results/README.md"),
-        "wall-clock": papers.wall_clock,
+        "wall-clock": wall_clock,
     }
