@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from vllm_vidspec.planning.shapes import ModelShape
-
 from vidspec_tools.planning.models import KNOWN
+from vidspec_tools.planning.shapes import ModelShape
 from vllm_vidspec import assets
 
 SHAPES: dict[str, ModelShape] = {shape.name: shape for shape in KNOWN}

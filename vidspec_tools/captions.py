@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,7 +124,12 @@ def auc(positives: Sequence[float], negatives: Sequence[float]) -> float | None:
     return float(ranks.mean() / 2 / len(below))
 
 
-def relevance_auc(words: Sequence[Sequence[str]], relevance: Sequence[Sequence[float | None]]) -> float | None:
+def relevance_auc(
+    words: Sequence[Sequence[str]],
+    relevance: Sequence[Sequence[float | None]],
+    about: Collection[str] = ATTRIBUTE_WORDS,
+    fillers: Collection[str] = FILLER_WORDS,
+) -> float | None:
     """Return how well relevance separates words about the video from fillers: the area under the ROC curve.
 
     It is over the tokens of all captions whose relevance was measured; None where either class has no such token.
@@ -135,7 +140,7 @@ def relevance_auc(words: Sequence[Sequence[str]], relevance: Sequence[Sequence[f
         for word, value in zip(caption, values, strict=True)
         if value is not None
     ]
-    classes = ([value for word, value in pairs if word in known] for known in (ATTRIBUTE_WORDS, FILLER_WORDS))
+    classes = ([value for word, value in pairs if word in known] for known in (about, fillers))
     return auc(*classes)
 
 

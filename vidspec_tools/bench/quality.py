@@ -2,13 +2,15 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from vidspec_tools.bench.acceptance import identical_frac
 from vidspec_tools.bench.session import WARM_UP_TOKENS, BenchSession
 from vidspec_tools.captions import (
+    ATTRIBUTE_WORDS,
+    FILLER_WORDS,
     TELLING_WORDS,
     accuracies,
     count_right,
@@ -52,18 +54,21 @@ class Setting:
     relevance_rows: str | None = None
     fly_entropy: float | None = None
 
-    @property
-    def knobs(self) -> dict[str, Any]:
-        """Every knob of a setting, so that nothing is left over from the one before; ORACLE knows what to protect."""
+    def knobs(self, telling: Collection[str]) -> dict[str, Any]:
+        """Return every knob of a setting, so that nothing is left over from the one before."""
         ours = {name: value for name, value in asdict(self).items() if value is not None}
         if self.scorer == ORACLE:
-            ours = {"scorer": "random", "lambda_loose": 1.0, "protected_tokens": sorted(TELLING_WORDS)}
+            ours = {"scorer": "random", "lambda_loose": 1.0, "protected_tokens": sorted(telling)}
         return DEFAULTS | {"protected_tokens": None} | ours
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What to measure."""
+    """What to measure; who asks for something else says which words are about the video, and what is right."""
+
+    about: ClassVar[Collection[str]] = ATTRIBUTE_WORDS
+    fillers: ClassVar[Collection[str]] = FILLER_WORDS
+    telling: ClassVar[Collection[str]] = TELLING_WORDS  # what ORACLE protects
 
     families: tuple[str, ...] = ("qwen2.5-vl",)  # bundled pairs
     draft: str = DRAFT  # which of a pair's drafts: "draft" or "far"
@@ -121,9 +126,13 @@ class Quality:
             "prune_ratio": self.prune_ratio,
             "draft_noise": draft_noise,
             "on_draft_error": "raise",  # a measurement without drafts would say nothing
-            **setting.knobs,
+            **setting.knobs(self.telling),
             **self.knobs,
         }
+
+    def accuracies(self, texts: Sequence[str]) -> dict[str, Any]:
+        """Return what is right of the facts that the videos show, as `captions.accuracies`."""
+        return accuracies(count_right(texts, [world.held_out(i).facts for i in range(self.requests)]))
 
     def job(self, family: str, role: str, draft_noise: str | None = None) -> dict[str, Any]:
         """Return what `session_job` reads: vanilla vLLM on the checkpoint of a role, or with a noise the pair."""
@@ -139,7 +148,7 @@ class Quality:
 
     def command(self, temperature: float, setting: Setting | None = None) -> dict[str, Any]:
         """Return what an engine is asked; with a setting the pair's, of which what it watches is wanted, too."""
-        knobs = None if setting is None else setting.knobs
+        knobs = None if setting is None else setting.knobs(self.telling)
         sampling = {"temperature": temperature, "max_tokens": self.max_tokens}
         return answer_command(knobs, seed=self.seed, watch=setting is not None, **sampling)
 
@@ -170,7 +179,6 @@ def run(quality: Quality, report: Report = silent) -> dict[str, Any]:
     """
     check(quality)
     report("plan", {"total": quality.num_batches})
-    facts = [world.held_out(i).facts for i in range(quality.requests)]
     rows: list[dict[str, Any]] = []
 
     def add(row: dict[str, Any]) -> None:
@@ -184,7 +192,7 @@ def run(quality: Quality, report: Report = silent) -> dict[str, Any]:
                 for temperature in quality.temperatures:
                     answer = session.ask(quality.command(temperature))
                     # The target's answer, which comes first, is what the others are compared with.
-                    alone = panels.setdefault(temperature, Panel(quality, family, temperature, None, answer, facts))
+                    alone = panels.setdefault(temperature, Panel(quality, family, temperature, None, answer))
                     add(alone.row(Setting(role), answer))
         for noise in quality.draft_noises:
             if temperatures := quality.temperatures_of(noise):
@@ -218,7 +226,6 @@ class Panel:
     draft_noise: str | None  # the engine's; None for a model alone
     # Of the target alone, at this temperature and with these seeds, what `session_job` answered
     reference: dict[str, Any]
-    facts: Sequence[Any]  # what each video shows
 
     def measure(self, session: BenchSession) -> Iterator[dict[str, Any]]:
         """Yield the row of every setting of one engine; strict's comes first."""
@@ -238,8 +245,9 @@ class Panel:
             answer: The engine's, as `reference`.
             strict_length: Acceptance length of strict in the same engine; None: this is strict, or there are no drafts.
         """
-        found, at_best = (accuracies(count_right(one["texts"], self.facts)) for one in (answer, self.reference))
+        found, at_best = (self.quality.accuracies(one["texts"]) for one in (answer, self.reference))
         captions = answer["captions"] or []
+        words, relevance = ([one[name] for one in captions] for name in ("words", "relevance"))
         output_tokens = sum(map(len, answer["token_ids"]))
         return {
             **{name: getattr(self, name) for name in ("family", "temperature", "draft_noise")},
@@ -252,7 +260,7 @@ class Panel:
             **kind_shares([caption["kinds"] for caption in captions]),
             "identical_frac": identical_frac(answer["token_ids"], self.reference["token_ids"]),
             "tokens_per_caption": output_tokens / self.quality.requests,
-            "relevance_auc": relevance_auc(*([one[name] for one in captions] for name in ("words", "relevance"))),
+            "relevance_auc": relevance_auc(words, relevance, self.quality.about, self.quality.fillers),
             "decode_s": answer["seconds"],
         }
 
