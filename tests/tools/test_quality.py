@@ -47,9 +47,9 @@ def test_loose_has_every_combination():
 def test_every_setting_names_every_knob():
     """Catches: a knob left over from the setting before."""
     for setting in Quality().settings():
-        assert setting.knobs.keys() == {"scorer", "protected_tokens", *DEFAULTS}
+        assert setting.knobs(Quality.telling).keys() == {"scorer", "protected_tokens", *DEFAULTS}
     others = DEFAULTS | {"protected_tokens": None}
-    assert Setting("random", 0.3, position_shift=False).knobs == others | {"scorer": "random", "lambda_loose": 0.3}
+    assert Setting("random", 0.3, position_shift=False).knobs([]) == others | {"scorer": "random", "lambda_loose": 0.3}
 
 
 SMALL = {"requests": 3, "lambdas": (0.5, 0.7), "position_shifts": (False,)}
@@ -77,7 +77,7 @@ def test_one_engine_per_family_and_noise(sessions):
     settings = what.settings()
     asked = sessions[2].asked
     assert (asked[0]["knobs"], asked[0]["watch"]) == (None, False), "every video once, before any time is taken"
-    assert [command["knobs"] for command in asked[1:]] == [setting.knobs for setting in settings] * 2
+    assert [command["knobs"] for command in asked[1:]] == [setting.knobs(what.telling) for setting in settings] * 2
     assert [command["sampling"]["temperature"] for command in asked[1:]] == [0.0] * len(settings) + [1.0] * len(
         settings
     )

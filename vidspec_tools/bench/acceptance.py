@@ -80,7 +80,7 @@ class Sweep:
 
     def commands(self) -> Iterator[dict[str, Any]]:
         """Yield what every engine is asked, for each sampling."""
-        shared = {"max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos}
+        shared: dict[str, Any] = {"max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos}
         for sampling in self.samplings():
             sent = {name: value for name, value in sampling.items() if value != SAMPLING_AXES[name]}
             yield answer_command(seed=self.seed, **shared, **sent)

@@ -54,22 +54,21 @@ class Setting:
     relevance_rows: str | None = None
     fly_entropy: float | None = None
 
-    @property
-    def knobs(self) -> dict[str, Any]:
-        """Every knob of a setting, so that nothing is left over from the one before."""
+    def knobs(self, telling: Collection[str]) -> dict[str, Any]:
+        """Return every knob of a setting, so that nothing is left over from the one before."""
         ours = {name: value for name, value in asdict(self).items() if value is not None}
         if self.scorer == ORACLE:
-            ours = {"scorer": "random", "lambda_loose": 1.0, "protected_tokens": sorted(TELLING_WORDS)}
+            ours = {"scorer": "random", "lambda_loose": 1.0, "protected_tokens": sorted(telling)}
         return DEFAULTS | {"protected_tokens": None} | ours
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What to measure."""
+    """What to measure; who asks for something else says which words are about the video, and what is right."""
 
     about: ClassVar[Collection[str]] = ATTRIBUTE_WORDS
     fillers: ClassVar[Collection[str]] = FILLER_WORDS
-    telling: ClassVar[Collection[str]] = TELLING_WORDS
+    telling: ClassVar[Collection[str]] = TELLING_WORDS  # what ORACLE protects
 
     families: tuple[str, ...] = ("qwen2.5-vl",)  # bundled pairs
     draft: str = DRAFT  # which of a pair's drafts: "draft" or "far"
@@ -127,9 +126,13 @@ class Quality:
             "prune_ratio": self.prune_ratio,
             "draft_noise": draft_noise,
             "on_draft_error": "raise",  # a measurement without drafts would say nothing
-            **self.knobs_of(setting),
+            **setting.knobs(self.telling),
             **self.knobs,
         }
+
+    def accuracies(self, texts: Sequence[str]) -> dict[str, Any]:
+        """Return what is right of the facts that the videos show, as `captions.accuracies`."""
+        return accuracies(count_right(texts, [world.held_out(i).facts for i in range(self.requests)]))
 
     def job(self, family: str, role: str, draft_noise: str | None = None) -> dict[str, Any]:
         """Return what `session_job` reads: vanilla vLLM on the checkpoint of a role, or with a noise the pair."""
@@ -145,17 +148,9 @@ class Quality:
 
     def command(self, temperature: float, setting: Setting | None = None) -> dict[str, Any]:
         """Return what an engine is asked; with a setting the pair's, of which what it watches is wanted, too."""
-        knobs = None if setting is None else self.knobs_of(setting)
+        knobs = None if setting is None else setting.knobs(self.telling)
         sampling = {"temperature": temperature, "max_tokens": self.max_tokens}
         return answer_command(knobs, seed=self.seed, watch=setting is not None, **sampling)
-
-    def knobs_of(self, setting: Setting) -> dict[str, Any]:
-        """Return the knobs of a setting; what ORACLE protects depends on what is asked."""
-        return setting.knobs | ({"protected_tokens": sorted(self.telling)} if setting.scorer == ORACLE else {})
-
-    def accuracies(self, texts: Sequence[str]) -> dict[str, Any]:
-        """Return what is right of the facts that the videos show, as `captions.accuracies`."""
-        return accuracies(count_right(texts, [world.held_out(i).facts for i in range(self.requests)]))
 
 
 def check(quality: Quality) -> None:
@@ -252,6 +247,7 @@ class Panel:
         """
         found, at_best = (self.quality.accuracies(one["texts"]) for one in (answer, self.reference))
         captions = answer["captions"] or []
+        words, relevance = ([one[name] for one in captions] for name in ("words", "relevance"))
         output_tokens = sum(map(len, answer["token_ids"]))
         return {
             **{name: getattr(self, name) for name in ("family", "temperature", "draft_noise")},
@@ -264,11 +260,7 @@ class Panel:
             **kind_shares([caption["kinds"] for caption in captions]),
             "identical_frac": identical_frac(answer["token_ids"], self.reference["token_ids"]),
             "tokens_per_caption": output_tokens / self.quality.requests,
-            "relevance_auc": relevance_auc(
-                *([one[name] for one in captions] for name in ("words", "relevance")),
-                self.quality.about,
-                self.quality.fillers,
-            ),
+            "relevance_auc": relevance_auc(words, relevance, self.quality.about, self.quality.fillers),
             "decode_s": answer["seconds"],
         }
 

@@ -72,8 +72,8 @@ def step_times(
 ) -> StepTimes:
     """Return the step times of a pair: those that `path` keeps, or newly measured ones, which it then keeps.
 
-    `job` takes whether speculation is on, and the layers to append to target and draft. Each of the four engines
-    answers each of its prompts in turn.
+    `job` takes whether speculation is on, and the layers to append to target and draft. All four engines answer
+    each of its prompts in turn.
     """
     try:
         kept = json.loads(path.read_text())

@@ -90,7 +90,7 @@ def phases(rounds: Sequence[Sequence[Trial]]) -> dict[str, float | None]:
     trials, counters = flat(rounds), gained(rounds)
     return {
         "request_ms": 1e3 * statistics.mean(trial.ttft_s + trial.decode_s for trial in trials),
-        **{f"{name}_ms": counters and 1e-3 * counters.get(f"{name}_us", 0) / len(trials) for name in PHASES},
+        **{f"{name}_ms": 1e-3 * counters[f"{name}_us"] / len(trials) if counters else None for name in PHASES},
     }
 
 

@@ -4,36 +4,14 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from vidspec_tools.pages import papers
-from vidspec_tools.pages.tables import (
-    RESULTS,
-    Result,
-    figure,
-    fill,
-    markdown,
-    origin,
-    read,
-    recorded,
-    shown,
-)
+from vidspec_tools.pages.tables import RESULTS, Result, figure, fill, markdown, origin, read, recorded, shown, table
 from vidspec_tools.views import acceptance as acceptance_view
 from vidspec_tools.views import quality as quality_view
-from vidspec_tools.views.versus import AS_IT_IS, by
+from vidspec_tools.views import versus
 from vllm_vidspec.tools.tables import demo_rows, number, percent
 
 Row = dict[str, Any]
 Section = Callable[[Result], list[str]]  # a result -> paragraphs and tables
-
-# LVSpec's table 3 (VideoDetailCaption, Qwen2.5-VL 32B/7B): tokens per step without the target's own, and what is kept.
-LVSPEC_TABLE_3: dict[str, tuple[float | None, float]] = {
-    "strict": (3.41, 1.0),
-    "loose 0.2": (4.12, 0.993),
-    "loose 0.5": (5.83, 0.978),
-    "loose 0.7": (7.27, 0.985),
-    "loose 0.9": (8.97, 0.928),
-    "loose 0.7 N1": (None, 0.946),
-    "loose 0.7 N100": (None, 0.934),
-}
 
 
 def share(value: float | None) -> str:
@@ -43,7 +21,7 @@ def share(value: float | None) -> str:
 
 def by_family(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Return the rows of each family."""
-    return {family: list(ours) for (family,), ours in by(list(rows), "family").items()}  # type: ignore[arg-type]
+    return {family: list(ours) for (family,), ours in versus.by(list(rows), "family").items()}  # type: ignore[arg-type]
 
 
 # ---- bench acceptance ------------------------------------------------------------------------------------------------
@@ -113,32 +91,59 @@ def note(rows: list[Row]) -> str:
 
 
 def quality(result: Result, name: str) -> list[str]:
-    """Return every setting of each family, temperature and noise, then LVSpec's table 3 beside ours."""
+    """Return every setting of each family, temperature and noise."""
     panels, found = quality_view.panels(result["rows"]), []
     for panel, rows in panels.items():
         found += [f"{quality_view.panel_name(panel)}, in %:", shown(quality_view.COLUMNS, rows)]
         found.append(quality_view.longest_words(rows))
-    return [*found, _lvspec_table_3(panels), *figure(f"{name}.png", "what is kept over acceptance length")]
+    return [*found, *figure(f"{name}.png", "what is kept over acceptance length")]
 
 
-def _lvspec_table_3(panels: dict[quality_view.Panel, list[Row]]) -> str:
-    """Return LVSpec's table 3 beside ours: greedy, without position shift, relevance of the own token."""
-    greedy = {panel[0]: rows for panel, rows in panels.items() if panel[1] == 0}
-    ours = {family: {quality_view.setting_name(row): row for row in rows} for family, rows in greedy.items()}
-    families = [f"`{name}`" for name in ours]
-    lines = []
-    for name, (length, kept) in LVSPEC_TABLE_3.items():
-        rows = [found.get(name) for found in ours.values()]
-        if not any(rows):
-            continue
-        # The paper's lengths are without the target's own token.
-        ratio = None if length is None else (1 + length) / (1 + (LVSPEC_TABLE_3["strict"][0] or 0))
-        cells = [f"`{name}`", number(ratio, 2), *(number(row["ratio_to_strict"] if row else None, 2) for row in rows)]
-        lines.append([*cells, share(kept), *(share(row["retention"] if row else None) for row in rows)])
-    return markdown(["LVSpec's table 3", "length of strict's: paper", *families, "kept: paper", *families], lines)
+# ---- benchmarks interleaved with vanilla -----------------------------------------------------------------------------
 
 
-# ---- times -----------------------------------------------------------------------------------------------------------
+def paper(result: Result) -> list[str]:
+    """Return a table for each family and ratio of `bench paper`, and the sources of what is published."""
+    found = []
+    for (family, ratio), rows in versus.by(result["rows"], "family", "inflate").items():
+        reached = [f"{row['ratio']:.1f} ({row['method']})" for row in rows if row["ratio"]][:1]
+        asked = f"T_t / T_d asked for: {ratio:g}, measured: {reached[0]}; " if ratio and reached else ""
+        sources: dict[str, list[str]] = {}
+        for row in rows:
+            if row["published_source"]:
+                sources.setdefault(row["published_source"], []).append(row["method"])
+        words = "; ".join(f"{', '.join(names)}: {source}" for source, names in sources.items())
+        found += [f"`{family}`, {asked}{versus.paper_caption(rows[0])}.", shown(versus.PAPER, rows)]
+        found.append(f"Published: {words}.")
+    failed = [f"{one['method']} ({one['family']}): {one['reason']}" for one in result["failures"]]
+    return [*found, *([f"Did not run: {'; '.join(failed)}."] if failed else [])]
+
+
+def speed(result: Result) -> list[str]:
+    """Return two tables for each family and ratio of `bench speed`."""
+    found = []
+    for (family, _), rows in versus.by(result["rows"], "family", "inflate").items():
+        found.append(f"`{family}`, {versus.setting(rows)}; {rows[0]['label'] or versus.AS_IT_IS}.")
+        found += [shown(versus.SPEED, rows), shown(versus.PHASE_TIMES, rows)]
+    return found
+
+
+def wall_clock() -> str:
+    """Return what README.md says of decode speed: two lossless methods, and a loose one."""
+    rows = {row["method"]: row for row in read("paper-qwen2.5-vl-inflated-race")["rows"]}
+    named = {
+        "SD-chain": "5-token chain, sequential",
+        "ParallelVLM": "in parallel (`parallel`)",
+        "LVSpec": "10-token chain, `loose`",
+    }
+    return table(
+        f"target {rows['SD-chain']['inflate']:g} times the draft | decode speed over vanilla | identical outputs",
+        "{words} | {speedup:.2f}x ({speedup_p20:.2f} to {speedup_p80:.2f}) | {identical_frac:%}",
+        [rows[method] | {"words": words} for method, words in named.items()],
+    )
+
+
+# ---- others ----------------------------------------------------------------------------------------------------------
 
 
 def demo(result: Result) -> list[str]:
@@ -156,7 +161,7 @@ def parts(result: Result) -> list[str]:
             cells = [f"{ms:.2f} ({percent(ms / whole)})" if ms else "-" for ms in (found[name] for name in names)]
             lines.append([row["setting"], kind, f"{whole:.1f}", *cells])
     first = result["rows"][0]
-    asked = f"T_t / T_d asked for: {first['inflate']:g} ({first['label']})" if first["inflate"] else AS_IT_IS
+    asked = f"T_t / T_d asked for: {first['inflate']:g} ({first['label']})" if first["inflate"] else versus.AS_IT_IS
     words = f"{asked}; {first['requests']} requests, one at a time."
     return [words, markdown(["setting", "step", "ms", *(f"{name}, ms" for name in names)], lines, words=2)]
 
@@ -256,7 +261,7 @@ def body(name: str, result: Result) -> str:
     if name in OF_RESULTS:
         blocks = OF_RESULTS[name](result)
     else:
-        blocks = papers.paper(result) if name.startswith("paper-") else papers.speed(result)
+        blocks = paper(result) if name.startswith("paper-") else speed(result)
     return "\n\n".join([*blocks, origin(result)])
 
 
@@ -267,5 +272,5 @@ def sections() -> dict[str, Callable[[], str]]:
     return {
         **{name: lambda name=name: body(name, read(name)) for name in names},  # type: ignore[misc]
         "summary": summary,
-        "wall-clock": papers.wall_clock,
+        "wall-clock": wall_clock,
     }

@@ -29,21 +29,6 @@ _TIMES: Columns = {
     "s": lambda row: number(row["decode_s"], 1),
     "vanilla\ns": lambda row: number(row["vanilla_decode_s"], 1),
 }
-# Paul Tol's "muted" palette, safe for the colour-blind, with grey and black: warm colours for what follows the target.
-Style = tuple[str, str]  # colour and marker
-_STYLES: dict[str, Style] = {
-    "specvlm": ("#882255", "o"),
-    "attention": ("#CC6677", "s"),
-    "uv": ("#AA4499", "^"),
-    "uniform": ("#332288", "D"),
-    "random": ("#88CCEE", "v"),
-    "window:front": ("#999933", "<"),
-    "window:middle": ("#777777", "P"),
-    "window:end": ("#000000", ">"),
-    "frame": ("#117733", "X"),
-    "fastvid": ("#44AA99", "*"),
-    "dycoke": ("#DDCC77", "h"),
-}
 
 
 def check_room(path: str, axes: Mapping[str, Sequence[Any]]) -> None:
@@ -122,37 +107,18 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
         axes["num_speculative_tokens"] = []  # each shape has its own
     check_room(path, axes)
 
-    axis, over, styles = "pruner", "prune_ratio", _STYLES
-    if len(shapes) > 1:
-        axis, styles = "drafting", dict(zip(shapes, _STYLES.values(), strict=False))
-        over = "prune_ratio" if len(set(axes["prune_ratio"])) > 1 else "temperature"
-    families, values = list(dict.fromkeys(axes["family"])), sorted(set(axes[over]))
+    axis = "drafting" if len(shapes) > 1 else "pruner"
+    over = "temperature" if axis == "drafting" and len(set(axes["prune_ratio"])) == 1 else "prune_ratio"
+    families, values, styles = list(dict.fromkeys(axes["family"])), sorted(set(axes[over])), figures.styles(axes[axis])
     with figures.panels(path, (1.6 + 4.2 * len(families), 4.0), 1, len(families)) as (figure, (panels,), legend):
         for panel, family in zip(panels, families, strict=True):
-            series: dict[str, tuple[Style, dict[float, float]]] = {}
+            series: dict[str, tuple[figures.Style, dict[float, float]]] = {}
             for row in rows:
-                if row["family"] == family and (axis == "drafting" or row["pruner"] != "none"):
-                    style = styles.get(row[axis], figures.OTHER_STYLE)
-                    series.setdefault(row[axis], (style, {}))[1][row[over]] = row["acceptance_length"]
-            if axis == "pruner":
-                _draw_levels(panel, [row for row in rows if row["family"] == family])
+                if row["family"] == family:
+                    points = series.setdefault(row[axis], (styles[row[axis]], {}))[1]
+                    points[row[over]] = row["acceptance_length"]
             legend |= figures.lines(panel, values, series)
             panel.set_title(family, fontsize=10)
         panels[0].set_ylabel("acceptance length (tokens per verify step)")
         words = {"prune_ratio": "prune ratio (share of the video's tokens that the draft does not see)"}
         figure.supxlabel(words.get(over, over), fontsize=9)
-
-
-def _draw_levels(panel: Any, rows: Sequence[dict[str, Any]]) -> None:
-    """Draw dashed lines at the lengths with the whole video and without any."""
-    whole = [row for row in rows if row["pruner"] == "none" or row["prune_ratio"] == 0]
-    blind = [row for row in rows if row["pruner"] != "none" and row["prune_ratio"] == 1]
-    for found, words, x, align in (
-        (whole, "draft sees the whole video", 0.99, "right"),
-        (blind, "draft sees no video", 0.01, "left"),
-    ):
-        if found:
-            length = found[0]["acceptance_length"]
-            panel.axhline(length, color="#444444", linestyle=(0, (5, 3)), linewidth=1, zorder=1)
-            place = {"xy": (x, length), "xycoords": panel.get_yaxis_transform(), "textcoords": "offset points"}
-            panel.annotate(f"{words}: {length:.2f}", xytext=(0, 3), ha=align, color="#444444", fontsize=8, **place)

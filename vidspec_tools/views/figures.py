@@ -1,13 +1,19 @@
 """What figures have in common; matplotlib is imported to draw only."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_vidspec.tools.user_files import check_output, writing
 
 SUFFIXES = (".png", ".svg")
-OTHER_STYLE = ("#555555", ".")  # of what has no colour and marker of its own
+# Paul Tol's "muted" palette, safe for the colour-blind, with grey and black, and a marker each.
+_COLORS = (
+    *("#882255", "#CC6677", "#AA4499", "#332288", "#88CCEE", "#999933"),
+    *("#777777", "#000000", "#117733", "#44AA99", "#DDCC77", "#555555"),
+)
+Style = tuple[str, str]  # colour and marker
 
 
 def check_figure(path: str, option: str = "cannot draw") -> None:
@@ -37,7 +43,12 @@ def panels(path: str, size: tuple[float, float], down: int, across: int) -> Iter
             figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
 
 
-def draw_line(panel: Any, points: Sequence[tuple[float, float]], style: tuple[str, str], **more: Any) -> Any:
+def styles(names: Iterable[str]) -> dict[str, Style]:
+    """Return a colour and a marker for each name, in their order."""
+    return dict(zip(dict.fromkeys(names), itertools.cycle(zip(_COLORS, "os^DvP<X>*hd", strict=True)), strict=False))
+
+
+def draw_line(panel: Any, points: Sequence[tuple[float, float]], style: Style, **more: Any) -> Any:
     """Draw a line through points, in a colour and with a marker; return it."""
     xs, ys = zip(*points, strict=True) if points else ((), ())
     look = {"color": style[0], "marker": style[1], "markersize": 5, "linewidth": 1.4, **more}
@@ -45,7 +56,7 @@ def draw_line(panel: Any, points: Sequence[tuple[float, float]], style: tuple[st
 
 
 def lines(
-    panel: Any, values: Sequence[float], series: Mapping[str, tuple[tuple[str, str], Mapping[float, float]]]
+    panel: Any, values: Sequence[float], series: Mapping[str, tuple[Style, Mapping[float, float]]]
 ) -> dict[str, Any]:
     """Draw a line for each series (name -> style, and y by value) over evenly spaced values; return them."""
     found = {

@@ -14,18 +14,6 @@ from vllm_vidspec.tools.tables import Columns, by_columns, number
 FLOOR = 0.98  # of the target's accuracy: what counts as kept
 _PANEL = ("family", "temperature", "draft_noise")
 
-# Paul Tol's "muted" palette; by what a line is called.
-_STYLES = {
-    "loose": ("#882255", "o"),
-    "loose shift": ("#CC6677", "s"),
-    "loose pred": ("#332288", "D"),
-    "loose shift pred": ("#88CCEE", "v"),
-    "fly": ("#117733", "X"),
-    "fly-entropy": ("#44AA99", "P"),
-    "random": ("#777777", "^"),
-    "oracle": ("#DDCC77", "*"),
-}
-
 Panel = tuple[str, float, str]
 Row = dict[str, Any]
 
@@ -152,9 +140,9 @@ def draw_panel(place: Any, rows: Sequence[Row]) -> dict[str, Any]:
             lines[STRICT] = figures.draw_line(place, [_point(row)], ("#000000", "*"), **star)
         elif row["method"] in LOSSY:
             lossy.setdefault(line_name(row), []).append(row)
-    for name, ours in lossy.items():
-        points = [point for _, point in sorted((knob(row), _point(row)) for row in ours)]
-        lines[name] = figures.draw_line(place, points, _STYLES.get(name, figures.OTHER_STYLE))
+    for name, style in figures.styles(lossy).items():
+        points = [point for _, point in sorted((knob(row), _point(row)) for row in lossy[name])]
+        lines[name] = figures.draw_line(place, points, style)
     figures.tidy(place)
     return lines
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.processes import LoggedProcess
@@ -29,7 +29,7 @@ class EngineSession:
         self.job = job
         self.ready: dict[str, Any] = {}
 
-    def __enter__(self) -> "EngineSession":
+    def __enter__(self) -> Self:
         """Start the engine and wait until it has loaded."""
         with contextlib.ExitStack() as stack:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vidspec-engine-")))
