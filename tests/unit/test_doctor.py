@@ -5,6 +5,8 @@ import pytest
 from vllm_vidspec import assets, doctor
 from vllm_vidspec.doctor import Check, run_checks
 
+ROLES = ("target", "draft", "draft")
+
 
 def by_name(checks):
     return {check.name: check for check in checks}
@@ -19,6 +21,17 @@ def test_this_environment():
     for check in checks:
         assert "\n" not in check.detail + check.remedy
         assert bool(check.remedy) == (check.status != "ok"), check
+
+
+def test_a_pair_that_does_not_fit_or_costs_much_is_found(monkeypatch):
+    """A bundled draft of sixteen bits beside its target. Catches: a check that never looks, or one of a self-draft."""
+    monkeypatch.setattr(doctor, "_CHECKS", ())
+    target, draft, other = map(str, map(assets.checkpoint, ("qwen2.5-vl", "qwen2.5-vl", "llava-onevision"), ROLES))
+    cost = by_name(run_checks(target, draft))["draft cost"]
+    assert cost.status == "warn" and "fp8_per_tensor" in cost.remedy
+    assert "draft cost" not in by_name(run_checks(target, "self"))
+    (check,) = run_checks(target, other)
+    assert check.status == "fail" and "different families" in check.detail
 
 
 def test_draft_without_target_fails(monkeypatch):

@@ -9,12 +9,12 @@ from vllm.multimodal.inputs import PlaceholderRange
 
 from tests.unit.engine import fakes
 from tests.unit.engine.fakes import CPU, HIDDEN, NOTHING, NUM_ROWS, VIDEO, batch_of, in_list, new_request
-from tests.unit.engine.listening import make_guidance
+from tests.unit.engine.listening import hear, make_guidance
 from vllm_vidspec.engine.hooks import prompts
 from vllm_vidspec.engine.hooks.attention import AttentionGuidance
 from vllm_vidspec.engine.hooks.hidden_states import HiddenStateGuidance
-from vllm_vidspec.engine.hooks.prompts import Guidance, content_keys
-from vllm_vidspec.engine.hooks.protocol import Forward, TargetHooks
+from vllm_vidspec.engine.hooks.prompts import content_keys
+from vllm_vidspec.engine.hooks.protocol import TargetHooks
 from vllm_vidspec.engine.hooks.state_store import StateStore
 from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.requests import RequestRows
@@ -115,17 +115,6 @@ def test_a_failure_of_trees_is_not_survived():
     groups = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=[None, None]))
     with pytest.raises(VidSpecError, match="use chain"):
         in_list(trees).init_kv(groups)
-
-
-def hear(hooks: TargetHooks, guidance: Guidance, batch: SimpleNamespace) -> None:
-    """Let the list hear a forward in which every visual token draws as much attention as the other."""
-    hooks.before_forward(batch)
-    step = getattr(guidance, "_step", None)
-    if step is not None:
-        step.sums += 1.0
-        step.num_observed += 1
-    states = torch.ones(int(batch.query_start_loc_np[-1]), HIDDEN)
-    hooks.after_forward(Forward(states, [states, states]))
 
 
 def frames(count: int, num_tokens: int = 2) -> SimpleNamespace:

@@ -183,18 +183,6 @@ def test_ties_of_a_long_video_go_to_the_first(name, scores):
     check_reference(name, inputs_of(scores, 2508))
 
 
-@pytest.mark.parametrize(
-    ("num_keep", "kept"),
-    [(1, [0]), (2, [0, 4]), (3, [0, 2, 4]), (4, [0, 1, 2, 4]), (5, [0, 1, 2, 4, 5]), (6, [0, 1, 2, 3, 4, 5])],
-)
-def test_dycoke_by_hand(num_keep, kept):
-    """Frames turned by so many degrees: 2 is 50 from 0, 1 is 30 from 0, 5 is 20 from 4, 3 is 10 from 2; the trailing
-    token is last."""
-    angles = torch.tensor([0, 30, 50, 60, 200, 220, 0]).deg2rad()
-    inputs = PruneInputs(TokenGrid(6, 1, 1, 1), num_keep, features=torch.stack((angles.cos(), angles.sin()), dim=1))
-    assert get_pruner("dycoke")(inputs).tolist() == kept == dycoke_by_loops(inputs)
-
-
 @pytest.mark.parametrize(("scores", "lambda_r", "num_keep", "kept"), BY_HAND)
 def test_specvlm_by_hand(scores, lambda_r, num_keep, kept):
     assert get_pruner("specvlm")(inputs_of(scores, num_keep, lambda_r)).tolist() == kept
