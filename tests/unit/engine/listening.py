@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import torch
-from vllm_vidspec.engine.hooks.guarded import TargetHooks
 
 from tests.unit.engine import fakes
 from tests.unit.engine.fakes import CPU, HIDDEN, NUM_ROWS, VIDEO
@@ -11,7 +10,7 @@ from vllm_vidspec.engine.hooks import attention, hidden_states, state_store, vis
 from vllm_vidspec.engine.hooks.attention import AttentionGuidance
 from vllm_vidspec.engine.hooks.hidden_states import HiddenStateGuidance
 from vllm_vidspec.engine.hooks.prompts import Guidance
-from vllm_vidspec.engine.hooks.protocol import Forward
+from vllm_vidspec.engine.hooks.protocol import Forward, TargetHooks
 from vllm_vidspec.engine.hooks.visual_states import VisualStates
 
 
