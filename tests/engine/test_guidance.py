@@ -64,37 +64,23 @@ def test_scores_equal_the_reference(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_needs_no_recomputed_keys(family):
-    """Prefix hit: the second prompt's video comes from the cache, its question does not; its scores are its own.
+    """A video from the cache and a question of its own; the same prompt again, of which the last block is computed.
 
-    Catches: keys taken from the step instead of the paged cache.
+    Catches: keys taken from the step instead of the paged cache; a mean over queries that were not computed.
     """
     (video,) = harness.shown(1)
-    first, second = ask(family, video), ask(family, video, question=LONG_QUESTION)
-    with harness.engine(family, "draft", **ATTENTION) as engine:
-        engine.generate([first])
-        with engine.watched() as records:
-            outputs, counted = engine.measured([second])
-    assert outputs[0].num_cached_tokens > 200
-    assert counted["guided_prompts"] == 1 and counted["reused_guidance"] == 0
-    check_scores(family, outputs, [[video]], records, None)
-
-
-def test_queries_of_a_cached_suffix_are_left_out():
-    """An identical prompt computes its last block only: the mean is over the queries that were computed."""
-    family, (video,) = QWEN, harness.shown(1)
-    request = ask(family, video, question=f"{LONG_QUESTION} {LONG_QUESTION}")
-    with (
-        harness.engine(family, "draft", **ATTENTION, overrides={"block_size": 32}) as engine,
-        engine.watched() as records,
-    ):
-        engine.generate([request])
-        outputs, counted = engine.measured([request])
-    cached = outputs[0].num_cached_tokens
-    reference, is_visual, _ = float64.run(family, list(outputs[0].prompt_token_ids), [video])
-    first = max(int(is_visual.nonzero()[-1]) + 1, cached)
-    expected = torch.stack([weights[0, :, first:].mean((0, 1)) for weights in reference.attentions]).mean(0)[is_visual]
-    assert cached > int(is_visual.nonzero()[-1]) + 1 and counted["guided_prompts"] == 1
-    assert float64.relative_error(records[1]["scores"][0], expected) <= TOLERANCE
+    second = ask(family, video, question=f"{LONG_QUESTION} {LONG_QUESTION}")
+    with harness.engine(family, "draft", {"block_size": 32}, **ATTENTION) as engine, engine.watched() as records:
+        engine.generate([ask(family, video)])
+        hit, _ = engine.measured([second])
+        again, counted = engine.measured([second])
+    assert hit[0].num_cached_tokens > 200 and counted["guided_prompts"] == 1 and counted["reused_guidance"] == 0
+    check_scores(family, hit, [[video]], records[1:2], None)
+    reference, is_visual, _ = float64.run(family, list(again[0].prompt_token_ids), [video])
+    cached, end = again[0].num_cached_tokens, int(is_visual.nonzero()[-1]) + 1
+    assert cached > end
+    expected = torch.stack([weights[0, :, cached:].mean((0, 1)) for weights in reference.attentions]).mean(0)[is_visual]
+    assert float64.relative_error(records[2]["scores"][0], expected) <= TOLERANCE
 
 
 def test_uv_of_a_cached_video_is_remembered():
