@@ -42,9 +42,7 @@ def test_benchmark_runs(name, monkeypatch, tmp_path, capsys):
     assert set(bench.KERNELS) == set(BENCHMARKS)
     sizes, peers = BENCHMARKS[name]
     rows = bench.main([name, "--sizes", *sizes, "--rounds", "3", "--csv", str(tmp_path / "rows.csv"), "--json"])
-    impls = (["triton"] if torch.cuda.is_available() else ["torch"]) + peers
-    if torch.cuda.is_available() and not peers:
-        impls.append("torch")
+    impls = ["triton" if torch.cuda.is_available() else "torch" if peers else "numba", *peers]
     cases = list(dict.fromkeys(row["case"] for row in rows))
     assert len(cases) >= 2 and [(row["case"], row["impl"]) for row in rows] == [*itertools.product(cases, impls)]
     for row in rows:
