@@ -1,13 +1,12 @@
 """tree_attention: equal shares of the work, an external prefix, the memory of calls, planted mistakes in its source."""
 
 import importlib
-import importlib.util
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.kernels.agreement import mutated
 from tests.kernels.attention_case import (
     BLOCK,
     LIMITS,
@@ -24,7 +23,7 @@ from tests.kernels.attention_case import (
     run,
 )  # fmt: skip
 from tests.kernels.attention_shares import shares
-from vidspec_kernels.tree_attention import reference, tiles
+from vidspec_kernels.tree_attention import tiles
 from vidspec_kernels.tree_attention import triton as kernel_file
 
 IMPLS = ["triton", "torch"]
@@ -74,25 +73,7 @@ def test_parts_add_up(device, impl):
 # ---- mutations -----------------------------------------------------------------------------------------------------
 
 
-def mutant(tmp_path, monkeypatch, impl, edits):
-    """Return `tree_attention` with some text of the kernel's or the reference's module replaced, every occurrence."""
-    source = Path((kernel_file if impl == "triton" else reference).__file__).read_text()
-    for old, new in edits:
-        assert old in source, f"the mutation no longer applies: {old}"
-        source = source.replace(old, new)
-    path = tmp_path / f"mutant_{impl}.py"
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    changed = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(changed)
-    name = "_tree_attention_kernel" if impl == "triton" else "tree_attention_reference"
-    monkeypatch.setattr(module, name, getattr(changed, name))
-    monkeypatch.setattr(module, "MIN_UNITS", 1)
-    return module.tree_attention
-
-
 MUTATIONS = {
-    "nothing changed": {"triton": [], "torch": []},
     "a sibling's bit leaks into the mask": {
         "triton": [("(word[:, None] >> node[None, :]) & 1", "(word[:, None] >> node[None, :]) & 3")],
         "torch": [("& _BITS[:num_nodes].to(rows.device)", "& (_BITS | _BITS << 1)[:num_nodes].to(rows.device)")],
@@ -128,24 +109,18 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutations_are_caught(device, impl, mutation, tmp_path, monkeypatch):
-    """`check`, which every test above rests on, fails for each of these changes of kernel and reference, and only then.
-
-    The module's source is changed and run: a sibling's bit leaking into the mask (shift & 3), a prefix off by one
-    (either way), an LSE merge without weights (a plain average of splits, and of external prefix and nodes), heads of a
-    GQA group taken with a stride (head h on KV head h % num_kv_heads).
-    """
-    attention = mutant(tmp_path, monkeypatch, impl, MUTATIONS[mutation][impl])
+    """`check`, which every test above rests on, fails for each of these changes of kernel and reference."""
+    monkeypatch.setattr(module, "MIN_UNITS", 1)
     case = Case(device, requests_of((5, 150), (6, 20)), num_heads=6, num_kv_heads=2, poison=1.0)
     external: dict = {"prefix": external_prefix(case)}
-    if mutation == "nothing changed":
-        check(case, impl, attention)
-        check(case, impl, attention, **external)
-        return
     # Only the kernel merges parts; both merge an external prefix.
     merges = [external] if impl == "torch" else [{}, external]
     for changes in merges if "LSE" in mutation else [{}]:
-        with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-            check(case, impl, attention, **changes)
+        check(case, impl, **changes)
+        name = "_tree_attention_kernel" if impl == "triton" else "tree_attention_reference"
+        seen = pytest.raises(AssertionError, match="Tensor-likes are not close")
+        with mutated(tmp_path, module, name, *MUTATIONS[mutation][impl]), seen:
+            check(case, impl, **changes)
 
 
 @pytest.fixture
