@@ -39,7 +39,7 @@ def test_an_exception_in_one_is_paid_by_that_one(step, monkeypatch):
     request that some hook is not told of."""
     logged: list[str] = []
     logger = SimpleNamespace(error=lambda *args, **_: logged.append(args[0] % args[1:]))
-    monkeypatch.setattr("vllm_vidspec.engine.hooks.guarded.logger", logger)
+    monkeypatch.setattr("vllm_vidspec.engine.hooks.protocol.logger", logger)
     before, failing, after = fakes.Recorder(), fakes.Recorder(step), fakes.Recorder()
     hooks = in_list(before, failing, after)
     live(hooks)
