@@ -90,8 +90,8 @@ def curve(rows: list[Row]) -> str:
     """Return facts kept over tokens per step, by scorer."""
     found = [{**row, "name": setting_name(row)} for row in rows]
     return table(
-        "verification | tokens per step | over strict | facts right | of the target's | relevance AUC",
-        "`{name}` | {acceptance_length:.2f} | {ratio_to_strict:.2f} | {accuracy:.1f%} | {retention:.1f%} | "
+        "verification | temperature | tokens per step | over strict | facts right | of the target's | relevance AUC",
+        "`{name}` | {temperature:g} | {acceptance_length:.2f} | {ratio_to_strict:.2f} | {accuracy:.1f%} | {retention:.1f%} | "
         "{relevance_auc:.2f}",
         found,
     )
