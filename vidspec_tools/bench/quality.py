@@ -311,7 +311,8 @@ class Panel:
             "identical_frac": identical_frac(answer["token_ids"], self.reference["token_ids"]),
             "tokens_per_caption": output_tokens / self.quality.requests,
             "relevance_auc": relevance_auc(
-                *([one[name] for one in captions] for name in ("words", "relevance")),
+                [one["words"] for one in captions],
+                [one["relevance"] for one in captions],
                 self.quality.about,
                 self.quality.fillers,
             ),
