@@ -70,6 +70,8 @@ def curve(options: argparse.Namespace) -> Iterator[harness.Row]:
     """Yield the rows of `vidspec bench quality`."""
     what = Reels(
         families=(FAMILY,),
+        temperatures=tuple(options.temperature),
+        draft_noises=tuple(options.draft_noise),
         scorers=("loose", "fly", "fly-entropy", "random", quality.ORACLE),
         lambdas=(0.2, 0.5, 0.7),
         position_shifts=(False,),
@@ -169,4 +171,6 @@ if __name__ == "__main__":
         "what",
         tokens=1024,
         requests=24,
+        temperature=[0.0],
+        draft_noise=["shared"],
     )

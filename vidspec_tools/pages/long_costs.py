@@ -1,6 +1,7 @@
 """Further sections of docs/long-videos.md: memory, steps, first tokens, the relevance score, real footage."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vidspec_tools.bench.quality import setting_name
@@ -88,11 +89,11 @@ def first_tokens(found: dict[str, Any]) -> str:
 
 def curve(rows: list[Row]) -> str:
     """Return facts kept over tokens per step, by scorer."""
-    found = [{**row, "name": setting_name(row)} for row in rows]
+    found = [{**row, "name": setting_name(dict(row))} for row in rows]
     return table(
-        "verification | tokens per step | over strict | facts right | of the target's | relevance AUC",
-        "`{name}` | {acceptance_length:.2f} | {ratio_to_strict:.2f} | {accuracy:.1f%} | {retention:.1f%} | "
-        "{relevance_auc:.2f}",
+        "verification | temperature | tokens per step | over strict | facts right | of the target's | relevance AUC",
+        "`{name}` | {temperature:g} | {acceptance_length:.2f} | {ratio_to_strict:.2f} | {accuracy:.1f%} | "
+        "{retention:.1f%} | {relevance_auc:.2f}",
         found,
     )
 
@@ -153,13 +154,9 @@ _OF_ROWS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
 
 def sections() -> dict[str, Callable[[], str]]:
     """Return what writes each section that has a result."""
+    return {section: partial(_written, *what) for section, what in _OF_ROWS.items() if recorded(what[0])}
 
-    def text(name: str, write: Callable[[list[Row]], str]) -> str:
-        result = read(name)
-        return f"{write(result['rows'])}\n\n{origin(result)}"
 
-    return {
-        section: lambda name=name, write=write: text(name, write)
-        for section, (name, write) in _OF_ROWS.items()
-        if recorded(name)
-    }
+def _written(name: str, write: Callable[[list[Row]], str]) -> str:
+    result = read(name)
+    return f"{write(result['rows'])}\n\n{origin(result)}"
