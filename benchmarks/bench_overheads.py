@@ -140,7 +140,7 @@ class Watched:
         wrapped: list[tuple[Any, tuple[str, ...], str]] = [
             (runner.parts.guidance, ("before_forward", "after_forward", "take"), "guidance"),
             (PendingScores, ("wait",), "guidance"),
-            (drafts.prefills, ("_plan", "_choose", "_prune"), "pruning"),
+            (drafts.prefills, ("_plan", "_prune"), "pruning"),
             (runner.rejection_sampler, ("_verify",), "scoring"),
             (runner.speculator, ("propose",), "the rest"),
             (runner.counters, ("flush",), "the rest"),

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 # ruff: noqa: E402
@@ -76,20 +74,6 @@ def pair(family: str, **knobs: Any) -> Engine:
 def videos(family: str, numbers: Iterable[int]) -> list[Row]:
     """Return prompts with the usual question about held-out videos."""
     return [pairs.video_prompt(family, world.held_out(i).frames) for i in numbers]
-
-
-def clip_prompt(family: str, frames: np.ndarray) -> Row:
-    """Return a prompt of a clip, `[num_frames, height, width, 3]` uint8, of which no frame is left out."""
-    metadata = {
-        "fps": pairs.FRAME_RATE,
-        "total_num_frames": len(frames),
-        "duration": len(frames) / pairs.FRAME_RATE,
-        "frames_indices": list(range(len(frames))),
-        "video_backend": "opencv",
-        "do_sample_frames": False,
-    }
-    text = pairs.chat_prompt(family, pairs.DEFAULT_QUESTION, ["video"])
-    return {"prompt": text, "multi_modal_data": {"video": [(frames, metadata)]}}
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

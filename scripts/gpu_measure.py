@@ -73,11 +73,14 @@ def llm_kwargs(
 
 def prompt_of(sizes: Sizes) -> dict[str, Any]:
     """Return a prompt with a video of noise, the same for all requests."""
-    import harness
     import numpy as np
 
+    from vllm_vidspec.tools import pairs
+
     shape = (sizes.num_frames, sizes.height, sizes.width, 3)
-    return harness.clip_prompt(FAMILY, np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8))
+    video = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    text = pairs.chat_prompt(FAMILY, pairs.DEFAULT_QUESTION, ["video"])
+    return {"prompt": text, "multi_modal_data": {"video": [video]}}  # not sampled, as `pairs.video_prompt` would
 
 
 def engine_rows(plan: Engine, context: Context) -> None:

@@ -44,11 +44,6 @@ NORMALISATION = {  # mean and standard deviation of a pixel's channels, [2, 3]
     "llava-onevision": _CLIP,
     "qwen3-vl": torch.full((2, 3), 0.5),
 }
-MODEL_CLASSES = {
-    "qwen2.5-vl": "Qwen2_5_VLForConditionalGeneration",
-    "llava-onevision": "LlavaOnevisionForConditionalGeneration",
-    "qwen3-vl": "Qwen3VLForConditionalGeneration",
-}
 _OF_MODEL_TYPE = {"qwen2_5_vl": "qwen2.5-vl", "llava_onevision": "llava-onevision", "qwen3_vl": "qwen3-vl"}
 
 
@@ -66,9 +61,9 @@ def load(path: str | Path, vocabulary: tuple[str, ...] = ()) -> Captioner:
     """Load a checkpoint directory in fp32; `vocabulary` as of `token_ids`."""
     import transformers
 
-    family = _OF_MODEL_TYPE[transformers.AutoConfig.from_pretrained(path).model_type]
-    model_class = getattr(transformers, MODEL_CLASSES[family])
-    return Captioner(model_class.from_pretrained(path, dtype=torch.float32), family, vocabulary)
+    config = transformers.AutoConfig.from_pretrained(path)
+    model = getattr(transformers, config.architectures[0]).from_pretrained(path, dtype=torch.float32)
+    return Captioner(model, _OF_MODEL_TYPE[config.model_type], vocabulary)
 
 
 class Captioner:
