@@ -79,8 +79,12 @@ def prompt_of(sizes: Sizes) -> dict[str, Any]:
 
     shape = (sizes.num_frames, sizes.height, sizes.width, 3)
     video = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    metadata = {  # every frame counts, where `pairs.video_prompt` would sample
+        "fps": pairs.FRAME_RATE, "total_num_frames": len(video), "duration": len(video) / pairs.FRAME_RATE,
+        "frames_indices": list(range(len(video))), "video_backend": "opencv", "do_sample_frames": False,
+    }  # fmt: skip
     text = pairs.chat_prompt(FAMILY, pairs.DEFAULT_QUESTION, ["video"])
-    return {"prompt": text, "multi_modal_data": {"video": [video]}}  # not sampled, as `pairs.video_prompt` would
+    return {"prompt": text, "multi_modal_data": {"video": [(video, metadata)]}}
 
 
 def engine_rows(plan: Engine, context: Context) -> None:

@@ -15,7 +15,7 @@ from vidspec_kernels import storage_scale, store_states, visual_relevance
 AXES: dict[str, list[Any]] = {
     "store": ["bfloat16"], "hidden": [5120], "batch": ["1x6", "1x26", "8x26"], "num_tokens": [25_000], "top_n": [10],
 }  # fmt: skip
-TINY = {"store": ["bfloat16", "float8_e4m3fn"], "hidden": [64], "batch": ["2x3"], "num_tokens": [200], "top_n": [10]}
+TINY = {"store": ["bfloat16", "float8_e4m3fn"], "hidden": [128], "batch": ["2x3"], "num_tokens": [200], "top_n": [10]}
 ROUNDS = 30
 BLOCK_ROWS = 64
 
