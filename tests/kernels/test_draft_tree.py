@@ -28,9 +28,9 @@ def plan_case(device, num_reqs=3, num_candidates=6, adopts=True):
     return tree_plan, {"plans": plans, "rows": rows, "log_probs": log_probs, "adopts": adopts}
 
 
-def place_case(device, num_reqs=3):
+def place_case(device, num_reqs=3, *sizes):
     """A level of a static tree."""
-    level, offered = make_level(num_reqs, 4, 5, 9, 4, device)
+    level, offered = make_level(num_reqs, *(sizes or (4, 5, 9, 4)), device)
     tree = make_tables(num_reqs + 1, 64, device)
     return tree_place, {"tree": tree, "level": level, "num_reqs": num_reqs, "token_ids": offered}
 
@@ -161,25 +161,23 @@ def make_level(num_reqs, frontier, num_candidates, num_placed, num_fed, device):
     return PlacedLevel(*(tensor.to(device) for tensor in tensors)), offered.to(device)
 
 
-@pytest.mark.parametrize(
-    ("num_reqs", "frontier", "num_candidates", "num_placed", "num_fed"),
-    [(0, 1, 4, 2, 1), (1, 1, 1, 1, 0), (3, 4, 5, 9, 4), (2, 10, 64, 64, 33)],
-)
-def test_place_equals_the_loop(device, impl, num_reqs, frontier, num_candidates, num_placed, num_fed):
+@pytest.mark.parametrize("sizes", [(0, 1, 4, 2, 1), (1, 1, 1, 1, 0), (3, 4, 5, 9, 4), (2, 10, 64, 64, 33)])
+def test_place_equals_the_loop(device, sizes):
     """Catches: another request's candidate, a rank for a place, nodes or rows touched that are not the level's."""
-    tree = make_tables(num_reqs + 1, 64, device)
-    level, offered = make_level(num_reqs, frontier, num_candidates, num_placed, num_fed, device)
-    tree_place(tree, level, num_reqs, offered, impl=impl)
-    sources, nodes, fed = level.sources.tolist(), level.nodes.tolist(), level.fed_sources.tolist()
-    for row in range(num_reqs):
-        own = offered[row * frontier : (row + 1) * frontier].flatten().tolist()
-        expected = [77] * 65
-        for source, node in zip(sources, nodes, strict=True):
-            expected[node] = own[source]
-        assert tree.tokens[row].tolist() == expected
-        assert level.fed_tokens[row].tolist() == [own[source] for source in fed]
-    assert (tree.tokens[num_reqs] == 77).all() and (level.fed_tokens[num_reqs] == 77).all()
-    assert all((table == 77).all() for table in tree.tensors[1:])
+    left = agree(place_case, device, *sizes)
+    assert (left[".tree.tokens"][sizes[0]] == 77).all() and (left[".level.fed_tokens"][sizes[0]] == 77).all()
+
+
+def test_place_by_hand(device, impl):
+    """Two requests with two frontier nodes of three candidates: candidates 4, 0 and 2 become nodes 3, 1 and 9."""
+    offered = torch.arange(100, 112, device=device).view(4, 3)
+    level = PlacedLevel(*(torch.tensor(part, device=device) for part in ([4, 0, 2], [3, 1, 9], [2, 4])),
+                        torch.full((3, 2), 77, device=device))  # fmt: skip
+    tree = make_tables(3, 9, device)
+    tree_place(tree, level, 2, offered, impl=impl)
+    expected = [[77, first, 77, first + 4, *[77] * 5, first + 2] for first in (100, 106)]
+    assert tree.tokens.tolist() == [*expected, [77] * 10]
+    assert level.fed_tokens.tolist() == [[102, 104], [108, 110], [77, 77]]
 
 
 def make_chains(num_reqs, max_nodes, num_nodes, device):

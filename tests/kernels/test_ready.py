@@ -97,7 +97,7 @@ def test_draws_are_of_what_the_tensors_hold(device):
         draw(**arguments)
         fresh = {name: torch.zeros_like(arguments[name]) for name in ("out_tokens", "out_ids")}
         draw(**arguments | fresh | {"level": level, "scratch": SamplingCase(4, 9, device).scratch()})
-        assert all(arguments[name].equal(out) for name, out in fresh.items())
+        assert all(arguments[name][:4].equal(out[:4]) for name, out in fresh.items())
     assert len(ready) == 1
 
 

@@ -68,7 +68,8 @@ class TreeTemplate:
 
     def as_meta(self) -> "TreeTemplate":
         """Return the same tables without memory, for `warm_up`."""
-        return TreeTemplate(*map(as_meta, self.tensors), self.num_nodes)
+        parents, depths, ancestors, log_probs = map(as_meta, self.tensors)
+        return TreeTemplate(parents, depths, ancestors, log_probs, self.num_nodes)
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:
