@@ -111,9 +111,8 @@ def attention_layer(num_heads: int = 2, num_kv_heads: int = 1, head_size: int = 
     )
 
 
-def model_state(positions: torch.Tensor | None = None) -> SimpleNamespace:
-    """Return what `TargetTrees` wraps of a runner's model state; `positions` where it has several axes."""
-    inputs = {} if positions is None else {"positions": positions}
+def model_state() -> SimpleNamespace:
+    """Return what `TargetTrees` wraps of a runner's model state."""
 
     def prepare_attn(
         input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, kv_cache_config, for_capture=False
@@ -121,8 +120,8 @@ def model_state(positions: torch.Tensor | None = None) -> SimpleNamespace:
         return {"layer": SimpleNamespace(block_table=block_tables[0])}
 
     return SimpleNamespace(
-        prepare_inputs=lambda input_batch, req_states: inputs,
-        prepare_dummy_inputs=lambda num_reqs, num_tokens: inputs,
+        prepare_inputs=lambda input_batch, req_states: {},
+        prepare_dummy_inputs=lambda num_reqs, num_tokens: {},
         prepare_attn=prepare_attn,
     )
 

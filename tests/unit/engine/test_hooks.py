@@ -8,13 +8,13 @@ import torch
 from vllm.multimodal.inputs import PlaceholderRange
 
 from tests.unit.engine import fakes
-from tests.unit.engine.fakes import CPU, HIDDEN, NOTHING, NUM_ROWS, VIDEO, batch_of, in_list, new_request
-from tests.unit.engine.listening import hear, make_guidance
+from tests.unit.engine.fakes import CPU, HIDDEN, NOTHING, NUM_ROWS, NUM_TOKENS, VIDEO, batch_of, in_list, new_request
+from tests.unit.engine.listening import hear, make_guidance, make_states
 from vllm_vidspec.engine.hooks import prompts
 from vllm_vidspec.engine.hooks.attention import AttentionGuidance
 from vllm_vidspec.engine.hooks.hidden_states import HiddenStateGuidance
 from vllm_vidspec.engine.hooks.prompts import content_keys
-from vllm_vidspec.engine.hooks.protocol import TargetHooks
+from vllm_vidspec.engine.hooks.protocol import Forward, TargetHooks
 from vllm_vidspec.engine.hooks.state_store import StateStore
 from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.requests import RequestRows
@@ -72,6 +72,45 @@ def test_memory_is_asked_for_by_turns_and_refusals_are_not_survived():
             failing = in_list(fakes.Recorder(step))
             failing.reserve(1600)
             failing.init_kv(None)
+
+
+@pytest.mark.parametrize("step", ["_claim", "_observe", "_finish"])
+def test_a_failure_costs_the_request_in_prefill_its_looseness(step, monkeypatch):
+    """Catches: a request that is loose without its states, one that was before and pays, blocks that are lost."""
+    states = make_states(monkeypatch)
+    hooks = in_list(states)
+    for row in (0, 1, 3):
+        with monkeypatch.context() as patch:
+            if row == 1:
+                patch.setattr(states, step, lambda *_: 1 / 0)
+            hooks.add(new_request(row, f"video-{row}"))
+            hooks.before_forward(batch_of(row))
+            hooks.after_forward(Forward(torch.ones(NUM_TOKENS, HIDDEN), None))
+    assert states._rules.of == [0, 3] and states.counters["strict_error"] == 1
+    assert len(states.store._free) == 4 - 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        *((AttentionGuidance, step) for step in ("before_forward", "after_forward")),
+        *((HiddenStateGuidance, step) for step in ("_allocate", "_embed", "_observe")),
+    ],
+)
+def test_a_failure_costs_the_prompt_in_prefill_its_guidance(kind, step, monkeypatch):
+    """Catches: a reason that is not counted, bytes never given back, a later prompt that pays too."""
+    guidance = make_guidance(kind, monkeypatch)
+    guidance.reserve(1 << 20)
+    hooks = in_list(guidance)
+    for fails in (True, False):
+        with monkeypatch.context() as patch:
+            if fails:
+                patch.setattr(guidance, step, lambda *_: 1 / 0)
+            hooks.add(new_request(1))
+            hear(hooks, guidance, batch_of(1))
+        assert guidance.take(1).wait().outcome == ("unguided_error" if fails else "guided_prompts",)
+        hooks.remove(1)
+        assert getattr(guidance, "_num_bytes", 0) == 0
 
 
 def test_the_store_drops_what_nobody_uses_the_oldest_first():

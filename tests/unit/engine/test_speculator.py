@@ -159,6 +159,15 @@ def test_an_error_of_the_draft_stops_an_engine_that_is_to_raise():
         world.propose([1])
 
 
+def test_running_requests_and_what_they_have_shown_are_given_up():
+    """Before sleep. Catches: rows that have not begun and are given up too; embeddings that outlive their memory."""
+    world = World()
+    world.requests.enter(slice(None), [Phase.DRAFTING, Phase.UNSEEN, Phase.SKIPPED, Phase.PREFILLING])
+    world.backend.give_up_all()
+    assert world.requests.phase.tolist() == [Phase.SKIPPED, Phase.UNSEEN, Phase.SKIPPED, Phase.SKIPPED]
+    assert [name for name, *_ in world.drafter.mock_calls] == ["remove", "remove", "forget_media"]
+
+
 def test_rows_are_trees_before_a_draft_that_may_fail():
     """Catches: half a tree that a failed draft has left, verified as the shape of the row's next chain."""
     world = World(drafting="tree-static", num_speculative_tokens=25)
