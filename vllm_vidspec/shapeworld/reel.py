@@ -144,8 +144,8 @@ def score_answer(text: str, question: Question, scenes: tuple[Scene, ...]) -> di
     told = [scenes[i] for i in question.scenes]
     if question.kind == "which":
         named = set(re.findall(r"scene (\d \d \d)", text))
-        wanted = {scene.digits for scene in told}
-        return {"scene": (len(named & wanted), len(named | wanted))}
+        meant = {scene.digits for scene in told}
+        return {"scene": (len(named & meant), len(named | meant))}
     said = [_read(sentence) for sentence in text.split(".")]
     counts = dict.fromkeys(FACTS, (0, 0))
     for place, scene in enumerate(told):
