@@ -17,8 +17,6 @@ from vidspec_kernels import NUM_HEADERS
 
 _ALIGNMENT = 64  # bytes, a cache line: no two writers in one
 PAGE = 4096  # bytes; a device maps whole pages
-NUM_EVENTS = 1 << 14  # of the timeline that are kept
-EVENT_FIELDS = 5  # kind, start and end in seconds, requests, tokens
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
@@ -62,7 +60,6 @@ class Tables:
     epoch: np.ndarray  # int64 [M] which request has the row: a number that is never used twice
     committed: np.ndarray  # int64 [M] length of the committed text
     text: np.ndarray  # int32 [M, max_model_len] that text
-    watching: np.ndarray  # int64 [1] whether the drafter keeps a timeline
     # Written by the drafter:
     streams: np.ndarray  # int32 [M, NUM_HEADERS + R], from the beginning of a page on; the next five are its columns
     generation: np.ndarray  # int32 [M] odd while the row is cut or changes hands, and greater by two afterwards
@@ -74,8 +71,6 @@ class Tables:
     beat: np.ndarray  # int64 [1] which grows while it lives
     draft_us: np.ndarray  # float64 [M + 1] microseconds of a draft forward by its number of requests; 0: none yet
     counters: np.ndarray  # int64 [num_counters]
-    events: np.ndarray  # float64 [NUM_EVENTS, EVENT_FIELDS] the timeline
-    num_events: np.ndarray  # int64 [1] how many there have been since it is watched
 
     def __init__(self, memory: Any, sizes: Sizes):
         """Lay the arrays over `memory`, a writable buffer of at least `num_bytes`, zeroed when it is new."""
@@ -132,13 +127,10 @@ def _layout(sizes: Sizes) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     yield "epoch", "<i8", rows
     yield "committed", "<i8", rows
     yield "text", "<i4", (*rows, sizes.max_model_len)
-    yield "watching", "<i8", (1,)
     yield "state", "<i8", rows
     yield "beat", "<i8", (1,)
     yield "draft_us", "<f8", (sizes.max_num_reqs + 1,)
     yield "counters", "<i8", (max(sizes.num_counters, 1),)
-    yield "events", "<f8", (NUM_EVENTS, EVENT_FIELDS)
-    yield "num_events", "<i8", (1,)
 
 
 def aligned(num_bytes: int) -> int:

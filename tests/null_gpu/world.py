@@ -44,7 +44,6 @@ from vllm_vidspec.engine.draft.graphs import DraftGraphs
 from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.parallel.timeline import Timeline
 from vllm_vidspec.engine.report import counters
 from vllm_vidspec.engine.requests import NewRequest, Phase, RequestRows
 from vllm_vidspec.engine.verify import rules as looseness
@@ -72,7 +71,6 @@ class World:
         fills_trees: bool = True,
     ):
         self.device, self.launch = device, launch
-        self.timeline = Timeline()
         self.knobs, self.requests = Knobs(config), RequestRows(MAX_REQS, device)
         self.K = self.num_speculative_steps = config.num_speculative_tokens
         self.max_num_tokens = MAX_REQS * (self.K + 1)

@@ -21,7 +21,6 @@ from vllm_vidspec.engine.draft.vision_cache import PAGE_ROWS, VisionCache
 from vllm_vidspec.engine.failures import DraftFailures
 from vllm_vidspec.engine.hooks.protocol import Forward, TargetHooks
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.parallel.timeline import Timeline
 from vllm_vidspec.engine.requests import NewRequest, Phase, RequestRows
 from vllm_vidspec.engine.speculator import Speculator
 
@@ -176,7 +175,7 @@ class World:
         self.hooks = TargetHooks(hooks, knobs, ALONE)
         failures = DraftFailures(knobs, ALONE, self.requests, self.counters)
         self.backend = LocalBackend(
-            None, knobs, self.network, self.requests, states, None, None, self.counters, ALONE, failures, Timeline()
+            None, knobs, self.network, self.requests, states, None, None, self.counters, ALONE, failures
         )  # fmt: skip
         self.speculator = Speculator(knobs, self.requests, self.guidance, self.counters, failures, self.backend)
         failures.on_failure(self.backend.forget_media)

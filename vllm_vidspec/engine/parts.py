@@ -108,7 +108,6 @@ class RunnerParts:
             counters,
             runner.agreement,
             failures,
-            runner.timeline,
             placed=places_of(runner),
             pixels=SharedPixels(runner.model_state, device, counters) if shares else None,
         )

@@ -7,7 +7,6 @@ told once to `RequestRows`), `prepare_inputs` (hooks plan), the forward, `execut
 
 import contextlib
 import copy
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +24,8 @@ from vllm_vidspec.engine.compat import scheduler
 from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import launch
-from vllm_vidspec.engine.parallel.backend import ParallelBackend, sizes_of
+from vllm_vidspec.engine.parallel.backend import sizes_of
 from vllm_vidspec.engine.parallel.client import DrafterClient
-from vllm_vidspec.engine.parallel.timeline import EventKind, Timeline
 from vllm_vidspec.engine.parts import RunnerParts
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.report.request_metrics import PublishingOutput
@@ -49,8 +47,6 @@ class VidSpecModelRunner(GPUModelRunner):
         self.requests = RequestRows(self.max_num_reqs, device)
         self.counters = Counters(vllm_config, device, self.max_num_reqs, self.num_speculative_steps, self.requests)
         self.agreement = Agreement(get_tp_group())
-        self.timeline = Timeline()
-        self._step_start = 0.0
         self._was_at_rest = False  # whether nothing was drafted in the last step, nor asked for
         self._num_told_skips = 0  # of `RequestRows.num_skips`, those that the scheduler's side knows of
         self.drafter_client: DrafterClient | None = None  # of the first rank, where the draft is another process's
@@ -169,7 +165,6 @@ class VidSpecModelRunner(GPUModelRunner):
         return batch
 
     def execute_model(self, scheduler_output, *args, **kwargs):
-        self._step_start = time.monotonic()
         if self.speculator is not None:
             self.speculator.decision = scheduler.decision_of(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
@@ -186,9 +181,6 @@ class VidSpecModelRunner(GPUModelRunner):
         self.rejection_sampler.end()
         if self.trees is not None:
             self.trees.compact()  # before anything counts the accepted tokens as computed
-        if self.timeline.is_on:
-            kind = EventKind.PREFILL if input_batch.is_prefilling_np.any() else EventKind.DECODE
-            self.timeline.note("target", kind, self._step_start, input_batch.num_reqs, input_batch.num_tokens)
         return output, num_sampled, num_rejected
 
     def sample_tokens(self, grammar_output):
@@ -246,12 +238,6 @@ class VidSpecModelRunner(GPUModelRunner):
 
     def retune(self, changes: dict[str, Any]) -> None:
         self.knobs.retune(changes)
-
-    def watch_timeline(self, on: bool) -> list[dict[str, Any]]:
-        events = self.timeline.watch(on)
-        if isinstance(self.speculator.backend, ParallelBackend):
-            events += self.speculator.backend.watch_timeline(on)
-        return sorted(events, key=lambda event: event["start_s"])
 
     def watch_scores(self, on: bool) -> list[dict[str, Any]]:
         return self.rejection_sampler.watch(on)

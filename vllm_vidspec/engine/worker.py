@@ -110,14 +110,6 @@ class VidSpecWorker:
         """
         return self.model_runner.watch_scores(on)
 
-    def vidspec_timeline(self, on: bool) -> list[dict[str, Any]]:
-        """Return what target and draft did since watching began, and go on watching or not; over `collective_rpc`.
-
-        Events in order of their start: `lane` ("target", "drafter"), `kind`, `start_s` and `end_s` of CLOCK_MONOTONIC,
-        `num_reqs`, `num_tokens`.
-        """
-        return self.model_runner.watch_timeline(on)
-
     def vidspec_knobs(self) -> dict[str, Any]:
         return self.model_runner.knobs.current.flat()
 

@@ -15,7 +15,6 @@ from vllm_vidspec.engine.backend import Step
 from vllm_vidspec.engine.draft.backend import LocalBackend
 from vllm_vidspec.engine.draft.messages import Admission, Drafts, Prefilled
 from vllm_vidspec.engine.failures import DraftFailures
-from vllm_vidspec.engine.parallel.timeline import Timeline
 from vllm_vidspec.engine.requests import Phase, RequestRows
 from vllm_vidspec.engine.speculator import Speculator
 from vllm_vidspec.errors import VidSpecError
@@ -50,7 +49,7 @@ class World:
         knobs, model = make_knobs(**config), SimpleNamespace(device=CPU)
         failures = DraftFailures(knobs, ALONE, self.requests, self.counters)
         self.backend = LocalBackend(
-            None, knobs, model, self.requests, req_states, None, None, self.counters, ALONE, failures, Timeline()
+            None, knobs, model, self.requests, req_states, None, None, self.counters, ALONE, failures
         )  # fmt: skip
         self.backend._drafter = self.drafter
         self.speculator = Speculator(knobs, self.requests, None, self.counters, failures, self.backend)

@@ -31,7 +31,6 @@ from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.kv_views import attention_layers
-from vllm_vidspec.engine.parallel.timeline import EventKind, Timeline
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Phase, Request, RequestRows
 from vllm_vidspec.engine.tree_attention import TreeAttention, make_attention
@@ -54,14 +53,13 @@ class LocalBackend(DraftBackend):
         counters: Counters,
         agreement: Agreement,
         failures: DraftFailures,
-        timeline: Timeline,
         placed: Callable[[int, int], Placed] | None = None,  # by row and length, if the target prunes videos itself
         pixels: SharedPixels | None = None,  # None where the draft's tower is shown nothing
     ):
         self.draft_model = draft_model
         self._vllm_config, self._knobs, self._requests, self._req_states = vllm_config, knobs, requests, req_states
         self._sample, self._trees, self._counters, self._agreement = sample, trees, counters, agreement
-        self._failures, self._timeline, self._placed, self._pixels = failures, timeline, placed, pixels
+        self._failures, self._placed, self._pixels = failures, placed, pixels
         self._device = draft_model.device
         # vLLM makes these in phases: the memory is profiled, graphs have a mode, then there is a KV cache.
         self._memory: DraftMemory | None = None
@@ -265,10 +263,7 @@ class LocalBackend(DraftBackend):
             if len(in_queue):
                 self.reading = frozenset(step.batch.req_ids[i] for i in in_queue.tolist())
             self._failures.run("draft prefill", self._read, step, in_queue, is_careful=True)
-        end = time.monotonic()
-        self.reading_s = end - start
-        if self._timeline.is_on:
-            self._timeline.note("drafter", EventKind.PREFILL, start, 0, 0, end)
+        self.reading_s = time.monotonic() - start
 
     def _reserve(self, step: Step) -> None:
         """Reserve the blocks of this step; requests that no longer fit go on without speculation, if only for now."""
@@ -314,11 +309,8 @@ class LocalBackend(DraftBackend):
             if step.is_undrafted:
                 self._counters.add("undrafted_steps")
             return self._draft_tokens[: step.batch.num_reqs].zero_(), None
-        start, proposals = time.monotonic(), []  # type: ignore[var-annotated]
+        proposals = []  # type: ignore[var-annotated]
         self._failures.run("drafting", self._draft, step, batch.places_np, batch, proposals)
-        if self._timeline.is_on:
-            num_drafted = int(self._are_in(step, Phase.DRAFTING).sum())
-            self._timeline.note("drafter", EventKind.DRAFT, start, num_drafted, num_drafted * step.plan.num_tokens)
         if not proposals:
             return self._draft_tokens[: step.batch.num_reqs].zero_(), None
         drafts, picked = proposals[0]

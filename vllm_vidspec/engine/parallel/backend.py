@@ -29,7 +29,6 @@ from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import messages
 from vllm_vidspec.engine.parallel.client import DrafterClient
 from vllm_vidspec.engine.parallel.commits import Commits, SharedStreams
-from vllm_vidspec.engine.parallel.timeline import watch_tables
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Phase, Request, RequestRows
 from vllm_vidspec.errors import VidSpecError
@@ -283,9 +282,3 @@ class ParallelBackend(DraftBackend):
     def _share(self, windows: torch.Tensor) -> None:
         if self._group.world_size > 1:
             self._group.broadcast(windows)
-
-    # ---- tools -----------------------------------------------------------------------------------------------------
-
-    def watch_timeline(self, on: bool) -> list[dict[str, Any]]:
-        """Return the drafter's events since watching began, and go on watching or not."""
-        return [] if self._client is None else watch_tables(self._client.tables, on)

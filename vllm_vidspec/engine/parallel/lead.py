@@ -17,7 +17,6 @@ import numpy as np
 
 from vllm_vidspec.engine.parallel import messages
 from vllm_vidspec.engine.parallel.channel import Channel
-from vllm_vidspec.engine.parallel.timeline import EventKind, note_in
 from vllm_vidspec.parallel import Streams, Tables, running_mean
 
 _IDLE_S = 0.2  # nobody is there: a message wakes the loop
@@ -54,7 +53,6 @@ class DrafterLead:
             is_alert = self.streams.is_on.any() or self._reading
             alert_s = max(_ALERT_S, _ALERT_SHARE * (start - worked))
             self._channel.wait(min(alert_s, _IDLE_S) if is_alert else _IDLE_S)
-            note_in(self._tables, EventKind.WAIT, start, 0, 0)
 
     def _handle(self, message: Any) -> None:
         match message:
@@ -99,11 +97,9 @@ class DrafterLead:
         return self._draw() or did
 
     def _look(self) -> bool:
-        row, arrived = next(iter(self._waiting.items()))
-        start = time.monotonic()
+        row = next(iter(self._waiting))
         if not self._do(messages.Look(row)):
             del self._waiting[row]
-        note_in(self._tables, EventKind.VISION, start, 1, sum(item.mm_position.length for item in arrived.features))
         return True
 
     def _read(self) -> bool:
@@ -111,7 +107,6 @@ class DrafterLead:
         rows = rows[self.streams.live(rows)]
         if not len(rows):
             return False
-        start = time.monotonic()
         tables, lengths = self._tables, self._tables.committed[rows].copy()
         new_text = []
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
@@ -126,7 +121,6 @@ class DrafterLead:
             self.streams.start(ready, np.array([at[row] for row in ready.tolist()], dtype=np.int64))
             for row in ready.tolist():
                 del self._reading[row]
-        note_in(self._tables, EventKind.PREFILL, start, len(rows), 0)
         return True
 
     def _draw(self) -> bool:
@@ -151,7 +145,6 @@ class DrafterLead:
         if refused:
             rows = rows[streams.is_on[rows]]
         streams.extend(rows, tokens)
-        note_in(self._tables, EventKind.DRAFT, start, len(rows), len(rows))
         known = self._tables.draft_us
         known[len(rows)] = running_mean(known[len(rows)], 1e6 * (time.monotonic() - start))
         return True
