@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training import tiny_captioner
 from training.tiny_captioner import layer_weights, rms_norm, rotate
 from training.train_tiny import Optimizers, mixed_precision, save, save_in_bf16, untrained
+from vidspec_tools import reel
 from vllm_vidspec import assets
-from vllm_vidspec.shapeworld import reel
 
 VISION_END = 0.07  # of the run
 # From this share of the run on, videos have at most so many tokens.
