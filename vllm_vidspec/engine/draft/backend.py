@@ -103,8 +103,10 @@ class LocalBackend(DraftBackend):
         assert memory is not None
         states, is_async = self._req_states, vllm_config.scheduler_config.async_scheduling
         if self._attention is None:
-            layers, kind = attention_layers(model.config).values(), dict(in_trees=config.in_trees, whose="draft")
-            self._attention = make_attention(layers, model.config, self._device, num_rows=2, **kind)
+            layers = attention_layers(model.config).values()
+            self._attention = make_attention(
+                layers, model.config, self._device, num_rows=2, in_trees=config.in_trees, whose="draft"
+            )
         path = None if self._trees is None else self._trees.path
         committed = Committed(states.total_len.gpu, states.all_token_ids.gpu, states.last_sampled_tokens, path)
         shares = config.is_self_draft and encoder_cache is not None

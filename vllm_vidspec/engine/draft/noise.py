@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -48,16 +49,14 @@ class Processed:
     """What vLLM's processors of logits need of a step's requests, padding left out; they have branches on the host."""
 
     sampler: "CoupledSampler"
-    rows: torch.Tensor  # [num_reqs] int64 persistent rows; `rows_np` the same on the host
+    rows: Tensor  # [num_reqs] int64 persistent rows; `rows_np` the same on the host
     rows_np: np.ndarray
 
     @property
     def num_reqs(self) -> int:
         return len(self.rows_np)
 
-    def __call__(
-        self, logits: torch.Tensor, block: slice, pos: torch.Tensor, input_ids: torch.Tensor, width: int = 1
-    ) -> torch.Tensor:
+    def __call__(self, logits: Tensor, block: slice, pos: Tensor, input_ids: Tensor, width: int = 1) -> Tensor:
         """Return the `[n, vocab_size]` logits of a block of places, `width` of each request, under its parameters."""
         rows, rows_np = self.rows, self.rows_np
         if width > 1:
@@ -82,7 +81,7 @@ class CoupledSampler:
         # What vLLM's processors ask of every row, the same in every step: its place among drafts, the longest text.
         self._place = torch.empty(0, dtype=torch.int32)
         # Temperatures with zeros where top-k leaves one token: on the host, and the same on the device.
-        self._greedy: tuple[np.ndarray, torch.Tensor] | None = None
+        self._greedy: tuple[np.ndarray, Tensor] | None = None
         self._max_lens = np.empty(0, dtype=np.int32)
 
     # ---- as the target's state is read, before a step ---------------------------------------------------------------
@@ -94,7 +93,7 @@ class CoupledSampler:
         self._max_lens = np.full(max_rows, self._sampler.req_states.max_model_len, dtype=np.int32)
 
     @property
-    def temperature(self) -> torch.Tensor | None:
+    def temperature(self) -> Tensor | None:
         """`[max_num_reqs]` float32 for `begin_step`, None: drafts are greedy; its address changes from step to step.
         It is the target's, but 0 where top-k leaves one token: that is the best one, whatever the noise.
         """
@@ -110,7 +109,7 @@ class CoupledSampler:
         return self._greedy[1]
 
     @property
-    def seeds(self) -> torch.Tensor:
+    def seeds(self) -> Tensor:
         """`[max_num_reqs]` int64 for `begin_step`. Its address changes from step to step."""
         return self._sampler.sampling_states.seeds.gpu
 
@@ -149,19 +148,37 @@ class CoupledSampler:
 
     # ---- inside a captured step --------------------------------------------------------------------------------------
 
-    def draw_into(self, logits: torch.Tensor, *by_row: torch.Tensor, is_processed: bool = False, **where: Any) -> None:
-        """Draw a token of every row, given its temperature, seed and position, as the kernel `draw` says; no decision
-        here depends on a request. Logits that come from `process` have the temperature already.
+    def draw_into(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        pos: Tensor,
+        *,
+        is_processed: bool = False,
+        **where: Any,
+    ) -> None:
+        """Draw a token of every row as the kernel `draw` says; no decision here depends on a request. Logits that come
+        from `process` have the temperature already.
         """
         assert self._scratch is not None, "reserve comes first"
-        draw(logits, *by_row, self.noise, scratch=self._scratch, apply_temperature=not is_processed, **where)
+        where |= {"scratch": self._scratch, "apply_temperature": not is_processed}
+        draw(logits, temperature, seeds, pos, self.noise, **where)
 
     def candidates_into(
-        self, logits: torch.Tensor, *by_row: torch.Tensor, is_processed: bool = False, **where: Any
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        pos: Tensor,
+        *,
+        is_processed: bool = False,
+        **where: Any,
     ) -> None:
-        """Choose candidates of every row, as the kernel `candidates` says; see `draw_into`."""
+        """Choose candidates of every row as the kernel `candidates` says; see `draw_into`."""
         assert self._scratch is not None, "reserve comes first"
-        candidates(logits, *by_row, self.noise, scratch=self._scratch, apply_temperature=not is_processed, **where)
+        where |= {"scratch": self._scratch, "apply_temperature": not is_processed}
+        candidates(logits, temperature, seeds, pos, self.noise, **where)
 
     def warm_up(self, dtype: torch.dtype, draws: bool, needs_log_probs: bool | None) -> None:
         """Compile and load what is launched on logits of a dtype: draws, and candidates unless that is None."""
@@ -173,9 +190,7 @@ class CoupledSampler:
 
     # ---- eager -------------------------------------------------------------------------------------------------------
 
-    def process(
-        self, logits: torch.Tensor, rows: torch.Tensor, rows_np: np.ndarray, pos: torch.Tensor, input_ids: torch.Tensor
-    ) -> torch.Tensor:
+    def process(self, logits: Tensor, rows: Tensor, rows_np: np.ndarray, pos: Tensor, input_ids: Tensor) -> Tensor:
         """Return the `[n, vocab_size]` logits under the target's sampling parameters, the temperature included.
 
         A copy, or the logits where no row asks for anything but a temperature of 0 or 1. `pos` `[n]` is the logical
