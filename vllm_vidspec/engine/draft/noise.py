@@ -156,14 +156,14 @@ class CoupledSampler:
         pos: Tensor,
         *,
         is_processed: bool = False,
-        **where: Any,
+        **out: Any,
     ) -> None:
         """Draw a token of every row as the kernel `draw` says; no decision here depends on a request. Logits that come
         from `process` have the temperature already.
         """
         assert self._scratch is not None, "reserve comes first"
-        where |= {"scratch": self._scratch, "apply_temperature": not is_processed}
-        draw(logits, temperature, seeds, pos, self.noise, **where)
+        out |= {"scratch": self._scratch, "apply_temperature": not is_processed}
+        draw(logits, temperature, seeds, pos, self.noise, **out)
 
     def candidates_into(
         self,
@@ -173,12 +173,12 @@ class CoupledSampler:
         pos: Tensor,
         *,
         is_processed: bool = False,
-        **where: Any,
+        **out: Any,
     ) -> None:
         """Choose candidates of every row as the kernel `candidates` says; see `draw_into`."""
         assert self._scratch is not None, "reserve comes first"
-        where |= {"scratch": self._scratch, "apply_temperature": not is_processed}
-        candidates(logits, temperature, seeds, pos, self.noise, **where)
+        out |= {"scratch": self._scratch, "apply_temperature": not is_processed}
+        candidates(logits, temperature, seeds, pos, self.noise, **out)
 
     def warm_up(self, dtype: torch.dtype, draws: bool, needs_log_probs: bool | None) -> None:
         """Compile and load what is launched on logits of a dtype: draws, and candidates unless that is None."""
