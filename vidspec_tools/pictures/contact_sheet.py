@@ -172,7 +172,7 @@ def _lit(cell: np.ndarray, is_kept: np.ndarray, side: int) -> np.ndarray:
     edge = np.zeros((side, side), bool)
     edge[0] = edge[:, 0] = True
     edges = np.tile(edge, is_kept.shape)[..., None]
-    return np.where(edges, np.where(lit, np.uint8(_ACCENT), np.uint8(0)), drawn)
+    return np.where(edges, np.where(lit, np.array(_ACCENT, np.uint8), np.uint8(0)), drawn)
 
 
 def _caption(grid: "TokenGrid", layout: Layout, per_step: int) -> list[str]:

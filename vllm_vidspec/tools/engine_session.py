@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.processes import LoggedProcess
@@ -35,7 +35,7 @@ class EngineSession:
         self.job, self._hold = job, hold
         self.ready: dict[str, Any] = {}
 
-    def __enter__(self) -> "EngineSession":
+    def __enter__(self) -> Self:
         """Start the engine and wait until it has loaded."""
         with contextlib.ExitStack() as stack:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vidspec-engine-")))
