@@ -144,8 +144,8 @@ def remove_if_broken(name: str, site_packages: Path, probe: Probe = probe_import
 
 def _run(*args: str, **env: str) -> tuple[int, str]:
     """Return a fresh interpreter's exit status and the last line of its standard error, "" for none."""
-    command, env = [sys.executable, *args], {**os.environ, **env}
-    run = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=env)
+    command, whole_env = [sys.executable, *args], os.environ | env
+    run = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=whole_env)
     return run.returncode, (run.stderr.strip().splitlines() or [""])[-1]
 
 
