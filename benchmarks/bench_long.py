@@ -16,13 +16,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from vidspec_tools import inflation
+from vidspec_tools import inflation, reel
 from vidspec_tools.bench import ratios
 from vidspec_tools.bench.session import BenchSession
 from vidspec_tools.bench.trials import cores
 from vidspec_tools.pages.long_videos import draw, mean_length
 from vllm_vidspec import assets
-from vllm_vidspec.shapeworld import reel
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.provenance import provenance
 

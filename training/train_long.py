@@ -29,7 +29,7 @@ from training import tiny_captioner
 from training.tiny_captioner import layer_weights, rms_norm, rotate
 from training.tiny_models import build_config, build_processor
 from training.train_tiny import make_optimizers, mixed_precision, save_in_bf16
-from vllm_vidspec.shapeworld import reel
+from vidspec_tools import reel
 
 FAMILY = "qwen2.5-vl"
 # A draft of two layers: with fewer it cannot look up what it looked for. Both have a tower of the same size.

@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from vidspec_tools import reel
 from vllm_vidspec import metrics
 from vllm_vidspec.config import METHOD
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.names import WRITER_THREAD
-from vllm_vidspec.shapeworld import reel, world
+from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import Report, silent
