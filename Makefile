@@ -16,7 +16,7 @@ SMOKE_ARGS ?=
 SOAK_ARGS ?=
 
 # A Python that is there before any environment.
-SYSTEM_PYTHON = python=$$(command -v python3.11 || command -v python3 || command -v python) || \
+SYSTEM_PYTHON = python=$$(command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3) || \
   { echo "[setup] error: no Python found; install python3.11" >&2; exit 1; }; $$python
 # The null GPU's environment; arguments are run by its Python.
 CUDA_HOST = $(SYSTEM_PYTHON) scripts/setup_cuda_host.py

@@ -20,9 +20,9 @@ from unittest import mock
 import harness
 from bench_long import MAX_TOKENS, job
 
+from vidspec_tools import reel
 from vllm_vidspec import assets, metrics
 from vllm_vidspec.pruning import prompt as pruning
-from vllm_vidspec.shapeworld import reel
 from vllm_vidspec.tools import pairs
 
 BATCH = 16

@@ -1,24 +1,22 @@
 """Measure the kernels against their peers, beside the floor of the device.
 
-python benchmarks/bench_kernels.py [accept draw ...] [--sizes num_reqs=1,8 "kind=strict chain"] [--csv FILE] [--json]
+python benchmarks/bench_kernels.py [draw tree_attention ...] [--sizes num_reqs=1,8 nodes=25] [--json]
 
-A kernel's cases are a file of `kernel_cases/`: its axes with the sizes for this device, which `--sizes` replaces, and
-what it is measured against. On a GPU "triton" is the kernel, on a CPU "torch" is its reference. A case's
-implementations are called in turn, so that other load on the machine affects all of them. The floor is the larger of
-two times: `traffic`, the bytes that must move at the copy bandwidth, and `product`, the operations at the rate of a
-square matrix product. Both rates are measured beside each case, because a shared machine's change by the minute.
-`--graphs` replays each call from a CUDA graph, so that the host's time does not count.
+Those that read the vocabulary, the KV cache or stored states; the others are bound by the latency of a launch, and are
+measured as parts of a step (`bench_overheads.py`, the engines of the GPU suite). A kernel's cases are a file of
+`kernel_cases/`: its axes with sizes, which `--sizes` replaces, and what it is measured against. On a GPU "triton" is
+the kernel, on a CPU "torch" is its reference. A case's implementations are called in turn, so that other load on the
+machine affects all of them. The floor is the larger of two times: `traffic`, the bytes that must move at the copy
+bandwidth, and `product`, the operations at the rate of a square matrix product. Both rates are measured beside each
+case, because a shared machine's change by the minute.
 """
 
 import argparse
-import csv
 import importlib
 import itertools
 import json
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,10 +30,7 @@ from vllm_vidspec.tools.provenance import provenance
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-KERNELS = (
-    *("accept", "begin_step", "next_level", "draw", "candidates", "kv_compact", "tree_grow"),
-    *("tree_attention", "guidance_scores", "visual_relevance"),
-)
+KERNELS = ("draw", "candidates", "guidance_scores", "visual_relevance", "tree_attention")
 _COPY_BYTES, _PRODUCT_SIZE = 256 * 2**20, 1024
 
 
@@ -50,7 +45,6 @@ class Case:
         dtype: Of these products.
         results: Of some implementations, how what a call returns becomes a tensor to be compared with ours.
         notes: Why implementations that are not among the calls do not run here.
-        with_memory: Whether to measure what a call holds at its peak.
     """
 
     calls: dict[str, Callable[[], Any]]
@@ -59,12 +53,12 @@ class Case:
     dtype: torch.dtype = torch.float32
     results: dict[str, Callable[[Any], torch.Tensor]] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
-    with_memory: bool = False
 
 
 def against_reference(bind: Callable[[Any], Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
-    """Return the calls of a kernel whose peer is its reference: on a GPU both, on a CPU the reference."""
-    return {impl: bind(impl) for impl in (("triton", "torch") if ON_GPU else ("torch",))}
+    """Return the calls of a kernel that has no peer: on a GPU the kernel, on a CPU its loop."""
+    impl = "triton" if ON_GPU else "numba"
+    return {impl: bind(impl)}
 
 
 def measure_us(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, tuple[float, float, float]]:
@@ -103,51 +97,13 @@ def rates(dtype: torch.dtype, size: int) -> tuple[float, float]:
     return 2 * _COPY_BYTES / times["copy"][0], 2 * size**3 / times["product"][0]
 
 
-def peak_bytes(call: Callable[[], Any]) -> int:
-    """Return the most memory that a call holds at once beyond what was there, as torch's allocator sees it."""
-    if ON_GPU:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    # Read at the profiler's first use, which otherwise logs two lines to standard error each time.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        call()
-    with tempfile.TemporaryDirectory() as folder:
-        profiler.export_chrome_trace(f"{folder}/trace.json")
-        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-    changes = [(event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]"]
-    held = peak = 0
-    for _, num_bytes in sorted(changes, key=lambda change: change[0]):
-        held += num_bytes
-        peak = max(peak, held)
-    return peak
-
-
-def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Return the replay of a CUDA graph of the call."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
-def rows_of(case: Case, rounds: int, graphs: bool) -> Iterator[dict[str, Any]]:
+def rows_of(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
     """Measure a case; yield a row for each implementation."""
     found = {impl: result(case.calls[impl]()).float().clone() for impl, result in case.results.items()}
     differences = {impl: float((result - next(iter(found.values()))).abs().max()) for impl, result in found.items()}
     bandwidth, rate = rates(case.dtype, _PRODUCT_SIZE)
     traffic, product = case.num_bytes / bandwidth, case.flops / rate
-    calls = {impl: graphed(call) for impl, call in case.calls.items()} if graphs else case.calls
-    times = measure_us(calls, rounds)
+    times = measure_us(case.calls, rounds)
     for impl in (*case.calls, *case.notes):
         median, p20, p80 = (round(time, 3) for time in times[impl]) if impl in times else (None, None, None)
         yield {
@@ -161,10 +117,8 @@ def rows_of(case: Case, rounds: int, graphs: bool) -> Iterator[dict[str, Any]]:
             "product": round(product, 6),
             "bytes": case.num_bytes,
             "flops": case.flops,
-            "peak_bytes": peak_bytes(calls[impl]) if case.with_memory else None,
             "max_difference": differences.get(impl),
             "note": case.notes.get(impl, ""),
-            "graphs": graphs,
             "num_threads": torch.get_num_threads(),
             "bandwidth_gb_per_s": round(bandwidth / 1e3, 1),
             "product_gflop_per_s": round(rate / 1e3, 1),
@@ -187,35 +141,22 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("kernels", nargs="*", default=KERNELS, help=f"of {', '.join(KERNELS)}; default: all")
     parser.add_argument("--sizes", nargs="*", default=[], metavar="AXIS=VALUES", help="values, comma-separated")
     parser.add_argument("--rounds", type=int, help="calls of each implementation per case")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--graphs", action="store_true", help="replay CUDA graphs (GPU only)")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file, below a line of where they come from")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(argv)
     modules = {kernel: importlib.import_module(f"kernel_cases.{kernel}") for kernel in options.kernels}
     axes = {name for module in modules.values() for name in module.AXES}
     if unknown := {text.partition("=")[0] for text in options.sizes} - axes:
         parser.error(f"no axis {', '.join(sorted(unknown))}; there are {', '.join(sorted(axes))}")
-    initial_threads = torch.get_num_threads()
-    torch.set_num_threads(options.threads)
     rows: list[dict[str, Any]] = []
     for kernel, module in modules.items():
-        for size in sizes_of(module.AXES, options.sizes):
+        for size in sizes_of(module.AXES if ON_GPU else module.TINY, options.sizes):
             label = {"kernel": kernel, "case": " ".join(f"{name}={value}" for name, value in size.items())}
-            for row in rows_of(module.case(**size), options.rounds or module.ROUNDS, options.graphs):
+            for row in rows_of(module.case(**size), options.rounds or module.ROUNDS):
                 rows.append(label | row)
                 if not options.json:
                     show(rows[-1])
-    torch.set_num_threads(initial_threads)
-    where = provenance()
-    if options.csv:
-        with options.csv.open("w", newline="") as file:
-            file.write(f"# {json.dumps(where)}\n")
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
     if options.json:
-        print(json.dumps({"rows": rows, "provenance": where}))
+        print(json.dumps({"rows": rows, "provenance": provenance()}))
     return rows
 
 

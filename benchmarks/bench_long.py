@@ -16,15 +16,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from vidspec_tools import inflation
+from vidspec_tools import inflation, reel
 from vidspec_tools.bench import ratios
 from vidspec_tools.bench.methods import parallel_window
+from vidspec_tools.bench.session import BenchSession
 from vidspec_tools.bench.trials import cores
 from vidspec_tools.pages.long_videos import draw, mean_length
 from vllm_vidspec import assets
-from vllm_vidspec.shapeworld import reel
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.provenance import provenance
 
 FAMILY = assets.LONG
@@ -62,7 +61,7 @@ def job(tokens: int, held_out: range, spec: dict[str, Any] | None, layers: int =
     return {"llm": llm, "prompts": prompts, "cpus": [cores()[0]]}
 
 
-def clock(session: EngineSession, index: int) -> dict[str, Any]:
+def clock(session: BenchSession, index: int) -> dict[str, Any]:
     """Let an engine answer one request alone."""
     sampling = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
     return session.ask({"command": "clock", "index": index, "sampling": sampling, "seed": index})
@@ -85,7 +84,7 @@ def acceptance(args: argparse.Namespace, data: dict[str, Any]) -> None:
         missing = [(name, spec) for name, spec in acceptance_points(args) if args.again or name not in points]
         if not missing:
             continue
-        with EngineSession(job(tokens, range(args.requests), None)) as session:
+        with BenchSession(job(tokens, range(args.requests), None)) as session:
             vanilla = [clock(session, i)["token_ids"] for i in range(args.requests)]
         kinds = [reel.held_out(i, tokens)[1].kind for i in range(args.requests)]
         # An engine that starts with a guided pruner can change to an unguided one, not to another guided one.
@@ -94,7 +93,7 @@ def acceptance(args: argparse.Namespace, data: dict[str, Any]) -> None:
             if not own:
                 continue
             start = {"pruner": guided, "prune_ratio": 0.9}
-            with EngineSession(job(tokens, range(args.requests), start)) as session:
+            with BenchSession(job(tokens, range(args.requests), start)) as session:
                 for name, spec in own:
                     session.ask({"command": "retune", "knobs": spec})
                     answers = [clock(session, i) for i in range(args.requests)]
@@ -166,7 +165,7 @@ def speed(args: argparse.Namespace, data: dict[str, Any]) -> None:
                 with ExitStack() as stack:
                     sessions = {
                         name: stack.enter_context(
-                            EngineSession(job(tokens, range(args.requests), engines[name], layers))
+                            BenchSession(job(tokens, range(args.requests), engines[name], layers))
                         )
                         for name in names
                     }

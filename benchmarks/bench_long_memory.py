@@ -15,9 +15,9 @@ from typing import Any
 import harness
 from bench_long import FAMILY, MAX_TOKENS, WHOLE, job
 
+from vidspec_tools import reel
 from vidspec_tools.planning.models import from_folder, target_shape
 from vllm_vidspec.planning import pool
-from vllm_vidspec.shapeworld import reel
 from vllm_vidspec.tools import pairs
 
 PAIRS = (("72B", "7B"), ("32B", "7B"), ("7B", "7B"))  # of Qwen2.5-VL

@@ -25,9 +25,9 @@ from bench_long import FAMILY, MAX_TOKENS, job
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training.train_long import Reader
+from vidspec_tools import reel
 from vidspec_tools.bench import quality
-from vllm_vidspec.shapeworld import reel
-from vllm_vidspec.shapeworld.captions import auc, retention
+from vidspec_tools.captions import auc, retention
 from vllm_vidspec.tools import pairs
 
 FACT_WORDS = reel.fact_words()

@@ -20,9 +20,9 @@ from bench_host_time import Stopwatch
 from bench_long import FAMILY, WHOLE, job
 from decode_steps import DecodeLoop
 
+from vidspec_tools import reel
 from vidspec_tools.planning.models import from_folder
 from vllm_vidspec.engine.kv_views import attention_layers
-from vllm_vidspec.shapeworld import reel
 from vllm_vidspec.tools import pairs
 
 SETTINGS: dict[str, dict[str, Any] | None] = {

@@ -4,8 +4,8 @@
 
 A cell is a video's length, a draft, a batch size, and whether the target is padded with no-op layers to so many drafts'
 cost. In each cell vanilla, the controller (`adaptive_tokens`, the default) and fixed chains answer the same requests in
-interleaved rounds; the first rounds, in which the controller learns, are shown apart. A file of finished cells lets a
-stopped run go on.
+interleaved rounds; the first two rounds of a cell are shown apart. The same engines answer all cells of a draft and a
+target, one cell after another, as a server's traffic changes. A file of finished cells lets a stopped run go on.
 
     python benchmarks/bench_never_slower.py --mixed
 
@@ -22,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,12 @@ from safetensors.torch import load_file, save_file
 from vidspec_tools.bench import parallel, scaling
 from vidspec_tools.bench.acceptance import identical_frac
 from vidspec_tools.bench.methods import SEQUENTIAL
+from vidspec_tools.bench.session import BenchSession
 from vidspec_tools.bench.trials import VANILLA_VARIANT, Variant, Workload
 from vidspec_tools.pages.never_slower import line, table
 from vllm_vidspec import assets
 from vllm_vidspec.adapt import REST, Controller, Option, class_label
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import silent
 from vllm_vidspec.tools.provenance import provenance
 
@@ -80,7 +81,7 @@ def variants(fixed: tuple[int, ...]) -> list[Variant]:
 
 
 def ask(
-    sessions: list[EngineSession], benchmark: scaling.ScalingBenchmark, number: int, indices: list[int]
+    sessions: list[BenchSession], benchmark: scaling.ScalingBenchmark, number: int, indices: list[int]
 ) -> list[dict[str, Any]]:
     """Let every engine answer these requests in turn, the last one first in every other round."""
     command = {"command": "batch", "indices": indices, "sampling": benchmark.sampling, "seed": benchmark.seed}
@@ -89,12 +90,8 @@ def ask(
     return answers if number % 2 == 0 else answers[::-1]
 
 
-def measure(benchmark: scaling.ScalingBenchmark, workload: Workload, engines: list[Variant]) -> list[dict[str, Any]]:
-    """Let every engine answer each round's requests in turn; return a row of each."""
-    with ExitStack() as stack:
-        sessions = [stack.enter_context(EngineSession(benchmark.job(workload, engine))) for engine in engines]
-        size = benchmark.batch_size
-        turns = [ask(sessions, benchmark, n, list(range(n * size, (n + 1) * size))) for n in range(benchmark.rounds)]
+def rows_of(engines: list[Variant], turns: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return a row of each engine, given what all of them answered in each round."""
     answers = [list(of_engine) for of_engine in zip(*turns, strict=True)]
     vanilla = [scaling.by_round(one) for one in answers[0]]
     rows = []
@@ -120,6 +117,16 @@ def measure(benchmark: scaling.ScalingBenchmark, workload: Workload, engines: li
     return rows
 
 
+def jobs(
+    benchmark: scaling.ScalingBenchmark, workload: Workload, engines: list[Variant], num_videos: list[int]
+) -> list[dict[str, Any]]:
+    """Return the job of each engine: one request of so many videos each."""
+    made = [benchmark.job(workload, engine) for engine in engines]
+    for job in made:
+        job["prompts"] |= {"num_videos": num_videos, "held_out": list(range(len(num_videos)))}
+    return made
+
+
 def measure_mixed(
     benchmark: scaling.ScalingBenchmark, workload: Workload, engines: list[Variant]
 ) -> list[dict[str, Any]]:
@@ -132,14 +139,10 @@ def measure_mixed(
     size, half = benchmark.batch_size, benchmark.batch_size // 2
     mixed, good = [], []
     with ExitStack() as stack:
-        sessions = []
-        for engine in engines:
-            job = benchmark.job(workload, engine)
-            # The hopeless ones come first, as their prompts take long: the good ones then decode beside them.
-            job["prompts"]["num_videos"] = [benchmark.num_videos] * half + [1] * (half + size)
-            job["prompts"]["num_videos"] *= benchmark.rounds
-            job["prompts"]["held_out"] = list(range(2 * size * benchmark.rounds))
-            sessions.append(stack.enter_context(EngineSession(job)))
+        # The hopeless ones come first, as their prompts take long: the good ones then decode beside them.
+        num_videos = ([benchmark.num_videos] * half + [1] * (half + size)) * benchmark.rounds
+        made = jobs(benchmark, workload, engines, num_videos)
+        sessions = [stack.enter_context(BenchSession(job)) for job in made]
         for number in range(benchmark.rounds):
             begin = 2 * size * number
             mixed.append(ask(sessions, benchmark, number, list(range(begin, begin + size))))
@@ -171,9 +174,9 @@ def measure_mixed(
 def run_mixed(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure mixed traffic of 16 with the bundled pair as it is; keep it in the file, and print it."""
     benchmark = scaling.ScalingBenchmark(
-        families=(FAMILY,), axis="video_tokens", values=(4096.0,), inflate=(0.0,), batch_size=16, rounds=args.rounds,
+        families=(FAMILY,), video_tokens=4096, batch_size=16, rounds=args.rounds,
         max_tokens=args.max_tokens, draft=DRAFTS["bundled"][1],
-    ).at(4096)  # fmt: skip
+    )  # fmt: skip
     workload = parallel.workload_for(benchmark, FAMILY, 0.0, silent)
     rows = measure_mixed(benchmark, workload, variants(tuple(int(k) for k in args.fixed.split(","))))
     path = Path(args.json)
@@ -192,34 +195,52 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     found = json.loads(path.read_text()) if path.exists() else {"cells": []}
     cells = found["cells"]
     known = {(cell["tokens"], cell["draft"], cell["batch"], cell["pads"]) for cell in cells}
-    fixed = tuple(int(k) for k in args.fixed.split(","))
+    engines = variants(tuple(int(k) for k in args.fixed.split(",")))
+    points = [
+        (tokens, batch) for tokens in map(int, args.tokens.split(",")) for batch in map(int, args.batches.split(","))
+    ]
     with tempfile.TemporaryDirectory(prefix="vidspec-untrained-") as folder:
         path_of_untrained = untrained(Path(folder)) if "untrained" in args.drafts else ""
         for pads in map(float, args.pads.split(",")):
             for name in args.drafts.split(","):
+                todo = [(tokens, batch) for tokens, batch in points if (tokens, name, batch, pads) not in known]
+                if not todo:
+                    continue
                 family, draft = DRAFTS[name] or (FAMILY, path_of_untrained)
-                for tokens in map(int, args.tokens.split(",")):
-                    for batch in map(int, args.batches.split(",")):
-                        if (tokens, name, batch, pads) in known:
-                            continue
-                        benchmark = scaling.ScalingBenchmark(
-                            families=(family,), axis="video_tokens", values=(float(tokens),), inflate=(pads,),
-                            batch_size=batch, rounds=args.rounds, max_tokens=args.max_tokens, draft=draft,
-                        ).at(tokens)  # fmt: skip
-                        workload = parallel.workload_for(benchmark, family, pads, silent)
-                        rows = measure(benchmark, workload, variants(fixed))
-                        cell = {
-                            "tokens": tokens,
-                            "draft": name,
-                            "batch": batch,
-                            "pads": pads,
-                            "max_tokens": args.max_tokens,
-                            "commit": (provenance()["git_sha"] or "")[:10],
-                        }
-                        cells.append(cell | {"rows": rows})
-                        path.write_text(json.dumps(found | {"provenance": provenance()}, indent=1) + "\n")
-                        print(" | ".join(line(cells[-1])), flush=True)
+                for tokens, batch, rows in measure(args, family, draft, pads, engines, todo):
+                    cell = {"tokens": tokens, "draft": name, "batch": batch, "pads": pads}
+                    cell |= {"max_tokens": args.max_tokens, "rounds": args.rounds - LEARNING}
+                    cells.append(cell | {"commit": (provenance()["git_sha"] or "")[:10], "rows": rows})
+                    path.write_text(json.dumps(found | {"provenance": provenance()}, indent=1) + "\n")
+                    print(" | ".join(line(cells[-1])), flush=True)
     return cells
+
+
+def measure(
+    args: argparse.Namespace,
+    family: str,
+    draft: str,
+    pads: float,
+    engines: list[Variant],
+    points: list[tuple[int, int]],
+) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
+    """Let the same engines answer the rounds of one cell after another; yield tokens, batch and the cell's rows."""
+    longest, largest = max(tokens for tokens, _ in points), max(batch for _, batch in points)
+    benchmark = scaling.ScalingBenchmark(
+        families=(family,), video_tokens=longest, inflate=(pads,), batch_size=largest, rounds=args.rounds,
+        max_tokens=args.max_tokens, draft=draft,
+    )  # fmt: skip
+    workload = parallel.workload_for(benchmark, family, pads, silent)
+    num_videos = [tokens // scaling.VIDEO_TOKENS for tokens, batch in points for _ in range(batch * args.rounds)]
+    begin = 0
+    with ExitStack() as stack:
+        made = jobs(benchmark, workload, engines, num_videos)
+        sessions = [stack.enter_context(BenchSession(job)) for job in made]
+        for tokens, batch in points:
+            starts = range(begin, begin + args.rounds * batch, batch)
+            turns = [ask(sessions, benchmark, n, list(range(at, at + batch))) for n, at in enumerate(starts)]
+            begin += args.rounds * batch
+            yield tokens, batch, rows_of(engines, turns)
 
 
 def decision_us(num_reqs: int = 64, steps_per_arrival: int = 3, num_steps: int = 2000) -> dict[str, float]:

@@ -2,23 +2,24 @@
 
 python benchmarks/bench_overheads.py [--inflate 9] [--requests 12] [--json overheads.json]
 
-One request at a time, greedily, one engine per setting. Our calls are wrapped on the live objects, as in
-bench_host_time.py; what they call of the draft's forwards and of vLLM is taken off. Two kinds of steps: the prompt's,
-from a request's arrival to the first step that verifies drafts, and verify steps. Medians of each. On the CPU engine
-a kernel's reference does the work that a GPU would be told to do, and the target is a million parameters and zeros:
-shares are of such steps.
+One request at a time, greedily, one engine per setting. Our calls are wrapped on the live objects; what they call of
+the draft's forwards and of vLLM is taken off. `the rest` is all else of ours, from where vLLM calls it. Two kinds of
+steps: the prompt's, from a request's arrival to the first step that verifies drafts, and verify steps. Medians of each.
+On the CPU engine a kernel's reference does the work that a GPU would be told to do, and the target is a million
+parameters and zeros: shares are of such steps.
 """
 
 import argparse
+import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import harness
-from bench_host_time import Stopwatch, wrap_foreign
 
 from vidspec_tools.bench import parallel, trials
 from vidspec_tools.bench.methods import SEQUENTIAL
@@ -33,7 +34,66 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tree-adaptive, specvlm, strict": {"pruner": "specvlm", "drafting": "tree-adaptive"},
 }
 BENCHMARK = trials.Benchmark(families=(FAMILY,), pruner="specvlm")  # whose draft's step the ratio is of
-COMPONENTS = ("guidance", "pruning", "relevance", "tree building", "scoring")
+COMPONENTS = ("guidance", "pruning", "relevance", "tree building", "scoring", "the rest")
+FOREIGN = "(not ours)"
+
+
+class Stopwatch:
+    """Adds up, by label, the time inside wrapped calls that is not inside other wrapped calls."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = defaultdict(float)
+        self._inside: list[float] = []  # of each open call the time spent in wrapped calls
+        self._wrapped: list[tuple[Any, str, Any]] = []
+
+    def timed(self, original: Callable, label: str) -> Callable:
+        """Return `original` with its time under `label`."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            self._inside.append(0.0)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                elapsed = time.perf_counter() - begin
+                self.parts[label] += elapsed - self._inside.pop()
+                if self._inside:
+                    self._inside[-1] += elapsed
+
+        return call
+
+    def wrap(self, owner: Any, name: str, label: str) -> None:
+        """Put a timed call in an attribute's place."""
+        original = getattr(owner, name)
+        self._wrapped.append((owner, name, original))
+        setattr(owner, name, self.timed(original, label))
+
+    def unwrap(self) -> None:
+        """Put everything back: modules and classes outlive the engine."""
+        while self._wrapped:
+            setattr(*self._wrapped.pop())
+
+    def take(self) -> dict[str, float]:
+        """Return what was added up since the last call, without what is not ours."""
+        parts, self.parts = self.parts, defaultdict(float)
+        parts.pop(FOREIGN, None)
+        return dict(parts)
+
+
+def wrap_foreign(watch: Stopwatch, runner: Any) -> None:
+    """Time what our code calls that is not ours: the draft's layers, vLLM's attention metadata and sampler."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from vllm_vidspec.engine.draft import model as draft_model
+
+    for owner, names in (
+        (runner.speculator.backend.draft_model, ("_run", "compute_logits", "embed")),
+        (draft_model, ("build_attn_metadata", "build_slot_mappings_by_layer")),
+        (runner.sampler, ("sample", "apply_sampling_params")),
+        (GPUModelRunner, ("take_draft_token_ids",)),
+    ):
+        for name in names:
+            watch.wrap(owner, name, FOREIGN)
 
 
 class Watched:
@@ -48,7 +108,6 @@ class Watched:
         self.prompts: list[tuple[float, dict[str, float]]] = []
         self.verifies: list[tuple[float, dict[str, float]]] = []
         self._engine, self._watch = engine, Stopwatch()
-        self._watch.is_fine = True
         self._begun, self._into = 0.0, self.prompts
         self._wrap(engine.runner)
         execute = engine.runner.execute_model
@@ -81,8 +140,11 @@ class Watched:
         wrapped: list[tuple[Any, tuple[str, ...], str]] = [
             (runner.parts.guidance, ("before_forward", "after_forward", "take"), "guidance"),
             (PendingScores, ("wait",), "guidance"),
-            (drafts.prefills, ("_plan", "_choose", "_prune"), "pruning"),
+            (drafts.prefills, ("_plan", "_prune"), "pruning"),
             (runner.rejection_sampler, ("_verify",), "scoring"),
+            (runner.speculator, ("propose",), "the rest"),
+            (runner.counters, ("flush",), "the rest"),
+            (runner, ("take_draft_token_ids",), "the rest"),
         ]
         if hasattr(runner.parts.guidance, "observe"):  # inside the target's forward
             wrapped.append((runner.parts.guidance, ("observe",), "guidance"))
@@ -115,10 +177,11 @@ def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
             watched.unwrap()
         row = {"setting": name, "inflate": workload.ratio, "label": workload.label, "requests": options.requests}
         for kind, steps in (("prompt", watched.prompts), ("verify", watched.verifies)):
-            row[f"{kind}_ms"] = harness.milliseconds((seconds for seconds, _ in steps), 3)
+            row[f"{kind}_ms"] = round(1e3 * statistics.median(seconds for seconds, _ in steps), 3)
             row[f"{kind}_steps"] = len(steps)
             row[f"{kind}_parts"] = {
-                part: harness.milliseconds(parts.get(part, 0.0) for _, parts in steps) for part in COMPONENTS
+                part: round(1e3 * statistics.median(parts.get(part, 0.0) for _, parts in steps), 4)
+                for part in COMPONENTS
             }
         yield row
 

@@ -1,13 +1,12 @@
 """Compile the Triton kernels at real shapes for several architectures, without a GPU, and report what they take.
 
-python benchmarks/compile_report.py [--archs 80,90] [--kernels tree_attention] [--cases 28/4] [--json]
+python benchmarks/compile_report.py [--archs 80,90] [--cases 28/4] [--json]
 
 The project's own wrappers are called with meta tensors, which compile and launch nothing, under a driver that only
 names an architecture: so what is compiled is what a launch of these shapes compiles, tile sizes and specialisation
 included. One row is one compiled kernel: registers, bytes spilled (`ptxas -v`), shared memory, how many programs share
 a multiprocessor, and the CPU seconds of a cold compile. Rows are kept beside Triton's own cache, by its keys, which
-cover source, options, target and compiler: `--cold` compiles again. `--warm 2/8` fills Triton's own cache instead, with
-the third of eight parts.
+cover source, options, target and compiler: `--cold` compiles again.
 """
 
 import os
@@ -125,8 +124,7 @@ class Compiler:
         if log.getvalue():  # of the assembler: it has run
             known.write_text(json.dumps(self._measure(kernel, compiled, log.getvalue(), seconds)))
         loops = compiled.asm["ttgir"].count("scf.for ")
-        found = {"key": compiled.hash, "grid": [int(n) for n in grid], "loops": loops}
-        self.rows.append(json.loads(known.read_text()) | found)
+        self.rows.append(json.loads(known.read_text()) | {"loops": loops})
 
     def _measure(self, kernel: JITFunction, compiled: Any, log: str, seconds: float) -> dict[str, Any]:
         metadata, ptx = compiled.metadata, compiled.asm["ptx"]
@@ -148,20 +146,13 @@ class Compiler:
         }
 
 
-def chosen(arch: int, kernels: list[str], labels: str) -> list[compile_cases.Case]:
-    """Return the cases of an architecture, of these kernels (none: of all), whose label matches."""
-    return [
-        case
-        for case in compile_cases.cases()
-        if (not kernels or case.kernel in kernels) and re.search(labels, case.label) and arch not in case.not_on
-    ]
-
-
-def report(arch: int, kernels: list[str], cases: str, folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of an architecture: of every case of the kernels whose label matches `cases`."""
+def report(arch: int, cases: str, folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of an architecture: of every case whose label matches `cases`."""
     rows = []
     with pretending(arch):
-        for case in chosen(arch, kernels, cases):
+        for case in compile_cases.cases():
+            if arch in case.not_on or not re.search(cases, case.label):
+                continue
             compiler = Compiler(arch, folder)
             with mock.patch.object(dispatch, "_prepare", compiler.prepare):
                 case.call()
@@ -169,26 +160,9 @@ def report(arch: int, kernels: list[str], cases: str, folder: Path) -> list[dict
     return rows
 
 
-def warm(arch: int, cases: list[compile_cases.Case]) -> None:
-    """Compile cases into Triton's own cache, where a launch of them finds it."""
-
-    def prepare(kernel: JITFunction, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-        kernel.warmup(*args, grid=grid, **kwargs)
-
-    with pretending(arch), mock.patch.object(dispatch, "_prepare", prepare):
-        for case in cases:
-            print(case.kernel, case.label, flush=True)  # who fails, or hangs, is the last
-            case.call()
-
-
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Run the report and return its rows."""
     arguments = parser().parse_args(argv)
-    kernels = arguments.kernels.split(",") if arguments.kernels else []
-    if arguments.warm:
-        arch, (part, num_parts) = int(arguments.archs), map(int, arguments.warm.split("/"))
-        warm(arch, chosen(arch, kernels, arguments.cases)[part::num_parts])
-        return []
     # A cache of its own: every binary in it has its row.
     root = Path(tempfile.mkdtemp()) if arguments.cold else Path(knobs.cache.dir) / "vidspec-compile-report-3"
     knobs.cache.dir, knobs.nvidia.dump_ptxas_log = str(root), True
@@ -196,48 +170,23 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for arch in (int(arch) for arch in arguments.archs.split(",")):
-        rows += report(arch, kernels, arguments.cases, folder)
+        rows += report(arch, arguments.cases, folder)
     if arguments.json:
         print(json.dumps({"triton": triton.__version__, "rows": rows}))
-    else:
-        print(markdown(rows))
-    return rows
-
-
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """Return a table: a line for each kernel and the cases that compile alike, a figure for each architecture."""
-    archs = sorted({row["arch"] for row in rows})
-    by_case: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+        return rows
+    names = ("arch", "registers", "spill_bytes", "shared_bytes", "programs_per_sm", "num_warps", "compile_cpu_s")
     for row in rows:
-        by_case.setdefault((row["kernel"], row["case"]), {})[row["arch"]] = row
-    alike: dict[tuple[str, ...], list[tuple[str, str]]] = {}
-    for case, of_arch in by_case.items():
-        alike.setdefault(tuple(row["key"] for row in of_arch.values()), []).append(case)
-
-    def figures(of_arch: dict[int, dict[str, Any]], name: str) -> str:
-        return " / ".join(f"{of_arch[arch][name]:,}" if arch in of_arch else "-" for arch in archs)
-
-    names = ("registers", "spill_bytes", "shared_bytes", "programs_per_sm", "num_warps", "compile_cpu_s")
-    heads = ("registers", "spilled bytes", "shared bytes", "programs an SM", "warps", "cold compile, CPU s")
-    lines = [f"Figures are for sm_{' / '.join(map(str, archs))}.", "", f"| kernel | cases | {' | '.join(heads)} |"]
-    lines.append("|---" * (2 + len(names)) + "|")
-    for same in alike.values():
-        cells = [figures(by_case[same[0]], name) for name in names]
-        lines.append(f"| `{same[0][0]}` | {'; '.join(case for _, case in same)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        print(f"{row['kernel']}, {row['case']}:", *(f"{name} {row[name]}" for name in names))
+    return rows
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--archs", default=",".join(map(str, ARCHS)), help="sm numbers, comma-separated")
-    arguments.add_argument("--kernels", default="", help="only these wrappers, comma-separated")
     arguments.add_argument("--cases", default="", help="only cases whose label matches this expression")
     arguments.add_argument("--cold", action="store_true", help="compile everything again, in a fresh cache")
-    arguments.add_argument(
-        "--warm", metavar="PART/PARTS", help="compile a part into Triton's own cache, report nothing"
-    )
-    arguments.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    arguments.add_argument("--json", action="store_true", help="print JSON instead of lines")
     return arguments
 
 

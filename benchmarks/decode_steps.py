@@ -56,6 +56,10 @@ class Clock:
         return dict(zip(("propose_ms", "propose_host_ms"), found, strict=True))
 
 
+class NotAllDraftError(RuntimeError):
+    """Requests do not all run, and draft, at a time."""
+
+
 class DecodeLoop:
     """Runs requests in an engine, so that single decode steps can be timed.
 
@@ -73,7 +77,7 @@ class DecodeLoop:
         """Add requests, and step until all of them draft.
 
         Raises:
-            RuntimeError: They do not within `max_steps`.
+            NotAllDraftError: They do not within `max_steps`.
         """
         from vllm import SamplingParams
 
@@ -86,12 +90,23 @@ class DecodeLoop:
             has_draft = self._rows is None or self._rows.has_draft_np.sum() == len(prompts)
             if has_draft and all(self.num_tokens.values()):
                 return
-        raise RuntimeError(f"the requests do not draft within {max_steps} steps")
+        raise NotAllDraftError(f"the requests do not draft within {max_steps} steps")
 
     def step(self) -> None:
         """Run one step of the engine."""
         for output in self._engine.step():
             self.num_tokens[output.request_id] = len(output.outputs[0].token_ids)
+
+    def timed(self, num_steps: int) -> float:
+        """Run steps; return the milliseconds of one on the device, their mean."""
+        import torch
+
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(num_steps):
+            self.step()
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - begun) / num_steps
 
     def stop(self) -> None:
         """Abort the requests and step until the engine is empty.

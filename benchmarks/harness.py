@@ -1,16 +1,13 @@
-"""What the engine benchmarks share: an in-process engine of a bundled pair, its counters, turns, and a command."""
+"""What the engine benchmarks share: an in-process engine of a bundled pair, its counters, and a command."""
 
 import argparse
 import gc
 import json
 import os
-import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
@@ -55,10 +52,10 @@ class Engine:
         return metrics.read_metrics(self._path)
 
     def answer(self, prompts: list[Row], **sampling: Any) -> list[list[int]]:
-        """Return the token ids of the answers, greedy unless `sampling` says otherwise."""
+        """Return the token ids of the answers, greedy unless `sampling` says otherwise, each with a seed of its own."""
         from vllm import SamplingParams
 
-        params = SamplingParams(**{"temperature": 0.0} | sampling)
+        params = [SamplingParams(**{"temperature": 0.0, "seed": i} | sampling) for i in range(len(prompts))]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
@@ -79,106 +76,23 @@ def videos(family: str, numbers: Iterable[int]) -> list[Row]:
     return [pairs.video_prompt(family, world.held_out(i).frames) for i in numbers]
 
 
-def clip_prompt(family: str, frames: np.ndarray) -> Row:
-    """Return a prompt of a clip, `[num_frames, height, width, 3]` uint8, of which no frame is left out."""
-    metadata = {
-        "fps": pairs.FRAME_RATE,
-        "total_num_frames": len(frames),
-        "duration": len(frames) / pairs.FRAME_RATE,
-        "frames_indices": list(range(len(frames))),
-        "video_backend": "opencv",
-        "do_sample_frames": False,
-    }
-    text = pairs.chat_prompt(family, pairs.DEFAULT_QUESTION, ["video"])
-    return {"prompt": text, "multi_modal_data": {"video": [(frames, metadata)]}}
-
-
-def acceptance_length(gained: dict[str, int]) -> float:
-    """Return the mean tokens of a verify step, the target's own included."""
-    return round(1 + gained["accepted_tokens"] / gained["drafts"], 3)
-
-
-def milliseconds(seconds: Iterable[float], digits: int = 4) -> float:
-    """Return the median in ms."""
-    return round(1e3 * statistics.median(seconds), digits)
-
-
-# ---- an overhead, by turns in one engine -----------------------------------------------------------------------------
-
-LONG_FAMILY, _TOKENS_PER_FRAME = "llava-onevision", 16
-
-
-def long_prompt(num_video_tokens: int) -> Row:
-    """Return a prompt of held-out videos in a row, with `num_video_tokens` tokens of them and the newline."""
-    num_frames = num_video_tokens // _TOKENS_PER_FRAME
-    clips = [world.held_out(i).frames for i in range(-(-num_frames // world.NUM_FRAMES))]
-    text = pairs.chat_prompt(LONG_FAMILY, pairs.DEFAULT_QUESTION, ["video"])
-    return {"prompt": text, "multi_modal_data": {"video": [np.concatenate(clips)[:num_frames]]}}
-
-
-def long_engine(longest: int, **knobs: Any) -> Engine:
-    """Start an engine for one request of at most `longest` tokens, all of them in one step."""
-    overrides = {
-        "max_model_len": longest,
-        "max_num_batched_tokens": longest,
-        "max_num_seqs": 1,
-        "hf_overrides": {"text_config": {"max_position_embeddings": longest}},
-        "limit_mm_per_prompt": {"video": 1, "image": 0},
-        "kv_cache_memory_bytes": 2**30,
-    }
-    return pair(LONG_FAMILY, overrides=overrides, **knobs)
-
-
-def in_turns(run: Callable[[bool], tuple[float, float]], rounds: int, name: str, name_with: str) -> Row:
-    """Run without and with what is measured, in turns, and return medians and shares.
-
-    Args:
-        run: Whether with it -> seconds, and those inside it.
-        rounds: Of both, after a warm-up.
-        name: The figure without it; `name_with` is the one with it.
-    """
-    run(True)
-    turns = [(run(False)[0], *run(True)) for _ in range(rounds)]
-    shares = [(with_ - without) / without for without, with_, _ in turns]
-    return {
-        name: milliseconds((without for without, _, _ in turns), 2),
-        name_with: milliseconds((with_ for _, with_, _ in turns), 2),
-        "inside_ms": milliseconds((inside for *_, inside in turns), 3),
-        "share": round(statistics.median(shares), 4),
-        "share_min": round(min(shares), 4),
-        "share_max": round(max(shares), 4),
-        "inside_share": round(statistics.median(inside / without for without, _, inside in turns), 4),
-        "rounds": rounds,
-    }
-
-
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def command(
-    doc: str | None, measure: Callable[[argparse.Namespace], Iterable[Row]], /, *positional: str, **defaults: Any
-) -> list[Row]:
+def command(doc: str | None, measure: Callable[[argparse.Namespace], Iterable[Row]], **defaults: Any) -> list[Row]:
     """Run a benchmark: print its rows as they come, write them with provenance to `--json`, and return them.
 
     Args:
         doc: The benchmark's docstring.
         measure: Options -> rows.
-        positional: Names of its required arguments.
         defaults: Its options. A list is given with commas.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in positional:
-        parser.add_argument(name)
     for name, default in defaults.items():
-        flag = "--" + name.replace("_", "-")
-        if isinstance(default, bool):
-            parser.add_argument(flag, action="store_true")
-        elif isinstance(default, list):
-            kind = type(default[0])
-            parse: Callable[[str], Any] = lambda text, kind=kind: [kind(part) for part in text.split(",")]  # noqa: E731
-            parser.add_argument(flag, type=parse, default=default, help="with commas; default: %(default)s")
-        else:
-            parser.add_argument(flag, type=type(default), default=default, help="default: %(default)s")
+        parse: Callable[[str], Any] = type(default)
+        if isinstance(default, list):
+            parse = lambda text, kind=type(default[0]): [kind(part) for part in text.split(",")]  # noqa: E731
+        parser.add_argument("--" + name.replace("_", "-"), type=parse, default=default, help="default: %(default)s")
     parser.add_argument("--json", type=Path, help="write the rows here")
     options = parser.parse_args()
     rows = []

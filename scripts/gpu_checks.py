@@ -4,15 +4,16 @@ import importlib.util
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import harness
-from decode_steps import DecodeLoop
+from decode_steps import Clock
+from gpu_measure import measured
+from gpu_plan import Sizes
 from gpu_steps import ROOT, Context, SkippedError, Step, engine, expect
-from made_up import PAIRS, SHAPES, user_kwargs, whole_pair
+from made_up import PAIRS, SHAPES, user_kwargs, write_pair
 
 from vllm_vidspec.tools import pairs
 
@@ -30,43 +31,6 @@ KERNEL_TESTS = (
 )
 
 
-def doctor(context: Context) -> dict[str, Any]:
-    """Run the checks of `vidspec doctor`."""
-    from vllm_vidspec import doctor
-    from vllm_vidspec.plugin import register
-
-    checks = doctor.run_checks()
-    if not doctor.entry_points():  # the repository is not installed: `engine` registers the plugin by hand, too
-        checks = [doctor.check_hook(register) if check.name == "plugin" else check for check in checks]
-    print(*checks, sep="\n")
-    for check in checks:
-        expect(check.status != "fail", f"{check.name}: {check.detail}")
-    return {check.name: check.status for check in checks}
-
-
-def compile_kernels(context: Context) -> dict[str, Any]:
-    """Compile every kernel's launches at real shapes into Triton's cache, on all cores, for this device."""
-    import torch
-    from compile_report import ARCHS
-
-    arch = int("{}{}".format(*torch.cuda.get_device_capability()))
-    if arch not in ARCHS:
-        raise SkippedError(f"sm_{arch} is not among the compile reports; kernels compile at their first launch")
-    report, count = ROOT / "benchmarks" / "compile_report.py", os.cpu_count() or 1
-    parts = [
-        subprocess.Popen(
-            [sys.executable, str(report), "--archs", str(arch), "--warm", f"{part}/{count}"],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for part in range(count)
-    ]  # fmt: skip
-    outputs = [part.communicate()[0] for part in parts]
-    print(*outputs)
-    for part, text in zip(parts, outputs, strict=True):
-        expect(part.returncode == 0, f"a part ended with {part.returncode}: {' '.join(text.splitlines()[-2:])[-300:]}")
-    return {"arch": arch, "processes": count, "cases": sum(len(text.splitlines()) for text in outputs)}
-
-
 def kernels(context: Context) -> dict[str, Any]:
     """Run the kernels' own tests against their references, at real sizes, on the device, in several processes."""
     if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("hypothesis") is None:
@@ -81,7 +45,7 @@ def kernels(context: Context) -> dict[str, Any]:
     lines = [line for line in run.stdout.splitlines() if line.strip()] or ["pytest wrote nothing"]
     failures = [line for line in lines if line.startswith("FAILED")]
     # With status 1 every kernel was launched: enough where numbers do not count.
-    expect(run.returncode == 0 or (context.skip_numbers and run.returncode == 1), (failures or lines[-1:])[0])
+    expect(run.returncode == 0 or (context.dry_run and run.returncode == 1), (failures or lines[-1:])[0])
     return {"pytest": lines[-1]}
 
 
@@ -91,15 +55,8 @@ def kernels(context: Context) -> dict[str, Any]:
 def _generate(
     context: Context, running: harness.Engine, prompts: list[Any], max_tokens: int, temperature: float
 ) -> list[list[int]]:
-    from vllm import SamplingParams
-
-    if context.skip_numbers:
-        max_tokens = min(max_tokens, _MAX_UNCHECKED_TOKENS)
-    params = [
-        SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i, ignore_eos=True, detokenize=False)
-        for i in range(len(prompts))
-    ]
-    return [list(output.outputs[0].token_ids) for output in running.llm.generate(prompts, params, use_tqdm=False)]
+    most = min(max_tokens, _MAX_UNCHECKED_TOKENS) if context.dry_run else max_tokens
+    return running.answer(prompts, max_tokens=most, temperature=temperature, ignore_eos=True)
 
 
 def identity(context: Context, family: str) -> dict[str, Any]:
@@ -118,10 +75,10 @@ def identity(context: Context, family: str) -> dict[str, Any]:
         return found
 
     vanilla = texts()
-    for shape, k in _SHAPES if context.device == "cuda" else _SHAPES[:1]:
+    for shape, k in _SHAPES:
         ours = texts(drafting=shape, num_speculative_tokens=k, on_draft_error="raise")
         expect(facts[f"{shape}_draft_tokens"] > 0, f"{shape}: nothing was drafted")
-        if not context.skip_numbers:
+        if not context.dry_run:
             wrong = [i for i, (a, b) in enumerate(zip(vanilla, ours, strict=True)) if a != b]
             expect(not wrong, f"{shape}: {len(wrong)} of {len(ours)} texts differ from vanilla's, first {wrong[:1]}")
             expect(facts[f"{shape}_accepted_tokens"] > 0, f"{shape}: no draft was accepted")
@@ -146,7 +103,7 @@ def self_draft_bf16(context: Context) -> dict[str, Any]:
     counts = _drafted(context, kwargs, "qwen2.5-vl", 8, 64)
     rate = counts["accepted_tokens"] / counts["draft_tokens"]
     low = f"acceptance {rate:.3f}, at least {SELF_DRAFT_BOUND} expected"
-    expect(context.skip_numbers or rate >= SELF_DRAFT_BOUND, low)
+    expect(context.dry_run or rate >= SELF_DRAFT_BOUND, low)
     return {"acceptance_rate": round(rate, 4), "bound": SELF_DRAFT_BOUND}
 
 
@@ -161,7 +118,7 @@ def two_ranks(context: Context) -> dict[str, Any]:
         overrides={"tensor_parallel_size": 2, "dtype": "bfloat16", "enforce_eager": False},
     )  # fmt: skip
     counts = _drafted(context, kwargs, "llava-onevision", 4, 32)
-    expect(context.skip_numbers or counts["accepted_tokens"] > 0, "no draft was accepted")
+    expect(context.dry_run or counts["accepted_tokens"] > 0, "no draft was accepted")
     return counts
 
 
@@ -206,15 +163,12 @@ def real_shapes(context: Context, drafting: str | None) -> dict[str, Any]:
     """Run a 7B target, with or without a 3B draft, with vLLM's defaults: memory at each point, time of a step."""
     import torch
 
-    from vllm_vidspec import assets
-
     free, total = torch.cuda.mem_get_info()
     family, share = "qwen2.5-vl", 1 if total > 70 * 2**30 else 4
-    bundled = {role: assets.checkpoint(family, role) for role in assets.PAIR}
-    where = whole_pair(family, bundled, Path(context.work_dir), share)
+    where = write_pair(family, Path(context.work_dir), share=share)
     spec = {"drafting": drafting, "on_draft_error": "raise"}
     kwargs = user_kwargs(where, pairs.speculative_config(family, where["draft"], **spec) if drafting else None)
-    layers = [SHAPES[size].num_hidden_layers // share for size in PAIRS[family][:2]]
+    layers = [SHAPES[name].layers // share for name in PAIRS[family][:2]]
     facts: dict[str, Any] = {"layers": layers, "free_before_bytes": free, "gpu_memory_bytes": total}
     with engine(context, kwargs) as running:
         compiled = running.llm.llm_engine.vllm_config.compilation_config
@@ -226,8 +180,9 @@ def real_shapes(context: Context, drafting: str | None) -> dict[str, Any]:
         _generate(context, running, prompts, 16, 0.0)
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
+        clock, sizes = Clock(running.runner.speculator), Sizes(skip=0, rounds=1, steps=2 if context.dry_run else 32)
         for batch in (1, 8):
-            facts[f"batch_{batch}"] = _time_steps(context, running, prompts[:batch], drafting is not None)
+            facts[f"batch_{batch}"] = measured(running, drafting is not None, sizes, prompts[:batch], clock)
         facts["held_after_steps_bytes"] = torch.cuda.memory_allocated()
         facts["peak_of_steps_bytes"] = torch.cuda.max_memory_allocated()
         facts["free_after_bytes"] = torch.cuda.mem_get_info()[0]
@@ -236,35 +191,11 @@ def real_shapes(context: Context, drafting: str | None) -> dict[str, Any]:
             facts |= {name: counts[name] for name in ("draft_load_bytes", "draft_pool_bytes")}
             expect(counts["draft_steps"] > 0, "nothing was drafted")
     grown = facts["held_after_steps_bytes"] - held
-    expect(context.skip_numbers or grown < 2**24, f"steps hold {grown} bytes more than before")
+    expect(context.dry_run or grown < 2**24, f"steps hold {grown} bytes more than before")
     return facts
 
 
-def _time_steps(context: Context, running: harness.Engine, prompts: list[Any], is_ours: bool) -> dict[str, float]:
-    """Return ms per decode step and tokens per second of requests that all decode."""
-    import torch
-
-    loop, num_steps = DecodeLoop(running.llm.llm_engine, is_ours), 2 if context.skip_numbers else 32
-    loop.start(prompts, max_tokens=2048, max_steps=200)
-    before = sum(loop.num_tokens.values())
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    for _ in range(num_steps):
-        loop.step()
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - begun
-    num_tokens = sum(loop.num_tokens.values()) - before
-    loop.stop()
-    return {
-        "ms_per_step": round(1000 * seconds / num_steps, 3),
-        "tokens_per_s": round(num_tokens / seconds, 1),
-        "steps": num_steps,
-    }
-
-
 STEPS: dict[str, Step] = {
-    "doctor": doctor,
-    "compile": compile_kernels,
     "kernels": kernels,
     **{f"identity-{family}": lambda context, family=family: identity(context, family) for family in FAMILIES},
     "sync-debug": sync_debug,

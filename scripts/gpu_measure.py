@@ -1,274 +1,149 @@
 """What the GPU runner measures: kernels beside their floors and peers, engines of real shapes with made-up weights."""
 
-import contextlib
-import gc
 import importlib
 import importlib.util
-import random
 import statistics
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import gpu_plan
-from gpu_plan import FAMILY, KERNELS, WITH_PEERS, Engine, Models, Sizes, Video
+from decode_steps import Clock, DecodeLoop, NotAllDraftError
+from gpu_plan import FAMILY, KERNELS, Engine, Sizes
 from gpu_steps import Context, Row, SkippedError, Step, engine
-from made_up import SHAPES, write_checkpoint
+from made_up import write_pair
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
-def kernel_rows(kernel: str, context: Context, with_peers: bool = False) -> None:
-    """Write a row for each size and implementation of a kernel, as `bench_kernels.py` measures it.
-
-    Peers from other libraries take longer to compile, so they have a step of their own, in turns with ours.
-    """
+def kernel_rows(kernel: str, context: Context) -> None:
+    """Write a row for each size and implementation of a kernel, as `bench_kernels.py` measures it."""
     import bench_kernels
 
     module = importlib.import_module(f"kernel_cases.{kernel}")
-    given = (gpu_plan.TINY_KERNELS if context.dry_run else KERNELS)[kernel]
-    rounds = 1 if context.dry_run else module.ROUNDS
-    with chosen_peers(with_peers, context.dry_run) if kernel in WITH_PEERS else contextlib.nullcontext():
-        for size in bench_kernels.sizes_of(module.AXES, list(given)):
-            keys = {"kernel": kernel, "case": " ".join(f"{name}={value}" for name, value in size.items())}
-            case = module.case(**size)
-            if context.dry_run:  # the reference would index with masks that nothing has computed
-                case.calls.pop("torch", None)
-            for row in bench_kernels.rows_of(case, rounds, graphs=False):
-                outcome = "refused" if row["median"] is None else "measured"
-                context.write({"outcome": outcome, "reason": row["note"]} | keys | row)
+    axes, rounds = (module.TINY, 1) if context.dry_run else (module.AXES, module.ROUNDS)
+    for size in bench_kernels.sizes_of(axes, []):
+        keys = {"kernel": kernel, "case": " ".join(f"{name}={value}" for name, value in size.items())}
+        case = module.case(**size)
+        if context.dry_run:  # the reference would index with masks that nothing has computed
+            case.calls.pop("torch", None)
+        for row in bench_kernels.rows_of(case, rounds):
+            outcome = "refused" if row["median"] is None else "measured"
+            context.write({"outcome": outcome, "reason": row["note"]} | keys | row)
 
 
-def chosen_peers(all_of_them: bool, dry_run: bool) -> contextlib.AbstractContextManager:
-    """Measure our attention alone or beside its peers; in a dry run without the one that takes long to compile."""
-    from peers import attention
-
-    ours, *others = attention.PEERS
-    kept = [ours, *(name for name in others if all_of_them and not (dry_run and name == "flex_attention"))]
-    return mock.patch.object(attention, "PEERS", {name: attention.PEERS[name] for name in kept})
-
-
-# ---- engines: how they are started -----------------------------------------------------------------------------------
-
-
-def checkpoints(models: Models, sizes: Sizes, folder: Path) -> dict[str, str]:
-    """Write the checkpoints of target and draft without weights; return their directories by role."""
-    from vllm_vidspec.tools import pairs
-
-    pixels = sizes.video.height * sizes.video.width
-    found = {}
-    for role, size in (("target", models.target), ("draft", models.draft)):
-        shape = None if size is None else SHAPES[size]
-        source = Path(pairs.checkpoint(FAMILY, role))
-        found[role] = str(write_checkpoint(source, folder / role, shape, fp8=models.fp8, pixels=(pixels, pixels)))
-    return found
+# ---- engines ---------------------------------------------------------------------------------------------------------
 
 
 def llm_kwargs(
-    engine: Engine, models: Models, where: dict[str, str], sizes: Sizes, batches: tuple[int, ...]
+    engine: Engine, where: dict[str, str], sizes: Sizes, batches: tuple[int, ...], dry_run: bool
 ) -> dict[str, Any]:
-    """Return the arguments of `LLM`; memory is given, so that all engines of a run have the same."""
-    from forced_acceptance import rate_for, unconditional_rates
-
+    """Return the arguments of `LLM`."""
     from vllm_vidspec.tools import pairs
 
-    memory = gpu_plan.memory_of(models, engine, max(batches), sizes)
-    ours = {"draft_kv_bytes": memory.pool, "draft_encoder_bytes": memory.embeddings} if engine.is_ours else {}
-    in_process = sum(ours.values()) if engine.method != "parallel" else 0  # a parallel drafter has memory of its own
-    in_process += (memory.cache + in_process) // 50 if in_process else 0  # pixels take a hundredth of it all
+    widths = {rows * batch for batch in batches for rows in (1, engine.num_drafts + 1)}
     overrides: dict[str, Any] = {
         "dtype": "bfloat16",
         "load_format": "dummy",
-        "max_model_len": sizes.max_model_len(engine),
+        "max_model_len": sizes.video_tokens + gpu_plan.MAX_TOKENS + 100,
         "max_num_seqs": max(batches),
-        "max_num_batched_tokens": 4096,
-        "kv_cache_memory_bytes": memory.cache + in_process,
+        "max_num_batched_tokens": 8192,
+        # A parallel drafter has memory of its own.
+        "gpu_memory_utilization": 0.75 if engine.method == "parallel" else 0.95,
         "enable_prefix_caching": False,  # each request has KV blocks of its own
         "limit_mm_per_prompt": {"video": 1, "image": 0},
         "skip_mm_profiling": True,
         "disable_log_stats": True,
-        "enforce_eager": not engine.graphs,
+        "compilation_config": {"mode": 0, "cudagraph_capture_sizes": sorted(widths)},
+        **({"kv_cache_memory_bytes": 2**28} if dry_run else {}),
     }
-    if engine.graphs:
-        widths = {rows * batch for batch in batches for rows in (1, engine.num_drafts + 1)}
-        overrides["compilation_config"] = {"mode": 0, "cudagraph_capture_sizes": sorted(widths)}
     if engine.method == "blind":
-        length, _ = gpu_plan.published_of(engine)
-        assert length is not None
-        overrides["speculative_config"] = {
-            "method": "draft_model",
-            "model": where["draft"],
-            "num_speculative_tokens": engine.num_drafts,
-            # vLLM's own forced acceptance.
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_rates": unconditional_rates(rate_for(length, engine.depth), engine.depth),
-        }
+        drafts = {"model": where["draft"], "num_speculative_tokens": engine.num_drafts}
+        overrides["speculative_config"] = {"method": "draft_model"} | drafts
     if not engine.is_ours:
         return pairs.llm_kwargs(FAMILY, target=where["target"], overrides=overrides)
-    spec: dict[str, Any] = {"pruner": "uniform", "prune_ratio": 1 - gpu_plan.KEPT, "on_draft_error": "raise", **ours}
+    spec: dict[str, Any] = {"prune_ratio": 0.9, "on_draft_error": "raise", "num_speculative_tokens": engine.num_drafts}
     if engine.method == "parallel":
         spec["parallel"] = {"device": "cuda:0"}
-    spec |= {"drafting": "chain" if engine.method == "parallel" else engine.method}
-    spec["num_speculative_tokens"] = engine.num_drafts
+    else:
+        spec["drafting"] = engine.method
     return pairs.llm_kwargs(FAMILY, where["draft"], target=where["target"], overrides=overrides, **spec)
 
 
-def prompt_of(video: Video) -> dict[str, Any]:
+def prompt_of(sizes: Sizes) -> dict[str, Any]:
     """Return a prompt with a video of noise, the same for all requests."""
-    import harness
     import numpy as np
 
-    noise = random.Random(0).randbytes(3 * video.num_frames * video.height * video.width)
-    frames = np.frombuffer(noise, dtype=np.uint8).reshape(video.num_frames, video.height, video.width, 3)
-    return harness.clip_prompt(FAMILY, frames)
+    from vllm_vidspec.tools import pairs
 
-
-def skip_prefill(runner: Any, most_tokens: int) -> None:
-    """Skip the target's forwards of more tokens than decode steps have, and fill its KV cache with noise.
-
-    A decode step over noise takes as long as one over a video, and minutes of prefill are saved.
-    """
-    import torch
-
-    for cache in runner.kv_caches:
-        cache.normal_()
-    model, forward = runner.model, runner.model.forward
-    hidden_size = runner.model_config.get_hidden_size()
-
-    def decode_only(*args: Any, **kwargs: Any) -> Any:
-        num_tokens = kwargs["positions"].shape[-1]
-        if num_tokens <= most_tokens:
-            return forward(*args, **kwargs)
-        return torch.zeros(num_tokens, hidden_size, dtype=runner.model_config.dtype, device=runner.device)
-
-    model.forward = decode_only
-
-
-# ---- engines: what is measured ---------------------------------------------------------------------------------------
+    shape = (sizes.num_frames, sizes.height, sizes.width, 3)
+    video = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    metadata = {  # every frame counts, where `pairs.video_prompt` would sample
+        "fps": pairs.FRAME_RATE, "total_num_frames": len(video), "duration": len(video) / pairs.FRAME_RATE,
+        "frames_indices": list(range(len(video))), "video_backend": "opencv", "do_sample_frames": False,
+    }  # fmt: skip
+    text = pairs.chat_prompt(FAMILY, pairs.DEFAULT_QUESTION, ["video"])
+    return {"prompt": text, "multi_modal_data": {"video": [(video, metadata)]}}
 
 
 def engine_rows(plan: Engine, context: Context) -> None:
-    """Write a row for each batch size: the time of decode steps, and tokens per second at the forced acceptance."""
+    """Write a row for each batch size: the time of decode steps, and tokens per second at the published acceptance."""
     import torch
 
     if importlib.util.find_spec("vllm") is None:
         raise SkippedError("vLLM is not installed")
-    total = torch.cuda.mem_get_info()[1]
-    sizes = gpu_plan.TINY_SIZES if context.dry_run else Sizes()
-    name = "dry-run" if context.dry_run else gpu_plan.chosen_models(context.models, sizes, total)
-    models = gpu_plan.MODELS.get(name, gpu_plan.DRY_RUN_MODELS)
-    wanted, speedup = gpu_plan.published_of(plan)
+    sizes, batches = Sizes(), gpu_plan.BATCHES
+    name = gpu_plan.chosen_models(context.models, torch.cuda.mem_get_info()[1])
+    models = gpu_plan.MODELS[name]
+    if context.dry_run:
+        sizes, batches, models, name = gpu_plan.TINY_SIZES, gpu_plan.TINY_BATCHES, gpu_plan.DRY_RUN_MODELS, "dry-run"
+    length, speedup = gpu_plan.published_of(plan)
     common = asdict(plan) | {
-        "engine": plan.name,
+        "engine": plan.method,
         "models": name,
-        "video_tokens": sizes.video.num_tokens,
-        "acceptance": "forced" if plan.num_drafts else "none",
-        "acceptance_length_wanted": wanted,
+        "video_tokens": sizes.video_tokens,
+        "published_acceptance_length": length,
         "published_speedup": speedup,
-        "prefill": "skipped, the target's KV is noise",
     }
-    batches = []
-    for batch in gpu_plan.TINY_BATCHES if context.dry_run else gpu_plan.BATCHES:
-        if reason := gpu_plan.does_not_fit(models, plan, batch, sizes, total):
-            context.write(common | {"outcome": "refused", "batch": batch, "reason": reason})
-        else:
-            batches.append(batch)
-    if not batches:
-        raise SkippedError(f"not even one request fits: {reason}")
-    common["bandwidth_gb_per_s"] = None if context.dry_run else _bandwidth()
-    where = checkpoints(models, sizes, Path(context.work_dir) / f"models-{name}")
-    kwargs = llm_kwargs(plan, models, where, sizes, tuple(batches))
-    import vllm  # noqa: F401
-
-    gc.freeze()  # vLLM collects garbage some twenty times a start, over all that is imported
-    if context.dry_run:  # all engines are in one process: what is imported stays frozen
-        gc.unfreeze = lambda: None
+    where = write_pair(
+        FAMILY, Path(context.work_dir) / f"models-{name}", (models.target, models.draft), fp8=models.fp8,
+        pixels=(sizes.height * sizes.width,) * 2,
+    )  # fmt: skip
     begun = time.perf_counter()
-    with engine(context, kwargs) as running:
+    with engine(context, llm_kwargs(plan, where, sizes, batches, context.dry_run)) as running:
         common["start_s"] = round(time.perf_counter() - begun, 1)
-        meter = Meter(running, plan, wanted, sizes, max(batches))
+        clock, prompt = Clock(running.runner.speculator), prompt_of(sizes)
         for batch in batches:
-            context.write(common | {"outcome": "measured", "reason": "", "batch": batch} | meter.measure(batch))
+            try:
+                row = measured(running, plan.is_ours, sizes, [prompt] * batch, clock)
+            except NotAllDraftError as error:  # they do not fit, and no more do
+                context.write(common | {"outcome": "refused", "batch": batch, "reason": str(error)})
+                return
+            row["tokens_per_s"] = round(1e3 * batch * (length or 1.0) / row["step_ms"], 2)
+            context.write(common | {"outcome": "measured", "reason": "", "batch": batch} | row)
 
 
-def _bandwidth() -> float:
-    """Return the copy bandwidth in GB/s, which shows whether the machine has changed between two engines."""
-    import bench_kernels
-    import torch
+def measured(running: Any, is_ours: bool, sizes: Sizes, prompts: list[Any], clock: Clock) -> Row:
+    """Return the times of a decode step of so many requests.
 
-    found = bench_kernels.rates(torch.bfloat16, 1024)[0] / 1e3
-    torch.cuda.empty_cache()
-    return round(found, 1)
-
-
-class Meter:
-    """Times the decode steps of a running engine, whose acceptance it forces.
-
-    Args:
-        running: The engine, of `harness.Engine`.
-        plan: Its place in the plan.
-        wanted: The acceptance length to force, None for vanilla.
-        sizes: How long to measure.
-        max_batch: The most requests at a time.
+    Raises:
+        NotAllDraftError: They do not fit.
     """
-
-    def __init__(self, running: Any, plan: Engine, wanted: float | None, sizes: Sizes, max_batch: int):
-        from decode_steps import Clock, DecodeLoop
-        from forced_acceptance import ForcedAcceptance, rate_for
-
-        runner = running.runner
-        skip_prefill(runner, max_batch * (plan.num_drafts + 1))
-        self._loop, self._clock = DecodeLoop(running.llm.llm_engine, plan.is_ours), Clock(runner.speculator)
-        self._sizes, self._max_tokens = sizes, sizes.max_model_len(plan)
-        self._prompt = prompt_of(sizes.video)
-        self._forced: ForcedAcceptance | None = None
-        if plan.is_ours:
-            assert wanted is not None
-            padding = int(plan.method == "parallel")  # a window is padded with token 0
-            rate = rate_for(wanted, plan.depth)
-            self._forced = ForcedAcceptance(runner.rejection_sampler, runner.requests.has_draft, rate, padding)
-
-    def measure(self, batch: int) -> Row:
-        """Return times and token rates of so many requests at a time."""
-        self._loop.start([self._prompt] * batch, self._max_tokens, gpu_plan.MAX_STEPS)
-        for _ in range(self._sizes.skip):
-            self._loop.step()
-        self._take()
-        rounds = [self._round() for _ in range(self._sizes.rounds)]
-        taken = self._take()
-        self._loop.stop()
-        step_ms = sorted(1e3 * seconds / self._sizes.steps for seconds, _ in rounds)
-        tokens = sum(count for _, count in rounds)
-        return {
-            "step_ms": round(statistics.median(step_ms), 4),
-            "step_ms_low": round(step_ms[0], 4),
-            "step_ms_high": round(step_ms[-1], 4),
-            "acceptance_length": round(tokens / (batch * self._sizes.rounds * self._sizes.steps), 4),
-            "tokens_per_s": round(statistics.median(count / seconds for seconds, count in rounds), 2),
-            **taken,
-        }
-
-    def _round(self) -> tuple[float, int]:
-        """Return the seconds of some steps and how many tokens they gave."""
-        import torch
-
-        before = sum(self._loop.num_tokens.values())
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in range(self._sizes.steps):
-            self._loop.step()
-        torch.cuda.synchronize()
-        return time.perf_counter() - begun, sum(self._loop.num_tokens.values()) - before
-
-    def _take(self) -> Row:
-        return self._clock.take() | {"forcing_host_ms": self._forced and self._forced.take_host_ms()}
+    loop = DecodeLoop(running.llm.llm_engine, is_ours)
+    loop.start(prompts, gpu_plan.MAX_TOKENS, gpu_plan.MAX_STEPS)
+    for _ in range(sizes.skip):
+        loop.step()
+    clock.take()
+    step_ms = sorted(loop.timed(sizes.steps) for _ in range(sizes.rounds))
+    taken = clock.take()
+    loop.stop()
+    median, low, high = (round(ms, 4) for ms in (statistics.median(step_ms), step_ms[0], step_ms[-1]))
+    return {"step_ms": median, "step_ms_low": low, "step_ms_high": high, **taken}
 
 
 STEPS: dict[str, Step] = {
     **{f"kernel-{name}": lambda context, name=name: kernel_rows(name, context) for name in KERNELS},
-    **{f"peers-{name}": lambda context, name=name: kernel_rows(name, context, with_peers=True) for name in WITH_PEERS},
     **{
         f"engine-{name}": lambda context, plan=plan: engine_rows(plan, context)
         for name, plan in gpu_plan.ENGINES.items()

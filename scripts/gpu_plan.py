@@ -1,64 +1,43 @@
-"""The plan of the GPU runner's measurements: sizes of kernels, engines, and what memory an engine takes.
+"""The plan of the GPU runner's measurements: sizes of kernels, engines and their models.
 
 Standard library only: the runner reads it without torch.
 """
 
 from dataclasses import dataclass
 
-from made_up import SHAPES
-
 FAMILY = "qwen2.5-vl"
 BATCHES = (1, 4, 8)
 
-# ---- kernels ---------------------------------------------------------------------------------------------------------
+# Of `benchmarks/kernel_cases`; last the one whose peers compile longest.
+KERNELS = ("draw", "candidates", "guidance_scores", "visual_relevance", "tree_attention")
 
-# Values for the axes of `benchmarks/kernel_cases`: the shapes of the engines below, over the video.
-KERNELS: dict[str, tuple[str, ...]] = {
-    "tree_attention": ("shape=40x8x128", "context=25000", "num_reqs=1,8", "nodes=25,64"),
-    "candidates": ("num_reqs=1,8",),
-    "guidance_scores": ("shape=28x4x128", "num_keys=25000"),
-    "visual_relevance": ("store=bfloat16", "hidden=5120", "batch=1x6,1x26,8x26", "num_tokens=25000"),
-    "accept": ("kind=strict chain,strict tree,loose tree", "num_reqs=1,8"),
-    "begin_step": ("num_reqs=1,8",),
-    "next_level": ("num_reqs=1,8",),
-    "draw": ("num_reqs=1,8",),
-    "kv_compact": ("num_reqs=1,8",),
-    "tree_grow": ("num_reqs=1,8",),
-}
-WITH_PEERS = ("tree_attention",)
-# For a dry run: every kernel once.
-TINY_KERNELS: dict[str, tuple[str, ...]] = {
-    "tree_attention": ("shape=4x2x32", "context=200", "num_reqs=2", "nodes=8"),
-    "guidance_scores": ("shape=8x2x64", "num_keys=128", "num_queries=16"),
-    "visual_relevance": ("store=bfloat16", "hidden=128", "batch=1x6", "num_tokens=128"),
-    "accept": ("kind=strict tree", "num_reqs=1"),
-    "begin_step": ("kind=tree", "num_reqs=1"),
-    "next_level": ("kind=tree", "num_reqs=1"),
-    "draw": ("temperature=0.8", "num_reqs=1", "vocab_size=2048"),
-    "candidates": ("temperature=0.8", "num_reqs=1", "vocab_size=2048"),
-    "kv_compact": ("path=scattered", "num_reqs=1"),
-    "tree_grow": ("num_reqs=1",),
-}
-
-# ---- engines: the plan -----------------------------------------------------------------------------------------------
+# ---- engines ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Models:
-    """Sizes of a target and a draft, keys of `SHAPES`; None is the bundled pair, for a dry run."""
+    """A target and a draft, keys of `made_up.SHAPES`; None is the bundled pair, for a dry run."""
 
     target: str | None
     draft: str | None
     fp8: bool
 
 
+_DRAFT = "Qwen2.5-VL 7B"
 MODELS = {
-    "32b-bf16": Models("32b", "7b", False),
-    "32b-fp8": Models("32b", "7b", True),
-    "72b-fp8": Models("72b", "7b", True),
+    "32b-bf16": Models("Qwen2.5-VL 32B", _DRAFT, False),
+    "32b-fp8": Models("Qwen2.5-VL 32B", _DRAFT, True),
+    "72b-fp8": Models("Qwen2.5-VL 72B", _DRAFT, True),
 }
-AUTO = ("32b-bf16", "32b-fp8")  # the first that fits is taken, unless one is named
 DRY_RUN_MODELS = Models(None, None, True)
+_BF16_FROM = 120 * 2**30  # bytes of a device that has room for four requests of ours beside weights in bf16
+
+
+def chosen_models(name: str, total: int) -> str:
+    """Return a key of MODELS: the one named, or what leaves room for four requests on a device of `total` bytes."""
+    if name != "auto":
+        return name
+    return "32b-bf16" if total >= _BF16_FROM else "32b-fp8"
 
 
 @dataclass(frozen=True)
@@ -67,21 +46,15 @@ class Engine:
 
     Attributes:
         method: What drafts.
-        graphs: Whether decode steps are CUDA graphs.
         num_drafts: K, 0 for vanilla.
         depth: The longest path of drafts.
-        tau_of: The published method whose acceptance length is forced (`vidspec_tools/bench/published.py`).
+        tau_of: The published method that it is (`vidspec_tools/bench/published.py`).
     """
 
     method: str
-    graphs: bool
     num_drafts: int = 0
     depth: int = 0
     tau_of: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"{self.method}-{'graphs' if self.graphs else 'eager'}"
 
     @property
     def is_ours(self) -> bool:
@@ -90,111 +63,42 @@ class Engine:
 
 # The most informative ones first.
 ENGINES = {
-    engine.name: engine
+    engine.method: engine
     for engine in (
-        Engine("vanilla", True),
-        Engine("tree-static", True, 25, 5, "SpecVLM"),
-        Engine("chain", True, 5, 5, "SD"),
-        Engine("blind", True, 5, 5, "OnSD"),
-        Engine("parallel", True, 5, 5, "ParallelVLM"),
-        Engine("vanilla", False),
-        Engine("chain", False, 5, 5, "SD"),
-        Engine("tree-static", False, 25, 5, "SpecVLM"),
+        Engine("vanilla"),
+        Engine("tree-static", 25, 5, "SpecVLM"),
+        Engine("chain", 5, 5, "SD"),
+        Engine("blind", 5, 5, "OnSD"),
+        Engine("parallel", 5, 5, "ParallelVLM"),
     )
 }
-_COST_RATIO = 3  # of the published pair: a target's step over its draft's
 
 
 def published_of(engine: Engine) -> tuple[float | None, float | None]:
     """Return the published acceptance length, which is forced, and the published speedup; None for vanilla."""
-    from vidspec_tools.bench.published import published
+    from vidspec_tools.bench.published import QWEN, TABLE_1
 
-    found = published(FAMILY, _COST_RATIO, engine.tau_of)
-    return found["published_m"], found["published_speedup"]  # type: ignore[return-value]
-
-
-@dataclass(frozen=True)
-class Video:
-    """The video of every request."""
-
-    num_frames: int = 128
-    height: int = 392
-    width: int = 784
-
-    @property
-    def num_tokens(self) -> int:
-        """Visual tokens of the target: two frames are merged, and patches of 28 x 28 pixels."""
-        return self.num_frames // 2 * (self.height // 28) * (self.width // 28)
-
-
-_TEXT_TOKENS = 64  # of a prompt, at most
-MAX_STEPS = 400  # until all requests draft
+    return TABLE_1[QWEN].get(engine.tau_of, (None, None))
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long an engine is measured: `rounds` of `steps` decode steps after `skip` of them, all requests drafting."""
+    """The video of every request, and how long an engine is measured: `rounds` of `steps` decode steps after `skip` of
+    them, all requests drafting."""
 
-    video: Video = Video()
+    num_frames: int = 128
+    height: int = 392
+    width: int = 784
     skip: int = 8
     rounds: int = 3
     steps: int = 16
 
-    def max_model_len(self, engine: Engine) -> int:
-        """Return a length that no request reaches while it is measured."""
-        measured = (self.skip + self.rounds * self.steps + 2) * (engine.depth + 1)
-        return self.video.num_tokens + _TEXT_TOKENS + MAX_STEPS + measured
-
-
-TINY_SIZES, TINY_BATCHES = Sizes(Video(4, 56, 56), skip=0, rounds=1, steps=2), (1,)
-
-# ---- engines: memory -------------------------------------------------------------------------------------------------
-
-KEPT = 0.1  # of the video, by the draft
-_WORKSPACE_BYTES = 6 * 2**30  # activations of a prefill chunk, logits, vision encoders, graphs, the CUDA context
-_USABLE = 0.97
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of an engine: weights, vLLM's KV cache, the draft's KV pool, the draft's vision embeddings."""
-
-    weights: int
-    cache: int
-    pool: int
-    embeddings: int
-
     @property
-    def total(self) -> int:
-        return self.weights + self.cache + self.pool + self.embeddings + _WORKSPACE_BYTES
+    def video_tokens(self) -> int:
+        """Visual tokens of the target: two frames are merged, and patches of 28 x 28 pixels."""
+        return self.num_frames // 2 * (self.height // 28) * (self.width // 28)
 
 
-def memory_of(models: Models, engine: Engine, batch: int, sizes: Sizes) -> Memory:
-    """Return the memory that an engine takes; a blind draft's KV is in vLLM's cache."""
-    if models.target is None or models.draft is None:
-        return Memory(0, 128 * 2**20, 32 * 2**20, 2 * 2**20 if engine.is_ours else 0)
-    target, draft = SHAPES[models.target], SHAPES[models.draft]
-    weights = target.weight_bytes(models.fp8) + (draft.weight_bytes(models.fp8) if engine.num_drafts else 0)
-    length = sizes.max_model_len(engine) + 256  # whole blocks, one step ahead
-    cache = target.kv_bytes_per_token + (draft.kv_bytes_per_token if engine.method == "blind" else 0)
-    if not engine.is_ours:
-        return Memory(weights, batch * length * cache, 0, 0)
-    kept = length - round((1 - KEPT) * sizes.video.num_tokens)
-    embeddings = 3 * draft.hidden_size * sizes.video.num_tokens
-    return Memory(weights, batch * length * cache, batch * kept * draft.kv_bytes_per_token, embeddings)
-
-
-def does_not_fit(models: Models, engine: Engine, batch: int, sizes: Sizes, total: int) -> str:
-    """Return why so many requests do not fit into `total` bytes, "" if they do."""
-    need = memory_of(models, engine, batch, sizes).total
-    if need <= _USABLE * total:
-        return ""
-    return f"needs {need / 2**30:.0f} GiB, the device has {total / 2**30:.0f} GiB"
-
-
-def chosen_models(name: str, sizes: Sizes, total: int) -> str:
-    """Return a key of MODELS: the one named, or the first of AUTO that leaves room for four requests of any engine."""
-    if name != "auto":
-        return name
-    fits = lambda key: not any(does_not_fit(MODELS[key], e, 4, sizes, total) for e in ENGINES.values())  # noqa: E731
-    return next(filter(fits, AUTO), AUTO[-1])
+MAX_TOKENS = 1500  # of an answer, more than is generated before and while it is measured
+MAX_STEPS = 200  # until all requests draft
+TINY_SIZES, TINY_BATCHES = Sizes(4, 56, 56, skip=0, rounds=1, steps=2), (1,)

@@ -1,9 +1,9 @@
 """What a step of the GPU runner is made of: its context, its verdict, an engine in its process.
 
-    python scripts/gpu_steps.py NAMES LINES CONTEXT
+    python scripts/gpu_steps.py NAME LINES CONTEXT
 
-runs steps in this process and appends JSON lines to a file: a step's rows as they come, and a last one with its
-outcome. Top-level imports are the standard library's: a broken torch is a step's failure, not the runner's.
+runs a step in this process and appends JSON lines to a file: its rows as they come, and a last one with its outcome.
+Top-level imports are the standard library's: a broken torch is a step's failure, not the runner's.
 """
 
 import contextlib
@@ -15,7 +15,6 @@ import platform
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from decode_steps import around
 
 Row = dict[str, Any]
 # These prove as much on a device that computes nothing.
-WITHOUT_NUMBERS = ("environment", "machine", "doctor", "compile", "sync-debug")
+WITHOUT_NUMBERS = ("environment", "sync-debug")
 
 
 class StepFailedError(Exception):
@@ -50,18 +49,14 @@ class Context:
     """What a step is given.
 
     Attributes:
-        device: "cuda"; "cpu" for a rehearsal.
         work_dir: For made-up checkpoints.
-        skip_numbers: Whether the device computes nothing: checks run, and their results are ignored.
-        dry_run: Whether to measure once, at tiny sizes.
+        dry_run: Whether the device computes nothing: checks run, and their results are ignored; measurements are tiny.
         models: Of measured engines: "auto" or a key of `gpu_plan.MODELS`.
         around: "module:name" of a context manager for engines' steps, "" for none.
         write: Appends a row to the step's record.
     """
 
-    device: str = "cuda"
     work_dir: str = ""
-    skip_numbers: bool = False
     dry_run: bool = False
     models: str = "auto"
     around: str = ""
@@ -89,7 +84,7 @@ def engine(context: Context, kwargs: dict[str, Any]) -> Iterator[Any]:
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
-def machine(context: Context) -> dict[str, Any]:
+def environment(context: Context) -> dict[str, Any]:
     """Describe the machine and the installed versions."""
     import torch
 
@@ -97,17 +92,15 @@ def machine(context: Context) -> dict[str, Any]:
 
     facts: dict[str, Any] = provenance()
     facts["versions"] |= {"python": platform.python_version(), "torch": torch.__version__}
-    facts["torch_cuda"] = torch.version.cuda
-    if context.device == "cuda":
-        expect(torch.cuda.is_available(), "torch sees no CUDA device")
-        properties = torch.cuda.get_device_properties(0)
-        facts |= {
-            "gpu": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "gpu_memory_bytes": properties.total_memory,
-            "driver": _driver(),
-        }
-    return facts
+    expect(torch.cuda.is_available(), "torch sees no CUDA device")
+    properties = torch.cuda.get_device_properties(0)
+    return facts | {
+        "torch_cuda": torch.version.cuda,
+        "gpu": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "gpu_memory_bytes": properties.total_memory,
+        "driver": _driver(),
+    }
 
 
 def _driver() -> str | None:
@@ -118,36 +111,27 @@ def _driver() -> str | None:
         return None
 
 
-def environment(context: Context) -> dict[str, Any]:
-    """Describe the machine; vLLM must be importable."""
-    facts = machine(context)
-    import vllm
-
-    facts["versions"]["vllm"] = vllm.__version__
-    return facts
-
-
-STEPS: dict[str, Step] = {"machine": machine, "environment": environment}
+STEPS: dict[str, Step] = {"environment": environment}
 
 
 def step_of(name: str) -> Step:
     """Return a step by name. Its module is imported for it alone: kernels need neither vLLM nor our dependencies."""
     if name in STEPS:
         return STEPS[name]
-    is_measured = name.startswith(("kernel-", "peers-", "engine-"))
+    is_measured = name.startswith(("kernel-", "engine-"))
     return importlib.import_module("gpu_measure" if is_measured else "gpu_checks").STEPS[name]
 
 
 def run(name: str, context: Context, step: Step | None = None) -> None:
     """Run a step, and write its outcome as the last of its lines."""
-    begun, outcome, reason, facts = time.monotonic(), "passed", "", None
+    outcome, reason, facts = "passed", "", None
     try:
         import torch
 
-        if context.device == "cuda" and name not in ("environment", "machine") and not torch.cuda.is_available():
+        if name != "environment" and not torch.cuda.is_available():
             raise SkippedError("torch sees no CUDA device")
         facts = (step or step_of(name))(context)
-        if context.skip_numbers and name not in WITHOUT_NUMBERS:
+        if context.dry_run and name not in WITHOUT_NUMBERS:
             outcome, reason = "unchecked", "ran; its numbers were not checked"
     except (SkippedError, StepFailedError) as why:
         outcome, reason = "skipped" if isinstance(why, SkippedError) else "failed", str(why)
@@ -156,23 +140,16 @@ def run(name: str, context: Context, step: Step | None = None) -> None:
         where = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(where.filename).name}:{where.lineno}"
         outcome, reason = "failed", " ".join(f"{type(error).__name__}: {error} ({place})".split())[:400]
-    seconds = round(time.monotonic() - begun, 2)
-    context.write({"end": outcome, "reason": reason, "facts": facts or {}, "seconds": seconds})
+    context.write({"outcome": outcome, "reason": reason, "facts": facts or {}})
 
 
 def main() -> None:
-    """Run steps, one after another."""
-    names, lines, options = sys.argv[1:]
+    """Run a step."""
+    name, lines, options = sys.argv[1:]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent before a hanging step is killed
-    with open(lines, "a") as file:
-        for name in names.split(","):
-
-            def write(row: Row, name: str = name) -> None:
-                file.write(json.dumps({"step": name} | row) + "\n")
-                file.flush()
-
-            run(name, Context(**json.loads(options), write=write))
+    with open(lines, "a", buffering=1) as file:
+        run(name, Context(**json.loads(options), write=lambda row: print(json.dumps({"step": name} | row), file=file)))
     sys.stdout.flush()
     os._exit(0)  # an engine's threads must not keep the process: all is written
 

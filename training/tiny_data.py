@@ -8,11 +8,12 @@ import torch.nn.functional as F
 
 from training import tiny_captioner
 from training.tiny_captioner import Captioner
+from training.tiny_labels import LABELS, labels_of
 from vllm_vidspec.shapeworld import world
 
 NUM_CELLS = 16 * tiny_captioner.CELLS  # video tokens that show something
 # colour, shape, size; position, motion, event, new colour, scene, background
-OBJECT_SIZES = (world.LABELS["color"], world.LABELS["shape"], world.LABELS["size"])
+OBJECT_SIZES = (LABELS["color"], LABELS["shape"], LABELS["size"])
 SUMMARY_SIZES = (*OBJECT_SIZES, 5, 7, 3, 8, 4, 6)
 
 
@@ -41,7 +42,8 @@ def collate(captioner: Captioner, samples: list[world.Sample]):
     for row, tokens in enumerate(ids):
         captions[row, : len(tokens)] = torch.tensor(tokens)
     frames = tiny_captioner.LLAVA_FRAMES if captioner.family == "llava-onevision" else np.arange(0, world.NUM_FRAMES, 2)
-    labels = {name: np.stack([s.labels[name][frames] for s in samples]) for name in world.LABELS}
+    of_samples = [labels_of(s) for s in samples]
+    labels = {name: np.stack([found[name][frames] for found in of_samples]) for name in LABELS}
     scenes = np.stack([s.scene_of_frame[frames] for s in samples])  # [batch, 16]
     labels["scene"] = np.repeat(scenes, tiny_captioner.CELLS, 1)
     return pixels, captions, {k: torch.from_numpy(v.reshape(len(ids), -1)) for k, v in labels.items()}, samples
@@ -106,14 +108,8 @@ def summary_labels(samples: list[world.Sample]) -> torch.Tensor:
 
 
 def distillation_view(rng: np.random.Generator, shows: torch.Tensor) -> torch.Tensor:
-    """Video tokens of one distillation step, as a draft will see them: all; or a tenth to half, drawn at random or,
-    as a guided pruner would, with those first that show a shape.
-
-    Args:
-        shows: bool [batch, num_video_tokens].
-
-    Returns:
-        int64 [batch, num_kept].
+    """Video tokens of a distillation step, int64 [batch, num_kept], as a draft will see them: all, or a tenth to half,
+    drawn at random or, as a guided pruner would, with those first that show a shape (bool [batch, num_video_tokens]).
     """
     batch, num_tokens = shows.shape
     kind = rng.random()

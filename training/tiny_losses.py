@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from training.tiny_captioner import Captioner
 from training.tiny_data import OBJECT_SIZES, SUMMARY_SIZES
+from training.tiny_labels import LABELS
 from vllm_vidspec.shapeworld import world
 
 FILLER_WEIGHT, EVENT_WEIGHT = 0.3, 2.0  # loss weights; other words have 1
@@ -21,13 +22,9 @@ def alignment_loss(
 ) -> torch.Tensor:
     """Rank tokens that show a shape above others by UV-Prune's score (ParallelVLM eq. 2-4) at UV_LAYER.
 
-    In large models visual tokens that matter grow towards the text by themselves; four layers need to be told.
-
-    Args:
-        states: embeddings and layer outputs [batch, num_tokens, hidden].
-        kept_shows: bool [batch, num_kept].
-        video_at: int64 [batch, num_kept], where the kept video tokens are.
-        num_prompt: tokens of the prompt, these among them.
+    In large models visual tokens that matter grow towards the text by themselves; four layers need to be told. `states`
+    are the embeddings and layer outputs [batch, num_tokens, hidden], `video_at` where the kept video tokens are among
+    the `num_prompt` tokens of the prompt, int64 [batch, num_kept].
     """
     scores = torch.zeros(())
     for state, sign in ((states[UV_LAYER], 1), (states[0], -1)):
@@ -48,30 +45,25 @@ class AuxiliaryHeads(torch.nn.Module):
     object's look off video and prompt tokens alike.
     """
 
-    TEXT_SIZES = (4, world.LABELS["direction"], world.LABELS["turned"])  # scene, direction, turned
+    TEXT_SIZES = (4, LABELS["direction"], LABELS["turned"])  # scene, direction, turned
 
     def __init__(self, hidden_size: int, family: str, num_levels: int = 1) -> None:
         super().__init__()
         # One LLaVA frame shows no motion: only its text model, which sees several frames, can learn the direction.
         of_time = ("turned",) if family != "llava-onevision" else ("turned", "direction")
-        self.names = [n for n in world.LABELS if n not in of_time]
-        self.vision = torch.nn.Linear(num_levels * hidden_size, sum(world.LABELS[n] for n in self.names))
+        self.names = [n for n in LABELS if n not in of_time]
+        self.vision = torch.nn.Linear(num_levels * hidden_size, sum(LABELS[n] for n in self.names))
         self.text = torch.nn.Linear(hidden_size, sum(self.TEXT_SIZES))
         self.object = torch.nn.Linear(hidden_size, sum(OBJECT_SIZES))
         self.summary = torch.nn.Linear(hidden_size, sum(SUMMARY_SIZES[len(OBJECT_SIZES) :]))
-        for head in (self.vision, self.text, self.object, self.summary):  # a fresh head cannot disturb a resumed model
+        for head in (self.vision, self.text, self.object, self.summary):  # a fresh head cannot disturb a trained tower
             torch.nn.init.zeros_(head.weight)
-
-    def resume(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over what fits."""
-        own = self.state_dict()
-        self.load_state_dict({k: v for k, v in state.items() if k in own and own[k].shape == v.shape}, strict=False)
 
     def vision_loss(
         self, video: torch.Tensor, labels: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Loss and accuracy at object tokens; video [batch, 256, num_levels * hidden]."""
-        parts = self.vision(video).float().flatten(0, 1).split([world.LABELS[n] for n in self.names], -1)
+        parts = self.vision(video).float().flatten(0, 1).split([LABELS[n] for n in self.names], -1)
         loss, accuracy, objects = torch.zeros(()), {}, labels["color"].flatten() > 0
         for name, logits in zip(self.names, parts, strict=True):
             label = labels[name].flatten()
@@ -111,20 +103,11 @@ def caption_loss(
     return (loss * weight).sum() / weight.sum()
 
 
-def fact_words() -> dict[str, tuple[str, ...]]:
-    """Fact words per attribute."""
-    return {
-        "color": tuple(world.COLORS), "background": tuple(world.BACKGROUNDS),
-        "pattern": world.PATTERNS,
-        "shape": world.SHAPES, "size": tuple(world.SIZES), "motion": world.MOTIONS,
-        "event": world.EVENTS, "position": tuple(world.POSITIONS),
-    }  # fmt: skip
-
-
 def token_weights(captioner: Captioner, style: str = world.STYLES[0]) -> torch.Tensor:
     """Weight of each token in the caption's loss, [vocab]: facts and what tells layouts before fillers."""
     weights = torch.full((len(captioner.ids),), FILLER_WEIGHT)
-    weights[[captioner.ids[word] for words in fact_words().values() for word in words]] = 1.0
+    named = (world.COLORS, world.BACKGROUNDS, world.PATTERNS, world.SHAPES, world.SIZES, world.MOTIONS, world.POSITIONS)
+    weights[[captioner.ids[word] for words in named for word in words]] = 1.0
     structure = STRUCTURE_WORDS + (ORDER_WORDS if style == "wordy" else ())
     weights[[captioner.ids[word] for word in structure]] = 1.0
     weights[[captioner.ids[word] for word in world.EVENTS]] = EVENT_WEIGHT

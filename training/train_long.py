@@ -7,15 +7,13 @@
 Both are trained for the answers alone, on whole videos: no loss that helps pruning, guidance or relevance, and no
 distillation. First the vision tower learns by itself what each cell shows; then it stays as it is, and the language
 model learns to answer. Lengths are drawn on a log scale, up to a limit that grows. Many questions share one video: each
-sees the video and itself. Minutes are of one core's time, so that a paused or starved run loses nothing; a run that
-was cut off goes on with its last checkpoint.
+sees the video and itself. Minutes are of one core's time, so that a paused or starved run loses nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import time
 from pathlib import Path
@@ -27,18 +25,10 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training import tiny_captioner
 from training.tiny_captioner import layer_weights, rms_norm, rotate
-from training.tiny_models import build_config, build_processor
-from training.train_tiny import make_optimizers, mixed_precision, save_in_bf16
-from vllm_vidspec.shapeworld import reel
+from training.train_tiny import Optimizers, mixed_precision, save, save_in_bf16, untrained
+from vidspec_tools import reel
+from vllm_vidspec import assets
 
-FAMILY = "qwen2.5-vl"
-# A draft of two layers: with fewer it cannot look up what it looked for. Both have a tower of the same size.
-SIZES = {
-    "target": dict(num_hidden_layers=3, intermediate_size=320),
-    "draft": dict(num_hidden_layers=2, intermediate_size=256),
-}
-MAX_POSITIONS = 65536
-ROPE_THETA = 10_000.0
 VISION_END = 0.07  # of the run
 # From this share of the run on, videos have at most so many tokens.
 LIMITS = ((0.0, 512), (0.25, 1024), (0.36, 2048), (0.5, 4096), (0.62, 8192), (0.74, 16384))
@@ -46,32 +36,14 @@ COUNT_PROBS = (0.4, 0.2, 0.15, 0.1, 0.15)  # of one to five scenes in an answer
 STEP_VIDEO_TOKENS, STEP_TEXT_TOKENS = 2048, 3072
 VALIDATION_SEED = reel.HELD_OUT_SEED - 100_000
 DECAY_FROM = 0.75
-STATE_FILE = "training_state.pt"  # only to resume
 
 
 def build(args: argparse.Namespace) -> None:
-    import transformers
-
-    torch.manual_seed(args.seed)
-    config = build_config(FAMILY, "draft", reel.vocabulary())
-    for name, value in SIZES[args.role].items():
-        setattr(config.text_config, name, value)
-    config.text_config.layer_types = config.text_config.layer_types[: config.text_config.num_hidden_layers]
-    config.text_config.max_position_embeddings = MAX_POSITIONS
-    config.text_config.rope_parameters["rope_theta"] = ROPE_THETA
-    config.vision_config.fullatt_block_indexes = []  # attention of the tower stays in windows of 4 x 4 cells
-    model = transformers.Qwen2_5_VLForConditionalGeneration(config).float()
+    model = untrained(assets.LONG, args.role, args.seed)
     if args.vision:
         model.model.visual.load_state_dict(Reader(args.vision).captioner.model.model.visual.state_dict())
-    model.save_pretrained(args.out)
-    make_processor().save_pretrained(args.out)
+    save(model, assets.LONG, args.out)
     print(args.out, f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
-
-
-def make_processor():
-    processor = build_processor(FAMILY, reel.vocabulary(), reel.FRAME_SIZE)
-    processor.video_processor.max_frames = MAX_POSITIONS // reel.TOKENS_PER_PAIR * 2
-    return processor
 
 
 class Reader:
@@ -269,52 +241,29 @@ def validate(reader: Reader, tokens: int, videos: int) -> dict[str, float]:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train a built checkpoint in place; goes on where an earlier run of the same directory was."""
+    """Train a built checkpoint in place."""
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     path, reader = Path(args.path), Reader(args.path)
     head = CellHead(reader.captioner.text.config.hidden_size)
-    optimizers = make_optimizers(reader.captioner, head)
-    step, before = 0, 0.0
-    if (path / STATE_FILE).exists():
-        state = torch.load(path / STATE_FILE, weights_only=False)
-        head.load_state_dict(state["head"])
-        for (optimizer, _), found in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(found)
-        step, before = state["step"], state["seconds"]
-    rng = np.random.default_rng([args.seed, step])
-    parameters = [p for o, _ in optimizers for group in o.param_groups for p in group["params"]]
-    start, saved, reported = time.process_time(), time.time(), time.time()
-    progress, logs, stopped = 0.0, [], []
-    signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
-    while progress < 1 and not stopped:
-        seconds = before + time.process_time() - start
+    optimizers, rng = Optimizers(reader.captioner, head), np.random.default_rng([args.seed, 0])
+    start, reported, step, progress, logs = time.process_time(), time.time(), 0, 0.0, []
+    while progress < 1:
+        seconds = time.process_time() - start
         progress = seconds / (60 * args.minutes)
         is_vision = progress < args.vision_end
         scale = learning_rate_scale(progress / args.vision_end if is_vision else progress, step)
-        for optimizer, peak in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = args.lr * peak * scale
         logs.append(vision_step(reader, rng, head) if is_vision else answer_step(reader, rng, progress))
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for optimizer, _ in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizers.step(scale)
         step += 1
-        if time.time() - reported > 60:
+        if time.time() - reported > 60 or progress >= 1:
             log = {"step": step, "seconds": round(seconds), "progress": round(progress, 3)} | logs[-1]
             if not is_vision:
                 log["mean_loss"] = round(float(np.mean([one["loss"] for one in logs if "loss" in one])), 3)
             print(json.dumps(log), flush=True)
-            reported, logs = time.time(), []
-        if time.time() - saved > 300 or progress >= 1 or stopped:
-            if not (is_vision or stopped):
-                lengths = (512, 2048) if progress < 0.6 else (512, 2048, 8192)
-                print(json.dumps({n: validate(reader, n, 4) for n in lengths}), flush=True)
             reader.captioner.model.save_pretrained(path)
-            state = {"head": head.state_dict(), "step": step, "seconds": before + time.process_time() - start}
-            torch.save(state | {"optimizers": [o.state_dict() for o, _ in optimizers]}, path / STATE_FILE)
-            saved = time.time()
+            reported, logs = time.time(), []
+    print(json.dumps({tokens: validate(reader, tokens, 4) for tokens in (512, 2048, 8192)}))
 
 
 def learning_rate_scale(progress: float, step: int) -> float:
@@ -324,30 +273,25 @@ def learning_rate_scale(progress: float, step: int) -> float:
 
 def export(args: argparse.Namespace) -> None:
     """Write a checkpoint with bf16 weights."""
-    save_in_bf16(Reader(args.path).captioner.model, args.out)
-    make_processor().save_pretrained(args.out)
+    save_in_bf16(Reader(args.path).captioner.model, assets.LONG, args.out)
 
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = found.add_subparsers(required=True)
-    sub = commands.add_parser("build", help="make an untrained checkpoint")
-    sub.set_defaults(function=build)
-    sub.add_argument("role", choices=("target", "draft"))
-    sub.add_argument("--out", required=True)
-    sub.add_argument("--vision", help="a checkpoint whose vision tower to begin with")
-    sub.add_argument("--seed", type=int, default=0)
-    sub = commands.add_parser("train", help=train.__doc__.split("\n")[0])
-    sub.set_defaults(function=train)
-    sub.add_argument("path")
-    sub.add_argument("--minutes", type=float, required=True, help="of one core, those of earlier runs among them")
-    sub.add_argument("--vision-end", type=float, default=VISION_END, help="share of the run that trains the tower")
-    sub.add_argument("--lr", type=float, default=1.0, help="factor of the learning rates")
-    sub.add_argument("--seed", type=int, default=1)
-    sub = commands.add_parser("export", help=export.__doc__)
-    sub.set_defaults(function=export)
-    sub.add_argument("path")
-    sub.add_argument("out")
+    for function, positional in ((build, ("role",)), (train, ("path",)), (export, ("path", "out"))):
+        sub = commands.add_parser(function.__name__, help=function.__doc__)
+        sub.set_defaults(function=function)
+        for name in positional:
+            sub.add_argument(name, choices=assets.PAIR if name == "role" else None)
+        if function is build:
+            sub.add_argument("--out", required=True)
+            sub.add_argument("--vision", help="a checkpoint whose vision tower to begin with")
+        if function is train:
+            sub.add_argument("--minutes", type=float, required=True, help="of one core")
+            sub.add_argument("--vision-end", type=float, default=VISION_END, help="share that trains the tower")
+        if function is not export:
+            sub.add_argument("--seed", type=int, default=int(function is train))
     return found
 
 

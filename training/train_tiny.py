@@ -1,9 +1,8 @@
-"""Build, train and export the bundled models: a target and a draft of each family, from scratch on shape world.
+"""Build, train and export the bundled models: a target and a draft of each family, from random weights on shape world.
 
     python training/train_tiny.py build   qwen2.5-vl target --out runs/qwen-target
     python training/train_tiny.py train   runs/qwen-target --minutes 30
     python training/train_tiny.py distill runs/qwen-draft --target runs/qwen-target --minutes 4
-    python training/train_tiny.py eval    runs/qwen-target runs/qwen-draft
     python training/train_tiny.py export  runs/qwen-target vllm_vidspec/assets/qwen2.5-vl/target
 
 One thread per process: run two at once on two cores. Every random choice follows from the seed; the schedule counts
@@ -24,7 +23,7 @@ import torch.optim._muon
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training import tiny_captioner
-from training.tiny_captioner import Captioner, acceptance_length, agreement, uniform_kept
+from training.tiny_captioner import Captioner
 from training.tiny_data import (
     NUM_CELLS,
     Stream,
@@ -36,50 +35,45 @@ from training.tiny_data import (
     gather,
     summary_labels,
 )
-from training.tiny_losses import AuxiliaryHeads, alignment_loss, caption_loss, fact_words, token_weights
-from training.tiny_models import TEXT_SIZES, build_model, build_processor, use_hub_names
-from vllm_vidspec.shapeworld import captions as caption_quality
+from training.tiny_losses import AuxiliaryHeads, alignment_loss, caption_loss, token_weights
+from vllm_vidspec import assets
 from vllm_vidspec.shapeworld import world
 
-STEPS = {"target": 1400, "draft": 900}
+STEPS = {256: 1400, 128: 900}  # by hidden size, a target's and a draft's
 VISION_PHASE, SUBSET_PHASE = 0.25, 0.88  # ends of the vision-only and the subset phase, as fractions of the run
 BATCH = 16
 VISION_ONLY_BATCH, VISION_ONLY_FRAMES = 48, 5
 MUON_LR, ADAMW_LR = 3e-3, 1.5e-3
 SUBSET_TOKENS = 96
 HAS_BF16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-HEADS_FILE = "auxiliary_heads.pt"  # only to resume
-VALIDATION_SEED = world.HELD_OUT_SEED - 10_000
+
+
+def untrained(family: str, role: str, seed: int) -> torch.nn.Module:
+    """What a bundled checkpoint is made of, in fp32, with random weights."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.from_pretrained(assets.checkpoint(family, role))
+    return getattr(transformers, config.architectures[0])(config).float()
+
+
+def save(model: torch.nn.Module, family: str, out: str) -> None:
+    """Write a model with the processor, tokenizer and chat template of a family's bundled target."""
+    import transformers
+
+    model.save_pretrained(out)
+    transformers.AutoProcessor.from_pretrained(assets.checkpoint(family, "target")).save_pretrained(out)
 
 
 def build(args: argparse.Namespace) -> None:
-    model = build_model(args.family, args.role, seed=args.seed)
+    model = untrained(args.family, args.role, args.seed)
     if args.vision:
         found = tiny_captioner.load(args.vision).model.model.state_dict()
         tower = {name: weight for name, weight in found.items() if not name.startswith("language_model.")}
         missing = model.model.load_state_dict(tower, strict=False).missing_keys
         assert all(name.startswith("language_model.") for name in missing), missing
-    model.save_pretrained(args.out)
-    build_processor(args.family).save_pretrained(args.out)
+    save(model, args.family, args.out)
     print(args.out, f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
-
-
-@torch.no_grad()
-def validate(captioner: Captioner, num_videos: int = 16, style: str = world.STYLES[0]) -> dict[str, float]:
-    """Teacher-forced accuracy on fact words of videos outside training."""
-    samples = [world.make_sample(VALIDATION_SEED + i, style=style) for i in range(num_videos)]
-    pixels, captions, _, _ = collate(captioner, samples)
-    kept = torch.arange(captioner.num_video_tokens)
-    right, result = [], {}
-    for lo in range(0, num_videos, 8):
-        part = slice(lo, lo + 8)
-        with mixed_precision():
-            hidden, _, _ = captioner.teacher_forced(captioner.vision(pixels[part]), captions[part], kept)
-            right.append(captioner.lm_head(hidden).argmax(-1) == captions[part])
-    for name, words in fact_words().items():
-        at = torch.isin(captions, torch.tensor([captioner.ids[w] for w in words]))
-        result[name] = round(torch.cat(right)[at].float().mean().item(), 3)
-    return result
 
 
 def mixed_precision() -> torch.autocast:
@@ -102,14 +96,27 @@ if not HAS_BF16:
     torch.optim._muon._zeropower_via_newtonschulz = orthogonalise
 
 
-def make_optimizers(captioner: Captioner, heads: torch.nn.Module) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Muon for the matrices, AdamW for the rest, each with its peak learning rate."""
-    named = list(captioner.model.named_parameters())
-    matrices = [p for n, p in named if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
-    chosen = {id(p) for p in matrices}
-    rest = [p for _, p in named if id(p) not in chosen] + list(heads.parameters())
-    muon = torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.02, adjust_lr_fn="match_rms_adamw")
-    return [(muon, MUON_LR), (torch.optim.AdamW(rest, lr=ADAMW_LR, betas=(0.9, 0.98), weight_decay=0.0), ADAMW_LR)]
+class Optimizers:
+    """Muon for the matrices, AdamW for the rest: of a model and the heads that are trained with it."""
+
+    def __init__(self, captioner: Captioner, heads: torch.nn.Module) -> None:
+        named = list(captioner.model.named_parameters())
+        matrices = [p for n, p in named if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+        chosen = {id(p) for p in matrices}
+        rest = [p for _, p in named if id(p) not in chosen] + list(heads.parameters())
+        muon = torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.02, adjust_lr_fn="match_rms_adamw")
+        adamw = torch.optim.AdamW(rest, lr=ADAMW_LR, betas=(0.9, 0.98), weight_decay=0.0)
+        self.peaks = {muon: MUON_LR, adamw: ADAMW_LR}
+        self._parameters = matrices + rest
+
+    def step(self, scale: float) -> None:
+        """Take a step at this share of the peak learning rates."""
+        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        for optimizer, peak in self.peaks.items():
+            for group in optimizer.param_groups:
+                group["lr"] = peak * scale
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def learning_rate_scale(step: int, progress: float) -> float:
@@ -132,9 +139,7 @@ def train_step(
 ) -> dict:
     """One forward and backward pass; returns what to log.
 
-    Args:
-        guided: Teach what guided pruners live on.
-        short: Half of the steps show some of a video's frames only, down to none.
+    `guided` teaches what guided pruners live on; with `short` half of the steps show some frames only, down to none.
     """
     stream.brief = progress >= VISION_PHASE
     if progress < VISION_PHASE:
@@ -182,36 +187,28 @@ def train(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     captioner, path = tiny_captioner.load(args.path), Path(args.path)
-    role = "target" if captioner.text.config.hidden_size == TEXT_SIZES["target"]["hidden_size"] else "draft"
     heads = AuxiliaryHeads(captioner.text.config.hidden_size, captioner.family, captioner.num_levels)
-    if args.resume_at and (path / HEADS_FILE).exists():
-        heads.resume(torch.load(path / HEADS_FILE))
-    optimizers = make_optimizers(captioner, heads)
-    parameters = [p for o, _ in optimizers for group in o.param_groups for p in group["params"]]
+    optimizers = Optimizers(captioner, heads)
     weights = token_weights(captioner, args.style)
-    compiled = torch.compile(tiny_captioner.decoder_layer, dynamic=True)
+    captioner.decoder_layer = torch.compile(tiny_captioner.decoder_layer, dynamic=True)
     stream, rng = Stream(captioner, 1_000_000 * args.seed, args.style), np.random.default_rng(args.seed)
-    total, start, reported, step, progress = args.steps or STEPS[role], time.time(), time.time(), 0, 0.0
+    total, start, reported, step, progress = (
+        args.steps or STEPS[captioner.text.config.hidden_size],
+        time.time(),
+        time.time(),
+        0,
+        0.0,
+    )
     while progress < 1:
         progress = max(step / total, (time.time() - start) / (60 * args.minutes))
         progress = args.resume_at + (1 - args.resume_at) * progress
-        for optimizer, peak in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = peak * learning_rate_scale(step, progress)
-        captioner.decoder_layer = compiled
         log = train_step(captioner, heads, stream, rng, progress, weights, not args.plain, args.short)
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for optimizer, _ in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizers.step(learning_rate_scale(step, progress))
         step += 1
         if time.time() - reported > 90 or progress >= 1:
-            captioner.decoder_layer = tiny_captioner.decoder_layer
             log = {"step": step, "seconds": round(time.time() - start), "progress": round(progress, 3)} | log
-            log |= {"validation": validate(captioner, style=args.style)} if progress > VISION_PHASE else {}
             print(json.dumps(log), flush=True)
             captioner.model.save_pretrained(path)
-            torch.save(heads.state_dict(), path / HEADS_FILE)
             reported = time.time()
 
 
@@ -222,26 +219,14 @@ def soft_labels(target: Captioner, seed: int, count: int) -> tuple[torch.Tensor,
     [count, length, vocab_size] and, bool [count, num_video_tokens], which tokens show a shape. A draft that is taught
     the distribution, not its most likely token, agrees with the target at every temperature.
     """
-    pixels, texts, shows = [], [], []
-    for lo in range(0, count, 16):
-        samples = [world.make_sample(1_000_000 * seed + lo + i) for i in range(16)]
-        pixels.append(target.pixels(np.stack([sample.frames for sample in samples])))
-        texts += [[*target.encode(sample.caption), target.ids["<|im_end|>"]] for sample in samples]
-        shows.append(collate(target, samples)[2]["color"] > 0)
-    captions = torch.full((count, max(map(len, texts))), -100)
-    for row, ids in enumerate(texts):
-        captions[row, : len(ids)] = torch.tensor(ids)
-    everything, kept, labels = torch.cat(pixels), torch.arange(target.num_video_tokens), []
+    pixels, captions, marks, _ = collate(target, [world.make_sample(1_000_000 * seed + i) for i in range(count)])
+    kept, labels = torch.arange(target.num_video_tokens), []
     with torch.no_grad(), mixed_precision():
         for lo in range(0, count, 16):
-            hidden, _, _ = target.teacher_forced(target.vision(everything[lo : lo + 16]), captions[lo : lo + 16], kept)
+            hidden, _, _ = target.teacher_forced(target.vision(pixels[lo : lo + 16]), captions[lo : lo + 16], kept)
             labels.append(target.lm_head(hidden).float().log_softmax(-1).to(torch.bfloat16))
-    return (
-        everything,
-        captions,
-        torch.cat(labels),
-        torch.nn.functional.pad(torch.cat(shows), (0, target.num_video_tokens - NUM_CELLS)),
-    )
+    shows = torch.nn.functional.pad(marks["color"] > 0, (0, target.num_video_tokens - NUM_CELLS))
+    return pixels, captions, torch.cat(labels), shows
 
 
 def distill(args: argparse.Namespace) -> None:
@@ -274,52 +259,30 @@ def distill(args: argparse.Namespace) -> None:
     draft.model.save_pretrained(args.path)
 
 
-def attribute_accuracy(captioner: Captioner, outputs: list[list[int]], samples: list[world.Sample]) -> dict[str, float]:
-    """Share of right attributes, by name and pooled ("all")."""
-    said = [captioner.decode(ids) for ids in outputs]
-    counts = caption_quality.count_right(said, [sample.facts for sample in samples])
-    pooled = {"all": tuple(map(sum, zip(*counts.values(), strict=True)))}
-    return {name: round(right / total, 3) for name, (right, total) in (pooled | counts).items() if total}
-
-
-@torch.no_grad()
-def evaluate(args: argparse.Namespace) -> None:
-    """Print attribute accuracy on held-out videos, how often the draft agrees, and its offline acceptance length."""
-    torch.set_num_threads(args.threads)
-    target, samples = tiny_captioner.load(args.target), [world.held_out(i) for i in range(args.videos)]
-    pixels = target.pixels(np.stack([s.frames for s in samples]))
-    outputs = target.greedy(target.vision(pixels))
-    result: dict = {"target": attribute_accuracy(target, outputs, samples)}
-    print(json.dumps(result), flush=True)
-    if args.draft:
-        draft, rng = tiny_captioner.load(args.draft), np.random.default_rng(0)
-        total = draft.num_video_tokens
-        result["draft"] = attribute_accuracy(draft, draft.greedy(draft.vision(pixels)), samples)
-        kept = {"full": torch.arange(total)} | {f"uniform {p} %": uniform_kept(total, p / 100) for p in (50, 20, 10, 5)}
-        kept["random 10 %"] = torch.from_numpy(np.sort(rng.choice(total, round(total * 0.1), replace=False)))
-        kept["text only"] = torch.arange(0)
-        agreed = {name: agreement(draft, pixels, outputs, k) for name, k in kept.items()}
-        result["agreement"] = {name: round(float(np.mean(np.concatenate(match))), 3) for name, match in agreed.items()}
-        result["acceptance_length"] = {name: round(acceptance_length(match), 3) for name, match in agreed.items()}
-        print(json.dumps({name: result[name] for name in ("draft", "agreement", "acceptance_length")}))
-    print(target.decode(outputs[0]), samples[0].caption, sep="\n")
-    if args.out:
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
-
-
-def save_in_bf16(model: torch.nn.Module, out: str) -> None:
-    """Turn a model's weights into bf16, and write it."""
+def save_in_bf16(model: torch.nn.Module, family: str, out: str) -> None:
+    """Turn a model's weights into bf16, and write it as `save` does."""
     for part in (model.config, model.config.text_config, model.config.vision_config):
         part.dtype = torch.bfloat16
-    model.to(torch.bfloat16).save_pretrained(out)
+    save(model.to(torch.bfloat16), family, out)
 
 
 def export(args: argparse.Namespace) -> None:
     """Write a checkpoint with bf16 weights."""
     captioner = tiny_captioner.load(args.path)
-    save_in_bf16(captioner.model, args.out)
-    build_processor(captioner.family).save_pretrained(args.out)
+    save_in_bf16(captioner.model, captioner.family, args.out)
     use_hub_names(Path(args.out) / "model.safetensors")
+
+
+def use_hub_names(path: Path) -> None:
+    """Rename SigLIP's weights as published checkpoints do: vLLM's loader knows `vision_tower.vision_model.*` only."""
+    from safetensors.torch import load_file, save_file
+
+    old, new = "vision_tower.", "vision_tower.vision_model."
+    weights = {
+        name.replace(old, new, 1) if name.startswith(old) and not name.startswith(new) else name: weight
+        for name, weight in load_file(path).items()
+    }
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 def main() -> None:
@@ -327,7 +290,7 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
 
     def command(function, *positional: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser("eval" if function is evaluate else function.__name__, help=function.__doc__)
+        sub = commands.add_parser(function.__name__, help=function.__doc__)
         sub.set_defaults(function=function)
         for name in positional:
             sub.add_argument(name)
@@ -351,11 +314,6 @@ def main() -> None:
     sub.add_argument("--steps", type=int, default=300)
     sub.add_argument("--videos", type=int, default=512)
     sub.add_argument("--seed", type=int, default=3, help="videos and order; differs from training's")
-    sub = command(evaluate, "target")
-    sub.add_argument("draft", nargs="?")
-    sub.add_argument("--videos", type=int, default=32)
-    sub.add_argument("--threads", type=int, default=1)
-    sub.add_argument("--out")
     command(export, "path", "out")
     args = parser.parse_args()
     args.function(args)

@@ -1,4 +1,4 @@
-"""GPUs by name, as their makers specify them: the one table of cards, for the planner and for the kernels' models."""
+"""GPUs by name, as their makers specify them: the one table of cards, for the planner and the compile report."""
 
 from dataclasses import dataclass
 
@@ -7,72 +7,46 @@ from vllm_vidspec.errors import VidSpecError, quoted
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a kernel is compiled for, and its usual card.
+    """What a kernel is compiled for, and its usual card."""
 
-    Attributes:
-        num_sms: Multiprocessors of that card.
-        shared_kb: Shared memory of a multiprocessor.
-        program_kb: Shared memory of one program.
-        threads: Of a multiprocessor.
-        clock: Cycles per second of that card; 0: not modelled.
-        cache: Bytes per second out of its second-level cache, achievable; 0: not modelled.
-    """
-
-    num_sms: int
-    shared_kb: int
-    program_kb: int
-    threads: int
-    clock: float = 0.0
-    cache: float = 0.0
+    num_sms: int  # multiprocessors of that card
+    shared_kb: int  # shared memory of a multiprocessor
+    program_kb: int  # shared memory of one program
+    threads: int  # of a multiprocessor
 
 
 ARCHITECTURES = {
-    80: Architecture(108, 164, 163, 2048, 1.41e9, 4.0e12),  # A100
-    89: Architecture(142, 100, 99, 1536, 2.5e9, 3.5e12),  # L40S
-    90: Architecture(132, 228, 227, 2048, 1.755e9, 5.5e12),  # H100, H200
-    100: Architecture(148, 228, 227, 2048, 1.85e9, 10e12),  # B200
+    80: Architecture(108, 164, 163, 2048),  # A100
+    89: Architecture(142, 100, 99, 1536),  # L40S
+    90: Architecture(132, 228, 227, 2048),  # H100, H200
+    100: Architecture(148, 228, 227, 2048),  # B200
     120: Architecture(188, 100, 99, 1536),  # RTX PRO 6000; of the RTX 50 fewer multiprocessors
 }
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A card, from its data sheet.
+    """A card, from its data sheet."""
 
-    Attributes:
-        name: As users write it.
-        arch: A key of ARCHITECTURES.
-        memory_bytes: Of its memory.
-        bandwidth: Bytes per second from memory, peak.
-        flops: Dense bf16 operations per second, peak.
-        link_bandwidth: Bytes per second to other cards, one direction, peak.
-        link_latency_s: Of one all-reduce of nothing; assumed, not specified.
-        num_sms: Its multiprocessors.
-        splits_keys: Whether vLLM's own attention shares a request's keys out among programs where it has several query
-            rows: FlashAttention 3 and 4 do, version 2 does not.
-    """
-
-    name: str
-    arch: int
-    memory_bytes: float
-    bandwidth: float
-    flops: float
-    link_bandwidth: float
-    link_latency_s: float
-    num_sms: int = 132
-    splits_keys: bool = True
+    name: str  # as users write it
+    arch: int  # A key of ARCHITECTURES
+    memory_bytes: float  # of its memory
+    bandwidth: float  # bytes per second from memory, peak
+    flops: float  # dense bf16 operations per second, peak
+    link_bandwidth: float  # bytes per second to other cards, one direction, peak
+    link_latency_s: float  # of one all-reduce of nothing; assumed, not specified
 
 
 _NVLINK_S, _PCIE_S = 10e-6, 30e-6
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100", 80, 80e9, 2.04e12, 312e12, 300e9, _NVLINK_S, 108, splits_keys=False),
+        Gpu("a100", 80, 80e9, 2.04e12, 312e12, 300e9, _NVLINK_S),
         Gpu("h100", 90, 80e9, 3.35e12, 989e12, 450e9, _NVLINK_S),
         Gpu("h200", 90, 141e9, 4.8e12, 989e12, 450e9, _NVLINK_S),
-        Gpu("h20", 90, 96e9, 4.0e12, 148e12, 450e9, _NVLINK_S, 78),
-        Gpu("l40s", 89, 48e9, 0.864e12, 362e12, 32e9, _PCIE_S, 142, splits_keys=False),
-        Gpu("b200", 100, 180e9, 8.0e12, 2250e12, 900e9, _NVLINK_S, 148),
+        Gpu("h20", 90, 96e9, 4.0e12, 148e12, 450e9, _NVLINK_S),
+        Gpu("l40s", 89, 48e9, 0.864e12, 362e12, 32e9, _PCIE_S),
+        Gpu("b200", 100, 180e9, 8.0e12, 2250e12, 900e9, _NVLINK_S),
     )
 }
 

@@ -13,16 +13,16 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.pruning.guided import default_uv_layer
+from vllm_vidspec.pruning.pruners import default_uv_layer
 from vllm_vidspec.tools.user_files import writing
 
 WORDS = "no-op layers appended"  # of every label that names an inflated target
-INDEX = "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 APPENDED = "appended-layers.safetensors"
 # What a layer adds to the residual stream; the weights and, where there are any, the biases.
 OUTPUTS = ("self_attn.o_proj", "mlp.down_proj")
@@ -49,12 +49,7 @@ def num_layers(checkpoint: str | Path) -> int:
 def guidance_knobs(checkpoint: str | Path, knobs: dict[str, Any]) -> dict[str, Any]:
     """Return knobs with which guided pruners see, of an inflated target, what they would see of the original.
 
-    Args:
-        checkpoint: The original.
-        knobs: Of VidSpecConfig, those that would be used with it; `guidance_layers` and `uv_layer` may be missing.
-
-    Returns:
-        `knobs`, with these two as numbers of the original's layers.
+    These are its `knobs`, with `guidance_layers` and `uv_layer` as numbers of the original's layers.
     """
     count = num_layers(checkpoint)
     layers = knobs.get("guidance_layers", "all")
@@ -77,35 +72,24 @@ def digest(checkpoint: str | Path) -> str:
 
 
 def inflate(checkpoint: str | Path, num_appended: int, folder: Path | None = None) -> Path:
-    """Return a copy of a checkpoint with layers appended; it is made once, and only its new weights are written.
+    """Return the directory of a copy of a checkpoint with layers appended; it is made once, by default in the cache.
 
-    Args:
-        checkpoint: A target in Hugging Face layout: safetensors, in one file or in shards under an index.
-        num_appended: How many layers.
-        folder: Where the copy is kept; default: `cache_folder`.
-
-    Returns:
-        Its directory, or `checkpoint` itself where nothing is appended. The original's weights are links in it.
+    The checkpoint is in Hugging Face layout, its weights in one safetensors file. With nothing appended it is itself.
     """
     original = Path(checkpoint).resolve()
-    if num_appended < 0:
-        raise VidSpecError(f"cannot append {num_appended} layers")
     if num_appended == 0:
         return original
     config = _read_config(original)
-    weight_map = _weight_map(original)
     folder = folder or cache_folder()
     copy = folder / f"{digest(original)}-{num_appended}"
     if copy.is_dir():
-        with writing(copy):
-            _mend_links(original, copy)
         return copy
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         # Under another name first: who comes at the same time, or after an interrupt, sees a whole copy or none.
         unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=folder))
         try:
-            _write(original, unfinished, config, weight_map, num_appended)
+            _write(original, unfinished, config, num_appended)
             unfinished.rename(copy)
         except OSError:
             if not copy.is_dir():
@@ -115,32 +99,49 @@ def inflate(checkpoint: str | Path, num_appended: int, folder: Path | None = Non
     return copy
 
 
-def _mend_links(original: Path, copy: Path) -> None:
-    """Link to these weights where a copy's link leads nowhere: it was made of the same ones, in another place."""
-    for path in original.glob("*.safetensors"):
-        if not (copy / path.name).exists():
-            with tempfile.TemporaryDirectory(prefix="unfinished-", dir=copy) as folder:
-                link = Path(folder) / path.name
-                link.symlink_to(path.resolve())
-                link.replace(copy / path.name)
+def _write(original: Path, copy: Path, config: dict[str, Any], num_appended: int) -> None:
+    from safetensors.torch import load_file, save_file
 
-
-def _write(original: Path, copy: Path, config: dict[str, Any], weight_map: dict[str, str], num_appended: int) -> None:
-    from safetensors.torch import save_file
-
-    for path in original.iterdir():
-        if path.name in ("config.json", INDEX):
-            continue
-        if path.suffix == ".safetensors":
-            (copy / path.name).symlink_to(path.resolve())
-        elif path.is_file():
-            shutil.copyfile(path, copy / path.name)
-    count = _text_config(config)["num_hidden_layers"]
-    layers = dict(_appended_layers(original, weight_map, count, num_appended))
+    if not (original / WEIGHTS).is_file():
+        raise VidSpecError(f"{original} has no {WEIGHTS}")
+    weights, count = load_file(original / WEIGHTS), _text_config(config)["num_hidden_layers"]
+    layers = _appended_layers(weights, count, num_appended)
+    shutil.copytree(original, copy, dirs_exist_ok=True)
     save_file(layers, copy / APPENDED, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": weight_map | dict.fromkeys(layers, APPENDED)}
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, WEIGHTS) | dict.fromkeys(layers, APPENDED)}
     (copy / INDEX).write_text(json.dumps(index, indent=1))
     (copy / "config.json").write_text(json.dumps(with_layers(config, num_appended), indent=2))
+
+
+def _appended_layers(weights: dict[str, Any], count: int, num_appended: int) -> dict[str, Any]:
+    """Return the tensors of the appended layers: real layers again in turn, but for their output projections."""
+    prefix = _decoder_prefix(weights)
+    layers: dict[int, dict[str, Any]] = {}  # number -> name in the layer -> tensor
+    for name, tensor in weights.items():
+        if (match := _TENSOR.fullmatch(name)) and match[1] == prefix:
+            layers.setdefault(int(match[2]), {})[match[3]] = tensor
+    if sorted(layers) != list(range(count)):
+        raise VidSpecError(f"config.json says {count} layers, the weights have {len(layers)}")
+    found = {}
+    for appended in range(num_appended):
+        for name, tensor in layers[appended % count].items():
+            if not bool(tensor.isfinite().all()):  # 0 * inf is no zero
+                raise VidSpecError(f"{name} of layer {appended % count} holds numbers that are not finite")
+            is_output = name.rpartition(".")[0] in OUTPUTS
+            found[f"{prefix}{count + appended}.{name}"] = (
+                tensor.new_zeros(tensor.shape) if is_output else tensor.clone()
+            )
+    return found
+
+
+def _decoder_prefix(names: Iterable[str]) -> str:
+    """Return what the decoder layers' names begin with, up to the number: "language_model.model.layers."."""
+    matches = [match for name in names if (match := _TENSOR.fullmatch(name))]
+    prefixes = [{match[1] for match in matches if match[3] == f"{output}.weight"} for output in OUTPUTS]
+    common = set.intersection(*prefixes)
+    if len(common) != 1:
+        raise VidSpecError(f"cannot append layers: the weights have {len(common)} stacks of layers with {OUTPUTS}")
+    return common.pop()
 
 
 def with_layers(config: dict[str, Any], num_appended: int) -> dict[str, Any]:
@@ -155,64 +156,6 @@ def with_layers(config: dict[str, Any], num_appended: int) -> dict[str, Any]:
     if text.get("max_window_layers", -1) >= count:
         text["max_window_layers"] = max(text["max_window_layers"], count + num_appended)
     return config
-
-
-def _appended_layers(
-    original: Path, weight_map: dict[str, str], count: int, num_appended: int
-) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of the appended layers: real layers again in turn, but for their output projections."""
-    import torch
-    from safetensors import safe_open
-
-    prefix = _decoder_prefix(weight_map)
-    names: dict[int, list[str]] = {}
-    for name in weight_map:
-        if (match := _TENSOR.fullmatch(name)) and match[1] == prefix:
-            names.setdefault(int(match[2]), []).append(match[3])
-    if sorted(names) != list(range(count)):
-        raise VidSpecError(f"{original}: config.json says {count} layers, the weights have {len(names)}")
-    for appended in range(num_appended):
-        source = appended % count
-        for name in names[source]:
-            full = f"{prefix}{source}.{name}"
-            with safe_open(original / weight_map[full], framework="pt") as file:
-                tensor = file.get_tensor(full)
-            if name.rpartition(".")[0] in OUTPUTS:
-                tensor = torch.zeros_like(tensor)
-            elif not bool(tensor.isfinite().all()):  # 0 * inf is no zero
-                raise VidSpecError(f"{original}: {full} holds numbers that are not finite")
-            yield f"{prefix}{count + appended}.{name}", tensor.contiguous()
-
-
-def _decoder_prefix(weight_map: dict[str, str]) -> str:
-    """Return what the decoder layers' names begin with, up to the number: "language_model.model.layers."."""
-    found = {
-        output: {
-            match[1] for name in weight_map if (match := _TENSOR.fullmatch(name)) and match[3] == f"{output}.weight"
-        }
-        for output in OUTPUTS
-    }
-    prefixes = set.intersection(*found.values())
-    if len(prefixes) != 1:
-        raise VidSpecError(f"cannot append layers: the weights have {len(prefixes)} stacks of layers with {OUTPUTS}")
-    return prefixes.pop()
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    """Return the file of every tensor, as the index says, or of the one file there is."""
-    from safetensors import safe_open
-
-    index = folder / INDEX
-    if index.exists():
-        return json.loads(index.read_text())["weight_map"]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise VidSpecError(f"{folder} has no *.safetensors")
-    found: dict[str, str] = {}
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            found |= dict.fromkeys(file.keys(), path.name)
-    return found
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -10,12 +10,9 @@ from pathlib import Path
 
 
 def has_nvidia_gpu(root: Path = Path("/")) -> bool:
-    """Return whether there is an NVIDIA GPU with its driver.
+    """Return whether there is an NVIDIA GPU with its driver, in the file system below `root`.
 
     Under WSL2 every GPU of the host, of whatever make, is behind one node; NVIDIA's driver comes with a library.
-
-    Args:
-        root: Of the file system.
     """
     if (root / "dev/nvidiactl").exists():
         return True

@@ -41,26 +41,21 @@ def _fail_unless(good: bool, name: str, detail: str, remedy: str) -> Check:
 
 
 def run_checks(target: str | None = None, draft: str | None = None) -> list[Check]:
-    """Look at everything that vidspec needs in order to run.
+    """Look at everything that vidspec needs in order to run, in the order in which one would repair it.
 
     Args:
         target: Target model, a path or a Hugging Face name. Default: the bundled pairs are checked.
-        draft: Draft model of that target, or "self". Default: "self".
-
-    Returns:
-        The findings, in the order in which one would repair them. A check that breaks is itself a finding.
+        draft: Draft model of that target, or "self", which is the default.
     """
-    checks: list[Check] = []
-    for name, check in _CHECKS:
-        checks.extend(_guarded(name, check))
+    checks = [found for name, check in _CHECKS for found in _guarded(name, check)]
     if target is not None:
-        checks.extend(_guarded("pair", lambda: [check_pair(target, draft or SELF)]))
+        checks += _guarded("pair", lambda: [check_pair(target, draft or SELF)])
         if draft not in (None, SELF) and checks[-1].status == "ok":
-            checks.extend(_guarded("draft cost", lambda: _draft_cost(target, str(draft))))
+            checks += _guarded("draft cost", lambda: _draft_cost(target, str(draft)))
     elif draft is not None:
         checks.append(Check("pair", "fail", f"a draft ({draft}) without a target", "name the target too: --target"))
     else:
-        checks.extend(_guarded("pair", _bundled_pairs))
+        checks += _guarded("pair", _bundled_pairs)
     return checks
 
 
@@ -70,15 +65,13 @@ def check_pair(target: str, draft: str) -> Check:
 
     name = f"pair {_short(target)} + {_short(draft)}"
     configs = []
-    for role, model in (("target", target), ("draft", draft)):
-        if model == SELF:
-            continue
+    for role, model in (("target", target), ("draft", target if draft == SELF else draft)):
         try:
             configs.append(_hf_config(model))
         except Exception as error:
             return Check(name, "fail", f"cannot read the {role} {model}: {_line(error)}", _unreadable_remedy(model))
     try:
-        adapter = families.adapter_for(configs[0]) if draft == SELF else families.check_pair(*configs)
+        adapter = families.check_pair(*configs)
         if draft != SELF:
             families.check_tokens(target, draft)
     except VidSpecError as error:
@@ -90,11 +83,11 @@ def _draft_cost(target: str, draft: str) -> Iterator[Check]:
     """What a draft step reads beside its target's."""
     from vllm_vidspec.planning import draft_cost
 
-    shapes = [draft_cost.stored_shape(_hf_config(model).to_dict()) for model in (target, draft)]
-    if shapes[0] is None or shapes[1] is None:
+    weights = [draft_cost.stored_weights(_hf_config(model).to_dict()) for model in (target, draft)]
+    if weights[0] is None or weights[1] is None:
         return
-    found = draft_cost.cost_hint(shapes[0], shapes[1])
-    share = draft_cost.draft_share(shapes[0], shapes[1], draft_cost.USUAL_FORWARDS)
+    found = draft_cost.cost_hint(weights[0], weights[1])
+    share = draft_cost.draft_share(weights[0], weights[1], draft_cost.USUAL_FORWARDS)
     detail = f"a step of {draft_cost.USUAL_FORWARDS} forwards reads {100 * share:.0f} % of a target step's weights"
     remedy = 'on a GPU quantise it: "quantization": "fp8_per_tensor", or a checkpoint of four bits'
     yield Check("draft cost", "warn", found, remedy) if found else Check("draft cost", "ok", detail)
@@ -269,17 +262,15 @@ _CHECKS: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
 )
 
 
-def _guarded(name: str, check: Callable[[], Any]) -> list[Check]:
-    """Return a check's findings. What it raises becomes a finding, so that one broken part hides no other."""
-    findings: list[Check] = []
+def _guarded(name: str, check: Callable[[], Any]) -> Iterator[Check]:
+    """Yield a check's findings. What it raises becomes a finding, so that one broken part hides no other."""
     try:
-        findings.extend(check())
+        yield from check()
     except Exception as error:
         remedy = "see the error; then run doctor again"
         if isinstance(error, ModuleNotFoundError):
             remedy = _INSTALL_GPU if has_nvidia_gpu() else _INSTALL_CPU
-        findings.append(Check(name, "fail", f"{type(error).__name__}: {_line(error)}", remedy))
-    return findings
+        yield Check(name, "fail", f"{type(error).__name__}: {_line(error)}", remedy)
 
 
 def _hf_config(model: str) -> Any:

@@ -8,7 +8,8 @@ from compile_cases import sampling
 
 from vidspec_kernels import SampleScratch, candidates
 
-AXES: dict[str, list[Any]] = {"temperature": [0.0, 0.8], "num_reqs": [1, 8, 64], "vocab_size": [152_064], "width": [5]}
+AXES: dict[str, list[Any]] = {"temperature": [0.0, 0.8], "num_reqs": [1, 8], "vocab_size": [152_064], "width": [5]}
+TINY = {"temperature": [0.0, 0.8], "num_reqs": [3], "vocab_size": [300], "width": [5]}
 ROUNDS = 20
 NUM_CANDIDATES = 10
 

@@ -1,9 +1,9 @@
-"""Whether an operation launches its Triton kernel, runs its CPU twin or its reference; how kernels are launched."""
+"""Whether an operation launches its Triton kernel or runs on the host; how kernels are launched."""
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,8 +20,8 @@ def use_triton(impl: Impl, device: torch.device) -> bool:
 
     Args:
         impl: "auto" takes the kernel for CUDA and meta tensors (see `launcher`) and what `on_host` returns elsewhere;
-            "triton" forces the kernel (on CPU tensors it needs TRITON_INTERPRET=1), "numba" the compiled loop of CPU
-            tensors, "torch" the reference.
+            "triton" forces the kernel (on CPU tensors it needs TRITON_INTERPRET=1), "numba" the loop of CPU tensors,
+            "torch" the reference of those operations that have one in torch.
         device: Where the tensors live.
 
     Raises:
@@ -32,48 +32,32 @@ def use_triton(impl: Impl, device: torch.device) -> bool:
     return impl == "triton" or (impl == "auto" and device.type in ("cuda", "meta"))
 
 
-_WITH_TWIN: list[Callable[..., Any]] = []
+def on_host(impl: Impl, device: torch.device, name: str, reference: _Function | None = None) -> Any:
+    """Return what runs where no kernel is launched: on a CPU the loop of this name in the folder's `cpu.py`.
 
-
-def has_cpu_twin(reference: _Function) -> _Function:
-    """Register a reference of whose operation the folder's `cpu.py` has a compiled twin of the same name and arguments.
-
-    Operations register themselves when they are imported, so that dispatch imports none of them.
-    """
-    _WITH_TWIN.append(reference)
-    return reference
-
-
-def on_host(impl: Impl, device: torch.device, reference: _Function) -> _Function:
-    """Return what runs where no kernel is launched: of CPU tensors the reference's loop, if it has one, and numba.
-
-    Both take the same arguments. `impl` "torch", and any other device, get the reference.
+    `impl` "torch", and any other device, get the reference. Both take the same arguments.
 
     Raises:
-        ImportError: `impl` is "numba", and that is not installed.
+        ValueError: The operation has no reference in torch.
     """
-    if impl == "torch" or device.type != "cpu":
-        return reference
-    loops = load_loops()
-    if impl == "numba" and not loops:
-        raise ImportError("impl is numba, which is not installed")
-    return loops.get(reference.__name__, reference)
+    if device.type == "cpu" and impl != "torch":
+        return load_loops()[name]
+    if reference is None:
+        raise ValueError(f"impl must be auto, triton or numba: {name} on {device} has no reference in torch")
+    return reference
 
 
 @functools.cache
 def load_loops() -> dict[str, Any]:
-    """Return the loops by the name of their reference; none without numba, which vLLM for CPUs brings along.
+    """Return what each folder's `cpu.py` has, by name.
 
-    The first call in an environment compiles them, which takes some ten seconds, later ones one: a server calls it
+    The first call in an environment compiles the loops, which takes some ten seconds, later ones one: a server calls it
     before it serves.
     """
-    if importlib.util.find_spec("numba") is None:
-        return {}
-    twins = {}
-    for reference in _WITH_TWIN:
-        module = importlib.import_module(f"{reference.__module__.rpartition('.')[0]}.cpu")
-        twins[reference.__name__] = getattr(module, reference.__name__.removesuffix("_reference"))
-    return twins
+    found: dict[str, Any] = {}
+    for path in Path(__file__).parent.glob("*/cpu.py"):
+        found |= vars(importlib.import_module(f"vidspec_kernels.{path.parent.name}.cpu"))
+    return found
 
 
 def launcher(kernel: Any, grid: tuple[int, ...], device: torch.device) -> Callable[..., Any]:

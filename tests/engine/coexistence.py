@@ -4,6 +4,7 @@ A row runs vanilla vLLM and vidspec under the same setting, on the bundled pairs
 refused is refused while vLLM builds its configuration, hence before any weight loads.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ class Row:
         expected: One of `VERDICTS`.
         says: A regular expression of what is seen.
         run: Finds it out, given an empty folder.
-        kind: "engine" in this process, "serve" with servers; "command" by vidspec_tools.pages.measure alone.
+        kind: "engine" in this process; "command" with servers, by vidspec_tools.pages.measure alone.
     """
 
     feature: str
@@ -52,31 +53,37 @@ class Row:
         return f"{self.feature}: {self.setting}".replace("`", "")
 
 
-def configured(
-    family: str = QWEN,
-    draft: str | None = "draft",
-    target: str | None = None,
-    overrides: dict | None = None,
-    **spec: Any,
-) -> Any:
-    """Return vLLM's whole configuration, with our plugin; nothing loads."""
+def configured(folder: Path, draft: Any = "draft", target: Any = None, overrides: dict | None = None, **spec: Any):
+    """Return vLLM's whole configuration, with our plugin; nothing loads. A model may be made in the folder."""
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_vidspec.plugin import register
 
     register()
+    draft, target = (model(folder) if callable(model) else model for model in (draft, target))
     return EngineArgs(
-        **pairs.llm_kwargs(family, draft, target=target, overrides=overrides, **spec)
+        **pairs.llm_kwargs(QWEN, draft, target=target, overrides=overrides, **spec)
     ).create_engine_config()
 
 
-def refused(**arguments: Any) -> Callable[[Path], Seen]:
-    """Return a row's `run` that must be refused, by whoever is first."""
+def works(feature: str, setting: str, says: str, case: Callable[[Path], tuple[dict, str]]) -> Row:
+    """Return a row of answers that are vanilla's."""
 
     def run(folder: Path) -> Seen:
-        made = {name: value(folder) if callable(value) else value for name, value in arguments.items()}
+        counted, more = case(folder)
+        stand = f"{counted['accepted_tokens']} of {counted['draft_tokens']} draft tokens stand"
+        return Seen(WORKS, f"answers are vanilla's; {stand}{more}")
+
+    kind = "engine" if case.__module__ == cases.__name__ else "command"
+    return Row(feature, setting, WORKS, says, run, kind)
+
+
+def refused(expected: str, feature: str, setting: str, says: str, **arguments: Any) -> Row:
+    """Return a row of a configuration that must be refused, by whoever is first."""
+
+    def run(folder: Path) -> Seen:
         try:
-            configured(**made)
+            configured(folder, **arguments)
         except VidSpecError as error:
             assert "\n" not in str(error)
             return Seen(OURS, str(error))
@@ -84,194 +91,110 @@ def refused(**arguments: Any) -> Callable[[Path], Seen]:
             return Seen(VLLMS, cases.first_reason(error))
         return Seen(WORKS, "nothing refused it")
 
-    return run
+    return Row(feature, setting, expected, says, run)
 
 
-def worked(counted: dict[str, int], more: str = "") -> Seen:
-    """Return what is said of answers that were vanilla's."""
-    stand = f"{counted['accepted_tokens']} of {counted['draft_tokens']} draft tokens stand"
-    return Seen(WORKS, f"answers are vanilla's; {stand}{more}")
+ours, vllms = functools.partial(refused, OURS), functools.partial(refused, VLLMS)
 
 
-def not_run(why: str, check: Callable[[Path], str]) -> Callable[[Path], Seen]:
-    """Return a row's `run` that says why nothing ran, and what `check` looked at instead."""
-    return lambda folder: Seen(NOT_RUN, f"{why}; checked: {check(folder)}")
+def not_run(feature: str, setting: str, why: str, says: str = "configuration is accepted", **arguments: Any) -> Row:
+    """Return a row that says why nothing ran; both sides must accept the configuration."""
 
+    def run(folder: Path) -> Seen:
+        found = configured(folder, **arguments)
+        methods = [model.quantization for model in (found.model_config, found.speculative_config.draft_model_config)]
+        what = f" (target {methods[0]}, draft {methods[1]})" if any(methods) else ""
+        return Seen(NOT_RUN, f"{why}; checked: the configuration is accepted{what}")
 
-def accepted(**arguments: Any) -> Callable[[Path], str]:
-    """Return a check: our side and vLLM's accept the configuration."""
-
-    def check(folder: Path) -> str:
-        found = configured(**{name: value(folder) if callable(value) else value for name, value in arguments.items()})
-        draft = found.speculative_config.draft_model_config
-        what = f"target {found.model_config.quantization}, draft {draft.quantization}"
-        is_quantised = found.model_config.quantization or draft.quantization
-        return f"the configuration is accepted{f' ({what})' if is_quantised else ''}"
-
-    return check
+    return Row(feature, setting, NOT_RUN, says, run)
 
 
 HALF = {"video_pruning_rate": 0.5, "enable_prefix_caching": False}
-INT8 = "int8_per_channel_weight_only"
-NO_FP8 = "vLLM's CPU build has no kernels of it"
-NO_GPU = "needs a GPU"
+INT8, FP8 = "int8_per_channel_weight_only", "fp8_per_tensor"
 
 
-def _said(function: Callable[[Path], tuple[dict[str, int], str]]) -> Callable[[Path], Seen]:
-    return lambda folder: worked(*function(folder))
+def _weights(kind: str, setting: str, why: str, method: str) -> Row:
+    overrides = {"quantization": method, "dtype": "bfloat16"}
+    says = f"accepted .target {method}, draft {method}"
+    return not_run(f"{kind} weights", setting, why, says, pruner="uniform", overrides=overrides, quantization=method)
 
+
+def _checkpoints(kind: str, method: str) -> Row:
+    made = {role: cases.quantised(role, method) for role in ("draft", "target")}
+    setting, why = "target and draft are such checkpoints", "no such checkpoint is bundled"
+    says = rf"accepted \(target \w*{method}, draft \w*{method}\)"
+    return not_run(kind, setting, why, says, **made, pruner="uniform", overrides={"dtype": "bfloat16"})
+
+
+def _ray(folder: Path) -> Seen:
+    return Seen(NOT_RUN, f"Ray is not installed; checked: {cases.ray(folder)}")
+
+
+def _connector(name: str, why: str) -> Row:
+    transfer = {"kv_transfer_config": {"kv_connector": name, "kv_role": "kv_both"}}
+    return not_run("KV connector", f"`{name}`", why, overrides=transfer)
+
+
+def _parallel(kind: str, **overrides: Any) -> Row:
+    setting = f"`--{kind.lower().replace(' ', '-')}-parallel-size 2`"
+    says = rf"{kind.lower()} parallelism( \(2\))? is not supported"
+    return ours(f"{kind} parallelism", setting, says, overrides=overrides)
+
+
+_QWEN3 = dict.fromkeys(("draft", "target"), pairs.checkpoint("qwen3-vl", "target"))
+_FP8_CACHE, _VIDCOM2 = {"kv_cache_dtype": "fp8"}, HALF | {"video_pruning_method": "vidcom2"}
+_ONE_VIDEO = """`--limit-mm-per-prompt '{"video": 1, "image": 0}'`"""
+_APART, _SHARED = "an engine prefills, another decodes", "an engine encodes, another answers"
 
 ROWS: tuple[Row, ...] = (
-    Row("EVS", "`--video-pruning-rate 0.5`", WORKS, r"vanilla's; .* all of \d+", _said(cases.evs)),
-    Row(
-        *("EVS", "`--video-pruning-rate 0.5`, draft `self`", OURS, "cannot be used with .*self"),
-        refused(draft="target", overrides=HALF),
+    works("EVS", "`--video-pruning-rate 0.5`", r"vanilla's; .* all of \d+", cases.evs),
+    ours(
+        "EVS", "`--video-pruning-rate 0.5`, draft `self`", "cannot be used with .*self", draft="target", overrides=HALF
     ),
-    Row(
-        *("EVS", "`--video-pruning-rate 0.5`, Qwen3-VL", OURS, "which tokens of a video a qwen3-vl target keeps"),
-        refused(draft=cases.qwen3, target=cases.qwen3, overrides=HALF),
+    ours(
+        "EVS", "`--video-pruning-rate 0.5`, Qwen3-VL", "tokens of a video a qwen3-vl target", **_QWEN3, overrides=HALF
     ),
-    Row(
-        *("VidCom2", "`--video-pruning-method vidcom2`, Qwen3-VL", OURS, "a qwen3-vl target keeps"),
-        refused(draft=cases.qwen3, target=cases.qwen3, overrides=HALF | {"video_pruning_method": "vidcom2"}),
+    ours(
+        "VidCom2", "`--video-pruning-method vidcom2`, Qwen3-VL", "qwen3-vl target keeps", **_QWEN3, overrides=_VIDCOM2
     ),
-    Row(
-        *("VidCom2", "`--video-pruning-method vidcom2`, Qwen2.5-VL", VLLMS, "'vidcom2' is not supported by Qwen2_5"),
-        refused(overrides=HALF | {"video_pruning_method": "vidcom2"}),
+    vllms("VidCom2", "`--video-pruning-method vidcom2`, Qwen2.5-VL", "'vidcom2' is not supp", overrides=_VIDCOM2),
+    works("LoRA", "`--enable-lora`, an unadapted draft", "with the adapter", cases.lora),
+    ours(
+        "LoRA", '`--enable-lora`, `"model": "self"`', "LoRA adapters", draft="target", overrides={"enable_lora": True}
     ),
-    Row("LoRA", "`--enable-lora`, an unadapted draft", WORKS, "with the adapter", _said(cases.lora)),
-    Row(
-        *("LoRA", '`--enable-lora`, `"model": "self"`', OURS, "LoRA adapters cannot be used"),
-        refused(draft="target", overrides={"enable_lora": True}),
+    _weights("INT8", f"`--quantization {INT8}`", "vLLM left every layer of these models as it was", INT8),
+    _checkpoints("AWQ", "awq"),
+    _checkpoints("GPTQ", "gptq"),
+    _weights("FP8", f"`--quantization {FP8}`, target and draft", "vLLM's CPU build has no kernels of it", FP8),
+    ours(
+        "FP8 KV cache", "`--kv-cache-dtype fp8`, pruner `specvlm`", "attention guidance does not", overrides=_FP8_CACHE
     ),
-    Row(
-        *(
-            "INT8 weights",
-            "`--quantization int8_per_channel_weight_only`",
-            NOT_RUN,
-            "accepted .target int8_per_channel",
-        ),
-        not_run(
-            "vLLM left every layer of these models as it was",
-            accepted(overrides={"quantization": INT8, "dtype": "bfloat16"}, pruner="uniform", quantization=INT8),
-        ),
+    not_run(
+        *("FP8 KV cache", "`--kv-cache-dtype fp8`, pruner `uv`", "vLLM's CPU cache needs AVX-512 for it"),
+        overrides=_FP8_CACHE,
+        pruner="uv",
     ),
-    *(
-        Row(
-            *(
-                kind,
-                "target and draft are such checkpoints",
-                NOT_RUN,
-                rf"accepted \(target \w*{method}, draft \w*{method}\)",
-            ),
-            not_run(
-                "no such checkpoint is bundled",
-                accepted(
-                    draft=cases.quantised("draft", method),
-                    target=cases.quantised("target", method),
-                    overrides={"dtype": "bfloat16"},
-                    pruner="uniform",
-                ),
-            ),
-        )
-        for kind, method in (("AWQ", "awq"), ("GPTQ", "gptq"))
+    works("Prefix caching", "on, each prompt twice", r"\d+ tokens from the cache", cases.prefix_caching),
+    works("KV connector", f"`ExampleConnector`, {_APART}", r"\d+ tokens from the other", cases.kv_connector),
+    works("KV connector", "the decode side has no pixels", "unsupported: 3", cases.kv_connector_without_pixels),
+    ours(
+        *("KV connector", '`"draft_shape": "tree-static"`', "KV connectors may take a tree's entries"),
+        overrides=cases.transfer("/tmp"),
+        drafting="tree-static",
     ),
-    Row(
-        *("FP8 weights", "`--quantization fp8_per_tensor`, target and draft", NOT_RUN, "accepted .target fp8_per_tens"),
-        not_run(
-            NO_FP8,
-            accepted(
-                overrides={"quantization": "fp8_per_tensor", "dtype": "bfloat16"},
-                pruner="uniform",
-                quantization="fp8_per_tensor",
-            ),
-        ),
+    _connector("OffloadingConnector", "needs a GPU, says vLLM"),
+    _connector("NixlConnector", "NIXL is not installed"),
+    works("Encoder cache sharing", f"`ECExampleConnector`, {_SHARED}", "none encoded", cases.ec_connector),
+    works("Prompt embeddings", "`--enable-prompt-embeds`", "unsupported: 1", cases.prompt_embeds),
+    works("Media limits", _ONE_VIDEO, "a second video is refused", cases.media_limit),
+    vllms("Sleep mode", "`--enable-sleep-mode`, CPU", "Sleep mode is not", overrides={"enable_sleep_mode": True}),
+    _parallel("Pipeline", pipeline_parallel_size=2),
+    _parallel("Decode context", tensor_parallel_size=2, decode_context_parallel_size=2),
+    _parallel("Prefill context", prefill_context_parallel_size=2),
+    works(
+        "Data parallelism", "`--data-parallel-size 2`", r"engine 0: [1-9]\d*, engine 1: [1-9]", servers.data_parallel
     ),
-    Row(
-        *("FP8 KV cache", "`--kv-cache-dtype fp8`, pruner `specvlm`", OURS, "attention guidance does not read fp8"),
-        refused(overrides={"kv_cache_dtype": "fp8"}),
-    ),
-    Row(
-        *("FP8 KV cache", "`--kv-cache-dtype fp8`, pruner `uv`", NOT_RUN, "configuration is accepted"),
-        not_run("vLLM's CPU cache needs AVX-512 for it", accepted(overrides={"kv_cache_dtype": "fp8"}, pruner="uv")),
-    ),
-    Row("Prefix caching", "on, each prompt twice", WORKS, r"\d+ tokens from the cache", _said(cases.prefix_caching)),
-    Row(
-        *(
-            "KV connector",
-            "`ExampleConnector`, an engine prefills, another decodes",
-            WORKS,
-            r"\d+ tokens from the other",
-        ),
-        _said(cases.kv_connector),
-    ),
-    Row(
-        *("KV connector", "the decode side has no pixels", WORKS, "unsupported: 3"),
-        _said(cases.kv_connector_without_pixels),
-    ),
-    Row(
-        *("KV connector", '`"draft_shape": "tree-static"`', OURS, "KV connectors may take a tree's entries"),
-        refused(overrides=cases.transfer("/tmp"), drafting="tree-static"),
-    ),
-    *(
-        Row(
-            *("KV connector", f"`{name}`", NOT_RUN, "configuration is accepted"),
-            not_run(why, accepted(overrides={"kv_transfer_config": {"kv_connector": name, "kv_role": "kv_both"}})),
-        )
-        for name, why in (("OffloadingConnector", f"{NO_GPU}, says vLLM"), ("NixlConnector", "NIXL is not installed"))
-    ),
-    Row(
-        *("Encoder cache sharing", "`ECExampleConnector`, an engine encodes, another answers", WORKS, "none encoded"),
-        _said(cases.ec_connector),
-    ),
-    Row(
-        *("Prompt embeddings", "`--enable-prompt-embeds`", WORKS, "unsupported: 1"),
-        _said(cases.prompt_embeds),
-    ),
-    Row(
-        *("Media limits", '`--limit-mm-per-prompt \'{"video": 1, "image": 0}\'`', WORKS, "a second video is refused"),
-        _said(cases.media_limit),
-    ),
-    Row(
-        *("Sleep mode", "`--enable-sleep-mode`, CPU", VLLMS, "Sleep mode is not supported on current platform"),
-        refused(overrides={"enable_sleep_mode": True}),
-    ),
-    Row(
-        *("Pipeline parallelism", "`--pipeline-parallel-size 2`", OURS, r"pipeline parallelism \(2\) is not supported"),
-        refused(overrides={"pipeline_parallel_size": 2}),
-    ),
-    Row(
-        *(
-            "Decode context parallelism",
-            "`--decode-context-parallel-size 2`",
-            OURS,
-            "decode context parallelism is not",
-        ),
-        refused(overrides={"tensor_parallel_size": 2, "decode_context_parallel_size": 2}),
-    ),
-    Row(
-        *(
-            "Prefill context parallelism",
-            "`--prefill-context-parallel-size 2`",
-            OURS,
-            "prefill context parallelism is not",
-        ),
-        refused(overrides={"prefill_context_parallel_size": 2}),
-    ),
-    Row(
-        *("Data parallelism", "`--data-parallel-size 2`", WORKS, r"engine 0: [1-9]\d*, engine 1: [1-9]"),
-        *(_said(servers.data_parallel), "serve"),
-    ),
-    Row(
-        *("API servers", "`--api-server-count 2`", WORKS, "every scrape"),
-        *(_said(servers.api_servers), "serve"),
-    ),
-    Row(
-        *("Several nodes", "`--nnodes 2 --tensor-parallel-size 2`", WORKS, "two network namespaces"),
-        *(_said(servers.nodes), "command"),
-    ),
-    Row(
-        *("Ray", "`--distributed-executor-backend ray`", NOT_RUN, "our worker by its name"),
-        not_run("Ray is not installed", cases.ray),
-    ),
+    works("API servers", "`--api-server-count 2`", "every scrape", servers.api_servers),
+    works("Several nodes", "`--nnodes 2 --tensor-parallel-size 2`", "two network namespaces", servers.nodes),
+    Row("Ray", "`--distributed-executor-backend ray`", NOT_RUN, "our worker by its name", _ray),
 )

@@ -1,9 +1,11 @@
 """What the rows of `coexistence` run in this process: vanilla and vidspec under one setting, one engine at a time."""
 
+import contextlib
+import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,18 +13,13 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.engine import harness, random_models
-from tests.engine.harness import QWEN
+from tests.engine import harness
+from tests.engine.harness import QWEN, Engine
 from vllm_vidspec import metrics
 from vllm_vidspec.tools import pairs
 
 RANK = 4
-Requests = list[tuple[dict, dict]]
-
-
-def videos() -> Requests:
-    """Three greedy answers and two sampled ones."""
-    return harness.videos(QWEN, 3) + harness.videos(QWEN, 2, temperature=1.0)
+Found = tuple[dict[str, int], str]  # our counters, and what else there is to say
 
 
 def first_reason(error: Exception) -> str:
@@ -32,39 +29,43 @@ def first_reason(error: Exception) -> str:
     return line.removeprefix("Value error, ").split(" [type=")[0]
 
 
-def compare(overrides: dict, requests: Requests, draft: str = "draft", **spec: Any) -> dict[str, int]:
-    """Return our counters over requests: answers must be vanilla's under the same setting, and some draft stand."""
+def compare(
+    overrides: dict,
+    requests: list[tuple[dict, dict]],
+    draft: str = "draft",
+    *,
+    rounds: int = 1,
+    skipped: dict[str, int] | None = None,
+    during: Callable[[Engine], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    **spec: Any,
+) -> tuple[list[Any], dict[str, int]]:
+    """Return the outputs and our counters of the last round of requests.
+
+    Answers are vanilla's under the same setting; some draft stands, unless all are skipped, and no block is lost.
+    """
     with harness.engine(QWEN, overrides=overrides) as engine:
-        expected = engine.generate(requests)
-    with harness.engine(QWEN, draft, overrides, **spec) as engine:
-        outputs, counted = engine.measured(requests)
+        expected = [engine.generate(requests) for _ in range(rounds)]
+    with harness.engine(QWEN, draft, overrides, **spec) as engine, during(engine):
+        found = [engine.measured(requests) for _ in range(rounds)]
         assert engine.used_blocks() == 0
-    harness.assert_same_answers(expected, outputs)
-    assert counted["accepted_tokens"] > 0 and not harness.skipped(counted)
-    return counted
+    for answers, (outputs, _) in zip(expected, found, strict=True):
+        harness.assert_same_answers(answers, outputs)
+    outputs, counted = found[-1]
+    assert harness.skipped(counted) == (skipped or {})
+    assert (counted["accepted_tokens"] > 0) == (counted["prompts"] > 0)
+    return outputs, counted
 
 
-def evs(_: Path) -> tuple[dict[str, int], str]:
+def evs(_: Path) -> Found:
     """The target prunes half of each video, the draft nine tenths of what is left; then a draft equal to the target."""
-    overrides, requests = {"video_pruning_rate": 0.5, "enable_prefix_caching": False}, videos()
-    with harness.engine(QWEN, overrides=overrides) as engine:
-        expected = engine.generate(requests)
-    with harness.engine(QWEN, "draft", overrides, pruner="specvlm") as engine:
-        outputs, counted = engine.measured(requests)
-    with harness.engine(QWEN, pairs.checkpoint(QWEN, "target"), overrides, pruner="none") as engine:
-        equals, equal = engine.measured(requests)
-    harness.assert_same_answers(expected, outputs)
-    harness.assert_same_answers(expected, equals)
+    overrides = {"video_pruning_rate": 0.5, "enable_prefix_caching": False}
+    requests = harness.videos(QWEN, 3) + harness.videos(QWEN, 2, temperature=1.0)
+    _, counted = compare(overrides, requests, pruner="specvlm")
+    _, equal = compare(overrides, requests, pairs.checkpoint(QWEN, "target"), pruner="none")
     assert counted["visual_tokens_full"] == 5 * 128, "the target did not prune"
-    assert counted["guided_prompts"] == counted["prompts"] == 5 and counted["accepted_tokens"] > 0
+    assert counted["guided_prompts"] == counted["prompts"] == 5
     harness.assert_all_stands(equal)
     return counted, f"; with the target's own weights all of {equal['draft_tokens']}"
-
-
-def qwen3(folder: Path) -> str:
-    """Return an untrained Qwen3-VL."""
-    made = folder / "qwen3-vl"
-    return str(made) if made.exists() else random_models.build(random_models.QWEN3, made)
 
 
 def quantised(role: str, method: str) -> Callable[[Path], str]:
@@ -76,27 +77,25 @@ def quantised(role: str, method: str) -> Callable[[Path], str]:
 
     def make(folder: Path) -> str:
         made = folder / f"{role}-{method}"
-        if not made.exists():
-            shutil.copytree(pairs.checkpoint(QWEN, role), made, ignore=shutil.ignore_patterns("*.safetensors"))
-            path = made / "config.json"
-            path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+        shutil.copytree(pairs.checkpoint(QWEN, role), made, ignore=shutil.ignore_patterns("*.safetensors"))
+        path = made / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
         return str(made)
 
     return make
 
 
-def lora(folder: Path) -> tuple[dict[str, int], str]:
+def lora(folder: Path) -> Found:
     """A batch of requests without, with and without an adapter of the target's language model."""
     from vllm.lora.request import LoRARequest
 
     adapter = LoRARequest("adapter", 1, _random_adapter(folder / "adapter"))
     wanted = [None, adapter, None]
-    overrides = {"enable_lora": True, "max_lora_rank": 8, "enable_prefix_caching": False}
     # A place for one adapter more: with one alone vLLM's CPU kernels take no adapter (-1) for the last.
-    overrides["max_loras"] = 2
+    overrides = {"enable_lora": True, "max_lora_rank": 8, "enable_prefix_caching": False, "max_loras": 2}
     prompts, params = zip(*harness.videos(QWEN, 3), strict=True)
 
-    def ask(engine: harness.Engine, adapters: list) -> list:
+    def ask(engine: Engine, adapters: list) -> list:
         sampling = [harness._params(**one) for one in params]
         return engine.llm.generate(list(prompts), sampling, use_tqdm=False, lora_request=adapters)
 
@@ -105,11 +104,12 @@ def lora(folder: Path) -> tuple[dict[str, int], str]:
     without, mixed = harness.token_ids(plain), harness.token_ids(expected)
     assert mixed[::2] == without[::2] and mixed[1] != without[1], "the adapter is not the second request's alone"
     with harness.engine(QWEN, "draft", overrides, pruner="uniform") as engine:
-        start = engine.counters()
+        counters = [engine.counters()]
         outputs = ask(engine, wanted)
-        counted, alone = metrics.difference(start, engine.counters()), engine.counters()
+        counters.append(engine.counters())
         adapted = ask(engine, [adapter] * 3)
-        alone = metrics.difference(alone, engine.counters())
+        counters.append(engine.counters())
+    counted, alone = (metrics.difference(*pair) for pair in itertools.pairwise(counters))
     harness.assert_same_answers(expected, outputs)
     assert harness.token_ids(adapted)[1] == harness.token_ids(expected)[1]
     assert counted["prompts"] == 3 and counted["accepted_tokens"] > 0 and not harness.skipped(counted)
@@ -134,16 +134,10 @@ def _random_adapter(folder: Path) -> str:
     return str(folder)
 
 
-def prefix_caching(_: Path) -> tuple[dict[str, int], str]:
-    """Three prompts, and the same again."""
-    requests, overrides = harness.videos(QWEN, 3), {"enable_prefix_caching": True, "block_size": 32}
-    with harness.engine(QWEN, overrides=overrides) as engine:
-        expected = engine.generate(requests) + engine.generate(requests)
-    with harness.engine(QWEN, "draft", overrides, pruner="specvlm") as engine:
-        first, _counted = engine.measured(requests)
-        again, counted = engine.measured(requests)
-    harness.assert_same_answers(expected, first + again)
-    assert counted["accepted_tokens"] > 0 and counted["prompts"] == counted["guided_prompts"] == 3
+def prefix_caching(_: Path) -> Found:
+    overrides = {"enable_prefix_caching": True, "block_size": 32}
+    again, counted = compare(overrides, harness.videos(QWEN, 3), rounds=2, pruner="specvlm")
+    assert counted["prompts"] == counted["guided_prompts"] == 3
     num_cached = sum(output.num_cached_tokens for output in again)
     assert num_cached >= 3 * 256
     return counted, f", {num_cached} tokens from the cache"
@@ -156,29 +150,24 @@ def transfer(folder: Path | str) -> dict[str, Any]:
     return {"kv_transfer_config": connector, "enable_prefix_caching": False}
 
 
-def _prefill_then_decode(folder: Path) -> tuple[list, list, dict[str, int]]:
+def _prefill_then_decode(folder: Path, skipped: dict[str, int] | None = None) -> tuple[list, dict[str, int]]:
     """Vanilla prefills in one engine; another of vanilla's and then ours decode from its entries."""
     requests, overrides = harness.videos(QWEN, 3), transfer(folder)
     with harness.engine(QWEN, overrides=overrides) as engine:
         whole = engine.generate(requests)
-    with harness.engine(QWEN, overrides=overrides) as engine:
-        expected = engine.generate(requests)
-    with harness.engine(QWEN, "draft", overrides, pruner="specvlm") as engine:
-        outputs, counted = engine.measured(requests)
-    assert harness.token_ids(whole) == harness.token_ids(expected), "the entries did not arrive"
-    harness.assert_same_answers(expected, outputs)
+    outputs, counted = compare(overrides, requests, skipped=skipped, pruner="specvlm")
+    assert harness.token_ids(whole) == harness.token_ids(outputs), "the entries did not arrive"
     assert all(output.num_cached_tokens >= 128 for output in outputs)
-    return expected, outputs, counted
+    return outputs, counted
 
 
-def kv_connector(folder: Path) -> tuple[dict[str, int], str]:
+def kv_connector(folder: Path) -> Found:
     """The usual decode side has the pixels: its API server has read the same request."""
-    _, outputs, counted = _prefill_then_decode(folder)
-    assert counted["accepted_tokens"] > 0 and not harness.skipped(counted)
+    outputs, counted = _prefill_then_decode(folder)
     return counted, f", {sum(output.num_cached_tokens for output in outputs)} tokens from the other engine"
 
 
-def kv_connector_without_pixels(folder: Path) -> tuple[dict[str, int], str]:
+def kv_connector_without_pixels(folder: Path) -> Found:
     """A decode side whose requests bring token ids and no pixels: no drafts, and a counter that says so."""
     from vllm_vidspec.engine.runner import VidSpecModelRunner
 
@@ -191,71 +180,58 @@ def kv_connector_without_pixels(folder: Path) -> tuple[dict[str, int], str]:
         return made
 
     with mock.patch.object(VidSpecModelRunner, "_new_request", blind):
-        _, _, counted = _prefill_then_decode(folder)
-    assert counted["draft_tokens"] == 0 and counted["prompts"] == 0
-    return counted, f"; runs without speculation, counted ({_skips(counted)})"
+        _, counted = _prefill_then_decode(folder, {"unsupported": 3})
+    return counted, "; runs without speculation, counted (unsupported: 3)"
 
 
-def ec_connector(folder: Path) -> tuple[dict[str, int], str]:
+def ec_connector(folder: Path) -> Found:
     """An engine encodes the videos; another finds them, and its draft still looks for itself."""
-    extra = {"shared_storage_path": str(folder)}
+    connector = {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}
+    connector["ec_connector_extra_config"] = {"shared_storage_path": str(folder)}
 
-    def overrides(role: str) -> dict[str, Any]:
-        return {
-            "ec_transfer_config": {
-                "ec_connector": "ECExampleConnector",
-                "ec_role": role,
-                "ec_connector_extra_config": extra,
-            }
-        }
+    @contextlib.contextmanager
+    def no_looks(engine: Engine) -> Iterator[None]:
+        assert len(list(folder.iterdir())) == 3, "nothing was stored"
+        tower = engine.runner.model.visual
+        with mock.patch.object(tower, "forward", side_effect=tower.forward) as looks:
+            yield
+        assert not looks.call_count
 
-    requests = harness.videos(QWEN, 3)
-    with harness.engine(QWEN, overrides=overrides("ec_both")) as engine:
-        expected = engine.generate(requests)
-    assert len(list(folder.iterdir())) == 3, "nothing was stored"
-    with harness.engine(QWEN, "draft", overrides("ec_both"), pruner="specvlm") as engine:
-        tower = engine.runner.model.visual.forward
-        with mock.patch.object(engine.runner.model.visual, "forward", side_effect=tower) as looks:
-            outputs, counted = engine.measured(requests)
-    harness.assert_same_answers(expected, outputs)
-    assert counted["accepted_tokens"] > 0 and not harness.skipped(counted)
-    assert not looks.call_count
+    overrides = {"ec_transfer_config": connector}
+    _, counted = compare(overrides, harness.videos(QWEN, 3), during=no_looks, pruner="specvlm")
     return counted, ", none encoded twice by the target"
 
 
-def prompt_embeds(_: Path) -> tuple[dict[str, int], str]:
+def prompt_embeds(_: Path) -> Found:
     """A prompt of embeddings beside videos: it runs without drafts, counted; they with."""
-    overrides = {"enable_prompt_embeds": True}
     # vLLM reads as many numbers of a row as the model has, whatever there are: of shorter rows what lies behind them.
     width = json.loads(Path(pairs.checkpoint(QWEN, "target"), "config.json").read_text())["text_config"]["hidden_size"]
     embeds = torch.randn(12, width, generator=torch.Generator().manual_seed(0))
     requests = [*harness.videos(QWEN, 3), ({"prompt_embeds": embeds}, {"temperature": 0.0, "logprobs": 1})]
-    with harness.engine(QWEN, overrides=overrides) as engine:
-        expected = engine.generate(requests)
-    logprobs = [entry.logprob for token in expected[-1].outputs[0].logprobs for entry in token.values()]
+    overrides = {"enable_prompt_embeds": True}
+    outputs, counted = compare(overrides, requests, skipped={"unsupported": 1}, pruner="uniform")
+    logprobs = [entry.logprob for token in outputs[-1].outputs[0].logprobs for entry in token.values()]
     assert all(map(math.isfinite, logprobs)), "the prompt of embeddings is none of this model's"
-    with harness.engine(QWEN, "draft", overrides, pruner="uniform") as engine:
-        outputs, counted = engine.measured(requests)
-    harness.assert_same_answers(expected, outputs)
-    assert counted["accepted_tokens"] > 0 and harness.skipped(counted) == {"unsupported": 1}
-    return counted, f"; the prompt of embeddings runs without speculation, counted ({_skips(counted)})"
+    return counted, "; the prompt of embeddings runs without speculation, counted (unsupported: 1)"
 
 
-def media_limit(_: Path) -> tuple[dict[str, int], str]:
+def media_limit(_: Path) -> Found:
     """One video a prompt; two are the client's error, and the engine goes on."""
-    overrides = {"limit_mm_per_prompt": {"video": 1, "image": 0}}
-    counted = compare(overrides, videos(), pruner="uniform")
     from vllm.exceptions import VLLMValidationError
 
-    two = harness.mixed_batch(QWEN)[8]
-    with harness.engine(QWEN, "draft", overrides, pruner="uniform") as engine:
+    @contextlib.contextmanager
+    def refusing(engine: Engine) -> Iterator[None]:
         try:
-            engine.generate([two])
+            engine.generate([harness.mixed_batch(QWEN)[8]])
         except VLLMValidationError as error:
             assert "At most 1 video" in str(error)
         else:
             raise AssertionError("two videos were answered")
-        assert engine.generate(videos())
+        yield
+
+    requests = harness.videos(QWEN, 3) + harness.videos(QWEN, 2, temperature=1.0)
+    overrides = {"limit_mm_per_prompt": {"video": 1, "image": 0}}
+    _, counted = compare(overrides, requests, during=refusing, pruner="uniform")
     return counted, "; a second video is refused as by vanilla"
 
 
@@ -270,7 +246,3 @@ def ray(_: Path) -> str:
     assert preflight.translate(args) is not None
     assert resolve_obj_by_qualname(args.worker_cls).__name__.startswith("VidSpec")
     return "our side accepts it and gives vLLM's executor our worker by its name; nothing of Ray is used by us"
-
-
-def _skips(counted: dict[str, int]) -> str:
-    return ", ".join(f"{reason}: {number}" for reason, number in harness.skipped(counted).items())

@@ -1,5 +1,6 @@
 """What the rows of `coexistence` run with servers: data parallelism, several API servers, two nodes."""
 
+import json
 import os
 import re
 import shlex
@@ -10,18 +11,16 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 from tests.engine import harness
 from tests.engine.harness import LLAVA, QWEN
+from tests.serve.restarts import SMALL, serving
 from vllm_vidspec.metrics import difference
 from vllm_vidspec.tools import pairs, user_files
 from vllm_vidspec.tools.demo import ask
-from vllm_vidspec.tools.processes import LoggedProcess, VllmServer, free_port
+from vllm_vidspec.tools.processes import LoggedProcess
 
 QUESTION, MAX_TOKENS = pairs.DEFAULT_QUESTION, 40
-SMALL = {"kv_cache_memory_bytes": harness.KV_CACHE_BYTES}
 
 
 def _vanilla(family: str) -> list[int]:
@@ -39,27 +38,10 @@ def _ask(url: str, expected: list[int]) -> None:
     assert answer.token_ids == expected
 
 
-@contextmanager
-def _server(folder: Path, **overrides: Any) -> Iterator[VllmServer]:
-    port = free_port()
-    cores = sorted(os.sched_getaffinity(0))
-    # vLLM would give each engine a NUMA node of its own.
-    bind = "|".join(str(cores[i % len(cores)]) for i in range(overrides.get("data_parallel_size", 1)))
-    args = pairs.serve_args(
-        QWEN, "draft", port=port, overrides={**SMALL, **overrides}, pruner="uniform", on_draft_error="raise"
-    )
-    with (
-        mock.patch.dict(os.environ, {"VLLM_CPU_OMP_THREADS_BIND": bind, "VLLM_LOGGING_LEVEL": "INFO"}),
-        VllmServer(args, port, folder / "server.log") as server,
-    ):
-        server.wait_ready(timeout_s=800)
-        yield server
-
-
 def data_parallel(folder: Path) -> tuple[dict[str, int], str]:
     """Two engines: each has counters of its own on /metrics, and their sum is what was asked."""
     expected = _vanilla(QWEN)
-    with _server(folder, data_parallel_size=2) as server:
+    with serving(folder, data_parallel_size=2) as server:
         before = server.metrics()
         for _ in range(4):
             _ask(server.base_url, expected)
@@ -73,7 +55,7 @@ def data_parallel(folder: Path) -> tuple[dict[str, int], str]:
 def api_servers(folder: Path) -> tuple[dict[str, int], str]:
     """Two API servers over one engine: whichever answers a scrape shows all counters."""
     expected = _vanilla(QWEN)
-    with _server(folder, api_server_count=2) as server:
+    with serving(folder, api_server_count=2) as server:
         before = server.metrics()
         for _ in range(3):
             _ask(server.base_url, expected)
@@ -126,8 +108,6 @@ def nodes(folder: Path) -> tuple[dict[str, int], str]:
         script = ["ip", "netns", "exec", _NODES[0][0], sys.executable, "-m", __spec__.name, str(port)]
         asked = subprocess.run(script, capture_output=True, text=True, timeout=900)
         assert asked.returncode == 0, asked.stderr[-2000:] + (folder / "vidspec-a.log").read_text()[-3000:]
-    import json
-
     found = json.loads(asked.stdout.splitlines()[-1])
     assert found["token_ids"] == expected
     assert found["counted"]["accepted_tokens"] > 0
@@ -136,8 +116,6 @@ def nodes(folder: Path) -> tuple[dict[str, int], str]:
 
 def _from_inside(port: int) -> None:
     """Ask the server that runs in this network namespace; print the answer and our counters."""
-    import json
-
     from vllm_vidspec.tools.scrape import from_prometheus
 
     url, start = f"http://127.0.0.1:{port}", time.monotonic()

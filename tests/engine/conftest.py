@@ -17,8 +17,6 @@ QUESTION = (
 SCENARIOS: dict[str, Callable[[str], list]] = {
     "videos": lambda family: harness.videos(family, 8),
     "mixed": harness.mixed_batch,
-    # Phrases of several tokens, which a lone request may not say.
-    "phrases": lambda family: harness.videos(family, 1, bad_words=["white diamond", "in the middle"]),
     # T = 1 with the most likely token of every position: what a greedy draft should have proposed there.
     "sampled": lambda family: harness.videos(family, 6, temperature=1.0, logprobs=1),
     # As long as any test needs; shorter answers are their beginnings.
@@ -28,8 +26,6 @@ SCENARIOS: dict[str, Callable[[str], list]] = {
     ),
     "sparse": harness.sparse_videos,
     "videos and texts": harness.videos_and_texts,
-    "penalised": harness.penalised_videos,
-    "grammar": harness.bound_by_a_grammar,
     "long question": lambda family: harness.videos(family, 8, QUESTION),
 }
 

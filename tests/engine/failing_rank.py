@@ -1,12 +1,10 @@
 """Two ranks of which one fails, again and again; prints what came of it as JSON; a process of its own."""
 
 import json
-import os
 import time
 
-from tests.engine import harness
+from tests.engine import harness, ranks
 
-FAMILY = "llava-onevision"
 LOOSE = {"extra_args": {"vidspec_scorer": "loose", "vidspec_lambda": 1.0}}
 
 
@@ -16,11 +14,12 @@ def inject(worker, point: str, ranks: tuple[int, ...]) -> None:
     from vllm_vidspec.engine.hooks import state_store
 
     runner, parts = worker.model_runner, worker.model_runner.parts
+    kinds = parts.guidance._kinds
     owner, name = {
-        "observe": (parts.guidance, "observe"),
-        "take": (parts.guidance, "take"),
-        "allocate": (parts.guidance, "_allocate"),
-        "listen": (parts.guidance, "_observe"),
+        "observe": (kinds["attention"], "observe"),
+        "take": (kinds["attention"], "take"),
+        "allocate": (kinds["uv"], "_allocate"),
+        "listen": (kinds["uv"], "_observe"),
         "claim": (parts.visual, "_claim"),
         "hear": (parts.visual, "_observe"),
         "finish": (parts.visual, "_finish"),
@@ -41,24 +40,7 @@ def inject(worker, point: str, ranks: tuple[int, ...]) -> None:
 
 
 def heal(worker) -> None:
-    """Undo `inject`."""
     setattr(*worker.model_runner.injected)
-
-
-def guide_by_states(worker) -> None:
-    """Let uv prune from here on."""
-    from vllm_vidspec.engine.hooks.hidden_states import HiddenStateGuidance
-
-    runner = worker.model_runner
-    knobs, parts = runner.knobs, runner.parts
-    knobs.change(knobs.current.changed({"pruner": "uv"}))
-    guidance = HiddenStateGuidance(knobs, runner.model, runner.vllm_config, runner.counters, runner.agreement)
-    guidance.reserve(1 << 30)
-    runner.hooks.__init__([guidance, parts.visual], knobs, runner.agreement)
-    runner.use_aux_hidden_state_outputs = True
-    parts.guidance = runner.speculator._guidance = guidance
-    runner.requests.register(drafting=[guidance])
-    runner.speculator._failures.on_failure(guidance.forget_scores)
 
 
 def be_impatient(worker) -> None:
@@ -82,31 +64,20 @@ def _break(engine, hit, ask) -> None:
 
 def main() -> None:
     """Print what came of the request that each injection hit, and of those without one."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # functions are sent to workers only by this process itself
-    from vllm import LLM
-
-    from vllm_vidspec.tools import pairs
-
-    spec = {"pruner": "specvlm", "guidance_layers": "all", "request_scorers": ["strict", "loose"], "lambda_max": 1.0}
-    overrides = {"tensor_parallel_size": 2, "enable_prefix_caching": False}
-    llm = LLM(**pairs.llm_kwargs(FAMILY, "draft", overrides=overrides, prune_ratio=0.98, **spec))
-    engine, (prompt, arguments) = harness.Engine(llm, FAMILY), harness.videos(FAMILY, 1)[0]
-    result = {}
+    spec = {"pruner": "auto", "guidance_layers": "all", "request_scorers": ["strict", "loose"], "lambda_max": 1.0}
+    engine = ranks.start(2, harness.NO_CACHE, prune_ratio=0.98, **spec)  # it observes both attention and hidden states
+    engine.retune(pruner="specvlm")
+    llm, (prompt, arguments), result = engine.llm, harness.videos(ranks.FAMILY, 1)[0], {}
 
     def ask(name: str, **more) -> None:
         outputs, gained = engine.measured([(prompt, {"max_tokens": 24, **arguments, **more})])
         watched = llm.collective_rpc("vidspec_watch", args=(True, True))
-        result[name] = {
-            "token_ids": harness.token_ids(outputs)[0][0],
-            "prompt_ids": [list(output.prompt_token_ids) for output in outputs],
-            "counters": gained,
-            "kept_indices": [[record["kept_indices"] for record in rank] for rank in watched],
-            "scores": [[(record["scores"] or [None])[0] for record in rank] for rank in watched],
-        }
+        found = {"token_ids": harness.token_ids(outputs)[0][0], "counters": gained}
+        result[name] = found | ranks.seen(outputs, watched)
 
-    def hit(point: str, ranks: tuple[int, ...] = (1,), **more) -> None:
-        llm.collective_rpc(inject, args=(point, ranks))
-        ask(f"{point} {sum(ranks)}" if len(ranks) == 1 else f"{point} both", **more)
+    def hit(point: str, failing: tuple[int, ...] = (1,), **more) -> None:
+        llm.collective_rpc(inject, args=(point, failing))
+        ask(f"{point} {sum(failing)}" if len(failing) == 1 else f"{point} both", **more)
         llm.collective_rpc(heal)
 
     llm.collective_rpc("vidspec_watch", args=(True, True))
@@ -124,7 +95,7 @@ def main() -> None:
     for rank in (1, 0):
         hit("relevance", (rank,), **LOOSE)
     ask("loose again", **LOOSE)
-    llm.collective_rpc(guide_by_states)
+    engine.retune(pruner="uv")
     for point in ("allocate", "listen"):
         hit(point)
     ask("uv")

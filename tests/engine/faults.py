@@ -15,25 +15,16 @@ import torch
 
 from tests.engine import harness
 from tests.engine.harness import QWEN, Engine
-from vllm_vidspec import metrics
 
 KNOBS = {"on_draft_error": "skip", "max_draft_failures": 1000, "draft_encoder_bytes": 0}
 
 
 class Fault(NamedTuple):
-    """One thing that goes wrong.
-
-    Attributes:
-        what: In words.
-        inject: Engine -> a context in which it does.
-        seen: Counters that must have grown; the figures that the page shows.
-        others: Whether requests after it are drafted for again.
-    """
+    """One thing that goes wrong, a context in which it does, and the counters that must grow: the page shows them."""
 
     what: str
     inject: Callable[[Engine], contextlib.AbstractContextManager]
     seen: tuple[str, ...]
-    others: bool = True
 
 
 def _raises(path: str, error: Exception, times: int = 1) -> Callable[[Engine], contextlib.AbstractContextManager]:
@@ -101,28 +92,19 @@ def _deaf(engine: Engine) -> Iterator[None]:
         yield
 
 
-OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
+NO, OUT_OF_MEMORY = RuntimeError("no"), torch.OutOfMemoryError("CUDA out of memory")
+DRAFT_ERROR, USELESS = ("skipped_draft_error",), ("low_acceptance_windows",)
 FAULTS = (
-    Fault(
-        "a forward of the draft raises", _raises("drafter.chains.draft", RuntimeError("no")), ("skipped_draft_error",)
-    ),
-    Fault(
-        "a forward of the draft is out of memory",
-        _raises("drafter.chains.draft", OUT_OF_MEMORY),
-        ("skipped_draft_error",),
-    ),
-    Fault(
-        "the draft's vision tower raises, for one video",
-        _raises("draft_model.encode", ValueError("no"), times=2),
-        ("skipped_draft_error",),
-    ),
-    Fault("a prompt's prefill raises", _raises("draft_model.forward", RuntimeError("no")), ("skipped_draft_error",)),
-    Fault("the draft's logits are NaN", _logits(float("nan")), ("low_acceptance_windows",)),
-    Fault("the draft's logits are infinite", _logits(float("inf")), ("low_acceptance_windows",)),
-    Fault("the draft's logits are minus infinity", _logits(float("-inf")), ("low_acceptance_windows",)),
+    Fault("a forward of the draft raises", _raises("drafter.chains.draft", NO), DRAFT_ERROR),
+    Fault("a forward of the draft is out of memory", _raises("drafter.chains.draft", OUT_OF_MEMORY), DRAFT_ERROR),
+    Fault("the draft's vision tower raises, for one video", _raises("draft_model.encode", NO, times=2), DRAFT_ERROR),
+    Fault("a prompt's prefill raises", _raises("draft_model.forward", NO), DRAFT_ERROR),
+    Fault("the draft's logits are NaN", _logits(float("nan")), USELESS),
+    Fault("the draft's logits are infinite", _logits(float("inf")), USELESS),
+    Fault("the draft's logits are minus infinity", _logits(float("-inf")), USELESS),
     Fault("the KV pool has room for one request", _full_pool, ("skipped_pool_full", "resumed_drafts")),
     Fault("guidance raises while the target reads", _deaf, ("unguided_error",)),
-    Fault("a prompt's scores cannot be had", _raises("_guidance.take", RuntimeError("no")), ("skipped_draft_error",)),
+    Fault("a prompt's scores cannot be had", _raises("_guidance.take", NO), DRAFT_ERROR),
     Fault("the draft is slow", _slow, ("accepted_tokens",)),
 )
 
@@ -152,13 +134,8 @@ def ask_all(engine: Engine, expected: list[list[list[int]]], requests: list[tupl
 
 def is_fine(row: dict[str, Any]) -> bool:
     """Return whether every answer was right, the fault was counted, and drafting goes on after it."""
-    return (
-        row["right"] == row["requests"]
-        and row["right_after"] == 2
-        and row["drafted_after"]
-        and row["used_blocks"] == 0
-        and all(row["counted"].values())
-    )
+    is_right = row["right"] == row["requests"] and row["right_after"] == 2
+    return is_right and row["drafted_after"] and row["used_blocks"] == 0 and all(row["counted"].values())
 
 
 def requests_of(family: str) -> list[tuple[dict, dict]]:
@@ -167,11 +144,15 @@ def requests_of(family: str) -> list[tuple[dict, dict]]:
     return harness.videos(family, 4, **common) + harness.videos(family, 4, temperature=1.0, **common)
 
 
+def expected_answers() -> list[list[list[int]]]:
+    """Return what vanilla answers."""
+    with harness.engine(QWEN, overrides=harness.NO_CACHE) as vanilla:
+        return harness.token_ids(vanilla.generate(requests_of(QWEN)))
+
+
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    with harness.engine(QWEN, overrides=harness.NO_CACHE) as vanilla:
-        answers = harness.token_ids(vanilla.generate(requests_of(QWEN)))
+    answers = expected_answers()
     with harness.engine(QWEN, "draft", overrides=harness.NO_CACHE, **KNOBS) as running:
         found = ask_all(running, answers, requests_of(QWEN))
     print("RESULT " + json.dumps([row | {"fine": is_fine(row)} for row in found]))
-    assert metrics.NAMES

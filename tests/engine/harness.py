@@ -1,8 +1,4 @@
-"""In-process engines for tests: load one, run scenarios on it, read our counters, take it down again.
-
-Tests reach into a running engine through `Engine`, and replace what `seams` names: where the engine's own names
-change, these two files follow.
-"""
+"""In-process engines for tests: load one, run scenarios on it, read our counters, take it down again."""
 
 import contextlib
 import gc
@@ -20,7 +16,6 @@ from vllm_vidspec import metrics
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
 
-# Every test runs on these two; the third differs from the first in what test_generations.py looks at.
 FAMILIES = QWEN, LLAVA = pairs.FAMILIES[:2]
 QWEN3 = pairs.FAMILIES[2]
 TREES = ("tree-static", "tree-adaptive")
@@ -47,7 +42,6 @@ def draft_errors() -> Counter[str]:
 
 
 def _at(path: str) -> Any:
-    """Return a property that is found along a path of attributes."""
     return property(operator.attrgetter(path))
 
 
@@ -86,11 +80,9 @@ class Engine:
         self.idle()
 
     def counters(self) -> dict[str, int]:
-        """Return our counters so far."""
         return metrics.read_metrics(metrics.path_for(self.core.vllm_config.instance_id))
 
     def draft_errors(self) -> "Counter[str]":
-        """Return how many errors on the draft's side were counted, by their counters."""
         counted = self.counters()
         return Counter({name: counted[name] for name in DRAFT_ERRORS if counted[name]})
 
@@ -106,25 +98,29 @@ class Engine:
         return outputs, metrics.difference(before, self.counters())
 
     def begin(self, requests: list[tuple[dict, dict]], steps: int = 0) -> None:
-        """Let requests enter, and make some steps with them."""
         for prompt, arguments in requests:
             self.llm.enqueue([prompt], _params(**arguments), use_tqdm=False)
         for _ in range(steps):
             self.core.step()
 
+    def finish(self) -> list[list[int]]:
+        """Let every request end; return their token ids, in the order in which they entered."""
+        answers = {}
+        while self.core.has_unfinished_requests():
+            done = [output for output in self.core.step() if output.finished]
+            answers |= {int(output.request_id): list(output.outputs[0].token_ids) for output in done}
+        return [answers[number] for number in sorted(answers)]
+
     def abort(self) -> None:
-        """Abort every request."""
         self.core.abort_request(list(self.core.output_processor.request_states), internal=True)
         while self.core.has_unfinished_requests():
             self.core.step()
 
     def retune(self, **knobs: Any) -> None:
-        """Change knobs as our tools do."""
         self.llm.collective_rpc("vidspec_retune", args=(knobs,))
 
     @contextlib.contextmanager
     def retuned(self, **knobs: Any) -> Iterator[None]:
-        """Change knobs for a while."""
         before = {name: self.config.flat()[name] for name in knobs}
         self.retune(**knobs)
         try:
@@ -144,16 +140,10 @@ class Engine:
 
     @contextlib.contextmanager
     def preemptions(self) -> Iterator[list]:
-        """Yield a list that gains the requests that are preempted."""
-        preempted: list[Any] = []
+        """Yield a list that gains the calls that preempt a request, their first argument."""
         original = self.scheduler._preempt_request
-
-        def noting(request: Any, *args: Any, **kwargs: Any) -> Any:
-            preempted.append(request)
-            return original(request, *args, **kwargs)
-
-        with mock.patch.object(self.scheduler, "_preempt_request", noting):
-            yield preempted
+        with mock.patch.object(self.scheduler, "_preempt_request", side_effect=original) as preempt:
+            yield preempt.call_args_list
 
 
 def _params(**arguments: Any) -> Any:
@@ -191,10 +181,8 @@ def engine(family: str, draft: str | None = None, overrides: dict | None = None,
 def _cheap_collections() -> Iterator[None]:
     """Collect an engine's garbage at its end, and nothing else.
 
-    vLLM collects garbage some twenty times while an engine starts and stops. Each time is a third of a second over all
-    that the process has imported, and takes most of what a tiny engine's start does. What is frozen is not looked at:
-    what was there before the engine stays frozen. vLLM's own freezing is left out: what it takes of the engine, nothing
-    would ever free again.
+    vLLM collects some twenty times while an engine starts and stops, a third of a second each over all that the process
+    has imported; what is frozen is left out. What vLLM itself freezes of an engine nothing would ever free again.
     """
     gc.freeze()
     try:
@@ -220,7 +208,6 @@ def async_scheduling() -> Iterator[None]:
 
 
 def token_ids(outputs: list[Any]) -> list[list[list[int]]]:
-    """Return the token ids of every completion of every request."""
     return [[list(completion.token_ids) for completion in output.outputs] for output in outputs]
 
 
@@ -237,7 +224,6 @@ def assert_same_answers(expected: list[Any], got: list[Any]) -> None:
 
 
 def assert_begins(got: list[Any], expected: list[Any]) -> None:
-    """Every answer is the beginning of the expected one."""
     for one, whole in zip(token_ids(got), token_ids(expected), strict=False):
         assert one == [whole[0][: len(one[0])]]
 
@@ -261,7 +247,6 @@ def videos(family: str, count: int, question: str = pairs.DEFAULT_QUESTION, **sa
 
 
 def shown(count: int) -> list[np.ndarray]:
-    """Return the frames of the first held-out videos."""
     return [world.held_out(i).frames for i in range(count)]
 
 
@@ -272,22 +257,6 @@ def videos_and_texts(family: str) -> list[tuple[dict, dict]]:
     return videos(family, 3, max_tokens=60, ignore_eos=True) + texts
 
 
-def penalised_videos(family: str) -> list[tuple[dict, dict]]:
-    """Eight requests with the penalties that look at the text, greedy and sampled, of either sign."""
-    asked = [
-        {"repetition_penalty": 1.05},
-        {"repetition_penalty": 1.05, "temperature": 1.0},
-        {"presence_penalty": 0.6, "frequency_penalty": 0.4},
-        {"presence_penalty": 0.3, "frequency_penalty": -0.1, "temperature": 1.0},
-        {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "temperature": 0.7, "min_p": 0.02},
-        {"frequency_penalty": -1.5, "temperature": 1.0},
-        {"presence_penalty": -2.0, "frequency_penalty": -0.5, "temperature": 1.0},
-        {"repetition_penalty": 1.6, "frequency_penalty": 2.0, "temperature": 1.0},
-    ]
-    requests = videos(family, len(asked), max_tokens=30, ignore_eos=True)
-    return [(prompt, {**base, **more}) for (prompt, base), more in zip(requests, asked, strict=True)]
-
-
 def sparse_videos(family: str) -> list[tuple[dict, dict]]:
     """Return endless answers to two Qwen videos whose rope positions follow a slow clock, far past their tokens."""
     requests = videos(family, 2, max_tokens=60, ignore_eos=True)
@@ -295,15 +264,6 @@ def sparse_videos(family: str) -> list[tuple[dict, dict]]:
         ((_, metadata),) = prompt["multi_modal_data"]["video"]
         metadata.update(fps=metadata["fps"] / 60, duration=metadata["duration"] * 60)
     return requests
-
-
-def bound_by_a_grammar(family: str) -> list[tuple[dict, dict]]:
-    """Return three requests under a grammar and two that are free."""
-    from vllm.sampling_params import StructuredOutputsParams
-
-    # The bundled tokenizer is word level, so a grammar sees words without the spaces between them.
-    grammar = {"structured_outputs": StructuredOutputsParams(regex="(the|red|blue|moves|left|a|circle){6,12}")}
-    return videos(family, 3, **grammar) + videos(family, 2)
 
 
 def mixed_batch(family: str) -> list[tuple[dict, dict]]:

@@ -3,9 +3,9 @@
 Pure Python, and deterministic: the same rows in every run. What a row does to a running engine is in matrix_run.py.
 """
 
-import copy
 import itertools
 from collections.abc import Iterable, Iterator
+from random import Random
 from typing import NamedTuple
 
 from vllm_vidspec.names import PRUNERS
@@ -13,13 +13,15 @@ from vllm_vidspec.names import PRUNERS
 LOSSY = ("loose", "fly", "fly-entropy")
 GUIDED = ("specvlm", "attention", "uv")
 TREES = ("tree-static", "tree-adaptive")
+FAMILIES = ("qwen2.5-vl", "llava-onevision")  # each drafts for itself in every shape
 # Families without a bundled pair: their models are untrained, made by random_models.py.
 UNTRAINED_FAMILIES = ("qwen2-vl", "qwen3-vl-moe")
 SEVERAL = 4  # requests of a batch that has several
+NUM_OFFERS = 60  # batches of which the best is taken
 
 # What an engine is started with, what is set on a running one before a batch, and what a request brings.
 ENGINE = {
-    "family": ("qwen2.5-vl", "llava-onevision", "qwen3-vl", *UNTRAINED_FAMILIES),
+    "family": (*FAMILIES, "qwen3-vl", *UNTRAINED_FAMILIES),
     "draft": ("bundled", "self", "far", "untrained"),
     "shape": ("chain", *TREES),
     "drafting": ("sequential", "parallel"),
@@ -44,22 +46,14 @@ Pair = tuple[str, str, str, str]  # axis, value, later axis, value
 
 
 class Refusal(NamedTuple):
-    """Two settings that cannot meet.
-
-    Attributes:
-        values: Two axes, and of each the values that do not meet any of the other's.
-        why: In words.
-        asked: How one asks for it (`matrix_run.ASKED`): the answer must be a refusal.
-        line: What the refusal says, a regular expression.
-    """
+    """Two settings that cannot meet, any value of the one with any of the other."""
 
     values: dict[str, tuple[str, ...]]
     why: str
-    asked: str
-    line: str
+    asked: str  # how one asks for it (`matrix_run.ASKED`)
+    line: str  # a regular expression of the answer
 
     def pairs(self) -> Iterator[Pair]:
-        """Yield each pair of values."""
         (one, values), (other, others) = sorted(self.values.items(), key=lambda item: list(AXES).index(item[0]))
         for value, another in itertools.product(values, others):
             yield one, value, other, another
@@ -106,13 +100,7 @@ REFUSALS = (
 
 
 class Reason(NamedTuple):
-    """What a request of some cells is counted as, for each of them once.
-
-    Attributes:
-        where: Axes and values, all of which hold.
-        counter: That says so.
-        why: In words.
-    """
+    """What a request is counted as, once, where all of these axes have one of these values."""
 
     where: dict[str, tuple[str, ...]]
     counter: str
@@ -153,11 +141,11 @@ def is_equal(cell: Cell) -> bool:
 def is_able(cell: Cell) -> bool:
     """Return whether a draft surely guesses some tokens: it was trained, and what it guesses is not ruled out.
 
-    A stream has to guess the token before a draft as well, as it runs ahead.
+    A stream has to guess the token before a draft as well, as it runs ahead: surely only where nothing is sampled.
     """
     is_trained = cell["draft"] != "untrained" and cell["family"] not in UNTRAINED_FAMILIES
     is_free = cell["sampling"] not in ("grammar", "banned")
-    is_near = cell["drafting"] == "sequential" or cell["draft"] != "far"
+    is_near = cell["drafting"] == "sequential" or (cell["draft"] != "far" and cell["sampling"] == "greedy")
     return is_drafted(cell) and (is_equal(cell) or (is_trained and is_free and is_near))
 
 
@@ -169,9 +157,7 @@ def pairs_of(cell: Cell) -> set[Pair]:
     return {(a, cell[a], b, cell[b]) for a, b in itertools.combinations([axis for axis in AXES if axis in cell], 2)}
 
 
-def refused_pairs() -> set[Pair]:
-    """Return the pairs that cannot meet."""
-    return {pair for refusal in REFUSALS for pair in refusal.pairs()}
+REFUSED: set[Pair] = {pair for refusal in REFUSALS for pair in refusal.pairs()}
 
 
 def possible_pairs(axes: Iterable[str] = tuple(AXES)) -> set[Pair]:
@@ -180,49 +166,26 @@ def possible_pairs(axes: Iterable[str] = tuple(AXES)) -> set[Pair]:
         (a, x, b, y)
         for a, b in itertools.combinations([axis for axis in AXES if axis in axes], 2)
         for x, y in itertools.product(AXES[a], AXES[b])
-    } - refused_pairs()
-
-
-def _combinations(axes: dict[str, tuple[str, ...]], given: Cell | None = None) -> list[Cell]:
-    """Return every combination of some axes that can meet itself and what is given."""
-    refused, known = refused_pairs(), given or {}
-    found = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    return [one for one in found if not pairs_of(known | one) & refused]
+    } - REFUSED
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
-
-class Batch(NamedTuple):
-    """Requests that run together on one engine: `cells` differ in what requests bring."""
-
-    cells: tuple[Cell, ...]
-
-    @property
-    def name(self) -> str:
-        """What the batch is, for a failure."""
-        return ", ".join(self.cells[0][axis] for axis in BATCH)
+Batch = tuple[Cell, ...]  # cells that run together on one engine: they differ in what requests bring
 
 
 class Row(NamedTuple):
-    """An engine and what runs on it."""
-
     engine: Cell
     batches: tuple[Batch, ...]
 
-    @property
-    def name(self) -> str:
-        """What the engine is, for a test's id."""
-        return "_".join(self.engine.values())
-
-    def pairs(self) -> set[Pair]:
-        """Return the pairs that its cells cover."""
-        return set().union(*(pairs_of(cell) for batch in self.batches for cell in batch.cells))
-
 
 # Each family drafts for itself, unpruned, in each way: whatever is lost or misplaced on the way, a rejection tells.
-EQUAL_ENGINES = [{"family": f, "draft": "self", "drafting": d} for d in ENGINE["drafting"] for f in ENGINE["family"]]
-EQUAL_BATCH = {"pruner": "none", "prefill": "plain", "requests": "several"}
+EQUAL_ENGINES = [
+    *({"family": f, "draft": "self", "drafting": "sequential", "shape": s} for f in FAMILIES for s in ENGINE["shape"]),
+    *({"family": f, "draft": "self", "drafting": "sequential"} for f in ENGINE["family"][len(FAMILIES) :]),
+    *({"family": f, "draft": "self", "drafting": "parallel"} for f in ENGINE["family"]),
+]
+EQUAL_BATCHES = [{"pruner": "none", "prefill": way, "requests": "several"} for way in BATCH["prefill"]]
 EQUAL_REQUESTS = [
     {"input": "video", "sampling": "greedy", "scorer": "strict"},
     {"input": "videos", "sampling": "sampled", "scorer": "strict"},
@@ -238,80 +201,54 @@ def is_slow(engine: Cell) -> bool:
 
 def engines() -> list[Cell]:
     """Return engines in which every pair of what an engine is started with meets: greedily the next best."""
-    left, choices, found = _Open(possible_pairs(ENGINE)), _combinations(ENGINE), []
-    while left.num_pairs or len(found) < len(EQUAL_ENGINES):
+    left, found = possible_pairs(ENGINE), []
+    cells = [dict(zip(ENGINE, values, strict=True)) for values in itertools.product(*ENGINE.values())]
+    choices = [(cell, pairs) for cell in cells if not (pairs := pairs_of(cell)) & REFUSED]
+    while left or len(found) < len(EQUAL_ENGINES):
         wanted = EQUAL_ENGINES[len(found)] if len(found) < len(EQUAL_ENGINES) else {}
-        found.append(max((one for one in choices if wanted.items() <= one.items()), key=left.count))
-        left.cover(found[-1])
+        fitting = [choice for choice in choices if wanted.items() <= choice[0].items()]
+        best, pairs = max(fitting, key=lambda choice: len(choice[1] & left))
+        found.append(best)
+        left -= pairs
     return found
 
 
 def make_rows() -> list[Row]:
-    """Return rows in which every pair that can meet does: time and again, the batch that covers most of the rest.
+    """Return rows in which every pair that can meet does: of some batches with a pair that has not, that with most.
 
-    Slow engines are left what no other covers.
+    (Cohen et al., The AETG system, 1997: greedy, over candidates drawn at random; here always the same.)
     """
-    chosen, left = engines(), _Open(possible_pairs())
-    choices = [(engine, _combinations(BATCH, engine), _combinations(REQUEST, engine)) for engine in chosen]
+    random, chosen, left = Random(0), engines(), possible_pairs()
     batches: list[list[Batch]] = [[] for _ in chosen]
 
     def add(number: int, batch: Batch) -> None:
         batches[number].append(batch)
-        for cell in batch.cells:
-            left.cover(cell)
+        left.difference_update(*map(pairs_of, batch))
 
-    for number, engine in enumerate(chosen[: len(EQUAL_ENGINES)]):
-        add(number, Batch(tuple(engine | EQUAL_BATCH | request for request in EQUAL_REQUESTS)))
-    for numbers in ([i for i, one in enumerate(chosen) if not is_slow(one)], range(len(chosen))):
-        while left.num_pairs:
-            offers = {number: _fill(*choices[number], left) for number in numbers}
-            best = max(offers, key=lambda number: offers[number][0])
-            if not offers[best][0]:
-                break
-            add(best, Batch(offers[best][1]))
+    for number in range(len(EQUAL_ENGINES)):
+        for way in EQUAL_BATCHES:
+            add(number, tuple(chosen[number] | way | request for request in EQUAL_REQUESTS))
+    while left:
+        a, x, b, y = min(left)
+        offers = [_draw(random, chosen, {a: x, b: y}) for _ in range(NUM_OFFERS)]
+        add(*max(offers, key=lambda offer: len(left.intersection(set().union(*map(pairs_of, offer[1]))))))
     return [Row(engine, tuple(own)) for engine, own in zip(chosen, batches, strict=True)]
 
 
-class _Open:
-    """The pairs that are left, by value: of each the values, as bits, that it has not met."""
-
-    def __init__(self, pairs: set[Pair]):
-        self._bits = {(axis, value): 1 << n for n, (axis, value) in enumerate((a, v) for a in AXES for v in AXES[a])}
-        self._left = dict.fromkeys(self._bits, 0)
-        for a, x, b, y in pairs:
-            self._left[a, x] |= self._bits[b, y]
-            self._left[b, y] |= self._bits[a, x]
-
-    @property
-    def num_pairs(self) -> int:
-        """How many are left."""
-        return sum(left.bit_count() for left in self._left.values()) // 2
-
-    def count(self, cell: Cell) -> int:
-        """Return how many of them a cell has."""
-        mask = sum(self._bits[item] for item in cell.items())
-        return sum((self._left[item] & mask).bit_count() for item in cell.items()) // 2
-
-    def promise(self, batch: Cell) -> int:
-        """Return how many of them a batch's own values have with what requests bring."""
-        return sum(self._left[item].bit_count() for item in batch.items())
-
-    def cover(self, cell: Cell) -> None:
-        """Take a cell's pairs out."""
-        mask = sum(self._bits[item] for item in cell.items())
-        for item in cell.items():
-            self._left[item] &= ~mask
+def _draw(random: Random, chosen: list[Cell], wanted: Cell) -> tuple[int, Batch]:
+    """Return an engine by number, a slow one only where no other can, and a batch of it with some wanted values."""
+    able = [i for i, engine in enumerate(chosen) if engine | wanted == wanted | engine]  # they agree
+    able = [i for i in able if not pairs_of(chosen[i] | wanted) & REFUSED]
+    number = random.choice([i for i in able if not is_slow(chosen[i])] or able)
+    first = _complete(random, chosen[number] | wanted)
+    shared = {axis: first[axis] for axis in ENGINE | BATCH}
+    num_more = SEVERAL - 1 if first["requests"] == "several" else 0
+    return number, (first, *(_complete(random, shared) for _ in range(num_more)))
 
 
-def _fill(engine: Cell, batches: list[Cell], requests: list[Cell], left: _Open) -> tuple[int, tuple[Cell, ...]]:
-    """Return the most promising batch of an engine, requests that cover most joined to it, and what they cover."""
-
-    def worth(batch: Cell) -> float:
-        return left.count(engine | batch) + 0.1 * left.promise(batch) * (batch["requests"] == "several")
-
-    batch, trial = engine | max(batches, key=worth), copy.deepcopy(left)
-    cells: list[Cell] = []
-    for _ in range(SEVERAL if batch["requests"] == "several" else 1):
-        cells.append(max((batch | request for request in requests), key=trial.count))
-        trial.cover(cells[-1])
-    return left.num_pairs - trial.num_pairs, tuple(cells)
+def _complete(random: Random, part: Cell) -> Cell:
+    """Return a cell with the given values, and others that can meet."""
+    while True:
+        cell = {axis: part.get(axis) or random.choice(values) for axis, values in AXES.items()}
+        if not pairs_of(cell) & REFUSED:
+            return cell

@@ -83,7 +83,6 @@ def prompts_of(family: str) -> str:
 
 
 def spec_of(cell: Cell) -> dict[str, Any]:
-    """Return the knobs of an engine, but for its draft."""
     spec = harness.FIXED_DRAFTS | {"drafting": cell["shape"], "guidance_layers": "all"}
     spec |= SHAPES.get(cell["shape"], {}) | OBSERVES[cell["observes"]] | ALLOWS[cell["allows"]]
     return spec | ({"parallel": PARALLEL} if cell["drafting"] == "parallel" else {})
@@ -91,7 +90,6 @@ def spec_of(cell: Cell) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def started(cell: Cell, models: Checkpoints) -> Iterator[Engine]:
-    """Start the engine of a row."""
     family = cell["family"]
     draft = DRAFTS.get(cell["draft"]) or models.untrained(family)
     with (
@@ -154,36 +152,26 @@ def request(cell: Cell, seed: int) -> tuple[dict, dict]:
 
 @dataclasses.dataclass(frozen=True)
 class Answered:
-    """What became of a batch.
-
-    Attributes:
-        batch: Its cells.
-        seeds: Of each cell.
-        outputs: vLLM's, of each cell.
-        kinds: Of each cell the kind of each of its tokens.
-        num_drafts: Of each cell the steps that had a draft of it.
-        num_runs: Of each cell how often it began: once, and again after each preemption.
-        num_planned: Drafts of a step, K.
-        counted: By our counters.
-    """
+    """What became of a batch, cell by cell."""
 
     batch: Batch
     seeds: list[int]
-    outputs: list[Any]
-    kinds: list[list[int]]
-    num_drafts: list[int]
-    num_runs: list[int]
-    num_planned: int
-    counted: dict[str, int]
+    outputs: list[Any]  # vLLM's
+    kinds: list[list[int]]  # of each token
+    num_drafts: list[int]  # steps that had a draft of it
+    num_runs: list[int]  # once, and again after each preemption
+    num_visual: list[int]  # tokens of its prompt
+    num_planned: int  # K
+    counted: dict[str, int]  # by our counters, of all cells
 
 
 def run(engine: Engine, batch: Batch, first_seed: int) -> Answered:
-    """Run a batch as its cells say."""
-    settings, llm = batch.cells[0], engine.llm
-    seeds = [first_seed + i for i in range(len(batch.cells))]
-    requests = [request(cell, seed) for cell, seed in zip(batch.cells, seeds, strict=True)]
+    settings, llm = batch[0], engine.llm
+    seeds = [first_seed + i for i in range(len(batch))]
+    requests = [request(cell, seed) for cell, seed in zip(batch, seeds, strict=True)]
     engine.retune(pruner=settings["pruner"])
     engine.idle()  # vLLM tells of the end of a request with its next step
+    assert settings["drafting"] == "parallel" or engine.kv.num_used_blocks == 0, "an earlier batch has kept blocks"
     assert llm.reset_prefix_cache()
     if settings["prefill"] == "prefix-hit":
         # Two tokens: who ends with its first is drafted for by nobody, and its scores are not remembered.
@@ -213,7 +201,8 @@ def run(engine: Engine, batch: Batch, first_seed: int) -> Answered:
         # A step may have verified drafts past the end; what a step without drafts puts out at the end, nobody sees.
         length = len(output.outputs[0].token_ids)
         kinds.append((by_id.get(one, []) + [int(Kind.OWN)] * length)[:length])
-    began = Counter(ids + [request.request_id.split("-")[0] for request in preempted])
+    visual = [getattr(engine.runner.model_config.hf_config, f"{kind}_token_id") for kind in ("image", "video")]
+    began = Counter(ids + [call.args[0].request_id.split("-")[0] for call in preempted])
     return Answered(
         batch,
         seeds,
@@ -221,13 +210,13 @@ def run(engine: Engine, batch: Batch, first_seed: int) -> Answered:
         kinds,
         [drafted[one] for one in ids],
         [began[one] for one in ids],
+        [sum(token in visual for token in output.prompt_token_ids) for output in told],
         engine.runner.num_speculative_steps,
         metrics.difference(before, engine.counters()),
     )
 
 
 def _go(engine: Engine, outputs: dict[str, Any], is_enough: Callable[[], bool]) -> None:
-    """Step until all requests have ended, or something holds."""
     while engine.core.has_unfinished_requests() and not is_enough():
         outputs.update({output.request_id: output for output in engine.core.step() if output.finished})
 
@@ -276,18 +265,15 @@ def _chunks(engine: Engine, num_requests: int) -> Iterator[set[str]]:
 def read_back(
     models: Checkpoints, family: str, answered: list[Answered]
 ) -> Iterator[tuple[Cell, Any, Any, list[bool]]]:
-    """Let vanilla vLLM say what a family's cells have said, and tell what it would have said at each place.
+    """Let vanilla vLLM say what cells have said; yield a cell, its output, vanilla's, and if each token is its own.
 
     It samples every token by its own parameters, seed and noise, and then the cell's token is put in its place: of a
     strict cell that is vanilla's own answer, up to the first token that differs.
-
-    Yields:
-        A cell, its output, vanilla's, and of each token whether it is vanilla's own.
     """
     cells = [
         (cell, request(cell, seed), output)
         for one in answered
-        for cell, seed, output in zip(one.batch.cells, one.seeds, one.outputs, strict=True)
+        for cell, seed, output in zip(one.batch, one.seeds, one.outputs, strict=True)
     ]
     overrides = OVERRIDES | {"model": models.target(family), "max_num_seqs": 32}
     with harness.engine(prompts_of(family), overrides=overrides) as engine:

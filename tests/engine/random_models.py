@@ -1,14 +1,19 @@
-"""Untrained checkpoints of families that have no bundled pair: identity needs no sense, only features that matter."""
+"""Checkpoints that tests make: untrained ones of families without a bundled pair, and padded vocabularies.
+
+Identity needs no sense of a model, only features that matter.
+"""
 
 import contextlib
 import io
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from training import tiny_captioner, tiny_models
+from training import tiny_captioner
+from vllm_vidspec import assets
 
 QWEN2, QWEN3, QWEN3_MOE = NAMES = ("qwen2-vl", "qwen3-vl", "qwen3-vl-moe")
 # Wide enough that other visual features make other tokens likely.
@@ -18,13 +23,7 @@ _TEXT = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "
 
 
 def build(name: str, folder: Path, seed: int = 0) -> str:
-    """Write an untrained model with the bundled tokenizer and 14-pixel patches; return its directory.
-
-    Args:
-        name: One of `NAMES`.
-        folder: To write to.
-        seed: Of its weights.
-    """
+    """Write an untrained model of `NAMES` with the bundled tokenizer and 14-pixel patches; return its directory."""
     import transformers
 
     torch.manual_seed(seed)
@@ -34,6 +33,27 @@ def build(name: str, folder: Path, seed: int = 0) -> str:
     _processor(name).save_pretrained(folder)
     if name == QWEN3_MOE:
         _store_experts_as_released(folder / "model.safetensors")
+    return str(folder)
+
+
+def pad(checkpoint: str, num_rows: int, scale: float, folder: Path) -> str:
+    """Write a copy of a checkpoint with `num_rows` more rows than tokens in embeddings and head; return its directory.
+
+    They are multiples of the rows of its first tokens: 0 for padding as it is released, more than 1 for padding that
+    wins over every token.
+    """
+    original = Path(checkpoint)
+    for path in original.iterdir():
+        if path.name not in ("config.json", "model.safetensors"):
+            (folder / path.name).symlink_to(path.resolve())
+    config = json.loads((original / "config.json").read_text())
+    config["text_config"]["vocab_size"] += num_rows
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(original / "model.safetensors")
+    for name, table in tensors.items():
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            tensors[name] = torch.cat((table, scale * table[torch.arange(num_rows) % len(table)]))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
 
 
@@ -54,44 +74,33 @@ def _config(name: str) -> Any:
     text = _TEXT | {
         "intermediate_size": 256,
         "vocab_size": len(ids),
-        "max_position_embeddings": tiny_models.MAX_POSITIONS,
+        "max_position_embeddings": 16_384,
         "initializer_range": _SPREAD,
-        "rope_parameters": {"rope_type": "default", "rope_theta": tiny_models.ROPE_THETA, "mrope_section": [4, 6, 6]},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 6, 6]},
         "bos_token_id": ids["<|endoftext|>"],
         "eos_token_id": ids["<|im_end|>"],
         "pad_token_id": ids["<|endoftext|>"],
     }
-    tokens = {
-        "image_token_id": ids["<|image_pad|>"],
-        "video_token_id": ids["<|video_pad|>"],
-        "vision_start_token_id": ids["<|vision_start|>"],
-        "vision_end_token_id": ids["<|vision_end|>"],
-        "tie_word_embeddings": False,
-    }
+    tokens = {f"{kind}_token_id": ids[f"<|{kind}_pad|>"] for kind in ("image", "video")}
+    tokens |= {f"vision_{end}_token_id": ids[f"<|vision_{end}|>"] for end in ("start", "end")}
     vision: dict[str, Any] = {"depth": 3, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2}
     vision |= {"temporal_patch_size": 2, "initializer_range": _SPREAD}
+    kind = "Qwen2VL"
     if name == QWEN2:
         vision |= {"embed_dim": 64, "hidden_size": text["hidden_size"], "mlp_ratio": 2}
-        config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **tokens)
-        config.architectures = ["Qwen2VLForConditionalGeneration"]
-        return config
-    vision |= {"hidden_size": 64, "intermediate_size": 128, "out_hidden_size": text["hidden_size"]}
-    vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
-    text |= {"head_dim": 32}
-    text["rope_parameters"]["mrope_interleaved"] = True
-    if name == QWEN3:
-        config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **tokens)
-        config.architectures = ["Qwen3VLForConditionalGeneration"]
-        return config
-    text |= {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": _EXPERT_SIZE,
-        "decoder_sparse_step": 1,
-        "norm_topk_prob": True,
-    }
-    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision, **tokens)
-    config.architectures = ["Qwen3VLMoeForConditionalGeneration"]
+    else:
+        kind = "Qwen3VL"
+        vision |= {"hidden_size": 64, "intermediate_size": 128, "out_hidden_size": text["hidden_size"]}
+        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+        text |= {"head_dim": 32}
+        text["rope_parameters"]["mrope_interleaved"] = True
+    if name == QWEN3_MOE:
+        kind = "Qwen3VLMoe"
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": _EXPERT_SIZE}
+        text |= {"decoder_sparse_step": 1, "norm_topk_prob": True}
+    make = getattr(transformers, f"{kind}Config")
+    config = make(text_config=text, vision_config=vision, **tokens, tie_word_embeddings=False)
+    config.architectures = [f"{kind}ForConditionalGeneration"]
     return config
 
 
@@ -99,16 +108,14 @@ def _processor(name: str) -> Any:
     import transformers
 
     with contextlib.redirect_stdout(io.StringIO()):
-        bundled = tiny_models.build_processor("qwen2.5-vl")
-    if name == QWEN2:
-        kind = transformers.Qwen2VLProcessor
-        return kind(bundled.image_processor, bundled.tokenizer, bundled.video_processor, bundled.chat_template)
-    side = 112
-    video = transformers.Qwen3VLVideoProcessor(
-        patch_size=14,
-        merge_size=2,
-        temporal_patch_size=2,
-        size={"shortest_edge": 784, "longest_edge": side * side * 64},
-    )
-    kind = transformers.Qwen3VLProcessor
+        bundled = transformers.AutoProcessor.from_pretrained(assets.checkpoint("qwen2.5-vl", "target"))
+    kind, video = transformers.Qwen2VLProcessor, bundled.video_processor
+    if name != QWEN2:
+        kind = transformers.Qwen3VLProcessor
+        video = transformers.Qwen3VLVideoProcessor(
+            patch_size=14,
+            merge_size=2,
+            temporal_patch_size=2,
+            size={"shortest_edge": 784, "longest_edge": 112 * 112 * 64},
+        )
     return kind(bundled.image_processor, bundled.tokenizer, video, bundled.chat_template)

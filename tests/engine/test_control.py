@@ -30,21 +30,23 @@ def adaptive(is_async: bool, **knobs) -> Iterator[Engine]:
 
 
 @contextlib.contextmanager
-def wrong_about_texts(engine: Engine) -> Iterator[list[bool]]:
-    """Let every draft for a prompt without images or videos be wrong; yield whether each was to be shown to it."""
+def wrong_drafts(engine: Engine, of_videos: bool) -> Iterator[list[bool]]:
+    """Let every draft for prompts with videos, or without, be wrong; yield whether each was to be shown to it."""
     speculator = engine.speculator
-    drafter, admit, is_text = speculator.backend.drafter, speculator.backend.add, set()
+    drafter, admit, is_wrong = speculator.backend.drafter, speculator.backend.add, set()
     draft, shown = drafter.draft, []
 
     def noting(arrival):
-        if not arrival.features:
+        if bool(arrival.features) == of_videos:
             shown.append(arrival.is_shown)
-        (is_text.discard if arrival.features else is_text.add)(arrival.req_state_idx)
+            is_wrong.add(arrival.req_state_idx)
+        else:
+            is_wrong.discard(arrival.req_state_idx)
         admit(arrival)
 
     def wrong(message):
         drafts = draft(message)
-        rows = [place for place, row in enumerate(message.idx_mapping_np.tolist()) if row in is_text]
+        rows = [place for place, row in enumerate(message.idx_mapping_np.tolist()) if row in is_wrong]
         drafts.tokens[rows] = (drafts.tokens[rows] + 1) % 50
         return drafts
 
@@ -55,7 +57,8 @@ def wrong_about_texts(engine: Engine) -> Iterator[list[bool]]:
 @contextlib.contextmanager
 def steps(engine: Engine) -> Iterator[list]:
     """Yield a list that gains of each step its decision, the drafts that were scheduled of each request, and who had
-    real ones. On its clock a step takes 10 ms and a millisecond for each level of the draft, whatever runs beside it.
+    real ones. On its clock a step takes 10 ms and a millisecond for each level of the draft, and the draft reads a
+    prompt in no time, whatever runs beside it.
     """
     side, seen, now = engine.scheduler._vidspec_side, [], [0.0]
     observe = side.observe
@@ -68,7 +71,11 @@ def steps(engine: Engine) -> Iterator[list]:
         observe(scheduler_output, output)
 
     clock = mock.Mock(monotonic=lambda: now[0])
-    with mock.patch.object(side, "observe", noting), mock.patch.object(control, "time", clock):
+    with (
+        mock.patch.object(side, "observe", noting),
+        mock.patch.object(control, "time", clock),
+        mock.patch.object(control.compat, "report_of", lambda output: report_of(output)._replace(reading_s=0.0)),
+    ):
         yield seen
 
 
@@ -81,7 +88,7 @@ def test_answers_are_vanillas_whatever_is_decided(reference, is_async, shape):
     """
     knobs = {"drafting": "auto", "num_speculative_tokens": 12} if shape == "auto" else {}
     mixed, videos = reference(QWEN, "mixed"), reference(QWEN, "videos")
-    with adaptive(is_async, **knobs) as engine:
+    with adaptive(is_async, **knobs) as engine, steps(engine):
         outputs, counted = engine.measured(harness.mixed_batch(QWEN))
         assert_same_answers(mixed, outputs)
         assert skipped(counted) == {} and counted["accepted_tokens"] > 0
@@ -100,7 +107,7 @@ def test_hopeless_requests_rest_beside_good_ones(reference, is_async):
     """
     expected = reference(QWEN, "videos and texts")
     requests = harness.videos_and_texts(QWEN)
-    with adaptive(is_async) as engine, wrong_about_texts(engine) as shown, steps(engine) as seen:
+    with adaptive(is_async) as engine, wrong_drafts(engine, of_videos=False) as shown, steps(engine) as seen:
         before = engine.counters()
         for _ in range(6):
             assert_same_answers(expected, engine.generate(requests))
@@ -116,6 +123,32 @@ def test_hopeless_requests_rest_beside_good_ones(reference, is_async):
         assert not resting & scheduled.keys() and not resting & drafted, "who rests has one row, and no draft forward"
     assert counted["accepted_tokens"] > 0.6 * counted["draft_tokens"], "what is drafted is mostly accepted"
     assert np.mean([decision.option.num_tokens > 0 for decision, *_ in seen]) > 0.2
+
+
+@pytest.mark.slow
+def test_a_class_that_begins_to_pay_is_found_again():
+    """Videos rest, as every draft for them is wrong; then the draft is as good as it is, and within 200 they are shown.
+
+    Catches: a class that is never probed, a probe that teaches nothing.
+    """
+    requests = harness.videos(QWEN, 4, max_tokens=60, ignore_eos=True)
+    with adaptive(False) as engine, steps(engine):
+        with wrong_drafts(engine, of_videos=True):
+            for _ in range(12):
+                engine.generate(requests)
+            engine.idle()
+            before = engine.counters()
+        assert before["rests_video_256"] == before["resumes_video_256"] + 1
+        num_requests, counted = 0, {"resumes_video_256": 0}
+        while counted["resumes_video_256"] == 0 and num_requests < 200:
+            engine.generate(requests)
+            engine.idle()
+            num_requests += len(requests)
+            counted = metrics.difference(before, engine.counters())
+        print(f"found again after {num_requests} requests")
+        assert counted["resumes_video_256"] == 1 and counted["unshown_video_256"] > 0
+        _, counted = engine.measured(requests)
+        assert counted["shown_video_256"] == 4 and counted["accepted_tokens"] > 100
 
 
 def test_a_resting_request_gives_its_draft_memory_to_others():

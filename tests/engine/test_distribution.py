@@ -9,7 +9,7 @@ from scipy import stats
 
 from tests.engine import harness
 from tests.engine.harness import QWEN
-from tests.engine.seams import CoupledVerifier
+from vllm_vidspec.engine.verify.verifier import CoupledVerifier
 
 pytestmark = pytest.mark.engine
 
@@ -52,9 +52,8 @@ def quantiles():
 def test_unseeded_output_follows_the_target(monkeypatch):
     """Chi-squared over 2,500 tokens at T = 1, drafted without sight of the video: many drafts to reject.
 
-    Catches, and is seen to: a scorer that lets a rejected draft stand one time in four. One that does so one time in
-    eight would be seen in 99 of 100 runs at this level, 1e-3: that takes a noncentrality of 80, and the planted scorer,
-    measured with 735 over 5,120 tokens, says how it grows: as the tokens, and as the square of the share.
+    Catches, and is seen to: a scorer that lets a rejected draft stand one time in four; one time in eight would be seen
+    in 99 of 100 runs (noncentrality 80; the planted scorer's, 735 over 5,120 tokens, grows with tokens and share²).
     """
     sampling = {"temperature": 1.0, "n": 16, "max_tokens": 80, "ignore_eos": True, "seed": None}
     spec = {"prune_ratio": 1.0, "num_speculative_tokens": 4}

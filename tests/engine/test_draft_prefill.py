@@ -8,7 +8,9 @@ import torch
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import LLAVA, QWEN, assert_all_stands
-from tests.engine.seams import DraftModel, DraftPrefill, PendingScores, attention_guidance
+from vllm_vidspec.engine.draft.prefill import DraftPrefill
+from vllm_vidspec.engine.hooks import attention as attention_guidance
+from vllm_vidspec.engine.hooks.prompts import PendingScores
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
 
@@ -59,28 +61,11 @@ def test_an_equal_draft_still_never_errs(reference, monkeypatch, llava):
     harness.assert_begins(outputs, reference(LLAVA, "endless"))
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
     assert counted["prompts"] == 3 and counted["skipped_draft_error"] == 0
+    ours, targets = (model.multimodal_config for model in (llava.draft.model, llava.runner.model))
+    assert ours.mm_encoder_attn_backend == targets.mm_encoder_attn_backend is not None, "a flag that is the target's"
     reading = [step for step in steps if step["read"]]
     assert len(reading) >= 13 and max(step["read"] for step in reading) <= 60
     assert min(step["decoding"] for step in reading[1:]) >= 2  # who is read for, and another; the first ends early
-
-
-def test_the_draft_looks_once(monkeypatch, llava):
-    """Answers to one prompt, and a later turn about it: one look of the draft's tower at the video."""
-    video = world.held_out(20).frames
-    looks = []
-    encode = DraftModel.encode
-    monkeypatch.setattr(
-        DraftModel, "encode", lambda self, features, frames: looks.append(frames) or encode(self, features, frames)
-    )
-    requests = [(pairs.video_prompt(LLAVA, video), {"temperature": 1.0, "seed": 1, "n": 3, "max_tokens": 8})]
-    _, first = llava.measured(requests)
-    _, later = llava.measured([(pairs.video_prompt(LLAVA, video, "describe the color"), {"max_tokens": 8})])
-    assert looks == [[None]]
-    assert (first["draft_encoder_misses"], first["draft_encoder_hits"]) == (1, 2)
-    assert (later["draft_encoder_misses"], later["draft_encoder_hits"]) == (0, 1)
-    for counted in (first, later):
-        assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
-    assert 0 < later["draft_encoder_bytes_used"] <= later["draft_encoder_bytes"]
 
 
 def test_bad_prompts_take_nobodys_drafts(llava):
@@ -104,27 +89,6 @@ def test_bad_prompts_take_nobodys_drafts(llava):
     assert counted["skipped_unsupported"] == 2 and counted["skipped_draft_error"] == 0
     assert counted["prompts"] == 1
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
-
-
-def test_the_tower_is_profiled_and_configured_like_the_targets(monkeypatch, llava):
-    """A profile run shows the draft's tower the largest items of a step; `--mm-encoder-*` flags reach it."""
-    draft = llava.draft
-    shown = []
-    embed = draft.model.embed_multimodal
-
-    def noting(**kwargs):
-        outputs = embed(**kwargs)
-        shown.extend(len(output.flatten(0, -2)) for output in outputs)
-        return outputs
-
-    monkeypatch.setattr(draft.model, "embed_multimodal", noting)
-    with torch.inference_mode():
-        draft.profile()
-    budget = max(draft.max_encoder_tokens, max(shown))
-    assert shown and budget - max(shown) < sum(shown) <= budget
-    ours, targets = (model.multimodal_config for model in (draft.model, llava.runner.model))
-    assert ours.mm_encoder_attn_backend == targets.mm_encoder_attn_backend is not None
-    assert ours.mm_device_do_normalize == targets.mm_device_do_normalize
 
 
 class Late(PendingScores):

@@ -8,7 +8,7 @@ import pytest
 from tests.engine import harness
 from vidspec_kernels import dispatch
 from vidspec_kernels.limits import DeviceLimits
-from vllm_vidspec.engine import kernel_warmup
+from vllm_vidspec.engine import worker
 
 pytestmark = pytest.mark.engine
 
@@ -26,9 +26,9 @@ def test_every_part_is_prepared(monkeypatch):
             monkeypatch.setattr(loaded, "device_limits", lambda device: limits)
     spec = {"drafting": "tree-adaptive", "pruner": "specvlm", "scorer": "loose", "num_speculative_tokens": 8}
     with harness.engine("qwen2.5-vl", "draft", **spec) as engine:
-        kernel_warmup.warm_up_kernels(engine.runner)
+        worker.warm_up_kernels(engine.runner)
         assert not prepared  # interpreted kernels need none
-        kernel_warmup.prepare(engine.runner)
+        worker.prepare(engine.runner)
         width = engine.config.tree.width_max
     # Target and draft have the same attention kernel, and the same one that moves accepted nodes.
     assert set(prepared) == {

@@ -9,10 +9,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.engine import harness, matrix, matrix_run
-from tests.engine.matrix import ENGINE, LOSSY, Row
+from tests.engine.matrix import ENGINE, LOSSY, TREES, Row
+from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.pruning import budget
 
 ENGINES = matrix.engines()
 CASES = [
@@ -37,6 +40,10 @@ def answered() -> Iterator[dict[str, list[matrix_run.Answered]]]:
     yield {}
 
 
+# By input: items with a budget of their own, and what is pruned of them. Frames sent as images are one video.
+ITEMS = {"video": (1, 0.9), "videos": (2, 0.9), "images": (2, 0.8), "frames": (1, 0.9), "text": (1, 0.9)}
+
+
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
@@ -49,9 +56,12 @@ def test_what_cannot_meet_is_refused(refusal):
 
 
 def test_every_pair_that_can_meet_does(rows):
-    met = set().union(*(row.pairs() for row in rows))
+    cells = [cell for row in rows for batch in row.batches for cell in batch]
+    met = set().union(*map(matrix.pairs_of, cells))
     assert met == matrix.possible_pairs()
     assert [row.engine for row in rows] == ENGINES
+    scorers = [{cell["scorer"] for cell in batch} for row in rows for batch in row.batches]
+    assert any({"strict", "loose"} <= one for one in scorers), "a strict request beside a loose one"
 
 
 # ---- the cells -------------------------------------------------------------------------------------------------------
@@ -72,7 +82,7 @@ def test_cells(rows, models, answered, number):
 
 def complaints(found: matrix_run.Answered) -> Iterator[tuple]:
     """Yield what is wrong with a batch: nothing was lost for a reason that is not listed, and all was drafted for."""
-    cells, counted = found.batch.cells, found.counted
+    cells, counted = found.batch, found.counted
     expected: Counter = Counter()
     for cell, num_runs in zip(cells, found.num_runs, strict=True):
         expected.update(dict.fromkeys(matrix.reasons(cell), num_runs))
@@ -86,9 +96,14 @@ def complaints(found: matrix_run.Answered) -> Iterator[tuple]:
         guided = sum(n * bool(matrix.is_guided(cell)) for cell, n in zip(cells, found.num_runs, strict=True))
         if counted["guided_prompts"] != guided:
             yield "guided", counted["guided_prompts"], "instead of", guided, cells
-    kept, full = counted["visual_tokens_kept"], counted["visual_tokens_full"]
-    if full and not (kept == full if cells[0]["pruner"] == "none" else 0 < kept <= 0.2 * full):
-        yield "pruned to", kept, full, cells
+    budgets: Counter = Counter()
+    for cell, num_runs, num_visual in zip(cells, found.num_runs, found.num_visual, strict=True):
+        num_items, ratio = ITEMS[cell["input"]]
+        kept = num_items * budget(num_visual // num_items, 0.0 if cell["pruner"] == "none" else ratio)
+        if matrix.is_drafted(cell):
+            budgets.update(full=num_runs * num_visual, kept=num_runs * kept)
+    if budgets != Counter(full=counted["visual_tokens_full"], kept=counted["visual_tokens_kept"]):
+        yield "pruned to", counted["visual_tokens_kept"], counted["visual_tokens_full"], "instead of", budgets, cells
     for cell, num_drafts, kinds in zip(cells, found.num_drafts, found.kinds, strict=True):
         if (num_drafts > 0) != matrix.is_drafted(cell):
             yield "drafted", num_drafts, cell
@@ -104,6 +119,8 @@ def complaints(found: matrix_run.Answered) -> Iterator[tuple]:
         most = found.num_planned * num_without if is_parallel else 0
         if rejected > (most if cells[0]["scheduler"] == "ahead" else 0) or counted["stale_streams"]:
             yield "rejected", rejected, counted["stale_streams"], cells
+        if not is_parallel and (counted["draft_tokens"] > counted["draft_depth"]) != (cells[0]["shape"] in TREES):
+            yield "no trees, or no chains", counted["draft_tokens"], counted["draft_depth"], cells
 
 
 @pytest.mark.engine
@@ -121,3 +138,45 @@ def test_answers_are_vanillas(models, answered, family):
         elif cell["scorer"] not in LOSSY:
             harness.assert_same_answers([vanilla], [output])
     assert not wrong, "\n".join(map(str, wrong))
+
+
+# ---- a cell is seen to fail ------------------------------------------------------------------------------------------
+
+
+def deeper_features_of_the_token_before(patch, engine):
+    from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration as Target
+
+    original, embed, is_drafting = Target._set_deepstack_input_embeds, engine.draft.embed, []
+    rolled = lambda self, deeper: original(self, torch.roll(deeper, 1, dims=1) if is_drafting else deeper)  # noqa: E731
+    patch.setattr(Target, "_set_deepstack_input_embeds", rolled)
+
+    def embedding(*args):
+        is_drafting.append(True)
+        try:
+            return embed(*args)
+        finally:
+            is_drafting.clear()
+
+    patch.setattr(engine.draft, "embed", embedding)
+
+
+def noise_of_the_next_position(patch, engine):
+    draw = CoupledSampler.draw_into
+    patch.setattr(
+        CoupledSampler,
+        "draw_into",
+        lambda self, logits, heat, seeds, pos, **outputs: draw(self, logits, heat, seeds, pos + 1, **outputs),
+    )
+
+
+@pytest.mark.engine
+def test_what_a_draft_mistakes_is_seen(rows, models):
+    """The cells above say what is rejected; without a planted error they are silent."""
+    row = next(row for row in rows if row.engine["family"] == "qwen3-vl")
+    with matrix_run.started(row.engine, models) as engine:
+        for plant in (deeper_features_of_the_token_before, noise_of_the_next_position):
+            with pytest.MonkeyPatch.context() as patch:
+                plant(patch, engine)
+                found = matrix_run.run(engine, row.batches[0], 0)
+            assert [what for what, *_ in complaints(found)] == ["rejected"], plant
+            engine.speculator.backend.forget_media()

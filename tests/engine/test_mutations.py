@@ -9,7 +9,6 @@ on the rollback, and every full acceptance on the re-fed token.
 
 import contextlib
 import dataclasses
-import logging
 
 import pytest
 import torch
@@ -17,15 +16,11 @@ import torch
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import LLAVA, QWEN
-from tests.engine.seams import (
-    CoupledSampler,
-    CoupledVerifier,
-    Drafter,
-    DraftModel,
-    drafter,
-    score_blocks,
-)
-from vllm_vidspec.engine.report.acceptance_alarm import WINDOW
+from vllm_vidspec.engine.draft import drafter
+from vllm_vidspec.engine.draft.drafter import Drafter
+from vllm_vidspec.engine.draft.model import DraftModel
+from vllm_vidspec.engine.draft.noise import CoupledSampler
+from vllm_vidspec.engine.verify.verifier import CoupledVerifier
 
 pytestmark = pytest.mark.engine
 
@@ -178,65 +173,3 @@ def test_planted_bug_is_caught(drafted, monkeypatch, mutation):
     mutation(monkeypatch)
     with pytest.raises(AssertionError, match="assert"):
         check(drafted)
-
-
-def test_noise_position_off_by_one_is_caught(drafted, monkeypatch):
-    """With shared noise an equal draft is never rejected; with the noise of the next position it is."""
-    engine, _ = drafted
-    sampler = engine.draft_sampler
-    monkeypatch.setattr(sampler, "_noise", "shared")
-    _, counted = engine.measured(requests(engine.family))
-    assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
-
-    original = CoupledSampler.draw_into
-    monkeypatch.setattr(
-        CoupledSampler,
-        "draw_into",
-        lambda self, logits, temperature, seeds, pos, **outputs: original(
-            self, logits, temperature, seeds, pos + 1, **outputs
-        ),
-    )
-    _, counted = engine.measured(requests(engine.family))
-    assert counted["accepted_tokens"] < counted["draft_tokens"]
-
-
-def test_drafts_that_never_stand_raise_the_alarm(drafted, monkeypatch, caplog):
-    """A draft that reads garbage, as past the end of a rope table: the text is right, and the alarm says what it costs.
-
-    Catches: an alarm that is not wired to what the device counts; one that a sound run raises.
-    """
-    engine, _ = drafted
-    _, sound = engine.measured(requests(engine.family))
-    assert sound["drafts"] > 0 and sound["low_acceptance_windows"] == 0
-
-    original = CoupledSampler.draw_into
-    monkeypatch.setattr(
-        CoupledSampler, "draw_into", lambda self, logits, *rest, **more: original(self, -logits, *rest, **more)
-    )
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    # Twice, so that a whole window is useless wherever the last one had begun.
-    _, useless = engine.measured(2 * requests(engine.family))
-    assert useless["drafts"] >= 2 * WINDOW
-    assert useless["accepted_tokens"] < 0.5 * useless["drafts"]
-    assert 1 <= useless["low_acceptance_windows"] <= 1 + useless["drafts"] // WINDOW
-    # A record may reach the handler by two ways.
-    spoken = {id(record) for record in caplog.records if "draft acceptance is near zero" in record.getMessage()}
-    assert len(spoken) == 1
-
-
-def test_logits_in_blocks_of_rows(drafted, monkeypatch):
-    """Blocks of four of the six requests.
-
-    Catches: a block's rows that are taken for those of the first, a memory profile without a block of logits.
-    """
-    engine, _ = drafted
-    model, num_rows = engine.draft, []
-    monkeypatch.setattr(score_blocks, "SCORE_BYTES", 4 * 4 * model.vocab_size)
-    check(drafted)
-    original = DraftModel.compute_logits
-    monkeypatch.setattr(
-        DraftModel, "compute_logits", lambda self, hidden: (num_rows.append(len(hidden)), original(self, hidden))[1]
-    )
-    with torch.inference_mode():
-        model.profile()
-    assert num_rows == [4]

@@ -1,8 +1,14 @@
-"""The drafter in a process of its own: the output stays vanilla's, whatever becomes of that process."""
+"""The drafter in a process of its own: the output stays vanilla's, whatever becomes of that process.
+
+That a draft equal to the target is never cut, whatever is asked and preempted: test_matrix.py.
+"""
 
 import contextlib
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +18,7 @@ import pytest
 
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
-from tests.engine.harness import LLAVA, Engine, assert_all_stands, assert_same_answers, skipped, token_ids
+from tests.engine.harness import LLAVA, Engine, assert_all_stands, assert_same_answers, token_ids
 from vllm_vidspec import metrics
 from vllm_vidspec.engine.parallel import client
 from vllm_vidspec.parallel import StreamState
@@ -74,28 +80,12 @@ def _behind(engine: Engine) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def own(reference) -> Iterator[Engine]:
     """The target's own checkpoint as the draft, unpruned: it is always right. One for all tests."""
-    for scenario in ("videos", "sampled", "mixed", "endless"):
+    for scenario in ("videos", "endless"):
         reference(LLAVA, scenario)  # before: two engines of one process are one too many
     with harness.engine(
         LLAVA, "target", pruner="none", parallel=PARALLEL, on_draft_error="skip", overrides=harness.NO_CACHE
     ) as engine:
         yield engine
-
-
-def test_a_draft_equal_to_the_target_is_never_cut(reference, own):
-    """Greedy and T = 1: every window stands whole, and streams go on through all of an answer.
-
-    Catches: a wrong position or slot, other noise than the target's, a window that is out of date, a stream that a new
-    request inherits, KV that is rolled back to the wrong place.
-    """
-    for scenario in ("videos", "sampled"):
-        with let_drafts_come(own):
-            outputs, counted = own.measured(SCENARIOS[scenario](LLAVA))
-        assert_same_answers(reference(LLAVA, scenario), outputs)
-        assert_all_stands(counted)
-        assert counted["accepted_tokens"] == counted["draft_tokens"]
-        assert counted["stale_streams"] == 0
-        assert skipped(counted) == {}
 
 
 def test_streams_outgrow_windows(reference, own):
@@ -106,14 +96,6 @@ def test_streams_outgrow_windows(reference, own):
     assert token_ids(outputs) == [[ids[0][:100]] for ids in token_ids(reference(LLAVA, "endless"))[:2]]
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 2 * 2 * own.config.num_speculative_tokens
     assert counted["accepted_tokens"] > 2 * counted["drafts"]
-
-
-def test_every_sampling_parameter(reference, own):
-    """Penalties, bad words, logprobs, n, stop strings: all as vanilla has them."""
-    with let_drafts_come(own):
-        outputs, counted = own.measured(SCENARIOS["mixed"](LLAVA))
-    assert_same_answers(reference(LLAVA, "mixed"), outputs)
-    assert counted["accepted_tokens"] > 0
 
 
 def test_rows_change_hands(reference, own):
@@ -165,15 +147,10 @@ def test_running_requests_get_their_drafts_back(reference, own):
             drafter(own).poll()
             time.sleep(0.02)
         before = own.counters()
-        answers = {}
         with let_drafts_come(own):
-            while own.core.has_unfinished_requests():
-                for output in own.core.step():
-                    if output.finished:
-                        answers[int(output.request_id)] = list(output.outputs[0].token_ids)
+            answers = own.finish()
     counted = metrics.difference(before, own.counters())
-    expected = [ids[0] for ids in token_ids(reference(LLAVA, "endless"))[:2]]
-    assert [answers[key] for key in sorted(answers)] == expected
+    assert answers == [ids[0] for ids in token_ids(reference(LLAVA, "endless"))[:2]]
     assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
 
 
@@ -212,3 +189,36 @@ def test_nothing_is_left_behind(own):
     assert not [path for path in Path("/dev/shm").iterdir() if "vidspec" in path.name]
     environment = Path(f"/proc/{drafter(own).pids[0]}/environ").read_bytes()
     assert b"RANK=" not in environment.replace(b"PYTHONRANK", b"")
+
+
+@pytest.mark.slow
+def test_a_killed_server_leaves_nothing():
+    """SIGKILL of the engine's process in the middle of its work: the drafter goes with it, and so does all memory.
+
+    Catches: a drafter that outlives its server, a named segment that nobody unlinks.
+    """
+    in_shm = set(os.listdir("/dev/shm"))
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.engine.ranks", "server"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        (pid,) = json.loads(next(line for line in server.stdout if line.startswith("RESULT ")).removeprefix("RESULT "))
+        assert Path(f"/proc/{pid}").exists()
+        time.sleep(1.0)
+        server.kill()
+        server.wait()
+        deadline = time.monotonic() + 10
+        while _is_alive(pid):
+            assert time.monotonic() < deadline, "the drafter outlives its server"
+            time.sleep(0.05)
+    assert set(os.listdir("/dev/shm")) <= in_shm
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import QWEN, Engine, token_ids
-from tests.engine.seams import Drafter, DraftModel
 from tests.fuzz.running import drawing
+from vllm_vidspec.engine.draft.drafter import Drafter
+from vllm_vidspec.engine.draft.model import DraftModel
 from vllm_vidspec.engine.requests import Phase
 
 pytestmark = [pytest.mark.engine, pytest.mark.draft_errors]

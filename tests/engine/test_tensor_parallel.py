@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from tests.engine import guidance_reference, harness, tensor_parallel
-from tests.engine.tensor_parallel import FAMILY
+from tests.engine import float64, harness, ranks
+from tests.engine.ranks import FAMILY
 
 pytestmark = pytest.mark.engine
 
@@ -23,15 +23,14 @@ def vanilla(reference):
 
 @pytest.fixture(scope="module")
 def one(vanilla):
-    """What one rank does."""
-    with harness.engine(FAMILY, "draft", **tensor_parallel.SPEC) as engine:
-        return json.loads(json.dumps(tensor_parallel.ask_all(engine)))
+    with harness.engine(FAMILY, "draft", **ranks.SPEC) as engine:
+        return json.loads(json.dumps(ranks.ask_all(engine)))
 
 
 @pytest.fixture(scope="module")
 def two():
     """What two ranks do, in processes of their own."""
-    return _run("tensor_parallel")[0]
+    return _run("ranks", "two")[0]
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +39,11 @@ def failing():
     return _run("failing_rank")
 
 
-def _run(module: str, *arguments: int) -> tuple[dict, str]:
+def _run(module: str, *arguments: int | str) -> tuple[dict, str]:
     """Run a module of this folder to its end, with one core per rank; return its result and all that it printed."""
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in sorted(os.sched_getaffinity(0))[:2])
+    cores = sorted(os.sched_getaffinity(0))
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[-1]}"
     done = subprocess.run(
         [sys.executable, "-m", f"tests.engine.{module}", *map(str, arguments)],
         capture_output=True,
@@ -72,7 +72,7 @@ def test_ranks_follow_one_decision(reference):
     """Requests that rest and go on again, on two ranks: catches a rank that decides alone, which hangs or drafts for
     another batch than its peer.
     """
-    found, _ = _run("adaptive_ranks")
+    found, _ = _run("ranks", "adaptive")
     assert found["token_ids"] == harness.token_ids(reference(FAMILY, "videos and texts"))
     assert harness.skipped(found["counters"]) == {} and found["counters"]["accepted_tokens"] > 0
 
@@ -103,20 +103,14 @@ def test_guidance_of_two_ranks_equals_the_reference(request, pruner):
     """Catches: one rank's heads only, heads counted twice, ranks that keep different tokens."""
     # Whom each fixture runs takes a minute: only the one that is asked for.
     if pruner == "specvlm":
-        found, count = request.getfixturevalue("two")["strict"], 2
+        found, count, layer = request.getfixturevalue("two")["strict"], 2, None
     else:
-        found, count = request.getfixturevalue("failing")[0]["uv"], 1
+        found, count, layer = request.getfixturevalue("failing")[0]["uv"], 1, 3
     assert len(found["scores"]) == 2 and found["scores"][0] == found["scores"][1]
     assert found["kept_indices"][0] == found["kept_indices"][1]
     for i, video in enumerate(harness.shown(count)):
-        reference, is_visual, states = guidance_reference.run(FAMILY, found["prompt_ids"][i], [video])
         ours = torch.tensor(found["scores"][0][i])
-        if pruner == "specvlm":
-            expected = guidance_reference.attention_scores(reference, is_visual)
-            assert guidance_reference.relative_error(ours, expected) <= 1e-4
-        else:
-            expected = guidance_reference.uv_scores(states, is_visual, layer=3)
-            assert float((ours - expected).abs().max() / expected.abs().mean()) <= 1e-4
+        assert float64.guidance_error(ours, FAMILY, found["prompt_ids"][i], [video], layer) <= 1e-4
 
 
 # What an injected failure costs the request that it hits; everything else is as without one.
@@ -181,7 +175,7 @@ def test_target_and_drafter_have_ranks_of_their_own(vanilla, of_target, of_draft
     Catches: ranks of the target that take other windows, commits of one rank that another has not made; ranks of the
     drafter of which one has not heard a command.
     """
-    result, _ = _run("parallel_ranks", of_target, of_drafter)
+    result, _ = _run("ranks", "parallel", of_target, of_drafter)
     assert result["token_ids"] == vanilla
     counted = result["counters"]
     # A drafter that is slow beside others may not have read every prompt by the end of its answer.

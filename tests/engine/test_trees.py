@@ -1,7 +1,14 @@
-"""Trees: branches behind decoys, planted bugs, and shapes that change while requests run."""
+"""Verification by tree attention: branches behind decoys, chains, planted bugs, and shapes that change meanwhile.
+
+Chains take it on backends that do not split keys over several rows. The CPU's is left to its chains; here the choice
+is forced the other way, for the target and for the draft.
+"""
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -10,31 +17,52 @@ import torch
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
 from tests.engine.full_graphs import captured
-from tests.engine.harness import LLAVA, QWEN, assert_all_stands, assert_begins, token_ids
-from tests.engine.seams import CoupledSampler, TargetTrees
+from tests.engine.harness import LLAVA, QWEN, Engine, assert_all_stands, assert_same_answers, token_ids
 from vllm_vidspec import metrics
+from vllm_vidspec.engine import tree_attention
+from vllm_vidspec.engine.compat import backends
+from vllm_vidspec.engine.draft.noise import CoupledSampler
+from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.scoring import rules as scorers
 
 pytestmark = pytest.mark.engine
 
+K = 5  # of chains
 # A caterpillar: each level has a decoy, and the right token after it.
 DECOYS = [[0], [1], [1, 0], [1, 1], [1, 1, 0], [1, 1, 1]]
 
 
+class Subject(NamedTuple):
+    """An engine whose target drafts for itself, and what must hold of it."""
+
+    engine: Engine
+    check: Callable[[Engine, Any], None]
+
+
 @pytest.fixture(scope="module")
-def decoys(reference):
-    """The target drafts for itself, its best candidate always listed second: every accepted path is out of order."""
-    for scenario in ("videos", "sampled", "penalised"):  # one engine at a time
-        reference(LLAVA, scenario)
-    with harness.engine(
-        LLAVA, "target", pruner="none", drafting="tree-static", tree_paths=DECOYS, num_speculative_tokens=6
-    ) as engine:
-        yield engine
+def subject(request, reference) -> Iterator[Subject]:
+    """Trees whose accepted paths are all out of order; or chains, neither model's through the backend's attention."""
+    family = LLAVA if request.param == "trees" else QWEN
+    for scenario in ("videos", "sampled"):  # one engine at a time
+        reference(family, scenario)
+    if request.param == "trees":
+        shape = {"drafting": "tree-static", "tree_paths": DECOYS, "num_speculative_tokens": 6}
+        with harness.engine(LLAVA, "target", pruner="none", **shape) as engine:
+            yield Subject(engine, check_decoys)
+    else:
+        with (
+            mock.patch.object(backends, "splits_keys", lambda layer, num_rows: False),
+            harness.engine(QWEN, "target", pruner="none", num_speculative_tokens=K) as engine,
+        ):
+            yield Subject(engine, check_chains)
 
 
-@contextlib.contextmanager
-def decoys_first() -> Iterator[None]:
-    """List the draft's best candidate second."""
+both = pytest.mark.parametrize("subject", ["trees", "chains"], indirect=True)
+only_chains = pytest.mark.parametrize("subject", ["chains"], indirect=True)
+
+
+def check_decoys(engine: Engine, reference: Any) -> None:
+    """The draft's best candidate is listed second: every step accepts the three tokens behind the decoys."""
     original = CoupledSampler.candidates_into
 
     def decoy_first(self, *args, log_probs, ids, **kwargs):
@@ -42,65 +70,82 @@ def decoys_first() -> Iterator[None]:
         for ranked in (log_probs, ids):
             ranked.copy_(ranked.flip(1))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CoupledSampler, "candidates_into", decoy_first)
-        yield
-
-
-def check_decoys(engine, reference) -> None:
-    """Every step accepts the three tokens behind the decoys; the output is vanilla's, greedy and sampled."""
-    with decoys_first():
+    with mock.patch.object(CoupledSampler, "candidates_into", decoy_first):
         for scenario in ("videos", "sampled"):
             outputs, counted = engine.measured(SCENARIOS[scenario](engine.family))
             assert token_ids(outputs) == token_ids(reference(engine.family, scenario))
             assert counted["accepted_tokens"] == counted["draft_depth"] == 3 * counted["drafts"] > 0
 
 
-def test_branches_behind_decoys_are_accepted(decoys, reference):
-    """Catches: every mutation below."""
-    check_decoys(decoys, reference)
-
-
-def test_penalties_follow_a_nodes_own_path(decoys, reference):
-    """Repetition, presence and frequency penalties, greedy and sampled, on trees whose accepted paths are never the
-    first nodes: vanilla's own tokens, and drafts among them; nobody's path is laid out.
-
-    Catches: paths laid out for penalties, drafts that penalties cost. This model's choices are too sure for a wrong
-    count to show: that the logits are right to the bit is for `tests/unit/engine/test_node_paths.py`.
-    """
-    with decoys_first(), rows_sampled(decoys) as shown:
-        outputs, counted = decoys.measured(SCENARIOS["penalised"](decoys.family))
-    assert token_ids(outputs) == token_ids(reference(decoys.family, "penalised"))
-    assert counted["accepted_tokens"] > counted["drafts"] > 0
-    assert max(shown) <= 7 * len(outputs)
+def check_chains(engine: Engine, reference: Any) -> None:
+    """Every draft stands, through tree attention: verify steps, and the draft's first forwards."""
+    with counting() as rows:
+        for scenario in ("videos", "sampled"):
+            outputs, counted = engine.measured(SCENARIOS[scenario](engine.family))
+            assert_same_answers(reference(engine.family, scenario), outputs)
+            assert_all_stands(counted)
+            assert counted["draft_tokens"] == counted["draft_depth"]
+    assert rows[K + 1] > 0 and rows[2] > 0
+    assert engine.runner.parts.trees is None and engine.kv.caches is None, "nothing of a chain moves"
 
 
 @contextlib.contextmanager
-def rows_sampled(engine) -> Iterator[list[int]]:
-    """Yield the list that the numbers of rows go to which vLLM's sampler is shown."""
-    sampler, shown = engine.runner.sampler, []
-    sample = type(sampler).sample
+def counting() -> Iterator[Counter]:
+    """Yield how often tree attention takes so many rows a request, and how often ("ragged") not all have as many."""
+    rows: Counter = Counter()
+    original = tree_attention.tree_attention
 
-    def noting(self, logits, *args, **kwargs):
-        shown.append(len(logits))
-        return sample(self, logits, *args, **kwargs)
+    def attend(*args, max_queries, **kwargs):
+        rows[max_queries] += 1
+        of_batch, num_queries = args[4], args[6]
+        rows["ragged"] += len(num_queries[: len(of_batch)].unique()) > 1
+        original(*args, max_queries=max_queries, **kwargs)
 
-    with mock.patch.object(type(sampler), "sample", noting):
-        yield shown
+    with mock.patch.object(tree_attention, "tree_attention", attend):
+        yield rows
 
 
-def test_whole_forwards_are_captured(decoys, reference):
-    """Grids of trees replay what was captured at other batches, padding and all, and the output is vanilla's.
+@both
+def test_whole_forwards_are_captured(subject, reference):
+    """Verify steps replay what was captured at other batches, padding and all; without a capture see the mutations.
 
-    Catches: a mask, a position or a prefix that is not where the capture found it; a host number of the capture.
+    Catches: a mask, a position or a prefix that is the capture's, a host number, a row of padding that attends.
     """
-    with captured(decoys.runner, [1, 3, 8]) as replayed:
-        check_decoys(decoys, reference)
-    assert {padded > real for _, padded, real in replayed} == {True, False}
-    assert replayed.total() > 10
+    engine, check = subject
+    with captured(engine.runner, [1, 3, 8]) as replayed:
+        check(engine, reference)
+    assert {padded > real for _, padded, real in replayed} == {True, False}, replayed
+    assert {rows for rows, _, _ in replayed} == {engine.runner.num_speculative_steps + 1}
 
 
-def no_depth_positions(patch) -> None:
+@only_chains
+def test_chains_of_unequal_lengths_share_a_forward(subject, reference, monkeypatch):
+    """As where windows have any length, or some requests no drafts: every row of such a batch is ours.
+
+    Catches: a batch that goes to the backend because its rows are unequal; rows of one request taken for another's.
+    """
+    engine = subject.engine
+    take = type(engine.runner).take_draft_token_ids
+
+    def cut(self):
+        drafts = take(self)
+        if drafts is not None:
+            offered = enumerate(drafts.draft_token_ids)
+            drafts.draft_token_ids = [tokens[: (3 * i) % (K + 1)] for i, tokens in offered]
+        return drafts
+
+    monkeypatch.setattr(type(engine.runner), "take_draft_token_ids", cut)
+    with counting() as rows:
+        outputs, counted = engine.measured(SCENARIOS["videos"](QWEN))
+    assert_same_answers(reference(QWEN, "videos"), outputs)
+    assert_all_stands(counted)
+    assert rows["ragged"] > 0
+
+
+# ---- mutations -------------------------------------------------------------------------------------------------------
+
+
+def no_depth_positions(patch, engine) -> None:
     """Nodes keep the position of their slot."""
     original = TargetTrees._place
 
@@ -112,12 +157,11 @@ def no_depth_positions(patch) -> None:
     patch.setattr(TargetTrees, "_place", by_slot)
 
 
-def no_compaction(patch) -> None:
-    """The accepted path's KV stays where the nodes were."""
+def no_compaction(patch, engine) -> None:
     patch.setattr(TargetTrees, "compact", lambda self: None)
 
 
-def leaking_sibling(patch) -> None:
+def leaking_sibling(patch, engine) -> None:
     """Every node also attends to the node before it."""
     original = TargetTrees._place
 
@@ -128,7 +172,7 @@ def leaking_sibling(patch) -> None:
     patch.setattr(TargetTrees, "_place", leaking)
 
 
-def wrong_branch(patch) -> None:
+def wrong_branch(patch, engine) -> None:
     """The right tokens stand, but the KV of the first branch is kept."""
     original = scorers.accept
 
@@ -140,7 +184,7 @@ def wrong_branch(patch) -> None:
     patch.setattr(scorers, "accept", first_branch)
 
 
-def noise_by_slot(patch) -> None:
+def noise_by_slot(patch, engine) -> None:
     """A node's noise is that of its slot, not of its depth."""
     original = TargetTrees.shapes
 
@@ -152,43 +196,66 @@ def noise_by_slot(patch) -> None:
     patch.setattr(TargetTrees, "shapes", flat)
 
 
-@pytest.mark.parametrize("mutation", [no_depth_positions, no_compaction, leaking_sibling, wrong_branch, noise_by_slot])
-def test_planted_bug_is_caught(decoys, reference, mutation):
-    """Each changes the output of the run above, or its acceptance."""
+def shorter_prefix(patch, engine) -> None:
+    """The target's prefix ends one entry early."""
+    original = TargetTrees._place
+
+    def shorter(self, *arguments):
+        original(self, *arguments)
+        self.places.prefix_lens.sub_(1)
+
+    patch.setattr(TargetTrees, "_place", shorter)
+
+
+def blind_root(patch, engine) -> None:
+    """The draft's root does not attend to its own entry."""
+    forwards = engine.speculator.backend.drafter.chains._forwards
+    original = forwards._tree
+
+    def blind(*arguments):
+        step = original(*arguments)
+        return dataclasses.replace(step, masks=torch.zeros_like(step.masks))
+
+    patch.setattr(forwards, "_tree", blind)
+
+
+def rows_of_the_neighbour(patch, engine) -> None:
+    """Each request attends to the next one's keys."""
+    original = TargetTrees._step
+
+    def shifted(self, *arguments):
+        step = original(self, *arguments)
+        return dataclasses.replace(step, rows=step.rows.roll(1))
+
+    patch.setattr(TargetTrees, "_step", shifted)
+
+
+def never_taken(patch, engine) -> None:
+    """Layers keep their own attention."""
+    patch.setattr(tree_attention.TreeAttention, "step", property(lambda self: None, lambda self, step: None), False)
+
+
+TREE_MUTATIONS = [no_depth_positions, no_compaction, leaking_sibling, wrong_branch, noise_by_slot]
+CHAIN_MUTATIONS = [shorter_prefix, blind_root, rows_of_the_neighbour, never_taken]
+
+
+@pytest.mark.parametrize(
+    ("subject", "mutation"),
+    [
+        *(("trees", mutation) for mutation in (None, *TREE_MUTATIONS)),
+        *(("chains", mutation) for mutation in (None, *CHAIN_MUTATIONS)),
+    ],
+    indirect=["subject"],
+)
+def test_planted_bug_is_caught(subject, reference, mutation):
+    """Each changes the output, its acceptance, or who attends; without one every draft stands."""
     with pytest.MonkeyPatch.context() as patch:
-        mutation(patch)
+        if mutation is None:
+            subject.check(subject.engine, reference)
+            return
+        mutation(patch, subject.engine)
         with pytest.raises(AssertionError):
-            check_decoys(decoys, reference)
-
-
-def untruncated(patch) -> None:
-    """The verifier takes every tree for whole: its last nodes' rows belong to the next request."""
-    original = scorers.accept
-
-    def whole(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, _looseness, tally):
-        pad = torch.zeros(max_drafts + 1, dtype=torch.int64)
-        starts = cu_num_logits[:-1]
-        targets, drafts = torch.cat((target_tokens, pad)), torch.cat((draft_tokens, pad.int()))
-        rows = (starts[:, None] + torch.arange(max_drafts + 1)).flatten()
-        bounds = torch.arange(len(starts) + 1, dtype=torch.int32) * (max_drafts + 1)
-        return original(targets[rows], drafts[rows], bounds, max_drafts, trees, None, tally)
-
-    patch.setattr(scorers, "accept", whole)
-
-
-def test_a_cut_tree_taken_for_a_whole_one_is_caught(reference):
-    """Answers that run into max_model_len, where the scheduler cuts trees; without the bug see test_situations.py."""
-    expected = reference(QWEN, "endless")
-    overrides = {"max_model_len": 320}
-    with (
-        harness.engine(QWEN, "target", overrides=overrides, pruner="none", drafting="tree-static") as engine,
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises((AssertionError, RuntimeError)),
-    ):
-        untruncated(patch)
-        outputs, counted = engine.measured(harness.videos(QWEN, 4, max_tokens=100, ignore_eos=True))
-        assert_begins(outputs, expected)
-        assert_all_stands(counted)
+            subject.check(subject.engine, reference)
 
 
 def test_auto_follows_its_table(reference):

@@ -12,7 +12,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from tests.fuzz.running import Target, one_line
-from tests.fuzz.values import JSON, NUMBERS
+from tests.fuzz.values import JSON, NUMBERS, damaged
 from vllm_vidspec.config import ScoreKnobs
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose
@@ -148,17 +148,16 @@ def _messages() -> list[bytes]:
     return [bytes(encoder.encode(message)[0]) for message in sent] + packed
 
 
-@st.composite
-def _packets(draw: Any) -> tuple[str, bytes]:
-    place = draw(st.sampled_from(["packet", "memory", "short memory"]))
-    if draw(st.booleans()):
-        return place, draw(st.binary(min_size=1, max_size=200))
-    whole = bytearray(draw(st.sampled_from(_messages())))
-    for _ in range(draw(st.integers(0, 3))):
-        whole[draw(st.integers(0, len(whole) - 1))] = draw(st.integers(0, 255))
-    return place, bytes(whole)
-
-
+_PACKETS = st.tuples(
+    st.sampled_from(["packet", "memory", "short memory"]),
+    st.deferred(
+        lambda: st.one_of(
+            st.binary(min_size=1, max_size=200),
+            st.sampled_from(_messages()),
+            st.sampled_from(_messages()).flatmap(lambda whole: damaged(whole, most_changed=3)).filter(bool),
+        )
+    ),
+)
 _HEADS = (struct.pack("<qq", 1, 1 << 40), struct.pack("<q", 1 << 60), struct.pack("<q", -3), struct.pack("<qq", 1, -1))
 
 
@@ -195,5 +194,5 @@ def check_channel(given: tuple[str, bytes]) -> str:
 TARGETS = {
     "a request's knobs": Target(st.tuples(st.sampled_from(_SERVERS), _ASKED), check_choice, 400),
     "API bodies": Target(_BODIES, check_body, 100),
-    "the drafter's channel": Target(_packets(), check_channel, 300),
+    "the drafter's channel": Target(_PACKETS, check_channel, 300),
 }

@@ -14,10 +14,7 @@ TIMES = "VIDSPEC_PROPERTY_TIMES"
 
 
 def drawing(usual: int, **more: Any) -> settings:
-    """Return how a test draws: `usual` examples, always the same; with `TIMES` in the environment more, and others.
-
-    Nothing is kept between runs.
-    """
+    """Return how a test draws: `usual` examples, always the same; with `TIMES` in the environment more, and others."""
     asked = os.environ.get(TIMES)
     return settings(
         max_examples=usual * int(asked or 1),
@@ -31,17 +28,11 @@ def drawing(usual: int, **more: Any) -> settings:
 
 @dataclass(frozen=True)
 class Target:
-    """A function under test and its inputs.
-
-    Attributes:
-        inputs: A strategy.
-        check: Takes an input and returns the outcome in a word; raises where an outcome is wrong.
-        usual: Examples of a test.
-    """
+    """A function under test and its inputs."""
 
     inputs: SearchStrategy
-    check: Callable[[Any], str]
-    usual: int = 300
+    check: Callable[[Any], str]  # takes an input and returns the outcome in a word; raises where an outcome is wrong
+    usual: int = 300  # examples of a test
 
     def run(self, how: settings | None = None) -> Counter[str]:
         """Try inputs; return the number of each outcome."""

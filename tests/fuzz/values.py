@@ -38,3 +38,17 @@ JSON = st.one_of(
     DEEP,
     st.just(20_000).map(range).map(list),
 )
+
+
+@st.composite
+def damaged(draw: Any, whole: bytes, most_changed: int, within: int | None = None) -> bytes:
+    """Draw what is left of a file: cut, with bytes changed (in its beginning), or garbage."""
+    kind = draw(st.sampled_from(["cut", "changed", "garbage"]))
+    if kind == "cut":
+        return whole[: draw(st.integers(0, len(whole) - 1))]
+    if kind == "garbage":
+        return draw(st.binary(max_size=4096))
+    changed = bytearray(whole)
+    for _ in range(draw(st.integers(1, most_changed))):
+        changed[draw(st.integers(0, (within or len(whole)) - 1))] = draw(st.integers(0, 255))
+    return bytes(changed)

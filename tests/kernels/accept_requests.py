@@ -1,5 +1,6 @@
 """Requests for `accept`: how they become its arguments, and the oracle that walks over all paths of plain lists."""
 
+import functools
 import math
 from dataclasses import dataclass, field
 
@@ -7,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.impls import by
-from vidspec_kernels import LOWEST, SHIFT, WINDOW, Looseness, TreeShapes, accept
+from vidspec_kernels import LOWEST, SHIFT, WINDOW, Looseness, Tally, TreeShapes, accept
 
 # Whether drafts are trees, and whether some may stand loosely.
 MODES = [
@@ -147,14 +147,34 @@ def pack(requests, max_drafts, device, in_trees=True, is_loose=True):
     )
 
 
-def changed(arguments, name, **changes):
-    """The arguments with fields of `trees` or `looseness` replaced."""
-    return arguments | {name: arguments[name]._replace(**changes)}
+NUM_SUMS, GARBAGE = 7, 77
+
+
+def tally_of(arguments, has_draft, max_drafts, wants_kinds=True, keeps=True):
+    """A tally for packed arguments, over what is there already."""
+    device, num_reqs = arguments["target_tokens"].device, len(arguments["cu_num_logits"]) - 1
+    given = arguments["trees"] or arguments["looseness"]
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randperm(num_reqs + 3, generator=generator)[:num_reqs].to(device) if given is None else given.rows
+    real = torch.zeros(num_reqs + 3, dtype=torch.bool, device=device)
+    real[rows] = torch.tensor(has_draft, dtype=torch.bool, device=device)
+    return Tally(
+        rows, real, torch.arange(NUM_SUMS + max_drafts, device=device) << 33,
+        torch.full((num_reqs, 3), GARBAGE, device=device) if wants_kinds else None,
+        torch.full((num_reqs + 3, max_drafts + 2), GARBAGE, dtype=torch.int32, device=device) if keeps else None,
+        torch.full((num_reqs + 3,), GARBAGE, dtype=torch.int32, device=device) if keeps else None,
+    )  # fmt: skip
+
+
+def case(device, in_trees=True, is_loose=True, num_reqs=16, max_drafts=8):
+    """Random requests, counted; every third has no real drafts."""
+    arguments = pack(random_requests(num_reqs, max_drafts, in_trees, is_loose), max_drafts, device, in_trees, is_loose)
+    return accept, arguments | {"tally": tally_of(arguments, [i % 3 > 0 for i in range(num_reqs)], max_drafts)}
 
 
 def accept_with(impl):
-    """`accept` by one of `IMPLS`."""
-    return by(impl, accept)
+    """`accept` by one implementation."""
+    return functools.partial(accept, impl=impl)
 
 
 def check(run, requests, device, max_drafts=None, in_trees=True, is_loose=True):

@@ -173,3 +173,12 @@ def external_prefix(case):
     # FlashAttention-2 writes +inf for an empty row, other backends -inf.
     lse[1::2][lse[1::2] == -INF] = INF
     return out.to(case.device, case.dtype), lse.masked_fill(~written.T, NAN).to(case.device, torch.float32)
+
+
+def case(device, num_sms=5):
+    """A call of the operation as the table of operations takes it; items have parts in several programs."""
+    made = Case(device, requests_of((3, 19 * BLOCK), (2, 65), (1, 0)), num_heads=2, num_kv_heads=1)
+    query = made.query.to(device)
+    outs = {"out": torch.full_like(query, SENTINEL), "lse": torch.full(query.shape[1::-1], SENTINEL, device=device)}
+    prefix = (query.clone(), torch.zeros_like(outs["lse"]))
+    return tree_attention, made.arguments() | outs | {"scratch": make_scratch(32, device, num_sms), "prefix": prefix}

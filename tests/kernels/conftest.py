@@ -1,6 +1,5 @@
 """Kernel tests run the Triton kernels on the GPU, and under the Triton interpreter where there is none."""
 
-import functools
 import importlib
 import itertools
 import math
@@ -24,7 +23,7 @@ def pytest_generate_tests(metafunc):
     """Run each test that asks for `impl` by all of its module's implementations."""
     given = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
     if "impl" in metafunc.fixturenames and not any("impl" in names for names in given):
-        metafunc.parametrize("impl", getattr(metafunc.module, "IMPLS", ["triton", "torch", "numba"]))
+        metafunc.parametrize("impl", getattr(metafunc.module, "IMPLS", ["triton", "numba"]))
 
 
 @pytest.fixture
@@ -39,11 +38,10 @@ def branches(monkeypatch):
     They are "triton", "numba" and "torch".
     """
 
-    def watch(name: str, kernels=(), other=None) -> list[str]:
+    def watch(name: str, kernels=(), reference=None) -> list[str]:
         import vidspec_kernels  # once the interpreter is asked for
 
         module = sys.modules[getattr(vidspec_kernels, name).__module__]
-        twins = vidspec_kernels.dispatch.load_loops()
         ran: list[str] = []
 
         class Kernel:
@@ -54,25 +52,25 @@ def branches(monkeypatch):
                 ran.append("triton")
                 return self.kernel[grid]
 
-        bind = f"bind_{name}_reference"  # of a kernel that makes its calls ready
-        other = other or (bind if hasattr(module, bind) else f"{name}_reference")
-        reference = getattr(module, other)
+        class Watched:
+            def __init__(self, run, what):
+                self.run, self.what = run, what
 
-        @functools.wraps(reference)
-        def watched_reference(*args, **kwargs):
-            ran.append("torch")
-            return reference(*args, **kwargs)
+            def __call__(self, *args, **kwargs):
+                ran.append(self.what)
+                return self.run(*args, **kwargs)
+
+            def bind(self, *args):
+                ran.append(self.what)
+                return self.run.bind(*args)
 
         for kernel in kernels or [f"_{name}_kernel"]:
             monkeypatch.setattr(module, kernel, Kernel(getattr(module, kernel)))
-        monkeypatch.setattr(module, other, watched_reference)
-        if (loop := twins.get(other)) is not None:
-
-            def watched_loop(*args, **kwargs):
-                ran.append("numba")
-                return loop(*args, **kwargs)
-
-            monkeypatch.setitem(twins, other, watched_loop)
+        if reference is not None:
+            monkeypatch.setattr(module, reference, Watched(getattr(module, reference), "torch"))
+        loops = vidspec_kernels.dispatch.load_loops()
+        for loop in {name, f"bind_{name}"} & loops.keys():
+            monkeypatch.setitem(loops, loop, Watched(loops[loop], "numba"))
         return ran
 
     return watch
@@ -114,7 +112,8 @@ def any_program_order(monkeypatch):
         if "addresses_ptr" in self.arg_names:
             run(self, args, kwargs, 0)
             return
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        flat = [part for value in args for part in (value if isinstance(value, tuple) else (value,))]
+        tensors = [value for value in flat if isinstance(value, torch.Tensor)]
         memory = list({t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values())
         before, expected = [storage.clone() for storage in memory], None
         for seed in (None, 0, 1):

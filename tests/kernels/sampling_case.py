@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vidspec_kernels import Noise, SampleScratch
+from vidspec_kernels import Noise, SampleScratch, candidates, draw
 from vidspec_kernels.sampling.noise import BLOCK
 
 # Vocabularies around a block, and one of a few blocks.
@@ -63,3 +63,25 @@ class SamplingCase:
     def scratch(self, num_candidates: int = 0, use_fp64: bool = False) -> SampleScratch:
         """Return scratch memory with room to spare."""
         return SampleScratch(self.num_rows + 1, self.vocab_size, self.device, num_candidates, use_fp64)
+
+
+def draw_case(device, num_rows=5, vocab_size=2100, dtype=torch.float32):
+    """A draw into wider buffers full of -7, whose level lies on the device."""
+    case, noise = SamplingCase(num_rows, vocab_size, device, dtype), toy()
+    return draw, {
+        "logits": case.logits, "temperature": case.temperature, "seeds": case.seeds, "pos": case.pos, "noise": noise,
+        "level": torch.tensor([2], dtype=torch.int32, device=device), "scratch": case.scratch(),
+        "out_tokens": torch.full((num_rows + 2, 4), -7, device=device),
+        "out_ids": torch.full((num_rows + 2,), -7, dtype=torch.int32, device=device), "apply_temperature": True,
+    }  # fmt: skip
+
+
+def candidates_case(device, num_rows=4, vocab_size=300, width=2, first=0, num_candidates=4):
+    """The best of noised logits, into wider buffers full of -7."""
+    case = SamplingCase(num_rows, vocab_size, device, width=width, first=first)
+    return candidates, {
+        "logits": case.logits, "temperature": case.temperature, "seeds": case.seeds, "pos": case.pos, "noise": toy(),
+        "log_probs": torch.full((num_rows + 2, num_candidates), -7.0, device=device),
+        "ids": torch.full((num_rows + 2, num_candidates), -7, device=device), "scratch": case.scratch(num_candidates),
+        "width": width, "first": first, "with_log_probs": True, "apply_temperature": True,
+    }  # fmt: skip

@@ -5,39 +5,18 @@ import pytest
 import torch
 
 from tests.kernels.accept_requests import (
+    GARBAGE,
     MODES,
+    NUM_SUMS,
     Request,
     accept_with,
     accepted,
-    chain,
-    changed,
     pack,
     random_requests,
+    tally_of,
     way,
-)  # fmt: skip
-from tests.kernels.impls import IMPLS_AND_LOOP
-from tests.kernels.refusals import changes, first, int32, long, nothing, shorter
-from vidspec_kernels import Tally, accept
-
-IMPLS = IMPLS_AND_LOOP
-
-NUM_SUMS = 7
-GARBAGE = 77
-
-
-def tally_of(arguments, has_draft, max_drafts, wants_kinds=True, keeps=True):
-    """A tally for packed arguments, over what is there already."""
-    device, num_reqs = arguments["target_tokens"].device, len(arguments["cu_num_logits"]) - 1
-    given = arguments["trees"] or arguments["looseness"]
-    rows = torch.randperm(num_reqs + 3)[:num_reqs].to(device) if given is None else given.rows
-    real = torch.zeros(num_reqs + 3, dtype=torch.bool, device=device)
-    real[rows] = torch.tensor(has_draft, dtype=torch.bool, device=device)
-    return Tally(
-        rows, real, torch.arange(NUM_SUMS + max_drafts, device=device) << 33,
-        torch.full((num_reqs, 3), GARBAGE, device=device) if wants_kinds else None,
-        torch.full((num_reqs + 3, max_drafts + 2), GARBAGE, dtype=torch.int32, device=device) if keeps else None,
-        torch.full((num_reqs + 3,), GARBAGE, dtype=torch.int32, device=device) if keeps else None,
-    )  # fmt: skip
+)
+from vidspec_kernels import accept
 
 
 def sums_of(request, max_drafts, is_real):
@@ -57,7 +36,7 @@ def check_tally(run, requests, device, max_drafts, in_trees, is_loose, has_draft
     tally = tally_of(arguments, has_draft, max_drafts, **wishes)
     before = tally.totals.clone()
     results = run(**arguments, tally=tally)
-    plain = accept(**arguments, impl="torch")
+    plain = accept(**arguments, impl="numba")
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(results, plain, strict=True))
     sums = np.array(
         [sums_of(request, max_drafts, real) for request, real in zip(requests, has_draft, strict=True)]
@@ -100,48 +79,3 @@ def test_every_request_has_all_of_its_rows(device, impl, wants_kinds, keeps):
         ]
         wishes = dict(wants_kinds=wants_kinds, keeps=keeps)
         check_tally(accept_with(impl), requests, device, 6, in_trees, is_loose, [True, False, True], **wishes)
-
-
-def counts_placeholders(run, tally, **arguments):
-    return run(tally=tally._replace(has_draft=torch.ones_like(tally.has_draft)), **arguments)
-
-
-def counts_by_batch_row(run, tally, **arguments):
-    in_order = torch.arange(len(tally.rows), device=tally.rows.device)
-    return run(tally=tally._replace(rows=in_order), **arguments)
-
-
-def depth_of_all_nodes(run, tally, **arguments):
-    """The depth of a cut tree is that of the whole one."""
-    results = run(tally=tally, **arguments)
-    tally.totals[3] += 1
-    return results
-
-
-MUTANTS = {
-    "placeholders": (counts_placeholders, [True, False]),
-    "batch rows": (counts_by_batch_row, [True, False]),
-    "depth": (depth_of_all_nodes, [True, True]),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutations(device, name):
-    mutant, has_draft = MUTANTS[name]
-    requests = [chain([5, 6, 7], [5, 6]), chain([5, 6, 7], [5, 9])]
-    run, mode = accept_with("torch"), dict(in_trees=True, is_loose=True, has_draft=has_draft)
-    check_tally(run, requests, device, 2, **mode)
-    with pytest.raises(AssertionError):
-        check_tally(lambda **arguments: mutant(run, **arguments), requests, device, 2, **mode)
-
-
-@pytest.mark.parametrize(("name", "change"), changes(
-    rows=(lambda t: t[:0],), has_draft=(int32,), totals=(int32, shorter), by_kind=(first, int32),
-    path=(lambda t: t[:, :2], long, first, nothing), num_accepted=(long,),
-))  # fmt: skip
-def test_wrapper_refuses(device, name, change):
-    """Catches: a dropped dtype, stride or shape check (the kernel would write through a wrong pointer)."""
-    arguments = pack([chain([5, 6, 7], [5, 6])] * 2, 2, device)
-    tally = tally_of(arguments, [True] * 2, 2)
-    with pytest.raises(AssertionError, match=name):
-        accept(**changed(arguments | {"tally": tally}, "tally", **{name: change(getattr(tally, name))}))

@@ -1,8 +1,7 @@
 """dispatch: which way a launch takes to the device; the CPU twins, what they take and how they are compiled."""
 
 import gc
-import inspect
-import sys
+import importlib.util
 import weakref
 from types import SimpleNamespace
 
@@ -108,29 +107,6 @@ def test_what_is_not_kept(device, compiles):
     assert [how for how, *_ in kernel.launches] == ["kernel", "kernel"] and not plans
 
 
-def references():
-    """Return every reference of a kernel by its name."""
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("vidspec_kernels.")]
-    named = [item for module in modules for item in vars(module).items() if item[0].endswith("_reference")]
-    return {name: value for name, value in named if inspect.isfunction(value)}
-
-
-def arguments_of(function):
-    """Return names, kinds and defaults of what a function takes."""
-    return [(one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()]
-
-
-def test_a_loop_takes_what_its_reference_takes():
-    """Catches: an argument that only one of the two has, another default, a loop that stands for nothing."""
-    known, twins = references(), dispatch.load_loops()
-    assert len(twins) == 17 and set(twins) <= set(known)
-    for name, loop in twins.items():
-        takes = arguments_of(known[name.removeprefix("bind_")])
-        if name.startswith("bind_") and takes[0][0] == "logits":
-            takes.pop(0)  # they are given when it runs
-        assert arguments_of(loop) == takes, name
-
-
 def test_without_a_folder_for_the_cache(monkeypatch):
     """Catches: an environment that nobody can write to, in which no server starts."""
     njit, asked = numba.njit, []
@@ -147,9 +123,9 @@ def test_without_a_folder_for_the_cache(monkeypatch):
 
 
 def test_without_numba(monkeypatch):
-    """Catches: a reference that is taken for the loop that was asked for; kernels that need numba to be imported."""
-    monkeypatch.setattr(dispatch, "load_loops", dict)
-    reference, cpu = references()["draw_reference"], torch.device("cpu")
-    assert dispatch.on_host("auto", cpu, reference) is reference
-    with pytest.raises(ImportError, match="numba"):
-        dispatch.on_host("numba", cpu, reference)
+    """Catches: loops that need numba to be run; an absent array of another type or of no length."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    loop = compiled("int64[:], float32[:, :], boolean[:], int64", "int64")(lambda a, b, c, n: (a, b, c, n))
+    given, absent, flags, number = loop(torch.tensor([41]), None, None, 7)
+    assert given.tolist() == [41] and number == 7
+    assert (absent.shape, absent.dtype, flags.dtype) == ((0, 0), np.float32, bool)

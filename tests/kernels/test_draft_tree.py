@@ -1,13 +1,48 @@
 """Launches of draft trees but their growth: kernel, loop and reference against loops, formulas and sorting."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.kernels.tree_buffers import RULES, everything, make_growth, make_tables, make_template
+from tests.kernels.agreement import agree
+from tests.kernels.tree_buffers import RULES, make_growth, make_tables, make_template
 from vidspec_kernels import Leaves, PlacedLevel, TreePlans, tree_begin, tree_finish, tree_place, tree_plan
+
+
+def begin_case(device, num_reqs=3, max_nodes=7):
+    """Trees that grow, and what was accepted of the last ones."""
+    tree, rows = make_tables(num_reqs + 1, max_nodes, device), torch.arange(num_reqs, device=device).flip(0)
+    told = (torch.arange(num_reqs, device=device) % 4).int()
+    return tree_begin, {
+        "tree": tree, "template": make_template(max_nodes, device, 4), "num_reqs": num_reqs,
+        "growth": make_growth(tree), "rows": rows, "num_accepted": told,
+    }  # fmt: skip
+
+
+def plan_case(device, num_reqs=3, num_candidates=6, adopts=True):
+    """Plans of this very step."""
+    log_probs, rows = make_log_probs(num_reqs, num_candidates, 0, device)
+    plans = TreePlans(num_reqs + 1, RULES, device)
+    plans.max_depths.fill_(7)
+    return tree_plan, {"plans": plans, "rows": rows, "log_probs": log_probs, "adopts": adopts}
+
+
+def place_case(device, num_reqs=3, *sizes):
+    """A level of a static tree."""
+    level, offered = make_level(num_reqs, *(sizes or (4, 5, 9, 4)), device)
+    tree = make_tables(num_reqs + 1, 64, device)
+    return tree_place, {"tree": tree, "level": level, "num_reqs": num_reqs, "token_ids": offered}
+
+
+def finish_case(device):
+    """Trees that are filled up, and whose plans are adopted."""
+    finish, arguments = leaves_case(device)
+    plans = make_growth(arguments["tree"]).plans
+    for place, tensor in enumerate(plans.adopted):
+        tensor[:] = 10 * place + torch.arange(len(tensor), device=device)
+    next_free = torch.tensor([3, 6, 1], device=device)
+    return finish, arguments | {"plans": plans, "rows": torch.tensor([1, 0], device=device), "next_free": next_free}
 
 
 @pytest.mark.parametrize(("num_reqs", "max_nodes"), [(0, 5), (1, 1), (3, 7), (2, 64)])
@@ -59,23 +94,6 @@ def test_padding_rows_touch_nothing(device, impl):
         others = [0, 1, 3, 4, 5]
         assert torch.equal(table[others], old[others]) and len(table) == 7
     assert growth.plans.num_observed[2] == 1 and growth.plans.max_depths[2] == 6
-
-
-def test_begin_refuses(device):
-    """Catches: a dropped check."""
-    tree, template = make_tables(2, 3, device), make_template(3, device)
-    growth, rows, told = make_growth(tree), torch.tensor([1], device=device), torch.zeros(1, device=device).int()
-    tree_begin(tree, template, 1, growth, rows, told)
-    for arguments, message in (
-        ((tree, template, 3), "3 requests, 2 fit"),
-        ((tree, make_template(4, device), 1), "template: 5 columns"),
-        ((tree, template, 1, growth), "rows, num_accepted: None"),
-        ((tree, template, 1, growth, rows.int(), told), "rows"),
-        ((tree, template, 1, growth, rows, told.long()), "num_accepted"),
-        ((tree, template, 2, growth, rows, told), "1 rows, 1 lengths, 2"),
-    ):
-        with pytest.raises(AssertionError, match=message):
-            tree_begin(*arguments)
 
 
 def confidence_by_hand(log_probs, top_k):
@@ -132,19 +150,6 @@ def test_what_is_no_number(device, impl):
     assert not plans.depths[1:4].any()
 
 
-def test_plan_refuses(device):
-    """Catches: a dropped check."""
-    plans, (log_probs, rows) = TreePlans(2, RULES, device), make_log_probs(2, 6, 0, device)
-    for wrong_rows, wrong, message in (
-        (rows.int(), log_probs, "rows"), (rows, log_probs.double(), "log_probs"),
-        (rows, log_probs[:, :4].contiguous(), "log_probs: shape"),
-        (rows, log_probs[:, :5], "log_probs: expected contiguous"), (rows[:1], log_probs, "log_probs: expected shape"),
-        (rows.repeat(2), log_probs.repeat(2, 1), "4 rows, 2 fit"),
-    ):  # fmt: skip
-        with pytest.raises(AssertionError, match=message):
-            tree_plan(plans, wrong_rows, wrong, adopts=False)
-
-
 def make_level(num_reqs, frontier, num_candidates, num_placed, num_fed, device):
     """A level that takes some of the candidates, in any order, and what is offered."""
     generator = torch.Generator().manual_seed(num_placed)
@@ -156,39 +161,23 @@ def make_level(num_reqs, frontier, num_candidates, num_placed, num_fed, device):
     return PlacedLevel(*(tensor.to(device) for tensor in tensors)), offered.to(device)
 
 
-@pytest.mark.parametrize(
-    ("num_reqs", "frontier", "num_candidates", "num_placed", "num_fed"),
-    [(0, 1, 4, 2, 1), (1, 1, 1, 1, 0), (3, 4, 5, 9, 4), (2, 10, 64, 64, 33)],
-)
-def test_place_equals_the_loop(device, impl, num_reqs, frontier, num_candidates, num_placed, num_fed):
+@pytest.mark.parametrize("sizes", [(0, 1, 4, 2, 1), (1, 1, 1, 1, 0), (3, 4, 5, 9, 4), (2, 10, 64, 64, 33)])
+def test_place_equals_the_loop(device, sizes):
     """Catches: another request's candidate, a rank for a place, nodes or rows touched that are not the level's."""
-    tree = make_tables(num_reqs + 1, 64, device)
-    level, offered = make_level(num_reqs, frontier, num_candidates, num_placed, num_fed, device)
-    tree_place(tree, level, num_reqs, offered, impl=impl)
-    sources, nodes, fed = level.sources.tolist(), level.nodes.tolist(), level.fed_sources.tolist()
-    for row in range(num_reqs):
-        own = offered[row * frontier : (row + 1) * frontier].flatten().tolist()
-        expected = [77] * 65
-        for source, node in zip(sources, nodes, strict=True):
-            expected[node] = own[source]
-        assert tree.tokens[row].tolist() == expected
-        assert level.fed_tokens[row].tolist() == [own[source] for source in fed]
-    assert (tree.tokens[num_reqs] == 77).all() and (level.fed_tokens[num_reqs] == 77).all()
-    assert all((table == 77).all() for table in tree.tensors[1:])
+    left = agree(place_case, device, *sizes)
+    assert (left[".tree.tokens"][sizes[0]] == 77).all() and (left[".level.fed_tokens"][sizes[0]] == 77).all()
 
 
-def test_place_refuses(device):
-    """Catches: a dropped check."""
-    tree, (level, offered) = make_tables(2, 64, device), make_level(2, 2, 3, 2, 1, device)
-    tree_place(tree, level, 2, offered)
-    for arguments, message in (
-        ((3, offered), "3 requests, 2 fit"),
-        ((2, offered.int()), "token_ids"),
-        ((2, offered.t().contiguous().t()), "token_ids: expected contiguous"),
-        ((2, offered[:3]), "token_ids: 3 rows of 2 requests"),
-    ):
-        with pytest.raises(AssertionError, match=message):
-            tree_place(tree, level, *arguments)
+def test_place_by_hand(device, impl):
+    """Two requests with two frontier nodes of three candidates: candidates 4, 0 and 2 become nodes 3, 1 and 9."""
+    offered = torch.arange(100, 112, device=device).view(4, 3)
+    level = PlacedLevel(*(torch.tensor(part, device=device) for part in ([4, 0, 2], [3, 1, 9], [2, 4])),
+                        torch.full((3, 2), 77, device=device))  # fmt: skip
+    tree = make_tables(3, 9, device)
+    tree_place(tree, level, 2, offered, impl=impl)
+    expected = [[77, first, 77, first + 4, *[77] * 5, first + 2] for first in (100, 106)]
+    assert tree.tokens.tolist() == [*expected, [77] * 10]
+    assert level.fed_tokens.tolist() == [[102, 104], [108, 110], [77, 77]]
 
 
 def make_chains(num_reqs, max_nodes, num_nodes, device):
@@ -217,29 +206,11 @@ def make_leaves(num_reqs, num_parents, num_candidates, device, seed=0, lowest=9)
     return Leaves(*(part.to(device)[:, :num_parents] for part in (log_probs, tokens, parents)))
 
 
-def row_of(tree, row):
-    """Return (token, parent, depth, mask, log-probability) of a row's nodes."""
-    columns = [table[row, : int(tree.num_nodes[row]) + 1].tolist() for table in tree.tensors[:5]]
-    return [list(node) for node in zip(*columns, strict=True)]
-
-
-def filled_by_sorting(nodes, leaves, row, max_nodes):
-    """Return a row's nodes and the leaves that it must get."""
-    log_probs, tokens, parents = (part[row].tolist() for part in (leaves.log_probs, leaves.token_ids, leaves.parents))
-    ranked = sorted(
-        (-value, place, rank)
-        for place, values in enumerate(log_probs)
-        for rank, value in enumerate(values)
-        if value > -float("inf")
-    )
-    nodes = list(nodes)
-    for negated, place, rank in ranked:
-        if len(nodes) > max_nodes:
-            break
-        _, _, depth, word, _ = nodes[parents[place]]
-        bit = 1 << (len(nodes) - 1)
-        nodes.append([tokens[place][rank], parents[place], depth + 1, word | (bit - (bit >> 63 << 64)), -negated])
-    return nodes
+def leaves_case(device, num_nodes=(2, 5), num_parents=3, num_candidates=5, max_nodes=7, width=9):
+    """Chains that leaves are to fill up, and a row of no request."""
+    tree = make_chains(len(num_nodes) + 1, width, num_nodes, device)
+    leaves = make_leaves(len(num_nodes), num_parents, num_candidates, device, seed=max_nodes)
+    return tree_finish, {"tree": tree, "num_reqs": len(num_nodes), "leaves": leaves, "max_nodes": max_nodes}
 
 
 @pytest.mark.parametrize(
@@ -252,20 +223,30 @@ def filled_by_sorting(nodes, leaves, row, max_nodes):
         ([2], 3, 3, 64, 64),  # candidates run out
     ],
 )
-def test_leaves_are_the_best_candidates(device, impl, num_nodes, num_parents, num_candidates, max_nodes, width):
+def test_leaves_are_the_best_candidates(device, num_nodes, num_parents, num_candidates, max_nodes, width):
     """Catches: an order other than by probability then index, a budget exceeded or not met, -inf or NaN taken, node
     64's bit, another request's candidate, what lies past the leaves touched."""
-    num_reqs = len(num_nodes)
-    tree = make_chains(num_reqs + 1, width, num_nodes, device)
-    leaves = make_leaves(num_reqs, num_parents, num_candidates, device, seed=max_nodes)
-    expected = [filled_by_sorting(row_of(tree, row), leaves, row, max_nodes) for row in range(num_reqs)]
-    before = everything(tree)
-    tree_finish(tree, num_reqs, leaves=leaves, max_nodes=max_nodes, impl=impl)
-    for row, nodes in enumerate(expected):
-        assert row_of(tree, row) == nodes
-        for table, old in zip(tree.tensors[:5], before, strict=False):
-            assert torch.equal(table[row, len(nodes) :].cpu(), old[row, len(nodes) :])
-    assert all((table[num_reqs] == 77).all() for table in tree.tensors)
+    left = agree(leaves_case, device, num_nodes, num_parents, num_candidates, max_nodes, width)
+    for row, before in enumerate(num_nodes):
+        log_probs = left[".leaves.log_probs"][row].flatten()
+        candidates = log_probs[log_probs > -torch.inf].sort(descending=True).values
+        count = min(max_nodes - before, len(candidates))
+        assert left[".tree.num_nodes"][row] == before + count
+        assert torch.equal(left[".tree.log_probs"][row, before + 1 : before + count + 1], candidates[:count])
+    assert all((left[f".tree.{name}"][len(num_nodes)] == 77).all() for name in ("tokens", "parents", "num_nodes"))
+
+
+def test_leaves_by_hand(device, impl):
+    """A chain of two nodes; of the candidates -2 (twice), -1, -inf and NaN the best three, of equal ones the first."""
+    tree = make_chains(1, 6, [2], device)
+    scores = torch.tensor([[[-2.0, -torch.inf], [torch.nan, -1.0], [-2.0, -3.0]]], device=device)
+    tokens = torch.tensor([[[10, 11], [12, 13], [14, 15]]], device=device)
+    leaves = Leaves(scores, tokens, torch.tensor([[0, 1, 2]], device=device))
+    tree_finish(tree, 1, leaves=leaves, max_nodes=5, impl=impl)
+    assert tree.num_nodes.item() == 5 and tree.tokens[0, 3:].tolist() == [13, 10, 14, 77]
+    assert tree.parents[0, 3:].tolist() == [1, 0, 2, 77] and tree.depths[0, 3:].tolist() == [2, 1, 3, 77]
+    assert tree.ancestors[0, 3:].tolist() == [0b101, 0b1000, 0b10011, 77]
+    assert tree.log_probs[0, 3:].tolist() == [-1.0, -2.0, -2.0, 77.0]
 
 
 @pytest.mark.parametrize("fills", [False, True])
@@ -285,27 +266,3 @@ def test_counts_and_adopts(device, impl, fills):
     assert tree.num_nodes.tolist() == ([8, 8, 8, 1] if fills else [3, 5, 8, 1])
     assert plans.confidence.tolist() == [1.0, 31.0, 32.0, 0.0, 2.0]
     assert plans.depths.tolist() == [11, 41, 42, 10, 12] and plans.widths.tolist() == [21, 51, 52, 20, 22]
-
-
-def test_finish_refuses(device):
-    """Catches: a dropped check."""
-    tree = make_chains(2, 4, [2, 2], device)
-    good, rows, plans = make_leaves(2, 3, 4, device), torch.tensor([1, 0], device=device), make_growth(tree).plans
-    tree_finish(tree, 2, leaves=good, max_nodes=4, plans=plans, rows=rows)
-    for arguments, message in (
-        (dict(num_reqs=3), "3 requests, 2 fit"), (dict(next_free=rows.int()), "next_free"),
-        (dict(leaves=good, max_nodes=5), "max_nodes 5, 4 fit"),
-        (dict(num_reqs=1, leaves=good), "leaves: of 2 requests, not 1"), (dict(plans=plans), "rows: None"),
-        (dict(plans=plans, rows=rows[:1]), "1 rows, 2 requests"),
-    ):  # fmt: skip
-        with pytest.raises(AssertionError, match=message):
-            tree_finish(tree, **{"num_reqs": 2, **arguments})
-    for wrong, message in (
-        (dict(log_probs=good.log_probs.double()), "log_probs"),
-        (dict(token_ids=good.token_ids[:1]), "token_ids: expected shape"),
-        (dict(token_ids=good.token_ids.contiguous()), "token_ids: another stride"),
-        (dict(parents=good.parents.int()), "parents"),
-        (dict(parents=good.parents.t().contiguous().t()), "parents: expected contiguous"),
-    ):
-        with pytest.raises(AssertionError, match=message):
-            replace(good, **wrong)

@@ -1,8 +1,9 @@
-"""tree_grow: one literal level, kernel and reference against a plain loop over whole steps, ties, budgets, dispatch."""
+"""tree_grow: one literal level, and kernel against loop over whole steps: ties, budgets, numbers that are none."""
 
 import pytest
 import torch
 
+from tests.kernels.agreement import agree
 from vidspec_kernels import PlanRules, TreeGrowBuffers, TreePlans, TreeTables, tree_grow
 
 NEVER = float("inf")
@@ -50,14 +51,9 @@ def table(num_rows, num_candidates, seed, device):
     return log_probs.to(device), tokens.contiguous().to(device)
 
 
-def reference_device(device, impl):
-    """The reference works on CPU tensors only."""
-    return device if impl == "triton" else torch.device("cpu")
-
-
-def run_step(buffers, rows, device, impl, *, budget, num_levels=4, max_frontier=6, seed=0, trims=False):
-    """Run a whole step; return the frontiers `[level][request]` as lists of (node, token, log-probability)."""
-    rows, num_reqs = torch.tensor(rows, dtype=torch.int64, device=device), len(rows)
+def grow_step(buffers, rows, budget, num_levels=4, seed=0, trims=False, impl="auto"):
+    """Grow a whole step; return the nodes fed at each level."""
+    num_reqs, device, max_frontier = len(rows), buffers.device, buffers.max_frontier
     start(buffers)
     width, fed, first_parent = 1, [], 0
     for level in range(num_levels):
@@ -75,49 +71,45 @@ def run_step(buffers, rows, device, impl, *, budget, num_levels=4, max_frontier=
         width = following
         assert width == num_next or (trims and impl != "triton" and 1 <= width < num_next)
         nodes, next_tokens, next_log_probs = (part[:num_reqs, :width] for part in buffers.frontier)
-        fed.append([])
         for entries in zip(nodes.tolist(), next_tokens.tolist(), next_log_probs.tolist(), strict=True):
             places = list(zip(*entries, strict=True))
             used = [place for place in places if place[0] > 0]
             assert places == used + [(0, 0, NONE)] * (len(places) - len(used)), "a gap, or something where nothing is"
-            fed[-1].append(used)
-    return fed
+            fed.append(used)
+    return torch.tensor([len(used) for used in fed]), fed
 
 
-def loop_step(plans, rows, *, num_candidates, budget, thresholds, bounds, num_levels=4, max_frontier=6, seed=0):
-    """The rules of `tree_grow`: return {node: (token, parent, depth, mask, log-probability)} and the frontiers."""
-    trees, fed = [], [[] for _ in range(num_levels)]
-    for request, row in enumerate(rows):
-        depth, width = min(plans[row][0], budget), plans[row][1]
-        nodes = {0: (-1, -1, 0, 0, 0.0)}
-        free, frontier = depth + 1, [0]
-        for level in range(num_levels):
-            ranked, greedy = [], None
-            for place, parent in enumerate(frontier):
-                log_probs, tokens = table(len(rows), num_candidates, 1000 * seed + 10 * level + place, "cpu")
-                for rank in range(num_candidates):
-                    score = nodes[parent][4] + log_probs[request, rank].item()
-                    entry = (-score, place, rank, int(tokens[request, rank]), parent)
-                    if place == rank == 0:
-                        greedy = entry
-                    elif score > thresholds[depth, level] and nodes[parent][4] >= bounds[width, level, rank]:
-                        ranked.append(entry)
-            chosen = [(level + 1, greedy)] if level < depth else []
-            for entry in sorted(ranked):
-                if free <= budget:
-                    chosen.append((free, entry))
-                    free += 1
-            for node, (negated, _, _, token, parent) in chosen:
-                nodes[node] = (token, parent, level + 1, nodes[parent][3] | 1 << (node - 1), -negated)
-            alive = chosen[: max_frontier if free <= budget else 1] if level + 1 < depth else []
-            frontier = [node for node, _ in alive]
-            fed[level].append([(node, nodes[node][0], nodes[node][4]) for node in frontier])
-        trees.append(nodes)
-    return trees, fed
+def rules(num_levels, num_candidates, seed):
+    """Thresholds and bounds in eighths beside sums of quarters: met exactly half of the time."""
+    generator = torch.Generator().manual_seed(seed)
+    thresholds = -torch.randint(0, 40, (num_levels + 1, num_levels), generator=generator) / 8
+    bounds = -torch.randint(-2, 30, (10, num_levels, num_candidates), generator=generator) / 8
+    return {"thresholds": thresholds, "bounds": bounds}
+
+
+def case(device, plans=((4, 1), (1, 2), (4, 9), (3, 2), (2, 1)), rows=(3, 0, 1, 4), num_candidates=5, budget=9, seed=0,
+         max_frontier=6, num_levels=4):  # fmt: skip
+    """A step of these rows."""
+    own = rules(num_levels, num_candidates, budget)
+    buffers = buffers_for(plans, device, num_candidates, num_levels=num_levels, max_frontier=max_frontier, **own)
+    rows = torch.tensor(rows, dtype=torch.int64, device=device)
+    return grow_step, {"buffers": buffers, "rows": rows, "budget": budget, "num_levels": num_levels, "seed": seed}
+
+
+def level_case(device, num_reqs=9):
+    """The first level of a batch."""
+    plans = [(1 + row % 4, 1 + row % 9) for row in range(num_reqs)]
+    buffers = buffers_for(plans, device, 5, max_frontier=4, **rules(4, 5, seed=0))
+    start(buffers)
+    log_probs, tokens = table(num_reqs, 5, 0, device)
+    return tree_grow, {
+        "buffers": buffers, "rows": torch.arange(num_reqs, device=device).flip(0), "log_probs": log_probs,
+        "token_ids": tokens, "level": 0, "budget": 9, "first_parent": 0, "num_next": 4,
+    }  # fmt: skip
 
 
 def nodes_of(buffers, row, nodes):
-    """Return the same of a row of the buffers, masks without sign."""
+    """Return {node: (token, parent, depth, mask without sign, log-probability)} of a row."""
     columns = [buffer[row].tolist() for buffer in buffers.tree.tensors[:5]]
     return {
         node: (columns[0][node], columns[1][node], columns[2][node], columns[3][node] % 2**64, columns[4][node])
@@ -125,13 +117,9 @@ def nodes_of(buffers, row, nodes):
     }
 
 
-# --- by hand ---
-
-
 def test_a_hand_computed_level(device, impl):
     """Catches: the greedy child tested or out of place, a threshold that lets the equal pass, a bound that does not,
     order by place instead of probability, a parent's mask forgotten."""
-    device = reference_device(device, impl)
     bounds = torch.full((2, 2, 3), NONE)
     bounds[1, 1] = torch.tensor([NONE, -1.0, -0.5])  # level 2: rank 1 wants a parent of -1.0, rank 2 one of -0.5
     thresholds = torch.tensor([[NEVER, NEVER], [NEVER, NEVER], [-1.5, -3.0]])
@@ -160,60 +148,34 @@ def test_a_hand_computed_level(device, impl):
     assert left_tokens == [[7, 8, 9], [4, 5, 6], [1, 2, 3]] and left_parents == [0, 1, 3]
 
 
-# --- against the loop ---
-
-
 @pytest.mark.parametrize("budget", [0, 1, 3, 9, 30, 64])
 @pytest.mark.parametrize("num_candidates", [1, 2, 5])
-def test_equals_the_loop(device, impl, num_candidates, budget):
+def test_equals_the_loop(device, num_candidates, budget):
     """Catches: sizes at, below or above a power of two, a budget exceeded, ties by chance, a request's neighbour read,
     a persistent row taken for a batch row, a finished request that goes on."""
-    device = reference_device(device, impl)
-    plans, rows = [(4, 1), (1, 2), (4, 9), (3, 2), (2, 1)], [3, 0, 1, 4]
-    generator = torch.Generator().manual_seed(budget)
-    # In eighths beside sums of quarters: met exactly half of the time.
-    thresholds = -torch.randint(0, 40, (5, 4), generator=generator) / 8
-    bounds = -torch.randint(-2, 30, (10, 4, num_candidates), generator=generator) / 8
-    shapes = dict(num_candidates=num_candidates, thresholds=thresholds, bounds=bounds)
-    buffers = buffers_for(plans, device, **shapes)
-    for seed in range(2):  # the second step on the same buffers
-        empty = buffers_for(plans, device, **shapes).tree.tensors
-        for buffer, values in zip(buffers.tree.tensors, empty, strict=True):
-            buffer.copy_(values)
-        fed = run_step(buffers, rows, device, impl, budget=budget, seed=seed, trims=seed == 1)
-        trees, expected_fed = loop_step(plans, rows, budget=budget, seed=seed, **shapes)
-        assert fed == expected_fed
-        empty = nodes_of(buffers, len(rows), range(65))
-        for request, nodes in enumerate(trees):
-            assert nodes_of(buffers, request, range(65)) == {**empty, **nodes}
-            depth = min(plans[rows[request]][0], budget)
-            assert buffers.next_free[request] == depth + 1 + sum(node > depth for node in nodes)
+    for seed in range(2):
+        left = agree(case, device, num_candidates=num_candidates, budget=budget, seed=seed)
+        assert (left[".buffers.next_free"][:4] <= budget + 1).all()
+        # What trims writes fewer columns, and the same nodes.
+        step, arguments = case(torch.device("cpu"), num_candidates=num_candidates, budget=budget, seed=seed)
+        step(**arguments, trims=True)
+        assert torch.equal(arguments["buffers"].tree.tokens, left[".buffers.tree.tokens"])
+        assert torch.equal(arguments["buffers"].next_free, left[".buffers.next_free"])
 
 
-@pytest.mark.parametrize("num_reqs", [0, 1, 33])
-def test_kernel_equals_reference_at_a_real_size(device, num_reqs):
-    """Catches: a kernel and a reference that differ in anything, at ten candidates of up to ten nodes."""
-    plans = [(1 + row % 4, row % 3) for row in range(max(num_reqs, 1))]
+@pytest.mark.parametrize("num_reqs", [1, 33])
+def test_a_real_size(device, num_reqs):
+    """Catches: a kernel and a loop that differ in anything, at ten candidates of up to ten nodes."""
+    plans = [(1 + row % 4, row % 3) for row in range(num_reqs)]
     rows = torch.randperm(num_reqs, generator=torch.Generator().manual_seed(1)).tolist()
-    results = []
-    for impl in ("triton", "torch", "numba"):
-        where = reference_device(device, impl)
-        buffers = buffers_for(plans, where, 10, max_frontier=10, thresholds=torch.full((5, 4), -2.0))
-        fed = run_step(buffers, rows, where, impl, budget=50, max_frontier=10)
-        written = (buffers.next_free, *buffers.tree.tensors, *buffers.leftover, *buffers.frontier)
-        results.append((fed, [tensor.cpu()[:num_reqs] for tensor in written]))
-    assert results[0][0] == results[1][0] == results[2][0]
-    tables = zip(*(tables for _, tables in results), strict=True)
-    assert all(torch.equal(found, same[0]) for same in tables for found in same)
-    if num_reqs > 1:
-        assert len(set(results[0][1][0].tolist())) > 1
+    left = agree(case, device, plans, rows, 10, 50, max_frontier=10)
+    assert num_reqs == 1 or len(set(left[".buffers.next_free"].tolist())) > 1
 
 
 def test_all_64_bits(device, impl):
     """Catches: a mask built in 32 bits or in floating point, node 64 lost."""
-    device = reference_device(device, impl)
     buffers = buffers_for([(2, 0)], device, 40, num_levels=2)
-    run_step(buffers, [0], device, impl, budget=64, num_levels=2)
+    grow_step(buffers, torch.zeros(1, dtype=torch.int64, device=device), 64, num_levels=2, impl=impl)
     assert buffers.next_free.tolist() == [65]
     for node, (_, parent, _, word, _) in nodes_of(buffers, 0, range(1, 65)).items():
         assert word == 1 << (node - 1) | (1 << (parent - 1) if parent else 0)
@@ -221,7 +183,6 @@ def test_all_64_bits(device, impl):
 
 def test_nan_and_impossible_candidates(device, impl):
     """Catches: NaN that passes a test, upsets the order of others or spreads, and -inf taken for a candidate."""
-    device = reference_device(device, impl)
     buffers = buffers_for([(2, 0)], device, 4, num_levels=2)
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     log_probs = torch.tensor([[float("nan"), -2.0, float("nan"), -1.0]], device=device)
@@ -233,59 +194,3 @@ def test_nan_and_impossible_candidates(device, impl):
     log_probs = torch.tensor([[0.0] * 4, [NONE] * 4, [float("nan")] * 4], device=device)
     tree_grow(buffers, rows, log_probs, tokens.repeat(3, 1), level=1, budget=64, first_parent=1, num_next=5, impl=impl)
     assert buffers.tree.tokens[0, 2] == 1 and buffers.next_free.tolist() == [5]
-
-
-# --- dispatch and checks ---
-
-
-def test_wrapper_refuses(device):
-    """Catches: a dropped dtype, stride or shape check."""
-    buffers = buffers_for([(2, 0), (2, 0)], device, 4, num_levels=2, max_frontier=2)
-    rows = torch.tensor([1, 0], device=device)
-    log_probs, tokens = table(2, 4, 0, device)
-    good = (rows, log_probs, tokens)
-    sizes = dict(level=0, budget=9, first_parent=0, num_next=2)
-    tree_grow(buffers, *good, **sizes)
-    for place, wrong, message in (
-        (0, rows.int(), "rows"), (0, rows.repeat(2), "4 rows, 2 fit"), (1, log_probs.half(), "log_probs"),
-        (1, log_probs.t().contiguous().t(), "log_probs: expected contiguous"),
-        (1, log_probs[:, :3].contiguous(), "log_probs: expected shape"),
-        (1, log_probs.repeat(2, 1)[:3], "log_probs: expected shape"),
-        (1, log_probs.repeat(3, 1), "token_ids: expected shape"), (2, tokens[:1], "token_ids: expected shape"),
-        (2, tokens.int(), "token_ids"),
-    ):  # fmt: skip
-        with pytest.raises(AssertionError, match=message):
-            tree_grow(buffers, *good[:place], wrong, *good[place + 1 :], **sizes)
-    with pytest.raises(AssertionError, match="3 nodes a request"):
-        tree_grow(buffers, rows, log_probs.repeat(3, 1), tokens.repeat(3, 1), **sizes)
-    for wrong in (dict(level=2), dict(level=-1), dict(budget=65), dict(first_parent=5), dict(num_next=3)):
-        with pytest.raises(AssertionError, match=next(iter(wrong))):
-            tree_grow(buffers, *good, **{**sizes, **wrong})
-    with pytest.raises(ValueError, match="auto, triton, numba or torch"):
-        tree_grow(buffers, *good, **sizes, impl="cpu")
-
-
-def test_buffers_refuse(device):
-    """Catches: a dropped check of what every launch trusts."""
-    buffers = buffers_for([(2, 0)], device, 4)
-    names = ("tokens", "parents", "depths", "ancestors", "log_probs", "num_nodes")
-    tables = dict(zip(names, buffers.tree.tensors, strict=True))
-    TreeTables(**tables)
-    for name in names:
-        with pytest.raises(AssertionError, match=name):
-            TreeTables(**{**tables, name: tables[name].double()})
-    with pytest.raises(AssertionError, match="parents"):
-        TreeTables(**{**tables, "parents": tables["parents"][:, :9].contiguous()})
-    two_rows = {name: table.repeat(2, *[1] * (table.ndim - 1)) for name, table in tables.items()}
-    with pytest.raises(AssertionError, match="ancestors: expected contiguous"):
-        TreeTables(**{**two_rows, "ancestors": two_rows["ancestors"].t().contiguous().t()})
-    good = dict(
-        tree=buffers.tree, plans=buffers.plans, log_thresholds=buffers.rules[0], width_bounds=buffers.rules[1],
-        max_parents=9, max_frontier=2,
-    )  # fmt: skip
-    TreeGrowBuffers(**good)
-    for name in ("log_thresholds", "width_bounds"):
-        with pytest.raises(AssertionError, match=name):
-            TreeGrowBuffers(**{**good, name: good[name].double()})
-    with pytest.raises(AssertionError, match="log_thresholds"):
-        TreeGrowBuffers(**{**good, "log_thresholds": good["log_thresholds"][:, :1].contiguous()})

@@ -1,85 +1,152 @@
-"""What holds of every kernel: what runs, and the same bits in whatever order the programs of a grid run."""
+"""What holds of every kernel: what runs, the same bits in any order of its programs, mistakes that are seen."""
 
-import importlib
+import sys
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from tests.kernels.impls import branch
+import vidspec_kernels
+from tests.kernels.agreement import agree, mutated
+from tests.kernels.operations import OPERATIONS, REFERENCES, ROUNDED, WITHOUT_LOOP
+from vidspec_kernels import dispatch
 
-TREES = {"in_trees": True, "is_loose": True}
-# Of every kernel (and what is special) a test that is run again, and its parameters but the implementation.
-CASES = {
-    "accept": ("accept.test_equals_the_oracle",
-               {"in_trees": False, "is_loose": False, "num_reqs": 16, "max_drafts": 25}),
-    "accept of trees": ("accept.test_equals_the_oracle", TREES | {"num_reqs": 16, "max_drafts": 8}),
-    "loosen": ("loosen.test_more_rows_than_a_program_takes", {}),
-    "guidance_scores": ("guidance_scores.test_sizes", {"name": "33 rows"}),
-    "kv_compact": ("kv_compact.test_equals_the_loop", {"max_drafts": 25, "layout": "NHD"}),
-    "path_penalties": ("path_penalties.test_equals_a_walk_by_hand", {"vocab_size": 97}),
-    "place_trees": ("place_trees.test_equals_the_loop", {"batch": "cut", "num_axes": 3, "out_of_place": False}),
-    "begin_step": ("draft_step.test_begin_equals_the_loop", {"in_trees": True, "num_reqs": 9, "num_picked": 4}),
-    "next_level": ("draft_step.test_level_equals_the_loop", {"size": 129, "frontier": 0, "num_pos_axes": 3}),
-    "next_level of trees": ("draft_step.test_level_equals_the_loop", {"size": 43, "frontier": 3, "num_pos_axes": 3}),
-    "candidates": ("sampling.test_noise_of_candidates", {"width": 3, "first": 2, "apply_temperature": True}),
-    "draw": ("sampling.test_draw_equals_the_argmax", {"vocab_size": 2100, "dtype": torch.bfloat16}),
-    "tree_attention": ("tree_attention.test_shares", {"num_sms": 5}),
-    "tree_begin": ("draft_tree.test_trees_become_their_template", {"num_reqs": 3, "max_nodes": 7}),
-    "tree_finish": ("draft_tree.test_leaves_are_the_best_candidates",
-                    {"num_nodes": [2, 5], "num_parents": 3, "num_candidates": 5, "max_nodes": 7, "width": 9}),
-    "tree_grow": ("draft_tree_grow.test_equals_the_loop", {"num_candidates": 5, "budget": 9}),
-    "tree_place": ("draft_tree.test_place_equals_the_loop",
-                   {"num_reqs": 3, "frontier": 4, "num_candidates": 5, "num_placed": 9, "num_fed": 4}),
-    "tree_plan": ("draft_tree.test_plans_are_the_formulas",
-                  {"adopts": True, "num_reqs": 33, "top_k": 8, "num_candidates": 8}),
-    "gather_draft_windows": ("windows.test_equals_the_loop", {"num_reqs": 9, "ring": 16}),
-    "copy_committed_suffix": ("windows.test_tails_equal_the_loop", {"num_reqs": 9}),
-    "visual_relevance": ("visual_relevance.test_sizes", {"name": "65 queries, top 2"}),
-}  # fmt: skip
-KERNELS = {  # of an operation that has others than its own name says, and what runs on a CPU
-    "guidance_scores": {"kernels": ("_row_stats_kernel", "_guidance_scores_kernel"), "other": "_guidance_scores_torch"},
-}
-WITHOUT_LOOP = {"guidance_scores", "tree_attention"}
+KERNELS = {"guidance_scores": ("_row_stats_kernel", "_guidance_scores_kernel")}  # not named as the operation alone
 
 
-@pytest.fixture
-def again(device, monkeypatch):
-    """Return a function that runs a case by an implementation."""
-
-    def run(name, impl):
-        place, arguments = CASES[name]
-        module, test = place.split(".")
-        function = getattr(importlib.import_module(f"tests.kernels.test_{module}"), test)
-        offered = {"device": device, "monkeypatch": monkeypatch, "impl": impl} | arguments
-        code = function.__code__
-        function(**{argument: offered[argument] for argument in code.co_varnames[: code.co_argcount]})
-
-    return run
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_results_do_not_depend_on_the_order_of_programs(name, any_program_order, again):
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_results_do_not_depend_on_the_order_of_programs(name, any_program_order, device):
     """Catches: a program that reads what another of its grid writes; a place that two programs write."""
-    again(name, "triton")
+    operation = name.split()[0]
+    if operation in WITHOUT_LOOP:
+        wrapper, arguments = OPERATIONS[name](device)
+        wrapper(**arguments | ({"prefix": None} if operation == "tree_attention" else {}), impl="triton")
+    else:
+        agree(OPERATIONS[name], device, atol=ROUNDED.get(operation, 0.0))
     kernels = [kernel for kernel, num_programs in any_program_order if num_programs > 1]
-    assert f"_{name.split()[0]}_kernel" in kernels, "the case has one program only"
+    assert f"_{operation}_kernel" in kernels, "the case has one program only"
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if " " not in name])
-def test_dispatch(name, branches, again, device):
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if " " not in name])
+def test_dispatch(name, branches, device):
     """Catches: a forced branch that silently runs the other, a wrong automatic choice, a typo that runs something."""
-    ran = branches(name, **KERNELS.get(name, {}))
-    for impl in ("auto", "triton", "torch", *([] if name in WITHOUT_LOOP else ["numba"])):
-        again(name, impl)
-        expected = impl if name in WITHOUT_LOOP and impl != "auto" else branch(impl, device)
-        if name in WITHOUT_LOOP and impl == "auto":
-            expected = "triton" if device.type == "cuda" else "torch"
+    ran = branches(name, KERNELS.get(name, ()), REFERENCES.get(name))
+    has_loop = name not in WITHOUT_LOOP - {"visual_relevance"}
+    on_host = "numba" if has_loop else "torch"
+    runs = {"auto": on_host, "triton": "triton", on_host: on_host} | ({"torch": "torch"} if name in REFERENCES else {})
+    if device.type == "cuda":
+        runs = {"auto": "triton", "triton": "triton"}
+    for impl, expected in runs.items():
+        wrapper, arguments = OPERATIONS[name](device)
+        wrapper(**arguments, impl=impl)
         assert ran and set(ran) == {expected}, impl
         ran.clear()
-    with pytest.raises(ValueError, match="auto, triton, numba or torch"):
-        again(name, "cpu")
+    for impl in ("cpu", *([] if name in REFERENCES else ["torch"])):
+        wrapper, arguments = OPERATIONS[name](device)
+        with pytest.raises(ValueError, match="impl must be auto, triton"):
+            wrapper(**arguments, impl=impl)
+    assert not ran
+
+
+# Of an operation's case, a mistake in the text of its kernel.
+MUTATIONS = {
+    "accept of trees": {
+        "taken for a chain": ("parent = tl.load(parents_ptr + table_row + node, mask=is_draft, other=0)",
+                              "parent = place_of_bit"),
+        "the next request's rows": ("is_draft = node < num_logits", "is_draft = node < num_cols"),
+        "a match below a mismatch": ("alive = is_draft & (", "alive = is_draft | ("),
+        "the parent's score": ("scores_ptr + start + node", "scores_ptr + start + parent"),
+        "the target's token emitted": (
+            "tl.store(sampled_ptr + depth - 1, draft",
+            "tl.store(sampled_ptr + depth - 1, expected"),
+        "what may not": ("valid & may_loosen", "valid"),
+        "one ranking for all branches": (
+            "(branch[:, None] == branch[None, :])",
+            "(branch[:, None] == branch[:, None])"),
+        "a share that is rounded": ("+ FLAGS[3]", "+ 0.5"),
+        "the target's token drafted elsewhere": (
+            "draft[None, :] == expected[:, None]",
+            "draft[:, None] == expected[None, :]"),
+        "the first of the longest": ("(depth * RADIX - mismatches)", "(depth * RADIX)"),
+        "placeholders counted": ("tl.where(tl.load(has_draft_ptr + req_state_idx) != 0, num_drafts, 0)", "num_drafts"),
+        "kept by batch row": ("kept_path_ptr += req_state_idx * kept_stride", "kept_path_ptr += req_idx * kept_stride"),
+        "a window one short": ("depth[None, :] == window)", "depth[None, :] == window - 1)"),
+    },
+    "begin_step": {
+        "fed again": ("(accepted > 0) & (((fed >>", "(((fed >>"),
+        "fed is kept": ("tl.store(fed_ptr + row, tl.full([], 0, tl.int64))", "tl.store(fed_ptr + row, fed)"),
+        "unverified drafts counted": ("!= 0, verified, -1)", "!= 0, verified, verified)"),
+    },
+    "copy_committed_suffix": {"an end off by one": ("length - num_last + j", "length - num_last + j - 1")},
+    "gather_draft_windows": {
+        "the ring's first entry": ("(length + k) & (RING - 1)", "k & (RING - 1)"),
+        "behind a difference": ("(differs > 0) |", "(differs > 9) |"),
+        "stale at its end": ("(end > length)) | is_torn", "(end >= length - 99)) | is_torn"),
+    },
+    "kv_compact": {
+        "counted from behind the root": ("source = start + tl.load", "source = start + 1 + tl.load"),
+        "keys alone": (
+            "tl.load(addresses_ptr + tl.program_id(1))",
+            "tl.load(addresses_ptr + tl.program_id(1) // 2 * 2)"),
+        "paths in the requests' order": ("path_row = tl.load(path_rows_ptr + req_idx)", "path_row = req_idx"),
+    },
+    "loosen": {
+        "a chain for a tree": ("row - node + tl.maximum(parent, 0)", "row - (node > 0).to(tl.int64)"),
+        "its own logits": ("logits_ptr + parent_row * logits_stride", "logits_ptr + row * logits_stride"),
+        "the end at the draft": ("ends_ptr, table_row, fed", "ends_ptr, table_row, draft"),
+        "what is unmeasured": ("((score == score) | (source != RELEVANCE))", "(row >= 0)"),
+    },
+    "next_level of trees": {
+        "the level's entry": ("slot = root + node", "slot = root + level"),
+        "a mask of no node": (
+            "mask=is_node, other=0)\n        tl.store(masks_ptr",
+            "mask=is_real, other=0)\n        tl.store(masks_ptr"),
+        "another's bit": ("node - 1, 0)", "node, 0)"),
+    },
+    "path_penalties": {
+        "a token counted twice": ("counts += (block == token)", "counts += 2 * (block == token)"),
+        "without its own draft": ("node = own_node\n", "node = tl.load(parents_ptr + own_node)\n"),
+    },
+    "place_trees": {
+        "the node for its depth": ("other=0) + depth", "other=0) + node"),
+        "a prefix without its root": ("tl.where(is_tree, root + 1, 0)", "tl.where(is_tree, root, 0)"),
+        "a prompt's tail left out": (
+            "range(BLOCK_COLS, num_tokens, BLOCK_TOKENS)",
+            "range(BLOCK_COLS, 0, BLOCK_TOKENS)"),
+    },
+    "tree_begin": {"a mean of one length more": ("num_observed + 1, WINDOW", "num_observed + 2, WINDOW")},
+    "tree_finish": {
+        "a leaf as deep as its parent": ("mask=is_new, other=0) + 1\n", "mask=is_new, other=0)\n"),
+        "another request's plan": ("tl.store(depths_ptr + row, depth)", "tl.store(depths_ptr + req_idx, depth)"),
+    },
+    "tree_grow": {
+        "a sibling's bit": ("other=0) | own_bit", "other=0) | own_bit | own_bit >> 1"),
+        "nodes that are reserved": ("next_free = depth + 1", "next_free = depth"),
+        "another width": ("(width * num_levels + level)", "(level)"),
+    },
+    "tree_place": {"another request's candidates": ("token_ids_ptr += req_idx * num_offered", "token_ids_ptr += 0")},
+    "tree_plan": {"eq. 10 for eq. 11": ("(1.0 - alpha) * width_range", "alpha * width_range")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mistake"), [(name, mistake) for name in MUTATIONS for mistake in MUTATIONS[name]])
+def test_mutations(name, mistake, device, tmp_path):
+    """Kernel and loop no longer agree, which they do where nothing is changed."""
+    operation = name.split()[0]
+    owner, atol = sys.modules[getattr(vidspec_kernels, operation).__module__], ROUNDED.get(operation, 0.0)
+    agree(OPERATIONS[name], device, atol=atol)
+    with mutated(tmp_path, owner, f"_{operation}_kernel", MUTATIONS[name][mistake]), pytest.raises(AssertionError):
+        agree(OPERATIONS[name], device, atol=atol)
+
+
+def test_every_loop_is_compared():
+    """Catches: a loop that no case above runs."""
+    compared = {name.split()[0] for name in OPERATIONS} - WITHOUT_LOOP
+    loops = {
+        name.removeprefix("bind_") for name in dispatch.load_loops() if name in compared or name.startswith("bind_")
+    }
+    assert loops == compared and set(MUTATIONS) <= set(OPERATIONS)
 
 
 @triton.jit

@@ -3,62 +3,40 @@
 import pytest
 import torch
 
-from tests.kernels.sampling_case import SamplingCase, toy
-from tests.kernels.step_case import BLOCK_SIZE, MAX_POSITION
-from tests.kernels.test_draft_step import LevelCase
-from tests.kernels.test_draft_tree_grow import buffers_for, start, table
-from vidspec_kernels import candidates, draw, next_level, tree_grow
+from tests.kernels.sampling_case import SamplingCase, candidates_case, draw_case, toy
+from tests.kernels.step_case import level_case
+from tests.kernels.test_draft_tree_grow import level_case as grow_case
+from vidspec_kernels import candidates, draw
 from vidspec_kernels.dispatch import remember
 
 
 def of_candidates(device):
     """Return the wrapper, its arguments, others of them, and what it has ready."""
-    case = SamplingCase(4, 9, device, width=2)
-    scratch = case.scratch(3)
-    arguments = {
-        "logits": case.logits, "temperature": case.temperature, "seeds": case.seeds, "pos": case.pos, "noise": toy(),
-        "log_probs": torch.zeros(4, 3, device=device), "ids": torch.zeros(4, 3, dtype=torch.int64, device=device),
-        "scratch": scratch, "width": 2, "first": 0,
-    }  # fmt: skip
-    others = {
-        "logits": case.logits[:3], "noise": toy(), "width": 3, "first": 1, "with_log_probs": False,
-        "apply_temperature": False,
-    }  # fmt: skip
-    return candidates, arguments, others, scratch.ready
+    wrapper, arguments = candidates_case(device, 4, 9, num_candidates=3)
+    others = {"logits": arguments["logits"][:3], "noise": toy(), "width": 3, "first": 1}
+    others |= {"with_log_probs": False, "apply_temperature": False}
+    return wrapper, arguments, others, arguments["scratch"].ready
 
 
 def of_draw(device):
     """See `of_candidates`."""
-    case = SamplingCase(4, 9, device)
-    scratch, noise = case.scratch(), toy()
-    arguments = {
-        "logits": case.logits, "temperature": case.temperature, "seeds": case.seeds, "pos": case.pos, "noise": noise,
-        "level": torch.ones(1, dtype=torch.int32, device=device), "scratch": scratch,
-        "out_tokens": torch.zeros(4, 3, dtype=torch.int64, device=device),
-        "out_ids": torch.zeros(4, dtype=torch.int32, device=device),
-    }  # fmt: skip
-    others = {"logits": case.logits[:3], "noise": toy(), "level": 2, "apply_temperature": False}
-    return draw, arguments, others, scratch.ready
+    wrapper, arguments = draw_case(device, 4, 9)
+    others = {"logits": arguments["logits"][:3], "noise": toy(), "level": 2, "apply_temperature": False}
+    return wrapper, arguments, others, arguments["scratch"].ready
 
 
 def of_next_level(device):
     """See `of_candidates`."""
-    case, other = LevelCase(3, 4, device), LevelCase(3, 4, device)
-    arguments = {"step": case.step, "out": case.out(), "fed": case.fed, "size": 3, "level": 1, **case.trees}
-    arguments |= {"block_size": BLOCK_SIZE, "max_position": MAX_POSITION}
-    others = {"step": other.step, "size": 2, "level": 2, "block_size": 2 * BLOCK_SIZE, "max_position": 7}
-    return next_level, arguments, others, arguments["out"].ready
+    wrapper, arguments = level_case(device, 3, 4)
+    others = {"step": level_case(device, 3, 4)[1]["step"], "size": 2, "level": 2, "block_size": 32, "max_position": 7}
+    return wrapper, arguments, others, arguments["out"].ready
 
 
 def of_tree_grow(device):
     """See `of_candidates`."""
-    buffers = buffers_for([(3, 2)] * 2, torch.device("cpu"), 4)
-    start(buffers)
-    log_probs, tokens = table(2, 4, 0, "cpu")
-    arguments = {"buffers": buffers, "rows": torch.arange(2), "log_probs": log_probs, "token_ids": tokens}
-    arguments |= {"level": 0, "budget": 9, "first_parent": 0, "num_next": 4}
+    wrapper, arguments = grow_case(device)
     others = {"level": 1, "budget": 8, "first_parent": 1, "num_next": 3, "trims": True}
-    return tree_grow, arguments, others, buffers.ready
+    return wrapper, arguments, others, arguments["buffers"].ready
 
 
 WRAPPERS = {"candidates": of_candidates, "draw": of_draw, "next_level": of_next_level, "tree_grow": of_tree_grow}
@@ -86,9 +64,8 @@ def test_a_call_is_bound_once(device, name):
             wrapper(**arguments | {key: other})
         assert len(ready) == before + 1, key
     before = len(ready)
-    for impl in ("torch", "numba"):
-        wrapper(**arguments, impl=impl)
-    assert len(ready) == before + 2
+    wrapper(**arguments, impl="triton" if device.type == "cuda" else "numba")
+    assert len(ready) == before + 1
 
 
 def test_candidates_are_of_what_the_tensors_hold(device):
@@ -120,19 +97,20 @@ def test_draws_are_of_what_the_tensors_hold(device):
         draw(**arguments)
         fresh = {name: torch.zeros_like(arguments[name]) for name in ("out_tokens", "out_ids")}
         draw(**arguments | fresh | {"level": level, "scratch": SamplingCase(4, 9, device).scratch()})
-        assert all(arguments[name].equal(out) for name, out in fresh.items())
+        assert all(arguments[name][:4].equal(out[:4]) for name, out in fresh.items())
     assert len(ready) == 1
 
 
 def test_a_level_on_the_device_is_the_steps_own(device):
     """Catches: the level of the step in which the call was bound."""
-    case, level = LevelCase(3, 0, device), torch.zeros(1, dtype=torch.int32, device=device)
-    out = case.out()
+    wrapper, arguments = level_case(device, 3, 0, on_device=True)
+    out, level = arguments["out"], arguments["level"]
     for now in (1, 2, 5):
         level.fill_(now)
-        case.run("auto", level=level, out=out, fed=case.fed)
-        expected, _ = case.run("auto", level=now)
-        assert out.seq_lens.equal(expected.seq_lens) and out.slot_mapping.equal(expected.slot_mapping)
+        wrapper(**arguments)
+        _, other = level_case(device, 3, 0, level=now)
+        wrapper(**other)
+        assert out.seq_lens.equal(other["out"].seq_lens) and out.slot_mapping.equal(other["out"].slot_mapping)
     assert len(out.ready) == 1
 
 

@@ -21,8 +21,6 @@ from tests.kernels.attention_case import (
     requests_of,
     run,
 )  # fmt: skip
-from tests.kernels.refusals import changes, double, half, int32, long, shorter, transposed
-from vidspec_kernels import tree_attention
 from vidspec_kernels.tree_attention import reference, tiles
 
 IMPLS = ["triton", "torch"]
@@ -226,23 +224,3 @@ def test_nothing_to_do(device, impl):
     out, _ = run(case, impl, rows=case.rows[:0].to(device))
     assert (out == SENTINEL).all()
     assert torch.equal(run(case, impl, lse=None)[0], run(case, impl)[0])
-
-
-@pytest.mark.parametrize(("name", "change"), changes(
-    query=(double, lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)),
-    key_cache=(double, lambda t: t[..., :8], lambda t: t[:, :, [0, 1, 1]]), value_cache=(half, lambda t: t[:, :8]),
-    block_table=(long, transposed), rows=(int32,), query_start=(long, shorter), num_queries=(shorter,),
-    prefix_lens=(long,), masks=(int32, shorter, lambda t: t[:, :2], transposed), max_queries=(lambda _: -1,),
-    scratch=(lambda s: make_scratch(s.head_size // 2, s.part_out.device),), out=(half, shorter),
-    lse=(double, lambda t: t.T), prefix=(lambda t: (t[0].half(), t[1]), lambda t: (t[0], t[1].T)),
-))  # fmt: skip
-def test_wrapper_refuses(device, name, change):
-    """Catches: a dropped dtype, stride or shape check (the kernel would read through a wrong pointer)."""
-    case = Case(device, requests_of((3, 5), (4, 3)))
-    query = case.query.to(device)
-    lse = torch.zeros(query.shape[1::-1], device=device)
-    arguments = case.arguments() | {"out": query.clone(), "lse": lse, "prefix": (query, lse)}
-    arguments["scratch"] = make_scratch(query.shape[2], device)
-    arguments[name] = change(arguments[name])
-    with pytest.raises(AssertionError, match=name):
-        tree_attention(**arguments)

@@ -1,14 +1,12 @@
 """tree_attention: equal shares of the work, an external prefix, the memory of calls, planted mistakes in its source."""
 
 import importlib
-import importlib.util
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import kernel_model_tree_attention as model
+from tests.kernels.agreement import mutated
 from tests.kernels.attention_case import (
     BLOCK,
     LIMITS,
@@ -24,7 +22,8 @@ from tests.kernels.attention_case import (
     requests_of,
     run,
 )  # fmt: skip
-from vidspec_kernels.tree_attention import reference, tiles
+from tests.kernels.attention_shares import shares
+from vidspec_kernels.tree_attention import tiles
 from vidspec_kernels.tree_attention import triton as kernel_file
 
 IMPLS = ["triton", "torch"]
@@ -74,25 +73,7 @@ def test_parts_add_up(device, impl):
 # ---- mutations -----------------------------------------------------------------------------------------------------
 
 
-def mutant(tmp_path, monkeypatch, impl, edits):
-    """Return `tree_attention` with some text of the kernel's or the reference's module replaced, every occurrence."""
-    source = Path((kernel_file if impl == "triton" else reference).__file__).read_text()
-    for old, new in edits:
-        assert old in source, f"the mutation no longer applies: {old}"
-        source = source.replace(old, new)
-    path = tmp_path / f"mutant_{impl}.py"
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    changed = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(changed)
-    name = "_tree_attention_kernel" if impl == "triton" else "tree_attention_reference"
-    monkeypatch.setattr(module, name, getattr(changed, name))
-    monkeypatch.setattr(module, "MIN_UNITS", 1)
-    return module.tree_attention
-
-
 MUTATIONS = {
-    "nothing changed": {"triton": [], "torch": []},
     "a sibling's bit leaks into the mask": {
         "triton": [("(word[:, None] >> node[None, :]) & 1", "(word[:, None] >> node[None, :]) & 3")],
         "torch": [("& _BITS[:num_nodes].to(rows.device)", "& (_BITS | _BITS << 1)[:num_nodes].to(rows.device)")],
@@ -128,24 +109,18 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutations_are_caught(device, impl, mutation, tmp_path, monkeypatch):
-    """`check`, which every test above rests on, fails for each of these changes of kernel and reference, and only then.
-
-    The module's source is changed and run: a sibling's bit leaking into the mask (shift & 3), a prefix off by one
-    (either way), an LSE merge without weights (a plain average of splits, and of external prefix and nodes), heads of a
-    GQA group taken with a stride (head h on KV head h % num_kv_heads).
-    """
-    attention = mutant(tmp_path, monkeypatch, impl, MUTATIONS[mutation][impl])
+    """`check`, which every test above rests on, fails for each of these changes of kernel and reference."""
+    monkeypatch.setattr(module, "MIN_UNITS", 1)
     case = Case(device, requests_of((5, 150), (6, 20)), num_heads=6, num_kv_heads=2, poison=1.0)
     external: dict = {"prefix": external_prefix(case)}
-    if mutation == "nothing changed":
-        check(case, impl, attention)
-        check(case, impl, attention, **external)
-        return
     # Only the kernel merges parts; both merge an external prefix.
     merges = [external] if impl == "torch" else [{}, external]
     for changes in merges if "LSE" in mutation else [{}]:
-        with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-            check(case, impl, attention, **changes)
+        check(case, impl, **changes)
+        name = "_tree_attention_kernel" if impl == "triton" else "tree_attention_reference"
+        seen = pytest.raises(AssertionError, match="Tensor-likes are not close")
+        with mutated(tmp_path, module, name, *MUTATIONS[mutation][impl]), seen:
+            check(case, impl, **changes)
 
 
 @pytest.fixture
@@ -173,7 +148,7 @@ def shares_of(case, num_sms):
     tile = tiles.tile_shape(case.max_queries * group, case.query.shape[2], True, True, LIMITS)
     num_row_tiles = -(-case.max_queries * group // tile.block_rows)
     lens = [request.prefix_len for request in case.requests]
-    return model.shares(case.counts, lens, group, case.keys.shape[2], tile, num_row_tiles, 2 * num_sms)
+    return shares(case.counts, lens, group, case.keys.shape[2], tile, num_row_tiles, 2 * num_sms)
 
 
 RAGGED = {
@@ -187,9 +162,9 @@ RAGGED = {
 @pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize("num_sms", [1, 4, 7])
 def test_programs_take_their_shares(device, taken, name, num_sms):
-    """The interpreted kernel takes the tiles that the model says, program by program; the result is right.
+    """The interpreted kernel takes the tiles that `shares` says, program by program; the result is right.
 
-    Catches: a model of another kernel; a share that is lost or done twice; work that stays with one program.
+    Catches: shares of another kernel; a share that is lost or done twice; work that stays with one program.
     """
     case = Case(device, requests_of(*RAGGED[name]), num_heads=2, num_kv_heads=1)
     check(case, "triton", scratch=make_scratch(32, device, num_sms))
@@ -215,7 +190,7 @@ def test_a_long_request_is_spread_over_the_whole_gpu(num_queries):
     tile = tiles.tile_shape(7 * num_queries, 128, False, True, LIMITS)
     num_row_tiles = -(-7 * num_queries // tile.block_rows)
     grid = tile.programs_per_sm * LIMITS.num_sms
-    found = model.shares(32 * [num_queries], [100_000] + 31 * [1_000], 7, 4, tile, num_row_tiles, grid)
+    found = shares(32 * [num_queries], [100_000] + 31 * [1_000], 7, 4, tile, num_row_tiles, grid)
     units = [sum(piece.end - piece.begin for piece in pieces) for pieces in found]
     assert grid - num_row_tiles < len(units) <= grid
     assert sum(units) == 4 * num_row_tiles * (1564 + 31 * 17) and max(units) - min(units) <= 1
@@ -231,7 +206,7 @@ def test_row_tiles_of_a_key_are_read_together(num_row_tiles):
     """
     tile = tiles.TileShape(128, 64, 32, 5, 8, 1)
     lens = [25_000, 1_000, 7_777, 3, 0]
-    found = model.shares(5 * [128 * num_row_tiles], lens, 1, 3, tile, num_row_tiles, 132)
+    found = shares(5 * [128 * num_row_tiles], lens, 1, 3, tile, num_row_tiles, 132)
     per_row_tile = len(found) // num_row_tiles
     assert per_row_tile * num_row_tiles == len(found)
     for i, pieces in enumerate(found[:per_row_tile]):

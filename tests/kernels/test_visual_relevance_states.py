@@ -101,7 +101,7 @@ def test_merges_are_the_same(top_n, branches):
     wide = torch.full((6, 3, top_n + 5), 9.0)
     wide[:, :, :top_n] = rows.transpose(0, 1)
     partials = wide.to(DEVICE).transpose(0, 1)[:, :, :top_n]
-    ran = branches("merge_relevance", kernels=("_merge_relevance_kernel",), other="_merge_relevance_torch")
+    ran = branches("merge_relevance", reference="_merge_relevance_torch")
     got, expected = (merge_relevance(partials, impl=impl) for impl in ("triton", "torch"))
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-6, equal_nan=True)
     assert ran == ["triton", "torch"] and got.isnan().tolist() == [index == 3 for index in range(6)]
@@ -184,22 +184,3 @@ def test_stored_states_end_to_end():
     check_states(store_states)
     with pytest.raises(AssertionError):
         check_states(raw)
-
-
-def test_storage_refuses():
-    states, index = torch.ones(2, 8, device=DEVICE), torch.arange(2, device=DEVICE)
-    store = torch.zeros(2, 4, 8, device=DEVICE)
-    with pytest.raises(AssertionError, match="store"):
-        store_states(states, index, index, store.transpose(0, 1))
-    with pytest.raises(AssertionError, match="store"):
-        store_states(states, index, index, store[..., :4].contiguous())
-    with pytest.raises(AssertionError, match="slots"):
-        store_states(states, index, index[:1], store)
-    with pytest.raises(AssertionError, match="source"):
-        store_states(states, index.int(), index, store)
-    with pytest.raises(AssertionError, match="float64"):
-        storage_scale(torch.float64, 8)
-    with pytest.raises(AssertionError, match="hidden_size"):
-        storage_scale(FP8, 2**18)
-    with pytest.raises(AssertionError, match="partials"):
-        merge_relevance(torch.zeros(2, 3, device=DEVICE))

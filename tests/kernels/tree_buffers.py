@@ -33,11 +33,3 @@ def make_growth(tree, rules=RULES, max_parents=9, max_frontier=4, num_candidates
     for tensor in (*growth.frontier, *growth.leftover, growth.next_free):
         tensor.fill_(-5)
     return growth
-
-
-def everything(tree, growth=None):
-    """Return copies of all that launches write, on the host."""
-    written = [*tree.tensors]
-    if growth is not None:
-        written += [*growth.frontier, *growth.leftover, growth.next_free, *growth.plans.observed, *growth.plans.adopted]
-    return [tensor.cpu().clone() for tensor in written]

@@ -43,13 +43,9 @@ def source_key() -> str:
 
 
 def build(site_packages: Path, include: Path, home: Path, say: Callable[[str], None]) -> Path:
-    """Return the folder of the libraries, compiled if they are not there yet.
+    """Return the folder of the libraries in `home`, compiled if they are not there; those of other sources stay.
 
-    Args:
-        site_packages: Where the CUDA builds of torch and vLLM are installed.
-        include: CUDA's headers.
-        home: Folder to keep the libraries in; those of other sources there are left alone.
-        say: Prints one line.
+    The CUDA builds of torch and vLLM are in `site_packages`, CUDA's headers in `include`; `say` prints a line.
 
     Raises:
         BuildError: The compiler refused something.
@@ -74,14 +70,11 @@ def build(site_packages: Path, include: Path, home: Path, say: Callable[[str], N
 
 
 class _Builder:
-    """One compilation of all libraries."""
-
     def __init__(self, site_packages: Path, include: Path, work: Path, target: Path):
         self.site_packages, self.include, self.work, self.target = site_packages, include, work, target
         self.flags = ["-fPIC", "-g0", "-w", f"-I{include}", f"-I{NATIVE}", f"-I{work}"]
 
     def run(self) -> None:
-        """Compile and link everything into the target folder."""
         binaries = [path for pattern in _WHEELS for path in sorted(self.site_packages.glob(pattern))]
         stubs.generate(self.work, self.include, binaries)
         for key in stubs.LIBRARIES:  # the driver comes first: all others are linked with it

@@ -19,7 +19,6 @@ from null_gpu.situations import (
     sleep_and_wake,
     sums_of_guidance,
 )
-from vllm_vidspec import assets
 from vllm_vidspec.tools import pairs
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -57,81 +56,50 @@ PIECES = _compiled(1, 2, 4, 8, 16, 32, mode=3, cudagraph_mode="PIECEWISE")
 
 @dataclass(frozen=True)
 class Case:
-    """One engine and the requests that it runs.
+    """One engine and the requests that it runs."""
 
-    Attributes:
-        name: In tests and tables.
-        vanilla: The case of vanilla vLLM in the same mode, whose waits and copies are the bound.
-        spec: Knobs of VidSpecConfig, None for vanilla vLLM.
-        family: The bundled pair.
-        is_whole: Whether it is a pair of published size, with made-up weights and a user's defaults.
-        device_gb: Memory of a device.
-        overrides: Arguments of `LLM`.
-        batch: Requests at a time.
-        num_videos: Of each prompt.
-        sampling: Arguments of `SamplingParams`.
-        skip: Steps after the first token that are not counted.
-        steps: Steps that are counted.
-        timed_steps: Steps that are timed afterwards.
-        sampled_steps: Steps after these whose Python stack is sampled.
-        allowed: `file.py function` of lines that may wait once a step, for a good reason.
-        transfers: `file.py function` of our lines that may copy between host and device once a step.
-        most_launches: Budget of launches per step: those counted, plus a few.
-        before: Called before the engine starts.
-        after: Called with the session once its requests are aborted; returns further measurements.
-        is_planted: Whether it carries defects on purpose.
-        is_slow: Whether only `make test-slow` runs it.
-    """
-
-    name: str
-    spec: dict[str, Any] | None = None
-    vanilla: str = "vanilla"
+    name: str  # in tests and tables
+    spec: dict[str, Any] | None = None  # knobs of VidSpecConfig, None for vanilla vLLM
+    vanilla: str = "vanilla"  # the case of vanilla vLLM in the same mode, whose waits and copies are the bound
     family: str = QWEN
-    is_whole: bool = False
+    is_whole: bool = False  # a pair of published size, with made-up weights and a user's defaults
     device_gb: int = 80
-    overrides: dict[str, Any] = field(default_factory=dict)
-    batch: int = 1
-    num_videos: int = 1
-    sampling: dict[str, Any] = field(default_factory=dict)
-    skip: int = 6
-    steps: int = 10
-    timed_steps: int = 20
-    sampled_steps: int = 8
-    allowed: tuple[str, ...] = ()
-    transfers: tuple[str, ...] = TRANSFERS
-    most_launches: int = 0
-    before: Callable[[], None] | None = None
-    after: Callable[[Any], dict[str, Any]] | None = None
-    is_planted: bool = False
-    is_slow: bool = False
+    overrides: dict[str, Any] = field(default_factory=dict)  # arguments of `LLM`
+    batch: int = 1  # requests at a time
+    num_videos: int = 1  # of each prompt
+    sampling: dict[str, Any] = field(default_factory=dict)  # arguments of `SamplingParams`
+    skip: int = 6  # steps after the first token that are not counted
+    steps: int = 10  # that are counted
+    timed_steps: int = 20  # afterwards
+    allowed: tuple[str, ...] = ()  # `file.py function` of lines that may wait once a step, for a good reason
+    transfers: tuple[str, ...] = TRANSFERS  # and of ours that may copy between host and device once a step
+    most_launches: int = 0  # a step's budget: those counted, plus a few
+    before: Callable[[], None] | None = None  # the engine starts
+    after: Callable[[Any], dict[str, Any]] | None = None  # its requests are aborted: measures more of the session
+    is_planted: bool = False  # it carries defects on purpose
+    is_slow: bool = False  # only `make test-slow` runs it
 
     @property
     def num_ranks(self) -> int:
-        """Tensor-parallel ranks, each a process of its own if there are several."""
         return self.overrides.get("tensor_parallel_size", 1)
 
     @property
     def num_devices(self) -> int:
-        """Devices of the machine."""
         return 2 if (self.spec or {}).get("parallel") else self.num_ranks
 
     @property
     def has_whole_graphs(self) -> bool:
-        """Whether decode steps of the target are captured whole: by default they are."""
         if self.is_whole or self.overrides == DEFAULTS:
             return True
         return "compilation_config" in self.overrides and "cudagraph_mode" not in self.overrides["compilation_config"]
 
     def shares_engine(self, other: "Case") -> bool:
-        """Return whether an engine of this case is one of the other's, too."""
         engines = [(case.spec, case.family, case.is_whole, case.overrides) for case in (self, other)]
         return engines[0] == engines[1] and other.before is None
 
     def llm_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of `LLM`."""
         if self.is_whole:
-            bundled = {role: assets.checkpoint(self.family, role) for role in assets.PAIR}
-            where = made_up.whole_pair(self.family, bundled, Path(tempfile.mkdtemp(prefix="null-gpu-")))
+            where = made_up.write_pair(self.family, Path(tempfile.mkdtemp(prefix="null-gpu-")))
             spec = {"draft": where["draft"], "on_draft_error": "raise", **(self.spec or {})}
             return made_up.user_kwargs(where, self.spec and pairs.speculative_config(self.family, **spec))
         overrides = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": True} | self.overrides
@@ -148,7 +116,7 @@ class Case:
         return [pairs.media_prompt(self.family, pairs.DEFAULT_QUESTION, videos=list(clips)) for clips in videos]
 
 
-_ONE_STEP = {"steps": 1, "timed_steps": 0, "sampled_steps": 0}
+_ONE_STEP = {"steps": 1, "timed_steps": 0}
 # Small steps, so that eight clips are far more than the target encodes at a time.
 _EIGHT_CLIPS = {
     "overrides": {
@@ -166,7 +134,7 @@ _FEW_STEPS, _FEWER_STEPS = {"skip": 3, "steps": 3}, {"skip": 2, "steps": 2}
 # A variant of a case whose ten steps have a block added among them.
 _VARIANT = {"skip": 3, "steps": 4}
 # Logits without meaning accept trees of 64 nodes to the end: a context holds thirty such steps.
-_LONG_STEPS = {"skip": 3, "steps": 5, "timed_steps": 10, "sampled_steps": 6}
+_LONG_STEPS = {"skip": 3, "steps": 5, "timed_steps": 10}
 _BATCH, _THREE = {"batch": 4, **_VARIANT}, {"batch": 3, **_VARIANT}
 _TOP_P, _WARM = {"sampling": {"temperature": 1.0, "top_p": 0.9}}, {"sampling": {"temperature": 1.0}}
 _GRAPHS, _FA2, _SLOW = {"overrides": GRAPHS}, {"overrides": GRAPHS_FA2}, {"is_slow": True}
@@ -195,7 +163,6 @@ def _whole(name: str, family: str, device_gb: int) -> tuple[Case, ...]:
         "after": memory_by_owner,
         "skip": 12,  # until staging memory of each size is there: PyTorch pins a size of it at its first use
         "timed_steps": 10,
-        "sampled_steps": 0,
     }
     chain, static = {"drafting": "chain"}, {"drafting": "tree-static"}
     return (
@@ -217,7 +184,7 @@ _ALL = (
     Case("chain", {}, most_launches=356, after=sums_of_guidance),
     Case("chain batch", {}, "vanilla batch", **_BATCH, most_launches=357),
     Case("chain sampled", {}, "vanilla sampled", **_TOP_P, **_VARIANT, most_launches=417),
-    Case("planted", {}, steps=4, timed_steps=0, sampled_steps=0, after=plant_each, is_planted=True),
+    Case("planted", {}, steps=4, timed_steps=0, after=plant_each, is_planted=True),
     Case("static", _STATIC, most_launches=357),
     Case("adaptive", _ADAPTIVE, **_PLANNED, **_FEW_STEPS, **_SLOW, most_launches=255),
     Case("adaptive batch", _ADAPTIVE, "vanilla batch", batch=2, **_PLANNED, **_FEWER_STEPS, **_SLOW, most_launches=256),

@@ -59,7 +59,6 @@ class Trace:
         self.lines: dict[tuple[str, str], list[int]] = {}
 
     def add(self, event: str, line: str, size: int) -> None:
-        """Add one event of `size` bytes."""
         row = self.lines.setdefault((event, line), [0, 0])
         row[0] += 1
         row[1] += size

@@ -50,7 +50,6 @@ def zero_blocks() -> None:
 
 @contextlib.contextmanager
 def emulating() -> Iterator[None]:
-    """Emulate Triton kernels and PyTorch operators."""
     global _is_on
     _install()
     _is_on = True
@@ -148,7 +147,6 @@ def launched(function: Callable) -> Callable:
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors of a structure."""
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
@@ -186,7 +184,6 @@ class Graph(torch.cuda.CUDAGraph):
         self._spoil()
 
     def replay(self) -> None:
-        """Compute what was captured."""
         self.num_replays += 1
         with _disable_current_modes():
             for launch in self.launches:
@@ -245,7 +242,6 @@ def _launch_both(self, grid, *changing):
 
 
 def _emulate(function: JITFunction, grid: tuple[int, ...], args: tuple, kwargs: dict) -> None:
-    """Interpret a kernel that has been launched."""
     name = function.fn.__name__
     if not _is_on or _is_lost() or _LEAVE_KERNELS.search(name):
         return
@@ -266,7 +262,6 @@ def _emulate(function: JITFunction, grid: tuple[int, ...], args: tuple, kwargs: 
 
 
 def _call_inside(self, *args, **kwargs):
-    """Call a jitted function from an interpreted kernel."""
     if not _depth:
         return _call(self, *args, **kwargs)
     scope = _patch_lang(self.fn)  # InterpretedFunction.__call__ never takes its patches back

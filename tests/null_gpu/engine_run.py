@@ -21,7 +21,7 @@ from unittest import mock
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
-from null_gpu import device, host_time
+from null_gpu import device
 from null_gpu.cases import CASES, Case
 from null_gpu.probe import Probe
 
@@ -30,44 +30,24 @@ _MOST_STEPS = 400
 
 @dataclass
 class Measured:
-    """Measurements of one configuration.
+    """Measurements of one configuration."""
 
-    Attributes:
-        name: The case.
-        error: Traceback, None if it ran.
-        start_s: Seconds to start the engine, 0 if an earlier case has started it.
-        took_s: Seconds of the whole case.
-        start: Counters of the start.
-        prefill: Counters of the steps before the counted ones.
-        steps: Counters of each counted decode step.
-        lines: `event|line` to `[times, bytes]`, of the counted steps.
-        tokens: Output tokens of the counted steps.
-        host_ms: Of each timed step, nothing emulated.
-        shares: Of the host time of further steps, by owner (see `host_time.owner`); of one rank alone.
-        timed: Counters of all timed steps.
-        not_emulated: Errors of the emulation, by kernel.
-        extra: Measurements of the case's own.
-    """
-
-    name: str
-    error: str | None = None
-    start_s: float = 0.0
-    took_s: float = 0.0
-    start: dict[str, int] = field(default_factory=dict)
-    prefill: dict[str, int] = field(default_factory=dict)
-    steps: list[dict[str, int]] = field(default_factory=list)
-    lines: dict[str, list[int]] = field(default_factory=dict)
-    tokens: int = 0
-    host_ms: list[float] = field(default_factory=list)
-    shares: dict[str, float] = field(default_factory=dict)
-    timed: dict[str, int] = field(default_factory=dict)
-    not_emulated: dict[str, str] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
+    name: str  # the case
+    error: str | None = None  # traceback, None if it ran
+    start_s: float = 0.0  # 0 if an earlier case has started the engine
+    took_s: float = 0.0  # the whole case
+    start: dict[str, int] = field(default_factory=dict)  # counters
+    prefill: dict[str, int] = field(default_factory=dict)  # counters of the steps before the counted ones
+    steps: list[dict[str, int]] = field(default_factory=list)  # counters of each counted decode step
+    lines: dict[str, list[int]] = field(default_factory=dict)  # `event|line` to `[times, bytes]` of these
+    tokens: int = 0  # output tokens of these
+    host_ms: list[float] = field(default_factory=list)  # of each timed step, nothing emulated
+    timed: dict[str, int] = field(default_factory=dict)  # counters of all timed steps
+    not_emulated: dict[str, str] = field(default_factory=dict)  # errors of the emulation, by kernel
+    extra: dict[str, Any] = field(default_factory=dict)  # of the case's own
 
 
 class Session:
-    """A running engine on the null GPU."""
-
     def __init__(self, case: Case):
         from vllm import LLM
 
@@ -80,7 +60,6 @@ class Session:
 
     @property
     def worker(self) -> Any:
-        """The (single) worker."""
         return self.engine.model_executor.driver_worker.worker
 
     def probe(self, name: str, *args: Any) -> list[Any]:
@@ -106,12 +85,10 @@ class Session:
         self._abort(names)
 
     def step(self) -> None:
-        """Make one engine step."""
         for output in self.engine.step():
             self.tokens[output.request_id] = len(output.outputs[0].token_ids)
 
     def _prefill(self, names: list[str]) -> None:
-        """Step until all of these have tokens and decode steadily."""
         for _ in range(_MOST_STEPS):
             if all(self.tokens.get(name, 0) > 0 for name in names):
                 for _ in range(self.case.skip):
@@ -121,7 +98,6 @@ class Session:
         raise RuntimeError(f"no tokens after {_MOST_STEPS} steps: {self.tokens}")
 
     def _abort(self, names: list[str]) -> None:
-        """Abort requests and step until the engine has released them."""
         self.engine.abort_request(names)
         for _ in range(_MOST_STEPS):
             if not self.engine.has_unfinished_requests():
@@ -130,7 +106,6 @@ class Session:
         raise RuntimeError("aborted requests do not end")
 
     def close(self) -> None:
-        """Take the engine down."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
         with mock.patch.object(gc, "unfreeze"):
@@ -154,7 +129,7 @@ def start(case: Case, out: Measured) -> Session:
 
 
 def measure(session: Session, out: Measured) -> None:
-    """Count decode steps of the session's case under emulation, time others without, and sample the stack in more."""
+    """Count decode steps of the session's case under emulation, and time others without."""
     case = session.case
     before = session.probe("counters")
     with session.decoding(**case.sampling):
@@ -167,22 +142,13 @@ def measure(session: Session, out: Measured) -> None:
             session.step()
             out.host_ms.append(round((time.perf_counter() - begun) * 1e3, 3))
         out.timed = dict(gained(before, session.probe("counters"))[0])
-        _check_running(session)
-        seen = host_time.Samples()
-        with host_time.sampling(seen):
-            for _ in range(case.sampled_steps if case.num_ranks == 1 else 0):
-                session.step()
-        _check_running(session)
-        out.shares = seen.shares()
+        # Steps that do nothing would count as cheap ones.
+        assert session.engine.has_unfinished_requests(), (
+            f"requests ended meanwhile: {session.tokens}; count fewer steps"
+        )
     out.not_emulated = session.probe("not_emulated")[0]
     if case.after is not None:
         out.extra |= case.after(session)
-
-
-def _check_running(session: Session) -> None:
-    """Raise if requests have ended: steps that do nothing would count as cheap ones."""
-    if not session.engine.has_unfinished_requests():
-        raise RuntimeError(f"requests ended while steps were measured: {session.tokens}; count or time fewer")
 
 
 def count_steps(session: "Session", out: Measured) -> None:

@@ -42,12 +42,9 @@ def callers(measured: dict[str, Any], counter: str, vanilla: dict[str, Any] | No
 
 
 def extra_waits(measured: dict[str, Any], vanilla: dict[str, Any], allowed: Sequence[str] = ()) -> list[str]:
-    """Return one complaint for each of `WAITS` that is more frequent per step than vanilla's, with its lines.
+    """Return one complaint for each of `WAITS` that is more frequent per step than vanilla's in the same mode.
 
-    Args:
-        measured: A configuration of ours.
-        vanilla: Vanilla vLLM in the same mode.
-        allowed: `file.py function` of lines that may wait once a step.
+    Lines of `allowed` (`file.py function`) may wait once a step.
     """
     complaints, steps = [], len(measured["steps"])
     for counter in WAITS:
@@ -72,12 +69,7 @@ def _first(line: str) -> str:
 
 
 def unknown_transfers(measured: dict[str, Any], known: Sequence[str]) -> list[str]:
-    """Return our lines that copy between host and device, but for known ones that do so once a step at most.
-
-    Args:
-        measured: A configuration of ours.
-        known: `file.py function` of lines that may.
-    """
+    """Return our lines that copy between host and device, but for known ones (`file.py function`), once a step."""
     steps, found = len(measured["steps"]), []
     for times, line in callers(measured, "copy.h2d") + callers(measured, "copy.d2h"):
         frames = [frame for frame in line.split(": ", 1)[1].split(" < ") if not frame.startswith(_COPY_HELPERS)]

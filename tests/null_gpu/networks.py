@@ -72,13 +72,11 @@ def agreed_logits(hidden: torch.Tensor) -> np.ndarray:
 
 
 def target_logits(hidden: torch.Tensor) -> torch.Tensor:
-    """Return the target's logits, which depend a little on all tokens before."""
     own = hashed(hidden.numpy()[:, :1], np.arange(VOCAB), 1) % 8 / 8
     return torch.from_numpy(agreed_logits(hidden) + own.astype(np.float32))
 
 
 def draft_logits(hidden: torch.Tensor) -> torch.Tensor:
-    """Return the draft's logits."""
     own = hashed(hidden.numpy()[:, :1], np.arange(VOCAB), 2) % 12 / 8
     return torch.from_numpy(agreed_logits(hidden) + own.astype(np.float32))
 

@@ -14,15 +14,12 @@ TRACED = ("sync", "copy", "alloc", "illegal", "graph")
 
 
 class Probe:
-    """What is measured in this process."""
-
     def __init__(self) -> None:
         self._emulating = contextlib.ExitStack()
         self._tracing = contextlib.ExitStack()
         self._seen = device.Trace()
 
     def emulate(self, on: bool) -> None:
-        """Begin or end emulating kernels."""
         self._emulating.close()
         if on:
             self._emulating.enter_context(emulate.emulating())
@@ -36,11 +33,9 @@ class Probe:
         return lines
 
     def counters(self) -> dict[str, int]:
-        """Return all counters so far."""
         return dict(device.counters())
 
     def not_emulated(self) -> dict[str, str]:
-        """Return the errors of the emulation, by kernel."""
         return dict(emulate.failed)
 
 
@@ -48,7 +43,6 @@ class WorkerProbe:
     """vLLM's `worker_extension_cls`: gives every worker a probe of its own process."""
 
     def null_gpu(self, name: str, *args: Any) -> Any:
-        """Call a method of this worker's probe."""
         if not hasattr(self, "_null_gpu_probe"):
             self._null_gpu_probe = Probe()
             emulate.zero_blocks()

@@ -5,19 +5,14 @@ python -m null_gpu.report RESULTS.json PAGE.md    # and write them between the p
 """
 
 import json
-import re
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from null_gpu import host_time, judge
+from null_gpu import judge
+from vidspec_tools.pages import tables
 
-# The marks of a page around each table: of the bundled pairs, of whole models.
-MARKS = {
-    False: ("<!-- null-gpu -->", "<!-- /null-gpu -->"),
-    True: ("<!-- null-gpu-whole -->", "<!-- /null-gpu-whole -->"),
-}
 # Columns per step, each the sum of some counters.
 PER_STEP = {
     "launches": ("launch",),
@@ -36,13 +31,12 @@ PER_STEP = {
 
 
 def summary(measured: dict[str, Any], vanilla: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration's row: medians per decode step, allocations of all counted steps, host ms.
+    """Return a configuration's row, beside vanilla vLLM in the same mode and run (for vanilla vLLM itself).
 
-    Args:
-        measured: A configuration.
-        vanilla: Vanilla vLLM in the same mode and run, itself for vanilla vLLM.
+    Medians per decode step, allocations of all counted steps, host ms.
     """
-    times, shares = sorted(measured["host_ms"]), measured["shares"]
+    times, start = sorted(measured["host_ms"]), measured["start"]
+    captured = {"captured_graphs": start.get("graph.instantiate"), "captured_kernels": start.get("captured.kernel")}
     return {
         "name": measured["name"],
         "steps": len(measured["steps"]),
@@ -50,22 +44,14 @@ def summary(measured: dict[str, Any], vanilla: dict[str, Any]) -> dict[str, Any]
         "allocations": sum(judge.total(measured, name) for name in judge.WAITS if name.startswith("alloc")),
         "host_ms": round(statistics.median(times), 2),
         "vanilla_host_ms": round(statistics.median(vanilla["host_ms"]), 2),
-        "own_host_ms": round(host_time.own_ms(shares, statistics.median(times)), 3) if shares else None,
         "host_ms_p20": times[len(times) // 5],
         "host_ms_p80": times[len(times) * 4 // 5],
         "start_s": measured["start_s"],
-        **(_of_whole(measured) if "memory" in measured["extra"] else {}),
-    }
+    } | ({"memory": measured["extra"]["memory"], **captured} if "memory" in measured["extra"] else {})
 
 
-def _of_whole(measured: dict[str, Any]) -> dict[str, Any]:
-    """Return what rows of whole models have in addition: graphs captured at the start, bytes by owner."""
-    counts = {name: measured["start"][counter] for name, counter in CAPTURED.items()}
-    return {"memory": measured["extra"]["memory"], **counts}
-
-
-CAPTURED = {"captured_graphs": "graph.instantiate", "captured_kernels": "captured.kernel"}
 COLUMNS = {
+    "per decode step": "{name}",
     "launches (runtime / Triton / cuBLAS / NCCL)": "{launches:g} ({launches_runtime:g} / {launches_driver:g} / "
     "{launches_cublas:g} / {launches_nccl:g})",
     "graphs (kernels)": "{graphs:g} ({graph_kernels:g})",
@@ -75,7 +61,7 @@ COLUMNS = {
     "device copies": "{d2d:g}",
     "allocations": "{allocations:g}",
 }
-TIMES = {"host ms (vanilla's)": "{host_ms:.1f} ({vanilla_host_ms:.1f})", "ours": "{own}"}
+TIMES = {"host ms (vanilla's)": "{host_ms:.1f} ({vanilla_host_ms:.1f})"}
 WHOLE = {
     "captured at the start (kernels)": "{captured_graphs:,} ({captured_kernels:,})",
     "GiB of weights, target + draft": "{target:.1f} + {draft:.1f}",
@@ -90,15 +76,9 @@ WHOLE = {
 def table(rows: list[dict[str, Any]], whole: bool = False) -> str:
     """Return the rows of `summary` as a Markdown table, those of whole models or the others."""
     columns = COLUMNS | (WHOLE if whole else TIMES)
-    lines = [f"| per decode step | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]
-    for row in rows:
-        if ("memory" in row) != whole:
-            continue
-        own = row.get("own_host_ms")
-        cells = row | {"own": "" if own is None else f"{own:.2f}"}
-        cells |= {owner: size / 2**30 for owner, size in row.get("memory", {}).items()}
-        lines.append(f"| {row['name']} | {' | '.join(cell.format(**cells) for cell in columns.values())} |")
-    return "\n".join(lines)
+    shown = [row for row in rows if ("memory" in row) == whole]
+    cells = [row | {owner: size / 2**30 for owner, size in row.get("memory", {}).items()} for row in shown]
+    return tables.markdown([*columns], [[cell.format(**row) for cell in columns.values()] for row in cells])
 
 
 def section(results: dict[str, Any], whole: bool = False) -> str:
@@ -115,11 +95,10 @@ def main() -> None:
     """Print the tables that there are rows for; with a page, write them there."""
     results = json.loads(Path(sys.argv[1]).read_text())
     for whole in sorted({"memory" in row for row in results["rows"]}):
-        print(found := section(results, whole))
+        print(section(results, whole))
         for page in map(Path, sys.argv[2:]):
-            begin, end = MARKS[whole]
-            text = f"{begin}\n{found}\n{end}"
-            page.write_text(re.sub(f"{begin}.*?{end}", lambda _, text=text: text, page.read_text(), flags=re.DOTALL))
+            mark = "null-gpu-whole" if whole else "null-gpu"
+            page.write_text(tables.written(page.read_text(), {mark: lambda whole=whole: section(results, whole)}))
 
 
 if __name__ == "__main__":

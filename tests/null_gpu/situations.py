@@ -10,11 +10,9 @@ import torch
 
 
 def peak_of_a_prompt(session: Any) -> dict[str, int]:
-    """Prefill prompts that the engine has not seen; return the peak in bytes and its bound.
+    """Prefill prompts that the engine has not seen; return the largest increase of allocated memory, and its bound.
 
-    Returns:
-        `peak`: the largest increase of allocated memory; `profiled`: the peak of vLLM's profile run, which stays free
-        beside weights and caches, and the memory set aside for pixels.
+    That is the peak of vLLM's profile run, which stays free beside weights and caches, and memory set aside for pixels.
     """
     worker = session.worker
     torch.cuda.synchronize()
@@ -99,12 +97,7 @@ def kernels_of_a_step(session: Any) -> dict[str, Any]:
 
 
 def memory_by_owner(session: Any) -> dict[str, dict[str, int]]:
-    """Return bytes of device memory by owner, and the process's resident host memory.
-
-    Returns:
-        `memory`: weights of target and draft, the target's KV cache, the draft's pool and its vision embeddings,
-        what CUDA graphs hold, all other tensors; `allocated`, of which these are the parts but for the graphs; `host`.
-    """
+    """Return bytes of device memory by owner, what is `allocated` but for graphs, and the process's `host` memory."""
     from vllm_vidspec import metrics
 
     runner = session.worker.model_runner

@@ -12,17 +12,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library to stand in for.
+    """A shared library to stand in for."""
 
-    Attributes:
-        soname: What the wheels ask the loader for.
-        node: Version node of its symbols, None where they have none.
-        prefix: Pattern of its symbols' names, for wheels that ask for no version.
-    """
-
-    soname: str
-    node: str | None
-    prefix: str
+    soname: str  # what the wheels ask the loader for
+    node: str | None  # version node of its symbols
+    prefix: str  # pattern of its symbols' names, for wheels that ask for no version
 
 
 LIBRARIES = {
@@ -52,10 +46,7 @@ _MATRIX_PRODUCT = re.compile(r"gemm|gemv|Gemm|dot|trsm|axpy|nrm2|scal")
 def generate(folder: Path, include: Path, binaries: Iterable[Path]) -> None:
     """Write NAME.c, for a versioned library NAME.map, and `cublas_launches.inc` into `folder`.
 
-    Args:
-        folder: Existing folder to write to.
-        include: CUDA's headers.
-        binaries: Shared objects of the wheels.
+    The headers are CUDA's, the binaries the wheels' shared objects.
     """
     symbols = _declared(include)
     for binary in binaries:
@@ -84,6 +75,7 @@ def _declared(include: Path) -> dict[str, set[str]]:
 def _undefined(binary: Path) -> Iterable[tuple[str, str]]:
     """Yield (library, symbol) of what a shared object wants from NVIDIA's libraries."""
     by_node = {library.node: key for key, library in LIBRARIES.items() if library.node}
+    by_prefix = sorted(LIBRARIES.items(), key=lambda item: item[0] != "cufile")  # its names begin like the driver's
     run = subprocess.run(["readelf", "-W", "--dyn-syms", binary], capture_output=True, text=True, check=True)
     for line in run.stdout.splitlines():
         fields = line.split()
@@ -93,14 +85,8 @@ def _undefined(binary: Path) -> Iterable[tuple[str, str]]:
         node = node.lstrip("@")
         if node in by_node:
             yield by_node[node], name
-        elif not node:
-            key = "cufile" if name.startswith("cuFile") else _by_prefix(name)
-            if key is not None:
-                yield key, name
-
-
-def _by_prefix(name: str) -> str | None:
-    return next((key for key, library in LIBRARIES.items() if re.match(library.prefix, name)), None)
+        elif not node and (keys := [key for key, library in by_prefix if re.match(library.prefix, name)]):
+            yield keys[0], name
 
 
 def _source(key: str, names: set[str]) -> str:

@@ -60,7 +60,6 @@ def counted(step, times: int) -> dict:
 
 
 def complaints(row: dict, name: str) -> list[str]:
-    """Return one line for each wait, and for each transfer that is not known."""
     is_planned = "adaptive" in name or name == "auto"
     allowed, known = ((PLANNED_DEPTHS,), (*STEP, *CHANGES, PLANNED)) if is_planned else ((), (*STEP, *CHANGES))
     waits = judge.extra_waits(row, {"steps": [{}], "lines": {}}, allowed)
@@ -73,13 +72,7 @@ def run(
 ) -> tuple[World, list[str]]:
     """Decode for requests that come and go, on the GPU in captured graphs; return the end, and complaints of the steps.
 
-    Args:
-        folder: Where counters are.
-        name: Of `SCENARIOS`.
-        on: The device.
-        num_changes: How often requests come or go.
-        goes_on: Whether chains are drawn a token a call.
-        options: Of `world`.
+    Requests change `num_changes` times; where it `goes_on`, chains are drawn a token a call.
     """
     config = VidSpecConfig(model="self", on_draft_error="raise", **SCENARIOS[name])
     rng, wrong = np.random.default_rng(len(name)), []
@@ -108,7 +101,6 @@ def run(
 
 @functools.cache
 def on_the_cpu(name: str) -> World:
-    """Return the end of a scenario on the CPU."""
     with tempfile.TemporaryDirectory() as folder:
         return run(Path(folder), name, CPU)[0]
 

@@ -253,7 +253,6 @@ class Runtime:
         return label
 
     def create(self, name, *arguments):
-        """Return a new handle."""
         handle = ctypes.c_void_p()
         assert self(name, ctypes.byref(handle), *arguments) == "cudaSuccess"
         return handle.value
@@ -265,7 +264,6 @@ class Runtime:
         return stream
 
     def end(self, stream):
-        """End a capture; return what that says and whether there is a graph."""
         graph = ctypes.c_void_p()
         return self("cudaStreamEndCapture", stream, ctypes.byref(graph)), graph.value is not None
 

@@ -44,7 +44,6 @@ from vllm_vidspec.engine.draft.graphs import DraftGraphs
 from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.parallel.timeline import Timeline
 from vllm_vidspec.engine.report import counters
 from vllm_vidspec.engine.requests import NewRequest, Phase, RequestRows
 from vllm_vidspec.engine.verify import rules as looseness
@@ -55,12 +54,8 @@ from vllm_vidspec.metrics import MetricsFile
 class World:
     """The model runner's side, from which the engine builds its parts: rows, batches, the target, commits.
 
-    Args:
-        device: The device of all tensors.
-        launch: Makes a kernel of a function of host tensors.
-        config: The knobs.
-        temperature: Of every other request; the rest are greedy.
-        fills_trees: Whether trees are filled up to K, as under vLLM's asynchronous scheduling.
+    `launch` makes a kernel of a function of host tensors, `temperature` is every other request's, and `fills_trees`
+    fills them up to K, as vLLM's asynchronous scheduling does.
     """
 
     max_num_reqs, vocab_size, model = MAX_REQS, VOCAB, None
@@ -76,7 +71,6 @@ class World:
         fills_trees: bool = True,
     ):
         self.device, self.launch = device, launch
-        self.timeline = Timeline()
         self.knobs, self.requests = Knobs(config), RequestRows(MAX_REQS, device)
         self.K = self.num_speculative_steps = config.num_speculative_tokens
         self.max_num_tokens = MAX_REQS * (self.K + 1)
@@ -163,12 +157,10 @@ class World:
         to_host(cache).numpy().reshape(-1, 2)[slots] = np.stack((tokens, positions), axis=1)
 
     def end(self, row: int) -> None:
-        """End a request."""
         self.requests.remove(row)
         self.counters.end_requests([str(row)])
 
     def skip(self, row: int) -> None:
-        """Let a request go on without drafts."""
         self.requests.skip(row, "too_long")
 
     # ---- the drafter -----------------------------------------------------------------------------------------------
@@ -186,7 +178,6 @@ class World:
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def batch(self, rows: list[int]) -> SimpleNamespace:
-        """Return vLLM's input batch of a step."""
         rows_np = np.array(rows, dtype=np.int32)
         drafts, before = self.num_drafts[rows_np], self.lengths[rows_np]
         counts = drafts + 1
@@ -237,7 +228,6 @@ class World:
             self.log.append([to_host(table)[:MAX_REQS].tolist() for table in tables])  # the last row is of padding
 
     def _forward(self, batch: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the target's logits and its input tokens."""
         positions, step = batch.positions, None
         self.hooks.before_forward(batch)
         if self.target_trees is not None:
@@ -346,14 +336,9 @@ class StepGraphs(DraftGraphs):
 def world(
     device: torch.device, folder: Path, config: VidSpecConfig, splits_keys: bool = True, **more: Any
 ) -> Iterator[World]:
-    """Build a decode loop on the null GPU, or on the CPU.
+    """Build a decode loop on the null GPU, or on the CPU; a folder holds its counter file.
 
-    Args:
-        device: The device of its tensors.
-        folder: Of the counter file.
-        config: The knobs.
-        splits_keys: Whether the attention backends of both models split keys, so that chains need no tree attention.
-        more: Of `World`.
+    Where the attention backends of both models split keys (`splits_keys`), chains need no tree attention.
     """
     on_gpu = device.type == "cuda"
     launch = launched if on_gpu else lambda kernel: kernel

@@ -4,6 +4,7 @@ The target is a text that anybody can compute; the draft's network writes down w
 step looks at can be checked against what was committed.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +19,8 @@ from vllm_vidspec.engine.draft.messages import DraftMessage, Drafts
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
 from vllm_vidspec.engine.draft.vision_cache import PAGE_ROWS, VisionCache
 from vllm_vidspec.engine.failures import DraftFailures
-from vllm_vidspec.engine.hooks.guarded import TargetHooks
-from vllm_vidspec.engine.hooks.protocol import Forward
-from vllm_vidspec.engine.parallel.timeline import Timeline
+from vllm_vidspec.engine.hooks.protocol import Forward, TargetHooks
+from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.requests import NewRequest, Phase, RequestRows
 from vllm_vidspec.engine.speculator import Speculator
 
@@ -32,12 +32,7 @@ VIDEO_TOKENS = VIDEO_FRAMES * FRAME_TOKENS + 1
 
 
 class Network:
-    """Stands in for `DraftModel`: an embedding is its token's id; a forward notes what lands in which KV slot.
-
-    Attributes:
-        fails: What is to fail once: "forward", "encode", "draft", or "".
-        slots: By slot the token that was written last.
-    """
+    """Stands in for `DraftModel`: an embedding is its token's id; a forward notes what lands in which KV slot."""
 
     device, dtype = CPU, torch.float32
     max_num_tokens, max_encoder_tokens = 20, FRAME_TOKENS + 1  # a video takes two steps
@@ -50,8 +45,8 @@ class Network:
     )
 
     def __init__(self) -> None:
-        self.fails = ""
-        self.slots: dict[int, int] = {}
+        self.fails = ""  # once: "forward", "encode", "draft"
+        self.slots: dict[int, int] = {}  # the token that was written last
 
     def fail(self, where: str) -> None:
         if self.fails == where:
@@ -154,28 +149,21 @@ class Known:
             pixels = torch.zeros(VIDEO_FRAMES, 1, 1, 1) if kind < 4 else None  # the last can be encoded whole only
             place = PlaceholderRange(offset=1, length=VIDEO_TOKENS)
             data = {"pixel_values_videos": SimpleNamespace(data=pixels)}
-            features = [
-                SimpleNamespace(modality="video", identifier=name, mm_hash=name, data=data, mm_position=place)
-            ]  # fmt: skip
+            named = {"identifier": name, "mm_hash": name}
+            features = [SimpleNamespace(modality="video", data=data, mm_position=place, **named)]
         sampling = SimpleNamespace(structured_outputs=None)
         return NewRequest(f"request-{self.number}", self.row, list(self.text), features, sampling)
 
 
 class World:
-    """Scheduler and target over the real draft's side.
+    """Scheduler and target over the real draft's side, with hooks and, among them, the guidance or None."""
 
-    Args:
-        make_listeners: The knobs and counters -> hooks and, among them, the guidance or None.
-    """
-
-    def __init__(self, make_listeners: Any = lambda knobs, counters: ((), None)):
+    def __init__(self, make_hooks: Callable[[Knobs, Counts], tuple[list, Any]]):
         table = [[1, 3, "chain", K], [4, 4, "none", 0]]
         knobs = make_knobs(num_speculative_tokens=K, draft="auto", draft_table=table, prune_ratio=0.5)
         self.requests, self.counters, self.network = RequestRows(NUM_ROWS, CPU), Counts(), Network()
         self.known: dict[int, Known] = {}
-        self.wrong: list[
-            str
-        ] = []  # what a step has looked at and should not; an exception there would cost drafts alone
+        self.wrong: list[str] = []  # what a step should not look at: an exception there would cost drafts alone
         self.length = torch.zeros(NUM_ROWS, dtype=torch.int32)
         self.text = torch.full((NUM_ROWS, MAX_LEN + K + 1), 7_777, dtype=torch.int32)
         states = SimpleNamespace(
@@ -183,11 +171,11 @@ class World:
             all_token_ids=SimpleNamespace(gpu=self.text),
             max_seq_len=np.full(NUM_ROWS, MAX_LEN),
         )
-        hooks, self.guidance = make_listeners(knobs, self.counters)
+        hooks, self.guidance = make_hooks(knobs, self.counters)
         self.hooks = TargetHooks(hooks, knobs, ALONE)
         failures = DraftFailures(knobs, ALONE, self.requests, self.counters)
         self.backend = LocalBackend(
-            None, knobs, self.network, self.requests, states, None, None, self.counters, ALONE, failures, Timeline()
+            None, knobs, self.network, self.requests, states, None, None, self.counters, ALONE, failures
         )  # fmt: skip
         self.speculator = Speculator(knobs, self.requests, self.guidance, self.counters, failures, self.backend)
         failures.on_failure(self.backend.forget_media)

@@ -86,22 +86,10 @@ def test_mp4_answer_equals_vanilla_offline(reference, server, index):
     assert answer.token_ids == list(reference[index].token_ids)
     assert answer.text == reference[index].text
     gained = difference(before, server.metrics())
-    assert gained["drafts"] > 0
-    assert gained["prompts"] == 1
-
-
-def test_counters_on_metrics(server):
-    before = server.metrics()
-    ask(server.base_url, QUESTION, video=pairs.sample_video(), max_tokens=32)
-    text = server.metrics_text()
-    gained = difference(before, server.metrics())
-    assert gained["draft_tokens"] >= gained["drafts"] > 0
-    assert 0 <= gained["accepted_tokens"] <= gained["draft_tokens"]
+    assert gained["draft_tokens"] >= gained["drafts"] > 0 and gained["prompts"] == 1
     assert sum(gained[f"accepted_at_pos_{i}"] for i in range(64)) == gained["accepted_tokens"]
-    assert gained["visual_tokens_full"] == 256
-    assert gained["visual_tokens_kept"] == budget(256, pairs.DEFAULT_SPEC["prune_ratio"])
-    assert gained["draft_pool_blocks_total"] > 0
-    ours = set(re.findall(r"^(vidspec:\w+)", text, re.MULTILINE))
+    assert gained["visual_tokens_kept"] == budget(gained["visual_tokens_full"], pairs.DEFAULT_SPEC["prune_ratio"])
+    ours = set(re.findall(r"^(vidspec:\w+)", server.metrics_text(), re.MULTILINE))
     assert {"vidspec:drafts_total", "vidspec:accepted_tokens_total", "vidspec:skipped_requests_total"} <= ours
     assert not [name for name in ours if "spec_decode" in name]
 
@@ -116,16 +104,13 @@ def test_status_reads_a_running_server(server):
     assert shown.exit_code in (0, 1) and f"{figures['acceptance_length']:.2f}" in shown.stdout
 
 
-@pytest.mark.parametrize("place", ["vllm_xargs", "extra_body"])
-def test_a_request_may_ask_for_loose_verification(reference, server, place):
+def test_a_request_may_ask_for_loose_verification(reference, server):
     """In `vllm_xargs` or beside the other fields; responses count loosened tokens, and /metrics adds them up."""
     chosen = {"vidspec_scorer": "loose", "vidspec_lambda": 0.9}
-    fields = {"vllm_xargs": chosen} if place == "vllm_xargs" else chosen
     before = server.metrics()
-    message = _video_message(pairs.sample_video().read_bytes())
-    answers = [
-        _post(server, message, max_tokens=MAX_TOKENS, temperature=1.0, seed=seed, **fields).json() for seed in range(4)
-    ]
+    message, sampled = _video_message(pairs.sample_video().read_bytes()), {"max_tokens": MAX_TOKENS, "temperature": 1.0}
+    places = (chosen, {"vllm_xargs": chosen}, chosen, {"vllm_xargs": chosen})
+    answers = [_post(server, message, **sampled, seed=seed, **fields).json() for seed, fields in enumerate(places)]
     gained = difference(before, server.metrics())
     assert gained["relevance_prompts"] == 4 and gained["loosened_tokens"] > 0
     told = [answer["metrics"]["speculative_decoding"] for answer in answers]
@@ -155,23 +140,13 @@ def _mp4(frames: np.ndarray, folder: Path) -> bytes:
 )
 def test_a_request_that_asks_for_too_much_is_a_400(server, wrong, tmp_path):
     video = _video_message(_mp4(FRAMES[:, :, ::-1], tmp_path))  # one that the server has not seen
-    answer = _post(server, video, vllm_xargs=wrong)
-    assert answer.status_code == 400
-    message = answer.json()["error"]["message"]
-    assert next(iter(wrong)) in message and "\n" not in message and len(message) < 200
-    beside = _post(server, video, **wrong)
-    assert (beside.status_code, beside.json()["error"]["message"]) == (400, message)
+    for fields in ({"vllm_xargs": wrong}, wrong):
+        answer = _post(server, video, **fields)
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and next(iter(wrong)) in message
+        assert "\n" not in message and len(message) < 200
     # Catches: a refused video that the front end believes the engine to hold.
     assert _post(server, video).status_code == 200
-
-
-def test_text_only_request_is_drafted_too(server):
-    before = server.metrics()
-    answer = ask(server.base_url, QUESTION, max_tokens=24)
-    gained = difference(before, server.metrics())
-    assert answer.token_ids
-    assert gained["drafts"] > 0
-    assert gained["visual_tokens_full"] == 0
 
 
 def test_an_aborted_request_gives_its_blocks_back(server):
@@ -203,8 +178,7 @@ def test_bad_video_is_a_4xx_and_the_server_goes_on(server, tmp_path, kind):
     answer = _post(server, _video_message(BAD_VIDEOS[kind](tmp_path)))
     assert 400 <= answer.status_code < 500, answer.text
     message = answer.json()["error"]["message"]
-    assert message.strip()
-    assert "Traceback" not in message
+    assert message.strip() and "Traceback" not in message
     good = _post(server, [{"role": "user", "content": QUESTION}])
     assert good.status_code == 200
     assert good.json()["usage"]["completion_tokens"] > 0
@@ -227,18 +201,10 @@ def test_broken_media_cost_their_own_request_alone(server):
         assert "Traceback" not in answer.text and "vidspec" not in answer.text and server.healthy()
         return {200: "accepted", 500: "refused by vLLM with a 500"}.get(answer.status_code, "refused")
 
-    outcomes = Target(files.media(), check, 25).run()
+    outcomes = Target(files.MEDIA, check, 25).run()
     print(f"media that a server was shown: {dict(outcomes)}")
     assert outcomes["refused"]
     assert _post(server, _video_message(pairs.sample_video().read_bytes())).status_code == 200
-
-
-def test_more_media_than_a_prompt_may_have_is_a_400(server):
-    """vLLM's `limit_mm_per_prompt` holds with our method: the third video of two."""
-    message = _video_message(pairs.sample_video().read_bytes())
-    message[0]["content"] = message[0]["content"][:1] * 3 + message[0]["content"][1:]
-    answer = _post(server, message)
-    assert answer.status_code == 400 and "2 video" in answer.json()["error"]["message"]
 
 
 def test_tenants_of_one_server(server):
@@ -261,11 +227,8 @@ def test_an_operator_changes_knobs_of_a_running_server(reference, server):
     """
 
     def knobs(status: int = 200, key: str = ADMIN_KEY, **changes) -> dict:
-        call = {"json": changes} if changes else {}
-        headers = {"Authorization": f"Bearer {key}"}
-        answer = httpx.request(
-            "POST" if changes else "GET", f"{server.base_url}/vidspec/knobs", headers=headers, **call
-        )
+        how = {"headers": {"Authorization": f"Bearer {key}"}} | ({"json": changes} if changes else {})
+        answer = httpx.request("POST" if changes else "GET", f"{server.base_url}/vidspec/knobs", **how)
         assert answer.status_code == status, answer.text
         return answer.json()
 

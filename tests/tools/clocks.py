@@ -5,7 +5,6 @@ from pathlib import Path
 
 from tools.common import counters
 from vllm_vidspec.config import METHOD
-from vllm_vidspec.metrics import NAMES
 
 # What a decode step of the target and a draft forward take, in seconds, and by appended layer.
 TARGET_S, TARGET_LAYER_S, DRAFT_S, DRAFT_LAYER_S = 0.04, 0.001, 0.004, 0.0005
@@ -39,37 +38,17 @@ class Clocks:
         if reason := self.fails(job, command):
             raise reason
         mode = self.mode(job)
-        if command["command"] == "timeline":
-            return {"events": [] if command["on"] else [event("target", "decode", 10.0, 10.1)]}
-        if command["command"] == "batch":
-            return self.batch(mode, command["indices"])
-        assert command["command"] == "clock"
         self.turns.append((mode, job["prompts"]["held_out"][command["index"]]))
         target_s = TARGET_S + TARGET_LAYER_S * (num_layers(job["llm"]["model"]) - 4)
         token_ids = self.ids.get(mode, list(range(DECODED + 1)))
-        answer = {"token_ids": token_ids, "start_s": 9.9, "ttft_s": 0.2, "metrics": None, "verified": []}
+        answer = {"token_ids": token_ids, "ttft_s": 0.2, "metrics": None, "verified": []}
         if spec is None:
             return answer | {"decode_s": DECODED * target_s, "step_s": [target_s] * DECODED}
         draft = job["llm"]["model"] if spec["model"] == "self" else spec["model"]
         draft_s = DRAFT_S + DRAFT_LAYER_S * (num_layers(draft) - 3)
         # Every step has four drafts and accepts three: twelve steps.
         step_s = target_s + (0 if mode == "parallel" else 4 * draft_s)
-        gained = counters() | {"drafts": 12, "draft_tokens": 48, "accepted_tokens": 36, "draft_forwards": 48}
-        gained |= {"draft_decode_us": round(48e6 * draft_s)}
-        gained |= {name: 3 for name in ("late_drafts", "stale_streams") if name in NAMES}
+        spent = {"drafts": 12, "draft_tokens": 48, "accepted_tokens": 36, "draft_forwards": 48}
+        gained = counters(**spent, draft_decode_us=round(48e6 * draft_s), late_drafts=3, stale_streams=3)
         verified = [[4, 3, 0]] * 12
         return answer | {"decode_s": 12 * step_s, "step_s": [step_s] * 12, "metrics": gained, "verified": verified}
-
-    def batch(self, mode, indices):
-        """Requests whose first tokens come a step apart; vanilla takes a step for a token, ours half of one."""
-        self.turns.append((mode, tuple(indices)))
-        per_token_s = TARGET_S / (1 if mode == "vanilla" else 2)
-        first = [0.2 + TARGET_S * place for place in range(len(indices))]
-        token_ids = self.ids.get(mode, list(range(DECODED + 1)))
-        answers = [{"token_ids": token_ids, "first_s": at, "last_s": at + DECODED * per_token_s} for at in first]
-        gained = None if mode == "vanilla" else counters(drafts=12, draft_tokens=48, accepted_tokens=36)
-        return {"answers": answers, "metrics": gained}
-
-
-def event(lane, kind, start_s, end_s):
-    return {"lane": lane, "kind": kind, "start_s": start_s, "end_s": end_s, "num_reqs": 1, "num_tokens": 5}

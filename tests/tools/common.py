@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from typer.testing import CliRunner
 
 from vidspec_tools.bench import acceptance
+from vidspec_tools.captions import ATTRIBUTE_WORDS
 from vllm_vidspec.cli import app
 from vllm_vidspec.metrics import NAMES
 from vllm_vidspec.shapeworld import world
-from vllm_vidspec.shapeworld.captions import ATTRIBUTE_WORDS
 from vllm_vidspec.tools import pairs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,36 +117,6 @@ def sweep(**given):
     axes |= {"draft_positions": ["original"], **{name: [off] for name, off in acceptance.SAMPLING_AXES.items()}}
     axes |= {"temperature": [0.0]} | {name: list(given.pop(name)) for name in list(given) if name in acceptance.AXES}
     return acceptance.Sweep(axes, **{"requests": 2} | given)
-
-
-class FakeEngines:
-    """Stands for `acceptance.run_job`: answers as an engine would, and keeps the jobs that it was given.
-
-    Attributes:
-        jobs: Those that were run.
-        answer: What an engine says to every request; ours and vanilla's are the same unless `ours` is set.
-        fails: A job -> why its engine fails, None where it does not.
-    """
-
-    def __init__(self):
-        self.jobs, self.ours, self.fails = [], None, lambda job: None
-
-    def __call__(self, job, report, running):
-        self.jobs.append(job)
-        if reason := self.fails(job):
-            raise reason
-        spec, gained = job["llm"].get("speculative_config"), None
-        if spec:
-            gained = counters(1.0 if spec["pruner"] == "none" else 1 - spec["prune_ratio"])
-        token_ids = [[1, 2]] * len(job["prompts"]["held_out"])
-        if spec and self.ours:
-            token_ids[-1] = self.ours
-        result = {"seconds": 1.0, "metrics": gained, "token_ids": token_ids, "scheduling": "sync"}
-        report("ready", {})
-        for _ in job["samplings"]:
-            report("progress", {"done": 1})
-            report("result", result)
-        return [result for _ in job["samplings"]]
 
 
 def answer_captions(session, command, **counters):

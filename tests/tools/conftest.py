@@ -1,10 +1,12 @@
 """Engines that are not there, for every test of the tools."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from tools.clocks import Clocks
-from tools.common import FakeEngines, answer_captions
-from vidspec_tools.bench import acceptance, trials
+from tools.common import answer_captions, counters
+from vidspec_tools.bench import trials
 from vllm_vidspec.tools.engine_session import EngineSession
 
 
@@ -38,16 +40,28 @@ def sessions(fake_engines):
 
 
 @pytest.fixture
-def engines(monkeypatch):
-    """The engines of `bench acceptance`."""
-    fake = FakeEngines()
-    monkeypatch.setattr(acceptance, "run_job", fake)
-    return fake
+def engines(fake_engines):
+    """The engines of `bench acceptance`: `sessions`, `ours` (the last answer of those that draft), `fails` (a job ->
+    why its engine fails, None where it does not)."""
+    held = SimpleNamespace(ours=[1, 2], fails=lambda job: None)
+
+    def answer(session, command):
+        if reason := held.fails(session.job):
+            raise reason
+        spec, gained = session.job["llm"].get("speculative_config"), None
+        token_ids = [[1, 2]] * len(session.job["prompts"]["held_out"])
+        if spec:
+            gained = counters(1.0 if spec["pruner"] == "none" else 1 - spec["prune_ratio"])
+            token_ids[-1] = held.ours
+        return {"seconds": 1.0, "metrics": gained, "token_ids": token_ids}
+
+    held.sessions = fake_engines(answer, scheduling="sync")
+    return held
 
 
 @pytest.fixture
 def clocks(fake_engines, monkeypatch, tmp_path):
-    """The engines of `bench parallel` and its like, on two cores, with nothing measured before."""
+    """The engines of `bench paper` and `bench speed`, on two cores, with nothing measured before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(trials, "cores", lambda: [0, 1])
     found = Clocks()

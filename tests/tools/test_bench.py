@@ -1,27 +1,38 @@
-"""`vidspec bench acceptance` without an engine: what is run, its rows, their CSV file and the figures drawn from it."""
+"""`vidspec bench acceptance` without an engine: what is run, its rows, its table; and batches of requests."""
 
 import itertools
-import subprocess
-import threading
-import time
+import json
+import sys
 
+import numpy as np
 import pytest
 
-from tools.common import FAMILIES, counters, sweep
-from vidspec_tools.bench import acceptance
+from tools.common import FAMILIES, counters, invoke, refuses
+from vidspec_tools.bench import acceptance, scaling
+from vidspec_tools.bench.session import BenchEngine
+from vidspec_tools.bench.trials import VANILLA_VARIANT, Workload
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs, tables
+from vllm_vidspec.tools.engine_session import EngineSession
 
-PRUNERS = ("none", "random", "uniform", "specvlm", "attention", "uv", "window:front", "frame", "fastvid", "dycoke")
-RATIOS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
+
+def bench(*options, status=0):
+    """Run the command on two videos; return what it printed as JSON."""
+    result = invoke("bench", "acceptance", *options, "--requests", "2", "--json", "-")
+    assert result.exit_code == status, result.stderr
+    return json.loads(result.stdout)
+
+
+def specs(engines):
+    return [session.job["llm"].get("speculative_config") for session in engines.sessions]
 
 
 @pytest.mark.slow
 def test_an_engine_that_fails_is_one_line(tmp_path):
     pytest.importorskip("vllm")
-    job = {"llm": {"model": str(tmp_path / "absent")}, "samplings": [{}], "prompts": {"family": "qwen2.5-vl"}}
-    with pytest.raises(VidSpecError, match="the engine stopped: ") as caught:
-        acceptance.run_job(job, lambda *_: None, acceptance.Running())
+    job = {"llm": {"model": str(tmp_path / "absent")}, "prompts": {"family": "qwen2.5-vl"}}
+    with pytest.raises(VidSpecError, match="the engine stopped: ") as caught, EngineSession(job):
+        pass
     assert "\n" not in str(caught.value)
 
 
@@ -34,112 +45,88 @@ def test_percent_never_rounds_up_to_all():
     assert [tables.percent(x) for x in (None, 1.0, 0.99999, 0.5)] == ["-", "100 %", "99.9 %", "50.0 %"]
 
 
-@pytest.mark.parametrize(
-    ("given", "seen"),
-    [
-        (("none", 0.9), ("none", 0.0)),
-        (("none", 1.0), ("none", 0.0)),
-        (("uv", 0.0), ("none", 0.0)),
-        (("uv", 1.0), ("uniform", 1.0)),
-        (("uv", 0.999), ("uv", 0.999)),
-        (("window", 0.5), ("window:middle", 0.5)),
-    ],
-)
-def test_canonical_names_what_the_draft_sees(given, seen):
-    assert tuple(acceptance.canonical(*given).values()) == seen
+def test_json_has_one_row_per_combination(engines):
+    engines.ours = [1, 3]
+    axes = ("--family", ",".join(FAMILIES), "--draft", "draft,target", "--prune-ratio", "0.5,0.9")
+    printed = bench(*axes, "--temperature", "0,1", "--top-p", "0.9")
+    assert set(printed) == {"rows", "failures", "provenance"}
+    found = [tuple(row[name] for name in ("family", "draft", "prune_ratio", "temperature")) for row in printed["rows"]]
+    assert found == list(itertools.product(FAMILIES, ("draft", "target"), (0.5, 0.9), (0.0, 1.0)))
+    row = printed["rows"][0]
+    assert set(acceptance.AXES) <= set(row)
+    assert (row["acceptance_length"], row["acceptance_rate"], row["num_drafts"]) == (4.0, 0.6, 100)
+    assert row["identical_frac"] == 0.5
+    assert (row["draft_kv_bytes"], row["full_draft_kv_bytes"]) == ((20 + 500) * 8, (20 + 1000) * 8)
+    assert row["decode_s"] == row["vanilla_decode_s"] == 1.0
+    assert {"git_sha", "versions", "argv", "device", "cpu", "date"} <= set(printed["provenance"])
+
+    drafts = [spec and spec["model"] == "self" for spec in specs(engines)]
+    assert drafts == [None, False, False, True, True] * 2, "vanilla first, then an engine per configuration"
+    vanilla, ours, *_ = engines.sessions
+    assert vanilla.asked == ours.asked and len(ours.asked) == 2
+    assert ours.asked[0]["sampling"] == {"max_tokens": 256, "ignore_eos": False, "temperature": 0.0, "top_p": 0.9}
+    assert vanilla.job["prompts"]["held_out"] == [0, 1] and vanilla.job["prompts"]["warm_up"] == 2
+    # Unseeded sampling is not compared.
+    assert [row["identical_frac"] for row in bench("--temperature", "0,1", "--unseeded")["rows"]] == [0.5, None]
+    assert engines.sessions[-1].asked[0]["seed"] is None
 
 
-def test_each_distinct_configuration_is_run_once():
-    families = pairs.FAMILIES
-    what = sweep(family=families, pruner=PRUNERS, prune_ratio=RATIOS)
-    engines = list(what.engines().values())
-    assert len(engines) == len(families) * (1 + 1 + 9 * 5 + 1), (
-        "vanilla, unpruned, nine pruners at five ratios, text only"
-    )
-    assert [engine.family for engine in engines if engine.draft is None] == list(families)
-    assert engines[0].draft is None
-    assert len(list(sweep(pruner=("none",), num_speculative_tokens=(3, 5)).engines())) == 1 + 2
-    assert len(list(sweep(prune_ratio=(1.0,), draft_positions=("original", "compacted")).engines())) == 1 + 2
+def test_each_shape_has_its_own_number_of_tokens(engines):
+    shapes = [("chain", 5), ("tree-static", 25), ("tree-adaptive", 64)]
+    rows = bench("--draft-shape", "chain,tree-static,tree-adaptive")["rows"]
+    assert [(row["drafting"], row["num_speculative_tokens"]) for row in rows] == shapes
+    assert [(spec["draft"], spec["num_speculative_tokens"]) for spec in specs(engines)[1:]] == shapes
+    for name, value in (("nodes", 5.0), ("depth", 4.0), ("draft_forwards", 5.0)):
+        assert {row[f"{name}_per_step"] for row in rows} == {value}
+    assert {row["max_acceptance_length"] for row in rows} == {5.0}
+    assert {row["scheduling"] for row in rows} == {"sync"}, "what the engine says"
+    assert not any("async_scheduling" in session.job["llm"] for session in engines.sessions)
 
 
-@pytest.mark.parametrize("jobs", [1, 3])
-def test_rows_are_all_combinations_in_order(engines, jobs):
-    families = ("llava-onevision", "qwen2.5-vl")
-    result = acceptance.run(sweep(family=families, pruner=PRUNERS, prune_ratio=RATIOS, jobs=jobs))
-    rows = result["rows"]
-    found = [(row["family"], row["pruner"], row["prune_ratio"]) for row in rows]
-    assert found == list(itertools.product(families, PRUNERS, RATIOS))
-    assert {row["jobs"] for row in rows} == {result["provenance"]["jobs"]} == {jobs}
-    themselves = {key for row, key in zip(rows, found, strict=True) if acceptance.measured_itself(row)}
-    assert len(themselves) == 2 * 47
-    for row in rows:
-        assert (row["family"], *row["measured_as"].values()) in themselves, "it names a row of this result"
-        assert acceptance.canonical(**row["measured_as"]) == acceptance.canonical(row["pruner"], row["prune_ratio"])
-    assert rows[0]["measured_as"] == {"pruner": "none", "prune_ratio": 0.0}
-    assert rows[13]["measured_as"] == {"pruner": "random", "prune_ratio": 1.0}, "the first that was asked for"
+def test_knobs_and_scheduling_are_those_of_all_rows(engines):
+    given = ("--knob", "tree_history=0", "--knob", "tree-lookahead=false", "--knob", 'quantization="fp8"')
+    rows = bench("--drafting", "tree-adaptive", "--prune-ratio", "0.5,0.9", *given, "--sync-scheduling")["rows"]
+    knobs = {"tree_history": 0, "tree_lookahead": False, "quantization": "fp8"}
+    assert [row["knobs"] for row in rows] == [knobs] * 2
+    for session, spec in zip(engines.sessions, specs(engines), strict=True):
+        assert session.job["llm"]["async_scheduling"] is False, "vanilla too: its time stands beside"
+        assert spec is None or spec.items() >= knobs.items()
 
 
-def test_engines_run_at_once_but_no_more_than_jobs(monkeypatch, engines):
-    barrier, lock, counts = threading.Barrier(2, timeout=20), threading.Lock(), [0, 0]
+def test_what_fails_is_one_line_and_the_others_stay(engines):
+    """Catches: rows compared with a vanilla that failed, engines started for them, a failure that says nothing."""
+    error = VidSpecError("the engine stopped: RuntimeError: no")
+    engines.fails = lambda job: error if "'num_speculative_tokens': 7" in str(job) else None
+    result = invoke("bench", "acceptance", "--num-speculative-tokens", "7,3", "--requests", "2", "--json", "-")
+    assert result.exit_code == 1 and result.stderr.count("RuntimeError: no") == 1
+    printed = json.loads(result.stdout)
+    assert [row["num_speculative_tokens"] for row in printed["rows"]] == [3]
+    assert [(one["num_speculative_tokens"], one["reason"]) for one in printed["failures"]] == [(7, str(error))]
 
-    def run_job(job, report, running):
-        with lock:
-            counts[0] += 1
-            counts[1] = max(counts)
-        barrier.wait()  # nobody passes alone
-        with lock:
-            counts[0] -= 1
-        return engines(job, report, running)
-
-    monkeypatch.setattr(acceptance, "run_job", run_job)
-    busy = []
-    report = lambda event, fields: (busy.append(event), fields["engine"])  # noqa: E731
-    rows = acceptance.run(sweep(prune_ratio=(0.2, 0.3, 0.4), jobs=2), report)["rows"]
-    assert len(rows) == 3
-    assert counts[1] == 2
-    assert busy.count("start") == busy.count("done") == 4
-
-
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_a_family_without_vanilla_has_no_rows(engines, jobs):
+    engines.sessions.clear()
     is_broken = lambda job: job["prompts"]["family"] == "qwen2.5-vl" and "speculative_config" not in job["llm"]  # noqa: E731
-    engines.fails = lambda job: VidSpecError("no") if is_broken(job) else None
-    what = sweep(family=FAMILIES, prune_ratio=(0.2, 0.3, 0.4, 0.5), jobs=jobs)
-    result = acceptance.run(what)
-    assert result["failures"] == [{"family": "qwen2.5-vl", "draft": None, "reason": "no"}]
-    assert {row["family"] for row in result["rows"]} == {"llava-onevision"}
-    if jobs == 1:
-        assert len(engines.jobs) == 1 + 5, "nothing of that family after vanilla"
+    engines.fails = lambda job: error if is_broken(job) else None
+    printed = bench("--family", ",".join(FAMILIES), "--prune-ratio", "0.2,0.3", status=1)
+    assert printed["failures"] == [{"family": "qwen2.5-vl", "reason": str(error)}]
+    assert {row["family"] for row in printed["rows"]} == {"llava-onevision"} and len(engines.sessions) == 1 + 3
 
 
-def test_a_failed_engine_is_missing_from_all_its_rows(engines):
-    engines.fails = lambda job: VidSpecError("no") if "'prune_ratio': 1.0" in str(job) else None
-    result = acceptance.run(sweep(pruner=("random", "uniform"), prune_ratio=(0.9, 1.0)))
-    found = {name: [(row["pruner"], row["prune_ratio"]) for row in result[name]] for name in ("rows", "failures")}
-    assert found["rows"] == [("random", 0.9), ("uniform", 0.9)]
-    assert found["failures"] == [("random", 1.0), ("uniform", 1.0)]
-
-
-def test_an_interrupt_ends_the_engines(monkeypatch):
-    """What is no VidSpecError, here out of one engine's thread, ends what the other threads wait for."""
-    processes_run = []
-
-    def run_job(job, report, running):
-        process = subprocess.Popen(["sleep", "60"], start_new_session=True)
-        processes_run.append(process)
-        with running.holding(process):
-            if len(processes_run) == 2:
-                raise KeyboardInterrupt
-            process.wait()
-        raise VidSpecError("the engine stopped")
-
-    monkeypatch.setattr(acceptance, "run_job", run_job)
-    start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        acceptance.run(sweep(prune_ratio=(0.2, 0.3, 0.4, 0.5), jobs=2))
-    assert time.monotonic() - start < 20
-    assert len(processes_run) <= 3, "the queue is dropped"
-    assert all(process.poll() is not None for process in processes_run)
+def test_table_and_files(engines, tmp_path, monkeypatch):
+    options = ("bench", "acceptance", "--prune-ratio", "0.5,0.9", "--requests", "2")
+    result = invoke(*options, "--json", str(tmp_path / "rows.json"))
+    assert result.exit_code == 0
+    for words in ("60.0 %", "4.00", "K 5"):  # what does not vary stands in the caption
+        assert words in result.stdout, words
+    assert "nodes" not in result.stdout
+    assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 2
+    trees = invoke("bench", "acceptance", "--drafting", "chain,tree-adaptive", "--knob", "tree_history=0")
+    for words in ("tree-adaptive", "64", "sync scheduling", "nodes", "tree_history 0"):
+        assert words in " ".join(trees.stdout.split()), words
+    ran = len(engines.sessions)
+    assert invoke(*options, "--json", str(tmp_path / "no" / "x")).exit_code == 2
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refuses("needs matplotlib: pip install matplotlib", "bench", "acceptance", "--plot", str(tmp_path / "f.png"))
+    assert len(engines.sessions) == ran
 
 
 def test_figures_per_step():
@@ -151,3 +138,38 @@ def test_figures_per_step():
         "draft_forwards_per_step": 5.0,
         "max_acceptance_length": 6.0,
     }
+
+
+# ---- batches of requests, for benchmarks/bench_never_slower.py -------------------------------------------------------
+
+
+def test_video_tokens_are_videos_or_parts_of_one():
+    found = []
+    for tokens in (128, 256, 1024, 8192):
+        benchmark = scaling.ScalingBenchmark(batch_size=16, video_tokens=tokens, max_tokens=64, rounds=2)
+        job = benchmark.job(Workload("qwen2.5-vl"), VANILLA_VARIANT)
+        assert len(job["prompts"]["held_out"]) == 32 and job["llm"]["max_num_seqs"] == 16
+        assert job["llm"]["limit_mm_per_prompt"] == {"video": job["prompts"]["num_videos"]}
+        found.append((job["prompts"]["num_videos"], job["prompts"]["video_frac"], job["llm"]["max_model_len"]))
+    assert found == [(1, 0.5, 2048), (1, 1.0, 2048), (4, 1.0, 2368), (32, 1.0, 16384)]
+
+
+def test_requests_have_as_many_videos_as_asked_for(monkeypatch):
+    """Catches: a video in two requests, frames of its beginning alone, a whole video that is sampled twice."""
+    asked = []
+    monkeypatch.setattr(pairs, "media_prompt", lambda family, question, videos: asked.append(videos))
+    prompts = {"family": "qwen2.5-vl", "question": "?", "held_out": [0, 1]}
+    for more in ({}, {"num_videos": 2}, {"video_frac": 0.5}):
+        BenchEngine.bundled_requests(prompts | more)
+    assert [[len(frames) for frames in videos] for videos in asked] == [[32]] * 2 + [[32, 32]] * 2 + [[16]] * 2
+    assert len({frames.tobytes() for videos in asked[2:4] for frames in videos}) == 4
+    assert np.array_equal(asked[4][0][[0, -1]], asked[0][0][[0, -1]])
+
+
+def test_a_round_is_decoded_from_its_first_token_to_its_last():
+    """Catches: a decode from the last request's first token, TTFT of the first, an answer of one token."""
+    answers = [{"token_ids": [0] * 11, "first_s": at, "last_s": at + 1.0} for at in (0.25, 0.75)]
+    assert scaling.by_round({"answers": answers}) == {"tokens_per_s": 20 / 1.5, "ttft_s": 0.5}
+    assert scaling.token_ids([{"answers": answers}] * 2) == [[0] * 11] * 4
+    with pytest.raises(VidSpecError, match="there is no decode to measure"):
+        scaling.by_round({"answers": [{"token_ids": [0], "first_s": 1.0, "last_s": 1.0}]})

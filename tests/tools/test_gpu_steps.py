@@ -1,11 +1,9 @@
 """The plan and the steps of the GPU runner, without a GPU: what is measured, what fits, what each step does."""
 
-import importlib
 import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,23 +25,15 @@ HALVES = ("kernels", "engines")
 
 
 def test_the_plan_holds_every_step_kernel_and_engine():
-    """Catches: a step without a function, a kernel without a measurement, engines without a vanilla one, peers that
-    compile before a figure of ours is there."""
+    """Catches: a step without a function, a kernel without a measurement, engines without a vanilla one."""
     import bench_kernels
 
     assert ALL.keys() == steps.STEPS.keys() | checks.STEPS.keys() | measure.STEPS.keys()
     assert all(steps.step_of(name) for name in ALL)
     assert set(steps.WITHOUT_NUMBERS) < ALL.keys()
-    assert set(plan.KERNELS) == set(plan.TINY_KERNELS) == set(bench_kernels.KERNELS)
+    assert plan.KERNELS == bench_kernels.KERNELS
     engines = plan.ENGINES.values()
     assert {engine.method for engine in engines} == {"vanilla", "chain", "tree-static", "parallel", "blind"}
-    for method in ("vanilla", "chain", "tree-static"):
-        assert {engine.graphs for engine in engines if engine.method == method} == {True, False}
-    assert [row["batch"] for row in suite.expected_rows("engine-chain-graphs")] == [1, 4, 8]
-    assert suite.expected_rows("kernel-accept") == [{"kernel": "accept"}] == suite.expected_rows("peers-accept")
-    assert suite.expected_rows("machine") == []
-    last = [step.name for step in suite.PLAN["kernels"]][-len(plan.WITH_PEERS) :]
-    assert last == [f"peers-{kernel}" for kernel in plan.WITH_PEERS]
 
 
 def test_all_time_outs_fit_into_what_the_pages_say():
@@ -56,58 +46,29 @@ def test_all_time_outs_fit_into_what_the_pages_say():
     assert "Eighteen minutes on a GPU" in makefile
 
 
-def test_peers_are_measured_only_where_they_are_asked_for():
-    from peers import attention
-
-    for all_of_them, dry_run, count in ((False, False, 1), (True, False, 5)):
-        with measure.chosen_peers(all_of_them, dry_run):
-            assert len(attention.PEERS) == count
-    assert len(attention.PEERS) == 5
-
-
-def test_every_axis_of_the_plan_is_one_of_the_kernels():
-    """Catches: a size that replaces nothing because its axis has another name, and runs for minutes instead."""
-    for kernel in plan.KERNELS:
-        axes = importlib.import_module(f"kernel_cases.{kernel}").AXES
-        for given in (*plan.KERNELS[kernel], *plan.TINY_KERNELS[kernel]):
-            assert given.partition("=")[0] in axes, (kernel, given)
-
-
-def test_the_forced_lengths_are_those_that_are_published():
+def test_the_acceptance_lengths_are_those_that_are_published():
     """Catches: an acceptance of one's own choice, the length of another method or pair."""
-    forced = load("scripts/forced_acceptance.py")
     lengths = {engine.method: plan.published_of(engine) for engine in plan.ENGINES.values()}
     assert lengths == {
         "vanilla": (None, None), "chain": (3.37, 1.26), "tree-static": (4.18, 2.11), "parallel": (4.23, 2.40),
         "blind": (2.76, 1.38),
     }  # fmt: skip
-    for engine in plan.ENGINES.values():
-        if engine.num_drafts:
-            forced.rate_for(lengths[engine.method][0], engine.depth)
+    assert all(not length or length <= plan.ENGINES[method].depth + 1 for method, (length, _) in lengths.items())
 
 
-def test_what_fits_on_which_card():
-    """Catches: an engine that dies for want of memory after a minute; a refusal without its numbers."""
-    sizes, vanilla, chain = plan.Sizes(), plan.ENGINES["vanilla-graphs"], plan.ENGINES["chain-graphs"]
-    h100, h200 = 79 * GIB, 139 * GIB
-    assert [plan.chosen_models("auto", sizes, total) for total in (h100, h200)] == ["32b-fp8", "32b-bf16"]
-    assert plan.chosen_models("72b-fp8", sizes, h100) == "72b-fp8"
-    fp8 = plan.MODELS["32b-fp8"]
-    assert not plan.does_not_fit(fp8, chain, 4, sizes, h100)
-    assert re.fullmatch(r"needs \d+ GiB, the device has 79 GiB", plan.does_not_fit(fp8, chain, 8, sizes, h100))
-    assert not plan.does_not_fit(fp8, chain, 8, sizes, h200)
-    assert plan.does_not_fit(plan.MODELS["72b-fp8"], vanilla, 1, sizes, h100)
-    least = plan.memory_of(fp8, vanilla, 4, sizes).total
-    assert all(plan.memory_of(fp8, engine, 4, sizes).total >= least for engine in plan.ENGINES.values())
-
-
-def test_published_sizes_are_what_their_names_say():
-    """Catches: a digit that is wrong in a shape; the number of weights is published, too."""
-    billions = {name: shape.weight_bytes(False) / 2e9 for name, shape in made_up.SHAPES.items()}
-    published = {"3b": 3.75, "7b": 8.29, "32b": 33.45, "72b": 73.41, "qwen3-2b": 2.13, "qwen3-8b": 8.77}
-    assert billions == pytest.approx(published, abs=0.08)
-    assert made_up.SHAPES["32b"].kv_bytes_per_token == 262_144 and made_up.SHAPES["7b"].kv_bytes_per_token == 57_344
-    assert plan.Video().num_tokens == 25_088, "128 frames, as in the papers"
+def test_the_models_are_those_that_a_card_has_room_for():
+    """Catches: four requests that do not fit beside weights in bf16, by the sizes of weights and KV caches."""
+    sizes = plan.Sizes()
+    assert sizes.video_tokens == 25_088, "128 frames, as in the papers"
+    assert [plan.chosen_models("auto", total) for total in (79 * GIB, 139 * GIB)] == ["32b-fp8", "32b-bf16"]
+    assert plan.chosen_models("72b-fp8", 79 * GIB) == "72b-fp8"
+    for name, total in (("32b-fp8", 79 * GIB), ("32b-bf16", 139 * GIB)):
+        target, draft = (made_up.SHAPES[model] for model in (plan.MODELS[name].target, plan.MODELS[name].draft))
+        one = sizes.video_tokens * (target.kv_bytes_per_token + draft.kv_bytes_per_token / 10)
+        weights = sum(
+            s.weight_bytes if "bf16" in name else s.quantised("fp8_per_tensor").weight_bytes for s in (target, draft)
+        )
+        assert 0.95 * total - weights - 4 * GIB > 4 * one
 
 
 # ---- the steps -------------------------------------------------------------------------------------------------------
@@ -134,17 +95,17 @@ def test_a_steps_own_verdicts(monkeypatch):
     assert verdict("kernels", fine)["reason"] == "torch sees no CUDA device"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = verdict("kernels", raises(steps.SkippedError("no pytest")))
-    assert (found["end"], found["reason"], found["facts"]) == ("skipped", "no pytest", {})
-    assert verdict("kernels", raises(steps.StepFailedError("differs")))["end"] == "failed"
+    assert (found["outcome"], found["reason"], found["facts"]) == ("skipped", "no pytest", {})
+    assert verdict("kernels", raises(steps.StepFailedError("differs")))["outcome"] == "failed"
     broken = verdict("kernels", raises(RuntimeError("CUDA error:\n  launch failed")))
-    assert broken["end"] == "failed"
+    assert broken["outcome"] == "failed"
     assert broken["reason"].startswith("RuntimeError: CUDA error: launch failed (test_gpu_steps.py:")
-    assert verdict("kernels", fine)["end"] == "passed" and verdict("kernels", fine)["facts"] == {"a": 1}
-    assert verdict("kernels", fine, skip_numbers=True)["end"] == "unchecked"
-    assert verdict("compile", fine, skip_numbers=True)["end"] == "passed"
+    assert verdict("kernels", fine)["outcome"] == "passed" and verdict("kernels", fine)["facts"] == {"a": 1}
+    assert verdict("kernels", fine, dry_run=True)["outcome"] == "unchecked"
+    assert verdict("sync-debug", fine, dry_run=True)["outcome"] == "passed"
     monkeypatch.setattr(measure.importlib.util, "find_spec", lambda name: None)
-    found = verdict("engine-chain-graphs", None)
-    assert (found["end"], found["reason"]) == ("skipped", "vLLM is not installed")
+    found = verdict("engine-chain", None)
+    assert (found["outcome"], found["reason"]) == ("skipped", "vLLM is not installed")
 
 
 def test_every_kernel_is_among_those_that_the_device_is_asked_for():
@@ -170,62 +131,28 @@ def test_what_is_watched_for_synchronisation_is_there():
     assert all(hasattr(owners[owner], name) for owner, name in watched)
 
 
-def test_doctor_where_the_repository_is_not_installed(monkeypatch):
-    """Catches: the documented use failing because there is no entry point."""
-    pytest.importorskip("vllm")
-    from vllm_vidspec import doctor
-
-    ok = doctor.Check("python", "ok", "3.11")
-    monkeypatch.setattr(doctor.metadata, "entry_points", lambda **kwargs: [])
-    monkeypatch.setattr(doctor, "_CHECKS", (("python", lambda: [ok]), ("plugin", doctor._plugin)))
-    monkeypatch.setattr(doctor, "_bundled_pairs", list)
-    assert [check.status for check in doctor.run_checks()] == ["ok", "fail"]
-    assert checks.doctor(steps.Context()) == {"python": "ok", "plugin": "ok"}
-    monkeypatch.setattr(doctor, "check_hook", lambda register: doctor.Check("plugin", "fail", "not hooked"))
-    with pytest.raises(steps.StepFailedError, match="not hooked"):
-        checks.doctor(steps.Context())
-
-
-def test_a_kernel_that_does_not_compile_is_named(monkeypatch):
-    """Catches: a part whose failure is lost, an unknown device that counts as compiled."""
-    # Importing the real report turns the interpreter off.
-    monkeypatch.setitem(sys.modules, "compile_report", SimpleNamespace(ARCHS={90: None}))
-    monkeypatch.setattr(checks.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (1, 2))
-    with pytest.raises(steps.SkippedError, match="sm_12"):
-        checks.compile_kernels(steps.Context())
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-
-    def start(command, **kwargs):
-        broken = command[-1] == "1/2"
-        line = "draw 152k\nno such instruction" if broken else "accept K5"
-        return real([sys.executable, "-c", f"print({line!r}); raise SystemExit({int(broken)})"], **kwargs)
-
-    real = subprocess.Popen
-    monkeypatch.setattr(checks.subprocess, "Popen", start)
-    with pytest.raises(steps.StepFailedError, match="ended with 1: draw 152k no such instruction"):
-        checks.compile_kernels(steps.Context())
-
-
 def test_engines_are_told_what_the_plan_says():
-    """Catches: acceptance forced on no engine or twice, memory that differs between engines, a graph size too few."""
-    sizes, models = plan.Sizes(), plan.MODELS["32b-fp8"]
+    """Catches: an engine with another's drafts, a graph size too few."""
     where = {"target": "T", "draft": "D"}
-    kwargs = {n: measure.llm_kwargs(e, models, where, sizes, (1, 4)) for n, e in plan.ENGINES.items()}
-    assert "speculative_config" not in kwargs["vanilla-graphs"]
-    blind = kwargs["blind-graphs"]["speculative_config"]
-    assert blind["rejection_sample_method"] == "synthetic"
-    assert 1 + sum(blind["synthetic_acceptance_rates"]) == pytest.approx(2.76)
-    ours = kwargs["tree-static-graphs"]["speculative_config"]
+    kwargs = {n: measure.llm_kwargs(e, where, plan.Sizes(), (1, 4), False) for n, e in plan.ENGINES.items()}
+    assert "speculative_config" not in kwargs["vanilla"]
+    drafts = {"method": "draft_model", "model": "D", "num_speculative_tokens": 5}
+    assert kwargs["blind"]["speculative_config"] == drafts
+    ours = kwargs["tree-static"]["speculative_config"]
     assert ours["method"] == "vidspec" and ours["draft"] == "tree-static" and ours["num_speculative_tokens"] == 25
-    assert not [name for name in ours if "synthetic" in name]
-    assert kwargs["parallel-graphs"]["speculative_config"]["parallel"] == {"device": "cuda:0"}
-    assert kwargs["chain-graphs"]["compilation_config"]["cudagraph_capture_sizes"] == [1, 4, 6, 24]
-    assert kwargs["chain-eager"]["enforce_eager"] and "compilation_config" not in kwargs["chain-eager"]
-    for name, one in kwargs.items():
-        cache = plan.memory_of(models, plan.ENGINES[name], 4, sizes).cache
-        assert one["kv_cache_memory_bytes"] >= cache and one["max_num_seqs"] == 4 and one["load_format"] == "dummy"
-        assert not one["enable_prefix_caching"]
+    assert kwargs["parallel"]["speculative_config"]["parallel"] == {"device": "cuda:0"}
+    assert kwargs["chain"]["compilation_config"]["cudagraph_capture_sizes"] == [1, 4, 6, 24]
+    for one in kwargs.values():
+        assert one["max_num_seqs"] == 4 and one["load_format"] == "dummy" and not one["enable_prefix_caching"]
+
+
+def test_a_clock_tells_what_a_step_drafts_for():
+    """Catches: a speculator that is called twice or loses what it returns; figures that are returned twice."""
+    speculator = SimpleNamespace(propose=lambda *args, **kwargs: (args, kwargs))
+    clock = measure.Clock(speculator)
+    assert [speculator.propose(i, n=2) for i in range(3)] == [((i,), {"n": 2}) for i in range(3)]
+    assert all(ms >= 0 for ms in clock.take().values())
+    assert clock.take() == measure.Clock(None).take() == {"propose_ms": None, "propose_host_ms": None}
 
 
 @pytest.mark.parametrize("name", [*made_up.PAIRS, *plan.MODELS])
@@ -237,22 +164,23 @@ def test_made_up_pairs_are_accepted(tmp_path, name):
 
     if name in plan.MODELS:
         models, share = plan.MODELS[name], 1
-        where, sizes = measure.checkpoints(models, plan.Sizes(), tmp_path), (models.target, models.draft)
+        names = (models.target, models.draft)
+        where = made_up.write_pair(plan.FAMILY, tmp_path, names, fp8=models.fp8)
     else:
-        bundled, share = {role: assets.checkpoint(name, role) for role in assets.PAIR}, 2
-        where, sizes = made_up.whole_pair(name, bundled, tmp_path, share), made_up.PAIRS[name][:2]
+        names, share = made_up.PAIRS[name][:2], 2
+        where = made_up.write_pair(name, tmp_path, share=share)
     assert check_pair(where["target"], where["draft"]).status == "ok"
     assert not list(tmp_path.rglob("*.safetensors"))
-    for role, size in zip(assets.PAIR, sizes, strict=True):
-        config, shape = json.loads(Path(where[role], "config.json").read_text()), made_up.SHAPES[size]
+    for role, name_of in zip(assets.PAIR, names, strict=True):
+        config, shape = json.loads(Path(where[role], "config.json").read_text()), made_up.SHAPES[name_of]
         text = config["text_config"]
-        assert (text["hidden_size"], text["num_hidden_layers"]) == (shape.hidden_size, shape.num_hidden_layers // share)
+        assert (text["hidden_size"], text["num_hidden_layers"]) == (shape.hidden, shape.layers // share)
         head_size = text["hidden_size"] // text["num_attention_heads"]
         assert head_size == 128 == 2 * sum(text["rope_parameters"]["mrope_section"])
-        assert text["max_position_embeddings"] > plan.Sizes().max_model_len(plan.ENGINES["chain-eager"])
+        assert text["max_position_embeddings"] > plan.Sizes().video_tokens + 2 * plan.MAX_TOKENS
         assert ("quantization_config" in config) == (name in plan.MODELS and plan.MODELS[name].fp8)
-        assert config["vision_config"]["depth"] == shape.vision["depth"]
-        assert config["vision_config"]["out_hidden_size"] == shape.hidden_size
+        assert config["vision_config"]["depth"] == made_up.VISION[name_of]["depth"]
+        assert config["vision_config"]["out_hidden_size"] == shape.hidden
         processor = json.loads(Path(where[role], "processor_config.json").read_text())
         assert processor["video_processor"]["patch_size"] == config["vision_config"]["patch_size"]
 

@@ -21,24 +21,14 @@ PREFIXES = {
 def tensors(folder):
     """All tensors of a checkpoint as a loader finds them: through the index where there is one."""
     index = folder / inflation.INDEX
-    files = [folder / "model.safetensors"]
-    if index.exists():
-        files = [folder / name for name in set(json.loads(index.read_text())["weight_map"].values())]
-    return {name: tensor for path in files for name, tensor in safetensors.load_file(path).items()}
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {inflation.WEIGHTS}
+    return {name: tensor for file in names for name, tensor in safetensors.load_file(folder / file).items()}
 
 
 @pytest.fixture
-def sharded(tmp_path):
-    """The LLaVA target in two shards."""
-    source, folder = pairs.checkpoint("llava-onevision", "target"), tmp_path / "sharded"
-    shutil.copytree(source, folder)
-    whole = safetensors.load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    weight_map = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(sorted(whole))}
-    for file in set(weight_map.values()):
-        safetensors.save_file({name: whole[name] for name, of in weight_map.items() if of == file}, folder / file)
-    (folder / inflation.INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    return folder
+def original(tmp_path):
+    """A copy of the LLaVA target."""
+    return shutil.copytree(pairs.checkpoint("llava-onevision", "target"), tmp_path / "original")
 
 
 def text_config(folder):
@@ -101,23 +91,15 @@ def test_windows_stay_where_they_were():
     assert old == {"num_hidden_layers": 4, "max_window_layers": 2}, "a copy is changed"
 
 
-def test_shards_are_one_checkpoint(sharded, tmp_path):
-    copy = inflation.inflate(sharded, 2, tmp_path / "cache")
-    whole = inflation.inflate(pairs.checkpoint("llava-onevision", "target"), 2, tmp_path / "other")
-    found, expected = tensors(copy), tensors(whole)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
-
-
-def test_a_copy_is_made_once_and_whole(sharded, tmp_path, monkeypatch):
+def test_a_copy_is_made_once_and_whole(original, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
-    copy = inflation.inflate(sharded, 2, cache)
+    copy = inflation.inflate(original, 2, cache)
     monkeypatch.setattr(inflation, "_write", lambda *_: pytest.fail("made again"))
-    assert inflation.inflate(sharded, 2, cache) == copy
-    assert inflation.inflate(sharded, 0, cache) == sharded, "nothing to append"
+    assert inflation.inflate(original, 2, cache) == copy
+    assert inflation.inflate(original, 0, cache) == original, "nothing to append"
     monkeypatch.undo()
-    (sharded / "config.json").write_text(json.dumps(json.loads((sharded / "config.json").read_text()) | {"a": 1}))
-    assert inflation.inflate(sharded, 2, cache) != copy, "another checkpoint"
+    (original / "config.json").write_text(json.dumps(json.loads((original / "config.json").read_text()) | {"a": 1}))
+    assert inflation.inflate(original, 2, cache) != copy, "another checkpoint"
 
     def interrupted(original, folder, *_):
         (folder / "config.json").write_text("{")
@@ -125,20 +107,8 @@ def test_a_copy_is_made_once_and_whole(sharded, tmp_path, monkeypatch):
 
     monkeypatch.setattr(inflation, "_write", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        inflation.inflate(sharded, 3, cache)
+        inflation.inflate(original, 3, cache)
     assert len(list(cache.iterdir())) == 2, "nothing half made is left"
-
-
-def test_a_copy_outlives_the_place_it_was_made_of(sharded, tmp_path):
-    """Catches: a copy whose links lead to a checkout that is gone, found again by another one's equal weights."""
-    moved = tmp_path / "moved"
-    copy = inflation.inflate(shutil.copytree(sharded, moved), 2, tmp_path / "cache")
-    shutil.rmtree(moved)
-    weights = [path for path in copy.glob("*.safetensors") if path.is_symlink()]
-    assert weights and not any(path.exists() for path in weights)
-    assert inflation.inflate(sharded, 2, tmp_path / "cache") == copy
-    assert all(path.resolve().parent == sharded.resolve() for path in weights)
-    assert not [path for path in copy.iterdir() if path.name.startswith("unfinished-")]
 
 
 def test_guidance_looks_at_the_originals_layers():
@@ -148,26 +118,25 @@ def test_guidance_looks_at_the_originals_layers():
     assert inflation.guidance_knobs(target, given) == given
 
 
-def test_what_cannot_be_inflated_is_one_line(sharded, tmp_path):
-    def refused(words, number=1):
+def test_what_cannot_be_inflated_is_one_line(original, tmp_path):
+    def refused(words):
         with pytest.raises(VidSpecError, match=words) as caught:
-            inflation.inflate(sharded, number, tmp_path / "cache")
+            inflation.inflate(original, 1, tmp_path / "cache")
         assert "\n" not in str(caught.value)
 
-    refused("cannot append -1 layers", -1)
-    shard = sharded / "model-0.safetensors"
-    weights = safetensors.load_file(shard)
-    name = next(name for name in weights if ".layers.0.mlp.up_proj" in name or ".layers.0.self_attn.q_proj" in name)
+    weights = safetensors.load_file(original / inflation.WEIGHTS)
+    name = next(name for name in weights if ".layers.0.mlp.up_proj" in name)
     weights[name][..., 0] = float("inf")
-    safetensors.save_file(weights, shard)
+    safetensors.save_file(weights, original / inflation.WEIGHTS)
     refused("holds numbers that are not finite")
-    config = json.loads((sharded / "config.json").read_text())
+    config = json.loads((original / "config.json").read_text())
     config["text_config"]["num_hidden_layers"] = 5
-    (sharded / "config.json").write_text(json.dumps(config))
+    (original / "config.json").write_text(json.dumps(config))
     refused("config.json says 5 layers, the weights have 4")
-    index = json.loads((sharded / inflation.INDEX).read_text())
-    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if "o_proj" not in name}
-    (sharded / inflation.INDEX).write_text(json.dumps(index))
+    others = {name: tensor for name, tensor in weights.items() if "o_proj" not in name}
+    safetensors.save_file(others, original / inflation.WEIGHTS)
     refused("cannot append layers: the weights have 0 stacks")
-    (sharded / "config.json").unlink()
+    (original / inflation.WEIGHTS).unlink()
+    refused("has no model.safetensors")
+    (original / "config.json").unlink()
     refused("has no config.json")

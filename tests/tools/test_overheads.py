@@ -1,4 +1,4 @@
-"""The engine benchmarks: which step a time is counted to, shares of turns, the command's rows."""
+"""The engine benchmarks: which step a time is counted to, the command's rows."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tools.common import ROOT, load
+from tools.common import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bench_overheads as overheads
@@ -40,14 +40,10 @@ def test_a_prompts_steps_are_one_and_each_verify_step_is_its_own(watched):
     assert {seconds for seconds, _ in watched.verifies} == {3.0}
 
 
-@pytest.mark.parametrize("is_fine", [False, True])
-def test_host_time_is_what_is_not_inside_other_calls(monkeypatch, is_fine):
+def test_host_time_is_what_is_not_inside_other_calls(monkeypatch):
     """Ours calls a part of ours, which calls what is not ours; each spends a millisecond before and after."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # else the script sets it for good
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    bench = load("benchmarks/bench_host_time.py")
     clock = [0.0]
-    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(overheads, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     calls = SimpleNamespace()
 
     def spend(inner=None):
@@ -59,41 +55,26 @@ def test_host_time_is_what_is_not_inside_other_calls(monkeypatch, is_fine):
     calls.foreign = spend
     calls.part = lambda: spend(lambda: calls.foreign())
     calls.entry = lambda: spend(lambda: calls.part())
-    watch = bench.Stopwatch()
-    watch.is_fine = is_fine
-    watch.wrap(calls, "entry", "entry")
-    watch.wrap(calls, "part", "part", fine=True)
-    watch.wrap(calls, "foreign", bench.FOREIGN)
+    watch = overheads.Stopwatch()
+    for name, label in (("entry", "entry"), ("part", "part"), ("foreign", overheads.FOREIGN)):
+        watch.wrap(calls, name, label)
     calls.entry()
-    parts = watch.take()
-    assert sum(parts.values()) == pytest.approx(4e-3)
-    assert set(parts) == ({"entry", "part"} if is_fine else {"entry"})
-    assert watch.take() == {}
+    assert watch.take() == pytest.approx({"entry": 2e-3, "part": 2e-3}) and watch.take() == {}
     watch.unwrap()
     assert calls.foreign is spend
-
-
-def test_an_overhead_is_compared_within_a_turn():
-    """Catches: a warm-up that counts, a share of medians where a machine slows down from turn to turn."""
-    seconds = iter([(9.0, 9.0), (1.0, 0.0), (1.5, 0.25), (2.0, 0.0), (2.2, 0.2), (4.0, 0.0), (5.0, 1.0)])
-    asked = []
-    row = harness.in_turns(lambda with_it: asked.append(with_it) or next(seconds), 3, "a_ms", "b_ms")
-    assert asked == [True, *[False, True] * 3]
-    assert (row["a_ms"], row["b_ms"], row["inside_ms"]) == (2000.0, 2200.0, 250.0)
-    assert (row["share"], row["share_min"], row["share_max"], row["inside_share"]) == (0.25, 0.1, 0.5, 0.25)
 
 
 def test_the_command_writes_rows_and_where_they_come_from(monkeypatch, tmp_path, capsys):
     """Catches: a list that is read as one word, rows that are lost because a later one fails."""
     out = tmp_path / "out.json"
-    arguments = ["bench", "--tokens", "1,2", "--sync-scheduling", "--json", str(out)]
+    arguments = ["bench", "--tokens", "1,2", "--json", str(out)]
     monkeypatch.setattr(sys, "argv", arguments)
 
     def measure(options):
-        assert options.sync_scheduling and (options.rounds, options.pruner) == (3, ["uv"])
+        assert (options.rounds, options.pruner) == (3, ["uv"])
         yield from ({"size": size} for size in options.tokens)
 
-    harness.command("doc", measure, tokens=[8], pruner=["uv"], rounds=3, sync_scheduling=False)
+    harness.command("doc", measure, tokens=[8], pruner=["uv"], rounds=3)
     found = json.loads(out.read_text())
     assert found["rows"] == [{"size": 1}, {"size": 2}] and "git_sha" in found["provenance"]
     assert capsys.readouterr().out.splitlines() == ['{"size": 1}', '{"size": 2}']

@@ -98,12 +98,9 @@ def patched_names(source):
             yield node.lineno
 
 
-def test_patch_finder_finds_patches():
-    source = "import vllm.a as a\nfrom vllm import B\na.x = 1\nB.y.z = 2\nsetattr(B, 'n', 3)\nself.a = a\n"
-    assert list(patched_names(source)) == [3, 4, 5]
-
-
 def test_only_compat_patches_vllm():
+    source = "import vllm.a as a\nfrom vllm import B\na.x = 1\nB.y.z = 2\nsetattr(B, 'n', 3)\nself.a = a\n"
+    assert list(patched_names(source)) == [3, 4, 5], "what is looked for is found"
     found = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in python_files(PACKAGE)
@@ -129,13 +126,12 @@ def test_the_package_does_without_the_tools_of_the_clone(tmp_path):
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.symlink_to(path) if path.name != "__init__.py" else copy.write_bytes(path.read_bytes())
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    for command in ("bench", "plan"):
+    for command in ("bench", "plan", "show-pruning"):
         args = [sys.executable, "-m", "vllm_vidspec.cli", command, "acceptance", "--family", "x"]
         run = subprocess.run(args, capture_output=True, text=True, cwd=tmp_path, env=env)
         assert run.returncode == 2
-        assert (
-            run.stderr == "vidspec: bench and plan are not in the wheel: run `python -m vllm_vidspec.cli` in a clone\n"
-        )
+        where = "are not in the wheel: run `python -m vllm_vidspec.cli` in a clone"
+        assert run.stderr == f"vidspec: bench, plan, show-pruning {where}\n"
 
 
 ENTRY_POINTS = {

@@ -10,10 +10,8 @@ import pytest
 
 from tools.common import is_gone
 from vllm_vidspec import assets, metrics
-from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs, processes, scrape
-from vllm_vidspec.tools.provenance import provenance
 
 
 @pytest.mark.parametrize("family", pairs.FAMILIES)
@@ -52,12 +50,6 @@ def test_llm_kwargs_and_serve_args_say_the_same():
     assert "--enforce-eager" in args
     assert args[args.index("--port") + 1] == "1234"
     assert "--enforce-eager" not in pairs.serve_args("qwen2.5-vl", overrides={"enforce_eager": False})
-
-
-def test_default_spec_is_valid():
-    config, passed = parse_config(pairs.speculative_config("qwen2.5-vl", "target"))
-    assert config.is_self_draft
-    assert not passed
 
 
 @pytest.mark.parametrize(
@@ -117,12 +109,6 @@ def test_a_server_that_stops_gives_its_reason(tmp_path, monkeypatch):
         server.wait_ready(timeout_s=20)
 
 
-def test_provenance_is_json():
-    found = json.loads(json.dumps(provenance()))
-    assert found["versions"]["python"]
-    assert found["num_cpus"] >= 1
-
-
 def test_the_plain_pair_is_in_a_clone_alone(monkeypatch, tmp_path):
     """Catches: a stack trace where the wheel has no plain pair; a calibration for a pair that was never calibrated."""
     kwargs = pairs.llm_kwargs(assets.PLAIN, "draft")
@@ -133,16 +119,3 @@ def test_the_plain_pair_is_in_a_clone_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(assets, "_CLONE_ROOT", tmp_path)
     with pytest.raises(VidSpecError, match="in a clone of the repository alone"):
         pairs.llm_kwargs(assets.PLAIN, "draft")
-
-
-def test_a_draft_has_several_names():
-    """Catches: a far draft that is taken for a path."""
-    models = {
-        name: pairs.speculative_config("qwen2.5-vl", name)["model"] for name in ("draft", "far", "target", "/own")
-    }
-    assert models == {
-        "draft": pairs.checkpoint("qwen2.5-vl", "draft"),
-        "far": pairs.checkpoint("qwen2.5-vl", "far"),
-        "target": "self",
-        "/own": "/own",
-    }

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from vidspec_tools.bench import session
+from vidspec_tools.bench.session import BenchEngine
 from vllm_vidspec import metrics
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import NAMES
-from vllm_vidspec.tools import session_job
 from vllm_vidspec.tools.engine_session import answer_command
 
 
@@ -64,13 +65,13 @@ def command(top_n, watch=True):
 def test_a_batch_is_retuned_watched_and_counted_by_itself(monkeypatch, sampling_params):
     llm = FakeLLM()
     monkeypatch.setattr(metrics, "read_metrics", lambda path: dict(llm.counters))
-    engine = session_job.Engine(llm, ["a", "b", "c"])
+    engine = BenchEngine(llm, ["a", "b", "c"])
     answers = [engine.answer(**command(top_n)) for top_n in (1, 2)]
     generate = ("generate", ["a", "b", "c"], [(3, 0.5, 9), (4, 0.5, 9), (5, 0.5, 9)])
     watch = [("vidspec_watch_scores", on) for on in (True, False)]
     assert llm.calls == [
-        *(("vidspec_retune", {"top_n": 1}), watch[0], generate, watch[1]),
-        *(("vidspec_retune", {"top_n": 2}), watch[0], generate, watch[1]),
+        *(watch[0], ("vidspec_retune", {"top_n": 1}), generate, watch[1]),
+        *(watch[0], ("vidspec_retune", {"top_n": 2}), generate, watch[1]),
     ]
     assert [answer["metrics"]["drafts"] for answer in answers] == [3, 7], "each batch's own gain"
     first, second = answers
@@ -86,7 +87,7 @@ def test_a_batch_is_retuned_watched_and_counted_by_itself(monkeypatch, sampling_
 
 def test_vanilla_is_neither_retuned_nor_watched(sampling_params):
     llm = FakeLLM(speculates=False)
-    answer = session_job.Engine(llm, ["a", "b", "c"]).answer(**command(None, watch=False))
+    answer = BenchEngine(llm, ["a", "b", "c"]).answer(**command(None, watch=False))
     assert [call[0] for call in llm.calls] == ["generate"]
     assert answer["metrics"] is answer["captions"] is None
 
@@ -97,7 +98,7 @@ def test_what_was_watched_must_be_what_was_said():
     outputs = llm.generate([], [], False)
     watched[0]["tokens"][1] = 9
     with pytest.raises(VidSpecError, match="not the tokens of the answer"):
-        session_job._watched_captions(llm.get_tokenizer(), outputs, watched)
+        session._watched_captions(llm.get_tokenizer(), outputs, watched)
 
 
 def test_token_texts_add_up():
@@ -105,9 +106,9 @@ def test_token_texts_add_up():
     text = "a é☂ b�"
     tokens = list(text.encode()[:-3])
     tokenizer = SimpleNamespace(decode=lambda ids: bytes(ids).decode(errors="replace"))
-    assert session_job.token_texts(tokenizer, tokens) == ["a", " ", "", "é", "", "", "☂", " ", "b"]
-    assert session_job.token_texts(tokenizer, tokens[:3]) == ["a", " ", "�"], "cut in the middle"
-    assert session_job.token_texts(tokenizer, []) == []
+    assert session.token_texts(tokenizer, tokens) == ["a", " ", "", "é", "", "", "☂", " ", "b"]
+    assert session.token_texts(tokenizer, tokens[:3]) == ["a", " ", "�"], "cut in the middle"
+    assert session.token_texts(tokenizer, []) == []
 
 
 def test_vllms_own_drafts_are_counted_by_our_names():
@@ -116,18 +117,19 @@ def test_vllms_own_drafts_are_counted_by_our_names():
     found = {"num_drafts": 4, "num_draft_tokens": 20, "num_accepted_tokens": 2}
     values = [SimpleNamespace(name=f"vllm:spec_decode_{name}", value=value) for name, value in found.items()]
     llm.get_metrics = lambda: [SimpleNamespace(name="vllm:e2e", value=1), *values]
-    counted = session_job.Engine(llm, [], is_stock=True).counters()
+    engine = BenchEngine(llm, [], job={"llm": {"speculative_config": {"method": "ngram"}}})
+    counted = engine.counters()
     assert metrics.summarize(counted)["acceptance_length"] == 1.5
     assert set(counted) == set(metrics.NAMES)
     llm.get_metrics = list
-    assert session_job.Engine(llm, [], is_stock=True).counters()["drafts"] == 0, "before the first step"
+    assert engine.counters()["drafts"] == 0, "before the first step"
 
 
 def test_some_requests_at_once(monkeypatch, sampling_params):
     """Catches: all requests for some, seeds by place in the batch for those of requests, times of another clock."""
     llm = FakeLLM()
     monkeypatch.setattr(metrics, "read_metrics", lambda path: dict(llm.counters))
-    monkeypatch.setattr(session_job.time, "monotonic", lambda: 10.0)
+    monkeypatch.setattr(session.time, "monotonic", lambda: 10.0)
     generate = llm.generate
 
     def answered(requests, params, use_tqdm):
@@ -137,7 +139,7 @@ def test_some_requests_at_once(monkeypatch, sampling_params):
         return outputs
 
     llm.generate = answered
-    found = session_job.Engine(llm, ["a", "b", "c"]).batch([1, 2], {"max_tokens": 9}, 3)
+    found = BenchEngine(llm, ["a", "b", "c"]).batch([1, 2], {"max_tokens": 9}, 3)
     assert llm.calls == [("generate", ["b", "c"], [(4, 0, 9), (5, 0, 9)])]
     assert found["answers"][1] == {"token_ids": [7, 8], "first_s": 0.5, "last_s": 2.0}
     assert found["metrics"]["drafts"] == 1

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from tools.common import invoke
+from vidspec_tools.pictures import contact_sheet, show_pruning
+from vidspec_tools.pictures.contact_sheet import Layout, Row
+from vidspec_tools.pictures.show_pruning import Record, Show, choose
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import TokenGrid
 from vllm_vidspec.shapeworld import world
-from vllm_vidspec.tools import contact_sheet, pairs, show_pruning, user_files
-from vllm_vidspec.tools.contact_sheet import Layout, Row
-from vllm_vidspec.tools.show_pruning import Record, Show, choose
+from vllm_vidspec.tools import pairs, user_files
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -57,9 +58,7 @@ def test_of_several_video_frames_to_a_model_frame_the_first_is_drawn():
 def test_more_frames_than_columns_are_evenly_spaced_and_said():
     grid = TokenGrid(64, 2, 2)
     layout = Layout.fit(grid, 16)
-    assert layout.frames[0] == 0
-    assert layout.frames[-1] == 63
-    assert len(set(layout.frames)) == 16
+    assert (layout.frames[0], layout.frames[-1], len(set(layout.frames))) == (0, 63, 16)
     assert "16 evenly spaced ones shown" in contact_sheet._caption(grid, layout, 1)[0]
     assert "evenly" not in contact_sheet._caption(GRID, Layout.fit(GRID, 16), 2)[0]
 
@@ -69,9 +68,7 @@ def test_everything_is_inside_the_picture():
         layout = Layout.fit(grid, 16)
         width, height = layout.size(3)
         right, bottom = layout.token_box(2, len(layout.frames) - 1, grid.height - 1, grid.width - 1)[2:]
-        assert right < width
-        assert bottom < height - 2 * 22
-        assert width < 2500
+        assert right < width < 2500 and bottom < height - 2 * 22
 
 
 def test_labels_are_drawn_and_written_in_words(tmp_path):
@@ -80,32 +77,27 @@ def test_labels_are_drawn_and_written_in_words(tmp_path):
     layout = Layout.fit(GRID, 16)
     for index in range(2):
         left, top = layout.origin(index, 0)
-        label = np.asarray(image)[top : top + layout.row_height - 20, : left - 2]
-        assert (label.max(-1) > 200).sum() > 50, "text beside every row"
+        label = np.asarray(image)[top - 24 : top - 2, left:]
+        assert (label.max(-1) > 200).sum() > 50, "text above every row"
     contact_sheet.save(image, tmp_path / "p.png", rows)
     text = Image.open(tmp_path / "p.png").text["Description"]
-    assert "uniform, 3 of 96 tokens kept" in text
+    assert "uniform: 3 of 96 tokens kept" in text
 
 
 def test_positional_bias_and_trailing_tokens():
     grid = TokenGrid(8, 2, 2, num_trailing=1)
     biased = row("attention", (0, 1, 2, 31, 32), grid)
     assert biased.ends_frac == 1.0
-    assert biased.even_frac == 0.5
+    assert biased.figures()["even_frac"] == 0.5
     assert biased.is_kept.sum() == 4
-    assert biased.labels() == [
-        *("attention", "5 of 33 tokens kept", "first + last 2 frames: 100%", "(evenly spread: 50%)"),
-        "trailing tokens: 1 of 1",
-    ]
+    bias = "100% of them in the first and last 2 frames (evenly spread: 50%)"
+    assert biased.label() == f"attention: 5 of 33 tokens kept, {bias}, trailing tokens: 1 of 1"
     assert row(grid=TokenGrid(4, 4, 6)).ends_frac is None, "a short video has nothing but ends"
     assert row(kept=()).ends_frac is None
 
 
-def record(pruner, kept, scores=None, features=None):
-    return Record(pruner, GRID, torch.tensor(kept), scores, features)
-
-
 def test_choice_is_the_engines_and_a_difference_is_refused():
+    record = lambda pruner, kept, scores=None: Record(pruner, GRID, torch.tensor(kept), scores, None)  # noqa: E731
     scores = torch.zeros(96)
     scores[[3, 50, 90]] = torch.tensor([5.0, 2.0, 1.0])  # the first draws lambda_r by itself
     show = Show(prune_ratio=0.97, pruners=("attention", "specvlm", "uniform"))  # 2 of 96 tokens
@@ -148,31 +140,21 @@ def test_one_engine_per_kind_of_guidance():
     assert engines("fastvid", "dycoke", "uniform") == ["fastvid"]
 
 
-@pytest.fixture
-def looked(monkeypatch):
-    """Replace the engines by one that measured rising scores; return the pruners that engines were started with."""
-    ran = []
-    grid, scores = TokenGrid(16, 4, 4), torch.arange(256).float()
+def test_command_writes_a_picture(monkeypatch, tmp_path):
+    """The engine measured rising scores."""
+    pytest.importorskip("cv2")
+    ran, grid, scores = [], TokenGrid(16, 4, 4), torch.arange(256).float()
 
     def look(show, pruners, report):
         ran.extend(pruners)
-        report("plan", {"total": 1})
-        report("loading", {"label": "engine"})
-        report("measured", {})
         return [Record("attention", grid, torch.arange(231, 256), scores, None)]
 
     monkeypatch.setattr(show_pruning, "_look", look)
-    return ran
-
-
-def test_command_writes_a_picture(looked, tmp_path):
-    pytest.importorskip("cv2")
     out = tmp_path / "p.png"
     result = invoke("show-pruning", "--pruner", "uniform,window,specvlm", "--out", str(out))
     assert result.exit_code == 0, result.output
-    assert "window:middle" in result.stdout
-    assert looked == ["specvlm"]
-    assert Image.open(out).size == Layout.fit(TokenGrid(16, 4, 4), 16).size(3)
+    assert "window:middle" in result.stdout and ran == ["specvlm"]
+    assert Image.open(out).size == Layout.fit(grid, 16).size(3)
 
 
 def test_read_video_samples_as_vllm_does(tmp_path):

@@ -104,11 +104,6 @@ def test_slope_is_of_the_second_two_thirds():
     assert soak_judge.slope_mb_per_min([]) is soak_judge.slope_mb_per_min(growing[:3]) is None
 
 
-def test_percentiles():
-    assert [soak_judge.percentile(range(1, 101), share) for share in (0.0, 0.5, 0.95, 1.0)] == [1, 50, 95, 100]
-    assert soak_judge.percentile([2.5], 0.95) == 2.5 and soak_judge.percentile([], 0.5) is None
-
-
 PASS = {"wrong_answers": 0, "errors_unexpected": 0, "leaked_blocks": 0, "leaked_states": 0, "rss_slope_mb_per_min": 1.0}
 
 
@@ -208,15 +203,6 @@ def test_nobody_there_is_an_error():
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
-
-
-def test_a_short_soak_has_fewer_configurations(capsys):
-    assert soak.parsed(["--minutes", "2"]).configs == ["chain", "tree-static"]
-    assert soak.parsed([]).configs == list(soak.CONFIGS)
-    assert soak.parsed(["--minutes", "0.2"]).configs == ["chain"]
-    with pytest.raises(SystemExit):
-        soak.parsed(["--configs", "chain,trees"])
-    assert "unknown configuration trees" in capsys.readouterr().err
 
 
 def test_a_record_tells_what_was_wrong():

@@ -5,7 +5,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from vllm_vidspec.config import CALIBRATED_KEYS, GROUPS, PASS_THROUGH_KEYS, VidSpecConfig, fields, parse_config
+from vllm_vidspec.config import GROUPS, PASS_THROUGH_KEYS, VidSpecConfig, fields, parse_config
 from vllm_vidspec.errors import VidSpecError
 
 GOOD = {"method": "vidspec", "model": "draft", "num_speculative_tokens": 5}
@@ -26,13 +26,6 @@ def refused(**changes) -> str:
     return message
 
 
-def test_the_smallest_configuration():
-    """Flat names, defaults and ranges are those of docs/configuration.md, which is held current (tests/tools)."""
-    config, passed = parse_config(GOOD)
-    assert passed == {} and (config.model, config.num_speculative_tokens) == ("draft", 5)
-    assert not config.is_self_draft and not config.is_parallel
-
-
 def test_parallel_drafting_is_of_chains():
     """Catches: a tree that is accepted and then streamed; cores that are read off by one."""
     config = parsed(parallel={"device": "cuda:2", "cpu_cores": "1,4-6"})
@@ -40,24 +33,6 @@ def test_parallel_drafting_is_of_chains():
     for shape, number in (("tree-static", 25), ("tree-adaptive", 64)):
         message = refused(parallel={"device": "cpu"}, draft=shape, num_speculative_tokens=number)
         assert "parallel drafting streams a chain" in message and "\n" not in message
-
-
-def test_every_knob_is_documented():
-    """Catches: a knob without a description, and names that one repeats from elsewhere and no longer has right."""
-    own = {name: field.description for name, field in VidSpecConfig.model_fields.items() if name not in GROUPS}
-    for group in GROUPS.values():
-        own |= {group.flat_names()[name]: field.description for name, field in group.model_fields.items()}
-    assert own.keys() == FLAT.keys() and all(own.values())
-    for name, words in {
-        "pruner": fields.PRUNERS,
-        "image_prune_ratio": [str(fields.IMAGE_PRUNE_RATIO)],
-        "frames_as_video": [f"`{name}`: {least} " for name, least in fields.MIN_RUN.items()],
-        "protected_tokens": [fields.DIGITS],
-        "request_scorers": [fields.REQUEST_SCORER],
-        "lambda_max": [fields.REQUEST_LAMBDA],
-        "calibration": CALIBRATED_KEYS,
-    }.items():
-        assert all(word in own[name] for word in words)
 
 
 def test_a_change_is_a_checked_copy():
@@ -155,87 +130,73 @@ def test_refused(case):
     assert ("did you mean" in message) == ("did you mean" in "".join(words))
 
 
-# Of each knob: values that are refused, values that are taken.
-RANGES = {
-    "model": ((None, 3), ("some/path",)),
-    "parallel_device": (("tpu", "cuda:x", 2), ("cpu", "cuda", "cuda:3", None)),
-    "parallel_tensor_parallel_size": ((0, 65), (1, 64)),
-    "parallel_cpu_cores": (("a", "1-", "1;2"), ("1", "2-5,8", None)),
-    "parallel_max_ahead": ((0, 1025), (1, 1024)),
-    "parallel_wait_us": ((-1, 1_000_001), (0, 1_000_000)),
-    "num_speculative_tokens": ((0, -1, 65, "many", 1.5), (1, 64)),
-    "draft_shape": (("forest",), ("chain",)),
-    "draft_table": (("odd",), (((1, 4, "chain", 5),),)),
-    "num_speculative_tokens_per_batch_size": (("odd", [[0, 4, 5]]), (((1, 4, 5), (5, 8, 0)),)),
-    "draft_noise": (("loud",), ("shared", "independent", "greedy")),
-    "max_draft_len": ((0,), (1,)),
-    "on_draft_error": (("shrug",), ("skip", "raise")),
-    "prune_ratio": ((-0.01, 1.01, 1.5, float("nan"), "much"), (0.0, 1.0, 0.35)),
-    "image_prune_ratio": ((-0.01, 1.5), (0.0, 1.0, None)),
-    "frames_as_video": (("sometimes", True, 4, None), ("auto", "never", "always")),
-    "pruner": ((3,), (*fields.PRUNERS, "auto")),
-    "auto_pruners": (("uniform", [], ["auto"], ["odd"]), (("uniform", "uv"),)),
-    "auto_ratios": (([], [1.1], 0.5), ((0.0, 0.9), None)),
-    "auto_file": ((3,), ("some/file", None)),
-    "adaptive_tokens": (("perhaps",), (False,)),
-    "max_draft_failures": ((0, 1.5), (1, 100)),
-    "failure_window_s": ((0.0, float("inf"), float("nan")), (0.5, 3600.0)),
-    "cooldown_s": ((0.0, float("inf"), "long"), (0.5, 3600.0)),
-    "lambda_r": ((-0.1, 1.1), (0.0, 1.0)),
-    "guidance_layers": (("some", [], [-1], [0.5]), ("all", (0, 2))),
-    "uv_layer": ((0,), (1, None)),
-    "guidance_bytes": ((0,), (1,)),
-    "prune_seed": ((-1,), (0, 2**40)),
-    "draft_positions": (("odd",), ("original", "compacted")),
-    "tree_paths": (([[0.5]],), (((0,), (1,)),)),
-    "tree_depth_min": ((0, 65), (1, 8)),
-    "tree_depth_max": ((0, 65), (3, 64)),
-    "tree_width_min": ((0, 33), (1, 10)),
-    "tree_width_max": ((0, 33), (2, 32)),
-    "tree_entropy_top_k": ((1, 33), (2, 32)),
-    "tree_threshold": ((-0.1, 1.0), (0.0, 0.5)),
-    "tree_history": ((-1,), (0, 100)),
-    "tree_history_low": ((-0.5,), (0.0, 3.0)),
-    "tree_history_high": ((-1.0,), (2.0, 8.0)),
-    "tree_lookahead": (("perhaps",), (False,)),
-    "tree_fill": (("perhaps",), (False, True)),
-    "scorer": (("lax",), ("strict", "loose", "fly", "fly-entropy", "random")),
-    "request_scorers": ((["lax"],), (("loose", "strict"),)),
-    "lambda_loose": ((-0.1, 1.1), (0.0, 1.0)),
-    "lambda_max": ((-0.1, 1.1), (0.0, 1.0)),
-    "top_n": ((0, 129), (1, 128)),
-    "position_shift": (("perhaps",), (False,)),
-    "relevance_rows": (("odd",), ("token", "prediction")),
-    "relevance_dtype": (("int4",), ("auto", "fp8")),
-    "relevance_bytes": ((0,), (1,)),
-    "fly_entropy": ((-0.1,), (0.0, 3.0)),
-    "fly_window": ((0, 65), (1, 64)),
-    "fly_top_k": ((-1,), (0, 9)),
-    "protected_tokens": ((3,), ((), ("no",))),
-    "draft_kv_fraction": ((0.0, 1.0, -0.5), (0.01, 0.99)),
-    "draft_kv_bytes": ((0, -5), (1,)),
-    "draft_encoder_bytes": ((-1,), (0, 1)),
+SCHEMAS = {
+    flat: GROUPS[group].model_json_schema()["properties"][own] for flat, (group, own) in PLACES.items()
+} | VidSpecConfig.model_json_schema()["properties"]
+# Values of knobs that have no words or bounds of their own, or whose bounds are another knob's.
+TAKEN = {
+    "model": "some/path",
+    "parallel_device": "cuda:3",
+    "parallel_cpu_cores": "2-5,8",
+    "draft_shape": "auto",
+    "draft_table": ((1, 4, "chain", 5),),
+    SCHEDULE: ((1, 4, 5), (5, 8, 0)),
+    "pruner": "auto",
+    "auto_pruners": ("uniform", "uv"),
+    "auto_ratios": (0.0, 0.9),
+    "auto_file": "some/file",
+    "guidance_layers": (0, 2),
+    "tree_paths": ((0,), (1,)),
+    "tree_depth_max": 64,
+    "tree_width_max": 32,
+    "tree_history_high": 8.0,
+    "request_scorers": ("loose", "strict"),
+    "protected_tokens": ("no",),
+    **dict.fromkeys(("failure_window_s", "cooldown_s", "draft_kv_fraction"), 0.5),
 }
 
 
+def taken(key: str):
+    """Return a value of a knob that is not its default."""
+    if key in TAKEN:
+        return TAKEN[key]
+    parts = [SCHEMAS[key], *SCHEMAS[key].get("anyOf", [])]
+    bounds = (part[bound] for part in parts for bound in ("minimum", "maximum") if bound in part)
+    values = [*bounds, *(word for part in parts for word in part.get("enum", [])), False, True]
+    return next(value for value in values if value != FLAT[key])
+
+
 @pytest.mark.parametrize("key", [key for key in FLAT if key != "calibration"])
-def test_ranges(key):
-    """Catches: a bound moved by one, or open where it is closed; a message that does not name key and value; a knob
-    that one of its spellings does not reach, or two of them at once; one that a worker or a change does not get."""
-    bad, good = RANGES[key]
-    for value in good:
-        config = parsed(**{key: value})
-        assert config.flat()[key] == value
-        assert VidSpecConfig(**config.model_dump()) == parsed().changed({key: value}) == config
-        if key in PLACES:
-            group, own = PLACES[key]
-            assert getattr(getattr(config, group), own) == value
-            assert parsed(**{group: {own.replace("_", "-"): value}}) == config
-            assert f"{group}.{own} are aliases" in refused(**{key: value, group: {own: value}})
-    for value in bad:
-        message = refused(**{key: value})
-        assert f"{key}: " in message or f"{key}." in message
-        assert repr(value) in message or isinstance(value, list)
+def test_every_spelling_reaches_its_knob(key):
+    """Catches: a knob that one of its spellings does not reach, or two of them at once; one that a worker or a change
+    does not get. The bounds are on the page."""
+    value = taken(key)
+    config = parsed(**{key: value})
+    assert config.flat()[key] == value
+    assert VidSpecConfig(**config.model_dump()) == parsed().changed({key: value}) == config
+    if key in PLACES:
+        group, own = PLACES[key]
+        assert getattr(getattr(config, group), own) == value
+        assert parsed(**{group: {own.replace("_", "-"): value}}) == config
+        assert f"{group}.{own} are aliases" in refused(**{key: value, group: {own: value}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model", 3), ("parallel_device", "tpu"), ("parallel_device", "cuda:x"), ("parallel_cpu_cores", "1-"),
+        ("num_speculative_tokens", 1.5), ("draft_table", "odd"), (SCHEDULE, [[0, 4, 5]]), ("prune_ratio", float("nan")),
+        ("frames_as_video", True), ("auto_pruners", []), ("auto_pruners", ["auto"]), ("auto_ratios", [1.1]),
+        ("failure_window_s", float("inf")), ("cooldown_s", float("nan")), ("guidance_layers", []),
+        ("guidance_layers", [-1]), ("tree_paths", [[0.5]]), ("request_scorers", ["lax"]), ("adaptive_tokens", "so"),
+        ("on_draft_error", "shrug"),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_named(key, value):
+    """Catches: a message that does not name key and value."""
+    message = refused(**{key: value})
+    assert f"{key}: " in message or f"{key}." in message
+    assert repr(value) in message or isinstance(value, list)
 
 
 def test_keys_as_they_come():
@@ -265,15 +226,6 @@ def test_ratio_for(changes, video, image):
     """Catches: an image ratio of 0.0 taken for unset, image and video exchanged, `none` that prunes."""
     config = parsed(**changes)
     assert (config.prune.ratio_for("video"), config.prune.ratio_for("image")) == (video, image)
-
-
-def test_summary():
-    """Catches: a start-up line that breaks, or leaves out a value that is set, or shows one that is not."""
-    summary = parsed(draft_kv_bytes=4096).summary()
-    assert "\n" not in summary
-    for part in ("model=draft", "num_speculative_tokens=5", "prune_ratio=0.9", "pruner=specvlm", "draft_kv_bytes=4096"):
-        assert part in summary.split()
-    assert "None" not in summary and "draft_kv_fraction" not in summary
 
 
 def test_calibration_replaces_defaults_only(tmp_path):
@@ -338,9 +290,8 @@ def test_the_shapes_of_a_draft():
 )  # fmt: skip
 def test_vllms_schedule_caps_what_is_drafted(changes, schedule):
     """Its rows out of order and with a gap, as vLLM takes them: every batch size has the smaller number of the two.
-
-    Catches: a step that drafts more than the scheduler plans for; a gap that vLLM and the draft fill from other sides.
-    """
+    Catches: a step that drafts more than the scheduler plans for; a gap that vLLM and the draft fill from other
+    sides."""
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
     given = [[9, 10, 2], [11, 12, 0], [1, 4, 5], [5, 6, 2]]

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -36,9 +37,6 @@ def printed_by(*lines: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-# --- the file ---
-
-
 def test_add_set_values(file):
     assert file.values() == dict.fromkeys(NAMES, 0)
     file.add("drafts")
@@ -61,9 +59,7 @@ def test_add_set_values(file):
 
 def test_requests_by_id(file):
     """The newest request of an id counts, wherever in the ring its slot is; slots of busy requests are left alone.
-
-    Catches: a look-up that takes the highest slot, an earlier request's counts, a slot taken from a running request.
-    """
+    Catches: a look-up that takes the highest slot, an earlier request's counts, a slot taken from a running request."""
     counts = np.array([[3, 2, 1]])
     last = metrics.file._NUM_REQUESTS - 1
     for i in range(last):
@@ -78,11 +74,6 @@ def test_requests_by_id(file):
     assert file.request("request-0") is not None and file.request("request-2") is None
 
 
-def test_path_depends_on_the_engine_only():
-    assert metrics.path_for("abcde") == metrics.path_for("abcde") != metrics.path_for("abcdf")
-    assert metrics.path_for("abcde", 0) == metrics.path_for("abcde") != metrics.path_for("abcde", 1)
-
-
 def test_other_processes(file):
     """What another process writes is read here; the creator alone unlinks, at its exit; and the import is light."""
     heavy = ("torch", "vllm", "prometheus_client")
@@ -95,31 +86,6 @@ def test_other_processes(file):
     path, after_child = printed_by(create, fork, wait, "print(path, os.path.exists(path))").split()
     assert after_child == "True"
     assert not os.path.exists(path)
-
-
-def full(*_args):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.parametrize(
-    ("content", "use"),
-    [
-        *((content, use) for content in (None, b"", b"short", b"\0" * 8 * 200) for use in (MetricsFile, read_metrics)),
-        (None, lambda path: MetricsFile.create(path / "below")),
-        (None, MetricsFile.create),
-    ],
-)
-def test_a_file_that_is_none_or_cannot_be_is_one_line(tmp_path, monkeypatch, content, use):
-    """Foreign, missing, in no directory, or on a full disk. Catches: a trace of many lines, half a file that stays."""
-    path = tmp_path / "m"
-    if content is not None:
-        path.write_bytes(content)
-    if use == MetricsFile.create:
-        monkeypatch.setattr(mmap, "mmap", full)
-    with pytest.raises(VidSpecError, match="metrics file") as caught:
-        use(path)
-    assert "\n" not in str(caught.value)
-    assert path.exists() == (content is not None) and len(list(tmp_path.iterdir())) == path.exists()
 
 
 def test_values_that_belong_together_are_read_together(file, monkeypatch):
@@ -151,45 +117,18 @@ def test_values_that_belong_together_are_read_together(file, monkeypatch):
     assert reader.values()["drafts"] == file.values()["drafts"]
 
 
-def test_a_refusal_is_left_for_the_server(file):
-    worker = MetricsFile(file.path)
-    assert file.refusal() is None
-    worker.refuse("ä" * 10_000)
-    assert 400 < len(file.refusal()) < 1000 and set(file.refusal()) == {"ä"}
-    worker.refuse("one line")
-    assert file.refusal() == "one line"
-    assert set(file.values().values()) == {0}
-
-
-# --- figures ---
-
-
 def test_figures():
     """A difference keeps gauges; what is summed up is by hand, and nothing of nothing."""
-    before, after = dict.fromkeys(NAMES, 5), dict.fromkeys(NAMES, 9)
-    gained = difference(before, after)
+    gained = difference(dict.fromkeys(NAMES, 5), dict.fromkeys(NAMES, 9))
     assert all(value == (9 if name in GAUGES else 4) for name, value in gained.items())
-    values = dict.fromkeys(NAMES, 0) | {
-        "drafts": 10,
-        "draft_tokens": 50,
-        "accepted_tokens": 25,
-        "text_tokens": 20,
-        "visual_tokens_full": 200,
-        "visual_tokens_kept": 20,
-        "draft_kv_bytes_per_token": 8,
-    }
-    assert summarize(values) == {
-        "acceptance_length": 3.5,
-        "acceptance_rate": 0.5,
-        "num_drafts": 10,
-        "draft_kv_bytes": 320,
-        "full_draft_kv_bytes": 1760,
-    }
-    empty = summarize(dict.fromkeys(NAMES, 0))
+    nothing = dict.fromkeys(NAMES, 0)
+    drafts = {"drafts": 10, "draft_tokens": 50, "accepted_tokens": 25}
+    tokens = {"text_tokens": 20, "visual_tokens_full": 200, "visual_tokens_kept": 20, "draft_kv_bytes_per_token": 8}
+    found = summarize(nothing | drafts | tokens)
+    assert (found["acceptance_length"], found["acceptance_rate"], found["num_drafts"]) == (3.5, 0.5, 10)
+    assert (found["draft_kv_bytes"], found["full_draft_kv_bytes"]) == (320, 1760)
+    empty = summarize(nothing)
     assert empty["acceptance_length"] is empty["acceptance_rate"] is None
-
-
-# --- Prometheus ---
 
 
 @pytest.fixture
@@ -249,41 +188,6 @@ def test_values_of_one_label_add_up_to_something(file):
     assert sorted(seen) == sorted(file.values().values())
 
 
-# Words for what has no base unit in a name: Prometheus wants seconds and bytes, and no short forms.
-SHORT_UNITS = {"ms", "us", "ns", "sec", "secs", "min", "kb", "mb", "gb", "kib", "mib", "gib", "pct", "percent"}
-SHORT_WORDS = {"num", "req", "reqs", "tok", "toks", "pos", "acc", "avg", "spec", "mem", "cnt", "seq", "len"}
-BACK_REFERENCES = {"it", "them", "they", "these", "those", "this", "such"}
-LABELS = {"model_name", "engine", "reason", "kind", "position", "pruner", "class", "le"}
-
-
-def test_every_family_follows_the_conventions_of_prometheus(file):
-    """Catches: a counter without _total, a unit that is no base unit or stands in the middle, a text that needs its
-    neighbours to be understood. The one departure is the colon after our prefix, which is how vLLM writes its own."""
-    prometheus_client = pytest.importorskip("prometheus_client")
-    from prometheus_client.parser import text_string_to_metric_families
-
-    registry = prometheus_client.CollectorRegistry()
-    registry.register(metrics.Collector({0: file}, "m"))
-    families = list(text_string_to_metric_families(prometheus_client.generate_latest(registry).decode()))
-    assert len(families) == len({family.name for family in families}) > 40
-    for family in families:
-        prefix, _, name = family.name.partition(":")
-        words = name.split("_")
-        assert prefix == "vidspec" and re.fullmatch(r"[a-z]+(_[a-z]+)*", name), family.name
-        assert not set(words) & (SHORT_UNITS | SHORT_WORDS), family.name
-        assert family.type in ("counter", "gauge", "histogram") and family.type not in words, family.name
-        assert "total" not in words, f"{family.name}: that is a counter's ending, which the exposition adds"
-        for unit in {"bytes", "seconds"} & set(words):
-            assert words[-1] == unit or f"_{unit}_per_" in name, f"{family.name}: the unit comes last"
-        for sample in family.samples:
-            assert sample.name.endswith("_total") == (family.type == "counter"), sample.name
-            assert set(sample.labels) <= LABELS, sample.name
-            assert re.fullmatch(r"[\d.]+\.\d|\+Inf", sample.labels.get("le", "+Inf")), "bounds are floats: 1.0"
-        text = family.documentation
-        assert re.fullmatch(r"[A-Z].*[^.]\.", text), f"{family.name}: {text!r} is no sentence"
-        assert not set(re.findall(r"\w+", text.lower())) & BACK_REFERENCES, f"{family.name}: {text!r} points elsewhere"
-
-
 def test_metrics_page_lists_every_family(file):
     """Catches: a metric that nobody is told of, and one on the page that is gone."""
     pytest.importorskip("prometheus_client")
@@ -306,124 +210,82 @@ def test_histogram_of_acceptance_lengths(file, sample):
     assert mean == summarize(file.values())["acceptance_length"] == 2.5
 
 
-def test_a_deleted_file_is_read_and_written_as_before(file, sample):
-    """Catches: counters that vanish, and a server that stops, when somebody tidies the temporary directory."""
-    worker = MetricsFile(file.path)
-    metrics.register_collector({0: file}, "m")
-    os.unlink(file.path)
-    worker.add("drafts", 3)
-    worker.add_to_requests(np.array([worker.begin_request("r", set())]), np.array([[2, 0, 0]]))
-    assert file.request("r")["exact"] == 2
-    assert file.values()["drafts"] == sample("drafts_total") == 3
-
-
-# --- several files ---
-
-
-_SERVER = """
-import sys, time
-from vllm_vidspec.metrics.files import CounterFiles
-files = CounterFiles.create(sys.argv[1], [0, 1])
-print("ready", flush=True)
-time.sleep(60)
-"""
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A temporary directory of the test's own."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
     return tmp_path
 
 
 def test_leftovers_are_swept_and_held_files_stay(folder):
-    """Catches: files of killed servers that pile up; a sweep that takes a running server's."""
-    servers = []
-    for name in ("killed", "running"):
-        server = subprocess.Popen([sys.executable, "-c", _SERVER, name], stdout=subprocess.PIPE, text=True)
-        assert server.stdout.readline() == "ready\n"
-        servers.append(server)
+    """Catches: files of killed servers that pile up; a sweep that takes a running server's, or what an engine writes to
+    that outlives its API server by a while."""
+    running = CounterFiles.create("running", [0, 1])
+    CounterFiles.create("killed", [0])  # and nothing holds it any more
+    CounterFiles.create("outlived", [0])
+    worker = MetricsFile(metrics.path_for("outlived"))
     (folder / "another.i64").touch()
-    try:
-        servers[0].kill()
-        servers[0].wait()
-        assert len(list(folder.iterdir())) == 5
-        mine = CounterFiles.create("mine", [0])
-        kept = {path.name for path in folder.iterdir()}
-        names = {metrics.path_for(name, engine).name for name, engine in (("running", 0), ("running", 1), ("mine", 0))}
-        assert kept == names | {"another.i64"}
-        assert mine.refusal() is None and mine.request("r") is None
-    finally:
-        for server in servers:
-            server.kill()
-            server.wait()
-            server.stdout.close()
-
-
-def test_a_writer_keeps_the_file_of_a_server_that_was_killed(folder):
-    """The engine may outlive its API server by a while: what it writes to must not be taken for a leftover."""
-    CounterFiles.create("a", [0])  # and nothing holds it any more
-    worker = MetricsFile(metrics.path_for("a"))
-    assert sweep() == []
+    mine = CounterFiles.create("mine", [0])
+    held = [("running", 0), ("running", 1), ("outlived", 0), ("mine", 0)]
+    kept = {metrics.path_for(*name).name for name in held}
+    assert {path.name for path in folder.iterdir()} == kept | {"another.i64"}
+    assert running.refusal() is mine.refusal() is mine.request("r") is None
     del worker
-    assert sweep() == [metrics.path_for("a")]
+    assert sweep() == [metrics.path_for("outlived")]
 
 
-# --- in a folder that is everybody's ---
-
-
-def test_the_file_is_this_users_alone(file):
-    assert os.stat(file.path).st_mode & 0o777 == 0o600
-
-
-def _planted(path, kind: str, victim) -> None:
+def plant(path: Path, kind: str, victim: Path) -> None:
     """Put something in the counter file's place, as another user could have before."""
-    whole = victim.read_bytes()
-    if kind == "link":
-        path.symlink_to(victim)
-    elif kind == "link to nothing":
-        path.symlink_to(path.parent / "absent")
-    elif kind == "pipe":
+    if kind == "pipe":
         os.mkfifo(path, mode=0o600)
     elif kind == "folder":
         path.mkdir()
-    else:
-        path.write_bytes(whole)
+    elif kind.startswith("link"):
+        path.symlink_to(victim if kind == "link" else path.parent / "absent")
+    elif kind != "nothing":
+        path.write_bytes(b"" if kind == "empty" else victim.read_bytes())
         path.chmod(0o644 if kind == "open to others" else 0o600)
 
 
-PLANTS = ["link", "link to nothing", "pipe", "folder", "open to others", "another user's"]
-
-
-@pytest.mark.parametrize("kind", PLANTS)
-def test_what_another_user_has_planted_is_not_opened(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize(
+    "kind",
+    ["nothing", "empty", "foreign", "link", "link to nothing", "pipe", "folder", "open to others", "another user's"],
+)
+def test_what_is_no_file_of_ours_is_one_line(tmp_path, monkeypatch, kind):
     """Catches: counters written through a link, a wait for a pipe, numbers that another user may change."""
-    victim = tmp_path / "victim"
-    os.rename(MetricsFile.create(tmp_path / "made").path, victim)
-    before, path = victim.read_bytes(), tmp_path / "m"
-    _planted(path, kind, victim)
+    victim, path = Path(MetricsFile.create(tmp_path / "victim").path), tmp_path / "m"
+    if kind == "foreign":
+        victim.write_bytes(b"\0" * 8 * 200)
+    before = victim.read_bytes()
+    plant(path, kind, victim)
     if kind == "another user's":
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(VidSpecError, match="cannot be mapped") as error:
-        MetricsFile(path)
-    assert "\n" not in str(error.value) and victim.read_bytes() == before
+    for use in (MetricsFile, read_metrics):
+        with pytest.raises(VidSpecError, match="metrics file") as error:
+            use(path)
+        assert "\n" not in str(error.value) and victim.read_bytes() == before
 
 
 @pytest.mark.parametrize("kind", ["link", "link to nothing", "pipe", "open to others"])
 def test_a_new_file_takes_the_place_of_what_was_planted(tmp_path, kind):
-    """Catches: zeros written through a link to a file of the user's own."""
+    """Catches: zeros written through a link to a file of the user's own; counters that others can read."""
     victim, path = tmp_path / "victim", tmp_path / "m"
     victim.write_bytes(b"precious")
-    _planted(path, kind, victim)
+    plant(path, kind, victim)
     created = MetricsFile.create(path)
     created.add("drafts")
     assert victim.read_bytes() == b"precious" and not path.is_symlink()
     assert os.stat(path).st_mode & 0o777 == 0o600 and read_metrics(path)["drafts"] == 1
 
 
-def test_a_folder_in_the_place_of_a_file_is_one_line(tmp_path):
-    (tmp_path / "m").mkdir()
-    with pytest.raises(VidSpecError, match="takes no file"):
-        MetricsFile.create(tmp_path / "m")
-    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+@pytest.mark.parametrize("why", ["in no directory", "a folder is there", "the disk is full"])
+def test_a_file_that_cannot_be_is_one_line(tmp_path, monkeypatch, why):
+    """Catches: a trace of many lines, half a file that stays."""
+    path = tmp_path / "m"
+    if why == "the disk is full":
+        monkeypatch.setattr(mmap, "mmap", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    elif why == "a folder is there":
+        path.mkdir()
+    with pytest.raises(VidSpecError, match=r"metrics file|takes no file") as error:
+        MetricsFile.create(path / "below" if why == "in no directory" else path)
+    assert "\n" not in str(error.value) and not any(one.is_file() for one in tmp_path.iterdir())

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from training import tiny_captioner
+from vidspec_tools.captions import accuracy, count_right
 from vllm_vidspec import assets
 from vllm_vidspec.shapeworld import world
-from vllm_vidspec.shapeworld.captions import accuracy, count_right
 from vllm_vidspec.tools.user_files import read_video
 
 NUM_VIDEOS = 16
@@ -120,13 +120,42 @@ def test_target_names_the_attributes(family_run, samples) -> None:
     assert accuracy(right) >= 0.90
 
 
+def uniform_kept(num_video_tokens: int, keep_frac: float) -> torch.Tensor:
+    """Evenly spaced indices, int64 [round(num_video_tokens * keep_frac)]."""
+    count = round(num_video_tokens * keep_frac)
+    return torch.from_numpy(np.linspace(0, num_video_tokens - 1, count).round().astype(np.int64))
+
+
+@torch.no_grad()
+def agreement(draft, pixels: torch.Tensor, outputs: list[list[int]], kept: torch.Tensor) -> list[list[bool]]:
+    """Per token of the target's outputs, whether it is what a draft that sees `kept` finds most likely."""
+    captions = torch.full((len(outputs), max(map(len, outputs))), -100)
+    for row, ids in enumerate(outputs):
+        captions[row, : len(ids)] = torch.tensor(ids)
+    hidden, _, _ = draft.teacher_forced(draft.vision(pixels)[:, kept], captions, kept)
+    match = draft.lm_head(hidden).argmax(-1) == captions
+    return [match[i, : len(ids)].tolist() for i, ids in enumerate(outputs)]
+
+
+def acceptance_length(match: list[list[bool]], num_speculative_tokens: int = 5) -> float:
+    """Output tokens per target step of a greedy chain."""
+    steps = 0
+    for one in match:
+        place = 0
+        while place < len(one):
+            window = one[place : place + num_speculative_tokens]
+            place += 1 + (window.index(False) if False in window else len(window))
+            steps += 1
+    return sum(map(len, match)) / steps
+
+
 def test_a_sighted_draft_beats_a_blind_one(family_run) -> None:
     family, _, pixels, outputs = family_run
     draft = tiny_captioner.load(assets.checkpoint(family, "draft"))
     num_tokens = draft.num_video_tokens
     full, tenth, blind = (
-        tiny_captioner.acceptance_length(tiny_captioner.agreement(draft, pixels, outputs, kept))
-        for kept in (torch.arange(num_tokens), tiny_captioner.uniform_kept(num_tokens, 0.1), torch.arange(0))
+        acceptance_length(agreement(draft, pixels, outputs, kept))
+        for kept in (torch.arange(num_tokens), uniform_kept(num_tokens, 0.1), torch.arange(0))
     )
     assert full > tenth + 0.1 and tenth > blind + 0.3
     assert 4.0 <= full <= 5.6
@@ -138,8 +167,8 @@ def test_the_far_draft_is_wrong_as_often_as_large_models_drafts(family_run) -> N
     draft = tiny_captioner.load(assets.checkpoint(family, assets.FAR))
     num_tokens = draft.num_video_tokens
     full, tenth, blind = (
-        np.mean(np.concatenate(tiny_captioner.agreement(draft, pixels, outputs, kept)))
-        for kept in (torch.arange(num_tokens), tiny_captioner.uniform_kept(num_tokens, 0.1), torch.arange(0))
+        np.mean(np.concatenate(agreement(draft, pixels, outputs, kept)))
+        for kept in (torch.arange(num_tokens), uniform_kept(num_tokens, 0.1), torch.arange(0))
     )
     assert 0.70 <= full <= 0.83 and full > tenth + 0.05 and tenth > blind + 0.03
 
@@ -153,7 +182,7 @@ def test_the_plain_pair_needs_no_losses_that_guide(samples) -> None:
         outputs = target.greedy(target.vision(pixels))
     right = count_right([target.decode(ids) for ids in outputs], [sample.facts for sample in few])
     assert accuracy(right) >= 0.95
-    match = tiny_captioner.agreement(draft, pixels, outputs, torch.arange(draft.num_video_tokens))
+    match = agreement(draft, pixels, outputs, torch.arange(draft.num_video_tokens))
     assert 0.70 <= np.mean(np.concatenate(match)) <= 0.83
 
 

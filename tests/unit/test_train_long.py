@@ -6,8 +6,8 @@ import torch
 from transformers import AutoProcessor
 
 from training import train_long
+from vidspec_tools import reel
 from vllm_vidspec import assets
-from vllm_vidspec.shapeworld import reel
 
 TOKENS = 512
 

@@ -1,22 +1,28 @@
 """`vidspec bench paper`: the papers' methods interleaved with vanilla on the same requests, published figures beside.
 
-The engines and their interleaving are those of `bench parallel`: as many at once, vanilla among them.
+The engines and their interleaving are those of `bench speed`: three at once, vanilla among them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from vidspec_tools.bench import parallel
 from vidspec_tools.bench.methods import METHODS, STOCK, VANILLA
 from vidspec_tools.bench.published import figure
-from vidspec_tools.bench.trials import Benchmark, Trial, Variant, Workload
+from vidspec_tools.bench.trials import Benchmark, Variant
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.progress import Report, silent
 
 AUTOREGRESSIVE = "autoregressive"  # what papers call vanilla
 ALL = (AUTOREGRESSIVE, *METHODS)
-_TIMES = ("speedup", "tokens_per_s", "ttft_s", "t_step_ms")  # what columns of times begin with
+_TIMES = (
+    "speedup",
+    "tokens_per_s",
+    "inter_token_ms",
+    "ttft_s",
+    "t_step_ms",
+    "request_ms",
+)  # what columns of times begin with
 # What --quick has in place of these: minutes for a family.
 QUICK = {"requests": 2, "rounds": 3, "max_tokens": 64}
 USUAL = {"requests": 4, "rounds": 5, "max_tokens": 128}
@@ -24,23 +30,13 @@ USUAL = {"requests": 4, "rounds": 5, "max_tokens": 128}
 
 @dataclass(frozen=True)
 class PaperBenchmark(Benchmark):
-    """What to measure; `pruner`, `prune_ratio`, `num_speculative_tokens` and `modes` are each method's own here.
+    """What to measure; the setting is each method's own here."""
 
-    Attributes:
-        methods: Of ALL; autoregressive always runs.
-    """
-
-    own_options: ClassVar[tuple[str, ...]] = (*Benchmark.own_options, "scorer")
-
-    methods: tuple[str, ...] = ALL
+    methods: tuple[str, ...] = ALL  # of ALL; autoregressive always runs
 
     def variants(self, ratio: float) -> list[Variant]:
         """Return what runs beside vanilla at a ratio, in the order of the table."""
         return [Variant.of(name, method, ratio) for name, method in METHODS.items() if name in self.methods]
-
-    def further(self, workload: Workload, variant: Variant, rounds: Sequence[Sequence[Trial]]) -> dict[str, Any]:
-        """Return the columns of a row that only this benchmark has: what is published of its method."""
-        return figure(workload.family, variant.method)
 
 
 def check(benchmark: PaperBenchmark) -> None:
@@ -61,6 +57,7 @@ def run(benchmark: PaperBenchmark, report: Report = silent) -> dict[str, Any]:
     result = parallel.run(benchmark, report)
     is_interpreted = result["provenance"]["device"] == "cpu"
     for row in result["rows"]:
+        row |= figure(row["family"], row["method"])
         if row["mode"] == STOCK and is_interpreted:
             row |= dict.fromkeys(name for name in row if name.startswith(_TIMES))
         row["draft"] = benchmark.draft

@@ -1,8 +1,8 @@
-"""`vidspec bench parallel`: vanilla, sequential and parallel drafting, interleaved on the same requests.
+"""Engines interleaved on the same requests, for `vidspec bench speed` and `vidspec bench paper`.
 
 Vanilla and two variants are alive at once, each in a subprocess, and one of them generates at a time: request by
 request, in an order that changes. A figure is a median over rounds of what a round's trials give, so that what the
-machine does meanwhile meets all of them alike. The target of every mode has one core, the same one.
+machine does meanwhile meets all of them alike. The target of every variant has one core, the same one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,8 +11,9 @@ from typing import Any
 
 from vidspec_tools import inflation
 from vidspec_tools.bench import ratios, trials
-from vidspec_tools.bench.methods import MODES, PARALLEL, STOCK
+from vidspec_tools.bench.methods import PARALLEL, STOCK
 from vidspec_tools.bench.rows import make_rows
+from vidspec_tools.bench.session import BenchSession
 from vidspec_tools.bench.trials import (
     SELF_DRAFT,
     VANILLA_VARIANT,
@@ -25,7 +26,6 @@ from vidspec_tools.bench.trials import (
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
 
@@ -37,14 +37,10 @@ _TIMED_REQUESTS, _TIMED_TOKENS = 6, 48
 
 def check(benchmark: Benchmark) -> None:
     """Refuse a wrong value, in one line, before an engine starts."""
-    if min(benchmark.requests, benchmark.rounds) < 1 or benchmark.max_tokens < 2:
-        raise VidSpecError("--requests and --rounds must be at least 1, --max-tokens at least 2")
-    if unknown := [mode for mode in benchmark.modes if mode not in MODES]:
-        raise VidSpecError(f"--modes: {unknown[0]!r} is none of {', '.join(MODES)}")
     if wrong := [ratio for ratio in benchmark.inflate if ratio and ratio < 1]:
         raise VidSpecError(f"--inflate {wrong[0]:g}: a ratio of target time to draft time is at least 1 (0: as it is)")
     for name in benchmark.knobs:
-        if name in benchmark.own_options:
+        if name in trials.OWN_OPTIONS:
             raise VidSpecError(f"--knob {name}: it has an option of its own, or is what is compared")
     variants = [one for ratio in benchmark.inflate for one in benchmark.variants(ratio)]
     is_parallel = any(one.mode == PARALLEL for one in variants)
@@ -106,16 +102,16 @@ def workload_for(benchmark: Benchmark, family: str, ratio: float, report: Report
     return Workload(family, ratio, *times.layers_for(ratio))
 
 
-def _load(benchmark: Benchmark, workload: Workload, variant: Variant, report: Report) -> EngineSession:
+def _load(benchmark: Benchmark, workload: Workload, variant: Variant, report: Report) -> BenchSession:
     """Return an engine that has every request of a benchmark before it; it starts when it is entered."""
     report("loading", {"label": f"{workload.family} {variant.method} {workload.label}".rstrip()})
-    return EngineSession(workload.job(benchmark, variant, list(range(benchmark.rounds * benchmark.requests + 1))))
+    return BenchSession(workload.job(benchmark, variant, list(range(benchmark.rounds * benchmark.requests + 1))))
 
 
 def run_variants(
     benchmark: Benchmark,
     workload: Workload,
-    sessions: dict[Variant, EngineSession],
+    sessions: dict[Variant, BenchSession],
     variants: Sequence[Variant],
     report: Report,
 ) -> tuple[dict[Variant, list[list[Trial]]], list[dict[str, Any]]]:
@@ -138,7 +134,9 @@ def run_variants(
             if variant not in sessions:
                 continue
             try:
-                answered[variant][number].append(take_trial(benchmark, variant, sessions[variant], index))
+                command = {"command": "clock", "index": index, "sampling": benchmark.sampling}
+                answer = sessions[variant].ask(command | {"seed": benchmark.seed + index})
+                answered[variant][number].append(Trial(**answer))
             except VidSpecError as error:
                 if variant is VANILLA_VARIANT:
                     raise
@@ -146,16 +144,6 @@ def run_variants(
                 del sessions[variant], answered[variant]
             report("measured", {})
     return answered, failures
-
-
-def take_trial(benchmark: Benchmark, variant: Variant, session: EngineSession, index: int) -> Trial:
-    """Let an engine answer a request alone; vanilla's is never watched, as nobody there notes what it does."""
-    command = {"command": "clock", "index": index, "sampling": benchmark.sampling, "seed": benchmark.seed + index}
-    if not benchmark.is_watched or variant.spec is None:
-        return Trial(**session.ask(command))
-    session.ask({"command": "timeline", "on": True})
-    answer = session.ask(command)
-    return Trial(**answer, events=session.ask({"command": "timeline", "on": False})["events"])
 
 
 def order(benchmark: Benchmark, variants: Sequence[Variant]) -> Iterator[tuple[int, int, Variant]]:

@@ -1,17 +1,14 @@
 """`vidspec bench quality`: what verification by each scorer leaves of the captions' facts; engines are subprocesses."""
 
 import contextlib
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from vidspec_tools.bench.acceptance import identical_frac
-from vllm_vidspec import assets
-from vllm_vidspec.config import parse_config
-from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics import SKIP_REASONS, STRICT_REASONS, summarize
-from vllm_vidspec.shapeworld import world
-from vllm_vidspec.shapeworld.captions import (
+from vidspec_tools.bench.session import WARM_UP_TOKENS, BenchSession
+from vidspec_tools.captions import (
     ATTRIBUTE_WORDS,
     FILLER_WORDS,
     TELLING_WORDS,
@@ -21,11 +18,15 @@ from vllm_vidspec.shapeworld.captions import (
     relevance_auc,
     retention,
 )
+from vllm_vidspec import assets
+from vllm_vidspec.config import parse_config
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics import SKIP_REASONS, STRICT_REASONS, summarize
+from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.engine_session import EngineSession, answer_command
+from vllm_vidspec.tools.engine_session import answer_command
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
-from vllm_vidspec.tools.session_job import WARM_UP_TOKENS
 
 TARGET, DRAFT, STRICT = "target", "draft", "strict"
 ORACLE = "oracle"  # loosens what tells nothing about the video: what perfect relevance could reach
@@ -38,8 +39,6 @@ DEFAULTS: dict[str, Any] = {
     "relevance_rows": "token",
     "fly_entropy": 0.3,
 }
-
-
 # Fields of `Quality` that a row repeats.
 _SHARED = ("draft", "num_speculative_tokens", "prune_ratio", "requests", "batch_size", "max_tokens", "seed", "knobs")
 
@@ -55,74 +54,53 @@ class Setting:
     relevance_rows: str | None = None
     fly_entropy: float | None = None
 
-    @property
-    def knobs(self) -> dict[str, Any]:
-        """Every knob of a setting, so that nothing is left over from the one before; ORACLE knows what to protect."""
+    def knobs(self, telling: Collection[str]) -> dict[str, Any]:
+        """Return every knob of a setting, so that nothing is left over from the one before."""
         ours = {name: value for name, value in asdict(self).items() if value is not None}
         if self.scorer == ORACLE:
-            ours = {"scorer": "random", "lambda_loose": 1.0, "protected_tokens": sorted(TELLING_WORDS)}
+            ours = {"scorer": "random", "lambda_loose": 1.0, "protected_tokens": sorted(telling)}
         return DEFAULTS | {"protected_tokens": None} | ours
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What to measure.
-
-    Attributes:
-        families: Bundled pairs.
-        draft: Which of a pair's drafts: "draft" or "far".
-        temperatures: Of the target and the draft.
-        draft_noises: Values of the knob; at temperature 0 they are all the same, and only the first is measured.
-        scorers: Of LOSSY; strict is always measured.
-        lambdas: Shares of mismatches that `loose` and `random` accept.
-        top_ns: N of `loose`.
-        position_shifts: Whether `loose` tolerates shifts.
-        relevance_rows: Whose states `loose` looks at.
-        fly_entropies: Thresholds of `fly` and `fly-entropy`.
-        requests: Held-out videos, one caption each.
-        batch_size: vLLM's max_num_seqs.
-        num_speculative_tokens: Draft tokens per verify step.
-        prune_ratio: Share of the video tokens that the draft does not see.
-        max_tokens: Longest caption in tokens.
-        seed: Request i samples with seed + i.
-        knobs: Further knobs of VidSpecConfig, of all engines.
-        question: What is asked about each video.
-    """
+    """What to measure; who asks for something else says which words are about the video, and what is right."""
 
     about: ClassVar[Collection[str]] = ATTRIBUTE_WORDS
     fillers: ClassVar[Collection[str]] = FILLER_WORDS
-    telling: ClassVar[Collection[str]] = TELLING_WORDS
+    telling: ClassVar[Collection[str]] = TELLING_WORDS  # what ORACLE protects
 
-    families: tuple[str, ...] = ("qwen2.5-vl",)
-    draft: str = DRAFT
-    temperatures: tuple[float, ...] = (0.0,)
+    families: tuple[str, ...] = ("qwen2.5-vl",)  # bundled pairs
+    draft: str = DRAFT  # which of a pair's drafts: "draft" or "far"
+    temperatures: tuple[float, ...] = (0.0,)  # of the target and the draft
+    # Values of the knob; at temperature 0 they are all the same, and only the first is measured
     draft_noises: tuple[str, ...] = ("shared",)
-    scorers: tuple[str, ...] = LOSSY
-    lambdas: tuple[float, ...] = (0.2, 0.5, 0.7, 0.9)
-    top_ns: tuple[int, ...] = (10,)
-    position_shifts: tuple[bool, ...] = (False, True)
-    relevance_rows: tuple[str, ...] = ("token",)
-    fly_entropies: tuple[float, ...] = (0.3,)
-    requests: int = 64
-    batch_size: int = 16
-    num_speculative_tokens: int = 10
-    prune_ratio: float = 0.9
-    max_tokens: int = 256
-    seed: int = 0
-    knobs: dict[str, Any] = field(default_factory=dict)
-    question: str = pairs.DEFAULT_QUESTION
+    scorers: tuple[str, ...] = LOSSY  # of LOSSY; strict is always measured
+    lambdas: tuple[float, ...] = (0.2, 0.5, 0.7, 0.9)  # shares of mismatches that `loose` and `random` accept
+    top_ns: tuple[int, ...] = (10,)  # N of `loose`
+    position_shifts: tuple[bool, ...] = (False, True)  # whether `loose` tolerates shifts
+    relevance_rows: tuple[str, ...] = ("token",)  # whose states `loose` looks at
+    fly_entropies: tuple[float, ...] = (0.3,)  # thresholds of `fly` and `fly-entropy`
+    requests: int = 64  # held-out videos, one caption each
+    batch_size: int = 16  # vLLM's max_num_seqs
+    num_speculative_tokens: int = 10  # draft tokens per verify step
+    prune_ratio: float = 0.9  # share of the video tokens that the draft does not see
+    max_tokens: int = 256  # longest caption in tokens
+    seed: int = 0  # request i samples with seed + i
+    knobs: dict[str, Any] = field(default_factory=dict)  # further knobs of VidSpecConfig, of all engines
+    question: str = pairs.DEFAULT_QUESTION  # what is asked about each video
 
     def settings(self) -> list[Setting]:
-        """Return what every engine is tried with: strict first, then the scorers in the order asked for.
-
-        `loose` has every lambda at the N closest to the default: in the first way to take shifts and states, then with
-        the other way to take shifts, then with the other states. The other N are tried with the lambda closest to the
-        default, in the first way to take shifts.
-        """
+        """Return what every engine is tried with: strict first, then the scorers in the order asked for."""
         found = [Setting(STRICT)]
         for scorer in self.scorers:
             if scorer == "loose":
-                found += self._loose_settings()
+                others = itertools.product(self.relevance_rows, self.position_shifts, self.top_ns)
+                found += [
+                    Setting(scorer, value, top_n, shift, rows)
+                    for rows, shift, top_n in others
+                    for value in self.lambdas
+                ]
             elif scorer == "random":
                 found += [Setting(scorer, value, position_shift=False) for value in self.lambdas]
             elif scorer in ("fly", "fly-entropy"):
@@ -130,17 +108,6 @@ class Quality:
             else:
                 found.append(Setting(scorer))
         return list(dict.fromkeys(found))
-
-    def _loose_settings(self) -> list[Setting]:
-        usual_n = closest(self.top_ns, DEFAULTS["top_n"])
-        usual_lambda = closest(self.lambdas, DEFAULTS["lambda_loose"])
-        first_shift, first_rows = self.position_shifts[0], self.relevance_rows[0]
-        variants = [(shift, first_rows) for shift in self.position_shifts]
-        variants += [(first_shift, rows) for rows in self.relevance_rows[1:]]
-        lambdas = [Setting("loose", value, usual_n, *variant) for variant in variants for value in self.lambdas]
-        others = [value for value in self.top_ns if value != usual_n]
-        by_rows = [(first_shift, rows) for rows in self.relevance_rows]
-        return lambdas + [Setting("loose", usual_lambda, value, *way) for way in by_rows for value in others]
 
     def temperatures_of(self, draft_noise: str) -> list[float]:
         """Return the temperatures that an engine with this noise is asked at."""
@@ -159,9 +126,13 @@ class Quality:
             "prune_ratio": self.prune_ratio,
             "draft_noise": draft_noise,
             "on_draft_error": "raise",  # a measurement without drafts would say nothing
-            **self.knobs_of(setting),
+            **setting.knobs(self.telling),
             **self.knobs,
         }
+
+    def accuracies(self, texts: Sequence[str]) -> dict[str, Any]:
+        """Return what is right of the facts that the videos show, as `captions.accuracies`."""
+        return accuracies(count_right(texts, [world.held_out(i).facts for i in range(self.requests)]))
 
     def job(self, family: str, role: str, draft_noise: str | None = None) -> dict[str, Any]:
         """Return what `session_job` reads: vanilla vLLM on the checkpoint of a role, or with a noise the pair."""
@@ -177,28 +148,13 @@ class Quality:
 
     def command(self, temperature: float, setting: Setting | None = None) -> dict[str, Any]:
         """Return what an engine is asked; with a setting the pair's, of which what it watches is wanted, too."""
-        knobs = None if setting is None else self.knobs_of(setting)
+        knobs = None if setting is None else setting.knobs(self.telling)
         sampling = {"temperature": temperature, "max_tokens": self.max_tokens}
         return answer_command(knobs, seed=self.seed, watch=setting is not None, **sampling)
-
-    def knobs_of(self, setting: Setting) -> dict[str, Any]:
-        """Return the knobs of a setting; what ORACLE protects depends on what is asked."""
-        return setting.knobs | ({"protected_tokens": sorted(self.telling)} if setting.scorer == ORACLE else {})
-
-    def accuracies(self, texts: Sequence[str]) -> dict[str, Any]:
-        """Return what is right of the facts that the videos show, as `captions.accuracies`."""
-        return accuracies(count_right(texts, [world.held_out(i).facts for i in range(self.requests)]))
-
-
-def closest(values: Sequence[Any], default: Any) -> Any:
-    """Return the value that is closest to a default; of equally close ones the first."""
-    return min(values, key=lambda value: abs(value - default))
 
 
 def check(quality: Quality) -> None:
     """Refuse a wrong value, in one line, before an engine starts."""
-    if min(quality.requests, quality.batch_size) < 1 or quality.max_tokens < 2:
-        raise VidSpecError("--requests and --batch-size must be at least 1, --max-tokens at least 2")
     for temperature in quality.temperatures:
         if not 0 <= temperature < float("inf"):
             raise VidSpecError(f"--temperature: {temperature:g} is no temperature")
@@ -252,33 +208,26 @@ def run(quality: Quality, report: Report = silent) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _session(quality: Quality, job: dict[str, Any], label: str, report: Report) -> Iterator[EngineSession]:
+def _session(quality: Quality, job: dict[str, Any], label: str, report: Report) -> Iterator[BenchSession]:
     """Start an engine and show it every video once: reading them is in no measured time, for whichever setting."""
     report("loading", {"label": label})
-    with EngineSession(job) as session:
+    with BenchSession(job) as session:
         session.ask(answer_command(seed=quality.seed, max_tokens=WARM_UP_TOKENS))
         yield session
 
 
 @dataclass(frozen=True)
 class Panel:
-    """What is compared with one another.
+    """What is compared with one another: a pair's captions at a temperature."""
 
-    Attributes:
-        quality: What is measured.
-        family: The pair.
-        temperature: Of the target and the draft.
-        draft_noise: The engine's; None for a model alone.
-        reference: Of the target alone, at this temperature and with these seeds, what `session_job` answered.
-    """
-
-    quality: Quality
-    family: str
-    temperature: float
-    draft_noise: str | None
+    quality: Quality  # what is measured
+    family: str  # the pair
+    temperature: float  # of the target and the draft
+    draft_noise: str | None  # the engine's; None for a model alone
+    # Of the target alone, at this temperature and with these seeds, what `session_job` answered
     reference: dict[str, Any]
 
-    def measure(self, session: EngineSession) -> Iterator[dict[str, Any]]:
+    def measure(self, session: BenchSession) -> Iterator[dict[str, Any]]:
         """Yield the row of every setting of one engine; strict's comes first."""
         strict_length = None
         for setting in self.quality.settings():
@@ -296,8 +245,9 @@ class Panel:
             answer: The engine's, as `reference`.
             strict_length: Acceptance length of strict in the same engine; None: this is strict, or there are no drafts.
         """
-        found, at_best = (self.quality.accuracies(texts["texts"]) for texts in (answer, self.reference))
+        found, at_best = (self.quality.accuracies(one["texts"]) for one in (answer, self.reference))
         captions = answer["captions"] or []
+        words, relevance = ([one[name] for one in captions] for name in ("words", "relevance"))
         output_tokens = sum(map(len, answer["token_ids"]))
         return {
             **{name: getattr(self, name) for name in ("family", "temperature", "draft_noise")},
@@ -310,12 +260,7 @@ class Panel:
             **kind_shares([caption["kinds"] for caption in captions]),
             "identical_frac": identical_frac(answer["token_ids"], self.reference["token_ids"]),
             "tokens_per_caption": output_tokens / self.quality.requests,
-            "relevance_auc": relevance_auc(
-                [one["words"] for one in captions],
-                [one["relevance"] for one in captions],
-                self.quality.about,
-                self.quality.fillers,
-            ),
+            "relevance_auc": relevance_auc(words, relevance, self.quality.about, self.quality.fillers),
             "decode_s": answer["seconds"],
         }
 
@@ -331,36 +276,35 @@ def _require_whole(label: str, setting: Setting, counters: dict[str, int]) -> No
         raise VidSpecError(f"{label}: nothing was drafted, the captions are too short")
 
 
+def knob(row: dict[str, Any]) -> float | None:
+    """Return lambda, or the threshold of the two FLy."""
+    return row["fly_entropy"] if row["lambda_loose"] is None else row["lambda_loose"]
+
+
 def setting_name(row: dict[str, Any]) -> str:
     """Return a setting in a few characters: "loose 0.7 N1 shift pred".
 
     The number is lambda, or of the two FLy the threshold; N is not said where it is the default; "pred" reads the
     states that predict the drafts.
     """
-    value = knob(row)
-    words = [row["method"]] + ([] if value is None else [f"{value:g}"])
+    value, (method, *more) = knob(row), line_name(row).split()
+    return " ".join([method, *([] if value is None else [f"{value:g}"]), *more])
+
+
+def line_name(row: dict[str, Any]) -> str:
+    """Return a setting without its lambda or threshold."""
+    words = [row["method"]]
     if row["top_n"] not in (None, DEFAULTS["top_n"]):
         words.append(f"N{row['top_n']:g}")
-    return " ".join(words + deviations(row))
-
-
-def knob(row: dict[str, Any]) -> float | None:
-    """Return lambda, or the threshold of the two FLy."""
-    return row["fly_entropy"] if row["lambda_loose"] is None else row["lambda_loose"]
-
-
-def deviations(row: dict[str, Any]) -> list[str]:
-    """Return what `loose` does beside the paper, in a word each."""
-    return ["shift"] * bool(row["position_shift"]) + ["pred"] * (row["relevance_rows"] == "prediction")
+    return " ".join(
+        words + ["shift"] * bool(row["position_shift"]) + ["pred"] * (row["relevance_rows"] == "prediction")
+    )
 
 
 def draft_figures(counters: dict[str, int] | None, num_verified: int, strict_length: float | None) -> dict[str, Any]:
-    """Return what the drafts gained; None where there were none.
+    """Return what the drafts gained in one batch; None where there were none.
 
-    Args:
-        counters: The gain of one batch.
-        num_verified: Output tokens that came from verify steps: all but a request's first.
-        strict_length: As in `Panel.row`.
+    `num_verified` are output tokens that came from verify steps: all but a request's first.
 
     Returns:
         `acceptance_length` and `ratio_to_strict`, `num_drafts`, and `delivered_length`: output tokens per verify step.

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from vidspec_tools import inflation
+from vidspec_tools.bench.session import BenchSession
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
 
@@ -24,15 +24,10 @@ PERCENTILE = 20
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What a step takes, in ms, by the number of layers appended.
+    """What a step takes, in ms, by the number of layers appended."""
 
-    Attributes:
-        target: A decode step of vanilla vLLM with one request: without any, and with TARGET_LAYERS.
-        draft: A forward of the drafter with one request: without any, and with DRAFT_LAYERS.
-    """
-
-    target: tuple[float, float]
-    draft: tuple[float, float]
+    target: tuple[float, float]  # A decode step of vanilla vLLM with one request: without any, and with TARGET_LAYERS
+    draft: tuple[float, float]  # A forward of the drafter with one request: without any, and with DRAFT_LAYERS
 
     @property
     def natural(self) -> float:
@@ -77,16 +72,12 @@ def step_times(
 ) -> StepTimes:
     """Return the step times of a pair: those that `path` keeps, or newly measured ones, which it then keeps.
 
-    Args:
-        job: Whether speculation is on, and the layers to append to target and draft -> what `session_job` reads.
-        path: A file that only these times are in.
-        sampling: Arguments of SamplingParams.
-        num_prompts: How many the jobs have; each of the four engines answers each in turn.
-        report: As `progress.View` takes it.
+    `job` takes whether speculation is on, and the layers to append to target and draft. All four engines answer
+    each of its prompts in turn.
     """
     try:
-        found = json.loads(path.read_text())
-        return StepTimes(tuple(found["target"]), tuple(found["draft"]))
+        kept = json.loads(path.read_text())
+        return StepTimes(tuple(kept["target"]), tuple(kept["draft"]))
     except (OSError, ValueError, KeyError, TypeError):
         pass
     points = ((False, 0, 0), (False, TARGET_LAYERS, 0), (True, 0, 0), (True, 0, DRAFT_LAYERS))
@@ -96,26 +87,22 @@ def step_times(
         sessions = []
         for point in points:
             report("loading", {"label": f"to measure step times: layers appended {point[1]} and {point[2]}"})
-            sessions.append(stack.enter_context(EngineSession(job(*point))))
+            sessions.append(stack.enter_context(BenchSession(job(*point))))
         report("measuring", {})
         for index in range(num_prompts):
             for session, (drafts, _, _), one in zip(sessions, points, found_ms, strict=True):
                 command = {"command": "clock", "index": index, "sampling": sampling, "seed": 0}
-                one += _draft_ms(session.ask(command)) if drafts else _step_ms(session.ask(command))
+                answer = session.ask(command)
+                if not drafts:
+                    one += [1e3 * seconds for seconds in answer["step_s"]]
+                elif (found := draft_ms(answer["metrics"])) is not None:
+                    one.append(found)
                 report("measured", {})
     alone, inflated, draft, inflated_draft = (low(one) for one in found_ms)
     times = StepTimes((alone, inflated), (draft, inflated_draft))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(times)))
     return times
-
-
-def _step_ms(answer: dict[str, Any]) -> list[float]:
-    return [1e3 * seconds for seconds in answer["step_s"]]
-
-
-def _draft_ms(answer: dict[str, Any]) -> list[float]:
-    return [found] if (found := draft_ms(answer["metrics"])) is not None else []
 
 
 def draft_ms(counters: dict[str, int]) -> float | None:

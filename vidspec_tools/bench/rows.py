@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vidspec_tools.bench.acceptance import identical_frac
-from vidspec_tools.bench.methods import STOCK
+from vidspec_tools.bench.methods import PARALLEL, STOCK
 from vidspec_tools.bench.ratios import draft_ms
 from vidspec_tools.bench.trials import Benchmark, Trial, Variant, Workload
 from vllm_vidspec.errors import VidSpecError
@@ -13,21 +13,15 @@ from vllm_vidspec.metrics import summarize
 from vllm_vidspec.tools import pairs
 
 SPREAD = ("p20", "p80")
-# Figures that every row has with their spread over rounds.
-SPREADING = ("speedup", "tokens_per_s", "ttft_s")
+# What drafting takes of a request, by our counters; the rest is the target's and the host's.
+PHASES = ("guidance", "draft_prefill", "draft_decode", "relevance")
 _SHARED = ("requests", "rounds", "max_tokens", "temperature", "seed", "knobs")  # fields of `Benchmark`
 
 
 def make_rows(
     benchmark: Benchmark, workload: Workload, trials: Mapping[Variant, Sequence[Sequence[Trial]]]
 ) -> list[dict[str, Any]]:
-    """Return a row for each variant.
-
-    Args:
-        benchmark: What was measured.
-        workload: The pair that it was measured on.
-        trials: `[rounds][requests]` of each; the first is vanilla.
-    """
+    """Return a row for each variant, of its trials `[rounds][requests]`; the first is vanilla."""
     vanilla = next(iter(trials.values()))
     target_ms = 1e3 * statistics.median(seconds for one in flat(vanilla) for seconds in one.step_s)
     rows = []
@@ -42,21 +36,22 @@ def make_rows(
                 "method": variant.method,
                 "drafting": spec.get("drafting", "chain") if spec else None,
                 "pruner": spec.get("pruner"),
+                "scorer": spec.get("scorer"),
                 "prune_ratio": variant.knobs(benchmark)["prune_ratio"] if spec and variant.mode != STOCK else None,
-                "num_speculative_tokens": spec_tokens(spec),
+                "num_speculative_tokens": _num_tokens(spec),
                 **figures(rounds, vanilla),
                 **speculation(rounds, variant),
                 "t_target_ms": target_ms,
                 **ratio_of(target_ms, rounds),
                 **{name: getattr(benchmark, name) for name in _SHARED},
                 **{name: getattr(workload, name) for name in ("target_layers", "draft_layers")},
-                **benchmark.further(workload, variant, rounds),
+                **phases(rounds),
             }
         )
     return rows
 
 
-def spec_tokens(spec: Mapping[str, Any]) -> int | None:
+def _num_tokens(spec: Mapping[str, Any]) -> int | None:
     """Return K of a variant, None for vanilla."""
     if not spec:
         return None
@@ -74,16 +69,28 @@ def figures(rounds: Sequence[Sequence[Trial]], vanilla: Sequence[Sequence[Trial]
     by_round = {
         "speedup": [speed(ours) / speed(theirs) for ours, theirs in zip(rounds, vanilla, strict=True)],
         "tokens_per_s": [speed(one) for one in rounds],
+        "inter_token_ms": [1e3 / speed(one) for one in rounds],
         "ttft_s": [statistics.median(trial.ttft_s for trial in one) for one in rounds],
     }
-    for name in SPREADING:
-        found |= middle(name, by_round[name])
+    for name, values in by_round.items():
+        found |= middle(name, values)
     ours, theirs = flat(rounds), flat(vanilla)
+    steps = sorted(1e3 * seconds for trial in ours for seconds in trial.step_s)
     return found | {
         "identical_frac": identical_frac([one.token_ids for one in ours], [one.token_ids for one in theirs]),
         "output_tokens": sum(len(trial.token_ids) for trial in ours),
         "forwards": statistics.mean(len(trial.step_s) for trial in ours),
-        "t_step_ms": 1e3 * statistics.median(seconds for trial in ours for seconds in trial.step_s),
+        "t_step_ms": statistics.median(steps),
+        "t_step_ms_p99": steps[round(0.99 * (len(steps) - 1))],
+    }
+
+
+def phases(rounds: Sequence[Sequence[Trial]]) -> dict[str, float | None]:
+    """Return the mean time of a request, and what of it drafting took, in ms; None for vanilla."""
+    trials, counters = flat(rounds), gained(rounds)
+    return {
+        "request_ms": 1e3 * statistics.mean(trial.ttft_s + trial.decode_s for trial in trials),
+        **{f"{name}_ms": 1e-3 * counters[f"{name}_us"] / len(trials) if counters else None for name in PHASES},
     }
 
 
@@ -103,13 +110,8 @@ def middle(name: str, values: Sequence[float]) -> dict[str, float]:
 
 def gained(rounds: Sequence[Sequence[Trial]]) -> dict[str, int] | None:
     """Return our counters' gain over all trials, None for vanilla."""
-    return added([trial.metrics for trial in flat(rounds)])
-
-
-def added(counters: Sequence[dict[str, int] | None]) -> dict[str, int] | None:
-    """Return the sums of counters; None if any of them is."""
-    found = [one for one in counters if one is not None]
-    return {name: sum(one[name] for one in found) for name in found[0]} if len(found) == len(counters) else None
+    found = [trial.metrics for trial in flat(rounds) if trial.metrics is not None]
+    return {name: sum(one[name] for one in found) for name in found[0]} if found else None
 
 
 def speculation(rounds: Sequence[Sequence[Trial]], variant: Variant) -> dict[str, Any]:
@@ -129,7 +131,7 @@ def speculation(rounds: Sequence[Sequence[Trial]], variant: Variant) -> dict[str
     num_decoded, num_steps = sum(trial.num_decoded for trial in trials), sum(len(trial.step_s) for trial in trials)
     summary = summarize(counters)
     found |= {name: summary[name] for name in ("acceptance_length", "acceptance_rate", "num_drafts")}
-    if variant.mode == "parallel":
+    if variant.mode == PARALLEL:
         found |= {name: counters[name] for name in names}
         found["late_frac"] = counters["late_drafts"] / num_steps if num_steps else None
     # No tree is accepted whole, and vLLM's own counters are not read at each step.

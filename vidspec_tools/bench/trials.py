@@ -4,13 +4,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from vidspec_tools import inflation
 from vidspec_tools.bench.methods import (
-    BASELINES,
-    MODES,
-    OURS,
+    METHODS,
     PARALLEL,
     SEQUENTIAL,
     STOCK,
@@ -19,25 +17,27 @@ from vidspec_tools.bench.methods import (
     Method,
     parallel_window,
 )
-from vidspec_tools.bench.published import published
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
 
 SELF_DRAFT = "target"  # what is a draft that is the target itself
+# Knobs that have an option of their own, or are what is compared.
+OWN_OPTIONS = (
+    *("pruner", "prune_ratio", "num_speculative_tokens", "parallel", "scorer"),
+    *("model", "draft", "drafting", "draft_shape"),
+)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One request that one engine answered alone; see `session_job`'s `clock`, and of `events` its `timeline`."""
+    """One request that one engine answered alone; see `BenchEngine.clock`."""
 
     token_ids: list[int]
-    start_s: float
     ttft_s: float
     decode_s: float
     step_s: list[float]
     verified: list[list[int]]
     metrics: dict[str, int] | None
-    events: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def num_streams(self) -> int:
@@ -63,51 +63,28 @@ class Trial:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What to measure: what `bench parallel` compares, and what others build on.
+    """What to measure: one setting beside vanilla, which is what other benchmarks build on."""
 
-    Attributes:
-        own_options: Knobs that are no `knobs`: they have an option of their own, or are what is compared.
-        is_watched: Whether trials tell what target and drafter did when.
-        families: Bundled pairs.
-        inflate: Ratios of target time to draft time; 0 is the pair as it is.
-        modes: Of MODES; vanilla is always run.
-        pruner: Of our two modes; `prune_ratio` too.
-        num_speculative_tokens: K of both; None: 5 sequentially; in parallel twice the ratio, 5 at least: the
-            greatest window, as a step takes what the ratio that is measured online says.
-        requests: Held-out videos of a round, each asked for alone; every round has its own.
-        max_tokens: Longest answer in tokens.
-        rounds: How many.
-        temperature: Of all requests.
-        seed: Request i of all samples with seed + i.
-        table: Whether the baselines of the paper's Table 1 are run, too.
-        draft: Which model drafts: "draft", "target" (itself), another role of the bundled pair, or a path.
-        draft_device: Where the parallel drafter runs.
-        knobs: Further knobs of VidSpecConfig; those named parallel_* are of the parallel mode alone.
-        question: What is asked about each video.
-    """
-
-    own_options: ClassVar[tuple[str, ...]] = (
-        *("pruner", "prune_ratio", "num_speculative_tokens", "parallel"),
-        *("model", "draft", "drafting", "draft_shape"),
-    )
-    is_watched: ClassVar[bool] = False
-
-    families: tuple[str, ...] = ("qwen2.5-vl",)
-    inflate: tuple[float, ...] = (0.0,)
-    modes: tuple[str, ...] = MODES
-    pruner: str = "uv"
+    families: tuple[str, ...] = ("qwen2.5-vl",)  # bundled pairs
+    inflate: tuple[float, ...] = (0.0,)  # ratios of target time to draft time; 0 is the pair as it is
+    # Of the setting; `prune_ratio`, `drafting` (the draft's shape), `scorer`, `parallel` and `num_speculative_tokens`
+    # (K; None: `parallel_window` in parallel, else 5 or what the tree's shape has) too
+    pruner: str = "specvlm"
     prune_ratio: float = 0.9
+    drafting: str = "chain"
+    scorer: str = "strict"
+    parallel: bool = False
     num_speculative_tokens: int | None = None
-    requests: int = 4
-    max_tokens: int = 128
-    rounds: int = 5
-    temperature: float = 0.0
-    seed: int = 0
-    table: bool = False
-    draft: str = "draft"
-    draft_device: str = "cpu"
+    requests: int = 4  # held-out videos of a round, each asked for alone; every round has its own
+    max_tokens: int = 128  # longest answer in tokens
+    rounds: int = 5  # how many
+    temperature: float = 0.0  # of all requests
+    seed: int = 0  # request i of all samples with seed + i
+    draft: str = "draft"  # which model drafts: "draft", "target" (itself), another role of the bundled pair, or a path
+    draft_device: str = "cpu"  # where the parallel drafter runs
+    # Further knobs of VidSpecConfig; those named parallel_* are of parallel variants alone
     knobs: dict[str, Any] = field(default_factory=dict)
-    question: str = pairs.DEFAULT_QUESTION
+    question: str = pairs.DEFAULT_QUESTION  # what is asked about each video
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -116,34 +93,24 @@ class Benchmark:
 
     def variants(self, ratio: float) -> list["Variant"]:
         """Return what runs beside vanilla at a ratio, in the order of the rows."""
-        shared = {"pruner": self.pruner, "prune_ratio": self.prune_ratio}
-        found = []
-        for mode in (SEQUENTIAL, PARALLEL):
-            if mode in self.modes:
-                tokens = self.num_speculative_tokens or (parallel_window(ratio) if mode == PARALLEL else WINDOW)
-                method = OURS if mode == PARALLEL else mode
-                found.append(Variant(method, mode, shared | {"num_speculative_tokens": tokens}))
-        if self.table:
-            found += [Variant.of(name, method, ratio) for name, method in BASELINES.items()]
-        return found
+        spec = {name: getattr(self, name) for name in ("pruner", "prune_ratio", "drafting", "scorer")}
+        tokens = self.num_speculative_tokens
+        if tokens is None and self.drafting == "chain":
+            tokens = parallel_window(ratio) if self.parallel else WINDOW
+        if tokens is not None:
+            spec["num_speculative_tokens"] = tokens
+        return [Variant("vidspec", PARALLEL if self.parallel else SEQUENTIAL, spec)]
 
     def reference(self, ratio: float) -> "Variant":
         """Return whose forwards a ratio is of: the parallel drafter's where there is one, else the draft's."""
         own = [one for one in self.variants(ratio) if one.draft is None and one.mode != STOCK]
-        found = [one for one in own if one.mode == PARALLEL] or own
-        return found[0] if found else Variant.of("SD", BASELINES["SD"], ratio)
-
-    def further(self, workload: "Workload", variant: "Variant", rounds: Sequence[Sequence[Trial]]) -> dict[str, Any]:
-        """Return the columns of a row that only this benchmark has: what is published of its method."""
-        return published(workload.family, workload.ratio or 1.0, variant.method) if self.table else {}
+        own.sort(key=lambda one: one.mode != PARALLEL)
+        return own[0] if own else Variant.of("SD-chain", METHODS["SD-chain"], ratio)
 
 
 @dataclass(frozen=True, eq=False)  # a key, each one itself
 class Variant:
-    """One engine of a benchmark; `spec` are knobs of VidSpecConfig, None for vanilla.
-
-    `draft` is as in `Method`.
-    """
+    """One engine of a benchmark; `spec` are knobs of VidSpecConfig, None for vanilla; `draft` is as in `Method`."""
 
     method: str
     mode: str
@@ -158,18 +125,15 @@ class Variant:
 
     def knobs(self, benchmark: Benchmark) -> dict[str, Any]:
         """Return the knobs of this engine; `parallel` names the drafter's place."""
-        ours = {name: value for name, value in benchmark.knobs.items() if not name.startswith("parallel_")}
+        prefix = "parallel_"
+        ours = {name: value for name, value in benchmark.knobs.items() if not name.startswith(prefix)}
         found = {"prune_ratio": benchmark.prune_ratio, "on_draft_error": "raise"} | (self.spec or {}) | ours
         if self.mode == PARALLEL:
             place: dict[str, Any] = {"device": benchmark.draft_device}
             if benchmark.draft_device == "cpu":
                 place["cpu_cores"] = str(cores()[1])
-            more = {
-                name.removeprefix("parallel_"): value
-                for name, value in benchmark.knobs.items()
-                if name.startswith("parallel_")
-            }
-            found["parallel"] = place | more
+            more = benchmark.knobs.keys() - ours.keys()
+            found["parallel"] = place | {name.removeprefix(prefix): benchmark.knobs[name] for name in more}
         return found
 
 

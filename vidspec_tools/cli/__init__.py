@@ -1,23 +1,16 @@
-"""The commands of `vidspec` that only a clone has: `plan`, and what `bench` measures."""
+"""The commands of `vidspec` that only a clone has: `plan`, the picture, and what `bench` measures."""
 
 import typer
 
-from vidspec_tools.cli import plan, sweeps, versus
+from vidspec_tools.cli import bench, pictures, plan
 from vllm_vidspec.cli.running import user_errors
 
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands to the application of `vidspec`."""
-    app.command()(user_errors(plan.plan))
-    bench = typer.Typer(help="Measure on the bundled models.", no_args_is_help=True)
-    for command in (
-        sweeps.acceptance,
-        sweeps.quality,
-        versus.parallel,
-        versus.timeline,
-        versus.paper,
-        versus.speed,
-        versus.scaling,
-    ):
-        bench.command()(user_errors(command))
-    app.add_typer(bench, name="bench")
+    for command in (plan.plan, pictures.show_pruning):
+        app.command()(user_errors(command))
+    group = typer.Typer(help="Measure on the bundled models.", no_args_is_help=True)
+    for measured in (bench.acceptance, bench.quality, bench.paper, bench.speed):
+        group.command()(user_errors(measured))
+    app.add_typer(group, name="bench")

@@ -4,7 +4,6 @@ from typing import Annotated
 
 import typer
 
-from vidspec_tools.cli.options import plot
 from vllm_vidspec.cli import options, running
 from vllm_vidspec.errors import VidSpecError
 
@@ -13,9 +12,10 @@ Target = Annotated[
 ]
 Draft = Annotated[str, typer.Option(help="The same; a size of the target's family such as 7B; or self.")]
 GpuName = Annotated[str, typer.Option("--gpu", help="Of target and draft: a100, h100, h200, h20, l40s, b200.")]
-Ranks = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks of the target, a GPU each.")]
-DraftGpus = Annotated[int, typer.Option(help="GPUs more, for a drafter that works in parallel. 0: none.")]
-TextTokens = Annotated[int, typer.Option(help="The prompt's text, and half of the answer.")]
+Ranks = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks of the target, a GPU each.")]
+DraftGpus = Annotated[int, typer.Option(min=0, help="GPUs more, for a drafter that works in parallel. 0: none.")]
+TextTokens = Annotated[int, typer.Option(min=1, help="The prompt's text, and half of the answer.")]
+AnswerTokens = Annotated[int, typer.Option(min=1, help="Of an answer; the draft's prefill is spread over them.")]
 Quantised = Annotated[
     str | None,
     typer.Option(help="Of the draft's layers: fp8_per_tensor, as vLLM makes it of any draft, or int4. Default: none."),
@@ -35,16 +35,15 @@ def plan(
     gpu: GpuName = "h100",
     ranks: Ranks = 2,
     draft_gpus: DraftGpus = 1,
-    video_tokens: Annotated[int, typer.Option(help="Of a request.")] = 25_000,
+    video_tokens: Annotated[int, typer.Option(min=0, help="Of a request.")] = 25_000,
     text_tokens: TextTokens = 512,
-    answer_tokens: Annotated[int, typer.Option(help="Of an answer; the draft's prefill is spread over them.")] = 256,
+    answer_tokens: AnswerTokens = 256,
     batch: Annotated[str, typer.Option(help="Requests that decode at once. Comma-separated values.")] = "1,8,32",
     draft_quantization: Quantised = None,
     prune_ratio: Ratios = None,
     acceptance: Annotated[str | None, typer.Option(help=ACCEPTANCE)] = None,
     target_ms: Annotated[float | None, typer.Option(help="Measured decode step of one request.")] = None,
     draft_ms: Annotated[float | None, typer.Option(help="Measured draft forward of one request.")] = None,
-    plot_path: Annotated[str | None, plot("Draw speed-up over batch")] = None,
     json_path: options.Json = None,
 ) -> None:
     """Say which drafts would pay on given GPUs, by batch size, and when none do; no GPU is needed.
@@ -58,9 +57,9 @@ def plan(
     from vidspec_tools import gpus
     from vidspec_tools.planning import models, planner, question
     from vidspec_tools.planning.acceptance import RUNNER_UP, Agreement, agreement_of_positions
-    from vidspec_tools.views import figures
     from vidspec_tools.views import plan as view
     from vllm_vidspec.tools.provenance import provenance
+    from vllm_vidspec.tools.user_files import check_output
 
     target_shape = models.target_shape(target)
     draft_shape = models.draft_shape(draft, target_shape)
@@ -75,21 +74,15 @@ def plan(
         agreement, ratios = agreement_of_positions(shares, RUNNER_UP), (0.9,)
     if prune_ratio is not None:
         ratios = tuple(options.values("--prune-ratio", prune_ratio, float))
-    what = options.pick(
-        question.Question,
-        given,
-        target=target_shape,
-        draft=draft_shape,
-        gpu=gpus.gpu_named(gpu),
-        prune_ratios=ratios,
-        agreement=agreement,
-    )
+    shapes = {"target": target_shape, "draft": draft_shape, "gpu": gpus.gpu_named(gpu)}
+    what = options.pick(question.Question, given, **shapes, prune_ratios=ratios, agreement=agreement)
     batches = options.values("--batch", batch, int)
-    question.check(what, batches)
-    figures.check_outputs(None, plot_path, json_path)
+    if min(batches) < 1:
+        raise VidSpecError("--batch: each must be at least 1")
+    question.check(what)
+    if json_path not in (None, "-"):
+        check_output(json_path)
     result = planner.plan(what, batches)
     running.write_json(json_path, result | {"provenance": provenance()})
-    if plot_path is not None:
-        view.draw(planner.Planner(what).curves(), result, plot_path)
     if json_path != "-":
         view.show(result, Console())

@@ -13,7 +13,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     """Yield each page that has generated text, and what it should hold."""
     of_results, of_reliability = results.sections(), reliability.sections()
     pages: dict[Path, dict[str, Callable[[], str]]] = {
-        ROOT / "README.md": of_results,
+        ROOT / "README.md": {**of_results, **long_videos.sections()},
         RESULTS / "README.md": of_results,
         DOCS / "paper-tables.md": of_results,
         DOCS / "reliability.md": of_reliability,

@@ -6,18 +6,20 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from vidspec_tools.pages.tables import DOCS, RESULTS, ROOT, Result
-from vidspec_tools.views import csv_file
-from vidspec_tools.views.__main__ import view_of
-from vidspec_tools.views.quality import setting_key
+from vidspec_tools.views import acceptance, quality
 
 PAGES = (RESULTS / "README.md", DOCS / "paper-tables.md")
-# Results that have a CSV file of their rows beside them; those that have a figure drawn from all their commands.
-WITH_CSV = ("R9", "R9-sage", "R12", "R14-parallel", "R16", "R16-qwen3-vl", "R16-loose", "R17-shapes")
-WITH_FIGURE = ("R9", "R12", "R14-parallel", "R16-loose")
+# Results that have a figure drawn from all their commands.
+FIGURES: dict[str, Callable[[Any, str], None]] = {
+    "R9": acceptance.draw,
+    "R12": quality.draw,
+    "R16-loose": quality.draw,
+}
 
 
 def commands_by_name() -> dict[str, list[str]]:
@@ -44,8 +46,7 @@ def run(command: str) -> Result:
     program = [] if command.startswith("benchmarks/") else ["-m", "vllm_vidspec.cli"]
     with tempfile.TemporaryDirectory(prefix="vidspec-results-") as folder:
         path = Path(folder, "result.json")
-        # A calibration's result is the file that it writes.
-        words = [*shlex.split(command), "--out" if command.startswith("calibrate") else "--json", str(path)]
+        words = [*shlex.split(command), "--json", str(path)]
         if subprocess.run([sys.executable, *program, *words], cwd=ROOT).returncode != 0:
             raise SystemExit(f"failed: {command}")
         result = json.loads(path.read_text().replace(f"{ROOT}/", "").replace(f"{folder}/", ""))
@@ -54,28 +55,22 @@ def run(command: str) -> Result:
 
 
 def merge(parts: list[Result]) -> Result:
-    """Return one result of several: their rows or, of calibrations, these by target; the command lines of all."""
+    """Return one result of several: their rows; the command lines of all."""
     first = parts[0]
     if len(parts) == 1:
         return first
     origin = first["provenance"] | {"argv": [part["provenance"]["argv"] for part in parts]}
-    if "costs" in first:
-        return {"calibrations": {part["target"].split("/")[0]: part for part in parts}, "provenance": origin}
-    lists = {name: [row for part in parts for row in part.get(name, [])] for name in ("rows", "failures")}
-    families = list(dict.fromkeys(row["family"] for row in lists["rows"]))
-    if "retention" in lists["rows"][0]:
+    rows, failures = ([row for part in parts for row in part.get(name, [])] for name in ("rows", "failures"))
+    families = list(dict.fromkeys(row["family"] for row in rows))
+    if "retention" in rows[0]:
         # Every command measures the target, the draft and strict for itself: once is enough.
-        by_setting = {setting_key(row): row for row in reversed(lists["rows"])}
-        lists["rows"] = [row for row in lists["rows"] if by_setting[setting_key(row)] is row]
-    lists["rows"].sort(key=lambda row: families.index(row["family"]))
-    return {**lists, "provenance": origin}
+        rows = list({quality.setting_key(row): row for row in reversed(rows)}.values())[::-1]
+    rows.sort(key=lambda row: families.index(row["family"]))
+    return {"rows": rows, "failures": failures, "provenance": origin}
 
 
 def write(path: Path, result: Result) -> None:
-    """Write a result as JSON, and beside it what else there is of it: its rows as CSV, its figure."""
+    """Write a result as JSON, and beside it its figure where it has one."""
     path.write_text(json.dumps(result, indent=1) + "\n")
-    of_papers = path.stem.startswith(("paper-", "speed-", "scaling-"))
-    if path.stem in WITH_CSV or of_papers:
-        csv_file.write(str(path.with_suffix(".csv")), result)
-    if path.stem in WITH_FIGURE or of_papers:
-        view_of(result["rows"][0]).draw(result["rows"], str(path.with_suffix(".png")))
+    if path.stem in FIGURES:
+        FIGURES[path.stem](result["rows"], str(path.with_suffix(".png")))

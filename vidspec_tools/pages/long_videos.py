@@ -79,6 +79,31 @@ def speed(found: dict[str, Any]) -> str:
     return markdown(heads.split(" | "), rows, words={1, 2})
 
 
+def in_short(found: dict[str, Any], timed: dict[str, Any]) -> str:
+    """Return what README.md shows: tokens per step by length, and decode speed over vanilla where it was measured."""
+    lengths = sorted(found, key=int)
+
+    def accepted(name: str) -> list[str]:
+        return [f"{mean_length(found[tokens][name]):.2f}" for tokens in lengths]
+
+    def decoded(pads: int, name: str) -> list[str]:
+        rows = [timed.get(f"{tokens} {pads}", {"engines": {}})["engines"].get(name) for tokens in lengths]
+        return ["-" if row is None else f"{row['decode_over_vanilla']:.2f}x" for row in rows]
+
+    same = [[one["is_identical"] for name in found[tokens].values() for one in name] for tokens in lengths]
+    pruned = "draft sees 10 %, chosen by the target's attention (`specvlm`)"
+    lines = [
+        ["tokens per verify step, draft sees the whole video", *accepted("whole")],
+        [f"the same, {pruned}", *accepted(f"specvlm {KEPT:g}")],
+        ["the same, draft sees no video", *accepted("blind")],
+        ["decode speed over vanilla, target padded to nine drafts, draft sees the whole video", *decoded(9, "whole")],
+        ["the same, draft sees 10 %", *decoded(9, "specvlm")],
+        ["the same, the pair as it is, draft sees 10 %", *decoded(0, "specvlm")],
+        ["answers identical to vanilla vLLM's", *(f"{sum(one)} of {len(one)}" for one in same)],
+    ]
+    return markdown(["video tokens", *(f"{int(tokens):,}" for tokens in lengths)], lines)
+
+
 def sections() -> dict[str, Callable[[], str]]:
     """Return what writes each section, where there is a result."""
     if not recorded(NAME):
@@ -86,6 +111,7 @@ def sections() -> dict[str, Callable[[], str]]:
     result = read(NAME)
     found, timed = result["acceptance"], result["speed"]
     return {
+        "figure": lambda: in_short(found, timed),
         "long-acceptance": lambda: f"{by_length(found)}\n\n{origin(result)}",
         "long-shares": lambda: by_share(found),
         "long-questions": lambda: by_question(found),

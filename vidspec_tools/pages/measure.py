@@ -2,10 +2,8 @@
 
     python -m vidspec_tools.pages.measure                         # commands of pages that have no JSON file yet
     python -m vidspec_tools.pages.measure --only R1,R6 --force    # these again; R9 is R9-sage, too, `paper` all papers
-    python -m vidspec_tools.pages.measure --only soak --minutes 15
     python -m vidspec_tools.pages.measure --only restarts         # needs root for full file systems
-    python -m vidspec_tools.pages.measure --only faults,auto      # ten minutes
-    python -m vidspec_tools.pages.measure --only properties,fuzz --times 20
+    python -m vidspec_tools.pages.measure --only faults           # ten minutes
     python -m vidspec_tools.pages.measure --only coexistence --rows LoRA,Ray   # root for the row of two nodes
 
 The commands are those in front of a result's marker on its page. What is not as it should be is written as seen, and
@@ -30,60 +28,24 @@ from vidspec_tools.pages.reliability import RECORDS
 from vidspec_tools.pages.tables import RESULTS, ROOT
 from vllm_vidspec.tools.provenance import provenance
 
-Options = argparse.Namespace
 
-
-def record(path: Path, result: dict[str, Any]) -> None:
-    """Write a result with where it comes from; it names no folder of this machine."""
-    text = json.dumps(result | {"provenance": provenance()}, indent=1).replace(f"{ROOT}/", "")
+def record(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows with where they come from; they name no folder of this machine."""
+    text = json.dumps({"rows": rows, "provenance": provenance()}, indent=1).replace(f"{ROOT}/", "")
     path.write_text(text + "\n")
 
 
-def run_soak(path: Path, options: Options) -> bool:
-    """Soak for so many minutes; return whether it passed."""
-    command = [sys.executable, "benchmarks/soak.py", "--minutes", f"{options.minutes:g}", "--json", str(path)]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
-
-
-def run_auto(path: Path, options: Options) -> bool:
-    """Let pruner auto learn on every bundled pair; return whether it came to 97 % of the best."""
-    command = [sys.executable, "benchmarks/bench_auto_pruner.py", "--json", str(path)]
-    is_same = subprocess.run(command, cwd=ROOT, check=False).returncode == 0
-    return is_same and all(row["share_of_best"] >= 0.97 for row in json.loads(path.read_text())["rows"])
-
-
-def run_faults(path: Path, options: Options) -> bool:
+def run_faults(path: Path, wanted: str) -> bool:
     """Let everything on the draft's side fail once; return whether all answers were right and all was counted."""
     command = [sys.executable, "-m", "tests.engine.faults"]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     rows = json.loads(line.removeprefix("RESULT "))
-    record(path, {"rows": rows})
+    record(path, rows)
     return all(row["fine"] for row in rows)
 
 
-def run_properties(path: Path, options: Options) -> bool:
-    """Let requests live, without an engine, several times as many as in the tests."""
-    return _count("properties", 5, path, options)
-
-
-def run_fuzz(path: Path, options: Options) -> bool:
-    """Try inputs, many times as many as the tests do."""
-    return _count("fuzz", 20, path, options)
-
-
-def _count(part: str, usual: int, path: Path, options: Options) -> bool:
-    """Count; what fails is raised, as hypothesis shows it."""
-    from tests.fuzz.running import TIMES
-    from vidspec_tools.pages import drawn
-
-    times = options.times or usual
-    os.environ[TIMES] = str(times)
-    record(path, {"rows": getattr(drawn, part)(), "times": times})
-    return True
-
-
-def _run_rows(
+def run_rows(
     path: Path,
     cases: Iterable[Any],
     wanted: str,
@@ -92,12 +54,8 @@ def _run_rows(
 ) -> bool:
     """Run cases one after another, and record each as it is seen beside those of earlier runs.
 
-    Args:
-        path: Of the record.
-        cases: All of them.
-        wanted: Beginnings of the names of those to run, comma-separated; what was never run is run, too.
-        key: A case or a recorded row -> what tells it from the others.
-        run: Runs a case in a folder; returns its row, and whether it is as it should be.
+    Those run whose names begin as `wanted` says, comma-separated, and what was never run. `key` tells a case or a
+    recorded row from the others; `run` runs a case in a folder and returns its row, and whether it is as it should be.
     """
     rows = {key(row): row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
     good = True
@@ -110,7 +68,7 @@ def _run_rows(
         print(f"  {'' if is_right else 'NOT AS EXPECTED: '}{row}", flush=True)
         good &= is_right
         rows[key(case)] = row
-        record(path, {"rows": [rows[key(one)] for one in cases if key(one) in rows]})
+        record(path, [rows[key(one)] for one in cases if key(one) in rows])
     return good
 
 
@@ -119,7 +77,7 @@ def _reason(error: Exception, folder: Path, limit: int) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0].replace(str(folder), "…")[:limit]
 
 
-def run_restarts(path: Path, options: Options) -> bool:
+def run_restarts(path: Path, wanted: str) -> bool:
     """Kill and restart servers; return whether every case was as it should be."""
     from tests.serve import restarts
 
@@ -131,10 +89,10 @@ def run_restarts(path: Path, options: Options) -> bool:
         return {"case": case.name, "seen": seen, "is_right": is_right}, is_right
 
     key = lambda case: case["case"] if isinstance(case, dict) else case.name  # noqa: E731
-    return _run_rows(path, restarts.CASES, options.rows, key, run)
+    return run_rows(path, restarts.CASES, wanted, key, run)
 
 
-def run_coexistence(path: Path, options: Options) -> bool:
+def run_coexistence(path: Path, wanted: str) -> bool:
     """Run vidspec beside vLLM's other features; return whether every row was as expected."""
     from tests.engine import coexistence
 
@@ -149,18 +107,10 @@ def run_coexistence(path: Path, options: Options) -> bool:
     def key(row: Any) -> tuple[str, str]:
         return (row["feature"], row["setting"]) if isinstance(row, dict) else (row.feature, row.setting)
 
-    return _run_rows(path, coexistence.ROWS, options.rows, key, run)
+    return run_rows(path, coexistence.ROWS, wanted, key, run)
 
 
-RUNS: dict[str, Callable[[Path, Options], bool]] = {
-    "soak": run_soak,
-    "restarts": run_restarts,
-    "faults": run_faults,
-    "auto": run_auto,
-    "properties": run_properties,
-    "fuzz": run_fuzz,
-    "coexistence": run_coexistence,
-}
+RUNS = {"restarts": run_restarts, "faults": run_faults, "coexistence": run_coexistence}
 
 
 def main() -> int:
@@ -169,8 +119,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(lines), help="comma-separated names of results and sections")
     parser.add_argument("--force", action="store_true", help="run commands again that have a JSON file")
-    parser.add_argument("--minutes", type=float, default=15.0, help="of the soak")
-    parser.add_argument("--times", type=int, help="of properties and fuzz: the tests' own number of examples")
     parser.add_argument("--rows", default="", help="beginnings of rows of restarts and coexistence, comma-separated")
     options = parser.parse_args()
     good = True
@@ -180,7 +128,7 @@ def main() -> int:
         if name in RUNS:
             import conftest  # noqa: F401  # the environment of engines
 
-            good &= RUNS[name](RESULTS / f"{RECORDS[name][0]}.json", options)
+            good &= RUNS[name](RESULTS / f"{RECORDS[name][0]}.json", options.rows)
         elif options.force or not path.exists():
             commands.write(path, commands.merge([commands.run(line) for line in lines[name]]))
     sys.argv[1:] = []

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from vidspec_tools.pages.tables import Result, counts, markdown, read, recorded, table
+from vidspec_tools.pages.tables import Result, counts, markdown, read, recorded, simple, table
 
 
 def quarters(readings: list[int]) -> str:
@@ -11,7 +11,7 @@ def quarters(readings: list[int]) -> str:
     return ", ".join(str(readings[round(part * last / 4)]) for part in range(5)) if readings else "-"
 
 
-def soak(result: Result) -> str:
+def soak(result: Result) -> list[str]:
     """Return the soak's tables."""
     made, traits = result["provenance"], dict(result["traits"])
     sampled = traits.pop("sampled", 0)
@@ -25,8 +25,7 @@ def soak(result: Result) -> str:
     }
     configs = []
     for row in result["configs"]:
-        counted = row["counters"]
-        accepted = f"{counted['accepted_tokens'] / max(1, counted['drafts']):.2f}"
+        accepted = f"{row['counters']['accepted_tokens'] / max(1, row['counters']['drafts']):.2f}"
         configs.append(row | {"memory": quarters(row["rss_mb_over_time"]), "accepted": accepted})
     answered = sum(row["answered"] for row in result["by_kind"].values())
     times = {**result["by_kind"], "all": result | {"answered": answered}}
@@ -36,37 +35,34 @@ def soak(result: Result) -> str:
         "draft KV blocks held when idle": "leaked_blocks",
         "stored states held when idle": "leaked_states",
     }
-    return "\n\n".join(
-        [
-            f'`make soak SOAK_ARGS="--minutes {result["minutes"]:g}"` on {made["date"][:10]}, commit '
-            f"`{made['git_sha'][:12]}`, vLLM {made['versions']['vllm']}, {made['cpu']}, {made['num_cpus']} cores; "
-            f"{result['family']}, fp32, {result['concurrency']} clients at a time (measured).",
-            f"{result['requests']} requests, {result['compared']} of them compared token by token with vanilla's "
-            f"({sampled} sampled with a seed, the others greedy). By kind: {counts(result['kinds'])}. "
-            f"With: {counts(traits)}.",
-            markdown(["checked", "count"], [(words, str(result[name])) for words, name in totals.items()]),
-            table(
-                "configuration | requests | memory over its time, MB | slope, MB a minute | preempted | "
-                "accepted / drafts",
-                "{config} | {requests} | {memory} | {rss_slope_mb_per_min} | {preemptions} | {accepted}",
-                [*configs, vanilla],
-            ),
-            table(
-                "latency, s | answered | p50 | p95 | vanilla p50 | vanilla p95",
-                "{name} | {answered} | {p50_s:.2f} | {p95_s:.2f} | {vanilla_p50_s:.2f} | {vanilla_p95_s:.2f}",
-                [row | {"name": name} for name, row in times.items()],
-            ),
-        ]
-    )
+    return [
+        f'`make soak SOAK_ARGS="--minutes {result["minutes"]:g}"` on {made["date"][:10]}, commit '
+        f"`{made['git_sha'][:12]}`, vLLM {made['versions']['vllm']}, {made['cpu']}, {made['num_cpus']} cores; "
+        f"{result['family']}, fp32, {result['concurrency']} clients at a time (measured).",
+        f"{result['requests']} requests, {result['compared']} of them compared token by token with vanilla's "
+        f"({sampled} sampled with a seed, the others greedy). By kind: {counts(result['kinds'])}. "
+        f"With: {counts(traits)}.",
+        markdown(["checked", "count"], [(words, str(result[name])) for words, name in totals.items()]),
+        table(
+            "configuration | requests | memory over its time, MB | slope, MB a minute | preempted | accepted / drafts",
+            "{config} | {requests} | {memory} | {rss_slope_mb_per_min} | {preemptions} | {accepted}",
+            [*configs, vanilla],
+        ),
+        table(
+            "latency, s | answered | p50 | p95 | vanilla p50 | vanilla p95",
+            "{name} | {answered} | {p50_s:.2f} | {p95_s:.2f} | {vanilla_p50_s:.2f} | {vanilla_p95_s:.2f}",
+            [row | {"name": name} for name, row in times.items()],
+        ),
+    ]
 
 
-def restarts(result: Result) -> str:
+def restarts(result: Result) -> list[str]:
     """Return the table of killed and restarted servers."""
     rows = [row | {"wrong": "" if row["is_right"] else "**not as it should be:** "} for row in result["rows"]]
-    return table("what happens | what was seen (measured)", "{case} | {wrong}{seen}", rows, words=2)
+    return [table("what happens | what was seen (measured)", "{case} | {wrong}{seen}", rows, words=2)]
 
 
-def faults(result: Result) -> str:
+def faults(result: Result) -> list[str]:
     """Return the table of faults."""
     rows = [
         row
@@ -74,63 +70,38 @@ def faults(result: Result) -> str:
         | {"after": "drafted for" if row["drafted_after"] else "**not drafted for**"}
         for row in result["rows"]
     ]
-    return table(
-        "fault | answers as vanilla's | counted (measured) | requests after it",
-        "{what} | {right} of {requests} | {counts} | {right_after} of 2 right, {after}",
-        rows,
-        words=(0, 2, 3),
-    )
+    head = "fault | answers as vanilla's | counted (measured) | requests after it"
+    line = "{what} | {right} of {requests} | {counts} | {right_after} of 2 right, {after}"
+    return [table(head, line, rows, words=(0, 2, 3))]
 
 
-def auto(result: Result) -> str:
+def auto(result: Result) -> list[str]:
     """Return the table of acceptance lengths of `pruner: auto` and of each pruner."""
     pruners = list(result["rows"][0]["requests_by_pruner"])
     fixed = " | ".join(f"{{{pruner}:.2f}}" for pruner in pruners)
-    return table(
-        f"pair | guidance | auto | {' | '.join(pruners)} | auto over the best | given while it learned and after",
-        f"{{family}} | {{guidance}} | {{auto:.2f}} | {fixed} | {{share_of_best:%}} | {{given}}",
-        [row | {"given": counts(row["requests_by_pruner"])} for row in result["rows"]],
-        words=(0, 1, len(pruners) + 4),
-    )
-
-
-def properties(result: Result) -> str:
-    """Return the table of scenarios."""
-    rows = [row | {"name": name} for name, row in result["rows"].items()]
-    text = table("machine | scenarios | steps of the target", "{name} | {scenarios:,} | {steps:,}", rows)
-    return f"{result['times']} times the scenarios of the tests (measured):\n\n{text}"
-
-
-def fuzz(result: Result) -> str:
-    """Return the table of inputs."""
-    rows = [row | {"name": name} for name, row in result["rows"].items()]
-    line = "{name} | {inputs:,} | {accepted:,} | {refused:,}"
-    text = table("target | inputs | accepted | refused", line, rows)
-    return f"{result['times']} times the inputs of the tests (measured):\n\n{text}"
-
-
-def coexistence(result: Result) -> str:
-    """Return the table of what vidspec runs beside."""
-    line = "{feature} | {setting} | {verdict} | {detail}"
-    return table("feature | setting | what happens | seen", line, result["rows"], words=4)
+    head = f"pair | guidance | auto | {' | '.join(pruners)} | auto over the best | given while it learned and after"
+    line = f"{{family}} | {{guidance}} | {{auto:.2f}} | {fixed} | {{share_of_best:%}} | {{given}}"
+    rows = [row | {"given": counts(row["requests_by_pruner"])} for row in result["rows"]]
+    return [table(head, line, rows, words=(0, 1, len(pruners) + 4))]
 
 
 # Section -> its record in docs/results, and what writes it.
-RECORDS: dict[str, tuple[str, Callable[[Result], str]]] = {
+RECORDS: dict[str, tuple[str, Callable[[Result], list[str]]]] = {
     "soak": ("reliability-soak", soak),
     "restarts": ("reliability-restarts", restarts),
     "faults": ("reliability-faults", faults),
     "auto": ("auto-pruner", auto),
-    "properties": ("reliability-properties", properties),
-    "fuzz": ("reliability-fuzz", fuzz),
-    "coexistence": ("coexistence", coexistence),
+    "coexistence": (
+        "coexistence",
+        simple("feature | setting | what happens | seen", "{feature} | {setting} | {verdict} | {detail}", words=4),
+    ),
 }
 
 
 def sections() -> dict[str, Callable[[], str]]:
     """Return what writes each recorded section."""
     return {
-        name: lambda record=record, text=text: text(read(record))  # type: ignore[misc]
-        for name, (record, text) in RECORDS.items()
+        name: lambda record=record, blocks=blocks: "\n\n".join(blocks(read(record)))  # type: ignore[misc]
+        for name, (record, blocks) in RECORDS.items()
         if recorded(record)
     }

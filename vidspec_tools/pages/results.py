@@ -1,32 +1,17 @@
 """Sections of docs/results/README.md, docs/paper-tables.md and README.md: what the results say, and nothing else."""
 
 import functools
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from vidspec_tools.bench.acceptance import AXES as SWEEP_AXES
-from vidspec_tools.bench.acceptance import UNPRUNED, canonical, measured_itself
-from vidspec_tools.pages import papers
-from vidspec_tools.pages.tables import RESULTS, Result, figure, fill, markdown, origin, read, recorded, table
+from vidspec_tools.pages.tables import RESULTS, Result, figure, fill, markdown, origin, read, recorded, shown, table
 from vidspec_tools.views import acceptance as acceptance_view
 from vidspec_tools.views import quality as quality_view
-from vllm_vidspec.shapeworld.captions import GROUPS
+from vidspec_tools.views import versus
 from vllm_vidspec.tools.tables import demo_rows, number, percent
 
 Row = dict[str, Any]
 Section = Callable[[Result], list[str]]  # a result -> paragraphs and tables
-
-# LVSpec's table 3 (VideoDetailCaption, Qwen2.5-VL 32B/7B): tokens per step without the target's own, and what is kept.
-LVSPEC_TABLE_3: dict[str, tuple[float | None, float]] = {
-    "strict": (3.41, 1.0),
-    "loose 0.2": (4.12, 0.993),
-    "loose 0.5": (5.83, 0.978),
-    "loose 0.7": (7.27, 0.985),
-    "loose 0.9": (8.97, 0.928),
-    "loose 0.7 N1": (None, 0.946),
-    "loose 0.7 N100": (None, 0.934),
-}
 
 
 def share(value: float | None) -> str:
@@ -36,50 +21,41 @@ def share(value: float | None) -> str:
 
 def by_family(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Return the rows of each family."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(row["family"], []).append(row)
-    return found
+    return {family: list(ours) for (family,), ours in versus.by(list(rows), "family").items()}  # type: ignore[arg-type]
 
 
 # ---- bench acceptance ------------------------------------------------------------------------------------------------
 
 
-def acceptance(result: Result, axes: Sequence[str] = ()) -> list[str]:
-    """Return the table of one sweep; times only where one engine ran at a time."""
-    rows = [row | {"kv_frac": row["draft_kv_bytes"] / row["full_draft_kv_bytes"]} for row in result["rows"]]
-    timed = all(row.get("jobs", 1) == 1 for row in rows)
-    head, line = _axes(["family"], axes, rows)
-    head += ["acceptance length", "acceptance rate", "identical", "draft KV of full", "drafts"]
-    line += ["{acceptance_length:.2f}", "{acceptance_rate:p}", "{identical_frac:p}", "{kv_frac:p}", "{num_drafts}"]
-    if timed:
-        head, line = [*head, "s", "vanilla s"], [*line, "{decode_s:.1f}", "{vanilla_decode_s:.1f}"]
-    return [table(" | ".join(head), " | ".join(line), rows, words=1 + len(axes))]
-
-
-def _axes(front: list[str], axes: Sequence[str], rows: list[Row]) -> tuple[list[str], list[str]]:
-    """Return heads and templates of a table's first columns: words as code, numbers without zeros."""
-    lines = [f"`{{{name}}}`" if isinstance(rows[0][name], str) else f"{{{name}:g}}" for name in axes]
-    return [*front, *(name.replace("_", " ") for name in axes)], ["`{family}`", *lines]
+def acceptance(result: Result, name: str = "") -> list[str]:
+    """Return the table of a sweep, and a note per family."""
+    rows = [row | {"drafting": acceptance_view.shape_of(row)} for row in result["rows"]]
+    text = shown(acceptance_view.columns(rows), rows, words=len(acceptance_view.varying(rows)))
+    notes = [f"`{family}`: {note(ours)}" for family, ours in by_family(rows).items()]
+    return [text, *notes, *(figure(f"{name}.png", "acceptance length by shape of the draft") if name else ())]
 
 
 def pruners(result: Result, name: str = "") -> list[str]:
     """Return a table per family: acceptance length, pruners down, ratios across; each with a note."""
-    rows, found = result["rows"], []
-    names, ratios = (list(dict.fromkeys(row[axis] for row in rows)) for axis in ("pruner", "prune_ratio"))
-    for family, ours in by_family(rows).items():
+    found = []
+    names, ratios = (list(dict.fromkeys(row[axis] for row in result["rows"])) for axis in ("pruner", "prune_ratio"))
+    for family, ours in by_family(result["rows"]).items():
         by_cell = {(row["pruner"], row["prune_ratio"]): row for row in ours}
-        unpruned = next((row for row in ours if canonical(row["pruner"], row["prune_ratio"]) == UNPRUNED), None)
+        whole = next((row for row in ours if row["pruner"] == "none" or row["prune_ratio"] == 0), None)
         lines = []
         for pruner in names:
             cells = [f"`{pruner}`", *(_length(by_cell.get((pruner, ratio))) for ratio in ratios)]
-            left = None
-            if (pruned := by_cell.get((pruner, 0.9))) and unpruned:
-                left = pruned["acceptance_length"] / unpruned["acceptance_length"]
+            pruned = by_cell.get((pruner, 0.9))
+            left = pruned["acceptance_length"] / whole["acceptance_length"] if pruned and whole else None
             lines.append([*cells, share(left)])
         head = [f"`{family}`", *(f"{ratio:g}" for ratio in ratios), "share of unpruned at 0.9"]
         found += [markdown(head, lines), note(ours)]
     return [*found, *(figure(f"{name}.png", "acceptance length over prune ratio, by pruner") if name else ())]
+
+
+def measured_itself(row: Row) -> bool:
+    """Return whether a row's own configuration was run; in older results one that shows the draft the same may be."""
+    return all(row[name] == value for name, value in row.get("measured_as", {}).items())
 
 
 def _length(row: Row | None) -> str:
@@ -88,194 +64,92 @@ def _length(row: Row | None) -> str:
     return length if row is None or measured_itself(row) else f"*{length}*"
 
 
-def measurements(rows: list[Row]) -> list[Row]:
-    """Return one row per measurement: of the rows that share an engine and a sampling, the first."""
-    axes = [name for name in SWEEP_AXES if name not in UNPRUNED]
-    found: dict[tuple[Any, ...], Row] = {}
-    for row in rows:
-        found.setdefault((*(row[name] for name in axes), *row["measured_as"].values()), row)
-    return list(found.values())
-
-
-def _identical(rows: list[Row]) -> tuple[int, int]:
-    """Return of how many requests the tokens are vanilla's, and how many were compared."""
-    same = round(sum(row["identical_frac"] * row["requests"] for row in rows))
-    return same, sum(row["requests"] for row in rows)
+def _identical(rows: Iterable[Row]) -> tuple[int, int]:
+    """Return of how many requests the tokens are vanilla's, and how many were compared; an engine counts once."""
+    own = [row for row in rows if measured_itself(row) and row["identical_frac"] is not None]
+    return round(sum(row["identical_frac"] * row["requests"] for row in own)), sum(row["requests"] for row in own)
 
 
 def note(rows: list[Row]) -> str:
     """Return one line about one family's rows: requests compared, requests identical, what went wrong."""
-    found = measurements(rows)
-    compared = [row for row in found if row["identical_frac"] is not None]
-    same, requests = _identical(compared)
-    line = f"Compared with vanilla: {requests:,} requests of {len(compared)} engines, {same:,} identical."
-    engines = [row["measured_as"] for row in rows if not measured_itself(row)]
-    if engines:
-        names = dict.fromkeys(f"`{engine['pruner']}` at {engine['prune_ratio']:g}" for engine in engines)
+    own = [row for row in rows if measured_itself(row)]
+    engines = sum(row["identical_frac"] is not None for row in own)
+    same, requests = _identical(own)
+    line = f"Compared with vanilla: {requests:,} requests of {engines} engines, {same:,} identical."
+    shared = [row["measured_as"] for row in rows if not measured_itself(row)]
+    if shared:
+        names = dict.fromkeys(f"`{engine['pruner']}` at {engine['prune_ratio']:g}" for engine in shared)
         line += f" In italics: not run itself, the draft sees the same tokens as with {' or '.join(names)}."
-    loads = [row["draft_load_bytes"] / 2**20 for row in found if "draft_load_bytes" in row]
-    if any(loads):
-        line += f" Loading the draft took {min(loads):.1f} to {max(loads):.1f} MiB."
     for what in ("skipped", "unguided"):
-        for reason in found[0].get(what, {}):
-            if count := sum(row[what][reason] for row in found):
+        for reason in own[0].get(what, {}):
+            if count := sum(row[what][reason] for row in own):
                 line += f" {what.capitalize()} ({reason}): {count:,}."
     return line
-
-
-def shapes(result: Result, axes: Sequence[str], name: str = "") -> list[str]:
-    """Return the table of draft shapes, with what they cost per verify step, and a note per family."""
-    rows = [row | {"drafting": acceptance_view.shape_of(row)} for row in result["rows"]]
-    head, line = _axes(["family"], axes, rows)
-    head[1:1], line[1:1] = ["draft's shape"], ["{drafting}"]
-    head += ["acceptance length", "at most", "nodes", "depth", "draft forwards", "identical"]
-    line += ["{acceptance_length:.2f}", "{max_acceptance_length:.2f}", "{nodes_per_step:.1f}", "{depth_per_step:.1f}"]
-    line += ["{draft_forwards_per_step:.1f}", "{identical_frac:p}"]
-    notes = [
-        f"`{family}`, {', '.join(sorted({row['scheduling'] for row in ours}))} scheduling. {note(ours)}"
-        for family, ours in by_family(rows).items()
-    ]
-    text = table(" | ".join(head), " | ".join(line), rows, words=2 + len(axes))
-    return [text, *notes, *figure(f"{name}.png", "acceptance length by shape of the draft")]
 
 
 # ---- bench quality ---------------------------------------------------------------------------------------------------
 
 
 def quality(result: Result, name: str) -> list[str]:
-    """Return, per family, every setting and its details, then LVSpec's table 3 beside ours."""
-    panels = quality_view.panels(result["rows"])
+    """Return every setting of each family, temperature and noise."""
+    panels, found = quality_view.panels(result["rows"]), []
+    for panel, rows in panels.items():
+        found += [f"{quality_view.panel_name(panel)}, in %:", shown(quality_view.COLUMNS, rows)]
+        found.append(quality_view.longest_words(rows))
+    return [*found, *figure(f"{name}.png", "what is kept over acceptance length")]
+
+
+# ---- benchmarks interleaved with vanilla -----------------------------------------------------------------------------
+
+
+def paper(result: Result) -> list[str]:
+    """Return a table for each family and ratio of `bench paper`, and the sources of what is published."""
     found = []
-    for family in dict.fromkeys(panel[0] for panel in panels):
-        ours = {panel: rows for panel, rows in panels.items() if panel[0] == family}
-        panel, rows = next(iter(ours.items()))
-        head = [f"`{family}`, {quality_view.panel_name(panel, family=False)}", *(f"{name} right" for name in GROUPS)]
-        line = ["`{setting}`", *(f"{{group[{name}]:%}}" for name in GROUPS)]
-        head += ["loosened", "shifted", "same caption", "AUC", "tokens per caption", "delivered per step", "s"]
-        line += ["{loosened_frac:%}", "{shifted_frac:%}", "{identical_frac:%}", "{relevance_auc:.2f}"]
-        line += ["{tokens_per_caption:.1f}", "{delivered_length:.2f}", "{decode_s:.1f}"]
-        named = [row | {"setting": quality_view.setting_name(row)} for row in rows]
-        found += [_overview(ours), table(" | ".join(head), " | ".join(line), named)]
-        found += [f"{quality_view.panel_name(one)}. {quality_view.longest_words(rows)}" for one, rows in ours.items()]
-    return [*found, _lvspec_table_3(panels), *figure(f"{name}.png", "what is kept over acceptance length")]
-
-
-def _overview(panels: dict[quality_view.Panel, list[Row]]) -> str:
-    """Return one family's table: settings down; length, its ratio to strict's and what is kept across."""
-    head = [f"`{next(iter(panels))[0]}`"]
-    for panel in panels:
-        head += [f"{quality_view.panel_name(panel, family=False)}: length", "of strict's", "kept"]
-    by_name = [{quality_view.setting_name(row): row for row in rows} for rows in panels.values()]
-    cells = "{acceptance_length:.2f} | {ratio_to_strict:.2f} | {retention:%}"
-    lines = [[f"`{name}`", *(fill(cells, found[name]) for found in by_name)] for name in by_name[0]]
-    return markdown(head, lines)
-
-
-def _lvspec_table_3(panels: dict[quality_view.Panel, list[Row]]) -> str:
-    """Return LVSpec's table 3 beside ours: greedy, without position shift, relevance of the own token."""
-    greedy = {panel[0]: rows for panel, rows in panels.items() if panel[1] == 0}
-    ours = {family: {quality_view.setting_name(row): row for row in rows} for family, rows in greedy.items()}
-    families = [f"`{name}`" for name in ours]
-    lines = []
-    for name, (length, kept) in LVSPEC_TABLE_3.items():
-        rows = [found.get(name) for found in ours.values()]
-        if not any(rows):
-            continue
-        # The paper's lengths are without the target's own token.
-        ratio = None if length is None else (1 + length) / (1 + (LVSPEC_TABLE_3["strict"][0] or 0))
-        cells = [f"`{name}`", number(ratio, 2), *(number(row["ratio_to_strict"] if row else None, 2) for row in rows)]
-        lines.append([*cells, share(kept), *(share(row["retention"] if row else None) for row in rows)])
-    return markdown(["LVSpec's table 3", "length of strict's: paper", *families, "kept: paper", *families], lines)
-
-
-def relevance(result: Result) -> list[str]:
-    """Return the pictures of `show-relevance`, and a table of what they show."""
-    rows = [row | {"tokens": len(row["words"])} for row in result["rows"]]
-    pictures = [
-        picture
-        for row in rows
-        for picture in figure(f"../relevance-{row['family']}.png", f"visual relevance of each token, {row['family']}")
-    ]
-    text = table(
-        "family | tokens | acceptance length | loosened | shifted | AUC",
-        "`{family}` | {tokens} | {acceptance_length:.2f} | {loosened_frac:%} | {shifted_frac:%} | {relevance_auc:.2f}",
-        rows,
-    )
-    return [*pictures, text]
-
-
-# ---- times -----------------------------------------------------------------------------------------------------------
-
-
-def guidance_times(result: Result) -> list[str]:
-    """Return the table of the guidance's share of prefills."""
-    head = "pruner | video tokens | prefill (ms) | with guidance (ms) | share | min to max | own clock (ms) | "
-    line = "`{pruner}` | {video_tokens:,} | {prefill_ms:.1f} | {guided_prefill_ms:.1f} | {share:%} | "
-    line += "{share_min:n%} to {share_max:%} | {inside_ms:.2f} | {inside_share:%}"
-    return [table(head + "share by own clock", line, result["rows"])]
-
-
-def relevance_times(result: Result) -> list[str]:
-    """Return the table of relevance's share of decode steps."""
-    head = "video tokens | step (ms) | with relevance (ms) | share | min to max | inside (ms) | share of it | "
-    line = "{video_tokens:,} | {step_ms:.1f} | {loose_step_ms:.1f} | {share:%} | {share_min:n%} to {share_max:%} | "
-    line += "{inside_ms:.2f} | {inside_share:%} | {store_bytes:,}"
-    return [table(head + "kept states (bytes)", line, result["rows"], words=0)]
-
-
-def host_time(result: Result) -> list[str]:
-    """Return the table of our own host time per step, and of its parts in the largest batch."""
-    rows = result["rows"]
-    largest = max(row["batch_size"] for row in rows)
-    largest_rows = [row for row in rows if row["batch_size"] == largest]
-    parts = dict.fromkeys(part for row in largest_rows for part in row["parts"])
-    lines = [
-        [part, *(number(row["parts"].get(part), 3) for row in largest_rows)]
-        for part in sorted(parts, key=lambda part: -max(row["parts"].get(part, 0.0) for row in largest_rows))
-    ]
-    times = table(
-        "draft's shape | scheduling | requests | own time (ms) | 20 % to 80 % | budget (ms) | kernels of it (ms) | "
-        "steps",
-        "{drafting} | {scheduling} | {batch_size} | {own_ms:.2f} | {p20_ms:.2f} to {p80_ms:.2f} | {budget_ms:.2f} | "
-        "{kernels_ms:.2f} | {steps}",
-        rows,
-        words=2,
-    )
-    head = [f"part, {largest} requests (ms)", *(row["drafting"] for row in largest_rows)]
-    return [times, markdown(head, lines)]
-
-
-def costs(result: Result) -> list[str]:
-    """Return a table per family: tokens per second by batch size and plan, and what follows for `auto`."""
-    found = []
-    for family, calibration in result["calibrations"].items():
-        # By shape, in the order measured; chains by their length, some of them interpolated.
-        order = list(dict.fromkeys(row["shape"] for row in calibration["costs"]))
-        rows = sorted(calibration["costs"], key=lambda row: (order.index(row["shape"]), row["num_speculative_tokens"]))
-        lines: dict[int, list[str]] = {}
+    for (family, ratio), rows in versus.by(result["rows"], "family", "inflate").items():
+        reached = [f"{row['ratio']:.1f} ({row['method']})" for row in rows if row["ratio"]][:1]
+        asked = f"T_t / T_d asked for: {ratio:g}, measured: {reached[0]}; " if ratio and reached else ""
+        sources: dict[str, list[str]] = {}
         for row in rows:
-            cell = fill("{tokens_per_s:.0f} ({acceptance_length:.2f}; {step_ms:.1f} ms)", row)
-            lines.setdefault(row["batch_size"], [str(row["batch_size"])]).append(cell)
-        plans = dict.fromkeys((row["shape"], row["num_speculative_tokens"]) for row in rows)
-        head = [f"{shape} {count}" if shape == "chain" else shape for shape, count in plans]
-        found.append(markdown([f"`{family}`, requests", *head], lines.values(), words=0))
-        found.append(f"`draft_table`: `{json.dumps(calibration['config']['draft_table'])}`")
+            if row["published_source"]:
+                sources.setdefault(row["published_source"], []).append(row["method"])
+        words = "; ".join(f"{', '.join(names)}: {source}" for source, names in sources.items())
+        found += [f"`{family}`, {asked}{versus.paper_caption(rows[0])}.", shown(versus.PAPER, rows)]
+        found.append(f"Published: {words}.")
+    failed = [f"{one['method']} ({one['family']}): {one['reason']}" for one in result["failures"]]
+    return [*found, *([f"Did not run: {'; '.join(failed)}."] if failed else [])]
+
+
+def speed(result: Result) -> list[str]:
+    """Return two tables for each family and ratio of `bench speed`."""
+    found = []
+    for (family, _), rows in versus.by(result["rows"], "family", "inflate").items():
+        found.append(f"`{family}`, {versus.setting(rows)}; {rows[0]['label'] or versus.AS_IT_IS}.")
+        found += [shown(versus.SPEED, rows), shown(versus.PHASE_TIMES, rows)]
     return found
+
+
+def wall_clock() -> str:
+    """Return what README.md says of decode speed: two lossless methods, and a loose one."""
+    rows = {row["method"]: row for row in read("paper-qwen2.5-vl-inflated-race")["rows"]}
+    named = {
+        "SD-chain": "5-token chain, sequential",
+        "ParallelVLM": "in parallel (`parallel`)",
+        "LVSpec": "10-token chain, `loose`",
+    }
+    return table(
+        f"target {rows['SD-chain']['inflate']:g} times the draft | decode speed over vanilla | identical outputs",
+        "{words} | {speedup:.2f}x ({speedup_p20:.2f} to {speedup_p80:.2f}) | {identical_frac:%}",
+        [rows[method] | {"words": words} for method, words in named.items()],
+    )
+
+
+# ---- others ----------------------------------------------------------------------------------------------------------
 
 
 def demo(result: Result) -> list[str]:
     """Return the table of one demo, and what was answered."""
     text = markdown([result["family"], "vanilla vLLM", "vLLM + vidspec"], demo_rows(result))
     return [text, f"> {result['vidspec']['text'].strip()}"]
-
-
-def frames(result: Result) -> list[str]:
-    """Return the table of frames sent as a video and as images."""
-    rows = [row | {"draft_kv_kib": row["draft_kv_bytes"] / 1024} for row in result["rows"]]
-    head = "family | frames as | the target's visual tokens | the draft's | draft KV, KiB a prompt | acceptance length"
-    line = "`{family}` | {way} | {target_visual_tokens:.0f} | {draft_visual_tokens:.0f} | {draft_kv_kib:.0f} | "
-    line += "{acceptance_length:.2f} | {identical_frac:p}"
-    return [table(f"{head} | identical", line, rows, words=2)]
 
 
 def parts(result: Result) -> list[str]:
@@ -287,7 +161,8 @@ def parts(result: Result) -> list[str]:
             cells = [f"{ms:.2f} ({percent(ms / whole)})" if ms else "-" for ms in (found[name] for name in names)]
             lines.append([row["setting"], kind, f"{whole:.1f}", *cells])
     first = result["rows"][0]
-    words = f"{papers.asked_ratio(first['inflate'], first['label'])}; {first['requests']} requests, one at a time."
+    asked = f"T_t / T_d asked for: {first['inflate']:g} ({first['label']})" if first["inflate"] else versus.AS_IT_IS
+    words = f"{asked}; {first['requests']} requests, one at a time."
     return [words, markdown(["setting", "step", "ms", *(f"{name}, ms" for name in names)], lines, words=2)]
 
 
@@ -318,18 +193,17 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("the same, by FLy (`fly`)", "R12 temperature=1.0 method=fly"),
     ("the same, an oracle that knows which words matter", "R12 temperature=1.0 method=oracle"),
 )
-CLAIM = (0, 1, 4, 7, 8)  # of these README.md shows
 
 
-def summary(chosen: Iterable[int] = range(len(LINES)), page: str = "") -> str:
-    """Return a row for each of the chosen LINES, a column for each family, links to the rows on a page."""
+def summary() -> str:
+    """Return a row for each of LINES, a column for each family, links to the rows on the page."""
     lines = []
-    for words, source, *templates in (LINES[index] for index in chosen):
+    for words, source, *templates in LINES:
         name, *where = source.split()
         rows = [_summary_row(name, family, [pair.split("=") for pair in where]) for family in FAMILIES]
         template = templates[0] if templates else "{acceptance_length:.2f}"
         cells = ["-" if row is None else fill(template, row) for row in rows]
-        lines.append([words, *cells, f"[{name}]({page}#{name.lower()})"])
+        lines.append([words, *cells, f"[{name}](#{name.lower()})"])
     head = ["bundled models, 5 draft tokens per step", *FAMILIES.values(), "row"]
     return markdown(head, lines, words=(0, len(head) - 1))
 
@@ -345,7 +219,7 @@ def _summary_row(name: str, family: str, where: list[list[str]]) -> Row | None:
     if found is None:
         return None
     at = {row["prune_ratio"]: row for row in _ours("R3", family) if row["pruner"] == "specvlm"}
-    same, requests = _identical([row for one in SUMMED for row in measurements(_ours(one, family))])
+    same, requests = _identical(row for one in SUMMED for row in _ours(one, family))
     return found | {
         "identical": f"{same} of {requests}",
         "of_whole": at[0.9]["acceptance_length"] / at[0.0]["acceptance_length"],
@@ -361,32 +235,23 @@ def _ours(name: str, family: str) -> list[Row]:
 
 # ---- sections by name ------------------------------------------------------------------------------------------------
 
-_SHAPE_AXES = ("num_speculative_tokens", "prune_ratio", "temperature", "seed")
-_PAIR_AXES = ("draft", "drafting", "pruner", "prune_ratio", "temperature")
 OF_RESULTS: dict[str, Section] = {
     "R1": acceptance,
     "R2": functools.partial(pruners, name="R2"),
     "R3": functools.partial(pruners, name="R3"),
-    "R4": functools.partial(acceptance, axes=("temperature", "draft_noise")),
-    "R5": functools.partial(acceptance, axes=("temperature", "top_p", "presence_penalty")),
+    "R4": acceptance,
+    "R5": acceptance,
     "R6": demo,
     "R7": demo,
-    "R8": guidance_times,
-    "R9": functools.partial(shapes, axes=("temperature",), name="R9"),
-    "R9-sage": functools.partial(shapes, axes=("prune_ratio",)),
-    "R10": host_time,
-    "R11": costs,
+    "R9": functools.partial(acceptance, name="R9"),
+    "R9-sage": acceptance,
     "R12": functools.partial(quality, name="R12"),
-    "R12-relevance": relevance,
-    "R13": relevance_times,
-    "R14-parallel": papers.parallel,
-    "R15": functools.partial(acceptance, axes=_PAIR_AXES),
-    "R15-frames": frames,
-    "R16": functools.partial(shapes, axes=_SHAPE_AXES),
-    "R16-qwen3-vl": functools.partial(shapes, axes=_SHAPE_AXES),
+    "R15": acceptance,
+    "R16": acceptance,
+    "R16-qwen3-vl": acceptance,
     "R16-loose": functools.partial(quality, name="R16-loose"),
     "R17": pruners,
-    "R17-shapes": functools.partial(shapes, axes=_SHAPE_AXES),
+    "R17-shapes": acceptance,
     "R18": parts,
 }
 
@@ -396,17 +261,16 @@ def body(name: str, result: Result) -> str:
     if name in OF_RESULTS:
         blocks = OF_RESULTS[name](result)
     else:
-        blocks = papers.of_page(name, result, *papers.OF_PAPERS[name.split("-")[0]])
+        blocks = paper(result) if name.startswith("paper-") else speed(result)
     return "\n\n".join([*blocks, origin(result)])
 
 
 def sections() -> dict[str, Callable[[], str]]:
     """Return what writes the section of each result that is there, the summary and its parts in README.md."""
     names = [name for name in OF_RESULTS if recorded(name)]
-    names += [path.stem for kind in papers.OF_PAPERS for path in RESULTS.glob(f"{kind}-*.json")]
+    names += [path.stem for kind in ("paper", "speed") for path in RESULTS.glob(f"{kind}-*.json")]
     return {
         **{name: lambda name=name: body(name, read(name)) for name in names},  # type: ignore[misc]
         "summary": summary,
-        "figure": lambda: summary(CLAIM, "docs/results/README.md"),
-        "wall-clock": papers.wall_clock,
+        "wall-clock": wall_clock,
     }

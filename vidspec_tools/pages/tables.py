@@ -40,13 +40,7 @@ def fill(template: str, row: Row) -> str:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], words: int | Collection[int] = 1) -> str:
-    """Return a Markdown table.
-
-    Args:
-        head: The heads of the columns.
-        rows: Their cells.
-        words: The columns of words, left-aligned: how many at the front, or which. Others hold numbers.
-    """
+    """Return a Markdown table; `words` says how many columns at the front, or which, are words and left-aligned."""
     left = range(words) if isinstance(words, int) else words
     rules = ["---" if column in left else "---:" for column in range(len(head))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rules, *rows))
@@ -57,6 +51,11 @@ def table(head: str, line: str, rows: Iterable[Row], words: int | Collection[int
     templates = line.split(" | ")
     cells = ([fill(template, row).replace("|", "\\|") for template in templates] for row in rows)
     return markdown(head.split(" | "), cells, words)
+
+
+def simple(head: str, line: str, words: int | Collection[int] = 1) -> Callable[[Result], list[str]]:
+    """Return what shows a result as the one table of its rows."""
+    return lambda result: [table(head, line, result["rows"], words)]
 
 
 def shown(columns: Columns, rows: Iterable[Any], words: int | Collection[int] = 1) -> str:
@@ -94,12 +93,7 @@ def origin(result: Result) -> str:
 
 
 def written(page: str, sections: Mapping[str, Callable[[], str]]) -> str:
-    """Return a page with its sections made anew; text between other markers stays.
-
-    Args:
-        page: Text in which `<!-- NAME -->` and `<!-- /NAME -->` enclose a section.
-        sections: Name -> what returns its text.
-    """
+    """Return a page with its sections, between `<!-- NAME -->` and `<!-- /NAME -->`, made anew; other text stays."""
 
     def section(match: re.Match[str]) -> str:
         opening, name, old, closing = match.groups()

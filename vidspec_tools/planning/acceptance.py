@@ -15,19 +15,15 @@ from vllm_vidspec.errors import VidSpecError
 
 @dataclass(frozen=True)
 class Agreement:
-    """How often draft and target agree.
+    """How often draft and target agree."""
 
-    Attributes:
-        rates: p_1, p_2, ...; deeper tokens have the last one. One rate: the truncated geometric law of ParallelVLM's
-            appendix (eq. 12).
-        runner_up: s: where the draft's best candidate is wrong the next best is right with probability s, where that
-            is wrong the one after it again, and so on. Only trees have such candidates.
-        source: Where the rates come from.
-    """
-
+    # P_1, p_2, ...; deeper tokens have the last one. One rate: the truncated geometric law of ParallelVLM's appendix
+    # (eq. 12).
     rates: tuple[float, ...]
+    # S: where the draft's best candidate is wrong the next best is right with probability s, where that is wrong the
+    # one after it again, and so on. Only trees have such candidates.
     runner_up: float = 0.0
-    source: str = "given"
+    source: str = "given"  # where the rates come from
 
     def at(self, depth: int, rank: int = 0) -> float:
         """Return the probability that a parent's candidate of this rank is the target's token."""
@@ -51,13 +47,9 @@ class Agreement:
 
 
 def agreement_of_positions(positions: Sequence[float], runner_up: float = 0.0, source: str = "given") -> Agreement:
-    """Return the agreement that measured acceptance says, position by position.
+    """Return the agreement that acceptance rates by position say, of all drafts, as `vllm bench serve` prints them.
 
-    Args:
-        positions: Acceptance rate at position 1, 2, ... of all drafts, as `vllm bench serve` prints it per
-            position. Deeper ones fall as the last did.
-        runner_up: s of `Agreement`.
-        source: Where they come from.
+    Deeper ones fall as the last did.
     """
     if not positions or not all(0 < share <= 1 for share in positions):
         raise VidSpecError("--acceptance: each rate must be above 0 and at most 1")
@@ -110,14 +102,8 @@ RUNNER_UP = bisect(lambda s: Agreement((rate_of_chain(SPECVLM_CHAIN, 5),), s).tr
 def default_agreement(family: str, prune_ratio: float, is_self: bool = False) -> Agreement:
     """Return how often a pair of a family agrees, as far as the papers tell: guided pruning, captions, temperature 0.
 
-    Args:
-        family: As `ModelShape.family`.
-        prune_ratio: r, the share of the video tokens that the draft does not see.
-        is_self: Whether the target drafts for itself.
-
-    Returns:
-        One rate, backed out of published lengths at r = 0.9; the share of misses follows r as it does in
-        LLaVA-OneVision's figures, on straight lines between them.
+    It is one rate, backed out of published lengths at r = 0.9; the share of misses follows the prune ratio r as it does
+    in LLaVA-OneVision's figures, on straight lines between them.
     """
     kind = "llava-onevision" if family == "llava-onevision" else "qwen2.5-vl"
     if is_self:

@@ -29,33 +29,19 @@ LONG, SHORT = 20_000, 3000
 
 @dataclass(frozen=True)
 class Candidate:
-    """What one way of drafting comes to at a batch size, all of it modelled.
+    """What one way of drafting comes to at a batch size, all of it modelled."""
 
-    Attributes:
-        shape: One of SHAPES.
-        num_tokens: K, drafts of a step.
-        prune_ratio: r.
-        speedup: Decode speed over vanilla's at this batch size.
-        answer_speedup: The same with the draft's prefill spread over the answer: what candidates are compared by.
-        acceptance_length: tau.
-        target_s: T_t, vanilla's step.
-        verify_s: T_t^K, the target's step over all drafts.
-        draft_s: All draft forwards of a step; in parallel one.
-        memory: Of a card of the target's.
-        drafter_memory: Of a card of the parallel drafter's own, else None.
-    """
-
-    shape: str
-    num_tokens: int
-    prune_ratio: float
-    speedup: float
-    answer_speedup: float
-    acceptance_length: float
-    target_s: float
-    verify_s: float
-    draft_s: float
-    memory: MemorySplit
-    drafter_memory: MemorySplit | None = None
+    shape: str  # one of SHAPES
+    num_tokens: int  # K, drafts of a step
+    prune_ratio: float  # r
+    speedup: float  # decode speed over vanilla's at this batch size
+    answer_speedup: float  # the same with the draft's prefill spread over the answer: what candidates are compared by
+    acceptance_length: float  # tau
+    target_s: float  # T_t, vanilla's step
+    verify_s: float  # T_t^K, the target's step over all drafts
+    draft_s: float  # all draft forwards of a step; in parallel one
+    memory: MemorySplit  # of a card of the target's
+    drafter_memory: MemorySplit | None = None  # of a card of the parallel drafter's own, else None
 
     @property
     def fits(self) -> bool:
@@ -64,18 +50,13 @@ class Candidate:
 
 
 class Candidates:
-    """What could be done about one question, at any batch size.
-
-    Args:
-        question: Checked here.
-    """
+    """What could be done about one question, at any batch size; the question is checked."""
 
     def __init__(self, question: Question):
         check(question)
         self.question = question
-        where = (question.assumed, question.own_attention)
-        self._place = Placement(question.gpu, question.ranks, *where)
-        self._own_place = Placement(question.gpu, max(1, question.draft_gpus), *where)
+        self._place = Placement(question.gpu, question.ranks, question.assumed)
+        self._own_place = Placement(question.gpu, max(1, question.draft_gpus), question.assumed)
         self._target_scale = self._draft_scale = 1.0
         if question.target_ms is not None:
             self._target_scale = question.target_ms / 1e3 / self.target_seconds(1, 1)
@@ -161,16 +142,11 @@ class Candidates:
             window = window_of(step, turn, agreement.rates[-1], most)
         run = run_streams(agreement, window, step, turn, answer=tokens)
         target, verify = self.target_seconds(batch, 1), self.target_seconds(batch, window + 1)
-        own = memory_split(
-            self._own_place,
-            draft=(
-                weight_bytes(asked.draft, self._own_place.ranks),
-                kv_bytes(asked.draft, self._own_place.ranks, batch, asked.draft_context(prune_ratio)),
-            ),
-        )
+        ranks, seen = self._own_place.ranks, asked.draft_context(prune_ratio)
+        draft = (weight_bytes(asked.draft, ranks), kv_bytes(asked.draft, ranks, batch, seen))
+        own = memory_split(self._own_place, draft=draft)
         found = run.speedup(target)
         vanilla = asked.answer_tokens * target
-        seen = asked.draft_context(prune_ratio)
         alone = min(batch * prefill_seconds(asked.draft, self._own_place, seen), vanilla)
         over_answer = vanilla / (alone + (vanilla - alone) / found)
         gains = (found, over_answer, run.acceptance_length, target, verify, turn)

@@ -4,8 +4,8 @@ import json
 import re
 from pathlib import Path
 
+from vidspec_tools.planning.shapes import ModelShape, from_config
 from vllm_vidspec.errors import VidSpecError, quoted
-from vllm_vidspec.planning.shapes import ModelShape, from_config
 
 
 def _qwen25(size: str, *numbers: int, tied: bool = False) -> ModelShape:
@@ -56,21 +56,12 @@ _QUANTISED = re.compile(r"awq|gptq|fp8|int[48]|w[48]a|[34]bit|gguf")
 
 
 def target_shape(name: str) -> ModelShape:
-    """Return the shape of a target.
-
-    Args:
-        name: A known model, as `Qwen/Qwen2.5-VL-72B-Instruct`, or a directory with its config.json.
-    """
+    """Return the shape of a known model, as `Qwen/Qwen2.5-VL-72B-Instruct`, or of a directory with a config.json."""
     return _shape(name, "--target", None)
 
 
 def draft_shape(name: str, target: ModelShape) -> ModelShape:
-    """Return the shape of a draft.
-
-    Args:
-        name: "self", a size of the target's family as `7B`, or what `target_shape` takes.
-        target: Whose family it must be of.
-    """
+    """Return the shape of a draft: "self", a size of the target's family as `7B`, or what `target_shape` takes."""
     if name == "self":
         return target
     draft = _shape(name, "--draft", target.family)

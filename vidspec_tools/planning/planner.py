@@ -2,31 +2,21 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import zip_longest
+from itertools import pairwise
 from typing import Any
 
 from vidspec_tools.planning.acceptance import bisect, with_rate
 from vidspec_tools.planning.candidates import CHAIN, LONG, NONE, PARALLEL, TREE, Candidate, Candidates
-from vidspec_tools.planning.question import Question, check, notes
-from vllm_vidspec.planning.shapes import FP8, WEIGHT_BYTES
+from vidspec_tools.planning.question import Question, notes
+from vidspec_tools.planning.shapes import FP8, WEIGHT_BYTES
 
-_CHAIN_ROWS = 6  # a chain of 5 and its root
 WORTH = 1.05  # a gain below this is within the model's error: it does not pay
 _GAIN = f"{100 * (WORTH - 1):.0f} %"
 MOST_BATCH = 1024
-# What a row says of a batch size that fits only.
-_OF_FITTING = (
-    *("shape", "num_speculative_tokens", "prune_ratio", "speedup", "answer_speedup", "acceptance_length"),
-    *("t_target_ms", "t_verify_ms", "t_draft_ms", "draft_gpus", "break_even_agreement", "drafter_memory"),
-)
 
 
 class Planner(Candidates):
-    """Answers one question at any batch size.
-
-    Args:
-        question: Checked here.
-    """
+    """Answers one question at any batch size."""
 
     def __init__(self, question: Question):
         super().__init__(question)
@@ -61,20 +51,15 @@ class Planner(Candidates):
 
         Sizes are tried in powers of two, so a range that lies between two of them would be missed.
         """
-        sizes = _powers(self.most_requests())
-        pays = {size: self._pays(size) for size in sizes}
+        most = self.most_requests()
+        sizes = [size for size in (2**power for power in range(11)) if size < most] + [most] * (most > 0)
         ranges: list[tuple[int, int]] = []
-        for size, following in zip_longest(sizes, sizes[1:]):
-            if not pays[size]:
-                continue
-            first = size if not ranges or ranges[-1][1] < size else ranges.pop()[0]
-            if following is None:
-                last = size
-            elif pays[following]:
-                last = following
-            else:
+        for size, following in pairwise([*sizes, most + 1]):
+            if self._pays(size):
+                # Up to the size before the next one, or where drafts end to pay between the two.
                 last = _last(self._pays, following - 1, size)
-            ranges.append((first, last))
+                first = ranges.pop()[0] if ranges and ranges[-1][1] == size - 1 else size
+                ranges.append((first, last))
         return ranges
 
     def _pays(self, batch: int) -> bool:
@@ -100,35 +85,21 @@ class Planner(Candidates):
 
         return bisect(gain, WORTH) if gain(1.0) >= WORTH else None
 
-    def of_attention(self) -> Iterator[str]:
-        """Yield what replaces vLLM's own attention on this card, and what that would take."""
-        asked = self.question
-        if asked.gpu.splits_keys:
-            return
-        own = Candidates(replace(asked, own_attention=True))
-        ours_ms, own_ms = (1e3 * one.target_seconds(1, _CHAIN_ROWS) for one in (self, own))
-        yield (
-            f"vLLM's own attention on {asked.gpu.name} (FlashAttention 2) splits no keys where a request has several "
-            f"rows: {_CHAIN_ROWS} would take {own_ms:.1f} ms at batch 1. Tree attention takes its place, for chains "
-            f"too: {ours_ms:.1f} ms."
-        )
-
     # ---- the answer ----------------------------------------------------------------------------------------------
 
     def row(self, batch: int) -> dict[str, Any]:
-        """Return the plan of a batch size as plain values; times in ms, memory in bytes a card."""
-        found = self.best(batch)
-        if found is None:
-            memory = asdict(self.vanilla(batch).memory)
-            return {"batch": batch, "fits": False, **dict.fromkeys(_OF_FITTING), "memory": memory, "alternatives": {}}
+        """Return the plan of a batch size as plain values; times in ms, memory in bytes a card.
+
+        Where not even vanilla fits, all but `batch`, `fits` and `memory` is None.
+        """
+        best = self.best(batch)
+        found = best or self.vanilla(batch)
         others = {shape: one.answer_speedup for shape, one in self.by_shape(batch).items() if shape != NONE}
         if found.shape == PARALLEL:
             found = self.parallel(batch, found.prune_ratio, most=found.num_tokens, tokens=LONG)
             others[PARALLEL] = found.answer_speedup
         drafts = found.shape != NONE
-        return {
-            "batch": batch,
-            "fits": True,
+        row = {
             "shape": found.shape,
             "num_speculative_tokens": found.num_tokens,
             "prune_ratio": found.prune_ratio if drafts else None,
@@ -140,18 +111,11 @@ class Planner(Candidates):
             "t_draft_ms": 1e3 * found.draft_s,
             "draft_gpus": self.question.draft_gpus if found.shape == PARALLEL else 0,
             "break_even_agreement": self.break_even(batch, found) if drafts else None,
-            "memory": asdict(found.memory),
             "drafter_memory": None if found.drafter_memory is None else asdict(found.drafter_memory),
-            "alternatives": others,
         }
-
-    def curves(self) -> dict[str, list[tuple[int, float]]]:
-        """Return the speed-up of each shape's fastest candidate, at batch sizes in powers of two as far as they fit."""
-        found: dict[str, list[tuple[int, float]]] = {}
-        for batch in _powers(self.most_requests()):
-            for shape, one in self.by_shape(batch).items():
-                found.setdefault(shape, []).append((batch, one.answer_speedup))
-        return found
+        if best is None:
+            row, others = dict.fromkeys(row), {}
+        return {"batch": batch, "fits": best is not None, **row, "memory": asdict(found.memory), "alternatives": others}
 
     def sentence(self, ranges: Sequence[tuple[int, int]]) -> str:
         """Return when drafts pay and when they do not, in plain words; `ranges` are those of `paying`."""
@@ -178,11 +142,6 @@ class Planner(Candidates):
         return f"no draft gains {_GAIN}: do not speculate there"
 
 
-def _powers(most: int) -> list[int]:
-    """Return the powers of two below a number, and the number; nothing for 0."""
-    return [size for size in (2**power for power in range(11)) if size < most] + [most] * (most > 0)
-
-
 def _last(holds: Callable[[int], bool], most: int, low: int = 0) -> int:
     """Return the last number up to `most` for which something holds that holds from `low` up to some number."""
     high = most
@@ -206,11 +165,9 @@ def _quantised_draft(question: Question, batches: Sequence[int]) -> dict[str, An
 
 def _quantised_note(rows: Sequence[Mapping[str, Any]], quantised: Mapping[str, Any] | None) -> Iterator[str]:
     """Yield a line if a quantised draft gains more at any batch size."""
-    if quantised is None:
-        return
     found = [
         f"{better:.2f}x instead of {row['answer_speedup']:.2f}x at batch {row['batch']}"
-        for row, better in zip(rows, quantised["answer_speedup"], strict=True)
+        for row, better in zip(rows, quantised["answer_speedup"] if quantised else (), strict=False)
         if row["fits"] and better is not None and better > 1.01 * row["answer_speedup"]
     ]
     if found:
@@ -228,27 +185,26 @@ def plan(question: Question, batches: Sequence[int]) -> dict[str, Any]:
         sentence), `paying` (ranges of batch sizes), `notes`, `agreement` (by prune ratio), `assumed` and what was
         asked; everything is modelled, and says so.
     """
-    check(question, batches)
     planner = Planner(question)
-    rows = [planner.row(batch) for batch in batches]
-    quantised = _quantised_draft(question, batches)
-    ranges = planner.paying()
+    rows, ranges, quantised = (
+        [planner.row(batch) for batch in batches],
+        planner.paying(),
+        _quantised_draft(question, batches),
+    )
     agreements = {ratio: question.agreement_at(ratio) for ratio in question.prune_ratios}
+    asked = ("draft_gpus", "video_tokens", "text_tokens", "answer_tokens")
     return {
         "kind": "modelled",
         "target": question.target.name,
         "draft": "self" if question.is_self else question.draft.name,
         "gpu": question.gpu.name,
         "tp": question.ranks,
-        "draft_gpus": question.draft_gpus,
-        "video_tokens": question.video_tokens,
-        "text_tokens": question.text_tokens,
-        "answer_tokens": question.answer_tokens,
+        **{name: getattr(question, name) for name in asked},
         "rows": rows,
         "when": planner.sentence(ranges),
         "paying": [list(one) for one in ranges],
         "quantised_draft": quantised,
-        "notes": [*notes(question), *planner.of_attention(), *_quantised_note(rows, quantised)],
+        "notes": [*notes(question), *_quantised_note(rows, quantised)],
         "agreement": [
             {"prune_ratio": ratio, "rates": list(one.rates), "runner_up": one.runner_up, "source": one.source}
             for ratio, one in agreements.items()

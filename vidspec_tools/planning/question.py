@@ -1,52 +1,34 @@
 """Questions: a pair, cards and requests to plan for, and what of that has no answer; plain Python."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vidspec_tools.gpus import Gpu
 from vidspec_tools.planning.acceptance import Agreement, default_agreement
 from vidspec_tools.planning.roofline import ASSUMED, Assumptions, weight_bytes
+from vidspec_tools.planning.shapes import ModelShape
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.planning.shapes import ModelShape
 
 RATIOS = (0.0, 0.5, 0.8, 0.9, 0.95)
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned.
+    """What is to be planned."""
 
-    Attributes:
-        target: The target's shape.
-        draft: The draft's; the target's own object: it drafts for itself.
-        gpu: The card.
-        ranks: Tensor-parallel ranks of the target; a sequential draft has as many.
-        draft_gpus: Cards of a parallel drafter's own; 0: none, so no parallel drafting.
-        video_tokens: Of a request's prompt.
-        text_tokens: The prompt's text and what of the answer is written on average.
-        answer_tokens: Of an answer, over which the draft's prefill is spread.
-        prune_ratios: r to choose from.
-        agreement: Of the pair, at the one ratio; None: what the papers tell.
-        target_ms: Measured T_t of one request; None: by the roofline.
-        draft_ms: Measured T_d of one request, at the one ratio; None: by the roofline.
-        assumed: What cards reach of their data sheets.
-        own_attention: Whether chains are left to vLLM's own attention, for reference; see `Placement`.
-    """
-
-    target: ModelShape
-    draft: ModelShape
-    gpu: Gpu
-    ranks: int = 1
-    draft_gpus: int = 1
-    video_tokens: int = 25_000
-    text_tokens: int = 512
-    answer_tokens: int = 256
-    prune_ratios: tuple[float, ...] = RATIOS
-    agreement: Agreement | None = None
-    target_ms: float | None = None
-    draft_ms: float | None = None
-    assumed: Assumptions = ASSUMED
-    own_attention: bool = False
+    target: ModelShape  # the target's shape
+    draft: ModelShape  # the draft's; the target's own object: it drafts for itself
+    gpu: Gpu  # the card
+    ranks: int = 1  # tensor-parallel ranks of the target; a sequential draft has as many
+    draft_gpus: int = 1  # cards of a parallel drafter's own; 0: none, so no parallel drafting
+    video_tokens: int = 25_000  # of a request's prompt
+    text_tokens: int = 512  # the prompt's text and what of the answer is written on average
+    answer_tokens: int = 256  # of an answer, over which the draft's prefill is spread
+    prune_ratios: tuple[float, ...] = RATIOS  # r to choose from
+    agreement: Agreement | None = None  # of the pair, at the one ratio; None: what the papers tell
+    target_ms: float | None = None  # measured T_t of one request; None: by the roofline
+    draft_ms: float | None = None  # measured T_d of one request, at the one ratio; None: by the roofline
+    assumed: Assumptions = ASSUMED  # what cards reach of their data sheets
 
     @property
     def is_self(self) -> bool:
@@ -72,19 +54,8 @@ class Question:
         return self.is_self or self.draft.is_shared_by(self.ranks)
 
 
-def check(question: Question, batches: Sequence[int] = (1,)) -> None:
+def check(question: Question) -> None:
     """Refuse a question that has no answer."""
-    if min(batches, default=0) < 1:
-        raise VidSpecError("--batch: each must be at least 1")
-    for option, count, least in (
-        ("--tp", question.ranks, 1),
-        ("--draft-gpus", question.draft_gpus, 0),
-        ("--video-tokens", question.video_tokens, 0),
-        ("--text-tokens", question.text_tokens, 1),
-        ("--answer-tokens", question.answer_tokens, 1),
-    ):
-        if count < least:
-            raise VidSpecError(f"{option} must be at least {least}, not {count}")
     for ratio in question.prune_ratios:
         if not 0 <= ratio <= 1:
             raise VidSpecError(f"--prune-ratio {ratio:g}: a share lies between 0 and 1")

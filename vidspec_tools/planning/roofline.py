@@ -2,44 +2,29 @@
 
 A forward is its weights' matrices and its attention, one after the other; each takes the longer of its bytes and its
 products, and launches and all-reduces come on top. Attention is that of a kernel that splits keys, as tree attention
-does where vLLM's own does not; what that would take is there for reference (`own_attention`). A prefill is its products
-alone. The vision tower is not modelled.
+does where vLLM's own does not. A prefill is its products alone. The vision tower is not modelled.
 """
 
 from dataclasses import dataclass
 
 from vidspec_tools.gpus import Gpu
-from vllm_vidspec.planning.shapes import KV_BYTES, WEIGHT_BYTES, ModelShape
+from vidspec_tools.planning.shapes import KV_BYTES, WEIGHT_BYTES, ModelShape
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What is between a data sheet and a forward; none of it has been measured on a GPU by this project.
+    """What is between a data sheet and a forward; none of it has been measured on a GPU by this project."""
 
-    Attributes:
-        memory_frac: Of the memory's peak that a whole forward reaches.
-        flops_frac: Of the products' peak.
-        link_frac: Of the link's peak.
-        launch_s: From one kernel to the next, in a CUDA graph.
-        layer_launches: Kernels of a decoder layer.
-        forward_launches: Kernels of a forward beside its layers: inputs, head, the draw of a token.
-        step_s: Host time of a target's step that no kernel hides, with drafts or without.
-        speculation_s: The same of a step with drafts, on top.
-        usable_frac: Of a card's memory that weights and KV may take; the rest is activations, graphs and room.
-        walk_s: Of one program of FlashAttention 2 over a key of 128 dimensions, where keys are not split: 1.34 ms a
-            layer over 32k keys on an RTX 3090 (vllm-project/flash-attention PR 193, published there).
-    """
-
-    memory_frac: float = 0.8
-    flops_frac: float = 0.6
-    link_frac: float = 0.7
-    launch_s: float = 1.5e-6
-    layer_launches: int = 12
-    forward_launches: int = 10
-    step_s: float = 0.5e-3
-    speculation_s: float = 0.3e-3
+    memory_frac: float = 0.8  # of the memory's peak that a whole forward reaches
+    flops_frac: float = 0.6  # of the products' peak
+    link_frac: float = 0.7  # of the link's peak
+    launch_s: float = 1.5e-6  # from one kernel to the next, in a CUDA graph
+    layer_launches: int = 12  # kernels of a decoder layer
+    forward_launches: int = 10  # kernels of a forward beside its layers: inputs, head, the draw of a token
+    step_s: float = 0.5e-3  # host time of a target's step that no kernel hides, with drafts or without
+    speculation_s: float = 0.3e-3  # the same of a step with drafts, on top
+    # Of a card's memory that weights and KV may take; the rest is activations, graphs and room
     usable_frac: float = 0.9
-    walk_s: float = 41e-9
 
 
 ASSUMED = Assumptions()
@@ -47,19 +32,11 @@ ASSUMED = Assumptions()
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model runs.
+    """Where a model runs."""
 
-    Attributes:
-        gpu: The card.
-        ranks: Tensor-parallel ranks, one card each.
-        assumed: What a forward reaches of the card's peaks.
-        own_attention: Whether chains are left to vLLM's own attention, split keys or not; for reference.
-    """
-
-    gpu: Gpu
-    ranks: int = 1
-    assumed: Assumptions = ASSUMED
-    own_attention: bool = False
+    gpu: Gpu  # the card
+    ranks: int = 1  # tensor-parallel ranks, one card each
+    assumed: Assumptions = ASSUMED  # what a forward reaches of the card's peaks
 
 
 def forward_seconds(shape: ModelShape, place: Placement, batch: int, rows: int, context: float) -> float:
@@ -85,8 +62,6 @@ def forward_seconds(shape: ModelShape, place: Placement, batch: int, rows: int, 
     entry_bytes = 2 * shape.layers * _kv_heads(shape, ranks) * shape.head_dim * KV_BYTES
     products = 4 * shape.layers * shape.heads / ranks * shape.head_dim
     attention = max(batch * context * entry_bytes / bandwidth, tokens * context * products / flops)
-    if place.own_attention and rows > 1 and not gpu.splits_keys:
-        attention = max(attention, _walk(shape, place, batch, rows, context))
     launches = (shape.layers * assumed.layer_launches + assumed.forward_launches) * assumed.launch_s
     return matrices + attention + launches + _all_reduces(shape, place, tokens)
 
@@ -95,13 +70,6 @@ def prefill_seconds(shape: ModelShape, place: Placement, tokens: float) -> float
     """Return what the decoder takes to read a prompt, in seconds: its products, attention over half the square."""
     products = 2 * shape.active_params * tokens + 2 * shape.layers * shape.heads * shape.head_dim * tokens**2
     return products / place.ranks / (place.gpu.flops * place.assumed.flops_frac)
-
-
-def _walk(shape: ModelShape, place: Placement, batch: int, rows: int, context: float) -> float:
-    """Return what attention takes where one program walks all keys of a request, query head and 64 rows."""
-    programs = batch * -(-shape.heads // place.ranks) * -(-rows // 64)
-    waves = -(-programs // place.gpu.num_sms)
-    return shape.layers * waves * context * place.assumed.walk_s * shape.head_dim / 128
 
 
 def _kv_heads(shape: ModelShape, ranks: int) -> int:
@@ -130,23 +98,14 @@ def kv_bytes(shape: ModelShape, ranks: int, batch: int, context: float) -> float
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """What a card's memory holds, in bytes; of a parallel drafter's card the target's part is 0.
+    """What a card's memory holds, in bytes; of a parallel drafter's card the target's part is 0."""
 
-    Attributes:
-        target_weights: Of this rank.
-        draft_weights: Of this rank; 0 where the target drafts for itself.
-        target_kv: Of all requests.
-        draft_kv: Of all requests, over the tokens that the draft sees.
-        reserved: What weights and KV may not take.
-        left: Of the card; negative: it does not fit.
-    """
-
-    target_weights: float
-    draft_weights: float
-    target_kv: float
-    draft_kv: float
-    reserved: float
-    left: float
+    target_weights: float  # of this rank
+    draft_weights: float  # of this rank; 0 where the target drafts for itself
+    target_kv: float  # of all requests
+    draft_kv: float  # of all requests, over the tokens that the draft sees
+    reserved: float  # what weights and KV may not take
+    left: float  # of the card; negative: it does not fit
 
     @property
     def fits(self) -> bool:

@@ -26,36 +26,22 @@ def speedup(length: float, target: float, draft: float, verify: float, overhead:
 def window_of(target: float, draft: float, rate: float, most: int) -> int:
     """Return the window of parallel drafting: c* = T_t / T_d (ParallelVLM eq. 6), rounded as by `WindowRule`.
 
-    Args:
-        target: T_t^gamma.
-        draft: T_d.
-        rate: Acceptance rate, added before rounding down.
-        most: K.
+    `target` is T_t^gamma, `draft` T_d, `rate` the acceptance rate, which is added before rounding down, `most` K.
     """
     return min(max(int(target / draft + rate), 1), most)
 
 
 @dataclass
 class StreamRun:
-    """What became of a run.
+    """What became of a run."""
 
-    Attributes:
-        tokens: Emitted, an answer's end observed.
-        time: In the unit of the times.
-        steps: Of the target.
-        drafts: Steps that verified something.
-        accepted: Accepted draft tokens.
-        stale: Steps whose stream had diverged from the committed tokens.
-        drawn: Tokens of the drafter.
-    """
-
-    tokens: int = 0
-    time: float = 0.0
-    steps: int = 0
-    drafts: int = 0
-    accepted: int = 0
-    stale: int = 0
-    drawn: int = 0
+    tokens: int = 0  # emitted, an answer's end observed
+    time: float = 0.0  # in the unit of the times
+    steps: int = 0  # of the target
+    drafts: int = 0  # steps that verified something
+    accepted: int = 0  # accepted draft tokens
+    stale: int = 0  # steps whose stream had diverged from the committed tokens
+    drawn: int = 0  # tokens of the drafter
 
     @property
     def acceptance_length(self) -> float:

@@ -1,23 +1,19 @@
-"""What figures and files have in common; matplotlib is imported to draw only."""
+"""What figures have in common; matplotlib is imported to draw only."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_vidspec.tools.user_files import check_output, writing
 
 SUFFIXES = (".png", ".svg")
-ERROR_BARS = {"elinewidth": 0.8, "ecolor": "#444444"}
-OTHER_STYLE = ("#555555", ".")  # of what has no colour and marker of its own
-
-
-def check_outputs(csv_path: str | None, plot_path: str | None, json_path: str | None) -> None:
-    """Refuse, before anything runs, a file that could not be written afterwards; "-" is standard output."""
-    for path in (csv_path, None if json_path == "-" else json_path):
-        if path is not None:
-            check_output(path)
-    if plot_path is not None:
-        check_figure(plot_path, "--plot")
+# Paul Tol's "muted" palette, safe for the colour-blind, with grey and black, and a marker each.
+_COLORS = (
+    *("#882255", "#CC6677", "#AA4499", "#332288", "#88CCEE", "#999933"),
+    *("#777777", "#000000", "#117733", "#44AA99", "#DDCC77", "#555555"),
+)
+Style = tuple[str, str]  # colour and marker
 
 
 def check_figure(path: str, option: str = "cannot draw") -> None:
@@ -29,14 +25,9 @@ def check_figure(path: str, option: str = "cannot draw") -> None:
 def panels(path: str, size: tuple[float, float], down: int, across: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
     """Make a figure of panels, and write it once they are drawn; the same drawing gives the same file.
 
-    Args:
-        path: A .png or .svg file.
-        size: Width and height in inches.
-        down: Panels below each other; those in a row share their y axis.
-        across: Panels beside each other.
-
     Yields:
-        The figure, its panels `[down, across]`, and what the legend is to name: words -> what was drawn.
+        The figure, its panels `[down, across]`, of which those in a row share their y axis, and what the legend is to
+        name: words -> what was drawn.
     """
     check_figure(path)
     import matplotlib
@@ -52,7 +43,12 @@ def panels(path: str, size: tuple[float, float], down: int, across: int) -> Iter
             figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
 
 
-def draw_line(panel: Any, points: Sequence[tuple[float, float]], style: tuple[str, str], **more: Any) -> Any:
+def styles(names: Iterable[str]) -> dict[str, Style]:
+    """Return a colour and a marker for each name, in their order."""
+    return dict(zip(dict.fromkeys(names), itertools.cycle(zip(_COLORS, "os^DvP<X>*hd", strict=True)), strict=False))
+
+
+def draw_line(panel: Any, points: Sequence[tuple[float, float]], style: Style, **more: Any) -> Any:
     """Draw a line through points, in a colour and with a marker; return it."""
     xs, ys = zip(*points, strict=True) if points else ((), ())
     look = {"color": style[0], "marker": style[1], "markersize": 5, "linewidth": 1.4, **more}
@@ -60,15 +56,9 @@ def draw_line(panel: Any, points: Sequence[tuple[float, float]], style: tuple[st
 
 
 def lines(
-    panel: Any, values: Sequence[float], series: Mapping[str, tuple[tuple[str, str], Mapping[float, float]]]
+    panel: Any, values: Sequence[float], series: Mapping[str, tuple[Style, Mapping[float, float]]]
 ) -> dict[str, Any]:
-    """Draw a line for each series over values that are evenly spaced; return them.
-
-    Args:
-        panel: Where.
-        values: Of the x axis.
-        series: Name -> colour and marker, and y by value.
-    """
+    """Draw a line for each series (name -> style, and y by value) over evenly spaced values; return them."""
     found = {
         name: draw_line(panel, sorted((values.index(x), y) for x, y in points.items()), style)
         for name, (style, points) in series.items()
@@ -76,39 +66,6 @@ def lines(
     panel.set_xticks(range(len(values)), [f"{value:g}" for value in values])
     tidy(panel, "y")
     return found
-
-
-def grouped_bars(
-    panel: Any, groups: Mapping[Any, str], series: Mapping[str, tuple[str, Mapping[Any, tuple[float, float, float]]]]
-) -> dict[str, Any]:
-    """Draw bars side by side in groups, their height written on them; return them by series.
-
-    Args:
-        panel: Where.
-        groups: What a group is -> the words below it.
-        series: Name -> colour, and by group a height and the two ends of its spread.
-    """
-    width, bars = 0.8 / len(series), {}
-    for index, (name, (color, values)) in enumerate(series.items()):
-        found = {place: values[group] for place, group in enumerate(groups) if group in values}
-        heights = [height for height, _, _ in found.values()]
-        spread = [
-            [height - low for height, low, _ in found.values()],
-            [high - height for height, _, high in found.values()],
-        ]
-        bars[name] = panel.bar(
-            [place + (index - (len(series) - 1) / 2) * width for place in found],
-            heights,
-            0.9 * width,
-            yerr=spread if any(map(any, spread)) else None,
-            error_kw=ERROR_BARS,
-            color=color,
-        )
-        panel.bar_label(bars[name], [f"{height:.2f}" for height in heights], padding=2, fontsize=7)
-    panel.set_xticks(range(len(groups)), list(groups.values()))
-    panel.tick_params(axis="x", length=0)
-    tidy(panel, "y")
-    return bars
 
 
 def tidy(panel: Any, grid: str = "both") -> None:

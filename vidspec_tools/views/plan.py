@@ -1,21 +1,12 @@
-"""How `vidspec plan` shows itself: its tables, the text below them, and the figure; no engine."""
+"""How `vidspec plan` shows itself: its tables and the text below them; no engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from vidspec_tools.views import figures
-from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.tables import Columns, by_columns, number, times
-
-_STYLES = {"chain": ("#332288", "s"), "tree-static": ("#117733", "D"), "parallel": ("#882255", "o")}
-_NAMES = {
-    "chain": "chain, sequential",
-    "tree-static": "static tree, sequential",
-    "parallel": "in parallel, with more GPUs",
-}
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:
@@ -74,22 +65,3 @@ def _drafts(row: Mapping[str, Any]) -> str:
 
 def _two(memory: Mapping[str, float], kind: str) -> str:
     return " + ".join(f"{memory[f'{role}_{kind}'] / 1e9:.1f}" for role in ("target", "draft"))
-
-
-def draw(curves: Mapping[str, Sequence[tuple[int, float]]], result: Mapping[str, Any], path: str) -> None:
-    """Draw speed-up over batch, a line for each shape."""
-    drawn = [shape for shape in _STYLES if shape in curves]
-    if not drawn:
-        raise VidSpecError(f"cannot draw {path}: nothing fits")
-    with figures.panels(path, (6.4, 3.6), 1, 1) as (_, ((panel,),), legend):
-        for shape in drawn:
-            legend[_NAMES[shape]] = figures.draw_line(panel, curves[shape], _STYLES[shape])
-        panel.axhline(1.0, color="#777777", linewidth=0.8, linestyle="--")
-        panel.set_xscale("log", base=2)
-        sizes = sorted({batch for shape in drawn for batch, _ in curves[shape]})
-        panel.set_xticks(sizes, [str(size) for size in sizes])
-        panel.minorticks_off()
-        panel.set_xlabel("requests that decode at once")
-        panel.set_ylabel("speed of an answer, of vanilla's (modelled)")
-        panel.set_title(f"{result['target']} with {result['draft']}, {result['tp']} {result['gpu']}", fontsize=10)
-        figures.tidy(panel)

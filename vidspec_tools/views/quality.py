@@ -5,26 +5,14 @@ from typing import Any
 
 from rich.table import Table
 
-from vidspec_tools.bench.quality import DRAFT, LOSSY, STRICT, TARGET, deviations, knob, setting_name
+from vidspec_tools.bench.quality import DRAFT, LOSSY, STRICT, knob, line_name, setting_name
+from vidspec_tools.captions import GROUPS
 from vidspec_tools.views import figures
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.shapeworld.captions import GROUPS
 from vllm_vidspec.tools.tables import Columns, by_columns, number
 
 FLOOR = 0.98  # of the target's accuracy: what counts as kept
 _PANEL = ("family", "temperature", "draft_noise")
-
-# Paul Tol's "muted" palette; by what a line is called.
-_STYLES = {
-    "loose": ("#882255", "o"),
-    "loose shift": ("#CC6677", "s"),
-    "loose pred": ("#332288", "D"),
-    "loose shift pred": ("#88CCEE", "v"),
-    "fly": ("#117733", "X"),
-    "fly-entropy": ("#44AA99", "P"),
-    "random": ("#777777", "^"),
-    "oracle": ("#DDCC77", "*"),
-}
 
 Panel = tuple[str, float, str]
 Row = dict[str, Any]
@@ -49,22 +37,23 @@ def setting_key(row: Row) -> tuple[Any, ...]:
     return (*(row[name] for name in _PANEL), setting_name(row))
 
 
-def panel_name(panel: Panel, family: bool = True) -> str:
+def panel_name(panel: Panel) -> str:
     """Return a panel in words; at temperature 0 the noise makes no difference."""
-    name, temperature, noise = panel
-    words = f"temperature {temperature:g}" + (f", {noise} noise" if temperature else "")
-    return f"{name}, {words}" if family else words
+    family, temperature, noise = panel
+    return f"{family}, temperature {temperature:g}" + (f", {noise} noise" if temperature else "")
 
 
 def longest_kept(rows: Sequence[Row]) -> dict[str, Row | None]:
     """Return, for each lossy scorer of a panel, the row of the longest acceptance that keeps enough, or None."""
-    found: dict[str, Row | None] = {}
-    for scorer in LOSSY:
-        ours = [row for row in rows if row["method"] == scorer]
-        kept = [row for row in ours if _is_kept(row)]
-        if ours:
-            found[scorer] = max(kept, key=lambda row: row["acceptance_length"], default=None)
-    return found
+    return {
+        scorer: max(
+            (row for row in rows if row["method"] == scorer and _is_kept(row)),
+            key=lambda row: row["acceptance_length"],
+            default=None,
+        )
+        for scorer in LOSSY
+        if any(row["method"] == scorer for row in rows)
+    }
 
 
 def longest_words(rows: Sequence[Row]) -> str:
@@ -80,7 +69,7 @@ def longest_words(rows: Sequence[Row]) -> str:
 
 
 # Everything but lengths, ratios and the AUC in percent.
-_COLUMNS: Columns = {
+COLUMNS: Columns = {
     "": setting_name,
     "accept\nlength": lambda row: number(row["acceptance_length"], 2),
     "of\nstrict": lambda row: number(row["ratio_to_strict"], 2),
@@ -106,14 +95,13 @@ def tables(rows: Sequence[Row]) -> Iterator[Table]:
     for panel, ours in panels(rows).items():
         caption = f"{ours[0]['requests']} captions, K {ours[0]['num_speculative_tokens']}, in %. {longest_words(ours)}"
         style = lambda row: "green" if _is_kept(row) else None  # noqa: E731
-        yield by_columns(_COLUMNS, ours, style=style, title=panel_name(panel), caption=caption, padding=0)
+        yield by_columns(COLUMNS, ours, style=style, title=panel_name(panel), caption=caption, padding=0)
 
 
 def draw(rows: Sequence[Row], path: str) -> None:
     """Draw retention over acceptance length: a panel per family (down), temperature and noise (across).
 
-    A line joins what a scorer gives over its lambda or threshold. Loose points with another N than the line's
-    are hollow, with their N beside them. The same rows give the same file.
+    A line joins what a scorer gives over its lambda or threshold. The same rows give the same file.
     """
     found = panels(rows)
     if not found:
@@ -128,7 +116,7 @@ def draw(rows: Sequence[Row], path: str) -> None:
                 if panel not in found:
                     place.set_axis_off()
                     continue
-                lines |= draw_panel(place, found[panel])
+                lines |= draw_panel(place, [row for row in found[panel] if row["retention"] is not None])
                 place.set_title(panel_name(panel), fontsize=9)
             places[0].set_ylabel("attributes right (% of the target's)")
         for place in grid[-1]:
@@ -137,42 +125,26 @@ def draw(rows: Sequence[Row], path: str) -> None:
 
 def draw_panel(place: Any, rows: Sequence[Row]) -> dict[str, Any]:
     """Draw one panel; return what its legend names."""
-    lines: dict[str, Any] = {}
-    rows = [row for row in rows if row["retention"] is not None]
-    for level, words, style in ((1.0, "the target", "-"), (FLOOR, f"{100 * FLOOR:g} %", (0, (5, 3)))):
-        line = place.axhline(100 * level, color="#444444", linestyle=style, linewidth=1, zorder=1)
-        lines["the target alone" if level == 1 else f"{words} of it"] = line
+    levels = {"the target alone": (1.0, "#444444", "-"), f"{100 * FLOOR:g} % of it": (FLOOR, "#444444", (0, (5, 3)))}
     for row in rows:
         if row["method"] == DRAFT:
-            line = place.axhline(100 * row["retention"], color="#999933", linestyle=":", linewidth=1.2, zorder=1)
-            lines["the draft alone"] = line
-        elif row["method"] == STRICT:
-            star = {"marker": "*", "markersize": 13, "color": "#000000", "linestyle": "none", "zorder": 5}
-            (lines[STRICT],) = place.plot([row["acceptance_length"]], [100 * row["retention"]], **star)
-    ours = [row for row in rows if row["method"] not in (TARGET, DRAFT, STRICT)]
-    for name in dict.fromkeys(" ".join([row["method"], *deviations(row)]) for row in ours):
-        lines[name] = _draw_line(
-            place, name, [row for row in ours if " ".join([row["method"], *deviations(row)]) == name]
-        )
+            levels["the draft alone"] = (row["retention"], "#999933", ":")
+    lines = {
+        words: place.axhline(100 * level, color=color, linestyle=dashes, linewidth=1, zorder=1)
+        for words, (level, color, dashes) in levels.items()
+    }
+    lossy: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["method"] == STRICT:
+            star = {"markersize": 13, "linestyle": "none", "zorder": 5}
+            lines[STRICT] = figures.draw_line(place, [_point(row)], ("#000000", "*"), **star)
+        elif row["method"] in LOSSY:
+            lossy.setdefault(line_name(row), []).append(row)
+    for name, style in figures.styles(lossy).items():
+        points = [point for _, point in sorted((knob(row), _point(row)) for row in lossy[name])]
+        lines[name] = figures.draw_line(place, points, style)
     figures.tidy(place)
     return lines
-
-
-def _draw_line(place: Any, name: str, rows: Sequence[Row]) -> Any:
-    """Draw the line of one way to loosen over lambda or the threshold, and hollow points beside it; return the line."""
-    style = _STYLES.get(name, figures.OTHER_STYLE)
-    # The line's N is the one with the most points; of equals the first.
-    counts = [row["top_n"] for row in rows]
-    usual = max(dict.fromkeys(counts), key=counts.count)
-    line = figures.draw_line(
-        place, [point for _, point in sorted((knob(row), _point(row)) for row in rows if row["top_n"] == usual)], style
-    )
-    for row in rows:
-        if row["top_n"] != usual:
-            figures.draw_line(place, [_point(row)], style, linestyle="none", markerfacecolor="white")
-            beside = {"textcoords": "offset points", "xytext": (5, 3), "fontsize": 7, "color": style[0]}
-            place.annotate(f"N {row['top_n']:g}", _point(row), **beside)
-    return line
 
 
 def _point(row: Row) -> tuple[float, float]:

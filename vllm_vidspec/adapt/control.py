@@ -22,7 +22,7 @@ from vllm_vidspec.adapt.options import REST, Decision, Option
 from vllm_vidspec.adapt.trials import Situation, Trials
 
 _DECIDE_FIRST, _DECIDE_LAST = 4, 64  # steps between two decisions about a batch: ever more while they are alike
-_FEW, _FOLLOW = 4, 8  # where fewer than one in so many has come or gone, a decision holds for so many steps more
+_FEW, _FOLLOW = 4, 16  # where fewer than one in so many has come or gone, a decision holds for so many steps more
 _MEASURE_EVERY = 4  # steps of a kind that is known, of which one is measured
 _STICKY = 1.25  # by how much a request's drafts must be worth more than they cost until it changes what it gets
 _MARGIN = 1.02  # by how much an option must be faster than the one in use, or drafting for some than for all
@@ -96,6 +96,7 @@ class Controller:
         self._left, self._wait, self._limit, self._unmeasured = 0, _DECIDE_FIRST, -1, 0
         self._is_measured = False  # what the last step measured is known
         self._usual_size = 0.0  # requests of a step, the mean of late
+        self._rest_sizes: set[int] = set()  # classes of batch size of which a step without drafts was measured
 
     # ---- a request's life ------------------------------------------------------------------------------------------
 
@@ -193,18 +194,16 @@ class Controller:
             most: Draft tokens that none may exceed, None for as many as there are.
         """
         limit = -1 if most is None else most
-        if limit == self._limit and self._left > 0:
-            if req_ids == self._last[0]:
-                return self._decision
-            if _FEW * len(self._chosen_for.symmetric_difference(req_ids)) < len(req_ids):
+        if limit == self._limit and self._left > 0 and req_ids == self._last[0]:
+            return self._decision
+        is_alike = limit == self._limit and _FEW * len(self._chosen_for.symmetric_difference(req_ids)) < len(req_ids)
+        if req_ids != self._last[0]:
+            self._take(req_ids)
+            if is_alike and self._left > 0:
                 self._left = min(self._left, _FOLLOW)
-                self._take(req_ids)
                 slots = self._last[1]
                 return self._decided(self._decision.option, self._is_drafted[slots] & self._may_draft[slots])
-        self._wait = min(2 * self._wait, _DECIDE_LAST)
-        if req_ids != self._last[0] or limit != self._limit:
-            self._wait = _DECIDE_FIRST
-            self._take(req_ids)
+        self._wait = min(2 * self._wait, _DECIDE_LAST) if is_alike else _DECIDE_FIRST
         self._chosen_for = frozenset(req_ids)
         self._left, self._limit = self._wait, limit
         before = self._decision
@@ -259,6 +258,8 @@ class Controller:
             hoped = self._lengths(slots, places, int(self._num_tokens[places[best]]))
             doubt = self.costs.doubt([steps.kinds[row] for row in rows.tolist()], steps.features[rows], best)
             hopes = (len(slots) + (hoped * drafted).sum(axis=1)) / seconds * (1 + doubt) * (rates > 0)
+            if batch.place[0] not in self._rest_sizes:  # what all else is compared with must not be a guess
+                hopes[rest] = np.inf
             chosen = self._trials.begin(situation, rates, hopes, seconds, best)
             situation.trial = int(places[chosen]) if chosen != best else None
         elif situation.trial is not None and ((places == situation.trial) & (rates > 0)).any():
@@ -369,6 +370,8 @@ class Controller:
             return
         step = self._step(batch, place, drafted)
         self.costs.observe(step.kinds[0], step.features[0], seconds)
+        if not self._num_tokens[place]:
+            self._rest_sizes.add(batch.place[0])
         self._is_measured = self.costs.count(step.kinds[0]) > 2 * _MEASURE_EVERY and situation.trial is None
         situation.measured += place == situation.trial
 

@@ -16,11 +16,7 @@ SAMPLE_VIDEO: Path = _ROOT / "sample.mp4"
 
 
 def checkpoint(family: str, role: str) -> Path:
-    """Directory of a bundled checkpoint in Hugging Face layout; those of `CLONE_ONLY` may be missing.
-
-    Args:
-        family: one of `FAMILIES`, or of `CLONE_ONLY`, which have no far draft.
-        role: one of `ROLES`.
+    """Directory of a bundled checkpoint in Hugging Face layout; one of `CLONE_ONLY` may be missing, and has no `far`.
 
     Raises:
         ValueError: an unknown family or role.

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import typer
 
-from vllm_vidspec.cli import calibrate, demo, doctor, show_pruning, show_relevance, status
+from vllm_vidspec.cli import calibrate, demo, doctor, status
 from vllm_vidspec.cli.running import user_errors
 from vllm_vidspec.errors import VidSpecError
+
+_OF_A_CLONE = ("bench", "plan", "show-pruning")
 
 app = typer.Typer(
     help="Speculative decoding for video language models in vLLM.",
@@ -16,14 +18,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (
-    demo.demo,
-    doctor.doctor,
-    status.status,
-    calibrate.calibrate,
-    show_pruning.show_pruning,
-    show_relevance.show_relevance,
-):
+for _command in (demo.demo, doctor.doctor, status.status, calibrate.calibrate):
     app.command()(user_errors(_command))
 
 
@@ -36,8 +31,8 @@ def _has_tools() -> bool:
 
 
 def _in_the_clone() -> None:
-    """Measure and plan: in a clone of the repository only."""
-    raise VidSpecError("bench and plan are not in the wheel: run `python -m vllm_vidspec.cli` in a clone")
+    """Measure, plan and draw: in a clone of the repository only."""
+    raise VidSpecError(f"{', '.join(_OF_A_CLONE)} are not in the wheel: run `python -m vllm_vidspec.cli` in a clone")
 
 
 if _has_tools():
@@ -45,7 +40,7 @@ if _has_tools():
 
     add_to(app)
 else:
-    for _name in ("bench", "plan"):
+    for _name in _OF_A_CLONE:
         app.command(_name, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
             user_errors(_in_the_clone)
         )

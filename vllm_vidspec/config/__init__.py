@@ -15,25 +15,3 @@ from vllm_vidspec.config.model import METHOD, SELF, VidSpecConfig
 from vllm_vidspec.config.parse import CALIBRATED_KEYS, parse_config
 from vllm_vidspec.config.schedule import NONE, Plan
 from vllm_vidspec.config.spelling import GROUPS, PASS_THROUGH_KEYS, flatten
-
-__all__ = [
-    "AUTO",
-    "CALIBRATED_KEYS",
-    "DIGITS",
-    "GROUPS",
-    "METHOD",
-    "NONE",
-    "PASS_THROUGH_KEYS",
-    "PROTECTED_TOKENS",
-    "PRUNERS",
-    "REQUEST_LAMBDA",
-    "REQUEST_SCORER",
-    "SELF",
-    "Plan",
-    "PruneKnobs",
-    "ScoreKnobs",
-    "TreeKnobs",
-    "VidSpecConfig",
-    "flatten",
-    "parse_config",
-]

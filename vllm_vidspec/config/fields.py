@@ -357,8 +357,8 @@ class Fields(BaseModel):
     is its number of nodes), or one of these by batch size (`draft_table`). Requests with structured outputs draft
     chains only: with trees they run without speculation. `draft` and `drafting` are other names of this key."""
     draft_table: tuple[tuple[PositiveInt, PositiveInt, Shape, NonNegativeInt], ...] | None = None
-    """`auto`: rows `[first batch size, last, shape, tokens per step]`, as `vidspec calibrate --costs` measures them on
-    a machine. One tree shape at most beside `chain`. `none` with 0 tokens: batches of these sizes run without
+    """`auto`: rows `[first batch size, last, shape, tokens per step]`, what is drafted by batch
+    size. One tree shape at most beside `chain`. `none` with 0 tokens: batches of these sizes run without
     speculation, and take it up again when fewer requests run."""
     num_speculative_tokens_per_batch_size: tuple[tuple[PositiveInt, PositiveInt, NonNegativeInt], ...] | None = None
     """vLLM's own schedule: rows `[first batch size, last, tokens per step]` that no step exceeds, whatever the shape. 0

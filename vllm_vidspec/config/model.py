@@ -43,23 +43,18 @@ class VidSpecConfig(Fields):
         return None if caps is None else without_gaps(caps)
 
     @model_validator(mode="after")
-    def _whole_table(self) -> "VidSpecConfig":
-        if self.draft_shape != "auto":
-            return self
-        if not self.draft_table:
-            if self.adaptive_tokens:
-                return self
+    def _possible_shapes(self) -> "VidSpecConfig":
+        if self._is_free and not self.adaptive_tokens:
+            raise ValueError("draft_shape auto with adaptive_tokens false needs draft_table")
+        if self.draft_shape == "auto" and self.draft_table:
+            check_table(self.draft_table, self.num_speculative_tokens)
+            if len(self.shapes - {"chain"}) > 1:
+                raise ValueError("draft_table: chain and one tree shape, not two")
+        if self.is_parallel and self.in_trees:
             raise ValueError(
-                "draft_shape auto with adaptive_tokens false needs draft_table: measure one with `vidspec calibrate "
-                "--costs` and give its file as calibration"
+                "parallel drafting streams a chain: a tree would be of text that the target has not reached; use "
+                "draft_shape chain, or drop parallel"
             )
-        check_table(self.draft_table, self.num_speculative_tokens)
-        if len(self.shapes - {"chain"}) > 1:
-            raise ValueError("draft_table: chain and one tree shape, not two")
-        return self
-
-    @model_validator(mode="after")
-    def _tokens_for_a_tree(self) -> "VidSpecConfig":
         if "tree-adaptive" in self.shapes and self.num_speculative_tokens < self.tree.depth_min:
             raise ValueError(
                 f"tree-adaptive needs num_speculative_tokens of at least tree_depth_min, {self.tree.depth_min}, got "
@@ -68,8 +63,7 @@ class VidSpecConfig(Fields):
         if "tree-static" not in self.shapes:
             return self
         num_nodes = len(self.tree.static_paths)
-        wrong = {num for _, _, shape, num in self._rows if shape == "tree-static"} - {num_nodes}
-        if wrong:
+        if wrong := {num for _, _, shape, num in self._rows if shape == "tree-static"} - {num_nodes}:
             raise ValueError(
                 f"this static tree has {num_nodes} nodes: num_speculative_tokens must be {num_nodes}, not {min(wrong)}"
             )
@@ -157,15 +151,6 @@ class VidSpecConfig(Fields):
     def plan_for(self, num_reqs: int) -> Plan:
         """Return what a step of so many requests drafts for each."""
         return next((row.plan for row in self.plans if num_reqs <= row.last), self.plans[-1].plan)
-
-    @model_validator(mode="after")
-    def _chains_in_parallel(self) -> "VidSpecConfig":
-        if self.is_parallel and self.in_trees:
-            raise ValueError(
-                "parallel drafting streams a chain: a tree would be of text that the target has not reached; use "
-                "draft_shape chain, or drop parallel"
-            )
-        return self
 
     @property
     def is_parallel(self) -> bool:

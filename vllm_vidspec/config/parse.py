@@ -15,11 +15,7 @@ CALIBRATED_KEYS = frozenset({"lambda_r", "guidance_layers", "uv_layer", "draft_t
 def parse_config(raw: dict[str, Any]) -> tuple[VidSpecConfig, dict[str, Any]]:
     """Split a `--speculative-config` dict into our configuration and the keys that vLLM itself understands.
 
-    Args:
-        raw: The dict as given; `method` is ignored, dashes in keys count as underscores.
-
-    Returns:
-        The validated configuration and the pass-through dict.
+    `method` is ignored, dashes in keys count as underscores.
 
     Raises:
         VidSpecError: One line naming the wrong key or value, with the nearest known name.

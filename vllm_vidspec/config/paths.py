@@ -27,35 +27,26 @@ SPECVLM_PATHS: tuple[Path, ...] = tuple(
 
 
 def parse_paths(paths: Sequence[Sequence[int]]) -> tuple[Path, ...]:
-    """Check a user's tree.
+    """Return a user's tree, one rank path a node, as tuples in the order given.
 
-    Args:
-        paths: One rank path a node, in any order.
-
-    Returns:
-        The paths as tuples, in the order given: 1 to 64 of them, each once, with every prefix of each; siblings have
-        the ranks 0 to c - 1, c <= 64.
+    There are 1 to 64 of them, each once, with every prefix of each; siblings have the ranks 0 to c - 1, c <= 64.
 
     Raises:
-        VidSpecError: (a ValueError) The paths are no such tree; one line that says which path is wrong.
+        VidSpecError: The paths are no such tree; one line that says which path is wrong.
     """
     parsed = tuple(_parse_path(path) for path in paths)
     if not parsed:
         raise VidSpecError("tree paths: empty, at least the path 0 is needed")
     if len(parsed) > MAX_NODES:
         raise VidSpecError(f"tree paths: {len(parsed)} nodes, at most {MAX_NODES} are possible")
-    known: set[Path] = set()
     for path in parsed:
-        if path in known:
+        parent, better = path[:-1], (*path[:-1], path[-1] - 1)
+        if parsed.count(path) > 1:
             raise VidSpecError(f"tree paths: {_show(path)} is given twice")
-        known.add(path)
-    for path in parsed:
-        parent, rank = path[:-1], path[-1]
-        if parent and parent not in known:
+        if parent and parent not in parsed:
             raise VidSpecError(f"tree paths: {_show(path)} is given without its parent {_show(parent)}")
-        if rank > 0 and (*parent, rank - 1) not in known:
-            sibling = _show((*parent, rank - 1))
-            raise VidSpecError(f"tree paths: {_show(path)} is given without its better sibling {sibling}")
+        if path[-1] > 0 and better not in parsed:
+            raise VidSpecError(f"tree paths: {_show(path)} is given without its better sibling {_show(better)}")
     return parsed
 
 

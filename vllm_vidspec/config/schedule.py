@@ -12,12 +12,7 @@ Cap = tuple[int, int, int]
 
 
 class Plan(NamedTuple):
-    """What a step drafts for each of its requests.
-
-    Attributes:
-        shape: "chain", "tree-static", "tree-adaptive", or "none".
-        num_tokens: At most so many; 0 exactly where the shape is "none".
-    """
+    """What a step drafts for each of its requests: at most `num_tokens`, 0 exactly where the shape is "none"."""
 
     shape: str
     num_tokens: int
@@ -65,11 +60,9 @@ def without_gaps(caps: Sequence[Cap]) -> tuple[Cap, ...]:
 
 
 def capped(table: Sequence[tuple[int, int, str, int]], caps: Sequence[Cap] | None) -> tuple[PlanRow, ...]:
-    """Return the plans of a table, each limited to what vLLM's schedule allows.
+    """Return the plans of a table, each limited to what vLLM's schedule (without gaps, or None) allows.
 
-    Args:
-        table: Rows `(first, last, shape, tokens)` that follow each other from 1 on; the last one holds beyond its end.
-        caps: The same of vLLM's schedule, without gaps; None: no cap.
+    The rows `(first, last, shape, tokens)` follow each other from 1 on; the last one holds beyond its end.
     """
     rows: list[PlanRow] = []
     caps = caps or [(1, 1, max(row[3] for row in table))]

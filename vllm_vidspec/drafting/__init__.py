@@ -7,8 +7,6 @@ from vllm_vidspec.drafting.adaptive import AdaptiveTree
 from vllm_vidspec.drafting.static import StaticTree
 from vllm_vidspec.drafting.tree import DraftTree, TreePolicy, topology_tables
 
-__all__ = ["AdaptiveTree", "DraftTree", "StaticTree", "TreePolicy", "make_policy", "topology_tables"]
-
 
 def make_policy(shape: str, config: VidSpecConfig, max_num_reqs: int, device: torch.device) -> TreePolicy:
     """Return the policy of a tree shape, "tree-static" or "tree-adaptive"."""

@@ -16,8 +16,7 @@ from vllm_vidspec.drafting.tree import DraftTree
 def log_thresholds(knobs: TreeKnobs) -> Tensor:
     """Return what a path's log-probability must exceed: log(threshold * l / D) (SAGE, section 3.2).
 
-    Returns:
-        float32 [depth_max + 1, depth_max], by depth D and level l - 1; the row of D = 0 lets nothing pass.
+    It is float32 [depth_max + 1, depth_max], by depth D and level l - 1; the row of D = 0 lets nothing pass.
     """
     levels = torch.arange(1, knobs.depth_max + 1, dtype=torch.float64)
     depths = torch.arange(0, knobs.depth_max + 1, dtype=torch.float64)
@@ -28,10 +27,8 @@ def width_bounds(knobs: TreeKnobs, num_candidates: int) -> Tensor:
     """Return the log-probability that a parent's path needs for its child of a rank to be allowed (SAGE eq. 12).
 
     A child is allowed iff its rank is below W_l = max(1, round(W / l * (0.5 + P_parent))), halves rounded up, and on
-    the first level W_1 = W. That is: rank 0 always, rank c >= 1 iff P_parent >= (c + 0.5) l / W - 0.5.
-
-    Returns:
-        float32 [width_max + 1, depth_max, C], by width W, level l - 1 and rank; -inf = always, inf = never.
+    the first level W_1 = W. That is: rank 0 always, rank c >= 1 iff P_parent >= (c + 0.5) l / W - 0.5. The result is
+    float32 [width_max + 1, depth_max, C], by width W, level l - 1 and rank; -inf = always, inf = never.
     """
     widths = torch.arange(0, knobs.width_max + 1, dtype=torch.float64)[:, None, None]
     levels = torch.arange(1, knobs.depth_max + 1, dtype=torch.float64)[:, None]
@@ -48,13 +45,7 @@ class AdaptiveTree:
     From confidence alpha a tree gets its depth D = floor(D_min + alpha (D_r - D_min)) (eq. 10) and its first width
     W = floor(W_min + (1 - alpha) (W_max - W_min)) (eq. 11); deeper levels get narrower (eq. 12), and less probable
     paths must pass a threshold that rises with the level. D_r starts at D_max and follows the request's acceptance
-    lengths.
-
-    Why it pays: with chance p of accepting a level, falling by gamma a level, E[tau] = sum_l p^l gamma^(l (l - 1) / 2),
-    and at costs c_d and c_t of a draft and a target forward the best depth is floor(log(c_t / c_d) / log(1 / p) - 1):
-    it grows with confidence.
-
-    Where the paper leaves it open, or ours differs:
+    lengths. Where the paper leaves it open, or ours differs:
 
     - The rank-0 path always reaches depth D: thresholds do not bind it, and its nodes are reserved in the budget. A
       draft that equals its target then has D tokens accepted in every step.
@@ -133,7 +124,7 @@ class AdaptiveTree:
         return min(deepest, self.depth(max_nodes))
 
     def begin(self, rows: Tensor, num_accepted: Tensor, max_nodes: int) -> None:
-        """Start a step; see `TreePolicy`. The last acceptance lengths move the maximum depths (SAGE, section 3.3)."""
+        """Start a step. The last acceptance lengths move the maximum depths (SAGE, section 3.3)."""
         tree_begin(self.tree, self.tree.empty, len(rows), self.growth, rows, num_accepted)
 
     def extend(
@@ -156,10 +147,7 @@ class AdaptiveTree:
         return self.growth.frontier_of(num_reqs, self.width(level, max_nodes))
 
     def send(self, rows_np: np.ndarray) -> None:
-        """Send the planned depths with lookahead; see `TreePolicy`.
-
-        The deeper levels are still to run, so the copy has arrived when the next step reads it.
-        """
+        """Send the planned depths with lookahead; the deeper levels are still to run, so the copy arrives in time."""
         if self.knobs.lookahead:
             self._host_depths.send(rows_np, self._plans.next_depths[: len(rows_np)])
 
@@ -191,9 +179,8 @@ class AdaptiveTree:
 
 
 class _Shape(NamedTuple):
-    """What a step's launches take from its budget: the budget that counts, and by level the frontier's columns.
-
-    `first_parents`: how many columns the levels above have; the last entry is of all.
+    """What a step's launches take from its budget: the budget that counts, and by level the frontier's columns, and how
+    many columns the levels above have; the last entry is of all.
     """
 
     budget: int
@@ -202,15 +189,11 @@ class _Shape(NamedTuple):
 
 
 class _HostCopy:
-    """Planned depths on the host: sent after a step's first forward, read at the start of the next step's draft.
+    """Planned depths `[max_num_reqs]` on the host: sent after a step's first forward, read as the next step drafts.
 
     Reading waits for the copy. The wait is necessary: the host decides how many forwards a step has, and all
     tensor-parallel ranks must decide alike, so none may act on what happens to have arrived. It leaves no device idle:
     the deeper levels of that draft and the target's whole forward are queued behind the copy.
-
-    Args:
-        max_num_reqs: Rows.
-        device: Where the depths come from; from CUDA through pinned memory and an event.
     """
 
     def __init__(self, max_num_reqs: int, device: torch.device):

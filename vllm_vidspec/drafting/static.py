@@ -42,10 +42,7 @@ class Topology:
 
 
 def topology_of(paths: Sequence[Path]) -> Topology:
-    """Return checked paths (see `parse_paths`) as a topology.
-
-    The greedy path is as deep as the given paths make it; another path may be deeper.
-    """
+    """Return checked paths (see `parse_paths`) as a topology; another path may be deeper than the greedy one."""
     ordered = tuple(sorted(paths, key=lambda path: (any(path), len(path), path)))
     node_of = {path: node for node, path in enumerate(ordered, start=1)}
     return Topology(ordered, tuple(node_of.get(path[:-1], 0) for path in ordered))
@@ -53,13 +50,10 @@ def topology_of(paths: Sequence[Path]) -> Topology:
 
 @dataclass(frozen=True)
 class _BudgetTables:
-    """A topology cut to a budget.
+    """A topology cut to a budget: what its trees begin as, what each level does, its nodes with children.
 
-    Attributes:
-        template: What its trees begin as.
-        levels: What each level does.
-        frontiers: int64 [max_num_reqs, F] the nodes with children of each level: the greedy one first.
-        fed: What `frontier` returned, by (requests, level), both bounded.
+    `frontiers` are int64 [max_num_reqs, F], the greedy node first; `fed` is what `frontier` returned, by (requests,
+    level).
     """
 
     template: TreeTemplate
@@ -72,14 +66,13 @@ class StaticTree:
     """A `TreePolicy` whose topology is fixed (SpecVLM, section 3; EAGLE-style), by default SpecVLM's 25 nodes.
 
     Parents, depths, masks and the number of nodes are constants of a budget, copied into the buffers as a step begins;
-    then it writes tokens only. `tree.log_probs` is never filled in, because a fixed topology does not use it. A step
-    with a budget below the topology gets its first nodes, and runs only the forwards that these need. It keeps no state
-    of a request, and `finish` appends nothing: the topology is complete, or the budget is used up.
+    then it writes tokens only, and never `tree.log_probs`. A step with a budget below the topology gets its first
+    nodes, and runs only the forwards that these need. It keeps no state of a request, and `finish` appends nothing.
 
     Args:
         max_num_reqs: Most requests of a batch.
         device: Where the tensors live.
-        paths: Rank paths, see `parse_paths`.
+        paths: Rank paths of the topology.
         max_nodes: K, the width of the buffers; by default the number of paths. A topology that is larger is cut.
 
     Raises:
@@ -112,7 +105,6 @@ class StaticTree:
         """Do nothing: a fixed topology keeps no state."""
 
     def prepare(self, max_nodes: int) -> None:
-        """Upload the tables of a budget; see `TreePolicy`. The budget rarely changes, mostly near the end of a text."""
         self._tables(max_nodes)
 
     def warm_up(self, fill: bool) -> None:
@@ -128,13 +120,11 @@ class StaticTree:
         return self.depth(max_nodes)
 
     def begin(self, rows: Tensor, num_accepted: Tensor, max_nodes: int) -> None:
-        """Make the trees the budget's, without tokens; see `TreePolicy`. Acceptance is not used."""
         tree_begin(self.tree, self._tables(max_nodes).template, len(rows))
 
     def extend(
         self, level: int, log_probs: Tensor, token_ids: Tensor, *, rows: Tensor, max_nodes: int
     ) -> tuple[Tensor, Tensor] | None:
-        """Enter the tokens of one level; see `TreePolicy`. `log_probs` is not used."""
         tables, num_reqs = self._tables(max_nodes), len(rows)
         tree_place(self.tree, tables.levels[level], num_reqs, token_ids)
         return None if level + 1 == len(tables.levels) else self.frontier(level + 1, num_reqs, max_nodes)

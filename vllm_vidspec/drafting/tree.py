@@ -1,11 +1,9 @@
 """What a draft tree is: its buffers, batched over requests, and the policies that grow it; touches no model, no vLLM.
 
-Node 0 of a tree is the root, the last committed token; nodes 1 to K are drafts. Two orders hold in every tree:
-
-- A parent comes before its children, so every prefix of the nodes is a tree: a scheduler may cut it anywhere.
-- The greedy path comes first: nodes 1 to D are the rank-0 path of the request, D levels deep. It is the path that is
-  usually accepted, and its KV then is already where the committed text wants it; a tree that is cut short degrades to
-  the chain.
+Node 0 of a tree is the root, the last committed token; nodes 1 to K are drafts. In every tree a parent comes before its
+children, so every prefix of the nodes is a tree: a scheduler may cut it anywhere. And the greedy path comes first:
+nodes 1 to D are the rank-0 path of the request, D levels deep. It is the path that is usually accepted, and its KV then
+is already where the committed text wants it; a tree that is cut short degrades to the chain.
 """
 
 from typing import Protocol
@@ -67,9 +65,11 @@ class TreePolicy(Protocol):
                 policy.send(rows_np)
         policy.finish(fill, rows=rows, max_nodes=max_nodes)
 
-    "Row" is a request's persistent row (`req_state_idx`), R the batch size; batch row r of `tree` belongs to `rows[r]`.
-    `rows` may end with rows `max_num_reqs`, one past the last: padding, whose trees are garbage and harm no other.
-    No method waits for device work of the same step. A request's tree does not depend on the others of its batch.
+    `rows` are int64 [R] persistent rows (`req_state_idx`), each once; batch row r of `tree` belongs to `rows[r]`. They
+    may end with rows `max_num_reqs`, one past the last: padding, whose trees are garbage and harm no other. `rows_np`
+    are the rows on the host, without padding. `max_nodes` is how many draft nodes each tree may have in this step; more
+    than K counts as K. No method waits for device work of the same step. A request's tree does not depend on the
+    others.
 
     `begin`, `extend` and `finish` can be captured in CUDA graphs, one by one or together, once `prepare` was called for
     their `max_nodes`: what they launch depends on R, `level`, `max_nodes` and `fill` alone, nothing is copied
@@ -113,21 +113,13 @@ class TreePolicy(Protocol):
         """Return F, the columns of the frontier that is fed on a level below `depth(max_nodes)`; 1 on level 0."""
 
     def num_levels(self, rows_np: np.ndarray, max_nodes: int) -> int:
-        """Return the draft forwards of the step that begins, the root's included, in [1, depth(max_nodes)].
-
-        Args:
-            rows_np: int64 [n], the rows that draft, on the host.
-            max_nodes: Draft nodes that each tree may have in this step; more than K counts as K.
-        """
+        """Return the draft forwards of the step that begins, the root's included, in [1, depth(max_nodes)]."""
 
     def begin(self, rows: Tensor, num_accepted: Tensor, max_nodes: int) -> None:
         """Start a step: update state by the last acceptance, and empty the trees of batch rows 0 to R - 1.
 
-        Args:
-            rows: int64 [R], each row once, but for padding.
-            num_accepted: int32 [R], accepted draft tokens, without the target's own; -1 = the request had no verify
-                step, its history stays.
-            max_nodes: As in `num_levels`.
+        `num_accepted` are int32 [R] accepted draft tokens, without the target's own; -1: no verify step, the history
+        stays.
         """
 
     def extend(
@@ -140,37 +132,27 @@ class TreePolicy(Protocol):
             log_probs: float32 [R * F, C], of each frontier node's candidates, descending, <= 0; row-major over the
                 frontier [R, F] that the previous call returned. Entries where it had no node are not used.
             token_ids: int64 [R * F, C], distinct in a row.
-            rows: As in `begin`.
-            max_nodes: As in `begin`.
+            rows: See the class, and there `max_nodes`.
 
         Returns:
-            nodes: int64 [R, F'], the nodes that the next forward feeds; 0 = no node at this place. Column 0 is the
-                greedy node while the request's greedy path still grows. F' is `width(level + 1, max_nodes)`, or fewer
-                with `trims`.
-            token_ids: int64 [R, F'], their tokens.
-            Both are views of persistent buffers, one per level, R and `max_nodes`, overwritten by the next
-            call. None where `depth(max_nodes)` is reached.
+            int64 [R, F'] nodes that the next forward feeds, 0 = none at this place, and their tokens; None where
+            `depth(max_nodes)` is reached. Column 0 is the greedy node while the request's greedy path still grows. F'
+            is `width(level + 1, max_nodes)`, or fewer with `trims`. Both are views of persistent buffers, one per
+            level, R and `max_nodes`, overwritten by the next call.
         """
 
     def frontier(self, level: int, num_reqs: int, max_nodes: int) -> tuple[Tensor, Tensor]:
         """Return where `extend` will have written the nodes and tokens that a level from 1 on feeds, untrimmed."""
 
     def send(self, rows_np: np.ndarray) -> None:
-        """Start the copy that the next step's `num_levels` needs on the host, after level 0; never captured.
-
-        Args:
-            rows_np: int64 [n], the first n of `rows` on the host: all but the padding.
-        """
+        """Start the copy that the next step's `num_levels` needs on the host, after level 0; never captured."""
 
     def finish(self, fill: bool, *, rows: Tensor, max_nodes: int) -> None:
         """End the step: set `tree.num_nodes`.
 
-        Args:
-            fill: Where a tree has fewer nodes than the step allows, append the most probable of the candidates that
-                were not taken, as leaves, best first, as far as candidates reach. For async scheduling, which fixes
-                the number of drafts. A topology that is fixed has nothing to append.
-            rows: As in `begin`.
-            max_nodes: As in `begin`.
+        `fill` appends, where a tree has fewer nodes than the step allows, the most probable of the candidates that were
+        not taken, as leaves, best first: for async scheduling, which fixes the number of drafts. A fixed topology
+        appends none.
         """
 
 
@@ -182,9 +164,7 @@ def topology_tables(parents: list[int], device: torch.device | str) -> tuple[Ten
         device: Where the tables live.
 
     Returns:
-        parents: int32 [K + 1]; root -1.
-        depths: int32 [K + 1].
-        ancestors: int64 [K + 1], see `DraftTree`.
+        int32 [K + 1] parents, the root's -1; int32 [K + 1] depths; int64 [K + 1] ancestors, see `DraftTree`.
     """
     depths, words = [0], [0]
     for node, parent in enumerate(parents, start=1):

@@ -36,24 +36,18 @@ class AdminRoutes:
         self._engine: Any = None
 
     def attach_router(self, app: Any) -> None:
-        """Add the routes, if there is a key."""
         from fastapi import Request
 
         if not self._key:
             logger.warning("vidspec: no admin route: %s is not set", KEY)
             return
 
-        async def read(request: Request):  # type: ignore[no-untyped-def]
-            return await self._answer(request, change=False)
+        async def answer(request: Request):  # type: ignore[no-untyped-def]
+            return await self._answer(request, change=request.method == "POST")
 
-        async def change(request: Request):  # type: ignore[no-untyped-def]
-            return await self._answer(request, change=True)
-
-        app.add_api_route(PATH, read, methods=["GET"], include_in_schema=False)
-        app.add_api_route(PATH, change, methods=["POST"], include_in_schema=False)
+        app.add_api_route(PATH, answer, methods=["GET", "POST"], include_in_schema=False)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Keep the way to the engine; see vLLM's."""
         self._engine = engine_client
 
     async def _answer(self, request: Any, change: bool) -> Any:
@@ -74,11 +68,7 @@ class AdminRoutes:
         return JSONResponse(knobs)
 
     async def _change(self, first: VidSpecConfig, changes: dict[str, Any]) -> None:
-        """Change knobs, all or none.
-
-        Raises:
-            VidSpecError: One line for the client, before anything reaches the engine.
-        """
+        """Change knobs, all or none; a VidSpecError of one line for the client, before anything reaches the engine."""
         knobs = Knobs(first)
         (now, *_) = await self._engine.collective_rpc("vidspec_knobs")
         knobs.current = knobs.current.changed({name: value for name, value in now.items() if name != LIMIT})
@@ -91,11 +81,7 @@ class AdminRoutes:
 
 
 async def _body(request: Any) -> dict[str, Any]:
-    """Return the JSON object that a client has sent.
-
-    Raises:
-        VidSpecError: It is none, or too long.
-    """
+    """Return the JSON object that a client has sent; a VidSpecError if it is none, or too long."""
     text = b""
     async for part in request.stream():
         text += part

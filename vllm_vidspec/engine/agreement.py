@@ -12,6 +12,7 @@ import contextlib
 import os
 import sys
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -36,12 +37,7 @@ _FREELY = contextlib.nullcontext()
 
 
 class OthersFailed(Exception):
-    """Another rank could not go on, so that this one must not either.
-
-    Args:
-        message: For the log.
-        step: Number of the step that is left.
-    """
+    """Another rank could not go on, so that this one must not either."""
 
     def __init__(self, message: str, step: int):
         super().__init__(message)
@@ -49,13 +45,7 @@ class OthersFailed(Exception):
 
 
 class Agreement:
-    """One per process; a single rank agrees with itself and pays nothing.
-
-    Args:
-        group: vLLM's `GroupCoordinator` of the tensor-parallel ranks.
-        patience_s: How long to wait for a rank, in seconds.
-        failed_patience_s: How long to wait for others to have failed alike, in seconds.
-    """
+    """One per process; a single rank agrees with itself and pays nothing."""
 
     def __init__(self, group: Any, patience_s: float = _PATIENCE_S, failed_patience_s: float = _FAILED_PATIENCE_S):
         self._group = group
@@ -69,25 +59,18 @@ class Agreement:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank, which speaks for all."""
         return self._rank == 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other rank."""
         return self._size == 1
 
     def run(self, phase: str, step: Callable[..., None], *args: Any, is_careful: bool = True) -> Exception | None:
         """Run a step that all ranks take together; return why it failed, on all of them alike, or None.
 
-        Args:
-            phase: What the step is, for messages.
-            step: It enters collectives under `collective` only.
-            args: Of the step.
-            is_careful: Whether ranks wait for each other before collectives, so that one rank's failure is survived.
-                A step without, taken at every decode step, costs nothing while all is well.
-
-        A careful step may run others, outside its collectives: what fails in those is theirs.
+        Before the collectives of a careful step, which it enters under `collective` only, ranks wait for each other, so
+        that one rank's failure is survived; it may run others, outside its collectives: what fails in those is theirs.
+        Any other step, taken at every decode step, costs nothing while all is well.
         """
         if self.is_alone:
             try:
@@ -118,10 +101,8 @@ class Agreement:
             self._phase, self._is_torn = outer
 
     def collective(self) -> contextlib.AbstractContextManager[None]:
-        """Return what collectives are entered under; in a careful step all ranks are ready for them first.
-
-        Raises:
-            OthersFailed: Where it is entered: a rank is not ready.
+        """Return what collectives are entered under; in a careful step all ranks are ready for them first, or
+        OthersFailed is raised where it is entered.
         """
         return self._together() if self._phase else _FREELY
 
@@ -134,13 +115,7 @@ class Agreement:
 
     def all_ranks_and(self, phase: str, flags: Sequence[bool]) -> list[bool]:
         """Return, for each of the ranks' flags, whether it is set on all of them; a few 100 us, none for no flags.
-
-        Args:
-            phase: What is settled, for messages.
-            flags: As many on every rank.
-
-        Raises:
-            OthersFailed: A rank has failed in the careful step that this one is in.
+        OthersFailed is raised if a rank has failed in the careful step that this one is in.
         """
         if self.is_alone:
             return list(flags)
@@ -159,8 +134,6 @@ class Agreement:
         sys.stderr.flush()
         os._exit(1)
 
-    # ---- messages --------------------------------------------------------------------------------------------------
-
     def _fail(self, phase: str, error: Exception) -> None:
         """Tell the others that this rank has failed; return if all of them leave this step, and no more, too."""
         logger.error("vidspec: rank %d of %d failed in %s: %s", self._rank, self._size, phase, error)
@@ -170,11 +143,7 @@ class Agreement:
             self._exchange(phase, _FAILED)
 
     def _exchange(self, phase: str, verdict: int, place: int = 0, flags: Sequence[bool] = ()) -> list[bool]:
-        """Tell every rank where this one is and observe where they are; return the flags that all have set.
-
-        Raises:
-            OthersFailed: A rank has failed in a step that this one is still in.
-        """
+        """Tell every rank where this one is and observe where they are; return the flags that all have set."""
         mine = torch.zeros(_NUM_HEADERS + _MAX_FLAGS, dtype=torch.int64)
         header = [self._num_steps, zlib.crc32(phase.encode()), verdict, place, len(flags)]
         mine[: len(header) + len(flags)] = torch.tensor([*header, *flags], dtype=torch.int64)
@@ -227,8 +196,6 @@ def _place(error: Exception, rank: int) -> int:
     """Return a number for where and how a step failed: equal on two ranks that stopped after the same collectives."""
     if isinstance(error, torch.OutOfMemoryError):
         return -1 - rank  # what runs out of memory need not do so at the same layer
-    lines, frame = [type(error).__name__], error.__traceback__
-    while frame is not None:
-        lines.append(f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}")
-        frame = frame.tb_next
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [type(error).__name__, *(f"{frame.f_code.co_filename}:{line}" for frame, line in frames)]
     return zlib.crc32("\n".join(lines).encode())

@@ -1,25 +1,71 @@
-"""DraftBackend: the seam for where the draft runs, in the target's process or in one of its own."""
+"""DraftBackend: the seam for where the draft runs, in the target's process or in one of its own; and the Step that it
+is told of.
+"""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from vllm_vidspec.adapt import Decision
+from vllm_vidspec.config import Plan
 from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Request
-from vllm_vidspec.engine.target_step import Step
+
+
+class Step(NamedTuple):
+    """A step that the target has committed, as the draft's side sees it."""
+
+    batch: Any  # vLLM's `InputBatch`
+    is_done: np.ndarray  # [num_reqs] bool: the target's prefill is complete, so that this step sampled a token
+    bound: np.ndarray  # [num_reqs] int64 host bound of the committed lengths, the target's last token included
+    num_sampled: torch.Tensor  # [num_reqs] int32 accepted drafts and the target's own token
+    plan: Plan  # what to draft
+    # [num_reqs] bool: requests that get no drafts in this step, though others may; None: there are none
+    rests: np.ndarray | None = None
+    is_undrafted: bool = False  # whether somebody has decided that drafts do not pay in this step
+
+    def active(self, found: np.ndarray) -> np.ndarray:
+        """Return `[num_reqs]` bool: those of `[num_reqs]` bool that do not rest."""
+        return found if self.rests is None else found & ~self.rests
+
+    @classmethod
+    def of(
+        cls,
+        batch: Any,
+        num_sampled: torch.Tensor,
+        plan: Plan,
+        decision: Decision | None = None,
+        most: int | None = None,
+    ) -> "Step":
+        """Read a step from vLLM's batch, a decision made beside the scheduler, and the `most` drafts that vLLM has room
+        for; nothing here waits for the device.
+        """
+        rests, is_undrafted = None, not plan.num_tokens
+        if decision is not None:
+            is_undrafted |= not decision.option.num_tokens
+            plan = Plan(decision.option.shape, decision.option.num_tokens)
+            if decision.resting:
+                found = map(decision.resting.__contains__, batch.req_ids)
+                rests = np.fromiter(found, dtype=bool, count=batch.num_reqs)
+        # The same number, from the same plans, but for vLLM's warm-up, and 0 where it knows that no request of the step
+        # can use drafts (from 0.33 on).
+        if most is not None:
+            plan = plan._replace(num_tokens=min(plan.num_tokens, most))
+        computed = batch.num_computed_tokens_np + batch.num_scheduled_tokens
+        if batch.num_draft_tokens_per_req is not None:
+            computed = computed - batch.num_draft_tokens_per_req
+        # The last draft of this step may commit K more tokens and the target one.
+        bound = np.add(batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs], 1, dtype=np.int64)
+        return cls(batch, computed >= batch.prefill_len_np, bound, num_sampled, plan, rests, is_undrafted)
 
 
 class DraftBackend:
-    """What a step asks for. A `RowTable`: `add` and `remove` begin and end what it keeps of a row's request.
+    """What a step asks for. A `RowTable`: `add` and `remove` begin and end what it keeps of a row's request."""
 
-    Attributes:
-        reads_at_rest: Whether prompts are read while nothing is drafted, as it costs the target nothing.
-        reading: Requests whose prompts were read in the last step, and `reading_s`, the host's time for them.
-    """
-
-    reads_at_rest = False
+    reads_at_rest = False  # whether prompts are read while nothing is drafted, as it costs the target nothing
+    # Requests whose prompts were read in the last step, and the host's time for them.
     reading: frozenset[str] = frozenset()
     reading_s = 0.0
 
@@ -31,10 +77,8 @@ class DraftBackend:
     # ---- set-up, in vLLM's order -----------------------------------------------------------------------------------
 
     def reserve(self, available_bytes: int) -> int:
-        """Return how many bytes of a rank's KV memory the draft takes.
-
-        Raises:
-            VidSpecError: A knob asks for too much, or for too little for one request.
+        """Return how many bytes of a rank's KV memory the draft takes; a VidSpecError where a knob asks for too much,
+        or for too little for one request.
         """
         return 0
 
@@ -45,15 +89,10 @@ class DraftBackend:
     def init_kv(
         self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
     ) -> None:
-        """Allocate what was reserved; the backend is ready afterwards.
+        """Allocate what was reserved, inside `allocation()`, and be ready; a VidSpecError if it cannot draft.
 
-        Args:
-            encoder_cache: vLLM's, of the target; None for a target without media.
-            allocation: Makes what is entered while memory is taken.
-            is_profiling: Allocate the least with which graphs can be captured, as nothing is reserved yet.
-
-        Raises:
-            VidSpecError: It cannot draft.
+        vLLM's encoder cache is the target's, None for one without media. While it is profiling, nothing is reserved
+        yet: allocate the least with which graphs can be captured.
         """
         raise NotImplementedError
 
@@ -95,12 +134,8 @@ class DraftBackend:
         return None
 
     def start(self, step: Step, rows: np.ndarray, requests: list[Request]) -> None:
-        """Queue requests for their draft prefill.
-
-        Args:
-            step: The step.
-            rows: `[n]` rows of the step that may start, those that wait for blocks among them.
-            requests: Those whose guidance has just come.
+        """Queue requests for their draft prefill: those whose guidance has just come, and of the `[n]` rows of the step
+        that may start those that wait for blocks.
         """
         raise NotImplementedError
 
@@ -109,10 +144,7 @@ class DraftBackend:
         raise NotImplementedError
 
     def propose(self, step: Step, batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draft for a batch.
-
-        Returns:
-            `[num_reqs, K]` int64 drafts, zeros for requests without, and `[num_drafted]` how many of each mean
-            something; None where all K do.
+        """Draft for a batch; return `[num_reqs, K]` int64 drafts, zeros for requests without, and `[num_drafted]` how
+        many of each mean something; None where all K do.
         """
         raise NotImplementedError

@@ -6,23 +6,16 @@ import numpy as np
 from vllm.logger import init_logger
 
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.backend import Step
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import RequestRows
-from vllm_vidspec.engine.target_step import Step
 
 logger = init_logger("vllm.vidspec")
 
 
 class DraftFailures:
-    """Runs parts of a step, and gives requests up.
-
-    Args:
-        knobs: `on_draft_error`.
-        agreement: Of the tensor-parallel ranks.
-        requests: The rows.
-        counters: Records why a request is given up.
-    """
+    """Runs parts of a step, and gives requests up."""
 
     def __init__(self, knobs: Knobs, agreement: Agreement, requests: RequestRows, counters: Counters):
         self._knobs, self._agreement, self._requests, self._counters = knobs, agreement, requests, counters
@@ -54,6 +47,5 @@ class DraftFailures:
             self.give_up(step, i, "draft_error", "the draft failed")
 
     def give_up(self, step: Step, i: int, reason: str, detail: str) -> None:
-        """Let the request at a place of the batch go on without speculation, and count why."""
         self._requests.skip(int(step.batch.idx_mapping_np[i]), reason)
         self._counters.skip(reason, step.batch.req_ids[i], detail)

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.planning.draft_cost import cost_hint, stored_shape
+from vllm_vidspec.planning.draft_cost import cost_hint, stored_weights
 
 logger = logging.getLogger("vllm.vidspec")
 
 
 def say_hints(vllm_config: Any, config: VidSpecConfig) -> None:
-    """Log what an operator of a GPU should know."""
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mode is not None and compilation.cudagraph_mode.has_full_cudagraphs():
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
@@ -20,19 +19,13 @@ def say_hints(vllm_config: Any, config: VidSpecConfig) -> None:
             logger.info("vidspec: CUDA graphs end before --max-num-seqs: %s", line)
     if not config.is_self_draft and not config.is_parallel:
         models = (vllm_config.model_config, vllm_config.speculative_config.draft_model_config)
-        target, draft = (stored_shape(model.hf_config.to_dict(), model.quantization) for model in models)
+        target, draft = (stored_weights(model.hf_config.to_dict(), model.quantization) for model in models)
         if target is not None and draft is not None and (found := cost_hint(target, draft, config.max_path)):
             logger.info("vidspec: the draft's weights are dear: %s: docs/models.md, A quantised draft", found)
 
 
 def graph_ceiling(config: VidSpecConfig, max_num_seqs: int, max_tokens: int) -> Iterator[str]:
-    """Yield a line if batches that vLLM may schedule are beyond any CUDA graph, of the target or of the draft.
-
-    Args:
-        config: The knobs.
-        max_num_seqs: Requests of the largest batch.
-        max_tokens: Of the largest graph.
-    """
+    """Yield a line if batches that vLLM may schedule are beyond any CUDA graph, of the target or of the draft."""
     sizes = [(size, config.plan_for(size)) for size in range(1, max_num_seqs + 1)]
     drafting = [(size, plan) for size, plan in sizes if plan.num_tokens]
     verify = next((size for size, plan in drafting if size * (plan.num_tokens + 1) > max_tokens), None)

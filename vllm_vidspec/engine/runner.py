@@ -7,7 +7,6 @@ told once to `RequestRows`), `prepare_inputs` (hooks plan), the forward, `execut
 
 import contextlib
 import copy
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +24,8 @@ from vllm_vidspec.engine.compat import scheduler
 from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import launch
-from vllm_vidspec.engine.parallel.backend import ParallelBackend, sizes_of
+from vllm_vidspec.engine.parallel.backend import sizes_of
 from vllm_vidspec.engine.parallel.client import DrafterClient
-from vllm_vidspec.engine.parallel.timeline import EventKind, Timeline
 from vllm_vidspec.engine.parts import RunnerParts
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.report.request_metrics import PublishingOutput
@@ -49,8 +47,6 @@ class VidSpecModelRunner(GPUModelRunner):
         self.requests = RequestRows(self.max_num_reqs, device)
         self.counters = Counters(vllm_config, device, self.max_num_reqs, self.num_speculative_steps, self.requests)
         self.agreement = Agreement(get_tp_group())
-        self.timeline = Timeline()
-        self._step_start = 0.0
         self._was_at_rest = False  # whether nothing was drafted in the last step, nor asked for
         self._num_told_skips = 0  # of `RequestRows.num_skips`, those that the scheduler's side knows of
         self.drafter_client: DrafterClient | None = None  # of the first rank, where the draft is another process's
@@ -58,8 +54,12 @@ class VidSpecModelRunner(GPUModelRunner):
     # ---- set-up ----------------------------------------------------------------------------------------------------
 
     def load_model(self, *args, **kwargs) -> None:
-        if self.knobs.current.is_parallel and self.agreement.is_first:
-            self._start_drafter()  # it loads while the target does
+        config = self.knobs.current
+        if config.is_parallel and self.agreement.is_first:  # the drafter loads while the target does
+            sizes = sizes_of(config, self.max_num_reqs, self.max_model_len, len(metrics.NAMES))
+            packed = launch.pack_config(self.vllm_config, config)
+            self.drafter_client = DrafterClient(packed, config, sizes, self.vocab_size)
+            self.drafter_client.start()
         super().load_model(*args, **kwargs)
         compat.keep_shared_noise(self.sampler)
         weights = (weight.numel() * weight.element_size() for weight in self.model.parameters())
@@ -71,14 +71,6 @@ class VidSpecModelRunner(GPUModelRunner):
         self.speculator, self.rejection_sampler = self.parts.speculator, self.parts.verifier
         self.use_aux_hidden_state_outputs = self.parts.guidance is not None and self.parts.guidance.reads_hidden_states
 
-    def _start_drafter(self) -> None:
-        config = self.knobs.current
-        sizes = sizes_of(config, self.max_num_reqs, self.max_model_len, len(metrics.NAMES))
-        self.drafter_client = DrafterClient(
-            launch.pack_config(self.vllm_config, config), config, sizes, self.vocab_size
-        )
-        self.drafter_client.start()
-
     def shutdown(self) -> None:
         if self.drafter_client is not None:
             self.drafter_client.close()
@@ -86,11 +78,7 @@ class VidSpecModelRunner(GPUModelRunner):
         super().shutdown()
 
     def reserve(self, available_bytes: int) -> int:
-        """Return how many of a rank's bytes of KV memory are not for the target's cache.
-
-        Raises:
-            VidSpecError: A knob asks for more than there is.
-        """
+        """Return how many of a rank's bytes of KV memory are not for the target's cache."""
         observed = self.hooks.reserve(available_bytes)
         return observed + self.speculator.backend.reserve(available_bytes - observed)
 
@@ -113,7 +101,6 @@ class VidSpecModelRunner(GPUModelRunner):
             self.rejection_sampler.profile(logits)
 
     def get_draft_model(self):
-        """Return the draft network, whose weights vLLM can exchange; None while it is the target itself."""
         return self.speculator.model
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -162,7 +149,6 @@ class VidSpecModelRunner(GPUModelRunner):
             self.counters.set("relevance_held_bytes", self.parts.visual.store.held_bytes)
 
     def forget_kv(self) -> None:
-        """Give up what the draft and relevance know of running requests; see the worker."""
         self.speculator.backend.give_up_all()
         self.hooks.forget_kv()
 
@@ -179,16 +165,14 @@ class VidSpecModelRunner(GPUModelRunner):
         return batch
 
     def execute_model(self, scheduler_output, *args, **kwargs):
-        self._step_start = time.monotonic()
         if self.speculator is not None:
             self.speculator.decision = scheduler.decision_of(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             self.counters.flush()  # the last step's, which no later one publishes
         output = super().execute_model(scheduler_output, *args, **kwargs)
         state = self.execute_model_state
-        self.hooks.after_forward(
-            Forward(None, None) if state is None else Forward(state.hidden_states, state.aux_hidden_states)
-        )
+        states = (None, None) if state is None else (state.hidden_states, state.aux_hidden_states)
+        self.hooks.after_forward(Forward(*states))
         return output
 
     def sample(self, hidden_states, input_batch, grammar_output):
@@ -197,9 +181,6 @@ class VidSpecModelRunner(GPUModelRunner):
         self.rejection_sampler.end()
         if self.trees is not None:
             self.trees.compact()  # before anything counts the accepted tokens as computed
-        if self.timeline.is_on:
-            kind = EventKind.PREFILL if input_batch.is_prefilling_np.any() else EventKind.DECODE
-            self.timeline.note("target", kind, self._step_start, input_batch.num_reqs, input_batch.num_tokens)
         return output, num_sampled, num_rejected
 
     def sample_tokens(self, grammar_output):
@@ -226,9 +207,7 @@ class VidSpecModelRunner(GPUModelRunner):
         return output
 
     def _report(self, verified: frozenset[str]) -> scheduler.StepReport | None:
-        """Return what the controller beside the scheduler is told of a step that has verified some requests' drafts;
-        None if there is nothing to tell.
-        """
+        """Return what the controller beside the scheduler is told of a step; None if there is nothing to tell."""
         reading, skipped = self.speculator.backend.reading, ()
         if self.requests.num_skips != self._num_told_skips:
             self._num_told_skips = self.requests.num_skips
@@ -241,8 +220,8 @@ class VidSpecModelRunner(GPUModelRunner):
     def take_draft_token_ids(self):
         """Offer what was drafted: nothing for requests without speculation, a tree's nodes and no more.
 
-        A scheduler that runs ahead asks for a grammar's sake once the next step has begun, and that step may have begun
-        with the end, or the preemption, of a request that was drafted for: its drafts are nobody's any more.
+        A scheduler that runs ahead asks for a grammar's sake once the next step has begun, which may have ended a
+        request that was drafted for: its drafts are nobody's any more.
         """
         if self._was_at_rest:
             return None  # vLLM still has those of an earlier step
@@ -258,16 +237,7 @@ class VidSpecModelRunner(GPUModelRunner):
     # ---- tools -----------------------------------------------------------------------------------------------------
 
     def retune(self, changes: dict[str, Any]) -> None:
-        """Change knobs between requests; see `worker.vidspec_retune`."""
         self.knobs.retune(changes)
 
-    def watch_timeline(self, on: bool) -> list[dict[str, Any]]:
-        """Return what target and draft did since watching began, and go on or not; see the worker."""
-        events = self.timeline.watch(on)
-        if isinstance(self.speculator.backend, ParallelBackend):
-            events += self.speculator.backend.watch_timeline(on)
-        return sorted(events, key=lambda event: event["start_s"])
-
     def watch_scores(self, on: bool) -> list[dict[str, Any]]:
-        """Return what became of every token since watching began, and go on or not; see the worker."""
         return self.rejection_sampler.watch(on)

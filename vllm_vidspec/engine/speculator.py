@@ -18,29 +18,16 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_vidspec.adapt import Decision
-from vllm_vidspec.engine.backend import DraftBackend
+from vllm_vidspec.engine.backend import DraftBackend, Step
 from vllm_vidspec.engine.failures import DraftFailures
-from vllm_vidspec.engine.hooks.prompts import Guidance
+from vllm_vidspec.engine.hooks.prompts import Guidance, GuidanceByWay
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import DraftBatch, Phase, Request, RequestRows
-from vllm_vidspec.engine.target_step import Step
 
 
 class Speculator(BaseSpeculator):
-    """vLLM's speculator slot: one step, in order, over a backend.
-
-    Args:
-        knobs: The configuration.
-        requests: The rows.
-        guidance: Scores visual tokens for the pruner; None where the pruner needs none.
-        counters: Records what is not drafted for.
-        failures: Guards the parts of a step.
-        backend: Where the draft runs.
-
-    Attributes:
-        decision: The controller's, of the step that runs; None: `knobs` say what a batch size drafts.
-    """
+    """vLLM's speculator slot: one step, in order, over a backend."""
 
     supports_mm_inputs = False  # the target's embeddings are of no use to the draft: it has a vision tower of its own
     draft_logits = None
@@ -50,7 +37,7 @@ class Speculator(BaseSpeculator):
         self,
         knobs: Knobs,
         requests: RequestRows,
-        guidance: Guidance | None,
+        guidance: Guidance | GuidanceByWay | None,
         counters: Counters,
         failures: DraftFailures,
         backend: DraftBackend,
@@ -58,12 +45,12 @@ class Speculator(BaseSpeculator):
         self._knobs, self._requests, self._guidance = knobs, requests, guidance
         self._counters, self._failures = counters, failures
         self.backend = backend
+        # The controller's, of the step that runs; None: `knobs` say what a batch size drafts.
         self.decision: Decision | None = None
         self.graphs: Any = None  # vLLM's memory profile looks for managers among our attributes, and drops them
 
     @property
     def model(self) -> torch.nn.Module | None:
-        """The draft network; None while it is the target itself, or another process's."""
         return self.backend.model
 
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
@@ -71,7 +58,6 @@ class Speculator(BaseSpeculator):
         self.graphs = self.backend.make_graphs(cudagraph_mode)
 
     def capture(self) -> None:
-        """Capture the parts of a draft step."""
         self.backend.capture()
 
     @property

@@ -18,8 +18,7 @@ def prunes_videos(model_config: Any) -> bool:
 def places_of(runner: Any) -> Callable[[int, int], Placed] | None:
     """Return what tells where such a target has put the prompt of a row, of so many tokens; None for other targets.
 
-    vLLM writes it as each video passes the target's forward. The host waits for the device once a prompt, as it does
-    where vLLM itself finds these positions.
+    vLLM writes it as each video passes the target's forward; reading waits for the device, once a prompt.
     """
     if not prunes_videos(runner.vllm_config.model_config):
         return None

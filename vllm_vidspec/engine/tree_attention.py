@@ -27,34 +27,21 @@ _SLOW = "chains are slow at long contexts"
 
 @dataclass(frozen=True)
 class TreeStep:
-    """Where the trees of one forward are, and which KV entries each of their rows attends to.
+    """Where the trees of one forward are, and which KV entries each of their rows attends to."""
 
-    Attributes:
-        rows: `[n]` int64 row of each tree in the forward's block table.
-        query_start: `[>= n]` int32 its first query row.
-        num_queries: `[>= n]` int32 its query rows; 0: it is no tree.
-        prefix_lens: `[>= n]` int32 KV entries that all its rows attend to, the root's included.
-        masks: `[>= n, >= max_queries]` int64; bit j: the row attends to entry prefix_lens + j (tree node j + 1).
-        max_queries: Most query rows of a tree.
-        is_whole_batch: Whether every row of the forward belongs to a tree, so that vLLM's own attention can stay out.
-    """
-
-    rows: torch.Tensor
-    query_start: torch.Tensor
-    num_queries: torch.Tensor
-    prefix_lens: torch.Tensor
+    rows: torch.Tensor  # [n] int64 row of each tree in the forward's block table
+    query_start: torch.Tensor  # [>= n] int32 its first query row
+    num_queries: torch.Tensor  # [>= n] int32 its query rows; 0: it is no tree
+    prefix_lens: torch.Tensor  # [>= n] int32 KV entries that all its rows attend to, the root's included
+    # [>= n, >= max_queries] int64; bit j: the row attends to entry prefix_lens + j (tree node j + 1)
     masks: torch.Tensor
-    max_queries: int
+    max_queries: int  # most query rows of a tree
+    # whether every row of the forward belongs to a tree, so that vLLM's own attention can stay out
     is_whole_batch: bool
 
 
 class TreeAttention:
-    """Gives the attention layers of one model tree masks; forwards without trees take vLLM's path untouched.
-
-    Args:
-        layers: The model's attention layers (not those that another model shares with it).
-        device: Where their caches live.
-    """
+    """Gives a model's attention layers (none that it shares) tree masks; without trees vLLM's path is untouched."""
 
     def __init__(self, layers: Iterable[Any], device: torch.device):
         self.layers = list(layers)
@@ -74,11 +61,7 @@ class TreeAttention:
             warm_up.warm_tree_attention(keys, values, block_table, num_heads, dtype, max_queries, self.scratch)
 
     def caches(self) -> CacheList:
-        """Return every layer's keys and values, for compaction; the caches must exist.
-
-        Raises:
-            VidSpecError: A cache layout that no view describes.
-        """
+        """Return every layer's keys and values, for compaction; the caches must exist."""
         check_layout(self.layers, *REFUSAL)
         return CacheList([cache_views(layer.kv_cache, layer) for layer in self.layers])
 
@@ -123,23 +106,10 @@ class TreeAttention:
 def make_attention(
     layers: Iterable[Any], config: VllmConfig, device: torch.device, *, num_rows: int, in_trees: bool, whose: str
 ) -> TreeAttention | None:
-    """Return the tree attention that a model's layers need: all of them for trees, for chains those that it outruns.
+    """Return the tree attention that a model's layers need: all of them for trees (a VidSpecError where one cannot be
+    read), for chains of `num_rows` query rows those that it outruns; None where no layer needs it.
 
     A layer that it cannot stand for keeps its own backend, which loses nothing but time, and one line says so.
-
-    Args:
-        layers: The model's attention layers.
-        config: The model's.
-        device: Where their caches live.
-        num_rows: Query rows of a chain.
-        in_trees: Whether drafts can be trees.
-        whose: "target" or "draft", for the log.
-
-    Returns:
-        None where no layer needs it.
-
-    Raises:
-        VidSpecError: Trees are drafted, and a layer cannot be read.
     """
     layers = list(layers)
     if in_trees:
@@ -161,7 +131,6 @@ def make_attention(
 
 
 def _obstacles(layer: Any, config: VllmConfig) -> Iterator[str]:
-    """Yield why a layer's own backend has to stay for chains."""
     try:
         check_readable(layer, REFUSAL[0], _SLOW)
     except VidSpecError as error:

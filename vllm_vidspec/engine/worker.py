@@ -5,13 +5,17 @@ Nothing of vLLM's CPU engine may be imported here: its import replaces torch.cud
 """
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_vidspec.engine.kernel_warmup import warm_up_kernels
+from vidspec_kernels import warm_up
+from vllm_vidspec.engine.kv_views import distinct_views
 from vllm_vidspec.engine.runner import VidSpecModelRunner
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics.files import leave_refusal
@@ -37,71 +41,59 @@ def tells_why(method: Callable) -> Callable:
 class VidSpecWorker:
     """What both workers share."""
 
+    model_runner: VidSpecModelRunner
+
     @tells_why
     def init_device(self) -> None:
-        """Build the runner; see vLLM's."""
         super().init_device()  # type: ignore[misc]
         # The draft's pool goes where the target's cache does: neither is worth keeping while the engine sleeps.
-        self.model_runner.kv_allocation = functools.partial(  # type: ignore[attr-defined]
-            self._maybe_get_memory_pool_context,  # type: ignore[attr-defined]
-            tag="kv_cache",
-        )
+        pool = self._maybe_get_memory_pool_context  # type: ignore[attr-defined]
+        self.model_runner.kv_allocation = functools.partial(pool, tag="kv_cache")
 
     @tells_why
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
-        """Make the KV caches; see vLLM's."""
         super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
 
     @tells_why
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load target and draft; see vLLM's."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as vLLM does, on a GPU with requests of its own, which nobody sent and nothing counts."""
-        with self.model_runner.counters.paused():  # type: ignore[attr-defined]
+        with self.model_runner.counters.paused():
             return super().compile_or_warm_up_model()  # type: ignore[misc]
 
     @tells_why
     def determine_available_memory(self) -> int:
-        """Return the bytes left for the target's KV cache, the draft's pool taken out.
-
-        Raises:
-            VidSpecError: The pool would leave the target nothing.
-        """
+        """Return the bytes left for the target's KV cache, ours taken out; a VidSpecError if there are none."""
         available = super().determine_available_memory()  # type: ignore[misc]
-        return available - self.model_runner.reserve(available)  # type: ignore[attr-defined]
+        return available - self.model_runner.reserve(available)
 
     def sleep(self, level: int = 1) -> None:
         """Let go of the device's memory; running requests go on without speculation afterwards.
 
-        Level 2 discards weights, and vLLM reloads the target's alone: we sleep at level 1 then, which keeps a copy of
-        them on the host. Refusing it would leave vLLM's scheduler paused.
+        Level 2 discards weights, and vLLM reloads the target's alone: we sleep at level 1 then, with a copy of them on
+        the host. Refusing it would leave vLLM's scheduler paused.
         """
         if level > 1:
             logger.warning("vidspec: nothing reloads the draft's weights: sleeping at level 1, not %d", level)
-        self.model_runner.forget_kv()  # type: ignore[attr-defined]
+        self.model_runner.forget_kv()
         super().sleep(min(level, 1))  # type: ignore[misc]
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Let go of some of the device's memory; see `sleep`."""
-        self.model_runner.forget_kv()  # type: ignore[attr-defined]
+        self.model_runner.forget_kv()
         super().discard(tags)  # type: ignore[misc]
 
     def vidspec_watch(self, on: bool, as_lists: bool = False) -> list[dict[str, Any]]:
         """Return what was pruned since watching began, and go on watching or not; for tools, over `collective_rpc`.
 
-        Returns:
-            Per prompt `req_id`, and per image, video or run of images that are pruned as one `grids`, `kept_indices`,
-            `scores`, `embeddings` (None if not measured).
-            With `as_lists` only the indices and scores, as numbers: an engine in another process cannot send tensors.
-
-        Raises:
-            VidSpecError: The drafter has a process of its own.
+        Per prompt `req_id`, and per image, video or run of images that are pruned as one `grids`, `kept_indices`,
+        `scores`, `embeddings` (None if not measured). With `as_lists` only indices and scores, as numbers: an engine in
+        another process cannot send tensors.
         """
-        if self.model_runner.knobs.current.is_parallel:  # type: ignore[attr-defined]
+        if self.model_runner.knobs.current.is_parallel:
             raise VidSpecError("pruning traces are unavailable with parallel drafting")
-        watched = self.model_runner.speculator.backend.drafter.prefills.watch(on)  # type: ignore[attr-defined]
+        watched = self.model_runner.speculator.backend.drafter.prefills.watch(on)
         if not as_lists:
             return watched
         return [
@@ -113,32 +105,17 @@ class VidSpecWorker:
     def vidspec_watch_scores(self, on: bool) -> list[dict[str, Any]]:
         """Return what became of every token since watching began, and go on watching or not; over `collective_rpc`.
 
-        Returns:
-            Per request `req_id`, and per output token `tokens`, `relevance` (None if not measured) and `kinds`: 0 the
-            target's own, 1 an exact draft, 2 a loosened one, 3 a shifted one.
+        Per request `req_id`, and per output token `tokens`, `relevance` (None if not measured) and `kinds`: 0 the
+        target's own, 1 an exact draft, 2 a loosened one, 3 a shifted one.
         """
-        return self.model_runner.watch_scores(on)  # type: ignore[attr-defined]
-
-    def vidspec_timeline(self, on: bool) -> list[dict[str, Any]]:
-        """Return what target and draft did since watching began, and go on watching or not; over `collective_rpc`.
-
-        Returns:
-            Events in order of their start: `lane` ("target", "drafter"), `kind`, `start_s` and `end_s` of
-            CLOCK_MONOTONIC, `num_reqs`, `num_tokens`.
-        """
-        return self.model_runner.watch_timeline(on)  # type: ignore[attr-defined]
+        return self.model_runner.watch_scores(on)
 
     def vidspec_knobs(self) -> dict[str, Any]:
-        """Return every knob that holds, by its flat name; over `collective_rpc`."""
-        return self.model_runner.knobs.current.flat()  # type: ignore[attr-defined]
+        return self.model_runner.knobs.current.flat()
 
     def vidspec_retune(self, knobs: dict[str, Any]) -> None:
-        """Change knobs of pruning and scoring between requests; for tools, over `collective_rpc`.
-
-        Raises:
-            VidSpecError: A knob that cannot change at run time, or a wrong value.
-        """
-        self.model_runner.retune(knobs)  # type: ignore[attr-defined]
+        """Change knobs of pruning and scoring between requests; see `Knobs.retune`; over `collective_rpc`."""
+        self.model_runner.retune(knobs)
 
 
 class VidSpecGPUWorker(VidSpecWorker, Worker):
@@ -152,3 +129,45 @@ class VidSpecGPUWorker(VidSpecWorker, Worker):
     def compile_or_warm_up_model(self):
         warm_up_kernels(self.model_runner)  # before vLLM's own warm-up, which captures
         return super().compile_or_warm_up_model()
+
+
+def warm_up_kernels(runner: Any) -> None:
+    """Compile and load every kernel variant that a runner's steps can reach, on CUDA only, once its KV caches exist.
+
+    A kernel that is compiled at its first launch stalls every request of that step for seconds, and one that is loaded
+    at its first launch may be loaded under capture. The CPU engine has loops instead, which its worker loads.
+    """
+    if runner.device.type != "cuda":
+        return
+    begin = time.perf_counter()
+    prepare(runner)
+    logger.info("vidspec: kernels ready in %.1f s", time.perf_counter() - begin)
+
+
+def prepare(runner: Any) -> None:
+    config, num_drafts, parts = runner.knobs.current, runner.num_speculative_steps, runner.parts
+    in_trees, block_table = parts.trees is not None, runner.block_tables.input_block_tables[0]
+    warm_up.warm_accept(
+        num_drafts, runner.max_num_reqs, in_trees, parts.rules is not None, runner.counters.counts_requests
+    )
+    if parts.rules is not None:
+        is_measured = parts.visual is not None
+        warm_up.warm_loosen(num_drafts, parts.rules.protected, torch.float32, in_trees, is_measured)
+    if parts.target_trees is not None:
+        parts.target_trees.attention.warm_up(block_table, runner.dtype, num_drafts + 1)
+        parts.target_trees.warm_up(runner)
+    if in_trees:
+        warm_up.warm_kv_compact(parts.trees.caches, block_table, num_drafts)
+        warm_up.warm_path_penalties(runner.vocab_size, parts.trees.parents, parts.verifier.paths.tables)
+    if parts.guidance is not None and parts.guidance.attention:
+        heads = [(keys, num_heads) for keys, _, num_heads in distinct_views(parts.guidance.attention.values())]
+        warm_up.warm_guidance_scores(heads, block_table, runner.dtype)
+    if parts.visual is not None:
+        store = parts.visual.store
+        tables = (store.pool, store.block_fill, store.block_table, store.num_blocks)
+        num_shards = get_tensor_model_parallel_world_size()
+        warm_up.warm_visual_relevance(*tables, runner.dtype, config.score.top_n, num_drafts + 1, num_shards)
+    if config.is_parallel:  # a drafter with a process of its own prepares itself
+        runner.speculator.backend.warm_up()
+    else:
+        runner.speculator.backend.drafter.warm_up()

@@ -3,5 +3,3 @@
 from vllm_vidspec.families.base import FamilyAdapter
 from vllm_vidspec.families.pairs import FAMILIES, adapter_for, check_pair, check_ranks
 from vllm_vidspec.families.tokens import check_tokens
-
-__all__ = ["FAMILIES", "FamilyAdapter", "adapter_for", "check_pair", "check_ranks", "check_tokens"]

@@ -10,10 +10,10 @@ _MAX_SHOWN_CHARS = 60
 
 
 class Field(NamedTuple):
-    """One property that a target and its draft must share.
+    """One property that a target and its draft must share; one that neither config has is equal.
 
-    `paths` are dotted attribute paths; the first that is present counts (families and transformers versions differ in
-    naming). A property that neither config has is equal.
+    `paths` are dotted attribute paths, of which the first that is present counts: families and versions name
+    differently.
     """
 
     label: str
@@ -33,13 +33,10 @@ def read_field(hf_config: Any, field: Field) -> Any:
 
 
 class FamilyAdapter(ABC):
-    """What the engine must know about one model family.
+    """What the engine must know about one model family, which users call `name`.
 
-    Attributes:
-        name: The name that users see, e.g. `qwen2.5-vl`.
-        architectures: The entries of `config.architectures` that this adapter handles.
-        model_types: The `config.model_type`s handled; decides only where a config names no architecture.
-        shared: What a target and its draft must have in common.
+    An entry of `config.architectures` says whose a config is; `model_type` decides only where it names no architecture.
+    `shared` is what a target and its draft must have in common.
     """
 
     name: str
@@ -50,14 +47,13 @@ class FamilyAdapter(ABC):
     def num_media_levels(self, hf_config: Any) -> int:
         """Return how many embeddings the vision tower makes of a visual token, side by side.
 
-        The first is its input embedding; where there are more, each goes to the output of another decoder layer. These
-        belong to one forward: embedded items must be run before others are embedded.
+        The first is its input embedding; each other goes to the output of a decoder layer, in the forward that follows.
         """
         return 1
 
     @abstractmethod
     def item_grid(self, modality: str, data: Mapping[str, Any], num_tokens: int, hf_config: Any) -> TokenGrid:
-        """Return how the embedding tokens of one multimodal item are laid out.
+        """Return how the embedding tokens of one multimodal item ("video" or "image") are laid out.
 
         Args:
             modality: "video" or "image".
@@ -66,8 +62,8 @@ class FamilyAdapter(ABC):
             hf_config: The draft's config, whose vision geometry `check_pair` holds equal to the target's.
 
         Returns:
-            A grid of exactly `num_tokens` tokens; one row of them where the geometry is unknown or does not multiply
-            out to `num_tokens`. Never raises for odd data: pruning a flat row is still correct.
+            A grid of exactly `num_tokens` tokens; one row of them where the geometry is unknown or does not fit. Never
+            raises.
         """
 
     def frames(self, modality: str, data: Mapping[str, Any], hf_config: Any) -> TokenGrid | None:

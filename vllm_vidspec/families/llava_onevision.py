@@ -37,10 +37,9 @@ class LlavaOnevisionAdapter(FamilyAdapter):
     )
 
     def item_grid(self, modality: str, data: Mapping[str, Any], num_tokens: int, hf_config: Any) -> TokenGrid:
-        """Return F frames of P x P tokens plus the `image_newline` for a video. See `FamilyAdapter`.
+        """Return F frames of P x P tokens and the `image_newline`, P = ceil(image_size // patch_size / stride).
 
-        P = ceil(side / stride), side = image_size // patch_size (27 patches -> 14). Anyres images interleave a
-        newline with every row and concatenate a thumbnail: they count as one row of tokens.
+        Of a video: anyres images, with a newline in every row and a thumbnail, count as one row of tokens.
         """
         side = self._pooled_side(hf_config)
         if modality != "video" or side < 1:

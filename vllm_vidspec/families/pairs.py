@@ -20,10 +20,7 @@ FAMILIES: tuple[FamilyAdapter, ...] = (
 
 
 def adapter_for(hf_config: Any) -> FamilyAdapter:
-    """Return the adapter of a Hugging Face config.
-
-    Args:
-        hf_config: Anything with `architectures` or `model_type`.
+    """Return the adapter of a Hugging Face config, by its `architectures`, or `model_type` where it names none.
 
     Raises:
         VidSpecError: No family handles it; the line names the supported ones.
@@ -67,17 +64,17 @@ def check_ranks(draft_hf: Any, num_ranks: int) -> None:
     heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
     vision_heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
 
-    def is_even(size: int) -> bool:
+    def uneven(size: int) -> dict[str, int]:
+        """Return whose heads, and how many, so many ranks cannot share."""
+        found = {"vision tower": vision_heads} if vision_heads % size else {}
+        found |= {"language model": heads} if heads % size else {}
         # vLLM gives several ranks a copy of one KV head where there are fewer heads than ranks.
-        return not (heads % size or vision_heads % size or max(kv_heads, size) % min(kv_heads, size))
+        is_even = not max(kv_heads, size) % min(kv_heads, size)
+        return found if is_even else {**found, "language model (keys and values)": kv_heads}
 
-    if is_even(num_ranks):
-        return
-    whose, count = ("vision tower", vision_heads) if vision_heads % num_ranks else ("language model", heads)
-    if whose == "language model" and heads % num_ranks == 0:
-        whose, count = "language model (keys and values)", kv_heads
-    sizes = ", ".join(str(size) for size in range(1, heads + 1) if is_even(size))
-    raise VidSpecError(
-        f"the draft's {whose} has {count} heads, which {num_ranks} tensor-parallel ranks cannot share evenly; "
-        f"--tensor-parallel-size {sizes} would do"
-    )
+    for whose, count in uneven(num_ranks).items():
+        sizes = ", ".join(str(size) for size in range(1, heads + 1) if not uneven(size))
+        raise VidSpecError(
+            f"the draft's {whose} has {count} heads, which {num_ranks} tensor-parallel ranks cannot share evenly; "
+            f"--tensor-parallel-size {sizes} would do"
+        )

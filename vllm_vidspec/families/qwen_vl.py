@@ -18,11 +18,6 @@ class QwenVLAdapter(FamilyAdapter):
     """A generation of Qwen's models. See `FamilyAdapter`.
 
     Qwen3-VL writes each frame's time as text between the frames of a video; that text is not the item's embeddings.
-
-    Args:
-        name: What users call it.
-        model_types: Of configs.
-        architectures: Of configs.
     """
 
     # Target and draft see the same token ids and the same patchified pixels, and share coordinates in M-RoPE.
@@ -55,9 +50,7 @@ class QwenVLAdapter(FamilyAdapter):
         return grid if grid.num_tokens == num_tokens else flat_grid(num_tokens)
 
     def frames(self, modality: str, data: Mapping[str, Any], hf_config: Any) -> TokenGrid | None:
-        """Return the grid of a video: attention, its windows and positions stay within a frame of the grid, and what
-        Qwen3-VL's deeper layers get lies beside each embedding. See `FamilyAdapter`.
-        """
+        """Return the grid of a video: attention, its windows and positions stay within a frame of the grid."""
         thw, pixels, merge = _to_ints(data.get(_GRID)), data.get(_PIXELS), read_field(hf_config, _MERGE)
         if modality != "video" or len(thw) != 3 or min(thw) < 1 or not merge or not isinstance(pixels, torch.Tensor):
             return None
@@ -74,18 +67,13 @@ class QwenVLAdapter(FamilyAdapter):
         return {_PIXELS: data[_PIXELS][frames.start * size : frames.stop * size], _GRID: grid}
 
     def follows_pruned_videos(self, hf_config: Any) -> bool:
-        """Return whether this is Qwen2.5-VL. See `FamilyAdapter`.
-
-        Qwen3-VL's time stamps lie among a pruned video's embeddings at places that only the target knows, so its tokens
-        cannot be identified. vLLM prunes no videos of Qwen2-VL.
+        """Return whether this is Qwen2.5-VL: vLLM prunes no videos of Qwen2-VL, and Qwen3-VL's time stamps lie among a
+        pruned video's embeddings at places that only the target knows.
         """
         return _pace(hf_config) is not None
 
     def whole_video(self, data: Mapping[str, Any], hf_config: Any) -> tuple[TokenGrid, float] | None:
-        """Return the video's grid and pace as vLLM's Qwen2.5-VL counts them. See `FamilyAdapter`.
-
-        vLLM cuts the seconds of a frame to an integer there.
-        """
+        """Return the video's grid and pace as vLLM counts Qwen2.5-VL's: a frame's seconds are cut to an integer."""
         thw, seconds = _to_ints(data.get(_GRID)), _to_ints(data.get("second_per_grid_ts"))
         pace = _pace(hf_config)
         if len(thw) != 3 or len(seconds) != 1 or pace is None:

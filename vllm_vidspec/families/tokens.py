@@ -1,7 +1,7 @@
 """Whether the same token ids mean the same to two checkpoints; reads `tokenizer.json`, no weights, no vLLM.
 
-Checkpoints of one family share their tokenizer, and yet differ in their vocabulary's size: each pads its embeddings to
-a round number of rows (151,936 in Qwen2.5-VL-3B, 152,064 in the larger ones). Only the tokens have to agree.
+Checkpoints of one family share their tokenizer, and pad their embeddings to different numbers of rows (151,936 in
+Qwen2.5-VL-3B, 152,064 in the larger ones). Only the tokens have to agree.
 """
 
 from collections.abc import Mapping
@@ -15,16 +15,10 @@ _FILE = "tokenizer.json"
 def check_tokens(
     target: str, draft: str, *, target_revision: str | None = None, draft_revision: str | None = None
 ) -> None:
-    """Refuse a draft whose token ids mean something else than the target's.
+    """Refuse a draft whose token ids mean something else than the target's; both are directories or Hugging Face names.
 
     A token that one of them lacks, such as a tool's marker of a later release, is harmless: it is never drafted.
     Without a `tokenizer.json` in both there is nothing to compare.
-
-    Args:
-        target: A directory or a Hugging Face name: the tokenizer of the target's prompts.
-        draft: Likewise.
-        target_revision: Of a Hugging Face name.
-        draft_revision: Likewise.
 
     Raises:
         VidSpecError: One line with the first id whose token differs.

@@ -10,29 +10,9 @@ from vllm_vidspec.metrics.catalogue import (
     SKIP_REASONS,
     STRICT_REASONS,
     Kind,
+    difference,
     exposed,
+    summarize,
 )
 from vllm_vidspec.metrics.file import MetricsFile, path_for, read_metrics, slots_of
 from vllm_vidspec.metrics.prometheus import Collector, register_collector
-from vllm_vidspec.metrics.summary import difference, summarize
-
-__all__ = [
-    "BY_LABEL",
-    "GAUGES",
-    "GUIDANCE_FALLBACKS",
-    "KINDS",
-    "MAX_POSITIONS",
-    "NAMES",
-    "SKIP_REASONS",
-    "STRICT_REASONS",
-    "Collector",
-    "Kind",
-    "MetricsFile",
-    "difference",
-    "exposed",
-    "path_for",
-    "read_metrics",
-    "register_collector",
-    "slots_of",
-    "summarize",
-]

@@ -44,11 +44,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Map the file that another process created.
-
-        Raises:
-            VidSpecError: The file is missing, too short, of another layout, or not this user's alone.
-        """
+        """Map the file that another process created; VidSpecError if it is absent, not ours or of another layout."""
         self.path = str(path)
         try:
             self._held = _open_own(self.path)
@@ -69,13 +65,9 @@ class MetricsFile:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str] | None = None) -> "MetricsFile":
-        """Make a zeroed file and map it; the creating process unlinks it when it exits.
+        """Make a zeroed file at `path`, by default a new one in the temporary directory, and map it.
 
-        Args:
-            path: Where; default: a new file in the temporary directory.
-
-        Returns:
-            The mapped file.
+        The creating process unlinks it when it exits.
 
         Raises:
             VidSpecError: The folder is full, read-only or absent.
@@ -177,13 +169,10 @@ def slots_of(names: Iterable[str]) -> np.ndarray:
 
 
 def _open_own(path: str) -> IO[bytes]:
-    """Open a file to read and write it that this user alone can have made, or changed since.
+    """Open a file to read and write it that this user alone can have made, or changed since; else OSError.
 
     The temporary directory is everybody's and a file's name there can be guessed: what another user has put in its
     place, a link of his included, is not opened. Nothing here waits, as for the other end of a pipe.
-
-    Raises:
-        OSError: It is another's, a link, no file, or open to others.
     """
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "r+b", buffering=0)
     found = os.fstat(file.fileno())
@@ -204,24 +193,16 @@ def _digest(req_id: str) -> int:
 
 
 def path_for(instance_id: str, engine: int = 0) -> Path:
-    """Return where one engine of the server with this `VllmConfig.instance_id` keeps its counters.
+    """Return where a data-parallel engine (0 where there is one) of the server of this id keeps its counters.
 
     Derived, not stored: vLLM hashes `additional_config` into its compile cache, where a random path would miss each
     time.
-
-    Args:
-        instance_id: Of the server.
-        engine: The data-parallel engine's index, 0 where there is one engine.
     """
     return Path(tempfile.gettempdir()) / f"vidspec-{os.getuid()}-{instance_id}-{engine}.i64"
 
 
 def read_metrics(path: str | os.PathLike[str]) -> dict[str, int]:
-    """Return a snapshot of the file's values.
-
-    Raises:
-        VidSpecError: The file is missing or of another layout.
-    """
+    """Return a snapshot of the file's values; VidSpecError where it is missing or of another layout."""
     return MetricsFile(path).values()
 
 

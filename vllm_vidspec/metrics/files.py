@@ -19,21 +19,13 @@ class CounterFiles(dict[int, MetricsFile]):
 
     @classmethod
     def create(cls, instance_id: str, engines: Iterable[int]) -> "CounterFiles":
-        """Make the files, zeroed, and remove what earlier servers left behind.
-
-        Raises:
-            VidSpecError: The temporary directory takes no file; one line.
-        """
+        """Make the files, zeroed, and remove what earlier servers left; VidSpecError where none can be made."""
         sweep()
         return cls({engine: MetricsFile.create(path_for(instance_id, engine)) for engine in engines})
 
     @classmethod
     def open(cls, instance_id: str, engines: Iterable[int]) -> "CounterFiles":
-        """Map the files that the server's first process has made.
-
-        Raises:
-            VidSpecError: One of them is missing.
-        """
+        """Map the files that the server's first process has made; VidSpecError where one of them is missing."""
         return cls({engine: MetricsFile(path_for(instance_id, engine)) for engine in engines})
 
     def request(self, req_id: str) -> dict[str, int] | None:

@@ -9,14 +9,11 @@ from vllm_vidspec.metrics.file import MetricsFile
 
 
 def register_collector(files: Mapping[int, MetricsFile], model_name: str) -> Any:
-    """Expose the files on prometheus_client's default registry, which vLLM serves on /metrics.
+    """Expose the files on prometheus_client's default registry, which vLLM serves on /metrics; return the collector.
 
     Args:
         files: By index of the engine.
         model_name: As vLLM labels its own metrics.
-
-    Returns:
-        The collector, for another registry.
     """
     from prometheus_client import REGISTRY
 

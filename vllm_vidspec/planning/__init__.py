@@ -1,1 +1,1 @@
-"""Sizes that the engine derives from model shapes: the draft's KV pool, and what a draft step costs; plain Python."""
+"""Sizes: the draft's KV pool, and what a draft step reads; plain Python."""

@@ -1,61 +1,82 @@
 """What a draft step reads beside its target's, and what is said where quantising the draft would help; plain Python."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
-
-from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.planning.shapes import FP8, QUANTISATIONS, WEIGHT_BYTES, ModelShape, from_config
+from typing import Any, NamedTuple
 
 DEAR = 1 / 3  # a draft step that reads more than this of the target's bytes is worth a word
 USUAL_FORWARDS = 5  # of a draft step, where nobody has said
+FP8 = "fp8_per_tensor"
+_WEIGHT_BYTES = 2  # of a weight that is not quantised, as those of the output head
 
 
-def draft_share(target: ModelShape, draft: ModelShape, num_forwards: int) -> float:
+class Weights(NamedTuple):
+    """The weights that a step of one request reads; biases and norms are left out.
+
+    Attributes:
+        layers: Of the decoder's layers, of experts those that a token goes through.
+        head: Of the output head.
+        layer_bytes: Of a weight of the layers.
+    """
+
+    layers: float
+    head: float
+    layer_bytes: float = _WEIGHT_BYTES
+
+    @property
+    def read_bytes(self) -> float:
+        """Bytes of all of them."""
+        return self.layers * self.layer_bytes + self.head * _WEIGHT_BYTES
+
+
+def draft_share(target: Weights, draft: Weights, num_forwards: int) -> float:
     """Return the bytes of weights that a draft step of one request reads, of those that a step of its target reads."""
-    return num_forwards * draft.read_bytes(1) / target.read_bytes(1)
+    return num_forwards * draft.read_bytes / target.read_bytes
 
 
-def cost_hint(target: ModelShape, draft: ModelShape, num_forwards: int = USUAL_FORWARDS) -> str | None:
-    """Return a line on a draft with 16-bit weights whose step reads more than `DEAR` of its target's; else None.
+def cost_hint(target: Weights, draft: Weights, num_forwards: int = USUAL_FORWARDS) -> str | None:
+    """Return a line on a draft with 16-bit weights whose step of so many forwards reads more than `DEAR`; else None.
 
-    Args:
-        target: The target.
-        draft: The draft; the target's own shape where it drafts for itself, of which nothing is said.
-        num_forwards: Of a draft step, one behind the other.
+    Of a target that drafts for itself nothing is said.
     """
     share = draft_share(target, draft, num_forwards)
-    if draft == target or draft.linear_bytes < WEIGHT_BYTES or share <= DEAR:
+    if draft == target or draft.layer_bytes < _WEIGHT_BYTES or share <= DEAR:
         return None
-    less = draft_share(target, draft.quantised(FP8), num_forwards)
+    less = draft_share(target, draft._replace(layer_bytes=1.0), num_forwards)
     return (
         f"a draft step of {num_forwards} forwards reads {100 * share:.0f} % of the bytes of its target's weights, with "
         f'"quantization": "{FP8}" for the draft {100 * less:.0f} % (modelled)'
     )
 
 
-def stored_shape(config: Mapping[str, Any], quantization: str | None = None) -> ModelShape | None:
-    """Return the shape of a Hugging Face configuration as it is stored; None where it cannot be told.
+def stored_weights(config: Mapping[str, Any], quantization: str | None = None) -> Weights | None:
+    """Return what a Hugging Face configuration, as JSON has it, says of a checkpoint; None where it cannot be told.
 
     Args:
         config: As JSON has it.
         quantization: What vLLM quantises as it loads, or calls the checkpoint's own.
     """
     try:
-        linear_bytes = _linear_bytes(quantization, config.get("quantization_config") or {})
-        shape = from_config({**config, "quantization_config": None}, str(config.get("model_type")))
-    except (VidSpecError, LookupError, ValueError, TypeError, AttributeError, ZeroDivisionError):
+        text = config.get("text_config") or config
+        hidden, heads = text["hidden_size"], text["num_attention_heads"]
+        head_dim, experts = text.get("head_dim") or hidden // heads, text.get("num_experts") or 0
+        attention = 2 * hidden * head_dim * (heads + text["num_key_value_heads"])
+        mlp = 3 * hidden * text["moe_intermediate_size" if experts else "intermediate_size"]
+        if experts:
+            mlp = text["num_experts_per_tok"] * mlp + experts * hidden
+        layer_bytes = _layer_bytes(quantization, config.get("quantization_config") or {})
+        found = Weights(text["num_hidden_layers"] * (attention + mlp), text["vocab_size"] * hidden)
+    except (LookupError, ValueError, TypeError, AttributeError, ZeroDivisionError):
         return None
-    return None if linear_bytes is None else replace(shape, linear_bytes=linear_bytes)
+    return found._replace(layer_bytes=layer_bytes) if layer_bytes and min(found) > 0 else None
 
 
-def _linear_bytes(quantization: str | None, stored: Mapping[str, Any]) -> float | None:
+def _layer_bytes(quantization: str | None, stored: Mapping[str, Any]) -> float | None:
     """Return the bytes of a layer's weight; None of a method that is not known here."""
     method = str(stored.get("quant_method") or quantization or "")
     if not method:
-        return WEIGHT_BYTES
+        return _WEIGHT_BYTES
     if "fp8" in method:
-        return QUANTISATIONS[FP8]
+        return 1.0
     groups = stored.get("config_groups") or {}
     found = [group["weights"]["num_bits"] for group in groups.values() if (group.get("weights") or {}).get("num_bits")]
     bits = stored.get("bits") or stored.get("w_bit") or (found[0] if found else None)

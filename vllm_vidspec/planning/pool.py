@@ -21,15 +21,9 @@ def pool_bytes(
     """Return the bytes of a pool that holds the pruned copy of all that the target's cache holds beside it.
 
     And at least one request of `LEAST_TOKENS`, or a pruned one of the longest context, as far as `MOST_LEAST_SHARE`
-    goes, with the block that nobody gets.
-
-    Args:
-        available_bytes: KV memory of a rank, target and draft together.
-        target_token_bytes: KV of a token on it.
-        draft_token_bytes: The same of the draft.
-        kept: Share of a prompt's visual tokens that the draft sees.
-        max_tokens: Of the longest request.
-        block: Tokens of a KV block.
+    goes, with the block that nobody gets. `available_bytes` is a rank's KV memory, target and draft together; `kept` is
+    the share of a prompt's visual tokens that the draft sees, `max_tokens` the longest request, `block` tokens a KV
+    block.
     """
     share = min(1.0, kept + TEXT_SHARE)
     by_share = int(available_bytes * share * draft_token_bytes / (target_token_bytes + share * draft_token_bytes))

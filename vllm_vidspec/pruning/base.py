@@ -38,10 +38,7 @@ class PruneInputs:
     @property
     def device(self) -> torch.device:
         """Where the kept indices go: the device of the scores, else of the features, else the CPU."""
-        for measured in (self.scores, self.features):
-            if measured is not None:
-                return measured.device
-        return torch.device("cpu")
+        return next((one.device for one in (self.scores, self.features) if one is not None), torch.device("cpu"))
 
 
 # inputs -> kept_indices on inputs.device; the inputs are already checked and num_keep >= 1.
@@ -65,55 +62,44 @@ class Pruner:
     refuses_negative: bool = False
 
     def __call__(self, inputs: PruneInputs) -> Tensor:
-        """Return the kept tokens.
-
-        Args:
-            inputs: The item. `scores` and `features` that the pruner does not need are ignored.
-
-        Returns:
-            kept_indices: int64 [num_keep], ascending, unique, in [0, grid.num_tokens); on `inputs.device`.
+        """Return the kept tokens: int64 [num_keep], ascending, unique, in [0, grid.num_tokens); on `inputs.device`.
 
         Raises:
-            ValueError: The inputs do not fit the grid or each other, are not finite, or are needed and missing.
+            ValueError: The inputs do not fit the grid or each other, are not finite, or are needed and missing; all
+                that is given is checked, needed or not.
         """
         try:
-            check_inputs(inputs, self.needs, self.refuses_negative)
+            self._check(inputs)
         except ValueError as error:
             raise ValueError(f"pruner {self.name}: {error}") from None
         if inputs.num_keep == 0:
             return torch.empty(0, dtype=torch.int64, device=inputs.device)
         return self.select(inputs)
 
-
-def check_inputs(inputs: PruneInputs, needs: frozenset[str], refuses_negative: bool = False) -> None:
-    """Refuse inputs that a pruner with these needs cannot use. Everything given is checked, needed or not.
-
-    Raises:
-        ValueError: See `Pruner.__call__`.
-    """
-    num_tokens, scores, features = inputs.grid.num_tokens, inputs.scores, inputs.features
-    if not 0 <= inputs.num_keep <= num_tokens:
-        raise ValueError(f"num_keep must be in [0, {num_tokens}], got {inputs.num_keep}")
-    if not 0.0 <= inputs.lambda_r <= 1.0:
-        raise ValueError(f"lambda_r must be in [0, 1], got {inputs.lambda_r}")
-    if scores is None and needs & SCORE_NEEDS:
-        raise ValueError(f"needs scores ({', '.join(sorted(needs & SCORE_NEEDS))}), got none")
-    if features is None and "features" in needs:
-        raise ValueError("needs features, got none")
-    if scores is not None and features is not None and scores.device != features.device:
-        raise ValueError(f"scores are on {scores.device}, features on {features.device}")
-    if scores is not None:
-        if scores.shape != (num_tokens,) or scores.dtype != torch.float32:
-            raise ValueError(f"scores must be float32 [{num_tokens}], got {scores.dtype} {list(scores.shape)}")
-        _check_range("scores", scores, refuses_negative)
-    if features is not None:
-        fits = features.ndim == 2 and features.shape[0] == num_tokens and features.shape[1] > 0
-        if not fits or features.dtype not in _FEATURE_DTYPES:
-            raise ValueError(
-                f"features must be float16, bfloat16 or float32 [{num_tokens}, dim], "
-                f"got {features.dtype} {list(features.shape)}"
-            )
-        _check_range("features", features)
+    def _check(self, inputs: PruneInputs) -> None:
+        num_tokens, scores, features = inputs.grid.num_tokens, inputs.scores, inputs.features
+        if not 0 <= inputs.num_keep <= num_tokens:
+            raise ValueError(f"num_keep must be in [0, {num_tokens}], got {inputs.num_keep}")
+        if not 0.0 <= inputs.lambda_r <= 1.0:
+            raise ValueError(f"lambda_r must be in [0, 1], got {inputs.lambda_r}")
+        if scores is None and self.needs & SCORE_NEEDS:
+            raise ValueError(f"needs scores ({', '.join(sorted(self.needs & SCORE_NEEDS))}), got none")
+        if features is None and "features" in self.needs:
+            raise ValueError("needs features, got none")
+        if scores is not None and features is not None and scores.device != features.device:
+            raise ValueError(f"scores are on {scores.device}, features on {features.device}")
+        if scores is not None:
+            if scores.shape != (num_tokens,) or scores.dtype != torch.float32:
+                raise ValueError(f"scores must be float32 [{num_tokens}], got {scores.dtype} {list(scores.shape)}")
+            _check_range("scores", scores, self.refuses_negative)
+        if features is not None:
+            fits = features.ndim == 2 and features.shape[0] == num_tokens and features.shape[1] > 0
+            if not fits or features.dtype not in _FEATURE_DTYPES:
+                raise ValueError(
+                    f"features must be float16, bfloat16 or float32 [{num_tokens}, dim], "
+                    f"got {features.dtype} {list(features.shape)}"
+                )
+            _check_range("features", features)
 
 
 def _check_range(what: str, values: Tensor, refuses_negative: bool = False) -> None:

@@ -39,14 +39,9 @@ class PruneUnit:
         return 0 < self.num_keep < self.num_tokens
 
     def joined(self, measured: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the measurements of its tokens, `[num_tokens, ...]`.
-
-        Args:
-            measured: One tensor `[m_i, ...]` for each of the prompt's items.
-        """
-        if len(self.places) == 1:
-            return measured[self.places[0]]
-        return torch.cat([measured[place] for place in self.places])
+        """Return the measurements of its tokens, `[num_tokens, ...]`, given each item's `[m_i, ...]`."""
+        parts = [measured[place] for place in self.places]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def split(self, kept_indices: torch.Tensor) -> list[torch.Tensor]:
         """Return the kept tokens of each of its items, `[k_i]` int64; some may be empty.
@@ -62,11 +57,7 @@ class PruneUnit:
         return [part - start for part, start in zip(parts, starts, strict=True)]
 
     def merged(self, kept_indices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return its kept tokens, `[num_keep]` int64: the inverse of `split`.
-
-        Args:
-            kept_indices: `[k_i]` int64 for each of the prompt's items.
-        """
+        """Return its kept tokens, `[num_keep]` int64, given each item's `[k_i]`: the inverse of `split`."""
         size = self.num_tokens // len(self.places)
         return torch.cat([kept_indices[place] + size * number for number, place in enumerate(self.places)])
 

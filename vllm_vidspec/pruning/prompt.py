@@ -91,12 +91,9 @@ class PromptPlan:
 
 @dataclass(frozen=True)
 class PrunedPrompt:
-    """A pruned prompt.
-
-    Attributes:
-        token_ids: `[num_kept]` int32; 0 in place of each visual token, whose own id may be outside the vocabulary.
-        positions: `[num_axes, num_kept]` int64 rope positions.
-        media_at: `[num_media]` int64, the indices of the visual tokens, ascending.
+    """A pruned prompt: `[num_kept]` int32 token ids, 0 in place of each visual token, whose own id may be outside the
+    vocabulary; `[num_axes, num_kept]` int64 rope positions; `[num_media]` int64, where the visual tokens are,
+    ascending.
     """
 
     token_ids: torch.Tensor
@@ -170,9 +167,7 @@ def prune(plan: PromptPlan, kept_indices: Sequence[torch.Tensor]) -> PrunedPromp
 def choose_kept(
     unit: PruneUnit, knobs: PruneKnobs, scores: torch.Tensor | None, embeddings: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the kept embeddings of a unit, `[num_keep]` int64 on the CPU.
-
-    Uniform where there is nothing to choose, or the guidance is missing.
+    """Return the kept embeddings of a unit, `[num_keep]` int64 on the CPU; uniform where guidance is missing.
 
     Args:
         unit: The image, video or run of images.

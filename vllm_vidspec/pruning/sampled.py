@@ -10,7 +10,7 @@ from vllm_vidspec.pruning.grid import TokenGrid
 
 
 def kept_places(positions: torch.Tensor, grid: TokenGrid, ticks_per_frame: float) -> torch.Tensor | None:
-    """Return the places `[m]` int64 in the whole video of the tokens that were kept, ascending.
+    """Return the places `[m]` int64 in the whole video of the tokens that were kept, ascending; None for other tokens.
 
     Frames that share a position (several a tick) are distinguished by the order of the tokens alone: a place may then
     be that of an earlier frame of the same tick.
@@ -20,9 +20,6 @@ def kept_places(positions: torch.Tensor, grid: TokenGrid, ticks_per_frame: float
             frame is kept whole, as vLLM does, so that the least of each is where the video begins.
         grid: Of the whole video.
         ticks_per_frame: Rope positions from a frame to the next; vLLM cuts each frame's to an integer.
-
-    Returns:
-        None where the positions are not of tokens of this video.
     """
     if positions.shape[0] != 3 or not positions.shape[1]:
         return None

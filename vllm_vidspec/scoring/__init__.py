@@ -2,5 +2,3 @@
 
 from vidspec_kernels import Looseness, Tally, TreeShapes
 from vllm_vidspec.scoring.rules import RULES, Scored, ScoreInputs, score, top_entropy
-
-__all__ = ["RULES", "Looseness", "ScoreInputs", "Scored", "Tally", "TreeShapes", "score", "top_entropy"]

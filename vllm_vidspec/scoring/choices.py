@@ -21,11 +21,7 @@ class Choice(NamedTuple):
 
 
 def choose(extra_args: dict[str, Any] | None, knobs: ScoreKnobs) -> Choice:
-    """Return the scorer and lambda of a request: its own where it sets them, else the server's.
-
-    Args:
-        extra_args: `SamplingParams.extra_args`, the API's `vllm_xargs`.
-        knobs: The server's, with its bounds.
+    """Return the scorer and lambda of a request: of its `extra_args` (the API's `vllm_xargs`), else the server's.
 
     Raises:
         VidSpecError: A wrong name or value, or more than the server allows: one line for the client.
@@ -50,13 +46,10 @@ def choose(extra_args: dict[str, Any] | None, knobs: ScoreKnobs) -> Choice:
 
 
 def strict_reason(sampling: Any) -> str | None:
-    """Return why a request is verified strictly whatever it asks for (one of `metrics.STRICT_REASONS`), or None.
+    """Return why a request of these `SamplingParams` is always verified strictly (one of `STRICT_REASONS`), or None.
 
     A grammar, a tool-call parser, a stop string and a reader of log-probabilities all take the output for the target's
     own, token by token.
-
-    Args:
-        sampling: vLLM's `SamplingParams`.
     """
     if sampling.structured_outputs is not None:
         return "structured"

@@ -12,9 +12,7 @@ RULES = {"strict": 0, "loose": LOWEST, "random": LOWEST, "fly": WINDOW, "fly-ent
 
 
 class ScoreInputs(NamedTuple):
-    """One verify step of a batch.
-
-    A request has one logits row for its root (the last committed token) and one for each draft token, in node order.
+    """One verify step of a batch; a request has a logits row for its root (the last committed token) and each draft.
 
     Attributes:
         target_tokens: `[num_logits]` int64, what the target samples after the row's input token, under vanilla's noise.
@@ -53,22 +51,14 @@ class Scored(NamedTuple):
 
 
 def score(inputs: ScoreInputs) -> Scored:
-    """Accept the longest path of drafts that are exact or acceptable mismatches (LVSpec eq. 9-11; FLy).
+    """Accept the longest path, of equals the first, of drafts that are exact or may mismatch (LVSpec eq. 9-11; FLy).
 
-    Under `strict` that is the longest path from the root that the target itself samples, which is lossless at every
-    temperature. Every emitted token is then the target's own sample under vanilla's own noise: the
+    Under `strict`, and without looseness, that is the longest path from the root that the target itself samples, which
+    is lossless at every temperature. Every emitted token is then the target's own sample under vanilla's own noise: the
     accepted drafts because they equal it, and the one after them because it is emitted in the rejected draft's place
     (Gumbel-max coupling; Daliri, Musco, Suresh 2025, "Coupling without communication and drafter-invariant speculative
-    decoding").
-
-    An accepted mismatch emits the draft's token, whose KV is the one that both models hold; what follows it is the
-    target's sample given that token. A request whose rule is 0 is verified strictly.
-
-    Args:
-        inputs: The verify step; without looseness every request is verified strictly.
-
-    Returns:
-        The accepted tokens, and why; of equally long paths the first.
+    decoding"). An accepted mismatch emits the draft's token, whose KV is the one that both models hold; what follows it
+    is the target's sample given that token.
     """
     return Scored(*accept(*inputs))
 
@@ -77,11 +67,8 @@ def top_entropy(logits: Tensor, top_k: int = 0) -> Tensor:
     """Return the part of each row's entropy that comes from its most likely tokens: vLLM's own measure for FLy.
 
     Args:
-        logits: `[n, vocab_size]` float; -inf is a token that cannot be sampled.
-        top_k: How many tokens, with the probabilities that they have among all; 0: all.
-
-    Returns:
-        `[n]` float32 in nats.
+        logits: `[n, vocab_size]` float; -inf is a token that cannot be sampled. top_k: How many tokens, with the
+        probabilities that they have among all; 0: all. The result is `[n]` float32 nats.
     """
     logits = logits.float()
     if not 0 < top_k < logits.shape[1]:

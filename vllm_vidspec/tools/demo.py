@@ -20,19 +20,7 @@ from vllm_vidspec.tools.user_files import check_video
 
 @dataclass(frozen=True)
 class Demo:
-    """What to show.
-
-    Attributes:
-        family: Which bundled pair.
-        target: A checkpoint in place of the bundled target.
-        draft: "draft", "target" or a checkpoint.
-        video: An mp4 file in place of the bundled one.
-        question: What is asked about it.
-        max_tokens: Longest answer in tokens.
-        port: Port of the servers; None: any free one.
-        log_dir: Where the servers' logs go.
-        spec: Knobs of VidSpecConfig.
-    """
+    """What to show; `target` and `video` take the place of what is bundled, `spec` holds knobs of VidSpecConfig."""
 
     family: str = "qwen2.5-vl"
     target: str | None = None
@@ -58,14 +46,7 @@ class Answer:
 def run(demo: Demo, report: Report = silent) -> dict[str, Any]:
     """Serve twice, ask the same question, compare.
 
-    Args:
-        demo: What to show.
-        report: Called with "server" (`name`), "starting" (`elapsed_s`), "ready" (`seconds`), "text" (`delta`) and
-            "answered".
-
-    Returns:
-        `identical`, `acceptance_length`, `acceptance_rate`, `draft_kv_bytes`, `full_draft_kv_bytes`, per server its
-        times and text, the command lines and the provenance.
+    `report` is called with "server" (`name`), "ready" (`seconds`), "text" (`delta`) and "answered".
     """
     config = pairs.speculative_config(demo.family, demo.draft, **demo.spec)
     parse_config(config)
@@ -100,7 +81,7 @@ def _serve_and_ask(
     spec = demo.spec if draft is not None else {}
     args = pairs.serve_args(demo.family, draft, target=demo.target, port=port, **spec)
     with VllmServer(args, port, log_path) as server:
-        seconds = server.wait_ready(tick=lambda elapsed: report("starting", {"elapsed_s": elapsed}))
+        seconds = server.wait_ready()
         report("ready", {"seconds": seconds})
         # A text-only answer first: what a server does once is not part of the times below.
         ask(server.base_url, demo.question, max_tokens=8)
@@ -127,16 +108,9 @@ def ask(
     on_text: Callable[[str], None] = lambda _: None,
     **sampling: Any,
 ) -> Answer:
-    """Ask one question over the OpenAI API and stream the answer.
+    """Ask one question, maybe about an mp4 file, over the OpenAI API, and stream the answer to `on_text`.
 
-    Args:
-        base_url: The server's, without /v1.
-        question: The user's words.
-        video: An mp4 file to send along.
-        max_tokens: Longest answer in tokens.
-        video_kwargs: How vLLM's loader reads the video, in place of the server's own arguments.
-        on_text: Called with each piece of text.
-        sampling: Further request fields; temperature is 0 by default.
+    `sampling` are further request fields; the temperature is 0 by default.
     """
     import openai
 

@@ -6,11 +6,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.processes import LoggedProcess
@@ -20,29 +18,25 @@ from vllm_vidspec.tools.progress import Report, silent
 class EngineSession:
     """One engine: `with EngineSession(job) as session: session.ask(answer_command(max_tokens=8))`.
 
-    Attributes:
-        job: What `session_job` reads first.
-        ready: What the engine said when it had loaded: `num_layers` and `default_uv_layer` of the target, `scheduling`.
-        folder: A folder that both sides can use while the session lasts.
+    `program` is what Python runs in the subprocess, `job` what that reads first; `ready` is what the engine said when
+    it had loaded (`num_layers` and `default_uv_layer` of the target, `scheduling`); both sides can use `folder`.
     """
 
-    def __init__(
-        self,
-        job: dict[str, Any],
-        hold: Callable[[subprocess.Popen], AbstractContextManager[Any]] = contextlib.nullcontext,
-    ) -> None:
-        """Prepare; nothing starts yet. `hold` owns the process as long as it runs, to end it from another thread."""
-        self.job, self._hold = job, hold
+    program: ClassVar[tuple[str, ...]] = ("-m", "vllm_vidspec.tools.session_job")
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        """Prepare; nothing starts yet."""
+        self.job = job
         self.ready: dict[str, Any] = {}
 
-    def __enter__(self) -> "EngineSession":
+    def __enter__(self) -> Self:
         """Start the engine and wait until it has loaded."""
         with contextlib.ExitStack() as stack:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vidspec-engine-")))
             read_end, write_end = os.pipe()
             self._events = stack.enter_context(open(read_end))
             self._engine = LoggedProcess(self.folder / "engine.log")
-            command = [sys.executable, "-m", "vllm_vidspec.tools.session_job", str(write_end)]
+            command = [sys.executable, *self.program, str(write_end)]
             try:
                 process = self._engine.start(command, stdin=subprocess.PIPE, pass_fds=(write_end,), text=True)
             finally:
@@ -50,7 +44,6 @@ class EngineSession:
             assert process.stdin is not None
             self._commands = process.stdin
             stack.callback(self._end)
-            stack.enter_context(self._hold(process))
             self.ready = self.ask(self.job)
             self._resources = stack.pop_all()
         return self
@@ -62,12 +55,7 @@ class EngineSession:
         self._resources.close()
 
     def ask(self, command: dict[str, Any], report: Report = silent) -> dict[str, Any]:
-        """Send one command and wait for its answer.
-
-        Args:
-            command: As `session_job` reads it.
-            report: Called with "progress" (`done` requests) before the answer.
-        """
+        """Send one command and wait for its answer; `report` is called with "progress" (`done` requests) before it."""
         with contextlib.suppress(BrokenPipeError):  # if it has stopped, what it said last follows
             print(json.dumps(command), file=self._commands, flush=True)
         for line in self._events:
@@ -91,15 +79,14 @@ def answer_command(
 ) -> dict[str, Any]:
     """Return the command to answer every prompt once, in one batch.
 
+    It is answered with `seconds`, `texts` and `token_ids` (one of each per prompt), `metrics` (our counters' gain; None
+    for vanilla) and `captions`.
+
     Args:
         knobs: Of VidSpecConfig, to be in force from here on; None: those that are.
         seed: Request i samples with `seed` + i; None: unseeded.
-        watch: Whether to return `captions` as well: `words`, `relevance` and `kinds` of each answer, one of each per
-            token.
+        watch: Whether to return `captions`: `words`, `relevance` and `kinds` of each answer, one of each per token; of
+            engines that can be watched alone.
         sampling: Arguments of SamplingParams; the temperature is 0 by default.
-
-    Returns:
-        A command that is answered with `seconds`, `texts` and `token_ids` (one of each per prompt), `metrics` (our
-        counters' gain; None for vanilla) and `captions`.
     """
     return {"command": "answer", "knobs": knobs, "seed": seed, "watch": watch, "sampling": sampling}

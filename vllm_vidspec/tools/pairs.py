@@ -111,14 +111,13 @@ def sample_video() -> Path:
 
 
 def speculative_config(family: str, draft: str, *, drafting: str = "chain", **spec: Any) -> dict[str, Any]:
-    """Return the `speculative_config` of one configuration.
+    """Return the `speculative_config` of one configuration; `spec` is any knob of VidSpecConfig beside DEFAULT_SPEC.
 
     Args:
         family: Whose bundled draft is meant.
         draft: "draft" (the bundled draft), "far" (the one that is wrong more often), "target" (the target drafts for
             itself) or a path.
         drafting: The draft's shape, VidSpecConfig's knob `draft`.
-        spec: Any other knob of VidSpecConfig; the rest comes from DEFAULT_SPEC.
     """
     model = SELF if draft == "target" else checkpoint(family, draft) if draft in ("draft", assets.FAR) else draft
     shape = {"draft": drafting, **TREE_SPEC.get(drafting, {})}
@@ -133,7 +132,9 @@ def llm_kwargs(
     overrides: dict[str, Any] | None = None,
     **spec: Any,
 ) -> dict[str, Any]:
-    """Return the arguments of an in-process `vllm.LLM` on a bundled pair.
+    """Return the arguments of an in-process `vllm.LLM` on a bundled pair, or on another `target` in its place.
+
+    They are fp32, eager, with a fixed KV cache, so that two engines on one machine behave alike.
 
     Args:
         family: One of FAMILIES.
@@ -141,9 +142,6 @@ def llm_kwargs(
         target: A checkpoint in place of the bundled target.
         overrides: `LLM` arguments that replace ours.
         spec: Knobs of VidSpecConfig; `draft`, the draft's shape, is spelled `drafting` here.
-
-    Returns:
-        Keyword arguments of `LLM`: fp32, eager, a fixed KV cache, so that two engines on one machine behave alike.
     """
     pair_for(family)
     kwargs: dict[str, Any] = {
@@ -175,13 +173,8 @@ def serve_args(
 ) -> list[str]:
     """Return what follows `vllm serve` on a bundled pair; the same engine as `llm_kwargs`, four sequences at most.
 
-    Args:
-        family: As in `llm_kwargs`.
-        draft: As in `llm_kwargs`.
-        target: As in `llm_kwargs`.
-        port: Port of the server, on the loopback interface.
-        overrides: `LLM` arguments that replace ours, in their Python spelling; False or None leaves a flag out.
-        spec: Knobs of VidSpecConfig; `draft`, the draft's shape, is spelled `drafting` here.
+    `overrides` are `LLM` arguments in their Python spelling, of which False or None leaves a flag out; the rest is as
+    there.
     """
     kwargs = llm_kwargs(family, draft, target=target, **spec)
     kwargs |= {"max_num_seqs": 4, "media_io_kwargs": {"video": {"num_frames": pair_for(family).num_frames}}}
@@ -217,13 +210,8 @@ def chat_prompt(family: str, question: str, media: Sequence[str] = ()) -> str:
 def sample_frames(family: str, frames: np.ndarray, num_frames: int | None = None) -> tuple[np.ndarray, dict[str, Any]]:
     """Sample a video as vLLM's loader does, and describe it as that loader does.
 
-    Args:
-        family: One of FAMILIES.
-        frames: `[total_frames, height, width, 3]` uint8, RGB, at FRAME_RATE.
-        num_frames: The most that are left; None: `Pair.num_frames`.
-
-    Returns:
-        `[min(total_frames, num_frames), height, width, 3]` uint8 and the metadata.
+    From `[total_frames, height, width, 3]` uint8, RGB, at FRAME_RATE to `[min(total_frames, num_frames), height, width,
+    3]` uint8 and the metadata; `num_frames` is the pair's where it is None.
     """
     total = len(frames)
     indices = np.linspace(0, total - 1, min(total, num_frames or pair_for(family).num_frames), dtype=int)
@@ -253,12 +241,7 @@ def media_prompt(
 ) -> dict[str, Any]:
     """Return one prompt of `LLM.generate` with any number of videos, then images, then the question.
 
-    Args:
-        family: One of FAMILIES.
-        question: The user's words.
-        videos: Each `[num_frames, height, width, 3]` uint8, RGB.
-        images: Each `[height, width, 3]` uint8, RGB.
-        num_frames: As in `sample_frames`.
+    Videos are `[num_frames, height, width, 3]` uint8, RGB, images `[height, width, 3]`.
     """
     text = chat_prompt(family, question, ["video"] * len(videos) + ["image"] * len(images))
     data: dict[str, Any] = {}

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -107,19 +107,14 @@ class VllmServer(LoggedProcess):
         # A server that is still loading does not heed SIGTERM, and after an error nobody waits for its last words.
         self.end(grace_s=15.0 if kind is None else 2.0)
 
-    def wait_ready(self, timeout_s: float = 600.0, tick: Callable[[float], None] = lambda _: None) -> float:
-        """Wait until the server answers.
-
-        Returns:
-            Seconds from launch to the first healthy answer.
-        """
+    def wait_ready(self, timeout_s: float = 600.0) -> float:
+        """Wait until the server answers; return the seconds from its launch to the first healthy answer."""
         assert self.process is not None, "enter the context first"
         while (elapsed := time.monotonic() - self._launched) < timeout_s:
             if self.process.poll() is not None:
                 raise VidSpecError(f"vllm serve stopped: {self.reason()} (log: {self.log_path})")
             if self.healthy():
                 return elapsed
-            tick(elapsed)
             time.sleep(0.3)
         raise VidSpecError(f"vllm serve did not answer within {timeout_s:.0f} s (log: {self.log_path})")
 

@@ -16,12 +16,7 @@ _PACKAGES = ("vllm-vidspec", "vllm", "torch", "transformers", "triton", "numpy")
 
 
 def provenance() -> dict[str, Any]:
-    """Return what a reader needs to reproduce a result.
-
-    Returns:
-        `git_sha` (None outside a checkout), `git_dirty`, `versions`, `argv`, `device`, `cpu`, `num_cpus`, `omp_threads`
-        and `date` (UTC, ISO 8601).
-    """
+    """Return what a reader needs to reproduce a result; `git_sha` is None outside a checkout."""
     sha, dirty = _git_state()
     return {
         "git_sha": sha,

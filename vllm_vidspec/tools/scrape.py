@@ -6,13 +6,13 @@ from typing import Any
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import BY_LABEL, GAUGES, NAMES, exposed
 
-# Counters that share a metric -> its name, its own label and the value that tells them apart.
-_LABELLED = {
-    name.format(value): (f"{metric}_total", label, str(value))
-    for metric, (_, label, values, name) in BY_LABEL.items()
+# The Prometheus name of a counter, without its prefix, and the value of its own label, "" for none.
+_SHOWN_AS = {name: (exposed(name) if name in GAUGES else f"{exposed(name)}_total", "") for name in NAMES} | {
+    name.format(value): (f"{metric}_total", str(value))
+    for metric, (_, _, values, name) in BY_LABEL.items()
     for value in values
 }
-_OWN_LABELS = {label for _, label, _ in _LABELLED.values()}  # beside those that every metric has
+_OWN_LABELS = {label for _, label, _, _ in BY_LABEL.values()}  # beside those that every metric has
 
 # vLLM's own, as they are called here. Its inter-token latency is one value per output, and an output of a verify step
 # holds several tokens: its count is the number of outputs after the first, its sum the time between them.
@@ -40,7 +40,7 @@ def ours(text: str) -> Engines:
         key = (name.removeprefix("vidspec:"), own)
         engine[key] = engine.get(key, 0.0) + value
     return {
-        engine: {name: round((1e6 if name.endswith("_us") else 1) * values.get(_shown_as(name), 0)) for name in NAMES}
+        engine: {name: round((1e6 if name.endswith("_us") else 1) * values.get(_SHOWN_AS[name], 0)) for name in NAMES}
         for engine, values in sorted(found.items())
     }
 
@@ -81,11 +81,3 @@ def _samples(text: str, prefix: str) -> Iterator[tuple[str, dict[str, str], floa
                     yield sample.name, sample.labels, sample.value
     except ValueError as error:
         raise VidSpecError(f"/metrics is no Prometheus text: {' '.join(str(error).split())[:120]}") from None
-
-
-def _shown_as(name: str) -> tuple[str, str]:
-    """Return the Prometheus name of a counter, without its prefix, and the value of its own label."""
-    if name in _LABELLED:
-        metric, _, value = _LABELLED[name]
-        return metric, value
-    return (exposed(name) if name in GAUGES else f"{exposed(name)}_total"), ""

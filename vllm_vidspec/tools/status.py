@@ -39,12 +39,9 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Reading:
-    """What a server showed at one time.
+    """What a server showed at one time: our counters and vLLM's figures, which may be empty, by engine.
 
-    Attributes:
-        at: Of a clock that does not jump, in seconds.
-        engines: Our counters, by engine.
-        vllm: vLLM's figures, by engine; may be empty.
+    `at` is of a clock that does not jump, in seconds.
     """
 
     at: float
@@ -75,11 +72,7 @@ def _gained(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str
 
 
 def readings(server: str, every_s: float | None) -> Iterator[tuple[Reading, Reading | None]]:
-    """Read a server once, or again and again.
-
-    Yields:
-        A reading, and what was gained since the one before; None at the first, and after a restart of the server.
-    """
+    """Yield readings of a server, and what was gained since the one before: None at first, and after a restart."""
     before = read(server)
     yield before, None
     while every_s is not None:
@@ -90,12 +83,7 @@ def readings(server: str, every_s: float | None) -> Iterator[tuple[Reading, Read
 
 
 def result(server: str, reading: Reading, gained: Reading | None = None) -> dict[str, Any]:
-    """Return what `vidspec status` says, as plain data.
-
-    Returns:
-        `server`, `since_start`, `interval` and its `interval_seconds` (None without one), `engines` by index where
-        there are several, and `advice`.
-    """
+    """Return what `vidspec status` says, as plain data: `engines` by index where there are several."""
     now = reading.figures()
     interval = None if gained is None else gained.figures()
     several = reading.engines if len(reading.engines) > 1 else ()
@@ -110,42 +98,25 @@ def result(server: str, reading: Reading, gained: Reading | None = None) -> dict
 
 
 def read(server: str) -> Reading:
-    """Read a server's /metrics.
-
-    Args:
-        server: Its address, as `http://127.0.0.1:8000`; what clients append (`/v1`, `/metrics`) may be there.
-    """
-    return parse(_fetch(address(server)), server)
-
-
-def address(server: str) -> str:
-    """Return where a server's metrics are."""
+    """Read a server's /metrics; what clients append to its address (`/v1`, `/metrics`) may be there."""
     url = (server if "://" in server else f"http://{server}").rstrip("/")
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise VidSpecError(f"--server: {server!r} is no address such as http://127.0.0.1:8000")
-    return url.removesuffix("/metrics").removesuffix("/v1") + "/metrics"
-
-
-def _fetch(url: str) -> str:
+    url = url.removesuffix("/metrics").removesuffix("/v1") + "/metrics"
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
-            return answer.read().decode(errors="replace")
+            text = answer.read().decode(errors="replace")
     except urllib.error.HTTPError as error:
         raise VidSpecError(f"{url} answers {error.code} {error.reason}: is it a vLLM server?") from None
     except (OSError, ValueError, http.client.HTTPException) as error:  # URLError is an OSError
         reason = " ".join(str(getattr(error, "reason", error)).split())
         raise VidSpecError(f"no server answers at {url} ({reason})") from None
+    return parse(text, server)
 
 
 def parse(text: str, server: str = "the server", at: float | None = None) -> Reading:
-    """Return what the text of /metrics says.
-
-    Args:
-        text: Prometheus' format.
-        server: For the messages.
-        at: When it was read; default: now.
-    """
+    """Return what the text of /metrics says; messages name the server, and it was read now, unless `at` says when."""
     engines, vllm = scrape.ours(text), scrape.vllms(text)
     if engines:
         return Reading(time.monotonic() if at is None else at, engines, vllm)
@@ -158,11 +129,7 @@ def parse(text: str, server: str = "the server", at: float | None = None) -> Rea
 
 
 def figures(ours: Mapping[str, int], vllm: Mapping[str, float]) -> Figures:
-    """Turn counters into what an operator looks at; ratios without a denominator are None.
-
-    Returns:
-        Plain numbers, lists and dictionaries, as `--json` prints them.
-    """
+    """Turn counters into what an operator looks at, as `--json` prints it; ratios without a denominator are None."""
     values = dict.fromkeys(NAMES, 0) | dict(ours)
     drafts = values["drafts"]
     summary = summarize(values)
@@ -195,27 +162,19 @@ def figures(ours: Mapping[str, int], vllm: Mapping[str, float]) -> Figures:
         "draft_seconds_per_step": _ratio(seconds["decode"], values["draft_steps"]),
         "draft_seconds_per_prompt": _ratio(seconds["prefill"], values["prompts"]),
         "low_acceptance_windows": values["low_acceptance_windows"],
-        "classes": dict(_classes(values)),
+        "classes": {
+            name: {
+                "shown_requests": values[f"shown_{name}"],
+                "unshown_requests": values[f"unshown_{name}"],
+                "tokens_per_step": _ratio(values[f"tokens_{name}"], values[f"steps_{name}"]),
+                "rests": values[f"rests_{name}"] > values[f"resumes_{name}"],
+            }
+            for name in CLASS_LABELS
+            if values[f"shown_{name}"] or values[f"unshown_{name}"] or values[f"steps_{name}"]
+        },
         "parallel": {name: values[name] for name in _PARALLEL},
         "vllm": _vllm_figures(vllm),
-        "modelled": modelled(values, vllm),
     }
-
-
-def _classes(values: Mapping[str, int]) -> Iterator[tuple[str, Figures]]:
-    """Yield each class of requests that have come, and what the controller made of it."""
-    for name in CLASS_LABELS:
-        shown, unshown, steps = values[f"shown_{name}"], values[f"unshown_{name}"], values[f"steps_{name}"]
-        if shown or unshown or steps:
-            yield (
-                name,
-                {
-                    "shown_requests": shown,
-                    "unshown_requests": unshown,
-                    "tokens_per_step": _ratio(values[f"tokens_{name}"], steps),
-                    "rests": values[f"rests_{name}"] > values[f"resumes_{name}"],
-                },
-            )
 
 
 def _vllm_figures(vllm: Mapping[str, float]) -> dict[str, float | None]:
@@ -228,33 +187,6 @@ def _vllm_figures(vllm: Mapping[str, float]) -> dict[str, float | None]:
         "seconds_to_first_token": _ratio(vllm.get("first_token_seconds", 0), first),
         "seconds_per_output": _ratio(vllm.get("output_seconds", 0), outputs),
         "tokens_per_output": _ratio(vllm.get("generation_tokens", 0) - first, outputs),
-    }
-
-
-def modelled(ours: Mapping[str, int], vllm: Mapping[str, float]) -> dict[str, float] | None:
-    """Estimate what drafting saves in decoding: a model, since nobody ran the same requests without it.
-
-    A step took as long as vLLM saw between two outputs of a request, and gave the tokens of an output. Without drafts
-    it would have taken that less the time spent on drafting, and given one token. So verifying K drafts is taken to
-    cost what a step of one token costs, which flatters; and the time of drafting is the host's, which on a GPU is
-    neither the device's nor always waited for.
-
-    Returns:
-        `tokens_per_step`, `step_seconds`, `draft_seconds` of a step, and `speedup` of decoding; None where
-        nothing was drafted or vLLM shows no times.
-    """
-    outputs, seconds = vllm.get("outputs", 0), vllm.get("output_seconds", 0)
-    if not outputs or not seconds or not ours["drafts"]:
-        return None
-    tokens, step_s = (vllm.get("generation_tokens", 0) - vllm.get("first_tokens", 0)) / outputs, seconds / outputs
-    is_parallel = ours["stream_tokens"] > 0  # then no step waits for drafting
-    draft_s = 0.0 if is_parallel else ours["draft_decode_us"] / 1e6 / max(ours["draft_steps"], 1)
-    plain_s = max(step_s - draft_s, 0.0)
-    return {
-        "tokens_per_step": tokens,
-        "step_seconds": step_s,
-        "draft_seconds": draft_s,
-        "speedup": tokens * plain_s / step_s,
     }
 
 

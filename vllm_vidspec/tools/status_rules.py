@@ -30,17 +30,15 @@ class Advice:
 
 Rule = Callable[[dict[str, Any]], Iterator[Advice]]
 
+_RAISE_POOL = "raise draft_kv_fraction (or draft_kv_bytes), raise prune_ratio, or lower --max-num-seqs"
 _SKIPPED = {
-    "pool_full": "raise draft_kv_fraction (or draft_kv_bytes), raise prune_ratio, or lower --max-num-seqs",
+    "pool_full": _RAISE_POOL,
     "too_long": "raise max_draft_len; where the log's line on the draft KV pool names longer requests, raise "
     "draft_kv_fraction (or draft_kv_bytes); where the draft's context is the shorter one, lower --max-model-len",
     "draft_error": "look in the log for the first `runs without speculation: the draft failed`; it has the exception",
     "unsupported": "nothing: these requests have an input that the draft cannot see",
     "structured": 'draft chains ("draft_shape": "chain"): trees are not drafted for structured outputs',
 }
-_NEVER_RIGHT = ("draft_error",)  # a single one is worth a look
-_NOBODYS_FAULT = ("unsupported",)
-
 _UNGUIDED = {
     "cached": "nothing, if rare: the prefix cache held the video, so the target did not look at it again, and no "
     "earlier scores of it are remembered; where it is usual, a pruner without guidance (uniform) costs less",
@@ -49,12 +47,14 @@ _UNGUIDED = {
     "error": "look in the log for `guidance failed`; it has the first exception",
     "no_text": "put the question after the video: guidance is what the question looks at",
 }
-
 _STRICT = {
     "cached": "nothing: the prefix cache held the video, and its hidden states are gone",
     "memory": "raise relevance_bytes",
     "error": "look in the log for `hidden states were not kept`; it has the first exception",
 }
+# Reasons of which a single one is worth a look; those that nobody can mend.
+_NEVER_RIGHT = ("skipped_draft_error", "unguided_error", "unguided_unobserved")
+_NOBODYS_FAULT = ("skipped_unsupported", "unguided_cached", "unguided_no_text", "strict_cached")
 
 
 def advise(figures: dict[str, Any]) -> list[Advice]:
@@ -67,23 +67,22 @@ def nothing_drafted(figures: dict[str, Any]) -> Iterator[Advice]:
     """Say why no draft was verified."""
     if figures["verify_steps"]:
         return
-    skipped = sum(figures["skipped_requests"].values())
-    tokens = figures["vllm"]["generation_tokens"]
-    if not figures["prompts"] and not skipped and not figures["undrafted_steps"] and not tokens:
-        yield Advice("nothing_drafted", "info", "no request has come yet", "send one")
+    skipped, level = sum(figures["skipped_requests"].values()), "warn"
+    if not (figures["prompts"] or skipped or figures["undrafted_steps"] or figures["vllm"]["generation_tokens"]):
+        level, found, remedy = "info", "no request has come yet", "send one"
     elif figures["undrafted_steps"]:
         found = f"nothing was drafted: in {figures['undrafted_steps']} steps drafts do not pay, or are switched off"
         remedy = "look at the classes above, at draft_table and at num_speculative_tokens_per_batch_size"
-        yield Advice("nothing_drafted", "warn", found, remedy)
     elif skipped and not figures["prompts"]:
+        found = f"nothing was drafted: all {skipped} requests were skipped"
         remedy = "see what is said below of their reason"
-        yield Advice("nothing_drafted", "warn", f"nothing was drafted: all {skipped} requests were skipped", remedy)
     elif figures["parallel"]["late_drafts"]:
+        found = "nothing was drafted: the drafter was never ahead"
         remedy = "see the drafter's lines in the log; give it cores or a device of its own (docs/parallel.md)"
-        yield Advice("nothing_drafted", "warn", "nothing was drafted: the drafter was never ahead", remedy)
     else:
+        found = "requests came and nothing was drafted"
         remedy = "send longer answers: one of a few tokens ends before its drafts; if they are long, look in the log"
-        yield Advice("nothing_drafted", "warn", "requests came and nothing was drafted", remedy)
+    yield Advice("nothing_drafted", level, found, remedy)  # type: ignore[arg-type]
 
 
 def few_accepted(figures: dict[str, Any]) -> Iterator[Advice]:
@@ -106,39 +105,42 @@ def last_positions(figures: dict[str, Any]) -> Iterator[Advice]:
         return
     useful = sum(1 for share in figures["accepted_by_position"] if share >= SELDOM)
     if 1 <= useful < int(drafted):
-        found = f"of {drafted:.1f} draft tokens per step those after the {_nth(useful)} are accepted in < {SELDOM:.0%}"
+        found = f"of {drafted:.1f} draft tokens per step those after position {useful} are accepted in < {SELDOM:.0%}"
         yield Advice("last_positions", "warn", found, f"lower num_speculative_tokens to {useful}")
 
 
+def _by_reason(
+    prefix: str, counts: dict[str, int], requests: int, found: str, remedies: dict[str, str]
+) -> Iterator[Advice]:
+    """Say what to do about what happened to more than a few of the requests, by reason."""
+    for reason, count in counts.items():
+        rule = f"{prefix}_{reason}"
+        if count and (rule in _NEVER_RIGHT or count > MANY_REQUESTS * requests):
+            remedy = remedies.get(reason, "see this reason in docs/metrics.md")
+            words = found.format(count=count, requests=requests)
+            yield Advice(rule, "info" if rule in _NOBODYS_FAULT else "warn", f"{words}: {reason}", remedy)
+
+
 def skipped_requests(figures: dict[str, Any]) -> Iterator[Advice]:
-    """Say what to do about requests that run without speculation, by reason."""
+    """Say what to do about requests that run without speculation."""
     skipped = figures["skipped_requests"]
     # One that is skipped after its prompt was read is in both, so the share is a little low.
     requests = figures["prompts"] + sum(skipped.values())
-    for reason, count in skipped.items():
-        if not count or (reason not in _NEVER_RIGHT and count <= MANY_REQUESTS * requests):
-            continue
-        found = f"{count} of about {requests} requests ran without speculation: {reason}"
-        remedy = _SKIPPED.get(reason, "see this reason in docs/metrics.md")
-        yield Advice(f"skipped_{reason}", "info" if reason in _NOBODYS_FAULT else "warn", found, remedy)
+    found = "{count} of about {requests} requests ran without speculation"
+    yield from _by_reason("skipped", skipped, requests, found, _SKIPPED)
 
 
 def unguided_prompts(figures: dict[str, Any]) -> Iterator[Advice]:
-    """Say what it means that prompts were pruned uniformly, by reason."""
-    for reason, count in figures["unguided_prompts"].items():
-        if not count or (reason not in ("error", "unobserved") and count <= MANY_REQUESTS * figures["prompts"]):
-            continue
-        found = f"{count} of {figures['prompts']} prompts were pruned uniformly, guidance scores unavailable: {reason}"
-        remedy = _UNGUIDED.get(reason, "see this reason in docs/metrics.md")
-        yield Advice(f"unguided_{reason}", "info" if reason in ("cached", "no_text") else "warn", found, remedy)
+    """Say what it means that prompts were pruned uniformly."""
+    found = "{count} of {requests} prompts were pruned uniformly, guidance scores unavailable"
+    yield from _by_reason("unguided", figures["unguided_prompts"], figures["prompts"], found, _UNGUIDED)
 
 
 def strict_requests(figures: dict[str, Any]) -> Iterator[Advice]:
     """Say what keeps requests strict where the scorer is loose; what a request asks for itself is its own affair."""
-    for reason, remedy in _STRICT.items():
-        if count := figures["strict_requests"].get(reason, 0):
-            found = f"{count} requests were verified strictly though their scorer is loose: {reason}"
-            yield Advice(f"strict_{reason}", "info" if reason == "cached" else "warn", found, remedy)
+    counts = {reason: figures["strict_requests"].get(reason, 0) for reason in _STRICT}
+    found = "{count} requests were verified strictly though their scorer is loose"
+    yield from _by_reason("strict", counts, 0, found, _STRICT)
 
 
 def full_pool(figures: dict[str, Any]) -> Iterator[Advice]:
@@ -146,7 +148,7 @@ def full_pool(figures: dict[str, Any]) -> Iterator[Advice]:
     pool = figures["pool"]
     if pool["blocks"] and pool["used_blocks"] >= FULL_POOL * pool["blocks"]:
         found = f"{pool['used_blocks']} of {pool['blocks']} blocks of the draft's pool are in use"
-        yield Advice("full_pool", "warn", found, _SKIPPED["pool_full"])
+        yield Advice("full_pool", "warn", found, _RAISE_POOL)
 
 
 def late_drafter(figures: dict[str, Any]) -> Iterator[Advice]:
@@ -168,23 +170,11 @@ def late_drafter(figures: dict[str, Any]) -> Iterator[Advice]:
 
 def eager_steps(figures: dict[str, Any]) -> Iterator[Advice]:
     """Warn of batches that no CUDA graph serves."""
-    if figures["draft_eager_steps"] > EAGER * max(figures["draft_steps"], 1):
-        found = (
-            f"{figures['draft_eager_steps']} of {figures['draft_steps']} batches were drafted for without CUDA graphs"
-        )
+    eager, steps = figures["draft_eager_steps"], figures["draft_steps"]
+    if eager > EAGER * max(steps, 1):
+        found = f"{eager} of {steps} batches were drafted for without CUDA graphs"
         remedy = "raise --max-cudagraph-capture-size, or lower --max-num-seqs; all of them: see the line at start-up"
         yield Advice("eager_steps", "warn", found, remedy)
-
-
-def does_not_pay(figures: dict[str, Any]) -> Iterator[Advice]:
-    """Warn where the estimate says that drafting costs more than it saves, though it takes verifying to be free."""
-    model = figures["modelled"]
-    if model is not None and figures["verify_steps"] >= MIN_STEPS and model["speedup"] < 1:
-        found = f"modelled: drafting makes decoding {model['speedup']:.2f} times as fast"
-        remedy = (
-            "measure it (`vidspec calibrate --costs`), then set draft_table; or fewer draft tokens, or a smaller draft"
-        )
-        yield Advice("does_not_pay", "warn", found, remedy)
 
 
 RULES: tuple[Rule, ...] = (
@@ -197,11 +187,4 @@ RULES: tuple[Rule, ...] = (
     full_pool,
     late_drafter,
     eager_steps,
-    does_not_pay,
 )
-
-
-def _nth(number: int) -> str:
-    """Return an ordinal: 1st, 2nd, 11th."""
-    ends = {1: "st", 2: "nd", 3: "rd"}
-    return f"{number}{'th' if number % 100 in (11, 12, 13) else ends.get(number % 10, 'th')}"

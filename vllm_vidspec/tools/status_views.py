@@ -1,6 +1,6 @@
 """How `vidspec status` shows itself: one table of figures, then what to change; no HTTP."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from rich import box
@@ -30,17 +30,14 @@ _ROWS: dict[str, Callable[[Figures], str | None]] = {
     "draft time (host)": lambda f: f"{sum(f['draft_seconds'].values()):.1f} s",
     "  its phases": lambda f: _shares(f["draft_seconds"]),
     "  per batch, per prompt": lambda f: f"{_ms(f['draft_seconds_per_step'])}, {_ms(f['draft_seconds_per_prompt'])}",
-    "drafter late, stale": lambda f: _parallel(f["parallel"]),
-    "drafter restarts": lambda f: f"{f['parallel']['drafter_restarts']}" if any(f["parallel"].values()) else None,
+    # These two of a drafter with a process of its own alone.
+    "drafter late, stale": lambda f: _parallel(f, "late_drafts", "stale_streams"),
+    "drafter restarts": lambda f: _parallel(f, "drafter_restarts"),
     "vLLM running, waiting": lambda f: f"{_whole(f['vllm']['running'])}, {_whole(f['vllm']['waiting'])}",
     "vLLM first token": lambda f: _ms(f["vllm"]["seconds_to_first_token"]),
     "vLLM between outputs": lambda f: _ms(f["vllm"]["seconds_per_output"]),
     "vLLM tokens, per output": lambda f: (
         f"{_whole(f['vllm']['generation_tokens'])}, {number(f['vllm']['tokens_per_output'], 2)}"
-    ),
-    "modelled speed-up": lambda f: f"{f['modelled']['speedup']:.2f} times" if f["modelled"] else "-",
-    "  a step, drafting of it": lambda f: (
-        f"{_ms(f['modelled']['step_seconds'])}, {_ms(f['modelled']['draft_seconds'])}" if f["modelled"] else None
     ),
 }
 
@@ -59,8 +56,10 @@ def _by_class(classes: dict[str, Figures]) -> str | None:
 def show(result: dict[str, Any], console: Console) -> None:
     """Print what `status.result` returns."""
     console.print(table(result))
-    for line in advice_lines(result["advice"]):
-        console.print(escape(line), highlight=False, soft_wrap=True)
+    lines = ["What to change:"] if result["advice"] else ["Nothing to change."]
+    for item in result["advice"]:
+        lines += [f"  [{item['level']}] {item['found']}", f"         -> {item['remedy']}"]
+    console.print(escape("\n".join(lines)), highlight=False, soft_wrap=True)
 
 
 def table(result: dict[str, Any]) -> Table:
@@ -78,17 +77,6 @@ def table(result: dict[str, Any]) -> Table:
         if any(one is not None for one in texts):
             shown.add_row(escape(label), *(escape(one or "-") for one in texts))
     return shown
-
-
-def advice_lines(advice: list[dict[str, str]]) -> Iterator[str]:
-    """Yield the advice, a line for what was found and one for what to do."""
-    if not advice:
-        yield "Nothing to change."
-        return
-    yield "What to change:"
-    for item in advice:
-        yield f"  [{item['level']}] {item['found']}"
-        yield f"         -> {item['remedy']}"
 
 
 def _by_reason(counts: dict[str, int]) -> str:
@@ -112,9 +100,9 @@ def _shares(seconds: dict[str, float]) -> str | None:
     return ", ".join(f"{phase} {100 * value / total:.0f} %" for phase, value in seconds.items() if value)
 
 
-def _parallel(counts: dict[str, int]) -> str | None:
-    """Return what only a drafter with a process of its own counts."""
-    return f"{counts['late_drafts']}, {counts['stale_streams']}" if any(counts.values()) else None
+def _parallel(figures: Figures, *names: str) -> str | None:
+    counts = figures["parallel"]
+    return ", ".join(str(counts[name]) for name in names) if any(counts.values()) else None
 
 
 def _ms(seconds: float | None) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from vllm_vidspec.config import METHOD, SELF, VidSpecConfig, parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.user_files import check_output, check_video
+from vllm_vidspec.tools.user_files import check_video
 
 
 @dataclass(frozen=True)
@@ -83,34 +83,6 @@ class Subject:
             raise VidSpecError(f"--engine-args: {fixed[0]} has options of its own")
         for video in self.source.get("videos", ()):
             check_video(video)
-
-
-@dataclass(frozen=True)
-class Picture(Subject):
-    """One video of a pair, and the file that a picture of it goes to.
-
-    Attributes:
-        video: A file; None: the bundled one.
-        out: The file to write.
-    """
-
-    video: str | None = None
-    out: str = ""
-
-    @property
-    def path(self) -> Path:
-        """The video's file."""
-        return pairs.sample_video() if self.video is None else Path(self.video)
-
-    @property
-    def source(self) -> dict[str, Any]:
-        """The video."""
-        return {"videos": [str(self.path)]}
-
-    def check_files(self, suffixes: tuple[str, ...], drawn: tuple[str, ...] = ()) -> None:
-        """Refuse a pair, a video or a file to write that would not do; as `Subject.check` and `check_output`."""
-        self.check()
-        check_output(self.out, suffixes=suffixes, drawn=drawn)
 
 
 def reasons(counters: dict[str, int], prefix: str) -> str:

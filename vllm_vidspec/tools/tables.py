@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -23,14 +23,9 @@ def by_columns(
     style: Callable[[Any], str | None] = lambda row: None,
     **options: Any,
 ) -> Table:
-    """Return a table.
+    """Return a table of `rows`, each shown by every column; `options` are further ones of rich's Table.
 
-    Args:
-        columns: Head of a column -> a row's text in it.
-        rows: What they are about.
-        num_words: How many columns at the front hold words and are left-aligned; the others hold numbers.
-        style: A row's, None for the usual one.
-        options: Further ones of rich's Table.
+    The first `num_words` columns hold words and are left-aligned; the others hold numbers. `style` is a row's.
     """
     table = Table(**{"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), **options})
     for index, head in enumerate(columns):
@@ -79,27 +74,20 @@ def checks_table(checks: "list[Check]") -> Table:
 
 
 class DemoView:
-    """Shows the events of `demo.run`: a bar while a server starts, then the answer as it streams."""
-
-    # What a server start takes on two cores; the bar is an estimate, the clock beside it is not.
-    USUAL_START_S = 40.0
+    """Shows the events of `demo.run`: a spinner while a server starts, then the answer as it streams."""
 
     def __init__(self, bars: Progress, console: Console) -> None:
         """Draw on `bars`; answers go to `console`."""
         self._bars, self._console = bars, console
-        self._task: TaskID | None = None
-        self._name = ""
 
     def __call__(self, event: str, fields: dict[str, Any]) -> None:
         """Take one event."""
         if event == "server":
             self._name = fields["name"]
+            self._task = self._bars.add_task(f"starting vllm serve ({self._name})", total=None, note="")
             if self._bars.disable:
                 self._bars.console.print(f"starting vllm serve ({self._name})")
-            self._task = self._bars.add_task(f"starting vllm serve ({self._name})", total=self.USUAL_START_S, note="")
-        elif event == "starting" and self._task is not None:
-            self._bars.update(self._task, completed=min(fields["elapsed_s"], 0.98 * self.USUAL_START_S))
-        elif event == "ready" and self._task is not None:
+        elif event == "ready":
             self._bars.remove_task(self._task)
             self._bars.stop()  # the answer streams below; a live bar would overwrite it
             self._console.print(f"[bold]{self._name}[/bold], ready after {fields['seconds']:.0f} s:")

@@ -24,11 +24,7 @@ def check_output(
 ) -> None:
     """Refuse a path that cannot be written in the end.
 
-    Args:
-        path: Of the file.
-        option: That names it.
-        suffixes: That it may have; none: any.
-        drawn: Those of them that need matplotlib.
+    `option` names it; `suffixes` are those that it may have (none: any), `drawn` those of them that need matplotlib.
     """
     path = Path(path)
     if path.is_dir():
@@ -54,14 +50,9 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def read_video(path: str | os.PathLike[str], num_frames: int | None = None) -> np.ndarray:
-    """Decode the frames that vLLM's default loader samples: evenly spaced, both ends included; needs opencv.
+    """Decode the frames that vLLM's loader samples, `[<= num_frames, height, width, 3]` uint8, RGB; needs opencv.
 
-    Args:
-        path: The file.
-        num_frames: How many; a shorter video gives all it has, and so does None.
-
-    Returns:
-        `[<= num_frames, height, width, 3]` uint8, RGB.
+    They are evenly spaced, both ends included; a shorter video gives all it has, and so does None.
     """
     import cv2
 

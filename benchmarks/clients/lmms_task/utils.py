@@ -1,6 +1,13 @@
 """A task of lmms-eval on held-out videos of shape world: how much of what a caption tells is right."""
 
-from vllm_vidspec.shapeworld import captions, world
+import sys
+from pathlib import Path
+
+import vllm_vidspec
+from vllm_vidspec.shapeworld import world
+
+sys.path.append(str(Path(vllm_vidspec.__file__).parents[1]))  # of the clone: lmms-eval runs a copy of this file
+from vidspec_tools import captions
 
 
 def doc_to_visual(doc):

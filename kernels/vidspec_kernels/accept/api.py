@@ -7,20 +7,10 @@ import torch
 import triton
 from torch import Tensor
 
-from vidspec_kernels.accept.reference import accept_reference
-from vidspec_kernels.accept.tables import (
-    EPSILON,
-    LOWEST,
-    MAX_DRAFTS,
-    NUM_SUMS,
-    SHIFT,
-    WINDOW,
-    Looseness,
-    Tally,
-    TreeShapes,
-)  # fmt: skip
+from vidspec_kernels.accept import tables
+from vidspec_kernels.accept.tables import MAX_DRAFTS, NUM_SUMS, Looseness, Tally, TreeShapes
 from vidspec_kernels.accept.triton import _accept_kernel
-from vidspec_kernels.arrays import check_lengths, check_matrix, check_vector
+from vidspec_kernels.arrays import check, check_contiguous
 from vidspec_kernels.dispatch import Impl, known, launch, launcher, on_host, use_triton
 
 # Arguments of a launch that the tally does not settle.
@@ -70,36 +60,36 @@ def accept(
             WINDOW, 3 one by SHIFT; 0 for the target's sample and beyond. None without looseness.
     """
     plans, key = _plans(max_drafts, trees, looseness, tally)
-    plan = None if impl == "torch" else known(plans, _accept_kernel, key)
+    plan = known(plans, _accept_kernel, key)
     if plan is None and (key is None or key not in plans):
         _check(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, looseness, tally)
         if key is not None:
             plans[key] = True
-    if plan is None and not use_triton(impl, target_tokens.device):
-        run = on_host(impl, target_tokens.device, accept_reference)
-        return run(target_tokens, draft_tokens, cu_num_logits, max_drafts, trees, looseness, tally)
     num_reqs, num_cols = cu_num_logits.shape[0] - 1, max_drafts + 1
     sampled = target_tokens.new_empty(num_reqs, num_cols)
     num_sampled = cu_num_logits.new_empty(num_reqs)
-    rows = path = kinds = tree = loose = by_kind = None
+    path = None if trees is None else cu_num_logits.new_empty(num_reqs, num_cols)
+    kinds = None if looseness is None else cu_num_logits.new_empty(num_reqs, num_cols, dtype=torch.int8)
+    outs, vectors = (sampled, num_sampled, path, kinds), (target_tokens, draft_tokens, cu_num_logits)
+    if plan is None and not use_triton(impl, target_tokens.device):
+        on_host(impl, target_tokens.device, "accept")(*vectors, trees, looseness, tally, *outs)
+        return outs
+    rows = tree = loose = by_kind = None
     signals: Sequence[Tensor | None] = (None,) * 3
     if trees is not None:
-        path = cu_num_logits.new_empty(num_reqs, num_cols)
-        rows, *tables = trees
-        tree = (*tables, trees.parents.stride(0), path)
+        rows, *shapes = trees
+        tree = (*shapes, trees.parents.stride(0), path)
     if looseness is not None:
-        kinds = cu_num_logits.new_empty(num_reqs, num_cols, dtype=torch.int8)
         rows, *settings = looseness
         loose, signals = (*settings[:3], float(looseness.min_entropy), kinds), settings[3:6]
     if tally is not None:
         rows, by_kind = tally.rows, tally.by_kind
-    if num_reqs > 0:
-        step = (target_tokens, draft_tokens, cu_num_logits, rows, tree, loose, by_kind, *signals, sampled, num_sampled)
-        if plan is not None:
-            plan((num_reqs,), *step)
-        else:
-            _launch(step, max_drafts, loose is not None, tally, plans, key)
-    return sampled, num_sampled, path, kinds
+    step = (*vectors, rows, tree, loose, by_kind, *signals, sampled, num_sampled)
+    if plan is not None and num_reqs > 0:
+        plan((num_reqs,), *step)
+    elif num_reqs > 0:
+        _launch(step, max_drafts, loose is not None, tally, plans, key)
+    return outs
 
 
 def _plans(
@@ -129,7 +119,7 @@ def _launch(
     args = (*vectors, tree, loose, sums, by_kind, kept, *signals, sampled, num_sampled, max_drafts + 1)
     block = max(2, triton.next_power_of_2(max_drafts))
     constants = {
-        "BLOCK": block, "FLAGS": (LOWEST, WINDOW, SHIFT, EPSILON) if is_loose else None, "NUM_SUMS": NUM_SUMS,
+        "BLOCK": block, "FLAGS": tables.FLAGS if is_loose else None, "NUM_SUMS": NUM_SUMS,
     }  # fmt: skip
     grid, device = (num_sampled.shape[0],), num_sampled.device
     if is_loose and block > 32:
@@ -143,46 +133,36 @@ def _check(
     looseness: Looseness | None, tally: Tally | None,
 ) -> None:  # fmt: skip
     """Check the arguments of `accept`."""
-    device, num_rows = target_tokens.device, target_tokens.shape[0]
-    check_vector("target_tokens", target_tokens, torch.int64, device)
-    check_vector("draft_tokens", draft_tokens, torch.int32, device)
-    check_vector("cu_num_logits", cu_num_logits, torch.int32, device, min_len=1)
-    assert draft_tokens.shape[0] == num_rows, f"draft_tokens: {draft_tokens.shape[0]} of {num_rows} rows"
+    device, num_rows, num_reqs = target_tokens.device, target_tokens.shape[0], cu_num_logits.shape[0] - 1
+    check(device, target_tokens=(target_tokens, torch.int64, 0), draft_tokens=(draft_tokens, torch.int32, [num_rows]))
+    check(device, cu_num_logits=(cu_num_logits, torch.int32, 1))
     least = 0 if trees is None and looseness is None else 1
     assert least <= max_drafts <= MAX_DRAFTS, f"max_drafts {max_drafts}"
-    num_reqs = cu_num_logits.shape[0] - 1
-    given = [each.rows for each in (trees, looseness, tally) if each is not None]
-    check_lengths(device, *(("rows", rows, torch.int64, num_reqs) for rows in given))
+    for each in (trees, looseness, tally):
+        check(device, rows=(None if each is None else each.rows, torch.int64, [num_reqs]))
     if trees is not None:
-        max_reqs, strides = trees.parents.shape[0], trees.parents.stride()
-        for name, dtype in (("parents", torch.int32), ("depths", torch.int32), ("ancestors", torch.int64)):
-            table = getattr(trees, name)
-            check_matrix(name, table, dtype, device, max_reqs, max_drafts + 1)
-            assert table.shape[0] == max_reqs, f"{name}: {table.shape[0]} rows, parents {max_reqs}"
-            assert table.stride() == strides, f"{name}: expected the strides of parents"
+        shape = ([trees.parents.shape[0]], max_drafts + 1)
+        check(
+            device, parents=(trees.parents, torch.int32, *shape), depths=(trees.depths, torch.int32, *shape),
+            ancestors=(trees.ancestors, torch.int64, *shape),
+        )  # fmt: skip
+        for name in ("depths", "ancestors"):
+            is_alike = getattr(trees, name).stride() == trees.parents.stride()
+            assert is_alike, f"{name}: expected the strides of parents"
     if looseness is not None:
-        max_reqs = looseness.rules.shape[0]
-        check_lengths(
-            device, ("rules", looseness.rules, torch.int32, max_reqs),
-            ("shares", looseness.shares, torch.float32, max_reqs),
-            ("windows", looseness.windows, torch.int32, max_reqs),
-            ("scores", looseness.scores, torch.float32, num_rows),
-            ("entropies", looseness.entropies, torch.float32, num_rows),
-            ("may_loosen", looseness.may_loosen, torch.bool, num_rows),
+        by_row, by_logits = [looseness.rules.shape[0]], [num_rows]
+        check(
+            device, rules=(looseness.rules, torch.int32, by_row), shares=(looseness.shares, torch.float32, by_row),
+            windows=(looseness.windows, torch.int32, by_row), scores=(looseness.scores, torch.float32, by_logits),
+            entropies=(looseness.entropies, torch.float32, by_logits),
+            may_loosen=(looseness.may_loosen, torch.bool, by_logits),
         )  # fmt: skip
     if tally is not None:
-        _check_tally(tally, max_drafts, device)
-
-
-def _check_tally(tally: Tally, max_drafts: int, device: torch.device) -> None:
-    """Check a tally's tensors, but its rows."""
-    check_vector("has_draft", tally.has_draft, torch.bool, device)
-    check_vector("totals", tally.totals, torch.int64, device, NUM_SUMS + max_drafts)
-    if (by_kind := tally.by_kind) is not None:
-        check_matrix("by_kind", by_kind, torch.int64, device)
-        assert by_kind.shape == (len(tally.rows), 3) and by_kind.is_contiguous(), f"by_kind: {list(by_kind.shape)}"
-    assert (tally.path is None) == (tally.num_accepted is None), "path and num_accepted: one without the other"
-    if tally.path is not None and tally.num_accepted is not None:
-        check_vector("num_accepted", tally.num_accepted, torch.int32, device)
-        check_matrix("path", tally.path, torch.int32, device, min_cols=max_drafts + 1)
-        assert len(tally.path) == len(tally.num_accepted), f"path: {len(tally.path)} rows"
+        assert (tally.path is None) == (tally.num_accepted is None), "path and num_accepted: one without the other"
+        max_reqs = 0 if tally.num_accepted is None else [tally.num_accepted.shape[0]]
+        check_contiguous(device, by_kind=(tally.by_kind, torch.int64, [num_reqs], [3]))
+        check(
+            device, has_draft=(tally.has_draft, torch.bool, 0),
+            totals=(tally.totals, torch.int64, NUM_SUMS + max_drafts),
+            path=(tally.path, torch.int32, max_reqs, max_drafts + 1), num_accepted=(tally.num_accepted, torch.int32, 0),
+        )  # fmt: skip

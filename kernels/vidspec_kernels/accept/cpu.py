@@ -1,17 +1,10 @@
-"""Compiled loops of `accept`."""
+"""Loops of `accept`."""
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from vidspec_kernels.accept.tables import EPSILON, LOWEST, NUM_SUMS, SHIFT, WINDOW, Looseness, Tally, TreeShapes
-from vidspec_kernels.compiled import NOTHING, compiled
-
-# Of chains, and where all is strict.
-_NO_SHAPES = (NOTHING["int64[:]"], NOTHING["int32[:, :]"], NOTHING["int32[:, :]"], NOTHING["int64[:, :]"])
-_NO_RULES = tuple(
-    NOTHING[f"{dtype}[:]"] for dtype in ("int64", "int32", "float32", "int32", "float32", "float32", "bool")
-)
+from vidspec_kernels.accept.tables import FLAGS, NUM_SUMS, Looseness, Tally, TreeShapes
+from vidspec_kernels.compiled import compiled
 
 
 @compiled(
@@ -152,35 +145,13 @@ def _count(
 
 
 def accept(
-    target_tokens: Tensor, draft_tokens: Tensor, cu_num_logits: Tensor, max_drafts: int,
-    trees: TreeShapes | None = None, looseness: Looseness | None = None, tally: Tally | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Do what `accept` does."""
-    num_reqs, num_cols = cu_num_logits.shape[0] - 1, max_drafts + 1
-    sampled = target_tokens.new_empty(num_reqs, num_cols)
-    num_sampled, bounds = cu_num_logits.new_empty(num_reqs), cu_num_logits.numpy()
-    path = kinds = None
-    shapes, rules, min_entropy = _NO_SHAPES, _NO_RULES, 0.0
-    path_array, kinds_array = NOTHING["int32[:, :]"], NOTHING["int8[:, :]"]
-    if trees is not None:
-        path = cu_num_logits.new_empty(num_reqs, num_cols)
-        shapes, path_array = tuple(table.numpy() for table in trees), path.numpy()
-    if looseness is not None:
-        kinds = cu_num_logits.new_empty(num_reqs, num_cols, dtype=torch.int8)
-        *vectors, min_entropy = looseness
-        rules, kinds_array = tuple(vector.numpy() for vector in vectors), kinds.numpy()
-    _accept(
-        target_tokens.numpy(), draft_tokens.numpy(), bounds, num_cols, *shapes, *rules, min_entropy,
-        LOWEST, WINDOW, SHIFT, EPSILON, sampled.numpy(), num_sampled.numpy(), path_array, kinds_array,
-    )  # fmt: skip
+    target_tokens: Tensor, draft_tokens: Tensor, cu_num_logits: Tensor, trees: TreeShapes | None,
+    looseness: Looseness | None, tally: Tally | None, sampled: Tensor, num_sampled: Tensor, path: Tensor | None,
+    kinds: Tensor | None,
+) -> None:  # fmt: skip
+    """Do what `accept` does; the last four are written."""
+    bounds, num_cols, shapes = cu_num_logits.numpy(), sampled.shape[1], trees or (None,) * 4
+    rules = looseness or (*(None,) * 7, 0.0)
+    _accept(target_tokens, draft_tokens, bounds, num_cols, *shapes, *rules, *FLAGS, sampled, num_sampled, path, kinds)
     if tally is not None:
-        by_kind, kept = NOTHING["int64[:, :]"], (NOTHING["int32[:, :]"], NOTHING["int32[:]"])
-        if tally.by_kind is not None:
-            by_kind = tally.by_kind.numpy()
-        if tally.path is not None and tally.num_accepted is not None:
-            kept = (tally.path.numpy(), tally.num_accepted.numpy())
-        _count(
-            bounds, tally.rows.numpy(), tally.has_draft.numpy(), tally.totals.numpy(), by_kind, *kept,
-            shapes[0], shapes[2], kinds_array, path_array, num_sampled.numpy(), num_cols, NUM_SUMS,
-        )  # fmt: skip
-    return sampled, num_sampled, path, kinds
+        _count(bounds, *tally[:6], shapes[0], shapes[2], kinds, path, num_sampled, num_cols, NUM_SUMS)

@@ -9,7 +9,7 @@ LOWEST = 1  # LVSpec eq. 9-10: the share of the drafts with the lowest scores
 WINDOW = 2  # FLy: an unsure target, and the next drafts all match
 SHIFT = 4  # LVSpec eq. 11: the target's token is drafted at another position
 MAX_DRAFTS = 64  # a node's ancestors are the bits of one word
-EPSILON = 1e-4  # 0.7 of 10 is 7, though 0.7 in float32 is less
+FLAGS = (LOWEST, WINDOW, SHIFT, 1e-4)  # and what a share is rounded up by: 0.7 of 10 is 7, though as float32 it is less
 
 
 class TreeShapes(NamedTuple):

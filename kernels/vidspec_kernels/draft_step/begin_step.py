@@ -1,14 +1,13 @@
 """begin_step: what a step of drafting reads, by batch row, and the inputs of its first forward, in one launch."""
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import array_module, as_array, at_least, at_most, check_vector
-from vidspec_kernels.dispatch import Impl, has_cpu_twin, known, launch, on_host, use_triton
-from vidspec_kernels.draft_step.buffers import StepBuffers, StepTables, batch_places, physical_slots
+from vidspec_kernels.arrays import check
+from vidspec_kernels.dispatch import Impl, known, launch, on_host, use_triton
+from vidspec_kernels.draft_step.buffers import StepBuffers, StepTables
 
 _BLOCK = 1024
 # Arguments of a launch that tables and buffers do not settle: the tensors of its own step, and its numbers.
@@ -181,100 +180,39 @@ def begin_step(
     key = (tables, picked is None, is_verified is None, temperature is None, block_size)
     # A request's block table is copied by as many programs as its columns need.
     grid = (size, max(-(-tables.block_table.shape[1] // _BLOCK), 1))
-    plan = None if impl == "torch" else known(out.plans, _begin_step_kernel, key)
+    step = (batch_rows, picked, num_sampled, is_verified, temperature, seeds)
+    numbers = (num_reqs, max_position, max_drafts)
+    plan = known(out.plans, _begin_step_kernel, key)
     if plan is not None and size:
-        step = (batch_rows, picked, num_sampled, is_verified, temperature, seeds, num_reqs, max_position, max_drafts)
-        plan(grid, *step)
+        plan(grid, *step, *numbers)
         return
     device = tables.device
-    check_vector("batch_rows", batch_rows, torch.int64, device)
-    check_vector("num_sampled", num_sampled, torch.int32, device, batch_rows.shape[0])
-    check_vector("seeds", seeds, torch.int64, device, tables.max_reqs)
-    if picked is not None:
-        check_vector("picked", picked, torch.int64, device)
-    if is_verified is not None:
-        check_vector("is_verified", is_verified, torch.bool, device, num_reqs)
-    if temperature is not None:
-        check_vector("temperature", temperature, torch.float32, device, tables.max_reqs)
+    check(
+        device, batch_rows=(batch_rows, torch.int64, 0), picked=(picked, torch.int64, 0),
+        num_sampled=(num_sampled, torch.int32, batch_rows.shape[0]), is_verified=(is_verified, torch.bool, num_reqs),
+        temperature=(temperature, torch.float32, tables.max_reqs), seeds=(seeds, torch.int64, tables.max_reqs),
+    )  # fmt: skip
     assert out.device == device, f"out: expected device {device}, got {out.device}"
     assert out.batch_table.shape[1] == tables.block_table.shape[1], "batch_table, block_table: other widths"
     assert (out.path is None) == (tables.path is None), "path: in both or in neither"
     if size == 0:
         return
     if not use_triton(impl, device):
-        on_host(impl, device, begin_step_reference)(
-            batch_rows, picked, num_sampled, is_verified, temperature, seeds, tables, out,
-            size=size, block_size=block_size, max_position=max_position, max_drafts=max_drafts,
-        )  # fmt: skip
+        loop = on_host(impl, device, "begin_step")
+        loop(*step, *tables.arrays, *out.arrays, num_reqs, size, block_size, max_position, max_drafts)
         return
     max_blocks = tables.block_table.shape[1]
     path_stride, num_cols = (0, 0) if tables.path is None else (tables.path.stride(0), tables.path.shape[1])
     args = (
-        batch_rows, picked, num_sampled, is_verified, temperature, seeds, tables.num_tokens, tables.text,
-        tables.text.stride(0), tables.last_sampled, tables.last_sampled.stride(0), tables.num_dropped, tables.pos_delta,
-        tables.block_table, tables.block_table.stride(0), max_blocks, tables.fed, tables.path, path_stride, num_cols,
-        out.rows, out.num_accepted, out.temperature, out.seeds, out.root_slot, out.root_pos, out.pos_delta,
-        out.last_root, out.batch_table, out.batch_table.stride(0), out.level, out.input_ids, out.positions,
-        out.positions.stride(0), out.positions.stride(1), out.slot_mapping, out.seq_lens, out.path,
+        *step, tables.num_tokens, tables.text, tables.text.stride(0), tables.last_sampled,
+        tables.last_sampled.stride(0), tables.num_dropped, tables.pos_delta, tables.block_table,
+        tables.block_table.stride(0), max_blocks, tables.fed, tables.path, path_stride, num_cols, out.rows,
+        out.num_accepted, out.temperature, out.seeds, out.root_slot, out.root_pos, out.pos_delta, out.last_root,
+        out.batch_table, out.batch_table.stride(0), out.level, out.input_ids, out.positions, out.positions.stride(0),
+        out.positions.stride(1), out.slot_mapping, out.seq_lens, out.path,
         0 if out.path is None else out.path.stride(0), num_reqs, tables.max_reqs, block_size, max_position, max_drafts,
     )  # fmt: skip
     constants = {
         "NUM_POS_AXES": out.positions.shape[0], "BLOCK": _BLOCK, "BLOCK_PATH": triton.next_power_of_2(max(num_cols, 1)),
     }  # fmt: skip
     launch(_begin_step_kernel, grid, device, args, constants, out.plans, key, changing=_CHANGING)
-
-
-@has_cpu_twin
-def begin_step_reference(
-    batch_rows: Tensor, picked: Tensor | None, num_sampled: Tensor, is_verified: Tensor | None,
-    temperature: Tensor | None, seeds: Tensor, tables: StepTables, out: StepBuffers, *, size: int, block_size: int,
-    max_position: int, max_drafts: int,
-) -> None:  # fmt: skip
-    """Do what `begin_step` does, in numpy or torch: the specification. Same arguments."""
-    xp, table, here = array_module(tables.device), tables.arrays, out.arrays
-    row, sampled = as_array(batch_rows), as_array(num_sampled)
-    if picked is not None:
-        row, sampled = row[as_array(picked)], sampled[as_array(picked)]
-    m = row.shape[0]
-    sampled = sampled[:m]
-    accepted = at_least(sampled - 1, 0)
-    here.rows[:m] = row
-    here.num_accepted[:m] = sampled - 1 if is_verified is None else xp.where(as_array(is_verified)[:m], sampled - 1, -1)
-    here.temperature[:m] = 0.0 if temperature is None else as_array(temperature)[row]
-    here.seeds[:m] = as_array(seeds)[row]
-    here.level[:] = 0
-
-    num_tokens = table.num_tokens[row]
-    root = num_tokens - 1 - table.num_dropped[row]
-    here.root_slot[:m] = root
-    here.last_root[:m] = root - at_least(here.num_accepted[:m], 0) - 1
-    here.root_pos[:m] = num_tokens - 1
-    here.pos_delta[:m] = table.pos_delta[row]
-    here.seq_lens[:m] = root + 1
-    # On the CPU a look at the longest request costs no wait, and most of a table is empty.
-    num_cols = here.batch_table.shape[1]
-    if xp is np and m:
-        num_cols = min((int(root.max()) + max_drafts) // block_size + 1, num_cols)
-    here.batch_table[:m, :num_cols] = table.block_table[row, :num_cols]
-
-    last = accepted
-    if table.path is not None:
-        here.path[:m] = table.path[row]
-        last = here.path[batch_places(m, tables.device), at_most(accepted, here.path.shape[1] - 1)]
-    is_missing = (accepted > 0) & ((table.fed[row] >> at_least(last - 1, 0)) & 1 == 0)
-    table.fed[row] = 0
-    back = batch_places(2, tables.device) - 1  # of the two tokens from the root
-    slots = physical_slots(out, root[:, None] + back, block_size)
-    slots[:, 0] *= is_missing
-    here.slot_mapping[: 2 * m] = slots.reshape(-1)
-    pos = (here.root_pos[:m] + here.pos_delta[:m])[:, None] + back
-    here.positions[:, : 2 * m] = at_most(pos, max_position).reshape(-1)
-    here.input_ids[: 2 * m : 2] = table.text[row, at_least(num_tokens - 2, 0)]
-    here.input_ids[1 : 2 * m : 2] = table.last_sampled[row, 0]
-    if m < size:
-        here.rows[m:size], here.num_accepted[m:size] = tables.max_reqs, -1
-        for name in ("temperature", "seeds", "root_slot", "root_pos", "pos_delta", "last_root", "seq_lens"):
-            getattr(here, name)[m:size] = 0
-        here.slot_mapping[2 * m : 2 * size] = -1
-        here.positions[:, 2 * m : 2 * size] = 0
-        here.input_ids[2 * m : 2 * size] = 0

@@ -5,14 +5,12 @@ Made and checked once. Kernels take these whole, so that a launch checks nothing
 
 import functools
 from dataclasses import dataclass, fields
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from vidspec_kernels.arrays import array_module, as_array, as_meta, check_matrix, check_vector
+from vidspec_kernels.arrays import arrays_of, as_meta, check
 
 
 class _Tensors:
@@ -34,9 +32,9 @@ class _Tensors:
         return {}
 
     @functools.cached_property
-    def arrays(self) -> SimpleNamespace:
-        """The tensors as references work on them: arrays on the same memory."""
-        return SimpleNamespace(**{name: value if value is None else as_array(value) for name, value in self._fields()})
+    def arrays(self) -> tuple[Any, ...]:
+        """The tensors as loops take them, in the order of the fields."""
+        return arrays_of(value for _, value in self._fields())
 
     def as_meta(self) -> Any:
         """Return the same without memory, for `warm_up`."""
@@ -78,16 +76,13 @@ class StepTables(_Tensors):
     path: Tensor | None = None
 
     def __post_init__(self) -> None:
-        device, max_reqs = self.device, self.max_reqs
-        check_vector("num_tokens", self.num_tokens, torch.int32, device, max_reqs)
-        check_vector("num_dropped", self.num_dropped, torch.int32, device, max_reqs)
-        check_vector("pos_delta", self.pos_delta, torch.int64, device, max_reqs)
-        check_vector("fed", self.fed, torch.int64, device, max_reqs + 1)
-        check_matrix("text", self.text, torch.int32, device, max_reqs)
-        check_matrix("last_sampled", self.last_sampled, torch.int64, device, max_reqs)
-        check_matrix("block_table", self.block_table, torch.int32, device, max_reqs)
-        if self.path is not None:
-            check_matrix("path", self.path, torch.int32, device, max_reqs)
+        n = self.max_reqs
+        check(
+            self.device, num_tokens=(self.num_tokens, torch.int32, n), num_dropped=(self.num_dropped, torch.int32, n),
+            pos_delta=(self.pos_delta, torch.int64, n), fed=(self.fed, torch.int64, n + 1),
+            text=(self.text, torch.int32, n, 0), last_sampled=(self.last_sampled, torch.int64, n, 1),
+            block_table=(self.block_table, torch.int32, n, 0), path=(self.path, torch.int32, n, 0),
+        )  # fmt: skip
 
     @functools.cached_property
     def max_reqs(self) -> int:
@@ -138,17 +133,15 @@ class StepBuffers(_Tensors):
     def __post_init__(self) -> None:
         device, size = self.device, self.max_batch
         for name in ("rows", "seeds", "root_pos", "pos_delta"):
-            check_vector(name, getattr(self, name), torch.int64, device, size)
+            check(device, **{name: (getattr(self, name), torch.int64, size)})
         for name in ("num_accepted", "root_slot", "last_root", "seq_lens"):
-            check_vector(name, getattr(self, name), torch.int32, device, size)
-        check_vector("temperature", self.temperature, torch.float32, device, size)
-        check_vector("level", self.level, torch.int32, device, 1)
-        check_vector("input_ids", self.input_ids, torch.int32, device, 2 * size)
-        check_vector("slot_mapping", self.slot_mapping, torch.int64, device, 2 * size)
-        check_matrix("batch_table", self.batch_table, torch.int32, device, size)
+            check(device, **{name: (getattr(self, name), torch.int32, size)})
+        check(
+            device, temperature=(self.temperature, torch.float32, size), level=(self.level, torch.int32, 1),
+            input_ids=(self.input_ids, torch.int32, 2 * size), slot_mapping=(self.slot_mapping, torch.int64, 2 * size),
+            batch_table=(self.batch_table, torch.int32, size, 0), path=(self.path, torch.int32, size, 0),
+        )  # fmt: skip
         _check_positions(self.positions, device, 2 * size)
-        if self.path is not None:
-            check_matrix("path", self.path, torch.int32, device, size)
 
     @classmethod
     def allocate(cls, max_batch: int, max_blocks: int, positions: Tensor, path_cols: int = 0) -> "StepBuffers":
@@ -197,13 +190,13 @@ class LevelBuffers(_Tensors):
     def __post_init__(self) -> None:
         device, num_places = self.device, self.logical_pos.shape[0]
         assert (self.input_ids is None) == (self.masks is None), "input_ids, masks: both or neither"
-        check_vector("logical_pos", self.logical_pos, torch.int64, device)
-        check_vector("slot_mapping", self.slot_mapping, torch.int64, device, num_places)
-        check_vector("seq_lens", self.seq_lens, torch.int32, device)
+        check(
+            device, logical_pos=(self.logical_pos, torch.int64, 0), seq_lens=(self.seq_lens, torch.int32, 0),
+            slot_mapping=(self.slot_mapping, torch.int64, num_places),
+            input_ids=(self.input_ids, torch.int32, num_places),
+            masks=(self.masks, torch.int64, self.seq_lens.shape[0], 0),
+        )  # fmt: skip
         _check_positions(self.positions, device, num_places)
-        if self.input_ids is not None and self.masks is not None:
-            check_vector("input_ids", self.input_ids, torch.int32, device, num_places)
-            check_matrix("masks", self.masks, torch.int64, device, self.seq_lens.shape[0])
 
     @classmethod
     def allocate(cls, max_batch: int, positions: Tensor, width: int = 0) -> "LevelBuffers":
@@ -217,29 +210,3 @@ class LevelBuffers(_Tensors):
             input_ids=torch.zeros(num_places, dtype=torch.int32, device=device) if width else None,
             masks=torch.zeros(max_batch, width, dtype=torch.int64, device=device) if width else None,
         )
-
-
-def batch_places(num_reqs: int, device: torch.device) -> Any:
-    """Return the array 0 to num_reqs - 1, for references."""
-    return np.arange(num_reqs) if device.type == "cpu" else torch.arange(num_reqs, device=device)
-
-
-def physical_slots(buffers: StepBuffers, entries: Any, block_size: int) -> Any:
-    """Return the physical slots of KV entries of batch rows 0 to R - 1, for references.
-
-    Args:
-        buffers: Has their block tables.
-        entries: int [R] or [R, F].
-        block_size: Tokens per block.
-
-    Returns:
-        int64 of the same shape; -1 where the row's block table has no such entry.
-    """
-    xp, table = array_module(buffers.device), buffers.arrays.batch_table
-    if table.shape[1] == 0:
-        return xp.zeros_like(entries, dtype=xp.int64) - 1
-    req_idx = batch_places(entries.shape[0], buffers.device)
-    block_idx = entries // block_size
-    in_table = (block_idx >= 0) & (block_idx < table.shape[1])
-    block = table[req_idx if entries.ndim == 1 else req_idx[:, None], xp.where(in_table, block_idx, 0)]
-    return xp.where(in_table, xp.asarray(block, dtype=xp.int64) * block_size + entries % block_size, -1)

@@ -1,13 +1,8 @@
-"""Compiled loops of `begin_step` and `next_level`."""
-
-import functools
-from collections.abc import Callable
+"""Loops of `begin_step` and `next_level`."""
 
 import numpy as np
-from torch import Tensor
 
-from vidspec_kernels.compiled import NOTHING, compiled
-from vidspec_kernels.draft_step.buffers import LevelBuffers, StepBuffers, StepTables
+from vidspec_kernels.compiled import compiled
 
 
 @compiled(
@@ -16,7 +11,7 @@ from vidspec_kernels.draft_step.buffers import LevelBuffers, StepBuffers, StepTa
     "int64[:], int32[:], float32[:], int64[:], int32[:], int64[:], int64[:], int32[:], int32[:, :], int32[:], "
     "int32[:], int64[:, :], int64[:], int32[:], int32[:, :], int64, int64, int64, int64, int64"
 )
-def _begin_step(
+def begin_step(
     batch_rows, picked, num_sampled, is_verified, temperature, seeds,
     num_tokens, text, last_sampled, num_dropped, pos_delta, block_table, fed, path,
     out_rows, out_num_accepted, out_temperature, out_seeds, out_root_slot, out_root_pos, out_pos_delta, out_last_root,
@@ -68,36 +63,13 @@ def _begin_step(
                 positions[axis, place] = 0
 
 
-def begin_step(
-    batch_rows: Tensor, picked: Tensor | None, num_sampled: Tensor, is_verified: Tensor | None,
-    temperature: Tensor | None, seeds: Tensor, tables: StepTables, out: StepBuffers, *, size: int, block_size: int,
-    max_position: int, max_drafts: int,
-) -> None:  # fmt: skip
-    """Do what `begin_step` does."""
-    table, here = tables.arrays, out.arrays
-    _begin_step(
-        batch_rows.numpy(),
-        NOTHING["int64[:]"] if picked is None else picked.numpy(),
-        num_sampled.numpy(),
-        NOTHING["bool[:]"] if is_verified is None else is_verified.numpy(),
-        NOTHING["float32[:]"] if temperature is None else temperature.numpy(),
-        seeds.numpy(),
-        table.num_tokens, table.text, table.last_sampled, table.num_dropped, table.pos_delta, table.block_table,
-        table.fed, NOTHING["int32[:, :]"] if table.path is None else table.path,
-        here.rows, here.num_accepted, here.temperature, here.seeds, here.root_slot, here.root_pos, here.pos_delta,
-        here.last_root, here.batch_table, here.level, here.input_ids, here.positions, here.slot_mapping,
-        here.seq_lens, NOTHING["int32[:, :]"] if here.path is None else here.path,
-        len(batch_rows if picked is None else picked), size, block_size, max_position, max_drafts,
-    )  # fmt: skip
-
-
 @compiled(
     "int64[:], int32[:], int64[:], int64[:], int32[:, :], int64[:], int64[:, :], int64[:, :], int64[:, :], "
-    "int64[:, :], int64[:], int64[:], int32[:], int32[:], int64[:, :], int64, int64, int64, int64"
+    "int64[:], int64[:, :], int64[:], int32[:], int32[:], int64[:, :], int64, int64, int64, int64"
 )
-def _next_level(
+def next_level(
     rows, root_slot, root_pos, pos_delta, batch_table, fed, nodes, tokens, ancestors,
-    positions, logical_pos, slot_mapping, seq_lens, input_ids, masks, block_size, max_position, size, level,
+    logical_pos, positions, slot_mapping, seq_lens, input_ids, masks, block_size, max_position, size, level,
 ):  # fmt: skip
     is_tree, padding_row, num_entries = len(nodes) > 0, fed.shape[0] - 1, batch_table.shape[1] * block_size
     width = nodes.shape[1] if is_tree else 1
@@ -123,26 +95,3 @@ def _next_level(
             if is_tree:
                 input_ids[place] = tokens[b, f] if is_node else 0
                 masks[b, f] = ancestors[b, node] if is_node else 0
-
-
-def bind_next_level(
-    step: StepBuffers, out: LevelBuffers, fed: Tensor, nodes: Tensor | None = None, tokens: Tensor | None = None,
-    ancestors: Tensor | None = None, *, size: int, level: int | Tensor, block_size: int, max_position: int,
-) -> Callable[[], None]:  # fmt: skip
-    """Return what does `next_level`."""
-    here, there = step.arrays, out.arrays
-    frontier = (NOTHING["int64[:, :]"],) * 3
-    if nodes is not None and tokens is not None and ancestors is not None:
-        frontier = (nodes.numpy(), tokens.numpy(), ancestors.numpy())
-    is_tree = nodes is not None
-    loop = functools.partial(
-        _next_level,
-        here.rows, here.root_slot, here.root_pos, here.pos_delta, here.batch_table, fed.numpy(), *frontier,
-        there.positions, there.logical_pos, there.slot_mapping, there.seq_lens,
-        there.input_ids if is_tree else NOTHING["int32[:]"], there.masks if is_tree else NOTHING["int64[:, :]"],
-        block_size, max_position, size,
-    )  # fmt: skip
-    if not isinstance(level, Tensor):
-        return functools.partial(loop, level)
-    of_step = level.numpy()
-    return lambda: loop(of_step[0])

@@ -2,16 +2,15 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import array_module, as_array, at_least, at_most, check_matrix, check_vector
-from vidspec_kernels.dispatch import Impl, has_cpu_twin, launch, on_host, remember, use_triton
-from vidspec_kernels.draft_step.buffers import LevelBuffers, StepBuffers, batch_places, physical_slots
+from vidspec_kernels.arrays import check
+from vidspec_kernels.dispatch import Impl, launch, on_host, remember, use_triton
+from vidspec_kernels.draft_step.buffers import LevelBuffers, StepBuffers
 
 _BLOCK = 128
 
@@ -130,29 +129,32 @@ def _bind(
 ) -> Callable[[], None]:  # fmt: skip
     """Check a call, and return what runs it."""
     device, width = step.device, 1
-    check_vector("fed", fed, torch.int64, device, 1)
     assert size <= step.max_batch and size <= out.seq_lens.shape[0], f"size {size}"
     is_tree = nodes is not None
     assert (tokens is not None) == (ancestors is not None) == is_tree, "nodes, tokens, ancestors: all or none"
     assert out.masks is not None or not is_tree, "out: buffers of chains"
-    if nodes is not None and tokens is not None and ancestors is not None and out.masks is not None:
+    if nodes is not None and out.masks is not None:
         width = nodes.shape[1]
-        for name, tensor in (("nodes", nodes), ("tokens", tokens), ("ancestors", ancestors)):
-            check_matrix(name, tensor, torch.int64, device, size)
-        assert tokens.shape[1] == width and 1 <= width <= out.masks.shape[1], f"nodes, tokens: F {width}"
-    if isinstance(level, Tensor):
-        check_vector("level", level, torch.int32, device, 1)
-    else:
-        assert level >= 1, f"level {level}"
+        assert 1 <= width <= out.masks.shape[1], f"nodes: F {width}"
+    check(
+        device, fed=(fed, torch.int64, 1), nodes=(nodes, torch.int64, size, 1),
+        tokens=(tokens, torch.int64, size, [width]), ancestors=(ancestors, torch.int64, size, 0),
+    )  # fmt: skip
+    level_ptr, level_value = (level, 0) if isinstance(level, Tensor) else (None, level)
+    check(device, level=(level_ptr, torch.int32, 1))
+    assert level_ptr is not None or level_value >= 1, f"level {level}"
     assert size * width <= out.logical_pos.shape[0], f"out: no room for {size} x {width} places"
     if size == 0:
         return lambda: None
     if not use_triton(impl, device):
-        return on_host(impl, device, bind_next_level_reference)(
-            step, out, fed, nodes, tokens, ancestors,
-            size=size, level=level, block_size=block_size, max_position=max_position,
+        run = on_host(impl, device, "next_level").bind(
+            step.rows, step.root_slot, step.root_pos, step.pos_delta, step.batch_table, fed, nodes, tokens,
+            ancestors, *out.arrays, block_size, max_position, size,
         )  # fmt: skip
-    level_ptr, level_value = (level, 0) if isinstance(level, Tensor) else (None, level)
+        if level_ptr is None:
+            return functools.partial(run, level)
+        of_step = level_ptr.numpy()
+        return lambda: run(of_step[0])
     args = (
         step.rows, step.root_slot, step.root_pos, step.pos_delta, step.batch_table, step.batch_table.stride(0),
         step.batch_table.shape[1], fed, nodes, 0 if nodes is None else nodes.stride(0), tokens,
@@ -165,43 +167,3 @@ def _bind(
     key = (step, nodes is None, level_ptr is None, block_size)
     grid = (triton.cdiv(size * width, _BLOCK),)
     return lambda: launch(_next_level_kernel, grid, device, args, constants, out.plans, key)
-
-
-@has_cpu_twin
-def bind_next_level_reference(*args: Any, **kwargs: Any) -> Callable[[], None]:
-    """Return `next_level_reference` with all its arguments given."""
-    return functools.partial(next_level_reference, *args, **kwargs)
-
-
-def next_level_reference(
-    step: StepBuffers, out: LevelBuffers, fed: Tensor, nodes: Tensor | None = None, tokens: Tensor | None = None,
-    ancestors: Tensor | None = None, *, size: int, level: int | Tensor, block_size: int, max_position: int,
-) -> None:  # fmt: skip
-    """Do what `next_level` does, in numpy or torch: the specification. Same arguments."""
-    xp, here, there = array_module(step.device), step.arrays, out.arrays
-    if isinstance(level, Tensor):
-        level = int(level)
-    row, root = here.rows[:size], here.root_slot[:size]
-    is_real = row < fed.shape[0] - 1
-    logical = xp.where(is_real, here.root_pos[:size] + level, 0)
-    pos = xp.where(is_real, at_most(logical + here.pos_delta[:size], max_position), 0)
-    if nodes is None or tokens is None or ancestors is None:
-        there.logical_pos[:size] = logical
-        there.positions[:, :size] = pos
-        there.seq_lens[:size] = xp.where(is_real, root + level + 1, 0)
-        there.slot_mapping[:size] = xp.where(is_real, physical_slots(step, root + level, block_size), -1)
-        bits = is_real * (1 << (level - 1))
-    else:
-        is_real, node, width = is_real[:, None], as_array(nodes)[:size], nodes.shape[1]
-        is_node, num_places = is_real & (node > 0), size * width
-        there.logical_pos[:num_places].reshape(size, width)[:] = logical[:, None]
-        there.positions[:, :num_places] = xp.broadcast_to(pos[:, None], (size, width)).reshape(-1)
-        there.seq_lens[:size] = xp.where(is_real[:, 0], root + 1, 0)
-        slots = xp.where(is_node, physical_slots(step, root[:, None] + node, block_size), 0)
-        there.slot_mapping[:num_places].reshape(size, width)[:] = xp.where(is_real, slots, -1)
-        there.input_ids[:num_places].reshape(size, width)[:] = xp.where(is_node, as_array(tokens)[:size], 0)
-        req_idx = batch_places(size, step.device)[:, None]
-        there.masks[:size, :width] = xp.where(is_node, as_array(ancestors)[req_idx, node], 0)
-        bits = (is_node * (1 << at_least(node - 1, 0))).sum(1)
-    # The padding's row is written as often as there is padding, with what it holds.
-    as_array(fed)[row] |= bits

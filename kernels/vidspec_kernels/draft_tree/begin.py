@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import array_module, as_array, check_vector
-from vidspec_kernels.dispatch import Impl, has_cpu_twin, launcher, on_host, use_triton
+from vidspec_kernels.arrays import check
+from vidspec_kernels.dispatch import Impl, launcher, on_host, use_triton
 from vidspec_kernels.draft_tree.buffers import TreeGrowBuffers
 from vidspec_kernels.draft_tree.tables import TreeTables, TreeTemplate
 
@@ -95,13 +95,11 @@ def tree_begin(
     assert template.parents.shape == (tree.num_cols,), f"template: {len(template.parents)} columns"
     if growth is not None:
         assert rows is not None and num_accepted is not None, "rows, num_accepted: None"
-        check_vector("rows", rows, torch.int64, device)
-        check_vector("num_accepted", num_accepted, torch.int32, device)
-        assert len(rows) == len(num_accepted) == num_reqs, f"{len(rows)} rows, {len(num_accepted)} lengths, {num_reqs}"
+        check(device, rows=(rows, torch.int64, [num_reqs]), num_accepted=(num_accepted, torch.int32, [num_reqs]))
     if num_reqs == 0:
         return
     if not use_triton(impl, device):
-        on_host(impl, device, tree_begin_reference)(tree, template, num_reqs, growth, rows, num_accepted)
+        on_host(impl, device, "tree_begin")(tree, template, num_reqs, growth, rows, num_accepted)
         return
     frontier: tuple[Tensor | None, ...] = (None,) * 3
     observed: tuple[Tensor | None, ...] = (None,) * 5
@@ -119,35 +117,3 @@ def tree_begin(
         WINDOW=window, BLOCK_WINDOW=triton.next_power_of_2(window), BLOCK=triton.next_power_of_2(tree.num_cols),
         CHUNK=_NUM_CLEARED,
     )  # fmt: skip
-
-
-@has_cpu_twin
-def tree_begin_reference(
-    tree: TreeTables, template: TreeTemplate, num_reqs: int, growth: TreeGrowBuffers | None = None,
-    rows: Tensor | None = None, num_accepted: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Do what `tree_begin` does, in numpy or torch: the specification."""
-    tokens, *columns, num_nodes = tree.arrays
-    tokens[:num_reqs, 1:] = -1
-    for column, own in zip(columns, template.arrays, strict=True):
-        column[:num_reqs] = own
-    num_nodes[:num_reqs] = template.num_nodes
-    if growth is None or rows is None or num_accepted is None:
-        return
-    frontier_nodes, _, frontier_log_probs = growth.frontier_arrays
-    frontier_nodes[:num_reqs, 0] = 0
-    frontier_log_probs[:num_reqs, 0] = 0.0
-    growth.leftover_arrays[0][:num_reqs] = -torch.inf
-    rules = growth.plans.rules
-    if rules.history == 0:
-        return
-    xp, row, accepted = array_module(tree.device), as_array(rows), as_array(num_accepted)
-    history, num_observed, max_depths = growth.plans.observed_arrays
-    is_verified, before = accepted >= 0, num_observed[row]  # [R]
-    place = before % rules.history
-    history[row, place] = xp.where(is_verified, accepted, history[row, place])
-    num_observed[row] = before + is_verified
-    total, count = history[row].sum(1), (before + 1).clip(None, rules.history)
-    is_high, is_low = total > rules.history_high * count, total < rules.history_low * count
-    change = (is_high * 1 - is_low * 1) * is_verified
-    max_depths[row] = (max_depths[row] + change).clip(rules.depth_min, rules.depth_max)

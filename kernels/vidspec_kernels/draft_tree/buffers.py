@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from vidspec_kernels.arrays import as_array, as_meta
-from vidspec_kernels.draft_tree.tables import TreePlans, TreeTables, check
+from vidspec_kernels.arrays import arrays_of, as_meta, check_contiguous
+from vidspec_kernels.draft_tree.tables import TreePlans, TreeTables
 
 
 class TreeGrowBuffers:
@@ -40,11 +39,12 @@ class TreeGrowBuffers:
         max_frontier: int,
     ):  # fmt: skip
         self.tree, self.plans, self.device = tree, plans, tree.device
-        num_widths, self.num_levels, self.num_candidates = width_bounds.shape
+        _, self.num_levels, self.num_candidates = width_bounds.shape
         self.max_parents, self.max_frontier = max_parents, max_frontier
-        check("log_thresholds", log_thresholds, torch.float32, self.device, (len(log_thresholds), self.num_levels))
-        shape = (num_widths, self.num_levels, self.num_candidates)
-        check("width_bounds", width_bounds, torch.float32, self.device, shape)
+        check_contiguous(
+            self.device, log_thresholds=(log_thresholds, torch.float32, 0, [self.num_levels]),
+            width_bounds=(width_bounds, torch.float32, 0, 0, 0),
+        )  # fmt: skip
         assert plans.device == self.device, f"plans: expected {self.device}"
         max_num_reqs = len(tree.num_nodes)
 
@@ -57,18 +57,14 @@ class TreeGrowBuffers:
         shape = (max_num_reqs, max_parents, self.num_candidates)
         self.leftover_log_probs = torch.full(shape, -torch.inf, device=self.device)
         self.leftover_tokens, self.leftover_parents = numbers(*shape[1:]), numbers(max_parents)
-        # In the kernel's order.
+        # In the kernel's order, and the same as arrays for the loop.
         self.rules = (log_thresholds, width_bounds)
         self.frontier = (self.frontier_nodes, self.frontier_tokens, self.frontier_log_probs)
         self.leftover = (self.leftover_log_probs, self.leftover_tokens, self.leftover_parents)
-        # The references work on the memory itself; the plan of a step is looked up once, on level 0.
-        self.tree_arrays = tuple(as_array(table).reshape(-1) for table in tree.tensors[:5])
-        self.planned_arrays = (as_array(plans.depths), as_array(plans.widths))
-        self.rule_arrays = tuple(map(as_array, self.rules))
-        self.next_free_array = as_array(self.next_free)
-        self.frontier_arrays = tuple(map(as_array, self.frontier))
-        self.leftover_arrays = tuple(map(as_array, self.leftover))
-        self.plan_of_step: tuple[np.ndarray, ...] = ()
+        self.tensors = (
+            plans.depths, plans.widths, *self.rules, self.next_free, *tree.tensors[:5], *self.leftover, *self.frontier
+        )  # fmt: skip
+        self.arrays = arrays_of(self.tensors)
         self.ready: dict[Any, Any] = {}  # calls (see `dispatch.remember`)
         self._frontiers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by (requests, width), both bounded
 

@@ -1,16 +1,13 @@
-"""Compiled loops of `tree_begin`, `tree_plan`, `tree_grow`, `tree_place` and `tree_finish`."""
+"""Loops of `tree_begin`, `tree_plan`, `tree_grow`, `tree_place` and `tree_finish`."""
 
-import functools
 import math
-from collections.abc import Callable
 
 import numpy as np
 from torch import Tensor
 
-from vidspec_kernels.compiled import NOTHING, compiled
+from vidspec_kernels.compiled import compiled
 from vidspec_kernels.draft_tree.buffers import TreeGrowBuffers
-from vidspec_kernels.draft_tree.finish import Leaves, append_leaves
-from vidspec_kernels.draft_tree.place import PlacedLevel
+from vidspec_kernels.draft_tree.finish import Leaves
 from vidspec_kernels.draft_tree.plan import LEAST_LOGIT
 from vidspec_kernels.draft_tree.tables import TreePlans, TreeTables, TreeTemplate
 
@@ -56,18 +53,16 @@ def _begin_growth(
 
 
 def tree_begin(
-    tree: TreeTables, template: TreeTemplate, num_reqs: int, growth: TreeGrowBuffers | None = None,
-    rows: Tensor | None = None, num_accepted: Tensor | None = None,
+    tree: TreeTables, template: TreeTemplate, num_reqs: int, growth: TreeGrowBuffers | None, rows: Tensor | None,
+    num_accepted: Tensor | None,
 ) -> None:  # fmt: skip
     """Do what `tree_begin` does."""
     _begin(*template.arrays, template.num_nodes, *tree.arrays, num_reqs)
-    if growth is not None and rows is not None and num_accepted is not None:
-        rules, (nodes, _, log_probs) = growth.plans.rules, growth.frontier_arrays
+    if growth is not None:
+        rules, observed = growth.plans.rules, growth.plans.observed_arrays
         limits = (float(rules.depth_min), float(rules.depth_max), rules.history_low, rules.history_high)
-        _begin_growth(
-            nodes, log_probs, growth.leftover_arrays[0], rows.numpy(), num_accepted.numpy(),
-            *growth.plans.observed_arrays, rules.history, *limits,
-        )  # fmt: skip
+        outs = (growth.frontier_nodes, growth.frontier_log_probs, growth.leftover_log_probs)
+        _begin_growth(*outs, rows, num_accepted, *observed, rules.history, *limits)
 
 
 @compiled(
@@ -101,7 +96,7 @@ def tree_plan(plans: TreePlans, rows: Tensor, log_probs: Tensor, *, adopts: bool
     rules = plans.rules
     numbers = (math.log(rules.top_k), float(rules.depth_min), float(rules.width_min))
     _plan(
-        log_probs.numpy(), rows.numpy(), plans.observed_arrays[2], *plans.adopted_arrays, rules.top_k, *numbers,
+        log_probs, rows, plans.observed_arrays[2], *plans.adopted_arrays, rules.top_k, *numbers,
         float(rules.width_max - rules.width_min), LEAST_LOGIT, adopts,
     )  # fmt: skip
 
@@ -112,7 +107,7 @@ def tree_plan(plans: TreePlans, rows: Tensor, log_probs: Tensor, *, adopts: bool
     "int64[:, :], int64[:, :], int64[:, :], float32[:, :], int64, int64, int64, int64, boolean",
     "int64",
 )
-def _grow(
+def tree_grow(
     candidate_log_probs, candidate_tokens, rows, planned_depths, planned_widths, log_thresholds, width_bounds,
     next_free, tree_tokens, tree_parents, tree_depths, tree_ancestors, tree_log_probs,
     leftover_log_probs, leftover_tokens, leftover_parents, frontier_nodes, frontier_tokens, frontier_log_probs,
@@ -182,21 +177,8 @@ def _grow(
     return num_next
 
 
-def bind_tree_grow(
-    buffers: TreeGrowBuffers, rows: Tensor, log_probs: Tensor, token_ids: Tensor, *, level: int, budget: int,
-    first_parent: int, num_next: int, trims: bool = False,
-) -> Callable[[], int]:  # fmt: skip
-    """Return what does `tree_grow`."""
-    return functools.partial(
-        _grow,
-        log_probs.numpy(), token_ids.numpy(), rows.numpy(), *buffers.planned_arrays, *buffers.rule_arrays,
-        buffers.next_free_array, *buffers.tree.arrays[:5], *buffers.leftover_arrays, *buffers.frontier_arrays,
-        level, budget, first_parent, num_next, trims,
-    )  # fmt: skip
-
-
 @compiled("int64[:, :], int64[:, :], int64[:], int64[:], int64[:], int64[:, :], int64")
-def _place(tree_tokens, token_ids, sources, nodes, fed_sources, fed_tokens, num_reqs):
+def tree_place(tree_tokens, token_ids, sources, nodes, fed_sources, fed_tokens, num_reqs):
     num_candidates, num_frontier = token_ids.shape[1], len(token_ids) // num_reqs
     for b in range(num_reqs):
         for k in range(len(sources)):
@@ -207,11 +189,6 @@ def _place(tree_tokens, token_ids, sources, nodes, fed_sources, fed_tokens, num_
             source = fed_sources[k]
             row = b * num_frontier + source // num_candidates
             fed_tokens[b, k] = token_ids[row, source % num_candidates]
-
-
-def tree_place(tree: TreeTables, level: PlacedLevel, num_reqs: int, token_ids: Tensor) -> None:
-    """Do what `tree_place` does."""
-    _place(tree.arrays[0], token_ids.numpy(), *level.arrays, num_reqs)
 
 
 @compiled("int32[:], int64[:], int64, int64[:], float32[:], int64[:], int64[:], float32[:], int64[:], int64[:]")
@@ -227,16 +204,44 @@ def _finish(
             confidence[row], depths[row], widths[row] = next_confidence[b], next_depths[b], next_widths[b]
 
 
+@compiled(
+    "float32[:, :, :], int64[:, :, :], int64[:, :], int64, int64, int64[:, :], int32[:, :], int32[:, :], int64[:, :], "
+    "float32[:, :], int32[:]"
+)
+def _append_leaves(
+    leaf_log_probs, leaf_tokens, leaf_parents, num_reqs, max_nodes, tokens, parents, depths, ancestors, log_probs,
+    num_nodes,
+):  # fmt: skip
+    num_candidates = leaf_log_probs.shape[2]
+    for b in range(num_reqs):
+        room, num_kept = max_nodes - num_nodes[b], 0
+        best, scores = np.empty(max(room, 1), dtype=np.int64), np.empty(max(room, 1), dtype=np.float32)
+        for i in range(leaf_parents.shape[1] * num_candidates):
+            score = leaf_log_probs[b, i // num_candidates, i % num_candidates]
+            # Among the best so far; of equal ones the earlier.
+            if not score > -np.inf or room == 0 or (num_kept == room and not score > scores[room - 1]):
+                continue
+            place = min(num_kept, room - 1)
+            while place > 0 and score > scores[place - 1]:
+                best[place], scores[place] = best[place - 1], scores[place - 1]
+                place -= 1
+            best[place], scores[place] = i, score
+            num_kept = min(num_kept + 1, room)
+        for place in range(num_kept):
+            node, f, c = num_nodes[b] + 1 + place, best[place] // num_candidates, best[place] % num_candidates
+            parent = leaf_parents[b, f]
+            tokens[b, node], parents[b, node], depths[b, node] = leaf_tokens[b, f, c], parent, depths[b, parent] + 1
+            ancestors[b, node] = ancestors[b, parent] | (np.int64(1) << (node - 1))
+            log_probs[b, node] = scores[place]
+        num_nodes[b] += num_kept
+
+
 def tree_finish(
-    tree: TreeTables, num_reqs: int, *, next_free: Tensor | None = None, leaves: Leaves | None = None,
-    max_nodes: int = 0, plans: TreePlans | None = None, rows: Tensor | None = None,
+    tree: TreeTables, num_reqs: int, next_free: Tensor | None, leaves: Leaves | None, max_nodes: int,
+    plans: TreePlans | None, rows: Tensor | None,
 ) -> None:  # fmt: skip
-    """Do what `tree_finish` does; leaves, which only asynchronous scheduling needs, are the reference's."""
-    ints, floats = NOTHING["int64[:]"], NOTHING["float32[:]"]
-    adopted = (floats, ints, ints, floats, ints, ints) if plans is None else plans.adopted_arrays
-    _finish(
-        tree.arrays[5], ints if next_free is None else next_free.numpy(), num_reqs,
-        ints if plans is None or rows is None else rows.numpy(), *adopted,
-    )  # fmt: skip
+    """Do what `tree_finish` does."""
+    adopted = (None,) * 7 if plans is None else (rows, *plans.adopted_arrays)
+    _finish(tree.arrays[5], next_free, num_reqs, *adopted)
     if leaves is not None:
-        append_leaves(tree, num_reqs, leaves, max_nodes)
+        _append_leaves(leaves.log_probs, leaves.token_ids, leaves.parents, num_reqs, max_nodes, *tree.arrays)

@@ -1,17 +1,15 @@
 """tree_finish: what follows the last level of draft trees, in one launch; one program a request."""
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import array_module, as_array, check_vector
-from vidspec_kernels.dispatch import Impl, has_cpu_twin, launcher, on_host, use_triton
+from vidspec_kernels.arrays import check
+from vidspec_kernels.dispatch import Impl, launcher, on_host, use_triton
 from vidspec_kernels.draft_tree.tables import TreePlans, TreeTables
 
 # The bits of infinity: what is no candidate has these or more.
@@ -34,20 +32,16 @@ class Leaves:
     parents: Tensor
 
     def __post_init__(self) -> None:
-        shape, device = self.log_probs.shape, self.log_probs.device
-        for name, dtype, wanted in (
-            ("log_probs", torch.float32, shape), ("token_ids", torch.int64, shape), ("parents", torch.int64, shape[:2]),
-        ):  # fmt: skip
-            tensor = getattr(self, name)
-            assert tensor.dtype == dtype and tensor.device == device, f"{name}: expected {dtype} on {device}"
-            assert tensor.shape == wanted, f"{name}: expected shape {list(wanted)}, got {list(tensor.shape)}"
-            assert shape[0] == 0 or tensor[0].is_contiguous(), f"{name}: expected contiguous rows"
-        assert self.log_probs.stride(0) == self.token_ids.stride(0) or shape[0] <= 1, "token_ids: another stride"
-
-    @functools.cached_property
-    def arrays(self) -> tuple[Any, Any, Any]:
-        """The tensors for the reference."""
-        return as_array(self.log_probs), as_array(self.token_ids), as_array(self.parents)
+        num_reqs, num_parents, num_candidates = self.log_probs.shape
+        shape = ([num_reqs], [num_parents], [num_candidates])
+        check(
+            self.log_probs.device, log_probs=(self.log_probs, torch.float32, *shape),
+            token_ids=(self.token_ids, torch.int64, *shape), parents=(self.parents, torch.int64, *shape[:2]),
+        )  # fmt: skip
+        for name in ("log_probs", "token_ids", "parents"):
+            is_dense = num_reqs == 0 or getattr(self, name)[0].is_contiguous()
+            assert is_dense, f"{name}: expected contiguous rows"
+        assert self.log_probs.stride(0) == self.token_ids.stride(0) or num_reqs <= 1, "token_ids: another stride"
 
 
 @triton.jit(
@@ -137,22 +131,18 @@ def tree_finish(
     """
     device = tree.device
     assert 0 <= num_reqs <= len(tree.num_nodes), f"{num_reqs} requests, {len(tree.num_nodes)} fit"
-    if next_free is not None:
-        check_vector("next_free", next_free, torch.int64, device, num_reqs)
+    check(device, next_free=(next_free, torch.int64, num_reqs))
     if leaves is not None:
         assert len(leaves.log_probs) == num_reqs, f"leaves: of {len(leaves.log_probs)} requests, not {num_reqs}"
         assert leaves.log_probs.device == device, f"leaves: expected {device}"
         assert 0 <= max_nodes < tree.num_cols, f"max_nodes {max_nodes}, {tree.num_cols - 1} fit"
     if plans is not None:
         assert rows is not None, "rows: None"
-        check_vector("rows", rows, torch.int64, device)
-        assert len(rows) == num_reqs, f"{len(rows)} rows, {num_reqs} requests"
+        check(device, rows=(rows, torch.int64, [num_reqs]))
     if num_reqs == 0:
         return
     if not use_triton(impl, device):
-        on_host(impl, device, tree_finish_reference)(
-            tree, num_reqs, next_free=next_free, leaves=leaves, max_nodes=max_nodes, plans=plans, rows=rows
-        )
+        on_host(impl, device, "tree_finish")(tree, num_reqs, next_free, leaves, max_nodes, plans, rows)
         return
     adopted = (None,) * 7 if plans is None else (rows, *plans.adopted)
     candidates: tuple[Any, ...] = (None, None, 0, None, 0)
@@ -165,67 +155,3 @@ def tree_finish(
         *tree.tensors, next_free, *candidates, *adopted, tree.num_cols, num_candidates, total, max_nodes,
         BEST=block, CHUNK=max(_NUM_SORTED, block), INF_BITS=_INF_BITS,
     )  # fmt: skip
-
-
-@has_cpu_twin
-def tree_finish_reference(
-    tree: TreeTables, num_reqs: int, *, next_free: Tensor | None = None, leaves: Leaves | None = None,
-    max_nodes: int = 0, plans: TreePlans | None = None, rows: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Do what `tree_finish` does, in numpy or torch: the specification."""
-    *_, num_nodes = tree.arrays
-    if next_free is not None:
-        num_nodes[:num_reqs] = as_array(next_free)[:num_reqs] - 1
-    if leaves is not None:
-        append_leaves(tree, num_reqs, leaves, max_nodes)
-    if plans is not None and rows is not None:
-        row = as_array(rows)
-        for values, table in zip(plans.adopted_arrays[:3], plans.adopted_arrays[3:], strict=True):
-            table[row] = values[:num_reqs]
-
-
-def append_leaves(tree: TreeTables, num_reqs: int, leaves: Leaves, max_nodes: int) -> None:
-    """Fill trees up. No scatter, whose targets would have to be counted."""
-    xp, device, num_cols = array_module(tree.device), tree.device, tree.num_cols
-    on_device = {} if device.type == "cpu" else {"device": device}  # numpy knows no devices but its own
-    tokens, parents, depths, ancestors, log_probs, counts = tree.arrays
-    leaf_log_probs, leaf_tokens, leaf_parents = leaves.arrays
-    _, num_parents, num_candidates = leaf_log_probs.shape
-    total = num_parents * num_candidates
-    scores = leaf_log_probs.reshape(num_reqs, total)
-    # The kernel's keys, negated.
-    shift = total.bit_length()
-    keys = xp.asarray(xp.abs(scores).view(xp.int32), dtype=xp.int64) << shift
-    keys |= xp.arange(total, **on_device)
-    best = _lowest(keys, min(total, num_cols - 1))  # [R, M]
-    num_nodes = counts[:num_reqs, None]
-    available = (best < _INF_BITS << shift).sum(1)[:, None]
-    end = (num_nodes + available).clip(None, max_nodes)  # [R, 1]
-
-    # [R, K]: which leaf each column gets.
-    columns = xp.arange(num_cols - 1, **on_device)
-    place = columns - num_nodes
-    is_new = (place >= 0) & (columns < end)
-    request = xp.arange(num_reqs, **on_device)[:, None]
-    source = (best & ((1 << shift) - 1)).reshape(-1)[request * best.shape[1] + place.clip(0, best.shape[1] - 1)]
-    parent = leaf_parents.reshape(-1)[request * num_parents + source // num_candidates]
-    source += request * total
-    parent_column = request * num_cols + parent
-    own_bits = xp.ones_like(columns) << columns
-    for buffer, values in (
-        (tokens, leaf_tokens.reshape(-1)[source]), (parents, xp.asarray(parent, dtype=xp.int32)),
-        (depths, depths.reshape(-1)[parent_column] + 1), (ancestors, ancestors.reshape(-1)[parent_column] | own_bits),
-        (log_probs, scores.reshape(-1)[source]),
-    ):  # fmt: skip
-        buffer[:num_reqs, 1:] = xp.where(is_new, values, buffer[:num_reqs, 1:])
-    counts[:num_reqs] = end[:, 0]
-
-
-def _lowest(keys: Any, count: int) -> Any:
-    """Return the lowest of each row `[R, total]` in order, `[R, count]`."""
-    if isinstance(keys, torch.Tensor):
-        return keys.topk(count, dim=1, largest=False).values
-    # Selection takes a fifth of what torch's top-k takes on the CPU.
-    lowest = np.partition(keys, count - 1, axis=1)[:, :count]
-    lowest.sort(axis=1)
-    return lowest

@@ -2,23 +2,18 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import check_vector
-from vidspec_kernels.dispatch import Impl, has_cpu_twin, launcher, on_host, remember, use_triton
+from vidspec_kernels.arrays import check, check_contiguous
+from vidspec_kernels.dispatch import Impl, launcher, on_host, remember, use_triton
 from vidspec_kernels.draft_tree.buffers import TreeGrowBuffers
-from vidspec_kernels.draft_tree.tables import check
 
 # Comparisons that one program makes at a time.
 _NUM_COMPARED = 4096
-# By node; node 64's bit is the sign.
-_OWN_BITS = np.concatenate(([0], np.left_shift(1, np.arange(64)))).astype(np.int64)
 
 
 @triton.jit
@@ -152,8 +147,7 @@ def tree_grow(
         budget: Draft nodes that a tree may have, in [0, K]. A planned depth above it counts as the budget.
         first_parent: Where the candidates are kept among the leftovers, in [0, P - F].
         num_next: Most columns of the next frontier, in [1, min(F * C, F_max)].
-        trims: Whether reference and loop, not the kernel, write the columns in use only (at least one): they are known.
-        impl: The reference takes CPU tensors only.
+        trims: Whether the loop, not the kernel, writes the columns in use only (at least one): they are known.
 
     Returns:
         F': `num_next`, or fewer where it is trimmed.
@@ -173,12 +167,12 @@ def _bind(
 ) -> Callable[[], int]:  # fmt: skip
     """Check a call, and return what runs it."""
     num_reqs, num_candidates = len(rows), buffers.num_candidates
-    check_vector("rows", rows, torch.int64, buffers.device)
+    device = buffers.device
+    check(device, rows=(rows, torch.int64, 0))
     assert num_reqs <= len(buffers.next_free), f"{num_reqs} rows, {len(buffers.next_free)} fit"
     num_frontier = len(log_probs) // max(num_reqs, 1)
-    shape = (num_reqs * num_frontier, num_candidates)
-    check("log_probs", log_probs, torch.float32, buffers.device, shape)
-    check("token_ids", token_ids, torch.int64, buffers.device, shape)
+    shape = ([num_reqs * num_frontier], [num_candidates])
+    check_contiguous(device, log_probs=(log_probs, torch.float32, *shape), token_ids=(token_ids, torch.int64, *shape))
     assert 0 <= level < buffers.num_levels, f"level {level} of {buffers.num_levels}"
     assert 0 <= budget < buffers.tree.num_cols, f"budget {budget}, {buffers.tree.num_cols - 1} nodes fit"
     assert num_frontier <= buffers.max_frontier, f"log_probs: {num_frontier} nodes a request"
@@ -187,18 +181,15 @@ def _bind(
     assert num_reqs == 0 or 1 <= num_next <= most_next, f"num_next {num_next}"
     if num_reqs == 0:
         return lambda: 1 if trims else num_next
-    if not use_triton(impl, buffers.device):
-        return on_host(impl, buffers.device, bind_tree_grow_reference)(
-            buffers, rows, log_probs, token_ids,
-            level=level, budget=budget, first_parent=first_parent, num_next=num_next, trims=trims,
-        )  # fmt: skip
+    numbers = (level, budget, first_parent, num_next)
+    if not use_triton(impl, device):
+        loop = on_host(impl, device, "tree_grow")
+        return loop.bind(log_probs, token_ids, rows, *buffers.arrays, *numbers, trims)
     block = triton.next_power_of_2(num_frontier * num_candidates)
     launched = functools.partial(
-        launcher(_tree_grow_kernel, (num_reqs,), buffers.device),
-        log_probs, token_ids, rows, buffers.plans.depths, buffers.plans.widths, *buffers.rules, buffers.next_free,
-        *buffers.tree.tensors[:5], *buffers.leftover, *buffers.frontier,
-        num_candidates, buffers.num_levels, buffers.tree.num_cols, buffers.max_parents, buffers.max_frontier,
-        num_next, first_parent, num_frontier, level, budget,
+        launcher(_tree_grow_kernel, (num_reqs,), device),
+        log_probs, token_ids, rows, *buffers.tensors, num_candidates, buffers.num_levels, buffers.tree.num_cols,
+        buffers.max_parents, buffers.max_frontier, num_next, first_parent, num_frontier, level, budget,
         BLOCK=block, CHUNK=max(2, min(32, _NUM_COMPARED // block)),
     )  # fmt: skip
 
@@ -207,106 +198,3 @@ def _bind(
         return num_next
 
     return run
-
-
-@has_cpu_twin
-def bind_tree_grow_reference(*args: Any, **kwargs: Any) -> Callable[[], int]:
-    """Return `tree_grow_reference` with all its arguments given."""
-    return functools.partial(tree_grow_reference, *args, **kwargs)
-
-
-def tree_grow_reference(
-    buffers: TreeGrowBuffers, rows: Tensor, log_probs: Tensor, token_ids: Tensor, *, level: int, budget: int,
-    first_parent: int, num_next: int, trims: bool = False,
-) -> int:  # fmt: skip
-    """Do what `tree_grow` does, in numpy on the memory of CPU tensors. Same arguments and results.
-
-    Numpy, because the arrays are tiny and the steps many: a call costs a third of torch's, and there are 50 in a level.
-    """
-    assert buffers.device.type == "cpu", "the reference of tree_grow works on CPU tensors"
-    num_reqs, num_candidates = len(rows), buffers.num_candidates
-    num_frontier = len(log_probs) // num_reqs
-    frontier_nodes, _, frontier_log_probs = buffers.frontier_arrays
-    nodes, path_log_probs = frontier_nodes[:num_reqs, :num_frontier], frontier_log_probs[:num_reqs, :num_frontier, None]
-    free = buffers.next_free_array[:num_reqs]
-    if level == 0:
-        buffers.plan_of_step = _look_up(buffers, rows.numpy(), budget)
-        np.add(buffers.plan_of_step[0], 1, out=free)
-    depth, thresholds, bounds = buffers.plan_of_step
-
-    # [R, F, C]
-    scores = log_probs.numpy().reshape(num_reqs, num_frontier, num_candidates) + path_log_probs
-    tokens = token_ids.numpy().reshape(scores.shape)
-    chosen = scores > thresholds[:, level]
-    chosen &= path_log_probs >= bounds[:, level]
-    chosen[:, 0, 0] = grows = depth > level
-
-    # [E] what passed: by request, the greedy child first, then by descending probability, then by index.
-    which = chosen.reshape(-1).nonzero()[0]
-    req = which // (num_frontier * num_candidates)
-    score = scores.reshape(-1)[which]
-    counts = np.bincount(req, minlength=num_reqs)
-    starts = counts.cumsum() - counts
-    greedy = starts[grows]
-    sort_key = -score
-    sort_key[greedy] = -np.inf
-    order = np.lexsort((sort_key, req))
-    which, score = which[order], score[order]
-    place = np.arange(len(which)) - starts[req]
-    node = (free - grows)[req] + place
-    node[greedy] = level + 1
-    free += counts
-    free -= grows
-    if free.max() > budget + 1:
-        fits = node <= budget
-        which, score, req, place, node = which[fits], score[fits], req[fits], place[fits], node[fits]
-        np.minimum(free, budget + 1, out=free)
-
-    parent, token = nodes.reshape(-1)[which // num_candidates], tokens.reshape(-1)[which]
-    _enter_nodes(buffers, level, req, node, parent, token, score)
-    scores.reshape(-1)[which] = -np.inf
-    last_parent = first_parent + num_frontier
-    for kept, values in zip(buffers.leftover_arrays, (scores, tokens, nodes), strict=True):
-        kept[:num_reqs, first_parent:last_parent] = values
-
-    width = np.where(free <= budget, num_next, 1)  # no room: no children but the greedy one
-    width *= depth > level + 1
-    alive = (place < width[req]).nonzero()[0]
-    place = place[alive]
-    if trims:
-        num_next = int(place.max()) + 1 if len(place) else 1
-    _replace_frontier(buffers, num_reqs, num_next, req[alive], place, (node[alive], token[alive], score[alive]))
-    return num_next
-
-
-def _look_up(buffers: TreeGrowBuffers, rows: np.ndarray, budget: int) -> tuple[np.ndarray, ...]:
-    """Return the depths [R], thresholds [R, L, 1, 1] and bounds [R, L, 1, C] of a step's trees."""
-    (planned_depths, planned_widths), (log_thresholds, width_bounds) = buffers.planned_arrays, buffers.rule_arrays
-    depth = np.minimum(planned_depths[rows], budget)
-    return depth, log_thresholds[depth, :, None, None], width_bounds[planned_widths[rows], :, None]
-
-
-def _enter_nodes(
-    buffers: TreeGrowBuffers, level: int, req: np.ndarray, node: np.ndarray, parent: np.ndarray, token: np.ndarray,
-    score: np.ndarray,
-) -> None:  # fmt: skip
-    """Write new nodes [E], of batch rows `req`, into the trees."""
-    tokens, parents, depths, ancestors, log_probs = buffers.tree_arrays
-    first_col = req * buffers.tree.num_cols
-    column = first_col + node
-    ancestors[column] = ancestors[first_col + parent] | _OWN_BITS[node]
-    tokens[column] = token
-    parents[column] = parent
-    depths[column] = level + 1
-    log_probs[column] = score
-
-
-def _replace_frontier(
-    buffers: TreeGrowBuffers, num_reqs: int, num_next: int, req: np.ndarray, place: np.ndarray,
-    entries: tuple[np.ndarray, np.ndarray, np.ndarray],
-) -> None:  # fmt: skip
-    """Write the next frontiers: nodes, tokens and log-probabilities [E] at `place` of batch rows `req`."""
-    target = req * buffers.max_frontier + place
-    for part, values, nothing in zip(buffers.frontier_arrays, entries, (0, 0, -np.inf), strict=True):
-        part[:num_reqs, :num_next] = nothing
-        part.reshape(-1)[target] = values

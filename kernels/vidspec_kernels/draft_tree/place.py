@@ -4,15 +4,14 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import as_array
-from vidspec_kernels.dispatch import Impl, has_cpu_twin, launcher, on_host, use_triton
-from vidspec_kernels.draft_tree.tables import TreeTables, check
+from vidspec_kernels.arrays import arrays_of, check_contiguous
+from vidspec_kernels.dispatch import Impl, launcher, on_host, use_triton
+from vidspec_kernels.draft_tree.tables import TreeTables
 
 _BLOCK = 64  # the most nodes of a tree
 
@@ -35,8 +34,8 @@ class PlacedLevel:
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:
-        """The tensors for the reference."""
-        return as_array(self.sources), as_array(self.nodes), as_array(self.fed_sources), as_array(self.fed_tokens)
+        """The tensors as the loop takes them."""
+        return arrays_of((self.sources, self.nodes, self.fed_sources, self.fed_tokens))
 
 
 @triton.jit(do_not_specialize=["num_offered", "num_placed", "num_fed"])
@@ -72,30 +71,15 @@ def tree_place(tree: TreeTables, level: PlacedLevel, num_reqs: int, token_ids: T
     """
     assert 0 <= num_reqs <= len(tree.num_nodes), f"{num_reqs} requests, {len(tree.num_nodes)} fit"
     shape = token_ids.shape
-    check("token_ids", token_ids, torch.int64, tree.device, shape)
+    check_contiguous(tree.device, token_ids=(token_ids, torch.int64, 0, 0))
     assert shape[0] % max(num_reqs, 1) == 0, f"token_ids: {shape[0]} rows of {num_reqs} requests"
     if num_reqs == 0:
         return
     if not use_triton(impl, tree.device):
-        on_host(impl, tree.device, tree_place_reference)(tree, level, num_reqs, token_ids)
+        on_host(impl, tree.device, "tree_place")(tree.arrays[0], token_ids, *level.arrays, num_reqs)
         return
     launcher(_tree_place_kernel, (num_reqs,), tree.device)(
         token_ids, tree.tokens, level.sources, level.nodes, level.fed_sources, level.fed_tokens,
         tree.num_cols, token_ids.numel() // num_reqs, len(level.sources), len(level.fed_sources),
         BLOCK=_BLOCK, num_warps=1,
     )  # fmt: skip
-
-
-@has_cpu_twin
-def tree_place_reference(tree: TreeTables, level: PlacedLevel, num_reqs: int, token_ids: Tensor) -> None:
-    """Do what `tree_place` does, in numpy or torch: the specification."""
-    sources, nodes, fed_sources, fed_tokens = level.arrays
-    offered = as_array(token_ids).reshape(num_reqs, -1)
-    tree.arrays[0][:num_reqs, nodes] = _columns(offered, sources)
-    if len(fed_sources) > 0:
-        fed_tokens[:num_reqs] = _columns(offered, fed_sources)
-
-
-def _columns(array: Any, index: Any) -> Any:
-    """Return `array[:, index]`, for which numpy has a faster name."""
-    return array.take(index, axis=1) if isinstance(array, np.ndarray) else array[:, index]

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import array_module, as_array, check_vector
-from vidspec_kernels.dispatch import Impl, has_cpu_twin, launcher, on_host, use_triton
-from vidspec_kernels.draft_tree.tables import TreePlans, check
+from vidspec_kernels.arrays import check, check_contiguous
+from vidspec_kernels.dispatch import Impl, launcher, on_host, use_triton
+from vidspec_kernels.draft_tree.tables import TreePlans
 
 # Stands for less (-inf, NaN): its exp vanishes beside 1, and so does the product of both.
 LEAST_LOGIT = -80.0
@@ -56,14 +56,13 @@ def tree_plan(plans: TreePlans, rows: Tensor, log_probs: Tensor, *, adopts: bool
         adopts: Whether the plan shapes the trees of this very step: `confidence`, `depths`, `widths` of `rows`.
     """
     num_reqs, rules = len(rows), plans.rules
-    check_vector("rows", rows, torch.int64, plans.device)
-    assert log_probs.ndim == 2 and log_probs.shape[1] >= rules.top_k, f"log_probs: shape {list(log_probs.shape)}"
-    check("log_probs", log_probs, torch.float32, plans.device, (num_reqs, log_probs.shape[1]))
+    check(plans.device, rows=(rows, torch.int64, 0))
+    check_contiguous(plans.device, log_probs=(log_probs, torch.float32, [num_reqs], rules.top_k))
     assert num_reqs <= plans.max_num_reqs, f"{num_reqs} rows, {plans.max_num_reqs} fit"
     if num_reqs == 0:
         return
     if not use_triton(impl, plans.device):
-        on_host(impl, plans.device, tree_plan_reference)(plans, rows, log_probs, adopts=adopts)
+        on_host(impl, plans.device, "tree_plan")(plans, rows, log_probs, adopts=adopts)
         return
     launcher(_tree_plan_kernel, (num_reqs,), plans.device)(
         log_probs, rows, plans.max_depths, *plans.adopted, log_probs.shape[1],
@@ -71,25 +70,6 @@ def tree_plan(plans: TreePlans, rows: Tensor, log_probs: Tensor, *, adopts: bool
         float(rules.width_max - rules.width_min), LEAST_LOGIT,
         ADOPTS=adopts, TOP_K=rules.top_k, BLOCK=triton.next_power_of_2(rules.top_k), num_warps=1,
     )  # fmt: skip
-
-
-@has_cpu_twin
-def tree_plan_reference(plans: TreePlans, rows: Tensor, log_probs: Tensor, *, adopts: bool) -> None:
-    """Do what `tree_plan` does, in numpy or torch: the specification.
-
-    Depth and width are at least their minimum, so truncation rounds down.
-    """
-    num_reqs, rules, xp = len(rows), plans.rules, array_module(plans.device)
-    row, (*_, max_depths) = as_array(rows), plans.observed_arrays
-    alpha = as_array(confidence(log_probs, rules.top_k))
-    reach = max_depths[row] - rules.depth_min
-    depths = xp.asarray(rules.depth_min + alpha * reach, dtype=xp.int64)
-    widths = xp.asarray(rules.width_min + (1.0 - alpha) * (rules.width_max - rules.width_min), dtype=xp.int64)
-    of_step, of_rows = plans.adopted_arrays[:3], plans.adopted_arrays[3:]
-    for values, out, table in zip((alpha, depths, widths), of_step, of_rows, strict=True):
-        out[:num_reqs] = values
-        if adopts:
-            table[row] = values
 
 
 def confidence(log_probs: Tensor, top_k: int) -> Tensor:
@@ -106,11 +86,9 @@ def confidence(log_probs: Tensor, top_k: int) -> Tensor:
         float32 [n], in [0, 1]: 0 where all k are equally likely, and for a row without probabilities (NaN); 1 where
         one token has everything.
     """
-    xp = array_module(log_probs.device)
-    logits = as_array(log_probs)[:, :top_k]
-    logits = logits - logits[:, :1]
-    logits = xp.where(logits > LEAST_LOGIT, logits, LEAST_LOGIT)
-    weights = xp.exp(logits)
+    logits = log_probs[:, :top_k] - log_probs[:, :1]
+    logits = torch.where(logits > LEAST_LOGIT, logits, LEAST_LOGIT)
+    weights = logits.exp()
     total = weights.sum(1)
-    entropy = xp.log(total) - (weights * logits).sum(1) / total
-    return torch.as_tensor((1.0 - entropy / math.log(top_k)).clip(0.0, 1.0))
+    entropy = total.log() - (weights * logits).sum(1) / total
+    return (1.0 - entropy / math.log(top_k)).clamp(0.0, 1.0)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vidspec_kernels.arrays import as_array, as_meta
+from vidspec_kernels.arrays import arrays_of, as_meta, check_contiguous
 
 
 class TreeTables:
@@ -28,15 +28,15 @@ class TreeTables:
         self.tokens, self.parents, self.depths, self.ancestors = tokens, parents, depths, ancestors
         self.log_probs, self.num_nodes = log_probs, num_nodes
         self.device, self.num_cols = tokens.device, tokens.shape[-1]
-        for name, dtype in (
-            ("tokens", torch.int64), ("parents", torch.int32), ("depths", torch.int32), ("ancestors", torch.int64),
-            ("log_probs", torch.float32),
-        ):  # fmt: skip
-            check(name, getattr(self, name), dtype, self.device, tuple(tokens.shape))
-        check("num_nodes", num_nodes, torch.int32, self.device, (tokens.shape[0],))
-        # In the kernels' order, and the same as arrays for the references.
+        shape = ([tokens.shape[0]], [tokens.shape[1]])
+        check_contiguous(
+            self.device, tokens=(tokens, torch.int64, *shape), parents=(parents, torch.int32, *shape),
+            depths=(depths, torch.int32, *shape), ancestors=(ancestors, torch.int64, *shape),
+            log_probs=(log_probs, torch.float32, *shape), num_nodes=(num_nodes, torch.int32, shape[0]),
+        )  # fmt: skip
+        # In the kernels' order, and the same as arrays for the loops.
         self.tensors = (tokens, parents, depths, ancestors, log_probs, num_nodes)
-        self.arrays = tuple(map(as_array, self.tensors))
+        self.arrays = arrays_of(self.tensors)
 
     def tables_as_meta(self) -> "TreeTables":
         """Return the same tables without memory, for `warm_up`."""
@@ -68,15 +68,13 @@ class TreeTemplate:
 
     def as_meta(self) -> "TreeTemplate":
         """Return the same tables without memory, for `warm_up`."""
-        return TreeTemplate(
-            as_meta(self.parents), as_meta(self.depths), as_meta(self.ancestors), as_meta(self.log_probs),
-            self.num_nodes,
-        )  # fmt: skip
+        parents, depths, ancestors, log_probs = map(as_meta, self.tensors)
+        return TreeTemplate(parents, depths, ancestors, log_probs, self.num_nodes)
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:
-        """The same for the reference."""
-        return tuple(map(as_array, self.tensors))
+        """The same as loops take them."""
+        return arrays_of(self.tensors)
 
 
 class PlanRules(NamedTuple):
@@ -139,16 +137,9 @@ class TreePlans:
             self.next_confidence, self.next_depths, self.next_widths, self.confidence, self.depths, self.widths
         )  # fmt: skip
         self.observed = (self.history, self.num_observed, self.max_depths)
-        self.adopted_arrays = tuple(map(as_array, self.adopted))
-        self.observed_arrays = tuple(map(as_array, self.observed))
+        self.adopted_arrays = arrays_of(self.adopted)
+        self.observed_arrays = arrays_of(self.observed)
 
     def as_meta(self) -> "TreePlans":
         """Return the same tensors without memory, for `warm_up`."""
         return TreePlans(self.max_num_reqs, self.rules, "meta")
-
-
-def check(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> None:
-    """Assert that a tensor is contiguous and of this dtype, device and shape."""
-    assert tensor.dtype == dtype and tensor.device == device, f"{name}: expected {dtype} on {device}"
-    assert tensor.shape == shape, f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}"
-    assert tensor.is_contiguous(), f"{name}: expected contiguous rows"

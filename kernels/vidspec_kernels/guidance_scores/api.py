@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from vidspec_kernels.arrays import check_matrix, check_vector
+from vidspec_kernels.arrays import check
 from vidspec_kernels.dispatch import Impl, launcher, use_triton
 from vidspec_kernels.guidance_scores.reference import _guidance_scores_torch
 from vidspec_kernels.guidance_scores.triton import _guidance_scores_kernel, _row_stats_kernel
@@ -63,15 +63,13 @@ def guidance_scores(
     assert key_cache.ndim == 4 and key_cache.device == device, f"key_cache: {list(key_cache.shape)}"
     assert key_cache.shape[3] == head_dim, f"key_cache: head_dim {key_cache.shape[3]}, query's is {head_dim}"
     assert num_heads % key_cache.shape[2] == 0, f"key_cache: {key_cache.shape[2]} KV heads for {num_heads} heads"
-    check_matrix("block_table", block_table, torch.int32, device)
-    check_vector("query_start_loc", query_start_loc, torch.int32, device, num_reqs + 1)
-    check_vector("query_pos", query_pos, torch.int32, device, num_queries)
-    check_matrix("out", out, torch.float32, device)
     assert out_row.dtype in (torch.int32, torch.int64), f"out_row: expected int32 or int64, got {out_row.dtype}"
-    check_vector("out_row", out_row, out_row.dtype, device, num_reqs)
-    check_vector("num_keys", num_keys, torch.int32, device, num_reqs)
-    if query_weight is not None:
-        check_vector("query_weight", query_weight, torch.float32, device, num_queries)
+    check(
+        device, block_table=(block_table, torch.int32, 0, 0), query_pos=(query_pos, torch.int32, num_queries),
+        query_start_loc=(query_start_loc, torch.int32, num_reqs + 1), out=(out, torch.float32, 0, 0),
+        out_row=(out_row, out_row.dtype, num_reqs), num_keys=(num_keys, torch.int32, num_reqs),
+        query_weight=(query_weight, torch.float32, num_queries),
+    )  # fmt: skip
     if lse is not None:
         assert lse.dtype == torch.float32 and lse.device == device, f"lse: {lse.dtype} on {lse.device}"
         assert lse.shape == (num_queries, num_heads), f"lse: {list(lse.shape)} for {num_queries} queries"

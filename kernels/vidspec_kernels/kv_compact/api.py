@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import array_module, as_array, as_meta, check_matrix, check_vector
-from vidspec_kernels.dispatch import Impl, has_cpu_twin, known, launch, on_host, use_triton
+from vidspec_kernels.arrays import arrays_of, as_meta, check
+from vidspec_kernels.dispatch import Impl, known, launch, on_host, use_triton
 
 # Entries that a program holds at once; more are moved in turns.
 _BLOCK_MOVES = 16
@@ -41,8 +41,8 @@ class CacheGroup:
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:
-        """The views as integers, for the reference: numpy knows no bfloat16."""
-        return tuple(as_array(view.view(_INTS[view.element_size()])) for view in self.views)
+        """The views as integers, for the loop: numpy knows no bfloat16."""
+        return arrays_of(view.view(_INTS[view.element_size()]) for view in self.views)
 
 
 class CacheList:
@@ -162,30 +162,23 @@ def kv_compact(
         *(block_table.stride(0), block_table.shape[1], block_table.data_ptr() % 16),
         *(path.stride(0), path.shape[1], path.data_ptr() % 16, path_rows is None),
     )
-    plans = [] if impl == "torch" else [known(group.plans, _kv_compact_kernel, key) for group in caches.groups]
+    plans = [known(group.plans, _kv_compact_kernel, key) for group in caches.groups]
     made = [plan for plan in plans if plan is not None]
     if num_reqs and len(made) == len(caches.groups):
         for group, plan in zip(caches.groups, made, strict=True):
             plan(group.grid(num_reqs), block_table, rows, starts, path, num_accepted, path_rows)
         return
     device = caches.device
-    check_vector("rows", rows, torch.int64, device)
-    check_vector("starts", starts, torch.int32, device, num_reqs)
-    check_vector("num_accepted", num_accepted, torch.int32, device)
-    check_matrix("block_table", block_table, torch.int32, device)
-    check_matrix("path", path, torch.int32, device)
     num_paths = path.shape[0] if path_rows is not None else num_reqs
-    if path_rows is not None:
-        check_vector("path_rows", path_rows, torch.int64, device)
-        assert path_rows.shape[0] == num_reqs, f"path_rows: expected {num_reqs} rows, got {path_rows.shape[0]}"
-    for name, tensor, length in (
-        ("starts", starts, num_reqs), ("path", path, num_paths), ("num_accepted", num_accepted, num_paths)
-    ):  # fmt: skip
-        assert tensor.shape[0] == length, f"{name}: expected {length} rows, got {tensor.shape[0]}"
+    check(
+        device, rows=(rows, torch.int64, 0), starts=(starts, torch.int32, [num_reqs]),
+        block_table=(block_table, torch.int32, 0, 0), path=(path, torch.int32, [num_paths], 0),
+        num_accepted=(num_accepted, torch.int32, [num_paths]), path_rows=(path_rows, torch.int64, [num_reqs]),
+    )  # fmt: skip
     if num_reqs == 0 or path.shape[1] <= 1:
         return
     if not use_triton(impl, device):
-        on_host(impl, device, kv_compact_reference)(caches, block_table, rows, starts, path, num_accepted, path_rows)
+        on_host(impl, device, "kv_compact")(caches, block_table, rows, starts, path, num_accepted, path_rows)
         return
     block_cols = triton.next_power_of_2(path.shape[1])
     tables = (block_table, block_table.stride(0), block_table.shape[1], rows, starts)
@@ -200,32 +193,3 @@ def kv_compact(
         }  # fmt: skip
         grid, args = group.grid(num_reqs), (group.addresses, *view.stride(), *tables, *paths)
         launch(_kv_compact_kernel, grid, device, args, constants, group.plans, key, changing=_CHANGING)
-
-
-@has_cpu_twin
-def kv_compact_reference(
-    caches: CacheList, block_table: Tensor, rows: Tensor, starts: Tensor, path: Tensor, num_accepted: Tensor,
-    path_rows: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Do what `kv_compact` does, in numpy or torch, a view at a time: the specification. Same arguments.
-
-    Without moves it is a handful of small operations; on a GPU the count of moves is read back.
-    """
-    xp = array_module(path.device)
-    nodes, counts = as_array(path), as_array(num_accepted)
-    if path_rows is not None:
-        nodes, counts = nodes[as_array(path_rows)], counts[as_array(path_rows)]
-    j = as_array(torch.arange(path.shape[1], dtype=torch.int32, device=path.device))  # [K + 1]
-    moves = (nodes != j) & (j <= counts[:, None]) & (j > 0)
-    if not moves.any():
-        return
-    req_idx, col = xp.where(moves)  # [moves]
-    first = as_array(starts)[req_idx]
-    source, target = first + nodes[req_idx, col], first + j[col]
-    in_table = source < block_table.shape[1] * caches.block_size
-    source, target, row = source[in_table], target[in_table], as_array(rows)[req_idx[in_table]]
-    table, size = as_array(block_table), caches.block_size
-    here, there = (table[row, source // size], source % size), (table[row, target // size], target % size)
-    for group in caches.groups:
-        for view in group.arrays:
-            view[there] = view[here]  # the right side is gathered first

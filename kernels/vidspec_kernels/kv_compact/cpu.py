@@ -1,9 +1,9 @@
-"""Compiled loop of `kv_compact`."""
+"""Loop of `kv_compact`."""
 
 import numpy as np
 from torch import Tensor
 
-from vidspec_kernels.compiled import NOTHING, compiled
+from vidspec_kernels.compiled import compiled
 from vidspec_kernels.kv_compact.api import CacheList
 
 
@@ -28,14 +28,11 @@ def _find_moves(block_table, rows, starts, path, num_accepted, path_rows, block_
 
 def kv_compact(
     caches: CacheList, block_table: Tensor, rows: Tensor, starts: Tensor, path: Tensor, num_accepted: Tensor,
-    path_rows: Tensor | None = None,
+    path_rows: Tensor | None,
 ) -> None:  # fmt: skip
     """Do what `kv_compact` does, a view at a time."""
     moves = np.empty((4, len(rows) * (path.shape[1] - 1)), dtype=np.int64)
-    num_moves = _find_moves(
-        block_table.numpy(), rows.numpy(), starts.numpy(), path.numpy(), num_accepted.numpy(),
-        NOTHING["int64[:]"] if path_rows is None else path_rows.numpy(), caches.block_size, moves,
-    )  # fmt: skip
+    num_moves = _find_moves(block_table, rows, starts, path, num_accepted, path_rows, caches.block_size, moves)
     if num_moves == 0:
         return
     block, offset, new_block, new_offset = moves[:, :num_moves]

@@ -2,14 +2,13 @@
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import array_module, as_array, at_least, at_most, check_lengths, check_matrix
-from vidspec_kernels.dispatch import Impl, has_cpu_twin, launch, on_host, use_triton
+from vidspec_kernels.arrays import check
+from vidspec_kernels.dispatch import Impl, launch, on_host, use_triton
 
 # Where the scores of a request come from, `LooseTables.sources`.
 RELEVANCE = 1  # the caller's
@@ -131,21 +130,22 @@ def loosen(
         if known is not None:
             known[key] = True
     device, num_rows = target_tokens.device, target_tokens.shape[0]
-    if not use_triton(impl, device):
-        return on_host(impl, device, loosen_reference)(
-            target_tokens, draft_tokens, logits, req_rows, nodes, pos, tables, parents, relevance, is_predicting
-        )
     scores = torch.empty(num_rows, dtype=torch.float32, device=device)
     may_loosen = torch.empty(num_rows, dtype=torch.bool, device=device)
+    vectors, outs = (target_tokens, draft_tokens, req_rows, nodes, pos, logits), (scores, may_loosen)
+    if not use_triton(impl, device):
+        vectors = (*vectors[:5], logits.float())
+        numbers = (is_predicting, RELEVANCE, CHANCE)
+        on_host(impl, device, "loosen")(*vectors, *tables[:4], parents, relevance, *numbers, *outs)
+        return outs
     if num_rows > 0:
         words = (tables.protected, tables.ends, tables.protected.stride(0), tables.sources, tables.seeds)
         by_node = None if parents is None else (parents, parents.stride(0))
-        vectors = (target_tokens, draft_tokens, req_rows, nodes, pos, logits)
-        args = (*vectors, logits.stride(0), words, by_node, relevance, scores, may_loosen, num_rows)
+        args = (*vectors, logits.stride(0), words, by_node, relevance, *outs, num_rows)
         constants = {"IS_PREDICTING": is_predicting, "RELEVANCE": RELEVANCE, "CHANCE": CHANCE, "BLOCK": _BLOCK}
         grid = (triton.cdiv(num_rows, _BLOCK),)
         launch(_loosen_kernel, grid, device, args, constants, {} if known is None else known, key)
-    return scores, may_loosen
+    return outs
 
 
 def _check(
@@ -153,57 +153,19 @@ def _check(
     tables: LooseTables, parents: Tensor | None, relevance: Tensor | None,
 ) -> None:  # fmt: skip
     """Check the arguments of `loosen`."""
-    device, num_rows, max_reqs = target_tokens.device, target_tokens.shape[0], tables.sources.shape[0]
-    check_lengths(
-        device, ("target_tokens", target_tokens, torch.int64, num_rows),
-        ("draft_tokens", draft_tokens, torch.int32, num_rows), ("req_rows", req_rows, torch.int64, num_rows),
-        ("nodes", nodes, torch.int32, num_rows), ("pos", pos, torch.int64, num_rows),
-        ("sources", tables.sources, torch.int32, max_reqs), ("seeds", tables.seeds, torch.int64, max_reqs),
-        *([] if relevance is None else [("relevance", relevance, torch.float32, num_rows)]),
+    device, num_rows, max_reqs = target_tokens.device, [target_tokens.shape[0]], tables.sources.shape[0]
+    assert logits.is_floating_point() and logits.ndim == 2, f"logits: {logits.dtype} {list(logits.shape)}"
+    words = (torch.int32, [max_reqs], -(-logits.shape[1] // 32))
+    check(
+        device, target_tokens=(target_tokens, torch.int64, num_rows),
+        draft_tokens=(draft_tokens, torch.int32, num_rows), logits=(logits, logits.dtype, num_rows, 0),
+        req_rows=(req_rows, torch.int64, num_rows), nodes=(nodes, torch.int32, num_rows),
+        pos=(pos, torch.int64, num_rows), relevance=(relevance, torch.float32, num_rows),
+        sources=(tables.sources, torch.int32, 0), seeds=(tables.seeds, torch.int64, [max_reqs]),
+        protected=(tables.protected, *words),
+        ends=(tables.ends, *words), parents=(parents, torch.int32, max_reqs, 0),
     )  # fmt: skip
-    assert logits.is_floating_point(), f"logits: {logits.dtype}"
-    check_matrix("logits", logits, logits.dtype, device, num_rows)
-    assert logits.shape[0] == num_rows, f"logits: {list(logits.shape)}"
-    for name, table in (("protected", tables.protected), ("ends", tables.ends)):
-        check_matrix(name, table, torch.int32, device, max_reqs, -(-logits.shape[1] // 32))
-        assert table.shape[0] == max_reqs, f"{name}: {list(table.shape)}"
-        assert table.stride() == tables.protected.stride(), f"{name}: expected equal strides"
-    if parents is not None:
-        check_matrix("parents", parents, torch.int32, device, max_reqs)
-
-
-@has_cpu_twin
-def loosen_reference(
-    target_tokens: Tensor, draft_tokens: Tensor, logits: Tensor, req_rows: Tensor, nodes: Tensor, pos: Tensor,
-    tables: LooseTables, parents: Tensor | None = None, relevance: Tensor | None = None, is_predicting: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Do what `loosen` does, in numpy or torch: the specification. Same arguments and results."""
-    device, num_rows = target_tokens.device, target_tokens.shape[0]
-    xp = array_module(device)
-    row = np.arange(num_rows) if xp is np else torch.arange(num_rows, device=device)
-    node, req_row, fed = as_array(nodes), as_array(req_rows), at_least(as_array(draft_tokens), 0)
-    if parents is None:
-        parent_row = row - at_most(node, 1)
-    else:
-        parent_row = row - node + at_least(as_array(parents)[req_row, node], 0)
-    protected, ends = as_array(tables.protected), as_array(tables.ends)
-    expected = at_least(as_array(target_tokens)[parent_row], 0)
-    # Of the draft, of the target's token in its place, and of the token before both.
-    found = _bits(protected, req_row, fed) | _bits(protected, req_row, expected) | _bits(ends, req_row, fed[parent_row])
-    may = xp.isfinite(as_array(logits)[parent_row, fed]) & (found & 1 == 0)
-    source = as_array(tables.sources)[req_row]
-    if relevance is None:
-        score = as_array(torch.zeros(num_rows, device=device))
-    else:
-        score = as_array(relevance)[parent_row] if is_predicting else as_array(relevance)
-        may &= ~(xp.isnan(score) & (source == RELEVANCE))
-    by_chance = as_array(random_scores(tables.seeds[req_rows], pos))
-    return torch.as_tensor(xp.where(source == CHANCE, by_chance, score)), torch.as_tensor(may)
-
-
-def _bits(table: Any, rows: Any, tokens: Any) -> Any:
-    """Return [n] words whose lowest bit says whether a row of [max_reqs, num_words] has a token."""
-    return table[rows, tokens // 32] >> (tokens % 32)
+    assert tables.ends.stride() == tables.protected.stride(), "ends: expected the strides of protected"
 
 
 def random_scores(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -213,8 +175,8 @@ def random_scores(seeds: Tensor, positions: Tensor) -> Tensor:
         seeds: int64 [n] of the rows' requests.
         positions: int64 [n].
     """
-    word = as_array(seeds) + as_array(positions) * 0x1E3779B97F4A7C15  # splitmix64's steps, modulo 2 ** 64
+    word = seeds + positions * 0x1E3779B97F4A7C15  # splitmix64's steps, modulo 2 ** 64
     word = (word ^ ((word >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     word = (word ^ ((word >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     word = word ^ ((word >> 31) & 0x1FFFFFFFF)
-    return torch.as_tensor((word >> 40) & 0xFFFFFF).float() / 2**24
+    return ((word >> 40) & 0xFFFFFF).float() / 2**24

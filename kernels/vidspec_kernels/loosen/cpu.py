@@ -1,19 +1,16 @@
-"""Compiled loop of `loosen`."""
+"""Loop of `loosen`."""
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from vidspec_kernels.compiled import NOTHING, compiled
-from vidspec_kernels.loosen.api import CHANCE, RELEVANCE, LooseTables, loosen_reference
+from vidspec_kernels.compiled import compiled
 
 
 @compiled(
-    "int64[:], int32[:], float32[:, :], int64[:], int32[:], int64[:], int32[:, :], int32[:, :], int32[:], int64[:], "
+    "int64[:], int32[:], int64[:], int32[:], int64[:], float32[:, :], int32[:, :], int32[:, :], int32[:], int64[:], "
     "int32[:, :], float32[:], boolean, int64, int64, float32[:], boolean[:]"
 )
-def _loosen(
-    target_tokens, draft_tokens, logits, req_rows, nodes, pos, protected, ends, sources, seeds,
+def loosen(
+    target_tokens, draft_tokens, req_rows, nodes, pos, logits, protected, ends, sources, seeds,
     parents, relevance, is_predicting, by_relevance, by_chance, scores, may_loosen,
 ):  # fmt: skip
     for i in range(len(target_tokens)):
@@ -38,24 +35,3 @@ def _loosen(
             word = word ^ ((word >> 31) & np.int64(0x1FFFFFFFF))
             score = np.float32((word >> 40) & 0xFFFFFF) / np.float32(16777216.0)
         scores[i], may_loosen[i] = score, may
-
-
-def loosen(
-    target_tokens: Tensor, draft_tokens: Tensor, logits: Tensor, req_rows: Tensor, nodes: Tensor, pos: Tensor,
-    tables: LooseTables, parents: Tensor | None = None, relevance: Tensor | None = None, is_predicting: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Do what `loosen` does; logits that are no float32 are the reference's."""
-    if logits.dtype != torch.float32:
-        return loosen_reference(
-            target_tokens, draft_tokens, logits, req_rows, nodes, pos, tables, parents, relevance, is_predicting
-        )
-    scores = logits.new_empty(len(target_tokens))
-    may_loosen = logits.new_empty(len(target_tokens), dtype=torch.bool)
-    _loosen(
-        target_tokens.numpy(), draft_tokens.numpy(), logits.numpy(), req_rows.numpy(), nodes.numpy(), pos.numpy(),
-        *(table.numpy() for table in tables[:4]),
-        NOTHING["int32[:, :]"] if parents is None else parents.numpy(),
-        NOTHING["float32[:]"] if relevance is None else relevance.numpy(), is_predicting,
-        RELEVANCE, CHANCE, scores.numpy(), may_loosen.numpy(),
-    )  # fmt: skip
-    return scores, may_loosen

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import check_matrix, check_vector
-from vidspec_kernels.dispatch import Impl, has_cpu_twin, launch, on_host, use_triton
+from vidspec_kernels.arrays import check
+from vidspec_kernels.dispatch import Impl, launch, on_host, use_triton
 
 # Tokens of a program, and of a turn of its loop. As many as a program of vLLM's: each reads a request's penalties over
 # the bus, where vLLM keeps them.
@@ -105,13 +105,19 @@ def path_penalties(
         tables: vLLM's, by persistent row.
         plans: Of the caller's launches, whose tables' shapes stay (see `dispatch.launch`).
     """
-    _check(logits, req_rows, nodes, tokens, parents, tables)
-    num_rows, vocab_size = logits.shape
+    device, (num_rows, vocab_size), max_reqs = logits.device, logits.shape, len(tables.repetition)
+    check(
+        device, logits=(logits, torch.float32, 0, 0), req_rows=(req_rows, torch.int64, num_rows),
+        nodes=(nodes, torch.int32, num_rows), tokens=(tokens, torch.int32, num_rows),
+        parents=(parents, torch.int32, max_reqs, 1), repetition=(tables.repetition, torch.float32, 0),
+        frequency=(tables.frequency, torch.float32, max_reqs), presence=(tables.presence, torch.float32, max_reqs),
+        prompt_bits=(tables.prompt_bits, torch.int32, max_reqs, -(-vocab_size // 32)),
+        output_counts=(tables.output_counts, torch.int32, max_reqs, vocab_size),
+    )  # fmt: skip
     if num_rows == 0:
         return
-    device = logits.device
     if not use_triton(impl, device):
-        on_host(impl, device, path_penalties_reference)(logits, req_rows, nodes, tokens, parents, tables)
+        on_host(impl, device, "path_penalties")(logits, req_rows, nodes, tokens, parents, *tables)
         return
     bits, counts = tables.prompt_bits, tables.output_counts
     args = (
@@ -122,44 +128,3 @@ def path_penalties(
     key = (logits.stride(0), logits.data_ptr() % 16)
     constants = {"SHARE": _SHARE, "BLOCK": _BLOCK}
     launch(_path_penalties_kernel, grid, device, args, constants, {} if plans is None else plans, key)
-
-
-def _check(
-    logits: Tensor, req_rows: Tensor, nodes: Tensor, tokens: Tensor, parents: Tensor, tables: PenaltyTables
-) -> None:
-    """Check the arguments of `path_penalties`."""
-    device, (num_rows, vocab_size), max_reqs = logits.device, logits.shape, len(tables.repetition)
-    check_matrix("logits", logits, torch.float32, device)
-    check_vector("req_rows", req_rows, torch.int64, device, num_rows)
-    check_vector("nodes", nodes, torch.int32, device, num_rows)
-    check_vector("tokens", tokens, torch.int32, device, num_rows)
-    for name, vector in zip(PenaltyTables._fields[:3], tables[:3], strict=True):
-        check_vector(name, vector, torch.float32, device, max_reqs)
-    check_matrix("parents", parents, torch.int32, device, max_reqs, 1)
-    check_matrix("prompt_bits", tables.prompt_bits, torch.int32, device, max_reqs, -(-vocab_size // 32))
-    check_matrix("output_counts", tables.output_counts, torch.int32, device, max_reqs, vocab_size)
-
-
-@has_cpu_twin
-def path_penalties_reference(
-    logits: Tensor, req_rows: Tensor, nodes: Tensor, tokens: Tensor, parents: Tensor, tables: PenaltyTables
-) -> None:
-    """Do what `path_penalties` does, in torch: the specification. It waits for a GPU."""
-    vocab_size, device = logits.shape[1], logits.device
-    repetition, frequency, presence = (penalty[req_rows, None] for penalty in tables[:3])
-    uses = ((repetition != 1.0) | (frequency != 0.0) | (presence != 0.0))[:, 0]
-    counts = tables.output_counts[req_rows, :vocab_size].clone()
-    rows, node = torch.arange(len(logits), device=device), nodes.long()
-    first = rows - node
-    while (walks := node > 0).any():
-        token = tokens[first + node].long()
-        is_one = walks & (token >= 0) & (token < vocab_size)
-        counts[rows[is_one], token[is_one]] += 1
-        node = torch.where(walks, torch.minimum(parents[req_rows, node].long(), node - 1), 0)
-    seen = counts > 0
-    bits = tables.prompt_bits[req_rows, :, None] >> torch.arange(32, dtype=torch.int32, device=device)
-    in_prompt = (bits & 1).flatten(1)[:, :vocab_size].bool()
-    scale = torch.where(in_prompt | seen, repetition, 1.0)
-    scaled = torch.where(repetition != 1.0, logits * torch.where(logits > 0, 1.0 / scale, scale), logits)
-    penalised = scaled - frequency * counts - presence * seen
-    logits.copy_(torch.where(uses[:, None], penalised, logits))

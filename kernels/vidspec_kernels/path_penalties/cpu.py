@@ -1,17 +1,15 @@
-"""Compiled loop of `path_penalties`."""
+"""Loop of `path_penalties`."""
 
 import numpy as np
-from torch import Tensor
 
 from vidspec_kernels.compiled import compiled
-from vidspec_kernels.path_penalties.api import PenaltyTables
 
 
 @compiled(
     "float32[:, :], int64[:], int32[:], int32[:], int32[:, :], float32[:], float32[:], float32[:], int32[:, :], "
     "int32[:, :]"
 )
-def _path_penalties(
+def path_penalties(
     logits, req_rows, nodes, tokens, parents, repetition, frequency, presence, prompt_bits, output_counts
 ):  # fmt: skip
     vocab_size, one = logits.shape[1], np.float32(1.0)
@@ -34,11 +32,3 @@ def _path_penalties(
                 value *= one / rep if value > 0 else rep
             value -= freq * np.float32(counts[v])
             logits[i, v] = value - pres * (one if is_seen else np.float32(0.0))
-
-
-def path_penalties(
-    logits: Tensor, req_rows: Tensor, nodes: Tensor, tokens: Tensor, parents: Tensor, tables: PenaltyTables
-) -> None:
-    """Do what `path_penalties` does."""
-    arrays = (part.numpy() for part in (logits, req_rows, nodes, tokens, parents, *tables))
-    _path_penalties(*arrays)

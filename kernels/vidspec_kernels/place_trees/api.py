@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import array_module, as_array, at_most, check_matrix, check_vector
-from vidspec_kernels.dispatch import Impl, has_cpu_twin, known, launch, on_host, use_triton
+from vidspec_kernels.arrays import check, check_contiguous
+from vidspec_kernels.dispatch import Impl, known, launch, on_host, use_triton
 
 # Tokens that a program copies at a time, past the first nodes.
 _BLOCK_TOKENS = 1024
@@ -40,6 +40,15 @@ class TreePlaces:
     prefix_lens: Tensor
     roots: Tensor
     masks: Tensor
+
+    def __post_init__(self) -> None:
+        rows = [self.query_start.shape[0]]
+        check(
+            self.query_start.device, query_start=(self.query_start, torch.int32, 0),
+            num_queries=(self.num_queries, torch.int32, rows), prefix_lens=(self.prefix_lens, torch.int32, rows),
+            roots=(self.roots, torch.int32, rows),
+        )  # fmt: skip
+        check_contiguous(self.query_start.device, masks=(self.masks, torch.int64, rows, 0))
 
     @functools.cached_property
     def plans(self) -> dict[Any, Any]:
@@ -143,24 +152,23 @@ def place_trees(
     stride, out_stride = positions.stride(0), 0 if out_positions is None else out_positions.stride(0)
     # Tables by their identity: the plan keeps them alive, so that no other can have it.
     key = (id(depths), id(ancestors), num_axes, out_positions is None)
-    plan = None if impl == "torch" else known(places.plans, _place_trees_kernel, key)
+    plan = known(places.plans, _place_trees_kernel, key)
     if plan is not None and num_reqs <= size <= places.roots.shape[0]:
         vectors = (idx_mapping, num_reqs, query_start_loc, seq_lens)
         plan((size,), *vectors, positions, stride, out_positions, out_stride)
         return
     num_cols = _check(idx_mapping, query_start_loc, seq_lens, depths, ancestors, positions, places, size, out_positions)
+    outs = (places.query_start, places.num_queries, places.prefix_lens, places.roots, places.masks)
     if size == 0:
         return
     if not use_triton(impl, idx_mapping.device):
-        on_host(impl, idx_mapping.device, place_trees_reference)(
-            idx_mapping, query_start_loc, seq_lens, depths, ancestors, positions, places,
-            size=size, out_positions=out_positions,
-        )  # fmt: skip
+        loop, is_apart = on_host(impl, idx_mapping.device, "place_trees"), out_positions is not None
+        to = out_positions if is_apart else positions
+        loop(idx_mapping, query_start_loc, seq_lens, depths, ancestors, positions, to, is_apart, *outs, size)
         return
     args = (
         idx_mapping, num_reqs, query_start_loc, seq_lens, depths, ancestors, num_cols,
-        positions, stride, out_positions, out_stride,
-        places.query_start, places.num_queries, places.prefix_lens, places.roots, places.masks,
+        positions, stride, out_positions, out_stride, *outs,
     )  # fmt: skip
     constants = {
         "NUM_AXES": num_axes, "BLOCK_COLS": triton.next_power_of_2(num_cols), "BLOCK_TOKENS": _BLOCK_TOKENS,
@@ -176,54 +184,15 @@ def _check(
 ) -> int:  # fmt: skip
     """Check the arguments of `place_trees`; return the columns of the tables."""
     device, num_reqs, num_cols = idx_mapping.device, idx_mapping.shape[0], depths.shape[1]
-    check_vector("idx_mapping", idx_mapping, torch.int64, device)
-    check_vector("query_start_loc", query_start_loc, torch.int32, device, num_reqs + 1)
-    check_vector("seq_lens", seq_lens, torch.int32, device, num_reqs)
-    for name in ("query_start", "num_queries", "prefix_lens", "roots"):
-        check_vector(name, getattr(places, name), torch.int32, device, size)
-    assert size >= num_reqs, f"size {size}: expected at least {num_reqs}"
-    check_matrix("depths", depths, torch.int32, device)
-    check_matrix("ancestors", ancestors, torch.int64, device)
-    check_matrix("masks", places.masks, torch.int64, device, size)
-    assert depths.is_contiguous() and ancestors.is_contiguous() and places.masks.is_contiguous(), "expected contiguous"
-    assert ancestors.shape == depths.shape and places.masks.shape[1] == num_cols, "ancestors, masks: other shapes"
-    for name, tensor in (("positions", positions), ("out_positions", out_positions)):
-        if tensor is not None:
-            check_matrix(name, tensor, torch.int64, device, *positions.shape)
-            assert tensor.shape[0] == positions.shape[0], f"{name}: {tensor.shape[0]} axes"
+    assert num_reqs <= size <= places.roots.shape[0], f"size {size}: {num_reqs} requests, {places.roots.shape[0]} rows"
+    assert places.masks.shape[1] == num_cols and places.masks.device == device, f"masks: {list(places.masks.shape)}"
+    shape = ([positions.shape[0]], positions.shape[1])
+    check(
+        device, idx_mapping=(idx_mapping, torch.int64, 0), seq_lens=(seq_lens, torch.int32, num_reqs),
+        query_start_loc=(query_start_loc, torch.int32, num_reqs + 1), positions=(positions, torch.int64, *shape),
+        out_positions=(out_positions, torch.int64, *shape),
+    )  # fmt: skip
+    check_contiguous(
+        device, depths=(depths, torch.int32, 0, 0), ancestors=(ancestors, torch.int64, [depths.shape[0]], [num_cols])
+    )
     return num_cols
-
-
-@has_cpu_twin
-def place_trees_reference(
-    idx_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, depths: Tensor, ancestors: Tensor,
-    positions: Tensor, places: TreePlaces, *, size: int, out_positions: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Do what `place_trees` does, in numpy or torch: the specification. `positions` has two dimensions."""
-    xp = array_module(idx_mapping.device)
-    num_reqs, num_cols = idx_mapping.shape[0], depths.shape[1]
-    row, bounds = as_array(idx_mapping), as_array(query_start_loc)[: num_reqs + 1]
-    start, num_tokens = bounds[:-1], bounds[1:] - bounds[:-1]
-    root = as_array(seq_lens)[:num_reqs] - num_tokens
-    is_tree = num_tokens <= num_cols
-    num_queries = num_tokens * is_tree
-    vectors = (start * is_tree, num_queries, (root + 1) * is_tree, root)
-    outs = (places.query_start, places.num_queries, places.prefix_lens, places.roots)
-    for out, values in zip(outs, vectors, strict=True):
-        as_array(out)[:num_reqs], as_array(out)[num_reqs:size] = values, 0
-    col = as_array(torch.arange(num_cols, device=idx_mapping.device))
-    masks = as_array(places.masks)
-    masks[:num_reqs] = as_array(ancestors)[row] * (col < num_queries[:, None])
-    masks[num_reqs:size] = 0
-    if num_reqs == 0:
-        return
-    # By token: its request, and its place there.
-    token = as_array(torch.arange(positions.shape[1], device=idx_mapping.device))
-    req_idx = at_most(xp.searchsorted(bounds[1:], token, side="right"), num_reqs - 1)
-    node = token - start[req_idx]
-    depth = as_array(depths)[row[req_idx], at_most(node, num_cols - 1)]
-    is_moved = (node < num_queries[req_idx]) & (depth != node)
-    old_pos, out_pos = as_array(positions), as_array(positions if out_positions is None else out_positions)
-    pos = xp.where(is_moved, old_pos[:, start[req_idx]] + depth, old_pos)
-    out_pos = out_pos[:, : pos.shape[1]]
-    out_pos[:] = xp.where(token < bounds[-1], pos, out_pos)

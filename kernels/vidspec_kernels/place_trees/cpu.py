@@ -1,16 +1,13 @@
-"""Compiled loop of `place_trees`."""
-
-from torch import Tensor
+"""Loop of `place_trees`."""
 
 from vidspec_kernels.compiled import compiled
-from vidspec_kernels.place_trees.api import TreePlaces
 
 
 @compiled(
     "int64[:], int32[:], int32[:], int32[:, :], int64[:, :], int64[:, :], int64[:, :], boolean, "
     "int32[:], int32[:], int32[:], int32[:], int64[:, :], int64"
 )
-def _place_trees(
+def place_trees(
     idx_mapping, query_start_loc, seq_lens, depths, ancestors, positions, out_positions, is_apart,
     query_start, num_queries, prefix_lens, roots, masks, size,
 ):  # fmt: skip
@@ -35,17 +32,3 @@ def _place_trees(
     for b in range(num_reqs, size):
         query_start[b], num_queries[b], prefix_lens[b], roots[b] = 0, 0, 0, 0
         masks[b, :] = 0
-
-
-def place_trees(
-    idx_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, depths: Tensor, ancestors: Tensor,
-    positions: Tensor, places: TreePlaces, *, size: int, out_positions: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Do what `place_trees` does. `positions` has two dimensions."""
-    before = positions.numpy()
-    _place_trees(
-        idx_mapping.numpy(), query_start_loc.numpy(), seq_lens.numpy(), depths.numpy(), ancestors.numpy(),
-        before, before if out_positions is None else out_positions.numpy(), out_positions is not None,
-        places.query_start.numpy(), places.num_queries.numpy(), places.prefix_lens.numpy(), places.roots.numpy(),
-        places.masks.numpy(), size,
-    )  # fmt: skip

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import check_vector
+from vidspec_kernels.arrays import check
 from vidspec_kernels.bitonic import largest, merge_groups
-from vidspec_kernels.dispatch import Impl, has_cpu_twin, launch, on_host, remember, use_triton
+from vidspec_kernels.dispatch import Impl, launch, on_host, remember, use_triton
 from vidspec_kernels.sampling.noise import (
     BLOCK,
     MAX_CANDIDATES,
@@ -173,23 +173,20 @@ def _bind(
     """Check a call, and return what runs it on any logits of the same shape."""
     device, (num_rows, vocab_size), num_candidates = logits.device, logits.shape, ids.shape[1]
     check_logits(logits, scratch)
-    for name, tensor, dtype in (("log_probs", log_probs, torch.float32), ("ids", ids, torch.int64)):
-        assert tensor.dtype == dtype and tensor.device == device and tensor.ndim == 2, f"{name}: expected {dtype}"
-        assert tensor.shape[0] >= num_rows and tensor.shape[1] == num_candidates, f"{name}: {list(tensor.shape)}"
-        assert tensor.stride(1) == 1 or num_candidates <= 1, f"{name}: expected unit stride in a row"
+    check(device, log_probs=(log_probs, torch.float32, num_rows, [num_candidates]), ids=(ids, torch.int64, num_rows, 0))
     assert 1 <= num_candidates <= min(vocab_size, MAX_CANDIDATES), f"ids: {num_candidates} of {vocab_size}"
     assert log_top(num_candidates) <= log_top(scratch.num_candidates), f"scratch: for {scratch.num_candidates}"
     given = [tensor is not None for tensor in (temperature, seeds, pos, noise)]
     assert all(given) or not any(given), "temperature, seeds, pos, noise: all or none"
-    if temperature is not None and seeds is not None and pos is not None:
-        num_reqs = (first + num_rows + width - 1) // width
-        check_vector("temperature", temperature, torch.float32, device, num_reqs)
-        check_vector("seeds", seeds, torch.int64, device, num_reqs)
-        check_vector("pos", pos, torch.int64, device, num_rows)
+    num_reqs = (first + num_rows + width - 1) // width
+    check(
+        device, temperature=(temperature, torch.float32, num_reqs), seeds=(seeds, torch.int64, num_reqs),
+        pos=(pos, torch.int64, num_rows),
+    )  # fmt: skip
     if num_rows == 0:
         return lambda logits: None
     if not use_triton(impl, device):
-        return on_host(impl, device, bind_candidates_reference)(
+        return on_host(impl, device, "bind_candidates", _bind_reference)(
             temperature, seeds, pos, noise, log_probs=log_probs, ids=ids, width=width, first=first,
             with_log_probs=with_log_probs, apply_temperature=apply_temperature,
         )  # fmt: skip
@@ -224,8 +221,7 @@ def _bind(
     return run
 
 
-@has_cpu_twin
-def bind_candidates_reference(*args: Any, **kwargs: Any) -> Callable[[Tensor], None]:
+def _bind_reference(*args: Any, **kwargs: Any) -> Callable[[Tensor], None]:
     """Return `candidates_reference` of logits alone, with everything else given."""
     return lambda logits: candidates_reference(logits, *args, **kwargs)
 

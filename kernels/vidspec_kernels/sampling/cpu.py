@@ -1,4 +1,4 @@
-"""Compiled loops of `candidates` and `draw`; numpy where there is noise."""
+"""Loops of `candidates` and `draw`; numpy where there is noise."""
 
 from collections.abc import Callable
 
@@ -6,19 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vidspec_kernels.compiled import NOTHING, compiled
+from vidspec_kernels.compiled import jitted, precedes
 from vidspec_kernels.sampling.candidates import candidate_scores
 from vidspec_kernels.sampling.draw import draw_reference
 from vidspec_kernels.sampling.noise import Noise
 
 
-@compiled("float32, float32", "boolean")
-def _precedes(score, other):
-    """Return whether a score comes before another that was found earlier; NaN comes first."""
-    return score > other or (score != score and other == other)
-
-
-@compiled("float32[:, :], float32[:], int64, int64, boolean, float32[:, :], int64[:, :]", "boolean")
+@jitted("float32[:, :], float32[:], int64, int64, boolean, float32[:, :], int64[:, :]", "boolean")
 def best_tokens(scores, temperature, width, first, with_log_probs, log_probs, ids):
     """Write the best of each row, best first; of equal ones the lower token, NaN before all others.
 
@@ -35,12 +29,12 @@ def best_tokens(scores, temperature, width, first, with_log_probs, log_probs, id
             score = scores[row, token]
             if num_kept == num_candidates:
                 last = log_probs[row, num_candidates - 1]
-                if not _precedes(score, last):
+                if not precedes(score, last):
                     continue
             place = min(num_kept, num_candidates - 1)
             while place > 0:
                 other = log_probs[row, place - 1]
-                if not _precedes(score, other):
+                if not precedes(score, other):
                     break
                 log_probs[row, place], ids[row, place] = other, ids[row, place - 1]
                 place -= 1
@@ -57,7 +51,7 @@ def best_tokens(scores, temperature, width, first, with_log_probs, log_probs, id
     return True
 
 
-@compiled("float32[:, :], float32[:], int64, int64[:, :], int32[:]", "boolean")
+@jitted("float32[:, :], float32[:], int64, int64[:, :], int32[:]", "boolean")
 def draw_greedily(logits, temperature, level, out_tokens, out_ids):
     """Write the highest logit's token of each row; return False, and nothing is written, if any row has noise."""
     for row in range(logits.shape[0]):
@@ -67,14 +61,14 @@ def draw_greedily(logits, temperature, level, out_tokens, out_ids):
         best = 0
         for token in range(1, logits.shape[1]):
             score, highest = logits[row, token], logits[row, best]
-            if _precedes(score, highest):
+            if precedes(score, highest):
                 best = token
         out_tokens[row, level] = best
         out_ids[row] = best
     return True
 
 
-_NO_NOISE = NOTHING["float32[:]"]
+_NO_NOISE = np.zeros(0, dtype=np.float32)
 # Scores of which a loop makes exponentials faster than a call of torch.
 _FEW = 2048
 

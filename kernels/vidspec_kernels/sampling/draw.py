@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import check_vector
-from vidspec_kernels.dispatch import Impl, has_cpu_twin, launch, on_host, remember, use_triton
+from vidspec_kernels.arrays import check
+from vidspec_kernels.dispatch import Impl, launch, on_host, remember, use_triton
 from vidspec_kernels.sampling.noise import (
     BLOCK,
     Noise,
@@ -106,21 +106,18 @@ def _bind(
     """Check a call, and return what runs it on any logits of the same shape."""
     device, num_rows = logits.device, logits.shape[0]
     check_logits(logits, scratch)
-    check_vector("temperature", temperature, torch.float32, device, num_rows)
-    check_vector("seeds", seeds, torch.int64, device, num_rows)
-    check_vector("pos", pos, torch.int64, device, num_rows)
-    check_vector("out_ids", out_ids, torch.int32, device, num_rows)
-    assert out_tokens.dtype == torch.int64 and out_tokens.device == device and out_tokens.ndim == 2, "out_tokens"
-    assert out_tokens.shape[0] >= num_rows and out_tokens.stride(1) == 1, "out_tokens: short, or strided in a row"
+    level_ptr, level_value = (level, 0) if isinstance(level, Tensor) else (None, level)
+    check(
+        device, temperature=(temperature, torch.float32, num_rows), seeds=(seeds, torch.int64, num_rows),
+        pos=(pos, torch.int64, num_rows), out_ids=(out_ids, torch.int32, num_rows), level=(level_ptr, torch.int32, 1),
+        out_tokens=(out_tokens, torch.int64, num_rows, 1),
+    )  # fmt: skip
+    assert 0 <= level_value < out_tokens.shape[1], f"level {level_value} of {out_tokens.shape[1]}"
     assert scratch.use_fp64 == noise.use_fp64, "scratch: of another precision"
-    if isinstance(level, Tensor):
-        check_vector("level", level, torch.int32, device, 1)
-    else:
-        assert 0 <= level < out_tokens.shape[1], f"level {level} of {out_tokens.shape[1]}"
     if num_rows == 0:
         return lambda logits: None
     if not use_triton(impl, device):
-        return on_host(impl, device, bind_draw_reference)(
+        return on_host(impl, device, "bind_draw", _bind_reference)(
             temperature, seeds, pos, noise,
             level=level, out_tokens=out_tokens, out_ids=out_ids, apply_temperature=apply_temperature,
         )  # fmt: skip
@@ -128,7 +125,6 @@ def _bind(
     constants = {
         "NOISE": noise.function, "USE_FP64": noise.use_fp64, "APPLY_TEMPERATURE": apply_temperature, "BLOCK": BLOCK
     }  # fmt: skip
-    level_ptr, level_value = (level, 0) if isinstance(level, Tensor) else (None, level)
     chosen_args = (
         scratch.best, scratch.best_ids, out_tokens, out_tokens.stride(0), out_ids, level_ptr, num_blocks, level_value
     )  # fmt: skip
@@ -148,8 +144,7 @@ def _bind(
     return run
 
 
-@has_cpu_twin
-def bind_draw_reference(*args: Any, **kwargs: Any) -> Callable[[Tensor], None]:
+def _bind_reference(*args: Any, **kwargs: Any) -> Callable[[Tensor], None]:
     """Return `draw_reference` of logits alone, with everything else given."""
     return lambda logits: draw_reference(logits, *args, **kwargs)
 

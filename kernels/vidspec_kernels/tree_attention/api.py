@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from vidspec_kernels.arrays import as_meta, check_matrix, check_vector
+from vidspec_kernels.arrays import as_meta, check
 from vidspec_kernels.dispatch import Impl, launch, use_triton
 from vidspec_kernels.limits import device_limits
 from vidspec_kernels.tree_attention.reference import tree_attention_reference
@@ -145,12 +145,11 @@ def _check(
     assert value_cache.shape == key_cache.shape, f"value_cache: {list(value_cache.shape)}"
     assert value_cache.dtype == key_cache.dtype, f"value_cache: expected {key_cache.dtype}, got {value_cache.dtype}"
     assert key_cache.device == value_cache.device == device, f"caches: expected device {device}"
-    check_matrix("block_table", block_table, torch.int32, device, min_cols=1)
-    check_vector("rows", rows, torch.int64, device)
-    check_vector("query_start", query_start, torch.int32, device, num_reqs)
-    check_vector("num_queries", num_queries, torch.int32, device, num_reqs)
-    check_vector("prefix_lens", prefix_lens, torch.int32, device, num_reqs)
-    check_matrix("masks", masks, torch.int64, device, num_reqs, max_queries)
+    check(
+        device, block_table=(block_table, torch.int32, 0, 1), rows=(rows, torch.int64, 0),
+        query_start=(query_start, torch.int32, num_reqs), num_queries=(num_queries, torch.int32, num_reqs),
+        prefix_lens=(prefix_lens, torch.int32, num_reqs), masks=(masks, torch.int64, num_reqs, max_queries),
+    )  # fmt: skip
     assert max_queries >= 0, f"max_queries {max_queries}"
     assert scratch.arrivals.device == device and scratch.head_size >= head_size, f"scratch for heads of {head_size}"
     like_query = {"query": query, "out": out}

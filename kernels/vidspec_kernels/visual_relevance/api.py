@@ -8,7 +8,7 @@ depends on values alone, not on an order of summation over tiles: equal inputs g
 import torch
 from torch import Tensor
 
-from vidspec_kernels.arrays import check_matrix, check_vector
+from vidspec_kernels.arrays import check
 from vidspec_kernels.dispatch import Impl, launcher, on_host, use_triton
 from vidspec_kernels.limits import device_limits
 from vidspec_kernels.visual_relevance.reference import _merge_relevance_torch, visual_relevance_reference
@@ -62,7 +62,9 @@ def visual_relevance(
     _check(queries, cu_num_logits, rows, store, block_fill, block_table, num_blocks, top_n, max_queries, max_blocks)
     if queries.shape[0] == 0 or rows.shape[0] == 0 or max_queries == 0 or max_blocks == 0:
         return queries.new_full((queries.shape[0], top_n), float("-inf"), dtype=torch.float32)
-    run = _launch if use_triton(impl, queries.device) else on_host(impl, queries.device, visual_relevance_reference)
+    run = _launch
+    if not use_triton(impl, queries.device):
+        run = on_host(impl, queries.device, "visual_relevance", visual_relevance_reference)
     return run(queries, cu_num_logits, rows, store, block_fill, block_table, num_blocks, top_n, max_queries, max_blocks)
 
 
@@ -76,18 +78,16 @@ def _check(
     assert queries.numel() == 0 or queries.shape[1] == 1 or queries.stride(1) == 1, (
         "queries: expected unit stride in a row"
     )
-    check_vector("rows", rows, torch.int64, device)
-    check_vector("cu_num_logits", cu_num_logits, torch.int32, device)
-    assert cu_num_logits.shape[0] == num_reqs + 1, f"cu_num_logits: {cu_num_logits.shape[0]} entries, rows: {num_reqs}"
+    check(
+        device, rows=(rows, torch.int64, 0), cu_num_logits=(cu_num_logits, torch.int32, [num_reqs + 1]),
+        block_fill=(block_fill, torch.int32, store.shape[0]), num_blocks=(num_blocks, torch.int32, 0),
+        block_table=(block_table, torch.int32, [num_blocks.shape[0]], 0),
+    )  # fmt: skip
     assert store.dtype in _STORE_DTYPES and store.ndim == 3, f"store: {store.dtype} {list(store.shape)}"
     assert store.shape[2] == queries.shape[1], f"store: rows of {store.shape[2]}, queries of {queries.shape[1]}"
     block_rows = store.shape[1]
     assert block_rows > 0 and block_rows & (block_rows - 1) == 0, f"store: blocks of {block_rows} rows"
     assert store.is_contiguous() and store.device == device, f"store: expected contiguous on {device}"
-    check_vector("block_fill", block_fill, torch.int32, device, store.shape[0])
-    check_vector("num_blocks", num_blocks, torch.int32, device)
-    check_matrix("block_table", block_table, torch.int32, device)
-    assert block_table.shape[0] == num_blocks.shape[0], f"block_table: {block_table.shape[0]} rows"
     assert 0 <= max_blocks <= block_table.shape[1], f"max_blocks {max_blocks}, block_table: {list(block_table.shape)}"
     assert 1 <= top_n <= MAX_TOP_N, f"top_n {top_n}"
     assert 0 <= max_queries <= MAX_QUERIES, f"max_queries {max_queries}"

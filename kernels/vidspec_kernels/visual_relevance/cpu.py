@@ -1,22 +1,16 @@
-"""Compiled loops of `visual_relevance`, around a product of torch."""
+"""Loops of `visual_relevance`, around a product of torch."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vidspec_kernels.compiled import compiled
+from vidspec_kernels.compiled import compiled, precedes
 from vidspec_kernels.visual_relevance.reference import STRIP_ENTRIES, visual_relevance_reference
 from vidspec_kernels.visual_relevance.store import storage_scale
 
 
-@compiled("float32, float32", "boolean")
-def _precedes(score, other):
-    """Return whether a score comes before another that was found earlier; NaN comes first."""
-    return score > other or (score != score and other == other)
-
-
 @compiled("float32[:, :, :], int32[:], int64[:, :], float32, float32[:, :]")
-def select_cosines(cosines, cu_num_logits, sizes, scale, top):
+def _select(cosines, cu_num_logits, sizes, scale, top):
     """Put the largest cosines of each row into `top`, descending, NaN before all others."""
     top_n = top.shape[1]
     for r in range(len(sizes)):
@@ -24,10 +18,10 @@ def select_cosines(cosines, cu_num_logits, sizes, scale, top):
             best = top[cu_num_logits[r] + i]
             for key in range(sizes[r, 1]):
                 score = cosines[r, i, key] / scale
-                if not _precedes(score, best[top_n - 1]):
+                if not precedes(score, best[top_n - 1]):
                     continue
                 place = top_n - 1
-                while place > 0 and _precedes(score, best[place - 1]):
+                while place > 0 and precedes(score, best[place - 1]):
                     best[place] = best[place - 1]
                     place -= 1
                 best[place] = score
@@ -69,19 +63,16 @@ def visual_relevance(
             queries, cu_num_logits, rows, store, block_fill, block_table, num_blocks, top_n, max_queries, max_blocks
         )
     (num_rows, hidden_size), num_reqs, num_keys = queries.shape, len(rows), max_blocks * store.shape[1]
-    bounds, state_row, tables = cu_num_logits.numpy(), rows.numpy(), (block_fill, block_table, num_blocks)
+    tables = (store, block_fill, block_table, num_blocks)
     scale = storage_scale(store.dtype, hidden_size)
     top = queries.new_full((num_rows, top_n), float("-inf"))
     per_strip = max(1, STRIP_ENTRIES // (num_keys * hidden_size))  # requests
     for first in range(0, num_reqs, per_strip):
         last = min(first + per_strip, num_reqs)
-        strip, sizes = bounds[first : last + 1], np.empty((last - first, 2), dtype=np.int64)
+        strip, sizes = cu_num_logits[first : last + 1], np.empty((last - first, 2), dtype=np.int64)
         # Zeros: products of uninitialised memory would be wasted, or slow.
         units = queries.new_zeros(last - first, max_queries, hidden_size)
         keys = queries.new_zeros(last - first, num_keys, hidden_size)
-        _gather(
-            queries.numpy(), strip, state_row[first:last], store.numpy(), *(table.numpy() for table in tables),
-            max_queries, units.numpy(), keys.numpy(), sizes,
-        )  # fmt: skip
-        select_cosines(torch.bmm(units, keys.transpose(1, 2)).numpy(), strip, sizes, scale, top.numpy())
+        _gather(queries, strip, rows[first:last], *tables, max_queries, units, keys, sizes)
+        _select(torch.bmm(units, keys.transpose(1, 2)), strip, sizes, scale, top)
     return top

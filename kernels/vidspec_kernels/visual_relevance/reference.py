@@ -1,44 +1,38 @@
-"""`visual_relevance` and `merge_relevance` in numpy or torch: the specification."""
+"""`visual_relevance` and `merge_relevance` in torch: the specification."""
 
 import torch
 from torch import Tensor
 
-from vidspec_kernels.arrays import array_module, as_array
-from vidspec_kernels.dispatch import has_cpu_twin
 from vidspec_kernels.visual_relevance.store import _bytes_of_fp8, _unit, storage_scale
 
 # float32 elements of stored rows that the reference holds at once: they stay near the core.
 STRIP_ENTRIES = 2**20
 
 
-@has_cpu_twin
 def visual_relevance_reference(
     queries: Tensor, cu_num_logits: Tensor, rows: Tensor, store: Tensor, block_fill: Tensor, block_table: Tensor,
     num_blocks: Tensor, top_n: int, max_queries: int, max_blocks: int,
 ) -> Tensor:  # fmt: skip
     """Do what `visual_relevance` does, by batched products of whole requests, padded: the specification.
 
-    Same arguments and result; indices in numpy or torch. Holds cosines and a float32 copy of the stored rows of as many
-    requests as have STRIP_ENTRIES elements, or of one.
+    Same arguments and result. Holds cosines and a float32 copy of the stored rows of as many requests as have
+    STRIP_ENTRIES elements, or of one.
     """
-    xp = array_module(queries.device)
     (num_rows, hidden_size), num_reqs, block_rows = queries.shape, rows.shape[0], store.shape[1]
-    row, column, slot = (as_array(torch.arange(n, device=queries.device)) for n in (num_rows, max_blocks, block_rows))
-    bounds, state_row = as_array(cu_num_logits), as_array(rows)
-    req_idx = xp.searchsorted(bounds[1:], row, side="right")  # R for rows of no request
-    local = row - bounds[req_idx]
+    row, column, slot = (torch.arange(n, device=queries.device) for n in (num_rows, max_blocks, block_rows))
+    req_idx = torch.searchsorted(cu_num_logits[1:].long(), row, right=True)  # R for rows of no request
+    local = row - cu_num_logits[req_idx]
     inside = (req_idx < num_reqs) & (local >= 0) & (local < max_queries)  # [num_rows]
     # The last entry takes the rows of no request.
-    at = torch.as_tensor(xp.where(inside, req_idx * max_queries + local, num_reqs * max_queries))
+    at = torch.where(inside, req_idx * max_queries + local, num_reqs * max_queries)
     units = queries.new_zeros(num_reqs * max_queries + 1, hidden_size, dtype=torch.float32)
     units.index_copy_(0, at, _unit(queries))
     units = units[:-1].view(num_reqs, max_queries, hidden_size)
 
-    listed = column < as_array(num_blocks)[state_row][:, None]  # [R, max_blocks]
-    blocks = xp.where(listed, as_array(block_table)[state_row][:, :max_blocks], 0)
-    fill = xp.where(listed, as_array(block_fill)[blocks], 0)
-    invalid = torch.as_tensor(slot >= fill[:, :, None]).view(num_reqs, 1, -1)  # [R, 1, max_blocks * block_rows]
-    blocks = torch.as_tensor(blocks)
+    listed = column < num_blocks[rows, None]  # [R, max_blocks]
+    blocks = torch.where(listed, block_table[rows, :max_blocks], 0)
+    fill = torch.where(listed, block_fill[blocks], 0)
+    invalid = (slot >= fill[:, :, None]).view(num_reqs, 1, -1)  # [R, 1, max_blocks * block_rows]
     top = queries.new_full((num_reqs * max_queries + 1, top_n), float("-inf"), dtype=torch.float32)
     num_keys = max_blocks * block_rows
     size = min(top_n, num_keys)

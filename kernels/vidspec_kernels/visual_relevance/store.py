@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from vidspec_kernels.arrays import check_vector
+from vidspec_kernels.arrays import check
 
 # float32 copies of store_states.
 _CHUNK_ROWS = 1024
@@ -50,9 +50,7 @@ def store_states(states: Tensor, source: Tensor, slots: Tensor, store: Tensor) -
     scale = storage_scale(store.dtype, hidden_size)
     assert store.ndim == 3 and store.shape[2] == hidden_size, f"store: {list(store.shape)} for rows of {hidden_size}"
     assert store.is_contiguous() and store.device == device, f"store: expected contiguous on {device}"
-    check_vector("source", source, torch.int64, device)
-    check_vector("slots", slots, torch.int64, device)
-    assert source.shape == slots.shape, f"source: {source.shape[0]} entries, slots: {slots.shape[0]}"
+    check(device, source=(source, torch.int64, 0), slots=(slots, torch.int64, [len(source)]))
     lines = _bytes_of_fp8(store).view(-1, hidden_size)
     for chosen, goal in zip(source.split(_CHUNK_ROWS), slots.split(_CHUNK_ROWS), strict=True):
         lines.index_copy_(0, goal, _bytes_of_fp8((_unit(states[chosen]) * scale).to(store.dtype)))

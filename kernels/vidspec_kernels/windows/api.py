@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import check_matrix, check_vector
-from vidspec_kernels.dispatch import Impl, has_cpu_twin, launcher, on_host, use_triton
+from vidspec_kernels.arrays import check, check_contiguous
+from vidspec_kernels.dispatch import Impl, launcher, on_host, use_triton
 
 NUM_HEADERS = 4  # of a stream: its generation, its request's number, `checked`, `end`; its ring lies behind them
 NUM_ASKED = 2  # for a window: the request's number, the most tokens
@@ -49,27 +49,20 @@ def copy_committed_suffix(rows: Tensor, num_tokens: Tensor, text: Tensor, out: T
         out: Out, int32 [n, 1 + t], contiguous: the length, then the last t tokens; of a shorter text its first token
             stands for what is not there.
     """
-    _check(rows, num_tokens, text)
-    num_last = out.shape[1] - 1
-    assert out.shape[0] == len(rows) and num_last > 0, f"out: shape {list(out.shape)}, {len(rows)} rows"
-    assert out.dtype == torch.int32 and out.device == rows.device and out.is_contiguous(), f"out: {out.dtype}"
+    num_last, device = out.shape[1] - 1, rows.device
+    check(
+        device, rows=(rows, torch.int64, 0), num_tokens=(num_tokens, torch.int32, 0),
+        text=(text, torch.int32, len(num_tokens), 0),
+    )  # fmt: skip
+    check_contiguous(device, out=(out, torch.int32, [len(rows)], 2))
     if len(rows) == 0:
         return
     if not use_triton(impl, rows.device):
-        on_host(impl, rows.device, copy_committed_suffix_reference)(rows, num_tokens, text, out)
+        on_host(impl, rows.device, "copy_committed_suffix")(rows, num_tokens, text, out)
         return
     launcher(_copy_committed_suffix_kernel, (len(rows),), rows.device)(
         rows, num_tokens, text, text.stride(0), out, num_last, BLOCK=triton.next_power_of_2(num_last)
     )
-
-
-@has_cpu_twin
-def copy_committed_suffix_reference(rows: Tensor, num_tokens: Tensor, text: Tensor, out: Tensor) -> None:
-    """Do what `copy_committed_suffix` does, in torch: the specification."""
-    num_last = out.shape[1] - 1
-    out[:, 0] = num_tokens[rows]
-    cols = out[:, :1].long() - torch.arange(num_last, 0, -1, device=out.device)
-    out[:, 1:] = text[rows[:, None], cols.clamp(min=0)]
 
 
 @triton.jit(do_not_specialize_on_alignment=["asked_ptr", "rows_ptr", "info_ptr"])
@@ -151,24 +144,22 @@ def gather_draft_windows(
         window_info: Out, int32 [n, WINDOW_INFO_SIZE], contiguous: tokens of the window; 0, STALE where the stream has
             diverged from the committed text, or was cut while it was read, or NO_STREAM.
     """
-    _check(rows, num_tokens, text)
-    num_reqs, ring = len(rows), streams.shape[1] - NUM_HEADERS
+    num_reqs, ring, max_reqs, device = len(rows), streams.shape[1] - NUM_HEADERS, len(num_tokens), rows.device
+    check(
+        device, rows=(rows, torch.int64, 0), num_tokens=(num_tokens, torch.int32, 0),
+        text=(text, torch.int32, max_reqs, 0),
+    )  # fmt: skip
+    check_contiguous(
+        device, streams=(streams, torch.int32, [max_reqs], 0), tokens=(tokens, torch.int64, [num_reqs], 0),
+        asked=(asked, torch.int32, [num_reqs], [NUM_ASKED]),
+        window_info=(window_info, torch.int32, [num_reqs], [WINDOW_INFO_SIZE]),
+    )  # fmt: skip
     assert ring > 0 and ring & (ring - 1) == 0, f"streams: rings of {ring} tokens"
-    for name, tensor, dtype, count in (
-        ("streams", streams, torch.int32, len(num_tokens)), ("asked", asked, torch.int32, num_reqs),
-        ("tokens", tokens, torch.int64, num_reqs), ("window_info", window_info, torch.int32, num_reqs),
-    ):  # fmt: skip
-        assert tensor.dtype == dtype, f"{name}: expected {dtype}, got {tensor.dtype}"
-        assert tensor.device == rows.device, f"{name}: expected device {rows.device}, got {tensor.device}"
-        assert tensor.shape[0] == count and tensor.is_contiguous(), f"{name}: shape {list(tensor.shape)}"
-    assert asked.shape[1] == NUM_ASKED, f"asked: shape {list(asked.shape)}"
-    assert window_info.shape[1] == WINDOW_INFO_SIZE, f"window_info: shape {list(window_info.shape)}"
     if num_reqs == 0:
         return
     if not use_triton(impl, rows.device):
-        on_host(impl, rows.device, gather_draft_windows_reference)(
-            streams, asked, rows, num_tokens, text, tokens, window_info
-        )
+        loop = on_host(impl, rows.device, "gather_draft_windows")
+        loop(streams, asked, rows, num_tokens, text, tokens, window_info, NUM_HEADERS, STALE, NO_STREAM)
         return
     num_drafts = tokens.shape[1]
     launcher(_gather_draft_windows_kernel, (num_reqs,), rows.device)(
@@ -176,36 +167,3 @@ def gather_draft_windows(
         NUM_HEADERS=NUM_HEADERS, NUM_ASKED=NUM_ASKED, WINDOW_INFO_SIZE=WINDOW_INFO_SIZE, STALE=STALE,
         NO_STREAM=NO_STREAM, RING=ring, BLOCK=triton.next_power_of_2(num_drafts),
     )  # fmt: skip
-
-
-@has_cpu_twin
-def gather_draft_windows_reference(
-    streams: Tensor, asked: Tensor, rows: Tensor, num_tokens: Tensor, text: Tensor, tokens: Tensor, window_info: Tensor
-) -> None:
-    """Do what `gather_draft_windows` does, in torch: the specification."""
-    generation, mine = streams[rows, :1], streams[rows]
-    _, owner, checked, end = (column[:, None].long() for column in mine[:, :NUM_HEADERS].unbind(1))
-    epoch, wanted = asked[:, :1], asked[:, 1:]
-    ring, lengths = mine[:, NUM_HEADERS:], num_tokens[rows].long()[:, None]
-    is_torn = streams[rows, :1] != generation
-    size = ring.shape[1]
-    has_stream = (generation % 2 == 0) & (owner == epoch) & (end > 0)
-    steps = torch.arange(size, device=streams.device)
-    since = checked + steps  # [n, R]
-    drafted = ring.gather(1, since % size)
-    committed = text[rows[:, None], since.clamp(max=text.shape[1] - 1)]
-    is_stale = ((drafted != committed) & (since < lengths)).any(dim=1, keepdim=True)
-    is_stale |= lengths - checked > size
-    counts = torch.minimum((end - lengths).clamp(min=0), wanted) * (has_stream & ~is_stale & ~is_torn)
-    ahead = torch.arange(tokens.shape[1], device=streams.device)
-    tokens[:] = ring.gather(1, (lengths + ahead) % size) * (ahead < counts)
-    is_stale = (is_stale & (end > lengths)) | is_torn
-    window_info[:, 0] = counts[:, 0]
-    window_info[:, 1] = torch.where(has_stream, is_stale * STALE, NO_STREAM)[:, 0]
-
-
-def _check(rows: Tensor, num_tokens: Tensor, text: Tensor) -> None:
-    """Check what both operations read."""
-    check_vector("rows", rows, torch.int64, rows.device)
-    check_vector("num_tokens", num_tokens, torch.int32, rows.device)
-    check_matrix("text", text, torch.int32, rows.device, len(num_tokens))

@@ -1,13 +1,10 @@
-"""Compiled loops of the two operations on draft windows."""
-
-from torch import Tensor
+"""Loops of the two operations on draft windows."""
 
 from vidspec_kernels.compiled import compiled
-from vidspec_kernels.windows.api import NO_STREAM, NUM_HEADERS, STALE
 
 
 @compiled("int64[:], int32[:], int32[:, :], int32[:, :]")
-def _copy_committed_suffix(rows, num_tokens, text, out):
+def copy_committed_suffix(rows, num_tokens, text, out):
     num_last = out.shape[1] - 1
     for i in range(len(rows)):
         row = rows[i]
@@ -17,13 +14,8 @@ def _copy_committed_suffix(rows, num_tokens, text, out):
             out[i, 1 + j] = text[row, max(length - num_last + j, 0)]
 
 
-def copy_committed_suffix(rows: Tensor, num_tokens: Tensor, text: Tensor, out: Tensor) -> None:
-    """Do what `copy_committed_suffix` does."""
-    _copy_committed_suffix(rows.numpy(), num_tokens.numpy(), text.numpy(), out.numpy())
-
-
 @compiled("int32[:, :], int32[:, :], int64[:], int32[:], int32[:, :], int64[:, :], int32[:, :], int64, int64, int64")
-def _gather_draft_windows(streams, asked, rows, num_tokens, text, tokens, window_info, num_headers, stale, no_stream):
+def gather_draft_windows(streams, asked, rows, num_tokens, text, tokens, window_info, num_headers, stale, no_stream):
     size = streams.shape[1] - num_headers
     for i in range(len(rows)):
         row = rows[i]
@@ -43,11 +35,3 @@ def _gather_draft_windows(streams, asked, rows, num_tokens, text, tokens, window
         window_info[i, 0], window_info[i, 1] = count, stale if is_stale and end > length else 0
         if streams[row, 0] != generation:
             tokens[i], window_info[i, 0], window_info[i, 1] = 0, 0, stale
-
-
-def gather_draft_windows(
-    streams: Tensor, asked: Tensor, rows: Tensor, num_tokens: Tensor, text: Tensor, tokens: Tensor, window_info: Tensor
-) -> None:
-    """Do what `gather_draft_windows` does."""
-    arrays = (part.numpy() for part in (streams, asked, rows, num_tokens, text, tokens, window_info))
-    _gather_draft_windows(*arrays, NUM_HEADERS, STALE, NO_STREAM)

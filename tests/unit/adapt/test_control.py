@@ -1,12 +1,139 @@
 """The controller: what it chooses, for whom, and what that costs; on an engine without models, so time is exact."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
-from tests.unit.adapt.simulated_engine import CHAINS, SimulatedEngine, like_a_small_pair, memory_bound, noisy
-from vllm_vidspec.adapt import REST, Controller, Option, class_label
+from vllm_vidspec.adapt import REST, Controller, Decision, Option, class_label
 from vllm_vidspec.adapt import control as module
 from vllm_vidspec.names import CLASS_LABELS
+
+CHAINS = tuple(Option("chain", k, k, True) for k in (5, 3, 2, 1))
+
+
+@dataclass
+class Running:
+    """A request: `chance` that a draft is accepted, tokens `left`, `context`, if it is `shown`, drafts in flight."""
+
+    chance: float
+    left: int
+    context: float
+    shown: bool
+    is_read: bool = False
+    in_flight: int = 0
+    verified: int = 0
+
+
+def memory_bound(num_reqs: int, context: np.ndarray, drafted: np.ndarray, levels: int) -> float:
+    """Return seconds of a step whose rows cost little beside its context and the draft's levels."""
+    rows = (drafted * (2e-4 + 1e-4 * context)).sum()
+    return 4e-3 + 5e-4 * num_reqs + 3e-4 * float(context.sum()) + float(rows) + 1e-3 * levels
+
+
+def like_a_small_pair(num_reqs: int, context: np.ndarray, drafted: np.ndarray, levels: int) -> float:
+    """Return seconds of a step as the bundled pair takes them on a CPU core: the draft costs a third of the target."""
+    num_drafted, rows = np.count_nonzero(drafted), float(drafted.sum())
+    seconds = 1.85e-3 + 2e-4 * num_reqs + 3e-4 * float(context.sum()) + 3e-5 * rows
+    return seconds + 9e-4 * (rows > 0 or levels > 0) + levels * (6e-4 + 1.4e-4 * max(num_drafted, 1))
+
+
+def noisy(cost: Callable[..., float], seed: int) -> Callable[..., float]:
+    """Return a cost whose steps vary by 12 %; one in a hundred takes four times as long."""
+    random = np.random.default_rng(seed)
+
+    def vary(*batch):
+        return cost(*batch) * float(np.exp(random.normal(0, 0.12))) * (4.0 if random.random() < 0.01 else 1.0)
+
+    return vary
+
+
+class SimulatedEngine:
+    """Runs requests under a controller; time is the sum of its steps' costs.
+
+    Args:
+        controller: What decides; a number of tokens for a fixed chain of so many.
+        cost: `(requests, [n] thousands of tokens, [n] drafts to verify, levels of the draft) -> seconds`.
+        start_s: Of showing a prompt to the draft, by thousands of visual tokens.
+        seed: Of what is accepted.
+    """
+
+    def __init__(
+        self,
+        controller: Controller | int | None = None,
+        cost: Callable[..., float] = memory_bound,
+        start_s: float = 5e-3,
+        seed: int = 0,
+    ):
+        fixed = controller if isinstance(controller, int) else None
+        self.controller = (
+            Controller((*CHAINS, REST), 64, False) if fixed is not None or controller is None else controller
+        )
+        option = REST if not fixed else Option("chain", fixed, fixed, True)
+        self._fixed = None if fixed is None else Decision(option, frozenset(), 0, False)
+        self._cost, self._start_s, self._random = cost, start_s, np.random.default_rng(seed)
+        self.running: dict[str, Running] = {}
+        self.seconds, self.tokens, self.num_added, self.num_shown = 0.0, 0, 0, 0
+        self._last: Decision | None = None
+        self.decisions: list[Decision] = []
+
+    def add(self, num_visual: int, chance: float, length: int) -> Running:
+        """Let a request come, about a video of so many tokens."""
+        req_id = f"r{self.num_added}"
+        shown = self.controller.add(req_id, class_label(num_visual, 0), (), num_visual + 50, num_visual // 10 + 50)
+        if self._fixed is not None:
+            shown = self._fixed.option.num_tokens > 0
+        request = self.running[req_id] = Running(chance, length, (num_visual + 50) / 1e3, shown)
+        self.num_added, self.num_shown = self.num_added + 1, self.num_shown + shown
+        return request
+
+    def step(self) -> Decision:
+        """Let every request decode."""
+        ids, requests = list(self.running), list(self.running.values())
+        decision = self.controller.decide(ids) if self._fixed is None else self._fixed
+        drafted = np.array([request.in_flight for request in requests])
+        accepted = np.array([self._accepted(request) for request in requests])
+        starters = []
+        for req_id, request in zip(ids, requests, strict=True):
+            request.verified += request.in_flight > 0
+            request.in_flight = 0
+            if decision.option.num_tokens and request.shown and req_id not in decision.resting:
+                starters += [] if request.is_read else [req_id]
+                request.is_read, request.in_flight = True, decision.option.num_tokens
+        levels = decision.option.num_levels if any(request.in_flight for request in requests) else 0
+        seconds = self._cost(len(ids), np.array([request.context for request in requests]), drafted, levels)
+        reading_s = sum(self._start_s * self.running[req_id].context for req_id in starters)
+        seconds += reading_s
+        self.seconds += seconds
+        is_steady = self._last is not None and self._last.number == decision.number
+        measured_s = seconds if self._last else None
+        reading = frozenset(starters)
+        self.controller.observe(decision, ids, drafted, 1 + accepted, True, measured_s, is_steady, reading, reading_s)
+        self._last = decision
+        self.decisions.append(decision)
+        for req_id, request, gained in zip(ids, requests, (1 + accepted).tolist(), strict=True):
+            self.tokens += min(gained, request.left)
+            request.left -= gained
+            request.context += gained / 1e3
+            if request.left <= 0:
+                self.controller.remove(req_id)
+                del self.running[req_id]
+        return decision
+
+    def serve(self, *kinds: tuple[int, float], batch: int = 1, requests: int = 20, length: int = 128) -> float:
+        """Run `requests` of these kinds (visual tokens, chance), so many at a time; return tokens a second."""
+        tokens, seconds, last = self.tokens, self.seconds, self.num_added + requests
+        while self.num_added < last or self.running:
+            while len(self.running) < batch and self.num_added < last:
+                self.add(*kinds[self.num_added % len(kinds)], length)
+            self.step()
+        return (self.tokens - tokens) / (self.seconds - seconds)
+
+    def _accepted(self, request: Running) -> int:
+        rejected = self._random.random(request.in_flight) >= request.chance
+        return int(rejected.argmax()) if rejected.any() else request.in_flight
+
 
 FIXED = (0, 1, 2, 3, 5)
 
@@ -21,10 +148,8 @@ def best_fixed(*kinds: tuple[int, float], batch: int) -> tuple[float, float]:
 @pytest.mark.parametrize("num_visual", [256, 1024, 4096, 14848])
 @pytest.mark.parametrize("chance", [0.9, 0.6, 0.05])
 def test_never_slower(batch, num_visual, chance):
-    """After some requests: no slower than without drafts, and as fast as the best fixed number of drafts.
-
-    Catches: drafts that go on though none is accepted, drafting that stops though it pays, trials without end.
-    """
+    """After some requests: no slower than without drafts, and as fast as the best fixed number of drafts. Catches:
+    drafts that go on though none is accepted, drafting that stops though it pays, trials without end."""
     kind = (num_visual, chance)
     without, best = best_fixed(kind, batch=batch)
     engine = SimulatedEngine()
@@ -37,12 +162,9 @@ def test_never_slower(batch, num_visual, chance):
     ("num_visual", "chance", "batch"), [(256, 0.97, 1), (1024, 0.8, 1), (256, 0.97, 4), (256, 0.7, 4), (256, 0.5, 4)]
 )
 def test_it_learns_in_a_few_noisy_rounds(num_visual, chance, batch):
-    """From the third round of a batch of answers on, whole answers are as fast as with the best fixed number.
-
-    Several numbers of tokens are nearly equal here, drafting hardly pays or costs a sixth, and a step's time is noisy.
-    Catches: trials that cost more than their allowance, a class that is weighed at the batch size of a round's last
-    requests.
-    """
+    """From the third round of a batch of answers on, whole answers are as fast as with the best fixed number. Several
+    numbers of tokens are nearly equal here, drafting hardly pays or costs a sixth, and a step's time is noisy. Catches:
+    trials that cost more than their allowance, a class that is weighed at the batch size of a round's last requests."""
 
     def rounds(fixed: int | None, seed: int) -> list[float]:
         cost = noisy(like_a_small_pair, seed)
@@ -54,35 +176,6 @@ def test_it_learns_in_a_few_noisy_rounds(num_visual, chance, batch):
         ours, *others = (np.median(rounds(fixed, seed)[2:]) for fixed in (None, *FIXED))
         ratios.append(ours / max(others))
     assert np.median(ratios) > 0.95, ratios
-
-
-def test_good_and_hopeless_requests_in_one_batch():
-    """Half of sixteen are hopeless: the good ones end as early as beside good ones, and the whole takes no longer.
-
-    Catches: good requests that rest because of their neighbours, hopeless ones that are drafted for beside good ones.
-    """
-
-    def steps_of_the_good(engine: SimulatedEngine, hopeless: float) -> float:
-        good = [engine.add(256, 0.9, 128) for _ in range(8)]
-        for _ in range(8):
-            engine.add(4096, hopeless, 128)
-        num_steps = 0
-        while any(request.left > 0 for request in good):
-            engine.step()
-            num_steps += 1
-        while engine.running:
-            engine.step()
-        return num_steps
-
-    mixed, fixed, all_good = SimulatedEngine(), SimulatedEngine(0, seed=1), SimulatedEngine(5)
-    for _ in range(10):
-        steps_of_the_good(mixed, 0.02)
-    seconds, found = mixed.seconds, [steps_of_the_good(mixed, 0.02) for _ in range(10)]
-    taken = mixed.seconds - seconds
-    for _ in range(10):
-        steps_of_the_good(fixed, 0.02)
-    assert taken < 1.03 * fixed.seconds
-    assert np.mean(found) < 1.35 * np.mean([steps_of_the_good(all_good, 0.9) for _ in range(10)])
 
 
 def test_a_class_that_does_not_pay_is_not_shown_and_probes_are_bounded():
@@ -115,18 +208,9 @@ def test_a_class_that_begins_to_pay_is_found_again(num_visual):
     assert engine.num_shown - shown == 20
 
 
-def test_classes_do_not_share_what_they_have_shown():
-    """Catches: estimates of another class: long videos that never pay, beside short ones that do."""
-    engine = SimulatedEngine()
-    engine.serve((256, 0.9), (14848, 0.0), requests=60)
-    assert [known.rests for known in engine.controller.classes] == [False, True]
-
-
 def test_costs_are_those_of_the_batch_size():
-    """Rows that are free alone and dear together: drafts for one, none for sixteen.
-
-    Catches: costs of another batch size.
-    """
+    """Rows that are free alone and dear together: drafts for one, none for sixteen. Catches: costs of another batch
+    size."""
 
     def dear_together(num_reqs, context, drafted, levels):
         return memory_bound(num_reqs, context, drafted, levels) + (2e-3 * float(drafted.sum()) if num_reqs > 8 else 0)
@@ -143,6 +227,19 @@ def test_costs_are_those_of_the_batch_size():
         engine.add(256, 0.8, 4000)
     together = [engine.step().option.num_tokens for _ in range(300)]
     assert alone >= 3 and np.mean(np.array(together[150:]) > 0) < 0.1
+
+
+def test_a_step_without_drafts_is_measured_first():
+    """Drafting at all costs twice a step: the first answer takes no longer than 1.6 times as without drafts.
+
+    Catches: a step without drafts whose time is a guess, so that drafting goes on which costs more than it gains.
+    """
+
+    def dear_at_all(num_reqs, context, drafted, levels):
+        return 2.1e-3 + (5e-3 if levels else 0.0) + 1e-3 * levels
+
+    first = [SimulatedEngine(fixed, cost=dear_at_all).serve((1024, 0.7), requests=1) for fixed in (None, 0)]
+    assert first[0] > 0.62 * first[1], first
 
 
 def test_a_tree_is_chosen_where_it_gains_more():
@@ -162,14 +259,6 @@ def test_a_tree_is_chosen_where_it_gains_more():
     assert last.option == tree
 
 
-def test_limits_of_the_operator_hold():
-    controller = Controller((*CHAINS, REST), 8, False)
-    controller.add("a", 0, (), 50, 50)
-    assert controller.decide(["a"]).option.num_tokens > 2
-    assert controller.decide(["a"], 2).option.num_tokens <= 2
-    assert controller.decide(["a"], 0).option == REST
-
-
 def test_who_cannot_be_drafted_for_rests():
     """Catches: a request that was skipped for good and still holds rows of the target's forward."""
     controller = Controller((*CHAINS, REST), 8, False)
@@ -181,16 +270,7 @@ def test_who_cannot_be_drafted_for_rests():
     assert decision.resting == {"b"} and decision.option.num_tokens
 
 
-@pytest.mark.parametrize(
-    ("num_video", "num_image", "name"),
-    [
-        (0, 0, "text"),
-        (256, 0, "video_256"),
-        (0, 64, "image_256"),
-        (4097, 0, "video_4k"),
-        (14848, 5, "video_16k"),
-        (10**6, 0, "video_32k"),
-    ],
-)
-def test_classes(num_video, num_image, name):
-    assert CLASS_LABELS[class_label(num_video, num_image)] == name
+def test_classes():
+    shown = [(0, 0), (256, 0), (0, 64), (4097, 0), (14848, 5), (10**6, 0)]
+    names = ["text", "video_256", "image_256", "video_4k", "video_16k", "video_32k"]
+    assert [CLASS_LABELS[class_label(*sizes)] for sizes in shown] == names

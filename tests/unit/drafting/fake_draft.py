@@ -7,21 +7,15 @@ import numpy as np
 import torch
 from hypothesis import settings
 
-from vidspec_kernels import candidates_reference, dispatch
-from vidspec_kernels.draft_tree import begin, finish, place, plan, tables
+from vidspec_kernels import candidates_reference
 
 quick = settings(max_examples=60, deadline=None)
 
-# The buffers that say what a tree is.
-BUFFERS = ("tokens", "parents", "depths", "ancestors", "log_probs", "num_nodes")
-
 
 class FakeDraft:
-    """Candidates that are a function of the path alone, as a draft model's are of the text.
-
-    Log-probabilities are multiples of 1/16, often equal: sums are exact, and no threshold of a policy, all of which are
-    logarithms of rationals, is ever met exactly.
-    """
+    """Candidates that are a function of the path alone, as a draft model's are of the text. Log-probabilities are
+    multiples of 1/16, often equal: sums are exact, and no threshold of a policy, all of which are logarithms of
+    rationals, is ever met exactly."""
 
     def __init__(self, seed, num_candidates, sureness=2.0):
         self.seed, self.num_candidates, self.sureness = seed, num_candidates, sureness
@@ -56,11 +50,9 @@ def paths_of(tree, row, num_nodes):
 
 
 def drive(policy, rows, candidates_of, max_nodes=64, fill=False, num_accepted=None):
-    """Drive one step; return its number of draft forwards.
-
-    `candidates_of(level, nodes [R, F])` returns log-probabilities and token ids of the nodes' candidates, `[R * F, C]`.
-    `num_accepted` int32 `[R]` is the acceptance of the last trees; None: there was no verify step.
-    """
+    """Drive one step; return its number of draft forwards. `candidates_of(level, nodes [R, F])` returns
+    log-probabilities and token ids of the nodes' candidates, `[R * F, C]`. `num_accepted` int32 `[R]` is the acceptance
+    of the last trees; None: there was no verify step."""
     device = policy.tree.device
     rows_np = np.array(rows)
     rows = torch.tensor(rows, device=device)
@@ -90,10 +82,8 @@ def drive(policy, rows, candidates_of, max_nodes=64, fill=False, num_accepted=No
 
 
 def candidates_of(policy, drafts, fed):
-    """Return what `drive` asks for the nodes of these drafts; garbage for places and requests that there are not.
-
-    `fed` gets the frontiers, `[num_levels][R]` lists of paths.
-    """
+    """Return what `drive` asks for the nodes of these drafts; garbage for places and requests that there are not. `fed`
+    gets the frontiers, `[num_levels][R]` lists of paths."""
 
     def candidates_of_level(level, frontier):
         log_probs = torch.full((*frontier.shape, policy.num_candidates), float("nan"))
@@ -148,15 +138,6 @@ def check_greedy_first(tree, row, draft, depth):
         path = (*path, int(draft(path)[1][0]))
         assert node <= tree.num_nodes[row], "the greedy path is cut short"
         assert paths_of(tree, row, node)[node] == path, "the greedy path does not come first"
-
-
-def work_in_torch(patch):
-    """Let CPU tensors be worked on in torch, as another device's are."""
-    patch.setattr(dispatch, "load_loops", dict)
-    for module in (tables, begin, place, plan, finish):
-        for name, stand_in in (("array_module", lambda device: torch), ("as_array", lambda tensor: tensor)):
-            if hasattr(module, name):
-                patch.setattr(module, name, stand_in)
 
 
 def plans_of(policy, rows):

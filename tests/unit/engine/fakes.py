@@ -9,8 +9,7 @@ import torch
 
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.hooks.guarded import TargetHooks
-from vllm_vidspec.engine.hooks.protocol import Forward, TargetHook
+from vllm_vidspec.engine.hooks.protocol import Forward, TargetHook, TargetHooks
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.requests import NewRequest
 
@@ -24,7 +23,9 @@ LIFE = ["add", "before_forward", "after_forward", "remove", "forget_kv"]
 
 
 class Counts(dict):
-    """Stands in for `Counters`: it only adds, and `who` lists the requests that were skipped."""
+    """Stands in for `Counters`: it only adds; `who` lists the requests that were skipped, `why` what was said of it."""
+
+    is_paused = False
 
     def add(self, name: str, value: int = 1) -> None:
         self[name] = self.get(name, 0) + value
@@ -36,16 +37,7 @@ class Counts(dict):
         assert "\n" not in detail
         self.add(f"skipped_{reason}")
         self.setdefault("who", []).append(req_id)
-
-
-class Calls(list):
-    """Remembers the names of the methods that were called on it, with their arguments."""
-
-    def __getattr__(self, name):
-        return lambda *arguments: self.append((name, *arguments))
-
-    def remove(self, *arguments):  # a list has one of its own
-        self.append(("remove", *arguments))
+        self.setdefault("why", []).append(detail)
 
 
 class Recorder(TargetHook):
@@ -77,13 +69,15 @@ def in_list(*hooks: TargetHook, on_draft_error: str = "skip") -> TargetHooks:
     return TargetHooks(hooks, make_knobs(on_draft_error=on_draft_error), ALONE)
 
 
-def new_request(req_state_idx: int = 2, name: str = "video", num_tokens: int = NUM_TOKENS, **more: Any) -> NewRequest:
+def new_request(
+    req_state_idx: int = 2, name: str = "video", num_tokens: int = NUM_TOKENS, sampling: Any = None, **more: Any
+) -> NewRequest:
     """Return a request whose prompt shows one video, or text alone where `name` is ""."""
     from vllm.multimodal.inputs import PlaceholderRange
 
     place = PlaceholderRange(offset=int(VIDEO[0]), length=len(VIDEO))
     feature = SimpleNamespace(mm_position=place, modality="video", identifier=name, data={"pixel_values": None})
-    sampling = SimpleNamespace(structured_outputs=None)
+    sampling = sampling or SimpleNamespace(structured_outputs=None)
     tokens, features = list(range(num_tokens)), [feature] if name else []
     return NewRequest(f"request-{req_state_idx}", req_state_idx, tokens, features, sampling, **more)
 
@@ -117,9 +111,8 @@ def attention_layer(num_heads: int = 2, num_kv_heads: int = 1, head_size: int = 
     )
 
 
-def model_state(positions: torch.Tensor | None = None) -> SimpleNamespace:
-    """Return what `TargetTrees` wraps of a runner's model state; `positions` where it has several axes."""
-    inputs = {} if positions is None else {"positions": positions}
+def model_state() -> SimpleNamespace:
+    """Return what `TargetTrees` wraps of a runner's model state."""
 
     def prepare_attn(
         input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, kv_cache_config, for_capture=False
@@ -127,10 +120,31 @@ def model_state(positions: torch.Tensor | None = None) -> SimpleNamespace:
         return {"layer": SimpleNamespace(block_table=block_tables[0])}
 
     return SimpleNamespace(
-        prepare_inputs=lambda input_batch, req_states: inputs,
-        prepare_dummy_inputs=lambda num_reqs, num_tokens: inputs,
+        prepare_inputs=lambda input_batch, req_states: {},
+        prepare_dummy_inputs=lambda num_reqs, num_tokens: {},
         prepare_attn=prepare_attn,
     )
+
+
+def vllm_sampler(asked: dict[int, dict], vocab_size: int, num_drafts: int = 7) -> Any:
+    """Return vLLM's sampler with one request a row, which has said a few tokens, some of them twice; on a CPU only."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.states import RequestState
+
+    import vllm_vidspec.engine.cpu.worker  # noqa: F401  buffers that a device would map
+
+    states, config = RequestState(8, 64, 64, num_drafts, vocab_size, CPU), SimpleNamespace(reasoning_config=None)
+    sampler = Sampler(config, 8, vocab_size, CPU, states, num_speculative_tokens=num_drafts)
+    for row, arguments in asked.items():
+        params = SamplingParams(**{name: value for name, value in arguments.items() if name != "bad_words"})
+        params._bad_words_token_ids = arguments.get("bad_words")
+        states.free_indices = [row]
+        states.add_request(f"request {row}", 4, [row + 2, 7, 7, 11, 3, 9, 9, row], 0, 50)
+        sampler.add_request(row, params)
+    states.apply_staged_writes()
+    sampler.apply_staged_writes()
+    return sampler
 
 
 class StagedWrites:

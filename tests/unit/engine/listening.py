@@ -10,6 +10,7 @@ from vllm_vidspec.engine.hooks import attention, hidden_states, state_store, vis
 from vllm_vidspec.engine.hooks.attention import AttentionGuidance
 from vllm_vidspec.engine.hooks.hidden_states import HiddenStateGuidance
 from vllm_vidspec.engine.hooks.prompts import Guidance
+from vllm_vidspec.engine.hooks.protocol import Forward, TargetHooks
 from vllm_vidspec.engine.hooks.visual_states import VisualStates
 
 
@@ -47,3 +48,14 @@ def make_states(monkeypatch, num_blocks: int = 4) -> VisualStates:
     states.reserve(1 << 20)
     states.init_kv(SimpleNamespace(kv_allocation=lambda: torch.no_grad()))
     return states
+
+
+def hear(hooks: TargetHooks, guidance: Guidance, batch: SimpleNamespace) -> None:
+    """Let the list hear a forward in which every layer attends to the visual tokens, to each later one more."""
+    hooks.before_forward(batch)
+    step = getattr(guidance, "_step", None)
+    if step is not None:
+        step.sums += 1 + torch.arange(step.sums.shape[1])
+        step.num_observed += 1
+    states = torch.rand(int(batch.query_start_loc_np[-1]), HIDDEN)
+    hooks.after_forward(Forward(states, [states, states]))

@@ -57,8 +57,11 @@ def test_without_the_key_nothing_is_told_or_changed(client, headers, method):
     assert answer.status_code == 401 and engine.calls == []
 
 
-def test_without_a_key_there_is_no_route(client):
-    assert client(Engine(), key="").get(PATH, headers={"Authorization": "Bearer "}).status_code == 404
+def test_there_is_no_route_without_a_key_or_our_method(client):
+    engine = Engine()
+    engine.vllm_config.additional_config = {}
+    for it, key in ((Engine(), ""), (engine, "a-secret"), (None, "a-secret")):
+        assert client(it, key).get(PATH, headers={"Authorization": f"Bearer {key}"}).status_code == 404
 
 
 def test_knobs_are_told_and_changed(client):
@@ -82,23 +85,13 @@ def test_knobs_are_told_and_changed(client):
         ({"num_speculative_tokens": 99}, "between 0 and 5"),
         ([1], "a JSON object"),
         ("x" * 70_000, "exceeds 65536 bytes"),
+        *((garbage, "") for garbage in (b"", b"{", b"[" * 10_000, b"\xff")),
     ],
 )
 def test_what_is_wrong_is_one_line(client, body, said):
     engine = Engine()
-    answer = client(engine).post(PATH, headers=SECRET, json=body)
+    sent = {"content": body} if isinstance(body, bytes) else {"json": body}
+    answer = client(engine).post(PATH, headers=SECRET, **sent)
     assert answer.status_code == 400
     assert said in answer.json()["error"] and "\n" not in answer.json()["error"]
     assert engine.knobs.current.flat() == Engine().knobs.current.flat()
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b"[" * 10_000, b"\xff"])
-def test_garbage_is_refused(client, body):
-    assert client(Engine()).post(PATH, headers=SECRET, content=body).status_code == 400
-
-
-def test_a_server_of_another_method_has_nothing_to_tell(client):
-    engine = Engine()
-    engine.vllm_config.additional_config = {}
-    assert client(engine).get(PATH, headers=SECRET).status_code == 404
-    assert client(None).get(PATH, headers=SECRET).status_code == 404

@@ -121,9 +121,7 @@ def lost(agreement: Agreement, rank: int) -> None:
 
 def failing(phase: str, fails_on: tuple[int, ...], error: Exception, num_reduces=(0, 0), is_careful=False):
     """Return a scenario: each rank takes part in so many collectives, some fail then, and the others settle something.
-
-    What runs out of memory knows not at which layer.
-    """
+    What runs out of memory knows not at which layer."""
 
     def scenario(agreement: Agreement, rank: int) -> None:
         def step():

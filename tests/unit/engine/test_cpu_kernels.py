@@ -1,4 +1,7 @@
-"""The numpy twins of interpreted kernels are bit-equal to the kernels; CPU engine only."""
+"""The twins of vLLM's kernels leave what the interpreted kernels do, to the bit; CPU engine only."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -7,21 +10,47 @@ import torch
 from vllm_vidspec.devices import has_gpu
 
 pytest.importorskip("vllm")
+import vllm.model_executor.models.qwen3_vl as qwen3_vl
+import vllm.v1.worker.gpu.block_table as block_table
+import vllm.v1.worker.gpu.buffer_utils as buffer_utils
+import vllm.v1.worker.gpu.input_batch as input_batch
+import vllm.v1.worker.gpu.mm.rope as rope
 import vllm.v1.worker.gpu.sample.bad_words as bad_words
 import vllm.v1.worker.gpu.sample.gumbel as gumbel
-import vllm.v1.worker.gpu.sample.penalties as penalties
+import vllm.v1.worker.gpu.sample.logit_bias as logit_bias
+import vllm.v1.worker.gpu.sample.logprob as logprob
+import vllm.v1.worker.gpu.sample.min_p as min_p_module
+import vllm.v1.worker.gpu.sample.penalties as penalties_module
+import vllm.v1.worker.gpu.spec_decode.rejection_sampler as rejection_sampler
 
 from vllm_vidspec.engine.compat.contract import MARK
+from vllm_vidspec.engine.compat.cpu import twin_of
 from vllm_vidspec.engine.cpu import kernels
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the twins replace interpreted kernels only")
 
+NUM_ROWS, LENGTH = 7, 40  # persistent rows, and tokens of each
+VOCAB_SIZES = (1, 5, 97, 1023, 1024, 1025, 8193)
 
-class Draws:
-    """Random tensors."""
+
+class Batch:
+    """A random batch: rows of the persistent state, tokens of each, some of them draft rows, some prefills."""
 
     def __init__(self, seed: int):
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator, self.seed = torch.Generator().manual_seed(seed), seed
+        num_reqs = int(self.ints(1, 6, 1))
+        self.rows = torch.randperm(NUM_ROWS, generator=self.generator)[:num_reqs].int()
+        self.num_logits = self.ints(1, 6, num_reqs)
+        if seed % 2:  # nothing was drafted for the last request: its only row is the last of the batch
+            self.num_logits[-1] = 1
+        lengths = self.num_logits + self.ints(0, 4, num_reqs)
+        self.query_start_loc, self.cu_num_logits = (_cumulated(counts) for counts in (lengths, self.num_logits))
+        self.num_tokens, self.total = int(lengths.sum()), int(self.num_logits.sum())
+        self.computed, self.prefill_len = self.ints(0, 12, NUM_ROWS), self.ints(1, 14, NUM_ROWS)
+        self.seq_lens = self.computed[self.rows.long()] + lengths
+        self.vocab_size = VOCAB_SIZES[seed % len(VOCAB_SIZES)]
+        self.req_idx = self.rows.long().repeat_interleave(self.num_logits)  # by row of logits
+        self.local_pos = torch.cat([torch.arange(int(count), dtype=torch.int32) for count in self.num_logits])
 
     def ints(self, low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=self.generator, dtype=torch.int32)
@@ -30,37 +59,296 @@ class Draws:
         return torch.randn(shape, generator=self.generator)
 
     def choose(self, *values: float) -> torch.Tensor:
-        """Return one of the values for each of six persistent rows."""
-        return torch.tensor(values)[self.ints(0, len(values), 6).long()]
+        """Return one of the values for each persistent row."""
+        return torch.tensor(values)[self.ints(0, len(values), NUM_ROWS).long()]
 
 
-def agreed(monkeypatch, module, logits: torch.Tensor, *arguments) -> torch.Tensor:
-    """Return the logits that a module's kernel leaves; its twin leaves the same."""
-    name, left = module.__name__.rpartition(".")[2], []
-    kernel = getattr(module, f"_{name}_kernel")
-    for impl in (kernels.Twin(getattr(kernels, name)), getattr(kernel, MARK, kernel)):
-        monkeypatch.setattr(module, f"_{name}_kernel", impl)
-        left.append(logits.clone())
-        getattr(module, f"apply_{name}")(left[-1], *arguments)
-    assert torch.equal(*left)
-    return left[0]
+def pointers(tensors) -> torch.Tensor:
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.uint64)
 
 
-@pytest.mark.parametrize("vocab_size", [1, 97, 1023, 1024, 1025, 2100])
-@pytest.mark.parametrize("is_drafting", [False, True])
-def test_gumbel_twin_equals_the_interpreted_kernel(monkeypatch, vocab_size, is_drafting):
+def _cumulated(counts: torch.Tensor) -> torch.Tensor:
+    return torch.cat((torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()))
+
+
+# By kernel its module and what makes, of a batch, a call of vLLM's function and the tensors that it gets copies of.
+CASES: dict[str, tuple] = {}
+
+
+def kernel(module):
+    def register(make: Callable[[Batch], tuple]) -> None:
+        CASES[make.__name__.removesuffix("_case")] = module, make
+
+    return register
+
+
+@kernel(input_batch)
+def prepare_pos_seq_lens(b):
+    """Catches: a request's tokens counted from another's start, lengths behind the batch left as they were."""
+    call = lambda *out: input_batch.prepare_pos_seq_lens(b.rows, b.query_start_loc, b.computed, *out)  # noqa: E731
+    return call, torch.full((50,), -7), torch.full((NUM_ROWS,), -7, dtype=torch.int32)
+
+
+@kernel(rope)
+def prepare_rope_positions(b):
+    """Catches: an axis of another, a decode's position from the prompt's table, a delta of the wrong row."""
+    tables = {"prefill_positions": b.ints(0, 99, NUM_ROWS * 3, LENGTH), "prefill_delta": b.ints(-9, 9, NUM_ROWS)}
+    parts = {name: SimpleNamespace(gpu=table) for name, table in tables.items()}
+
+    def call(positions):
+        state = SimpleNamespace(num_dims=3, max_model_len=LENGTH, positions=positions, **parts)
+        rope.RopeState.prepare_positions(state, b.rows, b.query_start_loc, b.prefill_len, b.computed)
+
+    return call, torch.full((3, 50), -7)
+
+
+@kernel(input_batch)
+def combine_sampled_and_draft_tokens(b):
+    """Catches: drafts of another row, a prompt's tail overwritten, a chunk of a prefill that gets drafts."""
+    drafts, last = b.ints(100, 200, NUM_ROWS, 5).long(), b.ints(200, 300, NUM_ROWS, 1).long()
+
+    def call(input_ids):
+        return input_batch.combine_sampled_and_draft_tokens(
+            input_ids, b.rows, last, b.query_start_loc, b.seq_lens, b.prefill_len, drafts, b.cu_num_logits, b.total
+        )
+
+    return call, b.ints(0, 100, 50)
+
+
+@kernel(input_batch)
+def expand_idx_mapping(b):
+    """Catches: a request's rows counted from another's start, its index in the batch for its persistent row."""
+    return (lambda: input_batch.expand_idx_mapping(b.rows, b.total, b.cu_num_logits, 6),)
+
+
+@kernel(rejection_sampler)
+def gather_draft_sampled(b):
+    """Catches: a placeholder of a step inside the prompt taken for a draft, positions of logits rows for tokens'."""
+    places = torch.randperm(50, generator=b.generator)[: b.total]
+    input_ids, positions = b.ints(0, 100, 50), b.ints(0, 30, 50).long()
+    rows = b.req_idx.int()
+    return (
+        lambda: rejection_sampler.gather_draft_sampled(input_ids, positions, places, rows, b.local_pos, b.prefill_len),
+    )
+
+
+@kernel(input_batch)
+def get_num_sampled_and_rejected(b):
+    """Catches: a chunk of a prefill that has sampled."""
+
+    def call(num_sampled):
+        return input_batch.get_num_sampled_and_rejected(num_sampled, b.seq_lens, b.cu_num_logits, b.rows, b.prefill_len)
+
+    return call, torch.minimum(b.ints(1, 6, len(b.rows)), b.num_logits)
+
+
+@kernel(input_batch)
+def post_update(b):
+    """Rows that are left out (-1), requests that got nothing. Catches: a token twice in a text counted once."""
+    num_reqs = len(b.rows)
+    rows = torch.where(b.ints(0, 5, num_reqs) == 0, -1, b.rows)
+    sampled, num_sampled, rejected = b.ints(0, 3, num_reqs, 5).long(), b.ints(0, 6, num_reqs), b.ints(0, 3, num_reqs)
+
+    def call(computed, last, counts, texts, total_len):
+        input_batch.post_update(
+            rows, computed, last, counts if b.seed % 2 else None, sampled, num_sampled, rejected,
+            b.query_start_loc if b.seed % 3 else None, texts, total_len,
+        )  # fmt: skip
+
+    texts = b.ints(0, 9, NUM_ROWS, 1).long(), b.ints(0, 3, NUM_ROWS, 3), b.ints(0, 9, NUM_ROWS, LENGTH)
+    return call, b.computed, *texts, b.ints(0, LENGTH - 5, NUM_ROWS)
+
+
+@kernel(buffer_utils)
+def apply_write(b):
+    """Catches: a piece at another's place, a row that begins anew."""
+    contents, starts = b.ints(10, 99, b.total), 3 * torch.arange(len(b.rows), dtype=torch.int32)
+
+    def call(values):
+        rest = (values.stride(0), b.rows, starts, contents, b.cu_num_logits[1:], None)
+        buffer_utils._apply_write_kernel[(len(b.rows),)](values, *rest, BLOCK_SIZE=1024, MULTI_GROUP=False)
+
+    return call, b.ints(0, 9, NUM_ROWS, LENGTH)
+
+
+def block_tables(b, tables):
+    """Two groups of other block sizes, one without slots."""
+    return SimpleNamespace(
+        num_kv_cache_groups=2,
+        cp_size=1,
+        cp_rank=0,
+        cp_interleave=1,
+        block_sizes_tensor=torch.tensor([4, 8], dtype=torch.int32),
+        slot_mapping_enabled=torch.tensor([True, b.num_tokens % 2 == 0]),
+        dcp_sharded=torch.ones(2, dtype=torch.bool),
+        num_blocks=SimpleNamespace(gpu=b.ints(0, 7, 2, NUM_ROWS)),
+        block_table_strides=torch.tensor([12, 6]),
+        block_table_ptrs=pointers(tables),
+        kept=tables,
+    )
+
+
+@kernel(block_table)
+def gather_block_tables(b):
+    """A row without blocks. Catches: a group's table read for another's, blocks past a request's."""
+    tables = [b.ints(0, 1000, NUM_ROWS, width) for width in (12, 6)]
+    state, gather = block_tables(b, tables), block_table.BlockTables.gather_block_tables
+    call = lambda *out: gather(state, b.rows, len(b.rows) + 1, out, pointers(out)) and None  # noqa: E731
+    return call, *(torch.full_like(table, -7) for table in tables)
+
+
+@kernel(block_table)
+def compute_slot_mappings(b):
+    """A row of padding. Catches: slots behind the batch left as they were."""
+    state = block_tables(b, [b.ints(0, 1000, NUM_ROWS, width) for width in (12, 6)])
+    rows, positions = torch.cat((b.rows[:-1], torch.tensor([-1]).int())), b.ints(0, LENGTH, 50).long()
+    map_slots = block_table.BlockTables.compute_slot_mappings
+    return lambda out: map_slots(state, rows, b.query_start_loc, positions, 50, out), torch.full((2, 50), -7)
+
+
+def tied_logits(b):
+    """Ties, masked tokens, a masked token asked for."""
+    logits, ids = (3 * b.normal(9, b.vocab_size)).round(decimals=1), b.ints(0, b.vocab_size, 9, 4).long()
+    logits[:, 1::5], ids[0, 0] = -torch.inf, min(1, b.vocab_size - 1)
+    return logits, ids
+
+
+@kernel(logprob)
+def topk_log_softmax(b):
+    """Catches: a sum added up in another order."""
+    logits, ids = tied_logits(b)
+    return lambda values: logprob.compute_token_logprobs(values, ids), logits
+
+
+@kernel(logprob)
+def ranks(b):
+    """Catches: a rank from 0."""
+    logits, ids = tied_logits(b)
+    tokens = ids[:, 0].contiguous()
+    return lambda values: logprob.compute_topk_scores(values, 0, tokens).selected_token_ranks, logits
+
+
+@kernel(rejection_sampler)
+def flatten_sampled(b):
+    """Catches: a request's tokens at the next one's rows, rows without a token touched."""
+    num_reqs = len(b.rows)
+    sampled, num_sampled = b.ints(1, 99, num_reqs, 5).long(), torch.minimum(b.ints(0, 6, num_reqs), b.num_logits)
+
+    def call(flat):
+        launch = rejection_sampler._flatten_sampled_kernel[(num_reqs,)]
+        launch(flat, sampled, sampled.stride(0), num_sampled, b.cu_num_logits, num_warps=1)
+
+    return call, torch.zeros(b.total, dtype=torch.int64)
+
+
+def rare_logits(b):
+    logits = 4 * b.normal(9, b.vocab_size)
+    return logits.masked_fill(logits < -6, -torch.inf), b.ints(0, NUM_ROWS, 9)
+
+
+@kernel(gumbel)
+def temperature(b):
+    """Catches: rows at T = 0 and 1 that are divided."""
+    logits, rows = rare_logits(b)
+    heat = b.choose(0.0, 1.0, 0.3, 0.7, 1.7)
+    return lambda values: gumbel.apply_temperature(values, rows, heat), logits
+
+
+@kernel(min_p_module)
+def min_p(b):
+    """Catches: a threshold of another row's largest, -inf that becomes NaN."""
+    logits, rows = rare_logits(b)
+    share = b.choose(0.0, 0.05, 0.5, 1.0, 0.2, 0.01)
+    return lambda values: min_p_module.apply_min_p(values, rows, share), logits
+
+
+@kernel(logit_bias)
+def bias(b):
+    """Catches: ids of another row, a bias on what is not allowed that revives it, stop tokens banned too long."""
+    listed = torch.stack([torch.randperm(97, generator=b.generator)[:8] for _ in range(NUM_ROWS)]).int()
+    rows, pos, min_lens = b.ints(0, NUM_ROWS, 9), b.ints(0, 20, 9).long(), b.ints(0, 20, NUM_ROWS)
+    counts, biases, restore = b.ints(0, 9, 3, NUM_ROWS), b.normal(NUM_ROWS, 8), b.ints(0, 2, NUM_ROWS).bool()
+
+    def call(logits):
+        logit_bias.apply_logit_bias(
+            logits, rows, pos, counts[0], listed, counts[1], listed.flip(0), biases, min_lens, counts[2], restore,
+            listed.flip(1), bool(b.seed % 2),
+        )  # fmt: skip
+
+    return call, b.normal(9, 97)
+
+
+@kernel(qwen3_vl)
+def bilinear_pos_embed(b):
+    """Catches: rows for columns, patches in another order than the merger's, the grid's last row passed."""
+    table, (frames, height, width) = b.normal(7 * 7, 24), [(1, 4, 6), (2, 8, 2), (1, 2, 12)][b.seed % 3]
+    interpolate = qwen3_vl.triton_pos_embed_interpolate
+    return (lambda: interpolate(table, frames, height, width, 7, 1 + b.seed % 2, torch.float32),)
+
+
+@kernel(gumbel)
+def gumbel_sample(b):
     """Catches: a wrong rotation, a lost seed half, a missing draft salt, float64 creeping into the logarithm."""
-    kernel = getattr(gumbel._gumbel_sample_kernel, MARK, gumbel._gumbel_sample_kernel)
-    logits = 3 * Draws(vocab_size).normal(7, vocab_size)
-    rows = torch.tensor([0, 1, 2, 3, 3, 1, 0])
-    temperature = torch.tensor([0.0, 1.0, 0.7, 1.0])
-    seeds = torch.tensor([5, -3, 2**40 + 7, 2**62])
-    pos = torch.arange(7) * 100_003 + 3
-    drawn = []
-    for impl in (kernel, kernels.GumbelTwin(kernel)):
-        monkeypatch.setattr(gumbel, "_gumbel_sample_kernel", impl)
-        drawn.append(gumbel.gumbel_sample(logits, rows, temperature, seeds, pos, False, is_drafting))
-    assert torch.equal(*drawn)
+    rows, heat = torch.tensor([0, 1, 2, 3, 3, 1, 0]), torch.tensor([0.0, 1.0, 0.7, 1.0])
+    seeds, pos = torch.tensor([5, -3, 2**40 + 7, 2**62]), torch.arange(7) * 100_003 + 3
+    call = lambda logits: gumbel.gumbel_sample(logits, rows, heat, seeds, pos, False, bool(b.seed % 2))  # noqa: E731
+    return call, 3 * b.normal(7, b.vocab_size)
+
+
+@kernel(bad_words)
+def bad_words_case(b):
+    """None to five words of one to four tokens, outputs of none to six, shorter than some; their beginnings stand in
+    the committed text, in the drafts, or across both. Catches: a look-up past the last row or the committed text, a
+    prefix looked up one token early, another request's."""
+    lengths, num_words = b.ints(1, 5, NUM_ROWS, 5), b.ints(0, 6, NUM_ROWS)
+    offsets = torch.cat((torch.zeros(NUM_ROWS, 1, dtype=torch.int32), lengths.cumsum(1).int()), 1)
+    prompt_len = b.ints(1, 4, NUM_ROWS)
+    total_len = prompt_len + b.ints(0, 7, NUM_ROWS)
+    # As wide as the longest text: one token further is outside.
+    texts, words = b.ints(0, 2, NUM_ROWS, int(total_len.max())), b.ints(0, 2, NUM_ROWS, 20)
+    drafts, most = b.ints(0, 2, b.total), int(num_words[b.req_idx].max())
+
+    def call(logits):
+        bad_words.apply_bad_words(
+            logits, b.req_idx, words, offsets, num_words, texts, prompt_len, total_len, drafts, b.local_pos, most
+        )
+
+    return call, b.normal(b.total, 3)
+
+
+@kernel(penalties_module)
+def penalties_case(b):
+    """Drafts outside the vocabulary, logits of -inf. Catches: a draft counted for its neighbour or from the root on, a
+    token past the vocabulary that wraps around, NaN from a masked logit, float64 products, a prompt bit read from the
+    wrong word, a row that asks for nothing touched."""
+    asked = b.choose(1.0, 1.0, 1.3, 0.8, 1.1), b.choose(0.0, 0.0, 0.4, -0.3), b.choose(0.0, 0.0, 0.6, 0.1)
+    drafts, counts = b.ints(-1, b.vocab_size + 2, b.total), b.ints(0, 3, NUM_ROWS, b.vocab_size)
+    mask = b.ints(-(2**31), 2**31 - 1, NUM_ROWS, -(-b.vocab_size // 32))
+    logits = 3 * b.normal(b.total, b.vocab_size)
+    logits[:, 0] = -torch.inf
+    apply = penalties_module.apply_penalties
+    return lambda values: apply(values, b.req_idx, drafts, b.local_pos, *asked, mask, counts), logits
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_twin_leaves_what_its_kernel_does(monkeypatch, name):
+    """Catches what the case says."""
+    (module, make), attribute = CASES[name], f"_{name}_kernel"
+    original = getattr(module, attribute)
+    original, num_changed = getattr(original, MARK, original), 0
+    for seed in range(14):
+        call, *tensors = make(Batch(seed))
+        found = []
+        for impl in (original, kernels.Twin(twin_of(name), original)):
+            monkeypatch.setattr(module, attribute, impl)
+            copies = [tensor.clone() for tensor in tensors]
+            returned = call(*copies)
+            returned = returned if isinstance(returned, tuple) else (returned,)
+            found.append([*copies, *(tensor.clone() for tensor in returned if tensor is not None)])
+        for one, other in zip(*found, strict=True):
+            assert one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num()), seed
+        num_changed += not tensors or not all(map(torch.equal, tensors, found[0])) or len(found[0]) > len(tensors)
+    assert num_changed > 5, "the kernel does nothing"
 
 
 def test_gumbel_noise_is_gumbel():
@@ -68,67 +356,3 @@ def test_gumbel_noise_is_gumbel():
     noise = kernels.gumbel_noise(np.arange(300), np.arange(300) * 7, np.arange(1000, dtype=np.uint32))
     assert abs(noise.mean(dtype=np.float64) - np.euler_gamma) < 0.01
     assert abs(noise.var(dtype=np.float64) - np.pi**2 / 6) < 0.02
-
-
-def random_batch(draws: Draws, is_last_plain: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits rows of one to five requests on shuffled persistent rows, each with none to four drafts.
-
-    With `is_last_plain` nothing was drafted for the last request: its only row is the last of the batch.
-    """
-    num_reqs = int(draws.ints(1, 6, 1))
-    counts = draws.ints(1, 6, num_reqs)
-    if is_last_plain:
-        counts[-1] = 1
-    req_idx = torch.randperm(6, generator=draws.generator)[:num_reqs].repeat_interleave(counts)
-    return req_idx, torch.cat([torch.arange(int(count), dtype=torch.int32) for count in counts])
-
-
-@pytest.mark.parametrize("is_last_plain", [True, False], ids=["last-row-undrafted", "any-batch"])
-def test_bad_words_twin_equals_the_interpreted_kernel(monkeypatch, is_last_plain):
-    """Any batch and any words: none to five of one to four tokens, outputs of none to six tokens, shorter than some.
-
-    Their beginnings stand in the committed text, in the drafts, or across both. Catches: a look-up past the last row,
-    or past the committed text, of a place that the other text holds; a prefix looked up one token early, a word of
-    another request, a committed token read past the output.
-    """
-    draws, banned = Draws(int(is_last_plain)), 0
-    for _ in range(60):
-        req_idx, local_pos = random_batch(draws, is_last_plain)
-        lengths, num_words = draws.ints(1, 5, 6, 5), draws.ints(0, 6, 6)
-        offsets = torch.cat((torch.zeros(6, 1, dtype=torch.int32), lengths.cumsum(1).int()), 1)
-        prompt_len, num_output = draws.ints(1, 4, 6), draws.ints(0, 7, 6)
-        total_len = prompt_len + num_output
-        # As wide as the longest text: one token further is outside.
-        texts = draws.ints(0, 2, 6, int(total_len.max()))
-        left = agreed(
-            monkeypatch, bad_words, draws.normal(len(req_idx), 3), req_idx, draws.ints(0, 2, 6, 20), offsets, num_words,
-            texts, prompt_len, total_len, draws.ints(0, 2, len(req_idx)), local_pos, int(num_words[req_idx].max()),
-        )  # fmt: skip
-        banned += int(torch.isinf(left).sum())
-    assert banned > 60
-
-
-@pytest.mark.parametrize("is_last_plain", [True, False], ids=["last-row-undrafted", "any-batch"])
-def test_penalties_twin_equals_the_interpreted_kernel(monkeypatch, is_last_plain):
-    """Any batch, a vocabulary of one and of two blocks, drafts outside the vocabulary, logits of -inf.
-
-    Catches: a draft counted for its neighbour or from the root on, a token past the vocabulary that wraps around, NaN
-    from a masked logit, float64 products, a prompt bit read from the wrong word, a row that asks for nothing touched.
-    """
-    draws, changed_rows = Draws(int(is_last_plain)), 0
-    for vocab_size in [5, 31, 32, 64, 97, 126] * 6 + [8191, 8193]:
-        req_idx, local_pos = random_batch(draws, is_last_plain)
-        logits = 3 * draws.normal(len(req_idx), vocab_size)
-        logits[:, 0] = -torch.inf
-        asked = (
-            draws.choose(1.0, 1.0, 1.3, 0.8, 1.1), draws.choose(0.0, 0.0, 0.4, -0.3), draws.choose(0.0, 0.0, 0.6, 0.1)
-        )  # fmt: skip
-        left = agreed(
-            monkeypatch, penalties, logits, req_idx, draws.ints(-1, vocab_size + 2, len(req_idx)), local_pos, *asked,
-            draws.ints(-(2**31), 2**31 - 1, 6, -(-vocab_size // 32)), draws.ints(0, 3, 6, vocab_size),
-        )  # fmt: skip
-        is_changed = (left != logits).any(1)
-        is_plain = (torch.stack(asked, 1) == torch.tensor([1.0, 0.0, 0.0])).all(1)  # [6]
-        assert not is_changed[is_plain[req_idx]].any()
-        changed_rows += int(is_changed.sum())
-    assert changed_rows > 20

@@ -1,16 +1,16 @@
-"""How the draft is built: its modules' names, the buffer that compiled code sees, its pools, how far it reaches."""
+"""How the draft is built: names, buffers, how far it reaches; which sizes have graphs, and what is padded to them."""
 
-import contextlib
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from tests.unit.engine.fakes import CPU, GROUP
+from tests.unit.engine.fakes import CPU
+from vllm_vidspec.engine.draft import graphs as draft_graphs
 from vllm_vidspec.engine.draft import model as draft_model
-from vllm_vidspec.engine.draft.drafter import Drafter
+from vllm_vidspec.engine.draft.graphs import DraftGraphs, batch_sizes, mode_of_draft
 from vllm_vidspec.engine.draft.model import DraftModel, rope_positions
 
 LM = {"get_language_model": lambda: None}
@@ -67,30 +67,6 @@ def test_deep_gemm_is_compiled_for_the_drafts_shapes(monkeypatch, supported, mod
     assert calls == [(model.model, 8192)] * warmed
 
 
-def test_the_pools_are_allocated_where_the_worker_says(monkeypatch):
-    """Catches: a draft's pool among what sleep mode keeps."""
-    taken = []
-    model = object.__new__(DraftModel)
-    model._agreement, model.device = None, CPU
-    model.target_config = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=5))
-    model.config = draft_model.VllmConfig()
-    model.config.compilation_config.static_forward_context = {}
-    monkeypatch.setattr(DraftModel, "bytes_per_block", 16)
-    monkeypatch.setattr(DraftModel, "_kv_groups", lambda self: [])
-    monkeypatch.setattr(draft_model, "get_tp_group", lambda: GROUP)
-    layout = SimpleNamespace(num_blocks=4)
-    monkeypatch.setattr(draft_model, "get_kv_cache_config_from_groups", lambda *_: layout)
-    seen = []
-    monkeypatch.setattr(draft_model, "init_attn_backend", lambda *args: seen.append(args[1]) or ([], None, [16]))
-    monkeypatch.setattr(draft_model, "init_kv_cache", lambda *_, **named: taken.append(named))
-    context = contextlib.nullcontext()
-    assert model.init_kv(64, context) == 4
-    assert taken[0]["kv_cache_allocation_context"] is context
-    # Builders see that a step may feed two tokens; nobody else does.
-    assert seen[0].speculative_config.num_speculative_tokens == 1 and model.config.speculative_config is None
-    assert model.target_config.speculative_config.num_speculative_tokens == 5
-
-
 @pytest.mark.parametrize(
     ("updates", "support", "expected"),
     [
@@ -111,41 +87,70 @@ def test_graphs_are_the_drafts_own_backends_matter(updates, support, expected):
     assert why == expected if not expected else expected in why
 
 
-def module_with(num_rows: int | None) -> torch.nn.Module:
-    """Return a module that has a rope table of so many rows, or none."""
-    module = torch.nn.Module()
-    if num_rows is not None:
-        module.register_buffer("cos_sin_cache", torch.zeros(num_rows, 4))
-    return module
-
-
 def test_positions_are_the_rows_of_the_smallest_table():
     """Catches: positions counted in tokens, a table of another layer overlooked."""
-    language_model = torch.nn.Sequential(module_with(4096), torch.nn.Sequential(module_with(1024), module_with(None)))
-    assert rope_positions(language_model, 256) == 1024
-    assert rope_positions(torch.nn.Sequential(module_with(None)), 256) == 256
+
+    def with_table(num_rows: int) -> torch.nn.Module:
+        module = torch.nn.Module()
+        module.register_buffer("cos_sin_cache", torch.zeros(num_rows, 4))
+        return module
+
+    language_model = torch.nn.Sequential(with_table(4096), torch.nn.Sequential(with_table(1024), torch.nn.Module()))
+    assert rope_positions(language_model, 256) == 1024 and rope_positions(torch.nn.Module(), 256) == 256
 
 
-def test_a_request_is_held_while_all_that_may_be_committed_has_a_place():
-    """Compared with the place of the last token that may count; what passes the target's context does not.
+@pytest.mark.parametrize(
+    ("sizes", "max_num_reqs", "expected"),
+    [
+        ([1, 2, 4, 8, 16], 8, [1, 2, 4, 8]),
+        ([1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)], 200, [1, 2, 4, 8, 16, 24, 32, 48, 64, 88, 120, 160, 200]),
+        ([16, 8, 1], 5, [1, 5]),  # the size above holds the rest, and no more than there can be
+        ([1, 2, 4], 64, [1, 2, 4]),  # larger steps have no graph
+        ([], 8, []),
+    ],
+)
+def test_sizes_are_vllms_up_to_all_requests(sizes, max_num_reqs, expected):
+    assert batch_sizes(sizes, max_num_reqs) == expected
 
-    A pool that could never have a place is as final. Catches: a request that waits for blocks that there are not, a row
-    of the rope table that does not exist, a stop before it is due, a request near the end of the
-    target's context that is given up although its draft has the same.
-    """
-    drafter, num_drafts = object.__new__(Drafter), 3
-    drafter._num_speculative_tokens = num_drafts
-    for target_len, draft_len, num_positions in ((20, 20, 20), (20, 12, 20), (20, 20, 15), (20, 12, 48), (20, 20, 80)):
-        drafter._max_model_len = target_len
-        drafter.model = SimpleNamespace(max_model_len=draft_len, num_positions=num_positions)
-        for dropped, delta in ((0, 0), (5, 0), (5, -5), (0, -4), (2, 40)):
-            for num_slots in (1000, 16):
-                drafter.kv = SimpleNamespace(
-                    num_dropped_np=np.array([99, dropped]), pos_delta_np=np.array([99, delta]), num_slots=num_slots
-                )
-                for num_tokens in range(6, target_len + 3):
-                    last = min(num_tokens + num_drafts, target_len) - 1
-                    expected = last - dropped < draft_len and last + delta < num_positions
-                    expected &= num_tokens + num_drafts - dropped <= num_slots  # what `reserve` would ask for
-                    assert drafter.holds(np.array([1]), np.array([num_tokens])).tolist() == [expected]
-    assert drafter.holds(np.array([], dtype=np.int64), np.array([], dtype=np.int64)).tolist() == []
+
+class Recorded(DraftGraphs):
+    """Captures by running twice, as vLLM does, and replays by noting so."""
+
+    def __init__(self, mode=CUDAGraphMode.FULL_AND_PIECEWISE, sizes=(1, 2, 4), max_num_reqs=4, mostly_processed=False):
+        compilation = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes))
+        self.graphs = {}
+        with pytest.MonkeyPatch.context() as patch:
+            init = lambda self, config, *args, **kwargs: setattr(self, "compilation_config", config.compilation_config)  # noqa: E731
+            patch.setattr(draft_graphs.CudaGraphManager, "__init__", init)
+            config = SimpleNamespace(compilation_config=compilation)
+            super().__init__(config, CPU, mode, max_num_reqs, mostly_processed)
+
+
+def test_a_step_is_padded_to_the_next_size_that_has_graphs():
+    graphs = Recorded()
+    assert [graphs.size_for(n, 1) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 5]
+    # No forward has more tokens than the target's largest graph.
+    assert [graphs.size_for(n, 2) for n in (1, 2, 3)] == [1, 2, 3]
+    assert graphs.is_on
+
+
+@pytest.mark.parametrize("mode", [mode for mode in CUDAGraphMode if mode])
+def test_a_target_in_pieces_leaves_its_draft_whole(mode):
+    """Catches: K eager forwards a step under `-O1`, `cudagraph_mode=PIECEWISE` or a KV connector by layers."""
+    assert mode_of_draft(mode) == CUDAGraphMode.FULL_DECODE_ONLY
+    graphs = Recorded(mode)
+    assert graphs.is_on and graphs.size_for(3, 1) == 4
+    graphs.give_up("its backend cannot")
+    assert not graphs.is_on and graphs.is_wanted and graphs.size_for(3, 1) == 3
+
+
+@pytest.mark.parametrize("mostly_processed", [False, True])
+def test_the_kind_that_nobody_asks_for_by_default_has_few_sizes(mostly_processed):
+    """Catches: the two kinds mistaken for each other, a largest size that only one of them has, a step padded to a size
+    of the other kind."""
+    sizes = [1, 2, 4, *range(8, 256, 8), 256]
+    graphs = Recorded(sizes=sizes, max_num_reqs=200, mostly_processed=mostly_processed)
+    usual, other = (graphs.sizes_of(2, is_processed) for is_processed in (mostly_processed, not mostly_processed))
+    assert usual == [1, 2, 4, 8, 16, 24, 32, 48, 64, 88, 120] and other == [1, 4, 16, 64, 120]
+    assert [graphs.size_for(n, 2, not mostly_processed) for n in (1, 2, 5, 17, 65, 121)] == [1, 4, 16, 64, 120, 121]
+    assert graphs.size_for(5, 2, mostly_processed) == 8

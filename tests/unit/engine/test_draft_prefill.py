@@ -20,9 +20,6 @@ MAX_LEN = 1024
 BLOCK = 16
 
 
-# ---- a draft that writes down what it is shown -----------------------------------------------------------------------
-
-
 class NotingModel:
     """Stands in for `DraftModel`: an embedding is its token's id; a forward notes what lands in which KV slot."""
 
@@ -105,32 +102,6 @@ def clip(name: str, offset: int, length: int, shade: float = 0.0, **data: Any) -
     )
 
 
-# ---- bounded work ----------------------------------------------------------------------------------------------------
-
-
-def test_a_prefill_over_many_steps_catches_up_with_its_text():
-    """200 tokens at 64 a step, while one token a step is committed, and up to four more may be.
-
-    Catches: a chunk that starts over, text at the prompt's positions, garbage taken for committed text.
-    """
-    line = Line()
-    prompt = list(range(1, 201))
-    assert line.add(2, prompt)
-    committed = 201
-    for number in range(4):
-        line.text[2, committed - 1] = 300 + committed
-        done = line.step({2: committed if number == 0 else committed + 4})
-        assert sum(line.model.forwards) <= BUDGET
-        assert done.ready == ([2] if number == 3 else [])
-        committed += 1
-    committed -= 1
-    expected = [(float(token), i) for i, token in enumerate(prompt)] + [
-        (float(300 + i + 1), i) for i in range(200, committed - 1)
-    ]
-    assert line.kv_of(2, committed - 1) == expected
-    assert not line.step({2: committed + 1}).ready  # it is out of the line
-
-
 def test_pruned_prompts_go_on_where_the_full_one_would():
     """A 40-token clip, half of it kept, between text: original positions, embeddings in the clip's places."""
     line = Line()
@@ -147,10 +118,8 @@ def test_pruned_prompts_go_on_where_the_full_one_would():
 
 
 def test_a_step_is_shared_in_the_order_of_arrival_by_its_batch():
-    """A request that the scheduler left out of a step is not read for in it, and holds nobody up.
-
-    Catches: a short prompt that overtakes, a budget that is counted per request, one that is not used up.
-    """
+    """A request that the scheduler left out of a step is not read for in it, and holds nobody up. Catches: a short
+    prompt that overtakes, a budget that is counted per request, one that is not used up."""
     line = Line()
     for row, length in ((5, 50), (1, 30), (3, 20)):
         line.add(row, [1] * length)
@@ -177,53 +146,6 @@ def test_text_that_is_longer_than_a_step_is_read_at_once_when_its_turn_comes():
     assert [value for value, _ in line.kv_of(1, 165)] == [1.0] * 64 + [float(i) for i in range(101)]
 
 
-def test_who_has_rested_catches_up_on_its_text():
-    """A pruned prompt drafted for, 30 tokens committed while nothing was, another request in line: text only is read.
-
-    From the bound that the host knows on, so a little of it twice, never of the prompt. Rested at once, its whole text;
-    twice, what came since; forgotten at rest, nothing. Catches: a prompt that is shown again, entries off by what was
-    dropped, a gap between what was read and what is read on from, rests that starve who is in line.
-    """
-    line, prompt = Line(), [1] * 10 + [999] * 40 + [2] * 10  # 20 of them dropped: the text begins at entry 40
-    line.text[0, 60:] = torch.arange(MAX_LEN - 60) % 1000
-    line.add(0, prompt, (clip("a", 10, 40, shade=0.5),))
-    assert line.step({0: 66}).ready == [0]
-    text = [(float(i), 60 + i) for i in range(100)]
-    line.model.slots.clear()
-    line.prefills.requeue(np.array([0]), np.array([62]))
-    line.add(1, [1] * 50)
-    assert line.step({0: 90, 1: 51}).ready == [0]
-    assert line.model.forwards == [27 + 37] and len(line.model.encoded) == 1
-    assert [line.model.slots.get(slot) for slot in line.slots(0, 70)] == [None] * 42 + text[2:29] + [None]
-    assert line.step({0: 91, 1: 53}).ready == [1]
-    line.model.slots.clear()
-    line.prefills.requeue(np.array([0]), np.array([50]))  # the prompt is 60: all that it lacks is text
-    assert line.step({0: 100}).ready == [0]
-    assert [line.model.slots.get(slot) for slot in line.slots(0, 80)] == [None] * 40 + text[:39] + [None]
-    line.prefills.requeue(np.array([0, 1]), np.array([99, 53]))
-    line.prefills.remove(1)
-    assert line.step({0: 300, 1: 60}).ready == [0]
-    assert line.model.forwards == [64, 64, 64, 8]
-    assert [line.model.slots.get(slot) for slot in line.slots(0, 279)[79:]] == [
-        (float(i), 60 + i) for i in range(39, 239)
-    ]
-
-
-def test_the_tower_has_a_budget_of_its_own():
-    """Clips of 60, 60 and 150 tokens at 100 a step: one each step, the last alone though it is larger.
-
-    Text behind them does not wait for the tower.
-    """
-    line = Line(prune_ratio=0.9)
-    for row, length in enumerate((60, 60, 150)):
-        line.add(row, [999] * length + [1] * 2, (clip(f"c{row}", 0, length),))
-    line.add(3, [1] * 20)
-    bounds = {0: 63, 1: 63, 2: 153, 3: 21}
-    ready = [line.step({row: bound + i for row, bound in bounds.items()}).ready for i in range(3)]
-    assert line.model.encoded == [["c0"], ["c1"], ["c2"]]
-    assert ready == [[0, 3], [1], [2]]
-
-
 def test_nobody_is_looked_at_before_the_language_model_can_read_it():
     """Catches: embeddings of a whole line of requests held at once."""
     line = Line(cache_bytes=2**16)
@@ -234,20 +156,7 @@ def test_nobody_is_looked_at_before_the_language_model_can_read_it():
         assert line.model.encoded == expected
 
 
-# ---- one bad prompt --------------------------------------------------------------------------------------------------
-
-
-def test_a_bad_prompt_costs_itself_alone_or_stops_an_engine_that_is_to_raise():
-    """One that cannot be placed, one of foreign embeddings, one the tower refuses; a good one among them is ready."""
-    line = Line()
-    assert not line.add(0, [666, 1, 1])
-    assert not line.add(1, [999] * 4, (clip("e", 0, 4, video_embeds=SimpleNamespace(data=None)),))
-    assert line.add(2, [999] * 4 + [1], (clip("broken", 0, 4),))
-    assert line.add(3, [999] * 4 + [1], (clip("fine", 0, 4),))
-    done = line.step({2: 6, 3: 6})
-    assert (done.ready, done.failed) == ([3], [2])
-    assert line.counted["skipped_draft_error"] == 2 and line.counted["skipped_unsupported"] == 1
-    assert line.counted["who"] == ["r0", "r1", "r2"]
+def test_a_bad_prompt_stops_an_engine_that_is_to_raise():
     with pytest.raises(ValueError, match="no known shape"):
         Line(on_draft_error="raise").add(0, [666])
 
@@ -262,32 +171,6 @@ def test_a_prompt_that_the_whole_pool_could_not_hold_is_refused_and_one_that_it_
     assert line.add(2, [1] * longest) == Admission.FULL
     assert line.prefills.add(PrefillMessage("r2", 2, [1] * longest, []), longest + 2) == Admission.REFUSED
     assert line.counted["skipped_too_long"] == 2 and line.counted["who"] == ["r0", "r2"]
-
-
-# ---- looked at once --------------------------------------------------------------------------------------------------
-
-
-def test_one_look_serves_all_that_show_the_same():
-    """Three requests with the same clip in one step, one in the next, and one whose target has looked already.
-
-    Without room every prompt is looked at.
-    """
-    line = Line(cache_bytes=2**16, prune_ratio=0.9)
-    for row in range(3):
-        line.add(row, [999] * 20 + [1], (clip("same", 0, 20, shade=3),))
-    assert line.step(dict.fromkeys(range(3), 22)).ready == [0, 1, 2]
-    line.add(3, [999] * 20 + [1], (clip("same", 0, 20, shade=99),))
-    line.shared["target's"] = torch.full((1, 20, HIDDEN), 8.0)
-    line.add(4, [999] * 20 + [1], (clip("target's", 0, 20, shade=99),))
-    assert line.step({3: 22, 4: 22}).ready == [3, 4]
-    assert line.model.encoded == [["same"]]
-    assert [line.kv_of(row, 1)[0][0] for row in range(5)] == [3.0] * 4 + [8.0]
-    assert (line.counted["draft_encoder_misses"], line.counted["draft_encoder_hits"]) == (1, 4)
-    roomless = Line(cache_bytes=0, prune_ratio=0.9)
-    for row in range(2):
-        roomless.add(row, [999] * 20 + [1], (clip("same", 0, 20),))
-        roomless.step({row: 22})
-    assert roomless.model.encoded == [["same"], ["same"]]
 
 
 def test_the_cache_drops_what_was_used_longest_ago():

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.engine.fakes import HIDDEN
 from tests.unit.engine.test_draft_prefill import ENCODER_BUDGET, Line, NotingModel
 from tests.unit.engine.test_frames import FRAMES, GUIDED, SIZE, TEXT, SeeingModel, as_images, as_video, measured, read
 from vllm_vidspec.engine.draft.messages import PrefillMessage
-from vllm_vidspec.engine.draft.prefill import DraftPrefill
 from vllm_vidspec.engine.draft.vision import DraftVision, Part
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.pruning import budget
@@ -20,30 +18,6 @@ from vllm_vidspec.pruning import budget
 # A step's budget of 100 tokens is four frames of 24: a video of 8 takes two steps.
 HALVES = [range(4), range(4, 8)]
 ROOM, NO_ROOM = 2**16, 0  # bytes for embeddings: of several videos, of none
-
-
-class CuttingModel(SeeingModel):
-    """A draft whose tower makes, of the frames that it is to look at, what a feature says they show."""
-
-    trailing = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frames: list[range | None] = []  # of each look, in order
-
-    def encode(self, features, frames):
-        NotingModel.encode(self, features, frames)
-        self.frames += frames
-        made = []
-        for feature, some in zip(features, frames, strict=True):
-            shows = feature.shows
-            if some is not None:
-                tail = shows[len(shows) - self.trailing :]
-                shows = torch.cat((shows[some.start * SIZE : some.stop * SIZE], tail))
-            made.append(shows)
-        sizes = list(map(len, made))
-        assert sum(sizes) <= max(SIZE, self.max_encoder_tokens)
-        return made
 
 
 def cuttable(embeddings: torch.Tensor, name: str = "video") -> tuple[list[int], list[Any]]:
@@ -56,7 +30,7 @@ def cuttable(embeddings: torch.Tensor, name: str = "video") -> tuple[list[int], 
 
 
 def line_of(cache_bytes: int = ROOM, model: NotingModel | None = None, **knobs: Any) -> Line:
-    return Line(cache_bytes, model or CuttingModel(), **{"pruner": "uniform", "prune_ratio": 0.5} | knobs)
+    return Line(cache_bytes, model or SeeingModel(), **{"pruner": "uniform", "prune_ratio": 0.5} | knobs)
 
 
 def shown_of(pruner: str, cache_bytes: int) -> tuple[list[range | None], list[tuple[int, int]]]:
@@ -74,7 +48,7 @@ def test_frames_of_several_steps_are_what_the_whole_would_be(pruner, cache_bytes
     """In the cache and beside one that has no room: the same tokens are kept, in order, at their places."""
     looks, kept = shown_of(pruner, cache_bytes)
     assert looks == HALVES
-    monkeypatch.setattr(CuttingModel, "max_encoder_tokens", 10_000)
+    monkeypatch.setattr(SeeingModel, "max_encoder_tokens", 10_000)
     assert shown_of(pruner, cache_bytes) == ([None], kept)
 
 
@@ -126,33 +100,6 @@ def test_mutations_are_seen(name):
             assert len(kept) == budget(FRAMES * SIZE, 0.5)
 
 
-def test_steps_go_between(monkeypatch):
-    """12 frames beside a request that decodes and one that waits behind: three steps, and both go on in each."""
-    _, embeddings = measured(num_frames=12)
-    line = line_of()
-    line.add(0, [TEXT] * 20)
-    assert line.step({0: 21}).ready == [0]
-    token_ids, features = cuttable(embeddings)
-    line.add(1, token_ids, features)
-    line.add(2, [TEXT] * 20)
-    length = len(token_ids) + 1
-    ready = [line.step({0: 22 + i, 1: length + i, 2: 21 + i}).ready for i in range(3)]
-    assert ready[0] == [2] and line.model.frames == [range(4), range(4, 8), range(8, 12)]
-    assert line.counted["draft_encoder_misses"] == 1 and "draft_encoder_oversized" not in line.counted
-
-
-def test_what_is_left_of_a_step_begins_the_next_video():
-    """9 frames, then 9 of another: the step that ends the one has room for three frames of the other."""
-    line = line_of(prune_ratio=0.9)
-    for row in range(2):
-        line.add(row, *cuttable(measured(row, num_frames=9)[1], f"video {row}"))
-    for i in range(6):
-        line.step({row: 300 + i for row in range(2) if row in line.prefills._queue})
-    assert line.model.encoded[2] == ["video 0", "video 1"]
-    assert line.model.frames == [range(4), range(4, 8), range(8, 9), range(3), range(3, 7), range(7, 9)]
-    assert not line.prefills.is_reading
-
-
 def test_two_requests_with_one_video_are_one_look():
     """The second comes when the first half is there; both are shown the same; a third finds it."""
     scores, embeddings = measured()
@@ -171,42 +118,6 @@ def test_two_requests_with_one_video_are_one_look():
     num_kept = len(token_ids) - FRAMES * SIZE + budget(FRAMES * SIZE, 0.9)
     assert line.kv_of(0, num_kept) == line.kv_of(1, num_kept) == line.kv_of(2, num_kept)
     assert (line.counted["draft_encoder_misses"], line.counted["draft_encoder_hits"]) == (1, 2)
-
-
-@pytest.mark.parametrize("cache_bytes", [ROOM, NO_ROOM])
-def test_an_abort_in_the_middle_leaves_nothing(cache_bytes):
-    """Unless somebody else waits for the same: who then goes on where it was, if there is a cache."""
-    _, embeddings = measured()
-    line = line_of(cache_bytes)
-    token_ids, features = cuttable(embeddings)
-    cache, length = line.prefills.vision.cache, len(token_ids) + 1
-    line.add(0, token_ids, features)
-    line.step({0: length})
-    assert bool(cache.num_used_bytes) == bool(cache_bytes)
-    line.prefills.remove(0)
-    line.kv.remove(0)
-    assert not cache.num_used_bytes and not cache.unfinished() and not list(line.prefills.active_rows())
-    line.add(0, token_ids, features)
-    line.add(1, token_ids, features)
-    line.step({0: length, 1: length})
-    line.prefills.remove(0)
-    line.kv.remove(0)
-    line.counted.update(visual_tokens_full=FRAMES * SIZE, visual_tokens_kept=FRAMES * SIZE // 2)  # of the last alone
-    read(line, 1, len(token_ids))
-    anew = [] if cache_bytes else HALVES[:1]
-    assert line.model.frames == [HALVES[0], HALVES[0], *anew, HALVES[1]]
-
-
-def test_a_part_that_fails_costs_its_requests_alone():
-    _, embeddings = measured()
-    line = line_of()
-    token_ids, features = cuttable(embeddings, "fine")
-    line.add(0, token_ids, features)
-    line.step({0: len(token_ids) + 1})
-    features[0].identifier = "broken"
-    line.add(1, [TEXT] * 20)
-    done = line.step({0: len(token_ids) + 2, 1: 21})
-    assert (done.failed, done.ready) == ([0], [1]) and not line.prefills.vision.cache.num_used_bytes
 
 
 def test_embeddings_that_made_way_are_made_again():
@@ -251,14 +162,12 @@ def test_what_cannot_be_cut_is_encoded_whole_and_counted(monkeypatch):
     image.shows = embeddings[: 5 * SIZE]
     image.mm_position.length = 5 * SIZE
     image.data["image_grid_thw"] = SimpleNamespace(data=torch.tensor([1, 8, 60]))
-    monkeypatch.setattr(CuttingModel, "encode", SeeingModel.encode)
     for row, some in enumerate(([image], as_video(embeddings)[1])):
         line.add(row, token_ids + [TEXT] * 100, some)
         read(line, row, len(token_ids) + 100)
         line.counted.update(visual_tokens_full=0, visual_tokens_kept=0)
     assert line.counted["draft_encoder_oversized"] == 2 and line.counted["draft_encoder_misses"] == 2
-    monkeypatch.undo()
-    monkeypatch.setattr(CuttingModel, "max_encoder_tokens", SIZE - 1)
+    monkeypatch.setattr(SeeingModel, "max_encoder_tokens", SIZE - 1)
     small = line_of()
     token_ids, features = cuttable(embeddings)
     small.add(0, token_ids, features)
@@ -267,37 +176,9 @@ def test_what_cannot_be_cut_is_encoded_whole_and_counted(monkeypatch):
     assert small.counted["draft_encoder_oversized"] == 6
 
 
-def test_what_trails_a_video_comes_once():
-    """LLaVA-OneVision's newline comes of every call of the tower, and is wanted behind the last frame alone."""
-    side, frames = 2, 60  # of four tokens each: 25 of them are a step's
-    newline = torch.full((1, HIDDEN), 0.9)
-    _, embeddings = measured(num_frames=11)
-    shows = torch.cat((embeddings[: frames * 4], newline))
-
-    class Model(NotingModel):
-        hf_config = SimpleNamespace(
-            **vars(NotingModel.hf_config), vision_config=SimpleNamespace(image_size=2 * side, patch_size=1)
-        )
-
-        def encode(self, features, parts):
-            super().encode(features, parts)
-            return [torch.cat((shows[4 * some.start : 4 * some.stop], newline)) for some in parts]
-
-    line = line_of(model=Model(), pruner="none")
-    token_ids, features = as_video(embeddings[: frames * 4 + 1])
-    features[0].data = {"pixel_values_videos": SimpleNamespace(data=torch.zeros(frames, 3, 4, 4))}
-    line.add(0, token_ids, features)
-    for i in range(12):
-        if line.step({0: len(token_ids) + 1 + i}).ready:
-            break
-    held = [value for value, _ in line.kv_of(0, len(token_ids)) if value != TEXT]
-    assert held == shows[:, 0].tolist() and len(line.model.encoded) == 3
-
-
 def test_a_video_that_the_target_has_pruned_is_cut_by_its_own_frames():
     """Of 8 frames the target has kept the first, some of the fourth and of the seventh: the others are passed over
-    where they begin or end a step.
-    """
+    where they begin or end a step."""
     _, embeddings = measured()
     seen = torch.cat((torch.arange(SIZE), torch.arange(3 * SIZE + 5, 3 * SIZE + 9), torch.arange(6 * SIZE, 7 * SIZE)))
     line = line_of(NO_ROOM)
@@ -310,12 +191,3 @@ def test_a_video_that_the_target_has_pruned_is_cut_by_its_own_frames():
     found = line.prefills.vision._run_tower(parts[:1]) + line.prefills.vision._run_tower(parts[1:])
     assert torch.equal(torch.cat(found), embeddings[seen])
     assert np.all([part.num_encoded <= ENCODER_BUDGET for part in parts])
-
-
-def test_a_bad_prompt_leaves_nothing_ahead():
-    """One that cannot be placed is not looked at ahead, and does not hold its row."""
-    line = line_of()
-    assert not line.prefills.encode_ahead(PrefillMessage("r0", 0, [], []))
-    with mock.patch.object(DraftPrefill, "_plan", side_effect=ValueError("planted")):
-        assert not line.prefills.encode_ahead(PrefillMessage("r0", 0, *cuttable(measured()[1])))
-    assert not list(line.prefills.active_rows())

@@ -7,20 +7,18 @@ import pytest
 import torch
 
 from tests.unit.engine.fakes import HIDDEN
-from tests.unit.engine.test_draft_prefill import ENCODER_BUDGET, Line, NotingModel
-from vllm_vidspec.engine.draft.messages import PrefillMessage
+from tests.unit.engine.test_draft_prefill import Line, NotingModel
 from vllm_vidspec.names import PRUNERS
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, budget, get_pruner
 
 FRAMES, GRID = 8, TokenGrid(8, 4, 6)  # 24 tokens a frame: the tower's budget of 100 is four frames
 SIZE = GRID.tokens_per_frame
-COMPARING = ("fastvid", "dycoke")
 GUIDED = ("specvlm", "attention", "uv")
 TEXT = 5  # an id; no embedding's first column is an integer
 
 
 class SeeingModel(NotingModel):
-    """A Qwen draft whose tower makes what a feature says it shows."""
+    """A Qwen draft whose tower makes, of the frames that it is to look at, what a feature says they show."""
 
     hf_config = SimpleNamespace(
         model_type="qwen2_5_vl",
@@ -28,10 +26,17 @@ class SeeingModel(NotingModel):
         vision_config=SimpleNamespace(spatial_merge_size=2),
     )
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames: list[range | None] = []  # of each look, in order
+
     def encode(self, features, frames):
         super().encode(features, frames)
-        assert len(features) == 1 or sum(len(feature.shows) for feature in features) <= ENCODER_BUDGET
-        return [feature.shows for feature in features]
+        self.frames += frames
+        pairs = [(one.shows, some or range(len(one.shows))) for one, some in zip(features, frames, strict=True)]
+        made = [shows[some.start * SIZE : some.stop * SIZE] for shows, some in pairs]
+        assert frames == [None] or sum(map(len, made)) <= max(SIZE, self.max_encoder_tokens)
+        return made
 
 
 def measured(seed: int = 0, num_frames: int = FRAMES) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,13 +86,9 @@ def read(line: Line, row: int, num_tokens: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("pruner", PRUNERS)
 def test_frames_keep_what_the_video_would(pruner, ratio):
     """8 images and the video of them: the same tokens in the same order, at the places of the images; a video's budget.
-
-    The images are encoded in two steps at least, their scores come image by image.
-
-    Mutations seen to fail: a run's scores and embeddings joined in reverse order of its images; each image's choice
-    made from its own; kept indices that are not counted from the image's first token; a choice made before the last
-    image is there.
-    """
+    The images are encoded in two steps at least, their scores come image by image. Mutations seen to fail: a run's
+    scores and embeddings joined in reverse order of its images; each image's choice made from its own; kept indices
+    that are not counted from the image's first token; a choice made before the last image is there."""
     scores, embeddings = measured()
     knobs = {"pruner": pruner, "prune_ratio": ratio, "prune_seed": 7, "image_prune_ratio": 0.2}
     found = []
@@ -119,46 +120,10 @@ def test_an_image_that_keeps_nothing_is_looked_at_only_to_compare():
         assert line.counted["draft_encoder_misses"] == looks
 
 
-def test_a_choice_waits_for_the_last_frame():
-    """At four frames a step a run of 8 is there in the second; text behind it is read before; then it is small.
-
-    Catches: a request that is ready without its media; whole embeddings that are held for longer than the choice.
-    """
-    _, embeddings = measured()
-    line = Line(model=SeeingModel(), pruner="fastvid", prune_ratio=0.9)
-    token_ids, features = as_images(embeddings)
-    assert line.add(0, token_ids, features) and line.add(1, [TEXT] * 20)
-    assert line.step({0: len(token_ids) + 1, 1: 21}).ready == [1]
-    job = line.prefills._queue[0]
-    assert [media is None for media in job.media] == [False] * 4 + [True] * 4 and job.kept == [None] * FRAMES
-    line.prefills.vision.encode_missing([job])
-    assert sum(len(kept) for kept in job.kept) == sum(len(media) for media in job.media) == 19
-    assert line.step({0: len(token_ids) + 2}).ready == [0]
-
-
-def test_one_bad_frame_costs_its_request_alone():
-    """Beside it is one that shows three of the same frames."""
-    _, embeddings = measured()
-    line = Line(model=SeeingModel(), pruner="dycoke", prune_ratio=0.5)
-    token_ids, features = as_images(embeddings)
-    features[6].identifier = features[6].mm_hash = "broken"
-    assert line.add(0, token_ids, features)
-    assert line.add(1, token_ids[: features[3].mm_position.offset], features[:3])
-    ready, failed = [], []
-    for number in range(8):
-        done = line.step({row: len(token_ids) + 1 + number for row in (0, 1) if row not in ready + failed})
-        ready += done.ready
-        failed += done.failed
-    assert (ready, failed) == ([1], [0])
-    assert line.counted["skipped_draft_error"] == 1 and not line.prefills.is_reading
-
-
 @pytest.mark.parametrize("pruner", ["attention", "fastvid"])
 def test_equal_frames_are_looked_at_once_and_kept_apart(pruner):
     """A still scene: all 8 images are one, by content. The vision cache has it once, then once more for the next turn.
-
-    Catches: embeddings of the first place that are given to all, a run that never gets its repeated images.
-    """
+    Catches: embeddings of the first place that are given to all, a run that never gets its repeated images."""
     scores, embeddings = measured()
     still = embeddings[:SIZE].repeat(FRAMES, 1)
     line = Line(cache_bytes=2**16, model=SeeingModel(), pruner=pruner, prune_ratio=0.9)
@@ -180,11 +145,9 @@ def test_equal_frames_are_looked_at_once_and_kept_apart(pruner):
 
 @pytest.mark.parametrize("pruner", ["attention", "fastvid"])
 def test_a_run_beside_a_video_and_a_lone_image(pruner):
-    """A video, much text, an image, much text, a run: three budgets, and each choice from its own measurements.
-
-    What was watched is one record of three. Catches: scores or embeddings of one taken for another's, a run's that are
-    counted from the prompt's first item.
-    """
+    """A video, much text, an image, much text, a run: three budgets, and each choice from its own measurements. What
+    was watched is one record of three. Catches: scores or embeddings of one taken for another's, a run's that are
+    counted from the prompt's first item."""
     scores, embeddings = measured(1, num_frames=4 + 1 + FRAMES)
     sizes = [4 * SIZE, SIZE, FRAMES * SIZE]
     video, image, run = embeddings.split(sizes)
@@ -209,36 +172,3 @@ def test_a_run_beside_a_video_and_a_lone_image(pruner):
     name, whole = ("scores", scores) if pruner == "attention" else ("embeddings", embeddings)
     assert [len(part) for part in record[name]] == sizes and torch.equal(torch.cat(record[name]), whole)
     assert record["embeddings" if name == "scores" else "scores"] is None
-
-
-def test_a_tower_that_looks_ahead_keeps_to_its_budget():
-    """A drafter that runs ahead looks at 8 images before their scores are known: four a call, each once."""
-    _, embeddings = measured()
-    line = Line(cache_bytes=2**16, model=SeeingModel(), pruner="attention", prune_ratio=0.9)
-    token_ids, features = as_images(embeddings)
-    message = PrefillMessage("r0", 0, token_ids, features)
-    assert [line.prefills.encode_ahead(message) for _ in range(3)] == [True, False, False]
-    assert line.model.encoded == [[f"frame {i}" for i in part] for part in (range(4), range(4, 8))]
-    assert line.counted["draft_encoder_misses"] == FRAMES
-    assert line.add(0, token_ids, features)
-    assert len(read(line, 0, len(token_ids))) == 19 and len(line.model.encoded) == 2
-
-
-def test_knobs_say_what_a_run_is():
-    """By the engine's own knobs, and changed between requests: 8 images at 0.9 or each at 0.5; 3 are no run."""
-    _, embeddings = measured()
-    line = Line(model=SeeingModel(), pruner="uniform", prune_ratio=0.9, image_prune_ratio=0.5)
-
-    def kept(num_frames: int) -> int:
-        before = line.counted.get("visual_tokens_kept", 0)
-        token_ids, features = as_images(embeddings[: num_frames * SIZE])
-        assert line.add(0, token_ids, features)
-        line.prefills.remove(0)
-        line.kv.remove(0)
-        return line.counted["visual_tokens_kept"] - before
-
-    assert [kept(3), kept(4), kept(8)] == [36, budget(96, 0.9), budget(192, 0.9)]
-    line.prefills._knobs.retune({"frames_as_video": "never"})
-    assert [kept(3), kept(4), kept(8)] == [36, 48, 96]
-    line.prefills._knobs.retune({"frames_as_video": "always"})
-    assert [kept(1), kept(2), kept(8)] == [12, budget(48, 0.9), budget(192, 0.9)]

@@ -6,9 +6,8 @@ import pytest
 from vllm.config.compilation import CUDAGraphMode
 
 from tests.unit.engine.fakes import make_knobs
-from vllm_vidspec.drafting import make_policy
 from vllm_vidspec.engine import hints
-from vllm_vidspec.engine.hints import graph_ceiling, level_width, say_hints
+from vllm_vidspec.engine.hints import graph_ceiling, say_hints
 
 STATIC = {"draft": "tree-static", "num_speculative_tokens": 25}
 ADAPTIVE = {"draft": "tree-adaptive", "num_speculative_tokens": 64}
@@ -34,18 +33,6 @@ def test_where_graphs_end_is_said(knobs, max_num_seqs, ends):
     assert bool(line) == bool(ends) and "\n" not in line
     assert all(end in line for end in ends)
     assert line.count("a draft forward") == sum("draft forward" in end for end in ends)
-
-
-@pytest.mark.parametrize("knobs", [STATIC, ADAPTIVE])
-def test_a_levels_width_is_its_policys(knobs):
-    """Catches: tables or graphs planned for another width than trees have."""
-    import torch
-
-    config = make_knobs(**knobs).current
-    assert (
-        level_width(config, config.draft_shape)
-        == make_policy(config.draft_shape, config, 2, torch.device("cpu")).max_frontier
-    )
 
 
 QWEN25 = {
@@ -82,9 +69,8 @@ def said(
 
 
 def test_a_dear_draft_is_named_with_what_would_help():
-    """Finding 7: five forwards of a 7B in bf16 read more than a 32B. Catches: a hint on what is quantised already, on
-    a drafter with a device of its own, or of a method that is not known.
-    """
+    """Finding 7: five forwards of a 7B in bf16 read more than a 32B. Catches: a hint on what is quantised already, on a
+    drafter with a device of its own, or of a method that is not known."""
     (line,) = said(model("32B"), model("7B"))
     assert line.startswith("vidspec: the draft's weights are dear: a draft step of 5 forwards reads 111 % of the")
     assert '"quantization": "fp8_per_tensor" for the draft 60 % (modelled)' in line
@@ -97,20 +83,3 @@ def test_a_dear_draft_is_named_with_what_would_help():
     groups = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}
     (line,) = said(model("32B", stored=groups), model("7B"))
     assert "reads 412 %" in line
-
-
-def test_nothing_is_said_of_graphs_where_there_are_none():
-    assert len(said(model("32B"), model("7B"), max_num_seqs=86)) == 2
-    for mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, None):
-        assert len(said(model("32B"), model("7B"), mode, max_num_seqs=86)) == 1
-
-
-def test_a_real_configuration_is_read():
-    """The bundled pairs', as vLLM builds them. Catches: a field that Hugging Face's own objects name otherwise."""
-    from tests.unit.engine.test_preflight import engine_args
-    from vllm_vidspec.plugin import register
-
-    register()
-    built = engine_args(dtype="float32").create_engine_config()
-    (line,) = said(built.model_config, built.speculative_config.draft_model_config)
-    assert line.startswith("vidspec: the draft's weights are dear: a draft step of 5 forwards reads")

@@ -1,27 +1,25 @@
-"""What hears the target: each guarded in the one list, each forgetting a row's request with the request."""
+"""What hears the target: each guarded in the one list; guidance, whose prompt it is of and what came of it."""
 
-import contextlib
+import dataclasses
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
+from vllm.multimodal.inputs import PlaceholderRange
 
 from tests.unit.engine import fakes
-from tests.unit.engine.fakes import CPU, HIDDEN, NOTHING, NUM_ROWS, NUM_TOKENS, batch_of, in_list, new_request
-from tests.unit.engine.listening import make_states
-from vllm_vidspec.drafting import DraftTree
-from vllm_vidspec.engine.hooks import state_store
-from vllm_vidspec.engine.hooks.guarded import TargetHooks
-from vllm_vidspec.engine.hooks.protocol import Forward
+from tests.unit.engine.fakes import CPU, HIDDEN, NOTHING, NUM_ROWS, NUM_TOKENS, VIDEO, batch_of, in_list, new_request
+from tests.unit.engine.listening import hear, make_guidance, make_states
+from vllm_vidspec.engine.hooks import prompts
+from vllm_vidspec.engine.hooks.attention import AttentionGuidance
+from vllm_vidspec.engine.hooks.hidden_states import HiddenStateGuidance
+from vllm_vidspec.engine.hooks.prompts import content_keys
+from vllm_vidspec.engine.hooks.protocol import Forward, TargetHooks
 from vllm_vidspec.engine.hooks.state_store import StateStore
 from vllm_vidspec.engine.hooks.trees import TargetTrees
-from vllm_vidspec.engine.hooks.visual_states import VisualStates
 from vllm_vidspec.engine.requests import RequestRows
 from vllm_vidspec.engine.tree_attention import TreeAttention
 from vllm_vidspec.errors import VidSpecError
-
-# ---- the list -------------------------------------------------------------------------------------------------------
 
 
 def live(hooks: TargetHooks) -> None:
@@ -38,11 +36,10 @@ def live(hooks: TargetHooks) -> None:
 @pytest.mark.parametrize("step", fakes.LIFE)
 def test_an_exception_in_one_is_paid_by_that_one(step, monkeypatch):
     """Catches: a guard that is missing, that stops at the first failure, or that lets the others pay; an end of a
-    request that some hook is not told of.
-    """
+    request that some hook is not told of."""
     logged: list[str] = []
     logger = SimpleNamespace(error=lambda *args, **_: logged.append(args[0] % args[1:]))
-    monkeypatch.setattr("vllm_vidspec.engine.hooks.guarded.logger", logger)
+    monkeypatch.setattr("vllm_vidspec.engine.hooks.protocol.logger", logger)
     before, failing, after = fakes.Recorder(), fakes.Recorder(step), fakes.Recorder()
     hooks = in_list(before, failing, after)
     live(hooks)
@@ -77,111 +74,43 @@ def test_memory_is_asked_for_by_turns_and_refusals_are_not_survived():
             failing.init_kv(None)
 
 
-# ---- the video's states ---------------------------------------------------------------------------------------------
-
-
-def measured(states: VisualStates, *rows: int) -> list[float]:
-    """Return the relevance of one state of each row."""
-    batch = SimpleNamespace(
-        logits_indices=torch.arange(len(rows)),
-        cu_num_logits=torch.arange(len(rows) + 1, dtype=torch.int32),
-        idx_mapping=torch.tensor(rows),
-        idx_mapping_np=np.array(rows),
-    )
-    return states.relevance(torch.ones(len(rows), HIDDEN), batch, 1).tolist()
-
-
-def prefill(hooks: TargetHooks, *rows: int, count: int = NUM_TOKENS) -> None:
-    """Let each row hear a step of its prompt, each of a video of its own."""
-    for row in rows:
-        hooks.add(new_request(row, f"video-{row}"))
-        hooks.before_forward(batch_of(row, count=count))
-        hooks.after_forward(Forward(torch.ones(count, HIDDEN), None))
-
-
-def test_states_are_of_the_request_in_the_row(monkeypatch):
-    """Catches: a row whose next request is measured against the video before; room that never comes back."""
-    states = make_states(monkeypatch)
-    hooks = in_list(states, on_draft_error="raise")
-    hooks.add(new_request(2))
-    hooks.add(new_request(0, "other"))
-    hooks.before_forward(batch_of(2, 0))
-    hooks.after_forward(Forward(torch.ones(2 * NUM_TOKENS, HIDDEN), None))
-    assert states._rules.of == [2, 0] and states.counters["relevance_prompts"] == 2
-    assert measured(states, 2, 0, 1) == pytest.approx([1.0, 1.0, 0.0])
-    hooks.remove(2)
-    hooks.add(new_request(2, ""))
-    assert measured(states, 2, 0) == pytest.approx([0.0, 1.0]) and list(states._holders) == [0]
-    assert not states.store._is_stale
-    hooks.remove(2)
-    hooks.add(new_request(2, adapter="another"))  # other weights, other states
-    assert states._holders[2].num_reused == 0
-    hooks.remove(2)
-    hooks.add(new_request(2))
-    assert states._holders[2].num_reused == 1
-    hooks.remove(2)
-    hooks.remove(0)
-    hooks.forget_kv()
-    assert len(states.store._free) == 4
-
-
 @pytest.mark.parametrize("step", ["_claim", "_observe", "_finish"])
-def test_a_failure_costs_the_requests_in_prefill_their_looseness(step, monkeypatch):
-    """Catches: a request that is loose without its states, one that was before and pays, blocks that are lost, a rank
-    that the others wait for because it has failed.
-    """
-    states, settled = make_states(monkeypatch), []
+def test_a_failure_costs_the_request_in_prefill_its_looseness(step, monkeypatch):
+    """Catches: a request that is loose without its states, one that was before and pays, blocks that are lost."""
+    states = make_states(monkeypatch)
     hooks = in_list(states)
-    monkeypatch.setattr(states._agreement, "all_ranks_and", lambda phase, flags: settled.append(flags) or flags)
-    prefill(hooks, 0)
-    with monkeypatch.context() as patch:
-        patch.setattr(states, step, lambda *_: 1 / 0)
-        prefill(hooks, 1)
-    prefill(hooks, 3)
-    assert states._rules.of == [0, 3] and settled == [[True], [False], [True]]
-    assert states.counters["strict_error"] == 1 and states.counters["relevance_prompts"] == 2
-    assert measured(states, 0, 1, 3) == pytest.approx([1.0, 0.0, 1.0])
+    for row in (0, 1, 3):
+        with monkeypatch.context() as patch:
+            if row == 1:
+                patch.setattr(states, step, lambda *_: 1 / 0)
+            hooks.add(new_request(row, f"video-{row}"))
+            hooks.before_forward(batch_of(row))
+            hooks.after_forward(Forward(torch.ones(NUM_TOKENS, HIDDEN), None))
+    assert states._rules.of == [0, 3] and states.counters["strict_error"] == 1
     assert len(states.store._free) == 4 - 2
 
 
-def test_what_cannot_be_measured_is_nan_and_counted_once(monkeypatch):
-    states = make_states(monkeypatch)
-    hooks = in_list(states)
-    hooks.add(new_request(1))
-    monkeypatch.setattr(state_store, "visual_relevance", lambda *_: 1 / 0)
-    assert np.isnan(measured(states, 0, 1)).all() and np.isnan(measured(states, 1)).all()
-    assert states.counters["strict_error"] == 1
-    states.knobs.change(states.knobs.current.changed({"on_draft_error": "raise"}))
-    with pytest.raises(ZeroDivisionError):
-        measured(states, 1)
-
-
-def test_states_are_given_up_before_the_pool_is_lost(monkeypatch):
-    """Catches: a pool kept while the engine sleeps; items found by later requests whose states are gone; blocks that
-    never come back, or come back twice, as those of a request whose relevance could not be measured.
-    """
-    states, entered = make_states(monkeypatch), []
-    store, hooks = states.store, in_list(states)
-
-    @contextlib.contextmanager
-    def allocation():
-        entered.append("pool")
-        yield
-        entered.append(store.pool.shape[0])
-
-    hooks.init_kv(SimpleNamespace(kv_allocation=allocation))
-    assert entered == ["pool", len(store._free)] == ["pool", 4]
-    prefill(hooks, 0)
-    prefill(hooks, 1, count=1)  # it waits for its prefill to go on
-    prefill(hooks, 2)
-    with monkeypatch.context() as patch:
-        patch.setattr(state_store, "visual_relevance", lambda *_: 1 / 0)
-        measured(states, 2)
-    assert len(store._items) == 2 and len(store._free) == 1
-    hooks.forget_kv()
-    for row in range(3):
-        hooks.remove(row)
-    assert not store._items and sorted(store._free) == list(range(4))
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        *((AttentionGuidance, step) for step in ("before_forward", "after_forward")),
+        *((HiddenStateGuidance, step) for step in ("_allocate", "_embed", "_observe")),
+    ],
+)
+def test_a_failure_costs_the_prompt_in_prefill_its_guidance(kind, step, monkeypatch):
+    """Catches: a reason that is not counted, bytes never given back, a later prompt that pays too."""
+    guidance = make_guidance(kind, monkeypatch)
+    guidance.reserve(1 << 20)
+    hooks = in_list(guidance)
+    for fails in (True, False):
+        with monkeypatch.context() as patch:
+            if fails:
+                patch.setattr(guidance, step, lambda *_: 1 / 0)
+            hooks.add(new_request(1))
+            hear(hooks, guidance, batch_of(1))
+        assert guidance.take(1).wait().outcome == ("unguided_error" if fails else "guided_prompts",)
+        hooks.remove(1)
+        assert getattr(guidance, "_num_bytes", 0) == 0
 
 
 def test_the_store_drops_what_nobody_uses_the_oldest_first():
@@ -212,30 +141,9 @@ def test_the_store_drops_what_nobody_uses_the_oldest_first():
     assert store.publish(twin) is items[2] and items[2].users == 2 and store._free == twin.blocks
 
 
-# ---- trees ----------------------------------------------------------------------------------------------------------
-
-
 def make_trees(requests: RequestRows) -> TargetTrees:
     attention = TreeAttention([fakes.attention_layer()], CPU)
     return TargetTrees(attention, fakes.model_state(), requests, max_nodes=3, max_num_tokens=16, device=CPU)
-
-
-def test_a_row_is_a_chain_again_after_its_request():
-    """Catches: a row whose next request's placeholders are verified as the tree of the one before."""
-    requests = RequestRows(NUM_ROWS, CPU)
-    trees = make_trees(requests)
-    chains = [table.clone() for table in (trees.parents, trees.depths, trees.ancestors)]
-    rows = np.array([1, 3])
-    tree = DraftTree(2, 3, CPU)  # three leaves under the root
-    hooks = in_list(trees, on_draft_error="raise")
-    trees.expect(rows)
-    trees.take(torch.from_numpy(rows), tree)
-    assert requests.is_tree.tolist() == [False, True, False, True] and trees.parents[3].tolist() == [-1, 0, 0, 0]
-    hooks.remove(3)
-    assert requests.is_tree.tolist() == [False, True, False, False] and trees.parents[3].equal(chains[0][3])
-    trees.take_chains(torch.tensor([1]), np.array([1]))
-    assert not requests.is_tree.any()
-    assert all(map(torch.equal, (trees.parents, trees.depths, trees.ancestors), chains))
 
 
 def test_a_failure_of_trees_is_not_survived():
@@ -246,3 +154,76 @@ def test_a_failure_of_trees_is_not_survived():
     groups = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=[None, None]))
     with pytest.raises(VidSpecError, match="use chain"):
         in_list(trees).init_kv(groups)
+
+
+def frames(count: int, num_tokens: int = 2) -> SimpleNamespace:
+    """Return what arrives in row 1: images of `num_tokens` tokens, a marker before each, two words after the last."""
+    arrival, features = new_request(1), []
+    for i in range(count):
+        place = PlaceholderRange(offset=i * (num_tokens + 1) + 1, length=num_tokens)
+        data = {"pixel_values": None}
+        features.append(SimpleNamespace(mm_position=place, modality="image", identifier=f"frame {i}", data=data))
+    token_ids = list(range(count * (num_tokens + 1) + 2))
+    return dataclasses.replace(arrival, features=features, token_ids=token_ids)
+
+
+@pytest.mark.parametrize(
+    ("count", "num_tokens", "knobs", "observed"),
+    [
+        (3, 2, {}, False),
+        (4, 2, {}, True),
+        (3, 1, {"image_prune_ratio": 0.9}, False),  # one token always stays
+        (4, 1, {"image_prune_ratio": 0.9}, True),
+        (2, 2, {"frames_as_video": "always"}, True),
+        (8, 2, {"frames_as_video": "never"}, False),
+        (4, 2, {"prune_ratio": 1.0}, False),
+        (3, 2, {"image_prune_ratio": 0.5, "prune_ratio": 1.0}, True),
+        (4, 2, {"image_prune_ratio": 0.5, "prune_ratio": 0.0}, False),
+    ],
+)
+def test_a_run_of_images_is_heard_as_the_video_it_is(count, num_tokens, knobs, observed, monkeypatch):
+    """Catches: a run that is pruned uniformly because no image alone would be pruned, or none is a choice."""
+    guidance = make_guidance(AttentionGuidance, monkeypatch, **{"image_prune_ratio": 0.0} | knobs)
+    guidance.add(frames(count, num_tokens))
+    assert (1 in guidance._prompts) == observed
+
+
+@pytest.mark.parametrize("kind", [AttentionGuidance, HiddenStateGuidance])
+def test_all_frames_of_a_prompt_are_remembered(kind, monkeypatch):
+    """A prompt of 100 images is shown again from the cache: every image has its own scores, in order. What is
+    remembered stays below its bound, the oldest goes first. Catches: a bound by number that forgets a prompt's first
+    frames while it takes in its last; scores that are views of the whole prompt's."""
+    guidance = make_guidance(kind, monkeypatch)
+    guidance.reserve(1 << 20)
+    hooks, arrival = in_list(guidance, on_draft_error="raise"), frames(100)
+    hooks.add(arrival)
+    hear(hooks, guidance, batch_of(1, count=len(arrival.token_ids)))
+    first = guidance.take(1).wait()
+    assert first.outcome == ("guided_prompts",) and [len(scores) for scores in first.scores] == [2] * 100
+    assert all(scores.untyped_storage().nbytes() == 8 for scores in guidance._remembered.values())
+    hooks.add(arrival)
+    again = guidance.take(1).wait()
+    assert again.outcome == ("guided_prompts", "reused_guidance")
+    assert all(torch.equal(*pair) for pair in zip(again.scores, first.scores, strict=True))
+    monkeypatch.setattr(prompts, "_MAX_REMEMBERED", 10 * prompts._LEAST_REMEMBERED)
+    hooks.add(arrival)
+    hear(hooks, guidance, batch_of(1, count=len(arrival.token_ids)))
+    guidance.take(1).wait()
+    last = content_keys(arrival, arrival.features, [3 * i + 3 for i in range(100)])[90:]
+    assert list(guidance._remembered) == last
+
+
+def test_a_prompt_that_ends_with_its_video_has_no_text_to_ask_with(monkeypatch):
+    """Catches: "cached" where nothing was; what is counted before the draft has seen the prompt."""
+    guidance, end = make_guidance(AttentionGuidance, monkeypatch), int(VIDEO[-1]) + 1
+    asking = new_request(0)
+    guidance.add(new_request(0, num_tokens=end))
+    assert guidance.take(0).wait() == (None, ("unguided_no_text",))
+    guidance.add(new_request(1, num_tokens=end + 1))
+    assert guidance.take(1).wait() == (None, ("unguided_cached",))
+    guidance._remembered[content_keys(asking, asking.features, [end])[0]] = torch.ones(len(VIDEO))
+    guidance.add(new_request(2, num_tokens=end))
+    assert guidance.take(2).wait().outcome == ("guided_prompts", "reused_guidance")
+    guidance.add(new_request(3, has_embeds=True))  # its tokens mean nothing
+    assert guidance.take(3) is None
+    assert not guidance.counters

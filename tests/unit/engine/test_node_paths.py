@@ -1,17 +1,12 @@
 """PathSampler on vLLM's own sampler: each node of a tree is what the last row of its path as a chain would be."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("vllm")
-from vllm.sampling_params import SamplingParams
-from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.states import RequestState
 
-from tests.unit.engine.fakes import CPU
+from tests.unit.engine.fakes import CPU, vllm_sampler
 from vllm_vidspec.devices import has_gpu
 from vllm_vidspec.drafting import topology_tables
 from vllm_vidspec.engine.verify import node_paths
@@ -35,27 +30,6 @@ PENALISED = {
 }  # fmt: skip
 
 
-def make_sampler(asked: dict) -> Sampler:
-    """Return vLLM's sampler with one request a row; each has said a few tokens, some of them twice."""
-    import vllm_vidspec.engine.cpu.worker  # noqa: F401  buffers that a device would map
-
-    states = RequestState(MAX_REQS, 64, 64, K, VOCAB_SIZE, CPU)
-    sampler = Sampler(
-        SimpleNamespace(reasoning_config=None), MAX_REQS, VOCAB_SIZE, CPU, states, num_speculative_tokens=K
-    )
-    for row, arguments in asked.items():
-        banned = arguments.get("bad_words")
-        params = SamplingParams(**{name: value for name, value in arguments.items() if name != "bad_words"})
-        params._bad_words_token_ids = banned
-        text = [row + 2, 7, 7, 11, 3, 9, 9, row]
-        states.free_indices = [row]
-        states.add_request(f"request {row}", 4, text, 0, 50)
-        sampler.add_request(row, params)
-    states.apply_staged_writes()
-    sampler.apply_staged_writes()
-    return sampler
-
-
 def make_step(draws: torch.Generator):
     """Return a slice of three requests, its logits and its input tokens, of which few are different."""
     rows = torch.tensor(list(SIZES))
@@ -76,7 +50,7 @@ def make_step(draws: torch.Generator):
 
 def along_paths(asked: dict, part: VerifySlice, logits: torch.Tensor, input_ids: torch.Tensor):
     """Sample every node by itself as vanilla would: a lone request whose drafts are the node's path."""
-    sampler, tokens, processed = make_sampler(asked), [], []
+    sampler, tokens, processed = vllm_sampler(asked, VOCAB_SIZE), [], []
     for i, (row, node) in enumerate(zip(part.expanded_idx_mapping.tolist(), part.nodes.tolist(), strict=True)):
         path, first = [node], i - node
         while path[0]:
@@ -94,7 +68,7 @@ def along_paths(asked: dict, part: VerifySlice, logits: torch.Tensor, input_ids:
 
 def sample(asked: dict, step) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """Return tokens, processed logits, and the numbers of rows that vLLM's sampler was shown."""
-    (part, logits, input_ids), sampler, shown = step, make_sampler(asked), []
+    (part, logits, input_ids), sampler, shown = step, vllm_sampler(asked, VOCAB_SIZE), []
     paths, whole = PathSampler(sampler, K), sampler.sample
     sampler.sample = lambda rows, *args, **kwargs: shown.append(len(rows)) or whole(rows, *args, **kwargs)
     before = logits.clone()
@@ -106,10 +80,8 @@ def sample(asked: dict, step) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
 @pytest.mark.parametrize("seed", range(4))
 def test_penalties_of_nodes_are_vllms_on_their_paths(seed):
     """Bit for bit, with a bias before them, and a temperature and min-p behind; in one pass over the batch's own rows.
-
     Catches: a penalty for another branch's token, for the root's, which is committed, or twice for one ancestor's; a
-    penalty before the bias or behind the temperature; paths laid out side by side.
-    """
+    penalty before the bias or behind the temperature; paths laid out side by side."""
     step = make_step(torch.Generator().manual_seed(seed))
     tokens, processed, shown = sample(PENALISED, step)
     expected = along_paths(PENALISED, *step)
@@ -120,10 +92,8 @@ def test_penalties_of_nodes_are_vllms_on_their_paths(seed):
 @pytest.mark.parametrize("limit", [node_paths.MAX_PATH_BYTES, 4 * VOCAB_SIZE * (K + 1) * 3, 1])
 def test_who_looks_back_otherwise_is_laid_out_in_pieces(monkeypatch, limit):
     """One request's banned phrase depends on its path, and is penalised too: its nodes are laid out, no others.
-
     Catches: penalties along a laid-out path counted by the tree's tables, a piece that loses a row, memory past its
-    bound.
-    """
+    bound."""
     monkeypatch.setattr(node_paths, "MAX_PATH_BYTES", limit)
     asked = PENALISED | {6: {"temperature": 0.0, "repetition_penalty": 1.2, "bad_words": [[7, 8], [9], [10, 11, 7]]}}
     step = make_step(torch.Generator().manual_seed(9))
@@ -133,15 +103,3 @@ def test_who_looks_back_otherwise_is_laid_out_in_pieces(monkeypatch, limit):
     at_once = max(limit // (4 * VOCAB_SIZE), K + 1)
     assert shown[0] == sum(SIZES.values()) and max(shown[1:]) <= at_once
     assert sum(shown[1:]) == SIZES[6] * (K + 1) and len(shown) > 1
-
-
-def test_a_chain_and_a_draft_are_vllms_own():
-    """Catches: a step of chains, or a draft's own logits, that are sampled by the last tree's tables."""
-    part, logits, input_ids = make_step(torch.Generator().manual_seed(3))
-    sampler, expected = make_sampler(PENALISED), make_sampler(PENALISED)
-    paths, bound = PathSampler(sampler, K), np.full(len(SIZES), 64)
-    paths.sample(part, logits, input_ids, bound)
-    arguments = (part.expanded_idx_mapping, part.idx_mapping, part.idx_mapping_np, part.pos, input_ids, part.nodes)
-    alone = paths.sample(part._replace(shapes=None), logits, input_ids, bound)
-    for found, wanted in zip(alone, expected.sample(logits, *arguments, bound), strict=True):
-        assert torch.equal(found, wanted)

@@ -36,36 +36,6 @@ def arrival(req_state_idx: int, stops=(), **asked) -> NewRequest:
     return NewRequest(f"request-{req_state_idx}", req_state_idx, [], [], sampling)
 
 
-def loose_rows(rules: LooseRules) -> list[int]:
-    return [row for row in range(NUM_ROWS) if rules.any_loose(np.array([row]))]
-
-
-def test_a_request_is_loose_between_its_prefill_and_its_end(made):
-    """Catches: a rule before relevance can be measured, one that a row's next request finds, a choice that is lost.
-
-    Who is strict against its wish is counted: a wrong parameter must not end the engine, nor a tool call be loosened.
-    """
-    rules, every = made.rules, np.arange(NUM_ROWS)
-    rules.add(arrival(0))
-    rules.add(arrival(1, scorer="fly"))
-    rules.add(arrival(2, scorer="strict"))
-    rules.add(NewRequest("pooling", 3, [], [], None))
-    assert [rules.needs_relevance(row) for row in range(NUM_ROWS)] == [True, False, False, False]
-    assert loose_rows(rules) == [1] and not rules.any_by_relevance(every)
-    for row in range(NUM_ROWS):
-        rules.ready(row)
-    assert loose_rows(rules) == [0, 1] and rules.any_by_relevance(every)
-    rules.remove(0)
-    rules.add(arrival(1))
-    assert loose_rows(rules) == [] and not rules.needs_relevance(0) and rules.needs_relevance(1)
-    assert made.counted == []
-    rules.remove(1)
-    rules.add(arrival(0, lamda=1))
-    rules.add(arrival(1, calls_tools=True))
-    assert made.counted == ["strict_error", "strict_tools"]
-    assert loose_rows(rules) == [] and not rules.needs_relevance(1)
-
-
 def part(drafts: list[int], relevance: list[float] | None = None) -> VerifySlice:
     """Return a chain of row 1, the first of `drafts` its root."""
     n = len(drafts)
@@ -88,9 +58,7 @@ def part(drafts: list[int], relevance: list[float] | None = None) -> VerifySlice
 
 def test_what_no_mismatch_may_touch(made):
     """Protected drafts and targets, what a request forbids, what follows its end, relevance that nobody measured.
-
-    Catches: a bit of a neighbouring token, a stop token of the row's last request, words of the knobs before.
-    """
+    Catches: a bit of a neighbouring token, a stop token of the row's last request, words of the knobs before."""
     rules = made.rules
     target = torch.tensor([1, 1, 9, 1, 1, 1, 1])  # after each row; the draft of row i is compared with that of i - 1
     logits = torch.zeros(7, VOCAB_SIZE)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.unit.drafting.fake_draft import candidates
 from vllm_vidspec.engine.draft import score_blocks
 from vllm_vidspec.engine.draft.chains import ChainDrafter
-from vllm_vidspec.engine.draft.score_blocks import SCORE_BYTES, blocks
+from vllm_vidspec.engine.draft.score_blocks import SCORE_BYTES
 from vllm_vidspec.engine.draft.trees import TreeDrafter
 
 NUM_REQS, WIDTH, VOCAB_SIZE, HIDDEN_SIZE = 1024, 8, 152_064, 16
@@ -123,21 +123,10 @@ def test_blocks_change_nothing(monkeypatch, drafter, width, rows_per_block):
     assert all(torch.equal(a, b) for a, b in zip(draft(*args), whole, strict=True))
 
 
-def test_blocks_cover_every_row_once(monkeypatch):
-    """Catches: an empty block, a row twice, a vocabulary too large for one block."""
-    monkeypatch.setattr(score_blocks, "SCORE_BYTES", 100)
-    for num_rows, vocab_size, expected in ((1, 1000, 1), (3, 1000, 3), (5, 5, 1), (6, 5, 2)):
-        found = blocks(num_rows, vocab_size)
-        assert [row for block in found for row in range(block.start, block.stop)] == list(range(num_rows))
-        assert len(found) == expected
-
-
 @pytest.mark.parametrize(("drafter", "width"), [(ChainDrafter, 1), (TreeDrafter, WIDTH)])
 def test_memory_of_a_large_batch(monkeypatch, drafter, width):
     """1,024 requests, 152,064 tokens: at most three times the stated bytes at once; in one piece it would be gigabytes.
-
-    Counted on meta tensors, which have sizes and no memory. Catches: scores of a whole batch, blocks kept alive.
-    """
+    Counted on meta tensors, which have sizes and no memory. Catches: scores of a whole batch, blocks kept alive."""
     args = (drafter, NUM_REQS, width, "meta", VOCAB_SIZE, torch.bfloat16)
     with LiveBytes() as bounded:
         draft(*args)

@@ -1,4 +1,4 @@
-"""The speculator's loop by itself: what it tells the drafter of a step, and what it forgets with a request."""
+"""What the speculator's loop tells the drafter, and who is given up; rows, batches and knobs; see tests/properties."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.engine.fakes import ALONE, CPU, NUM_ROWS, Calls, make_knobs, new_request
+from tests.unit.engine.fakes import ALONE, CPU, NUM_ROWS, make_knobs, new_request
 from tests.unit.engine.fakes import NUM_TOKENS as PROMPT_LEN
-from vllm_vidspec.config import Plan
+from vllm_vidspec.config import Plan, VidSpecConfig
+from vllm_vidspec.engine.backend import Step
 from vllm_vidspec.engine.draft.backend import LocalBackend
 from vllm_vidspec.engine.draft.messages import Admission, Drafts, Prefilled
 from vllm_vidspec.engine.failures import DraftFailures
-from vllm_vidspec.engine.parallel.timeline import Timeline
 from vllm_vidspec.engine.requests import Phase, RequestRows
 from vllm_vidspec.engine.speculator import Speculator
-from vllm_vidspec.engine.target_step import Step
+from vllm_vidspec.errors import VidSpecError
 
 K = 3
 
@@ -49,7 +49,7 @@ class World:
         knobs, model = make_knobs(**config), SimpleNamespace(device=CPU)
         failures = DraftFailures(knobs, ALONE, self.requests, self.counters)
         self.backend = LocalBackend(
-            None, knobs, model, self.requests, req_states, None, None, self.counters, ALONE, failures, Timeline()
+            None, knobs, model, self.requests, req_states, None, None, self.counters, ALONE, failures
         )  # fmt: skip
         self.backend._drafter = self.drafter
         self.speculator = Speculator(knobs, self.requests, None, self.counters, failures, self.backend)
@@ -58,7 +58,7 @@ class World:
         for row in range(NUM_ROWS):
             self.requests.add(new_request(row, ""))
 
-    def propose(self, rows: list[int], num_drafts: list[int] | None = None, computed: int = PROMPT_LEN) -> list[list]:
+    def propose(self, rows: list[int], num_drafts: list[int] | None = None) -> list[list]:
         """Run the loop after a step of these rows; `num_drafts` were verified, real ones or placeholders."""
         idx_mapping_np, drafts = np.array(rows), None if num_drafts is None else np.array(num_drafts)
         batch = SimpleNamespace(
@@ -67,7 +67,7 @@ class World:
             idx_mapping=torch.from_numpy(idx_mapping_np),
             idx_mapping_np=idx_mapping_np,
             num_draft_tokens_per_req=drafts,
-            num_computed_tokens_np=np.full(len(rows), computed - 1),
+            num_computed_tokens_np=np.full(len(rows), PROMPT_LEN - 1),
             num_scheduled_tokens=1 + (0 if drafts is None else drafts),
             prefill_len_np=np.full(len(rows), PROMPT_LEN),
             seq_lens_cpu_upper_bound=torch.full((len(rows),), PROMPT_LEN + 1),
@@ -83,27 +83,11 @@ class World:
         told = message.was_verified
         return [True] * len(message.idx_mapping_np) if told is None else told.tolist()
 
-    def forgotten(self) -> list[int]:
-        return [call.args[0] for call in self.drafter.remove.call_args_list]
-
-
-def test_a_request_is_drafted_for_from_the_step_that_ends_its_prefill():
-    """Catches: drafts for a prompt that the target has not read, a row that is not told what is in flight."""
-    world = World()
-    assert world.propose([2, 0], computed=PROMPT_LEN - 1) == [[0] * K] * 2
-    assert (world.requests.phase == Phase.UNSEEN).all() and not world.requests.has_draft.any()
-    assert world.propose([2, 0]) == [[1] * K] * 2
-    assert world.requests.phase.tolist() == [Phase.DRAFTING, Phase.UNSEEN, Phase.DRAFTING, Phase.UNSEEN]
-    assert world.requests.has_draft.tolist() == world.requests.has_draft_np.tolist() == [True, False, True, False]
-    assert world.requests.num_drafts(K).tolist() == [K, 0, K, 0]
-
 
 def test_placeholders_are_no_drafts():
     """A request that begins on a row whose last one was drafted for, with K placeholders verified in its first step.
-
     Catches: a flag that outlives its request, so that placeholders count as drafts that failed, and the policy learns a
-    false acceptance of 0.
-    """
+    false acceptance of 0."""
     world = World()
     world.propose([2, 0, 1])
     world.propose([2, 0, 1], [K, 0, K])
@@ -111,34 +95,9 @@ def test_placeholders_are_no_drafts():
     world.propose([2, 0, 1])
     assert world.was_verified() == [False, False, False]
     world.requests.remove(2)
-    assert world.requests.has_draft.tolist() == [True, True, False, False] and world.forgotten() == [2]
     world.requests.add(new_request(2, ""))
     world.propose([2, 0, 1], [K, K, K])
     assert world.was_verified() == [False, True, True]
-
-
-def test_a_batch_too_large_for_drafts_rests():
-    """Three requests draft nothing, two draft: the draft is not called at all in between, and told where to go on.
-
-    Catches: a draft forward in a step whose drafts nobody wants; a request that drafts on text which it has not read; a
-    draft's length that is known for sure only where the scheduler does not run ahead.
-    """
-    table = [[1, 1, "tree-static", K], [2, 2, "chain", 1], [3, 4, "none", 0]]
-    world = World(draft="auto", draft_table=table, tree_paths=[[0], [1], [2]])
-    world.propose([2, 0])
-    world.propose([2])
-    shapes = [(message.shape, message.max_drafts) for (message,), _ in world.drafter.draft.call_args_list]
-    assert shapes == [("chain", 1), ("tree-static", K)]
-    world.drafter.prefill = world.drafter.draft = mock.Mock(side_effect=AssertionError("nothing is to be run"))
-    for _ in range(2):
-        assert not np.any(world.propose([2, 0, 1], [1, 1, 0]))
-    assert world.requests.phase.tolist() == [Phase.PREFILLING] * 3 + [Phase.UNSEEN]
-    assert not world.requests.has_draft.any() and not world.requests.num_drafts(K).any()
-    rests = [[argument.tolist() for argument in call.args] for call in world.drafter.requeue.call_args_list]
-    assert rests == [[[2, 0], [PROMPT_LEN - 1 - K] * 2]]
-    world.drafter.prefill, world.drafter.draft = recording_drafter().prefill, recording_drafter().draft
-    assert world.propose([2, 0], [0, 0]) == [[1] * K] * 2 and world.was_verified() == [False, False]
-    assert world.requests.phase.tolist() == [Phase.DRAFTING, Phase.PREFILLING, Phase.DRAFTING, Phase.UNSEEN]
 
 
 @pytest.mark.parametrize(
@@ -157,54 +116,6 @@ def test_what_is_not_drafted_for(change, reason, is_counted):
     assert [call.args[:2] for call in world.counters.skip.call_args_list] == [(reason, "request-1")] * is_counted
 
 
-@pytest.mark.parametrize("what", ["refused", "draft_error"])
-def test_a_request_that_is_given_up_goes_on_without_drafts(what):
-    """Catches: blocks of a request that is given up and stays, a flag of drafts that are no more."""
-    world = World()
-    world.drafter.add.return_value = Admission.REFUSED if what == "refused" else Admission.ADMITTED
-    world.propose([1, 3])
-    if what == "draft_error":
-        world.drafter.draft.side_effect = ValueError("no")
-    world.propose([1, 3])
-    assert world.requests.phase.tolist() == [Phase.UNSEEN, Phase.SKIPPED, Phase.UNSEEN, Phase.SKIPPED]
-    assert world.requests.skip_reason == [None, what, None, what] and not world.requests.has_draft.any()
-    assert world.forgotten() == [1, 3]
-    assert world.propose([1, 3]) == [[0] * K] * 2
-    if what == "draft_error":  # or it stops the engine
-        strict = World(on_draft_error="raise")
-        strict.drafter.draft.side_effect = ValueError("no")
-        with pytest.raises(ValueError, match="no"):
-            strict.propose([1])
-
-
-def counted(world: World, name: str) -> int:
-    return sum((call.args[1:] or (1,))[0] for call in world.counters.add.call_args_list if call.args[0] == name)
-
-
-def test_who_outgrows_the_pool_waits_with_its_blocks():
-    """Room for one of three: two wait, holding what they have, and go on where they were when there is room.
-
-    Catches: a decision that is final; blocks given back by who only waits; a request that drafts on text that its draft
-    has not read.
-    """
-    world = World()
-    world.propose([0, 1, 3])
-    world.drafter.reserve = lambda rows, bound: rows == 1
-    drafts = world.propose([0, 1, 3])
-    assert world.requests.phase.tolist() == [Phase.PREFILL_STALLED, Phase.DRAFTING, Phase.UNSEEN, Phase.PREFILL_STALLED]
-    assert drafts == [[0] * K, [1] * K, [0] * K]
-    assert world.requests.has_draft.tolist() == [False, True, False, False]
-    assert [call.args[0].tolist() for call in world.drafter.requeue.call_args_list] == [[0], [3]]
-    world.propose([0, 1, 3])
-    assert counted(world, "waiting_drafts") == 2 and world.forgotten() == []
-    world.drafter.reserve = lambda rows, bound: rows != 0
-    assert world.propose([0, 1, 3]) == [[0] * K, [1] * K, [1] * K]
-    assert counted(world, "resumed_drafts") == 1
-    world.drafter.reserve = lambda rows, bound: np.ones(len(rows), dtype=bool)
-    assert world.propose([0, 1, 3]) == [[1] * K] * 3
-    assert world.drafter.requeue.call_count == 2 and world.counters.skip.call_count == 0
-
-
 def test_of_those_who_all_wait_the_largest_gives_up():
     """Catches: requests that wait for each other for good."""
     world = World()
@@ -212,24 +123,16 @@ def test_of_those_who_all_wait_the_largest_gives_up():
     world.drafter.reserve = lambda rows, bound: np.zeros(len(rows), dtype=bool)
     world.propose([0, 1, 3])
     assert world.requests.phase.tolist() == [Phase.PREFILL_STALLED, Phase.SKIPPED, Phase.UNSEEN, Phase.PREFILL_STALLED]
-    assert world.forgotten() == [1] and world.requests.skip_reason[1] == "pool_full"
+    assert world.requests.skip_reason[1] == "pool_full"
     assert [call.args[:2] for call in world.counters.skip.call_args_list] == [("pool_full", "request-1")]
 
 
 def test_who_finds_no_room_for_its_prompt_tries_again():
-    """Its prompt is kept, and tried when blocks have come free, not at every step; aborted, it is forgotten.
-
-    Catches: a prompt that is planned in vain at every step, or lost; one that is shown to the draft after its end.
-    """
+    """Catches: a prompt that is planned in vain at every step, or lost; one that is tried for ever."""
     world = World()
     world.drafter.add.side_effect = lambda message, bound: Admission.FULL if message.req_state_idx else 1
     assert world.propose([0, 1, 3]) == [[1] * K, [0] * K, [0] * K]
-    assert world.requests.phase.tolist() == [
-        Phase.DRAFTING,
-        Phase.WAITING_FOR_BLOCKS,
-        Phase.UNSEEN,
-        Phase.WAITING_FOR_BLOCKS,
-    ]
+    assert world.requests.phase.tolist() == [Phase.DRAFTING, waiting := Phase.WAITING_FOR_BLOCKS, Phase.UNSEEN, waiting]
     assert [call.args[0] for call in world.counters.skip.call_args_list] == ["pool_full"] * 2
     world.propose([0, 1, 3])
     assert world.drafter.add.call_count == 3, "no block has come free"
@@ -239,16 +142,29 @@ def test_who_finds_no_room_for_its_prompt_tries_again():
     assert world.propose([0, 1]) == [[1] * K] * 2
     message, bound = world.drafter.add.call_args.args
     assert message.req_id == "request-1" and bound == PROMPT_LEN + 2
-    assert counted(world, "resumed_drafts") == 1 and world.counters.skip.call_count == 2
-
-
-def test_nobody_tries_for_ever():
-    world = World()
-    world.drafter.add.return_value = Admission.FULL
+    assert world.counters.skip.call_count == 2
+    patient = World()
+    patient.drafter.add.return_value = Admission.FULL
     for blocks in range(40):
-        world.drafter.kv.num_free_blocks = blocks
+        patient.drafter.kv.num_free_blocks = blocks
+        patient.propose([1])
+    assert patient.requests.phase[1] == Phase.SKIPPED and 10 < patient.drafter.add.call_count < 20
+
+
+def test_an_error_of_the_draft_stops_an_engine_that_is_to_raise():
+    world = World(on_draft_error="raise")
+    world.drafter.draft.side_effect = ValueError("no")
+    with pytest.raises(ValueError, match="no"):
         world.propose([1])
-    assert world.requests.phase[1] == Phase.SKIPPED and 10 < world.drafter.add.call_count < 20
+
+
+def test_running_requests_and_what_they_have_shown_are_given_up():
+    """Before sleep. Catches: rows that have not begun and are given up too; embeddings that outlive their memory."""
+    world = World()
+    world.requests.enter(slice(None), [Phase.DRAFTING, Phase.UNSEEN, Phase.SKIPPED, Phase.PREFILLING])
+    world.backend.give_up_all()
+    assert world.requests.phase.tolist() == [Phase.SKIPPED, Phase.UNSEEN, Phase.SKIPPED, Phase.SKIPPED]
+    assert [name for name, *_ in world.drafter.mock_calls] == ["remove", "remove", "forget_media"]
 
 
 def test_rows_are_trees_before_a_draft_that_may_fail():
@@ -259,30 +175,6 @@ def test_rows_are_trees_before_a_draft_that_may_fail():
     world.drafter.draft.side_effect = ValueError("no")
     world.propose([1])
     assert [name for name, *_ in trees.mock_calls] == ["expect", "remove"]
-
-
-def test_what_follows_from_a_batch_is_told_by_its_cohort():
-    """A request goes and another takes its row, or the batch changes: the drafter must not keep what it knew.
-
-    Catches: a draft_batch of rows whose requests are others; the drafts of the one before told to be the next one's.
-    """
-    world = World()
-    draft_batches = []
-
-    def propose(rows: list[int]) -> None:
-        world.drafter.draft.reset_mock()
-        world.propose(rows, num_drafts=[K] * len(rows))
-        draft_batches.append(world.drafter.draft.call_args.args[0].draft_batch)
-
-    for rows in ([2, 0], [2, 0], [2, 0]):
-        propose(rows)
-    assert draft_batches[1] is draft_batches[2] and world.was_verified() == [True, True]
-    world.requests.remove(0)
-    world.requests.add(new_request(0, ""))
-    propose([2, 0])
-    assert draft_batches[3] is not draft_batches[2] and world.was_verified() == [True, False]
-    propose([0, 2])
-    assert draft_batches[4] is not draft_batches[3] and world.was_verified() == [True, True]
 
 
 def test_a_step_that_verifies_drafts_is_done_with_its_prefill():
@@ -299,14 +191,94 @@ def test_a_step_that_verifies_drafts_is_done_with_its_prefill():
     assert step.is_done.tolist() == [True, False] and step.bound.tolist() == [11, 9]
 
 
-def test_running_requests_are_given_up():
-    """Catches: rows that keep blocks, or draft on; rows that have not begun and are given up too."""
-    world = World()
-    world.requests.enter(slice(None), [Phase.DRAFTING, Phase.UNSEEN, Phase.SKIPPED, Phase.PREFILLING])
-    drafter, guidance, trees = observed = [Calls(), Calls(), Calls()]
-    world.backend._drafter = drafter
-    world.requests.register(drafting=[guidance, trees])
-    world.backend.give_up_all()
-    assert world.requests.phase.tolist() == [Phase.SKIPPED, Phase.UNSEEN, Phase.SKIPPED, Phase.SKIPPED]
-    released = [("remove", 0), ("remove", 3)]
-    assert observed == [[("remove", 0), ("remove", 3), ("forget_media",)], released, released]
+def test_a_step_without_news_uploads_nothing(monkeypatch):
+    requests, uploads = RequestRows(2, CPU), []
+    monkeypatch.setattr(
+        "vllm_vidspec.engine.requests.async_tensor_h2d",
+        lambda values, device: uploads.append(1) or torch.tensor(values),
+    )
+    rows = np.array([1, 0])
+    requests.enter(1, Phase.DRAFTING)
+    for newcomers in ([], [], [0]):
+        requests.enter(newcomers, Phase.DRAFTING)
+        requests.publish(torch.from_numpy(rows), REQ_IDS, requests.draft_batch(rows, np.ones(2, dtype=bool)), None)
+    assert len(uploads) == 2 and requests.has_draft.tolist() == [True, True]
+
+
+ALL_DONE = np.array([True, True])
+REQ_IDS = ["a", "b", "c", "d"]
+ROWS = np.array([2, 0])
+
+
+def drafting() -> RequestRows:
+    """Return rows of which three are drafted for."""
+    requests = RequestRows(5, CPU)
+    requests.enter([0, 1, 2], Phase.DRAFTING)
+    return requests
+
+
+CHANGES = {
+    "a request comes": lambda requests: requests.add(new_request(4)),
+    "a request goes": lambda requests: requests.remove(1),
+    "a request is skipped": lambda requests: requests.skip(1, "pool_full"),
+    "a request is drafted for": lambda requests: requests.enter(3, Phase.DRAFTING),
+    "the batch has another order": lambda requests: requests.draft_batch(ROWS[::-1], ALL_DONE),
+    "the batch has more requests": lambda requests: requests.draft_batch(np.array([2, 0, 1]), np.ones(3, dtype=bool)),
+    "a prefill goes on": lambda requests: requests.draft_batch(ROWS, np.array([True, False])),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_cohort_lasts_until_something_changes(change):
+    """Catches: what is kept of a batch's rows, and used for others, or for the row's next request."""
+    requests = drafting()
+    before = requests.draft_batch(ROWS, ALL_DONE)
+    assert requests.draft_batch(ROWS.copy(), ALL_DONE) is before
+    CHANGES[change](requests)
+    after = requests.draft_batch(ROWS, ALL_DONE)
+    assert after is not before and requests.draft_batch(ROWS, ALL_DONE) is after
+    assert after.is_whole and after.drafted_np.tolist() == [2, 0] and after.is_drafted.tolist() == [True, True]
+
+
+def test_a_cohort_is_of_those_that_are_drafted_for():
+    requests = drafting()
+    requests.enter(2, Phase.PREFILLING)
+    found = requests.draft_batch(np.array([1, 2, 0]), np.array([True, True, False]))
+    assert found.places_np.tolist() == [0] and found.drafted_np.tolist() == [1] and not found.is_whole
+    assert requests.draft_batch(np.array([1, 2, 0]), np.ones(3, dtype=bool)).drafted_np.tolist() == [1, 0]
+    with pytest.raises(ValueError, match="read-only"):
+        requests.phase[2] = Phase.DRAFTING
+
+
+def test_knobs_change_for_everybody_or_for_nobody():
+    """Catches: a part that keeps the old value, and half a change where a part refuses the new one."""
+    held, observed = make_knobs(prune_ratio=0.5), []
+
+    def hear(config: VidSpecConfig) -> None:
+        observed.append(config.prune.ratio_for("video"))
+        if config.prune.ratio_for("video") > 0.9:
+            raise VidSpecError("too much")
+
+    held.on_change(hear)
+    held.retune({"prune_ratio": 0.7, "frames_as_video": "never"})
+    assert held.current.prune.min_run is None and held.pruning["frames_as_video"] == "never"
+    held.retune({"prune": {"frames_as_video": "always"}})
+    assert held.current.prune.min_run == 2
+    assert held.current.prune.ratio_for("video") == 0.7
+    with pytest.raises(VidSpecError, match="too much"):
+        held.retune({"prune_ratio": 0.95})
+    assert held.current.prune.ratio_for("video") == 0.7 and observed == [0.7, 0.7, 0.95, 0.7]
+
+
+@pytest.mark.parametrize(
+    ("start", "change", "line"),
+    [
+        ({}, {"num_speculative_tokens": 3}, "num_speculative_tokens cannot change while the engine runs"),
+        ({}, {"lambda_loose": 0.1}, "lambda_loose cannot change"),  # nothing is loose here
+        ({"scorer": "fly"}, {"scorer": "loose"}, "keeps no hidden states"),
+        ({}, {"prune_ratio": 2.0}, "prune_ratio"),
+    ],
+)
+def test_what_cannot_change(start, change, line):
+    with pytest.raises(VidSpecError, match=line):
+        make_knobs(**start).retune(change)

@@ -25,18 +25,16 @@ FORK = [0, 0, 1]  # parents: two children of the root, and one of the first
 class Target:
     """A layer, its cache, a model state, and the batches of four persistent rows, of which some hold trees."""
 
-    def __init__(self, num_axes: int = 3, seed: int = 0, in_trees: bool = True):
-        torch.manual_seed(seed)
+    def __init__(self, in_trees: bool = True):
+        torch.manual_seed(0)
         self.layer = fakes.attention_layer(HEADS, 1, HEAD_SIZE)
         # Rope positions differ from slots by 100 times the axis.
-        self.rope = torch.zeros(num_axes, MAX_TOKENS, dtype=torch.int64)
-        self.is_flat = num_axes == 1
+        self.rope = torch.zeros(3, MAX_TOKENS, dtype=torch.int64)
         self.state = fakes.model_state()
-        if not self.is_flat:
-            self.state.prepare_inputs = lambda input_batch, req_states: {
-                "positions": self.rope[:, : len(input_batch.positions)]
-            }
-            self.state.prepare_dummy_inputs = lambda num_reqs, num_tokens: {"positions": self.rope[:, :num_tokens]}
+        self.state.prepare_inputs = lambda input_batch, req_states: {
+            "positions": self.rope[:, : len(input_batch.positions)]
+        }
+        self.state.prepare_dummy_inputs = lambda num_reqs, num_tokens: {"positions": self.rope[:, :num_tokens]}
         self.requests = RequestRows(MAX_REQS, CPU)
         attention = TreeAttention([self.layer], CPU)
         self.trees = TargetTrees(attention, self.state, self.requests, K, MAX_TOKENS, CPU, in_trees=in_trees)
@@ -141,10 +139,8 @@ def check_replay(here: Target) -> None:
 
 
 def test_a_replay_serves_whatever_batch_comes(captured):
-    """A captured forward of trees verifies trees, chains and padding alike, as the eager one does.
-
-    Catches: a chain under the mask of a tree, a prefix of the capture, a row of padding that is still the last batch's.
-    """
+    """A captured forward of trees verifies trees, chains and padding alike, as the eager one does. Catches: a chain
+    under the mask of a tree, a prefix of the capture, a row of padding that is still the last batch's."""
     check_replay(captured)
 
 
@@ -179,87 +175,6 @@ def test_planted_bug_is_caught(captured, monkeypatch, mutation):
     mutation(monkeypatch)
     with pytest.raises(AssertionError):
         check_replay(captured)
-
-
-@pytest.mark.parametrize("num_axes", [1, 3])
-def test_nodes_stand_at_their_depths(num_axes):
-    """Catches: positions of 1-D models written into the batch's own, which slots and the sampler read; an axis left
-    out; a prompt's positions touched; positions where a captured forward does not look.
-    """
-    here = Target(num_axes)
-    here.plant(2)
-    batch = here.batch([0, 2, 1], [K + 1, K + 1, 7], num_drafts=None)
-    batch.num_draft_tokens_per_req = np.array([K, K, 0])
-    before = batch.positions.clone()
-    got = here.prepare(batch)
-    assert batch.positions.equal(before)
-    expected = before.clone()
-    expected[4:8] = 11 + torch.tensor([0, 1, 1, 2])
-    for axis in range(num_axes):
-        assert (got if here.is_flat else got[axis]).tolist() == (expected + 100 * axis).tolist()
-    captured = here.state.prepare_dummy_inputs(3, len(before))["positions"]
-    assert captured.data_ptr() == got.data_ptr() and captured.stride() == got.stride()
-
-
-def test_a_mixed_batch_keeps_its_prompts():
-    """Beside a prompt vLLM's attention runs first, and tree attention takes the short requests; without a tree it does
-    not run at all. A grid without one is a grid of chains.
-    """
-    here = Target()
-    query = torch.randn(15, HEADS * HEAD_SIZE)
-    long = here.batch([0, 2, 1], [K + 1, K + 1, 7], num_drafts=None)
-    long.num_draft_tokens_per_req = np.array([K, K, 0])
-    here.prepare(long)
-    assert here.trees.attention.step is None and not here.trees.is_active
-    here.plant(2)
-    here.prepare(long)
-    out = here.attend(query, num_reqs=3)
-    for at, (row, parents) in enumerate([(0, None)] * 4 + [(2, FORK)] * 4):
-        assert torch.allclose(out[at], here.expected(query[at], row, at % 4, parents), atol=1e-5)
-    assert (out[8:] == -1).all() and here.trees.is_active
-    here.trees.remove(2)
-    here.prepare(here.batch([0, 2], [K + 1] * 2))
-    assert here.trees.attention.step.is_whole_batch and not here.trees.is_active
-    here.prepare(here.batch([0, 2], [1, 1], num_drafts=None))
-    assert here.trees.attention.step is None
-
-
-def test_a_batch_of_short_requests_is_all_ours():
-    """Requests of one row, of some and of K + 1, whether trees or chains: vLLM's own attention stays out.
-
-    Catches: windows of any length, or requests without drafts, that send a whole batch to the backend; a row of one
-    request under the mask of another.
-    """
-    here = Target(in_trees=False)
-    counts = {0: K + 1, 2: 1, 1: 2}
-    batch = here.batch(list(counts), list(counts.values()))
-    here.prepare(batch)
-    assert here.trees.attention.step.is_whole_batch and not here.trees.is_active
-    query = torch.randn(sum(counts.values()) + 2, HEADS * HEAD_SIZE)
-    out, at = here.attend(query, num_reqs=3), 0
-    for row, count in counts.items():
-        for node in range(count):
-            assert torch.allclose(out[at], here.expected(query[at], row, node, None), atol=1e-5), (row, node)
-            at += 1
-    assert (out[at:] == -2).all(), "padding is nobody's"
-
-
-def test_where_only_chains_are_drafted_nothing_else_is_taken():
-    """Catches: prompts computed twice, in a graph or out of it; KV that moves; a second KV cache group refused."""
-    here = Target(in_trees=False)
-    here.trees.init_kv(SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=[None, None])))
-    assert not hasattr(here.trees, "caches")
-    long = here.batch([0, 2, 1], [K + 1, K + 1, 7], num_drafts=None)
-    long.num_draft_tokens_per_req = np.array([K, K, 0])
-    here.prepare(long)
-    assert here.trees.attention.step is None
-    here.trees.compact()  # finds nothing to move
-    for counts, longest, is_ours in (([K + 1] * 2, K + 1, True), ([2] * 4, 8, False), ([1] * 4, 1, False)):
-        dummy = here.batch(list(range(len(counts))), counts, num_drafts=None)
-        dummy.max_query_len = longest
-        here.prepare(dummy, for_capture=True)
-        assert (here.trees.attention.step is not None) == is_ours, counts
-        here.trees.after_forward(NOTHING)
 
 
 @pytest.mark.parametrize(

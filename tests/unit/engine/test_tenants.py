@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from tests.unit.engine.fakes import HIDDEN, VIDEO, batch_of, in_list, new_request
-from tests.unit.engine.listening import make_guidance, make_states
+from tests.unit.engine.listening import hear, make_guidance, make_states
 from vllm_vidspec.engine import scheduling
 from vllm_vidspec.engine.compat import scheduler
 from vllm_vidspec.engine.hooks import prompts, visual_states
 from vllm_vidspec.engine.hooks.attention import AttentionGuidance
 from vllm_vidspec.engine.hooks.hidden_states import HiddenStateGuidance
-from vllm_vidspec.engine.hooks.keys import content_keys
+from vllm_vidspec.engine.hooks.prompts import content_keys
 from vllm_vidspec.engine.hooks.protocol import Forward
 
 FIRST = {"cache_salt": "first tenant"}
@@ -42,13 +42,7 @@ def guided(kind, monkeypatch, whose: dict) -> tuple[str, ...]:
     guidance.reserve(1 << 20)
     hooks = in_list(guidance, on_draft_error="raise")
     hooks.add(asking(0, **FIRST))
-    hooks.before_forward(batch_of(0))
-    step = getattr(guidance, "_step", None)
-    if step is not None:
-        step.sums += torch.arange(step.sums.shape[1])
-        step.num_observed += 1
-    states = torch.rand(8, HIDDEN)
-    hooks.after_forward(Forward(states, [states, states]))
+    hear(hooks, guidance, batch_of(0))
     assert guidance.take(0).wait().outcome == ("guided_prompts",)
     hooks.add(asking(1, **whose))
     return guidance.take(1).wait().outcome

@@ -1,4 +1,4 @@
-"""Which layers' chains take tree attention: by what a backend says of itself, on stand-ins of both versions' shapes."""
+"""Whose attention it is: which layers' chains take tree attention; the sums that guidance takes from a layer's own."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -6,27 +6,21 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("vllm")
 from tests.unit.engine import fakes
 from vllm_vidspec.engine import tree_attention
 from vllm_vidspec.engine.compat import backends
+from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.errors import VidSpecError
 
-
-class Lines(list):
-    """Stands in for the logger: keeps its lines."""
-
-    def info_once(self, text: str, *args) -> None:
-        self.append(("info", text % args))
-
-    def warning_once(self, text: str, *args) -> None:
-        self.append(("warning", text % args))
+LEVELS = ("info", "warning")
 
 
 @pytest.fixture(autouse=True)
 def lines(monkeypatch):
-    lines = Lines()
-    monkeypatch.setattr(tree_attention, "logger", lines)
+    """What the logger is told, by level."""
+    lines = []
+    log = {f"{level}_once": lambda text, *args, level=level: lines.append((level, text % args)) for level in LEVELS}
+    monkeypatch.setattr(tree_attention, "logger", SimpleNamespace(**log))
     return lines
 
 
@@ -58,16 +52,15 @@ def triton_layer(monkeypatch, bound: int | None):
     return layer
 
 
-def config_of(use_ubatching: bool = False, fuse_attn_quant: bool = False):
-    return SimpleNamespace(
+def make(
+    *layers, num_rows: int = 6, in_trees: bool = False, use_ubatching: bool = False, fuse_attn_quant: bool = False
+):
+    config = SimpleNamespace(
         parallel_config=SimpleNamespace(use_ubatching=use_ubatching),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(fuse_attn_quant=fuse_attn_quant)),
     )
-
-
-def make(*layers, num_rows: int = 6, in_trees: bool = False, **config):
     return tree_attention.make_attention(
-        layers, config_of(**config), fakes.CPU, num_rows=num_rows, in_trees=in_trees, whose="target"
+        layers, config, fakes.CPU, num_rows=num_rows, in_trees=in_trees, whose="target"
     )
 
 
@@ -87,22 +80,12 @@ def test_flash_attention_by_its_version(version, rows):
 
 @pytest.mark.parametrize("bound", [None, 8])
 def test_tritons_kernel_by_its_bound(monkeypatch, bound):
-    """0.32 has no constant and splits for single rows alone; 0.33 names 8.
-
-    Catches: a bound that is off by one, or looked up where it is not.
-    """
+    """0.32 has no constant and splits for single rows alone; 0.33 names 8. Catches: a bound that is off by one, or
+    looked up where it is not."""
     layer = triton_layer(monkeypatch, bound)
     most = bound or 1
     assert backends.splits_keys(layer, most) and not backends.splits_keys(layer, most + 1)
     assert make(layer, num_rows=most) is None and make(layer, num_rows=most + 1) is not None
-
-
-def test_other_backends_keep_their_chains(lines):
-    for name in ("CPU_ATTN", "FLASHINFER", "FLEX_ATTENTION"):
-        layer = fakes.attention_layer()
-        layer.get_attn_backend = lambda name=name: SimpleNamespace(get_name=lambda: name)
-        assert make(layer) is None
-    assert not lines
 
 
 @pytest.mark.parametrize(
@@ -118,10 +101,8 @@ def test_other_backends_keep_their_chains(lines):
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_what_tree_attention_cannot_do_stays_with_the_backend(monkeypatch, lines, changes, config, wanted):
-    """A chain loses time alone, and one line says so; its layer's forward is not touched.
-
-    Catches: a set-up that chains serve today refused or answered wrongly; silence.
-    """
+    """A chain loses time alone, and one line says so; its layer's forward is not touched. Catches: a set-up that chains
+    serve today refused or answered wrongly; silence."""
     if config.pop("batch_invariant", False):
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     layer = flash_layer(2)
@@ -151,10 +132,69 @@ def test_trees_take_every_layer_or_none():
         make(flash_layer(3, kv_cache_dtype="fp8"), in_trees=True)
 
 
-def test_a_forward_that_nobody_planned_is_the_backends():
-    """Catches: prompts, dummy runs and single rows taken from the backend."""
-    made = make(flash_layer(2))
-    (layer,) = made.layers
-    out = torch.zeros(3, 8)
-    layer.impl.forward(layer, out, None, None, None, SimpleNamespace(block_table=None), out)
-    assert (out == -1).all()
+NUM_HEADS, HEAD_SIZE, NUM_TOKENS = 4, 8, 6
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """A module as vLLM's FlashAttention is one: `forward` calls the function by its name there; `calls` says how."""
+    module = ModuleType("a_flash_attention")
+    module.calls = []
+
+    def flash_attn_varlen_func(q, k, v, max_seqlen_q, return_softmax_lse=False, out=None, fa_version=3):
+        module.calls.append(return_softmax_lse)
+        out.copy_(q)
+        return (out, q.sum(dim=2).T.float()) if return_softmax_lse else out
+
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def make_layer(backend, name="FLASH_ATTN", fa_version=3, max_seqlen_q=NUM_TOKENS, num_calls=1, asks=False):
+    class Impl:
+        def forward(self, layer, query, key, value, kv_cache, attn_metadata, output):
+            for _ in range(num_calls):
+                more = {"return_softmax_lse": True} if asks else {}
+                backend.flash_attn_varlen_func(
+                    q=query, k=key, v=value, max_seqlen_q=max_seqlen_q, out=output, fa_version=fa_version, **more
+                )
+            return output
+
+    Impl.__module__ = backend.__name__
+    return SimpleNamespace(impl=Impl(), get_attn_backend=lambda: SimpleNamespace(get_name=lambda: name))
+
+
+def run(layer):
+    """Return the output of one forward and the LSE that its observer hears."""
+    heard = []
+    compat.observe_attention(layer, lambda layer, query, kv_cache, metadata, lse: heard.append(lse))
+    query = torch.arange(NUM_TOKENS * NUM_HEADS * HEAD_SIZE).view(NUM_TOKENS, NUM_HEADS, HEAD_SIZE).float()
+    out = layer.impl.forward(layer, query, None, None, None, object(), torch.empty_like(query))
+    assert torch.equal(out, query)
+    (lse,) = heard
+    return query, lse
+
+
+@pytest.mark.parametrize("fa_version", [2, 3])
+def test_the_calls_own_sums_reach_the_observer(backend, fa_version):
+    """Catches: CUDA paying for a pass over all keys that its own attention has made."""
+    query, lse = run(make_layer(backend, fa_version=fa_version))
+    assert backend.calls == [True]
+    assert torch.equal(lse, query.sum(dim=2).T) and lse.shape == (NUM_HEADS, NUM_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("layer", "calls"),
+    [
+        ({"fa_version": 4}, [False]),
+        ({"max_seqlen_q": 1}, [False]),
+        ({"num_calls": 2}, [True, True]),
+        ({"num_calls": 2, "asks": True}, [True, True]),
+        ({"name": "TRITON_ATTN"}, [False]),
+    ],
+)
+def test_where_there_is_none_the_kernel_finds_it(backend, layer, calls):
+    """Another variant to compile, rows in an order of their own, attention in parts, another backend: no LSE."""
+    assert run(make_layer(backend, **layer))[1] is None
+    assert backend.calls == calls

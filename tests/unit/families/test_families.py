@@ -1,5 +1,6 @@
-"""Families: token grids at true geometry, fallbacks, and which pairs are refused; namespaces and real HF configs."""
+"""Families: token grids at true geometry, fallbacks, and which pairs are refused; on real HF configs."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,6 @@ import torch
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.families import adapter_for, check_pair, check_ranks, check_tokens
-from vllm_vidspec.families.tokens import difference
 from vllm_vidspec.pruning import TokenGrid
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -17,65 +17,30 @@ PINPOINTS = [[384 * a, 384 * b] for a in range(1, 7) for b in range(1, 7)]
 
 
 def changed(config, **changes):
-    """Return the config with other values at some paths, in which __ is a dot; `...` for none at all."""
+    """Return the config with other values at some paths, in which __ is a dot."""
     for path, value in changes.items():
         *parents, leaf = path.split("__")
         holder = config
         for parent in parents:
             holder = getattr(holder, parent)
-        if value is ...:
-            delattr(holder, leaf)
-        else:
-            setattr(holder, leaf, value)
+        vars(holder)[leaf] = value  # past Hugging Face's own checks
     return config
 
 
-def qwen():
-    """The attributes of Qwen2.5-VL-7B that matter."""
-    return SimpleNamespace(
-        architectures=["Qwen2_5_VLForConditionalGeneration"],
-        model_type="qwen2_5_vl",
-        image_token_id=151655,
-        video_token_id=151656,
-        vision_start_token_id=151652,
-        vision_end_token_id=151653,
-        text_config=SimpleNamespace(vocab_size=152064, hidden_size=3584),
-        vision_config=SimpleNamespace(
-            patch_size=14, spatial_merge_size=2, temporal_patch_size=2, in_channels=3, tokens_per_second=2
-        ),
+def qwen(**text):
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={"vocab_size": 152064, "rope_parameters": None} | text, vision_config={"tokens_per_second": 2}
     )
-
-
-def llava():
-    """The attributes of LLaVA-OneVision-7B that matter."""
-    return SimpleNamespace(
-        architectures=["LlavaOnevisionForConditionalGeneration"],
-        model_type="llava_onevision",
-        image_token_index=151646,
-        video_token_index=151647,
-        vision_feature_select_strategy="full",
-        vision_aspect_ratio="anyres_max_9",
-        image_grid_pinpoints=PINPOINTS,
-        text_config=SimpleNamespace(vocab_size=152128, hidden_size=3584),
-        vision_config=SimpleNamespace(model_type="siglip_vision_model", image_size=384, patch_size=14, num_channels=3),
-    )
-
-
-def real_qwen(**text):
-    config = transformers.Qwen2_5_VLConfig(text_config={"vocab_size": 152064, "rope_parameters": None} | text)
     return changed(config, architectures=["Qwen2_5_VLForConditionalGeneration"])
 
 
-def real_llava(**fields):
+def llava(**fields):
     config = transformers.LlavaOnevisionConfig(**fields)
     return changed(config, architectures=["LlavaOnevisionForConditionalGeneration"])
 
 
 SMALL_TOWER = {"model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14}
-NAMES = {qwen: "qwen2.5-vl", real_qwen: "qwen2.5-vl", llava: "llava-onevision", real_llava: "llava-onevision"}
-
-
-# --- which adapter ---
+NAMES = {qwen: "qwen2.5-vl", llava: "llava-onevision"}
 
 
 @pytest.mark.parametrize(("make", "name"), NAMES.items())
@@ -102,9 +67,6 @@ def test_unknown_family(config, shown):
     assert "\n" not in str(caught.value)
 
 
-# --- grids ---
-
-
 def video(*thw):
     return {"video_grid_thw": torch.tensor(thw)}
 
@@ -115,48 +77,40 @@ def frames(num_frames):
 
 IMAGE = {"image_grid_thw": torch.tensor([1, 4, 4])}
 POOLED = {"vision_config": SimpleNamespace(image_size=112, patch_size=14)}
-QWEN, LLAVA = (qwen, real_qwen), (llava, real_llava)
 # Which configs and with what changes, the modality, its data and number of tokens, and the grid.
 GRIDS = [
     # Catches: an unmerged grid, height and width exchanged.
-    (QWEN, {}, "video", video(8, 16, 20), 640, TokenGrid(8, 8, 10)),
-    (QWEN, {}, "video", video([8, 16, 20]), 640, TokenGrid(8, 8, 10)),
-    (QWEN, {}, "video", {"video_grid_thw": [4, 4, 6]}, 24, TokenGrid(4, 2, 3)),
-    (QWEN, {}, "image", {"image_grid_thw": torch.tensor([1, 36, 52])}, 468, TokenGrid(1, 18, 26)),
+    (qwen, {}, "video", video(8, 16, 20), 640, TokenGrid(8, 8, 10)),
+    (qwen, {}, "video", {"video_grid_thw": [4, 4, 6]}, 24, TokenGrid(4, 2, 3)),
+    (qwen, {}, "image", {"image_grid_thw": torch.tensor([1, 36, 52])}, 468, TokenGrid(1, 18, 26)),
     # Does not multiply out (a pruned target, a broken item): one row. Catches: an odd item that fails a request.
-    (QWEN, {}, "video", video(8, 16, 20), 639, TokenGrid(1, 1, 639)),
-    (QWEN, {}, "video", video(8, 16), 32, TokenGrid(1, 1, 32)),
-    (QWEN, {}, "video", video(-8, -16, 20), 640, TokenGrid(1, 1, 640)),
-    (QWEN, {}, "video", {"video_grid_thw": torch.tensor([], dtype=torch.int64)}, 5, TokenGrid(1, 1, 5)),
-    (QWEN, {}, "video", {"video_grid_thw": "nonsense"}, 5, TokenGrid(1, 1, 5)),
-    *((QWEN, {}, "video", {"video_grid_thw": None}, size, TokenGrid(1, 1, size)) for size in (0, 5)),
+    (qwen, {}, "video", video(8, 16, 20), 639, TokenGrid(1, 1, 639)),
+    (qwen, {}, "video", video(8, 16), 32, TokenGrid(1, 1, 32)),
+    (qwen, {}, "video", {"video_grid_thw": "nonsense"}, 5, TokenGrid(1, 1, 5)),
+    *((qwen, {}, "video", {"video_grid_thw": None}, size, TokenGrid(1, 1, size)) for size in (0, 5)),
     # Catches: the other modality's grid taken; a missing key or merge size that raises.
-    ((qwen,), {}, "video", IMAGE, 4, TokenGrid(1, 1, 4)),
-    ((qwen,), {"vision_config__spatial_merge_size": ...}, "image", IMAGE, 4, TokenGrid(1, 1, 4)),
+    (qwen, {}, "video", IMAGE, 4, TokenGrid(1, 1, 4)),
+    (qwen, {"vision_config__spatial_merge_size": None}, "image", IMAGE, 4, TokenGrid(1, 1, 4)),
     # 384 // 14 = 27 patches a side, pooled to 14.
     # Catches: floor instead of ceil in the pooling (13), a forgotten newline, a trailing token in a flat row.
-    (LLAVA, {}, "video", {}, 64 * 196 + 1, TokenGrid(64, 14, 14, 1)),
-    (LLAVA, {}, "video", frames(2), 393, TokenGrid(2, 14, 14, 1)),
-    (LLAVA, {}, "video", frames(3), 393, TokenGrid(1, 1, 393)),  # frames contradict
-    *((LLAVA, {}, "video", {}, size, TokenGrid(1, 1, size)) for size in (0, 1, 392)),
+    (llava, {}, "video", {}, 64 * 196 + 1, TokenGrid(64, 14, 14, 1)),
+    (llava, {}, "video", frames(2), 393, TokenGrid(2, 14, 14, 1)),
+    (llava, {}, "video", frames(3), 393, TokenGrid(1, 1, 393)),  # frames contradict
+    *((llava, {}, "video", {}, size, TokenGrid(1, 1, size)) for size in (0, 1, 392)),
     # Catches: a hard-wired 14 x 14 or stride 2; a config without a vision part that raises.
-    ((llava,), POOLED, "video", {}, 8 * 16 + 1, TokenGrid(8, 4, 4, 1)),
-    ((llava,), {**POOLED, "spatial_pool_stride": 4}, "video", {}, 8 * 4 + 1, TokenGrid(8, 2, 2, 1)),
-    ((llava,), {"vision_config": None}, "video", {}, 129, TokenGrid(1, 1, 129)),
+    (llava, POOLED, "video", {}, 8 * 16 + 1, TokenGrid(8, 4, 4, 1)),
+    (llava, {**POOLED, "spatial_pool_stride": 4}, "video", {}, 8 * 4 + 1, TokenGrid(8, 2, 2, 1)),
+    (llava, {"vision_config": None}, "video", {}, 129, TokenGrid(1, 1, 129)),
     # Catches: an anyres image, whose newlines are interleaved, cut like a video (here even the count would fit).
-    ((llava,), {}, "image", {}, 393, TokenGrid(1, 1, 393)),
+    (llava, {}, "image", {}, 393, TokenGrid(1, 1, 393)),
 ]
 
 
-@pytest.mark.parametrize(("makers", "changes", "modality", "data", "num_tokens", "grid"), GRIDS)
-def test_grids(makers, changes, modality, data, num_tokens, grid):
-    """Catches what the comment above each case says, from namespaces and from real configs."""
-    for make in makers:
-        config = changed(make(), **changes)
-        assert adapter_for(config).item_grid(modality, data, num_tokens, config) == grid
-
-
-# --- pairs ---
+@pytest.mark.parametrize(("make", "changes", "modality", "data", "num_tokens", "grid"), GRIDS)
+def test_grids(make, changes, modality, data, num_tokens, grid):
+    """Catches what the comment above each case says."""
+    config = changed(make(), **changes)
+    assert adapter_for(config).item_grid(modality, data, num_tokens, config) == grid
 
 
 @pytest.mark.parametrize(
@@ -165,14 +119,16 @@ def test_grids(makers, changes, modality, data, num_tokens, grid):
         # Catches: a model that may not draft for itself.
         *((make(), make()) for make in NAMES),
         # Catches: a comparison of what a smaller draft is meant to differ in.
-        (real_qwen(hidden_size=5120, num_hidden_layers=64), real_qwen(hidden_size=3584)),
+        (qwen(hidden_size=5120, num_hidden_layers=64), qwen(hidden_size=3584)),
         # Catches: vocabularies refused that are padded to other sizes, as every released pair's are.
         (qwen(), changed(qwen(), text_config__vocab_size=151936)),
-        (llava(), changed(llava(), text_config__vocab_size=152000)),
         # Catches: two spellings of the same pinpoints refused.
         (llava(), changed(llava(), image_grid_pinpoints=tuple(map(tuple, PINPOINTS)))),
         # Catches: sub-configs that are plain dicts read as missing.
-        (qwen(), changed(qwen(), text_config=vars(qwen().text_config), vision_config=vars(qwen().vision_config))),
+        (
+            qwen(),
+            changed(qwen(), text_config=qwen().text_config.to_dict(), vision_config=qwen().vision_config.to_dict()),
+        ),
     ],
 )
 def test_pairs_that_fit(target, draft):
@@ -220,26 +176,19 @@ def test_each_difference_is_named(make, path, value, label, shown):
 @pytest.mark.parametrize(
     ("target", "draft", "parts"),
     [
-        # Catches: a check that stops at the first problem.
+        # Catches: a check that stops at the first problem; attribute paths that hold for our namespaces only.
         (
             qwen(),
-            changed(qwen(), vision_config__tokens_per_second=4, vision_config__patch_size=16, video_token_id=7),
-            ("tokens per second is 2", "patch size is 14", "video token id is 151656"),
-        ),
-        # Catches: attribute paths that hold for our namespaces only.
-        (
-            real_qwen(),
-            changed(real_qwen(), image_token_id=7, vision_config__spatial_merge_size=4),
+            changed(qwen(), image_token_id=7, vision_config__spatial_merge_size=4),
             ("image token id is 151655", "spatial merge size is 2 in the target but 4"),
         ),
         (
-            real_llava(),
-            real_llava(image_token_index=5, vision_config=SMALL_TOWER),
+            llava(),
+            llava(image_token_index=5, vision_config=SMALL_TOWER),
             ("image token id is 151646", "frame size in pixels is 384 in the target but 56"),
         ),
         # Catches: a pair across families compared property by property, or let through.
         (qwen(), llava(), ("different families: the target is qwen2.5-vl, the draft llava-onevision",)),
-        (llava(), qwen(), ("different families: the target is llava-onevision, the draft qwen2.5-vl",)),
     ],
 )
 def test_pairs_that_do_not_fit(target, draft, parts):
@@ -248,7 +197,6 @@ def test_pairs_that_do_not_fit(target, draft, parts):
         check_pair(target, draft)
     message = str(caught.value)
     assert all(part in message for part in parts) and "\n" not in message
-    assert len(parts) <= message.count(" in the target but ") or "families" in message
 
 
 @pytest.mark.parametrize(
@@ -264,47 +212,33 @@ def test_pairs_that_do_not_fit(target, draft, parts):
 )
 def test_the_sizes_that_a_draft_works_at_are_named(text, vision_heads, num_ranks, message):
     """Catches: sizes that vLLM refuses after minutes, in its terms; KV heads that ranks could not have copies of; a
-    message about the vision tower, or none, where the language model is at fault.
-    """
+    message about the vision tower, or none, where the language model is at fault."""
     text_config = SimpleNamespace(num_attention_heads=text[0], num_key_value_heads=text[1])
     vision_config = SimpleNamespace(num_heads=vision_heads)
     draft = SimpleNamespace(vision_config=vision_config, get_text_config=lambda: text_config)
-    if message is None:
-        return check_ranks(draft, num_ranks)
-    with pytest.raises(VidSpecError, match=message) as caught:
+    with pytest.raises(VidSpecError, match=message) if message else contextlib.nullcontext():
         check_ranks(draft, num_ranks)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("target", "draft", "problem"),
     [
-        ({"a": 0, "b": 1}, {"a": 0, "b": 1}, None),
-        # Catches: a draft refused that knows fewer markers, or more.
-        ({"a": 0, "b": 1, "<tool>": 2}, {"a": 0, "b": 1}, None),
-        ({"a": 0}, {"a": 0, "<tool>": 2}, None),
+        ({"a": 0, "b": 1, "<tool>": 2}, {"a": 0, "b": 1}, None),  # Catches: a draft refused that knows fewer markers,
+        ({"a": 0}, {"a": 0, "<tool>": 2}, None),  # or more.
         # Catches: vocabularies of equal size taken for equal.
         ({"a": 0, "b": 1, "c": 2}, {"a": 0, "c": 1, "b": 2}, "token 1 is 'b' in the target but 'c' in the draft"),
     ],
 )
-def test_tokens_have_to_agree(target, draft, problem):
-    assert difference(target, draft) == problem
-
-
-def test_tokenizers_are_read_where_there_are_any(tmp_path):
+def test_tokens_have_to_agree(tmp_path, target, draft, problem):
     """Catches: added tokens that are not compared; a checkpoint without `tokenizer.json` refused."""
-    folders = [tmp_path / name for name in ("target", "draft", "none")]
-    for folder, words in zip(folders, (["<video>"], ["<image>"], None), strict=True):
-        folder.mkdir()
-        if words is not None:
-            tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
-            tokenizer.add_special_tokens(words)
-            tokenizer.save(str(folder / "tokenizer.json"))
-    target, draft, none = map(str, folders)
-    check_tokens(target, none)
-    check_tokens(target, target)
-    with pytest.raises(VidSpecError, match="token 1 is '<video>' in the target but '<image>' in the draft"):
-        check_tokens(target, draft)
+    for name, words in (("target", target), ("draft", draft)):
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+        tokenizer.add_tokens(sorted(set(words) - {"a"}, key=words.get))
+        (tmp_path / name).mkdir()
+        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+    check_tokens(str(tmp_path / "target"), str(tmp_path))
+    with pytest.raises(VidSpecError, match=problem) if problem else contextlib.nullcontext():
+        check_tokens(str(tmp_path / "target"), str(tmp_path / "draft"))
 
 
 def test_only_deepstack_makes_more_of_a_token_than_its_embedding():
@@ -313,5 +247,5 @@ def test_only_deepstack_makes_more_of_a_token_than_its_embedding():
     moe = transformers.Qwen3VLMoeConfig(vision_config={"deepstack_visual_indexes": [5, 11]})
     deep.architectures, moe.architectures = ["Qwen3VLForConditionalGeneration"], []
     moe.model_type = "qwen3_vl_moe"
-    for config, levels in ((deep, 4), (moe, 3), (qwen(), 1), (real_qwen(), 1), (llava(), 1)):
+    for config, levels in ((deep, 4), (moe, 3), (qwen(), 1), (qwen(), 1), (llava(), 1)):
         assert adapter_for(config).num_media_levels(config) == levels

@@ -167,8 +167,6 @@ class Pair:
         self.last_epoch = 0
         self.restart()
 
-    # ---- the drafter -----------------------------------------------------------------------------------------------
-
     def restart(self):
         """Start the drafter, anew with nothing in it."""
         self.tables.forget_streams()
@@ -192,8 +190,6 @@ class Pair:
             assert streams.agreed[row] <= streams.length[row]
             ahead = streams.length[row] - streams.agreed[row]
             assert ahead <= SIZES.max_ahead
-
-    # ---- the target ------------------------------------------------------------------------------------------------
 
     def add(self, row, text):
         """Give a free row to a request."""

@@ -19,6 +19,10 @@ class Note(msgspec.Struct, tag=True):
     data: np.ndarray
 
 
+def video(number: int) -> Note:
+    return Note(number, np.zeros(2_000_000, dtype=np.uint8))
+
+
 SIZES = (1, 3000, 40_000, 2_000_000, 5)  # inline, inline, memory, memory by the writer, inline
 
 
@@ -41,10 +45,8 @@ def receive(end, count, timeout_s=10.0):
 
 
 def test_messages_come_whole_and_in_order(ends):
-    """Catches: one that overtakes a larger one, a buffer that is cut, one that is written over by the next.
-
-    And a descriptor that stays open for every video.
-    """
+    """Catches: one that overtakes a larger one, a buffer that is cut, one that is written over by the next. And a
+    descriptor that stays open for every video."""
     here, there = ends
     before = len(os.listdir("/proc/self/fd"))
     noise = np.random.default_rng(0)
@@ -61,10 +63,8 @@ def test_messages_come_whole_and_in_order(ends):
 
 
 def test_pixels_are_written_where_the_drafter_runs(monkeypatch):
-    """Catches: a video's pixels that are written on the target's cores, which its first token waits for.
-
-    And the target's thread that is moved there itself.
-    """
+    """Catches: a video's pixels that are written on the target's cores, which its first token waits for. And the
+    target's thread that is moved there itself."""
     before, write, seen = os.sched_getaffinity(0), channel_module._into_memory, []
     core = {max(before)}
     here, socket = Channel.pair(Note, core)
@@ -72,25 +72,31 @@ def test_pixels_are_written_where_the_drafter_runs(monkeypatch):
     monkeypatch.setattr(
         channel_module, "_into_memory", lambda buffers: seen.append(os.sched_getaffinity(0)) or write(buffers)
     )
-    here.send(Note(0, np.zeros(2_000_000, dtype=np.uint8)))
+    here.send(video(0))
     assert [note.number for note in receive(there, 1)] == [0]
     here.close()
     there.close()
     assert seen == [core] and os.sched_getaffinity(0) == before
 
 
-def test_a_step_waits_for_no_pixels(ends, monkeypatch):
-    """Catches: pixels that are written in the target's step; a message that passes one that is not written yet."""
-    here, there = ends
-    may_write, write = threading.Event(), channel_module._into_memory
+@pytest.fixture
+def may_write(monkeypatch):
+    """What the writer of large messages waits for."""
+    event, write = threading.Event(), channel_module._into_memory
 
     def slowly(buffers):
         assert threading.current_thread() is not threading.main_thread(), "written by the step"
-        may_write.wait()
+        event.wait()
         return write(buffers)
 
     monkeypatch.setattr(channel_module, "_into_memory", slowly)
-    here.send(Note(0, np.zeros(2_000_000, dtype=np.uint8)))
+    return event
+
+
+def test_a_step_waits_for_no_pixels(ends, may_write):
+    """Catches: pixels that are written in the target's step; a message that passes one that is not written yet."""
+    here, there = ends
+    here.send(video(0))
     here.send(Note(1, np.zeros(1, dtype=np.uint8)))
     here.flush()
     assert receive(there, 1, timeout_s=0.2) == []
@@ -111,19 +117,12 @@ def test_a_full_line_is_sent_when_there_is_room(ends):
     assert [note.number for note in found] == list(range(3000))
 
 
-def test_nothing_is_left_of_what_was_not_sent(ends, monkeypatch):
+def test_nothing_is_left_of_what_was_not_sent(ends, may_write):
     """Catches: a descriptor for every video that was in line when the drafter went; a writer that dies of it."""
     here, there = ends
-    may_write, write = threading.Event(), channel_module._into_memory
-
-    def slowly(buffers):
-        may_write.wait()
-        return write(buffers)
-
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(channel_module, "_into_memory", slowly)
     for i in range(3):
-        here.send(Note(i, np.zeros(2_000_000, dtype=np.uint8)))
+        here.send(video(i))
     writer = here._writer
     there.close()
     here.close()
@@ -141,7 +140,7 @@ def test_a_message_that_cannot_be_written_ends_the_channel(ends, monkeypatch):
         raise OSError("no memory")
 
     monkeypatch.setattr(channel_module, "_into_memory", fails)
-    here.send(Note(0, np.zeros(2_000_000, dtype=np.uint8)))
+    here.send(video(0))
     deadline = time.monotonic() + 10
     while not here.is_closed and time.monotonic() < deadline:
         time.sleep(0.01)

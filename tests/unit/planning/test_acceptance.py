@@ -68,22 +68,6 @@ def test_closed_forms_agree_with_walks():
             assert sum(walk() for _ in range(number)) / number == pytest.approx(length, abs=0.015)
 
 
-def test_lengths_rise_with_agreement_and_with_tokens():
-    """Catches: a length that some p or K lowers, or one above K + 1."""
-    rates = [number / 50 for number in range(51)]
-    for length in (
-        lambda p: Agreement((p,)).chain_length(5),
-        lambda p: Agreement((p,), 0.4).tree_length(),
-    ):
-        found = [length(rate) for rate in rates]
-        assert found == sorted(found) and found[-1] == pytest.approx(6)
-    lengths = [LIST.chain_length(number) for number in range(12)]
-    assert lengths == sorted(lengths) and all(length <= number + 1 for number, length in enumerate(lengths))
-    for rate in rates:
-        agreement = Agreement((rate,), 0.4)
-        assert agreement.chain_length(5) <= agreement.tree_length() <= 6, "the tree has the chain in it"
-
-
 def test_rates_are_found_again():
     for rate in (0.3, 0.8, 0.95):
         assert rate_of_chain(Agreement((rate,)).chain_length(5), 5) == pytest.approx(rate)

@@ -6,9 +6,9 @@ from vidspec_tools.gpus import GPUS
 from vidspec_tools.planning.models import target_shape
 from vidspec_tools.planning.planner import plan
 from vidspec_tools.planning.question import Question
+from vidspec_tools.planning.shapes import FP8, INT4, from_config
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.planning.draft_cost import cost_hint, draft_share, stored_shape
-from vllm_vidspec.planning.shapes import FP8, INT4
+from vllm_vidspec.planning.draft_cost import Weights, cost_hint, draft_share, stored_weights
 
 TARGET, DRAFT = target_shape("Qwen2.5-VL-32B"), target_shape("Qwen2.5-VL-7B")
 
@@ -31,24 +31,33 @@ def test_bytes_of_a_quantised_model_by_hand():
         DRAFT.quantised("fp4")
 
 
+def weights(shape):
+    head = shape.vocab * shape.hidden
+    return Weights(shape.read_params(1) - head, head, shape.linear_bytes)
+
+
 def test_when_a_word_is_said():
     """Catches: a third that is a share of a forward; a hint on a target that drafts for itself."""
-    assert draft_share(TARGET, DRAFT, 5) == pytest.approx(5 * 14.14 / 64.0, rel=0.01)
-    shares = [draft_share(TARGET, draft, 5) for draft in (DRAFT, DRAFT.quantised(FP8), DRAFT.quantised(INT4))]
-    assert [round(100 * share) for share in shares] == [111, 60, 35], "as docs/models.md has it"
-    assert cost_hint(TARGET, DRAFT, 1) is None
-    assert cost_hint(TARGET, DRAFT, 2) is not None
-    assert cost_hint(TARGET, TARGET, 5) is None
-    assert cost_hint(TARGET, DRAFT.quantised(FP8), 5) is None
+    target, draft = weights(TARGET), weights(DRAFT)
+    assert draft_share(target, draft, 5) == pytest.approx(5 * 14.14 / 64.0, rel=0.01)
+    drafts = (draft, weights(DRAFT.quantised(FP8)), weights(DRAFT.quantised(INT4)))
+    assert [round(100 * draft_share(target, one, 5)) for one in drafts] == [111, 60, 35], "as docs/models.md has it"
+    assert cost_hint(target, draft, 1) is None
+    assert cost_hint(target, draft, 2) is not None
+    assert cost_hint(target, target, 5) is None
+    assert cost_hint(target, drafts[1], 5) is None
 
 
-def test_a_stored_shape():
+def test_stored_weights():
     """Catches: a configuration that nobody can plan for and that breaks the start-up."""
     config = {"model_type": "qwen2_5_vl", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2}
-    assert stored_shape(config) is None
+    assert stored_weights(config) is None
     config |= {"num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 100}
-    assert stored_shape({**config, "model_type": "bert"}) is None
-    for stored, linear_bytes in (
+    assert stored_weights(config)[:2] == weights(from_config(config, ""))[:2]
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    assert stored_weights(config | experts)[:2] == weights(from_config(config | experts, ""))[:2]
+    assert stored_weights({**config, "vocab_size": 0}) is None
+    for stored, layer_bytes in (
         (None, 2),
         ({"quant_method": "fp8"}, 1.0),
         ({"quant_method": "gptq", "bits": 8}, 1.0),
@@ -57,9 +66,9 @@ def test_a_stored_shape():
         ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": [4]}}}, None),
         ("unheard-of", None),
     ):
-        shape = stored_shape({**config, "quantization_config": stored})
-        assert (shape and shape.linear_bytes) == linear_bytes
-    assert stored_shape(config, "fp8_per_tensor").linear_bytes == 1.0
+        found = stored_weights({**config, "quantization_config": stored})
+        assert (found and found.layer_bytes) == layer_bytes
+    assert stored_weights(config, "fp8_per_tensor").layer_bytes == 1.0
 
 
 def test_a_plan_compares_a_quantised_draft():

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from vidspec_tools.planning.models import KNOWN, draft_shape, target_shape
+from vidspec_tools.planning.shapes import ModelShape, from_config
 from vllm_vidspec import families
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.planning.shapes import ModelShape, from_config
 
 ASSETS = Path(__file__).resolve().parents[3] / "vllm_vidspec" / "assets"
 # Billions of weights: all, and those that a token is multiplied with; from the model cards.

@@ -1,4 +1,4 @@
-"""Images that are a video's frames: which of a prompt are, and what follows for budgets, positions and the choice."""
+"""Images that are a video's frames: which of a prompt are, and what follows; what a target has kept of a video."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from vllm_vidspec.config import PruneKnobs
 from vllm_vidspec.pruning import TokenGrid, budget
-from vllm_vidspec.pruning.frames import MAX_TEXT_BETWEEN, PruneUnit, pruned_together, run_grid
-from vllm_vidspec.pruning.prompt import UnsupportedPrompt, plan_prompt, prune
+from vllm_vidspec.pruning.frames import MAX_TEXT_BETWEEN, pruned_together, run_grid
+from vllm_vidspec.pruning.prompt import plan_prompt, prune
+from vllm_vidspec.pruning.sampled import kept_places
 
 SMALL, LARGE = TokenGrid(1, 2, 3), TokenGrid(1, 3, 4)
 TURNED, FLAT = TokenGrid(1, 3, 2), TokenGrid(1, 1, 6)  # as many tokens as SMALL
@@ -20,10 +21,8 @@ MARKERS = 2  # text between items, unless a number says otherwise
 
 
 def prompt(*shown: TokenGrid | int) -> tuple[list[int], list[Any]]:
-    """Return ids and features of a prompt: grids are items, of one frame images; numbers are tokens of text.
-
-    Before each item there are `MARKERS` tokens, unless there is a number; the prompt ends with three.
-    """
+    """Return ids and features of a prompt: grids are items, of one frame images; numbers are tokens of text. Before
+    each item there are `MARKERS` tokens, unless there is a number; the prompt ends with three."""
     token_ids: list[int] = []
     features = []
     after_item = True
@@ -57,9 +56,6 @@ def places(*shown: TokenGrid | int, frames_as_video: str = "auto") -> list[int |
     """Return what is pruned together: items by number, runs by their first and last."""
     units = plan(*shown, frames_as_video=frames_as_video).units
     return [unit.places[0] if len(unit.places) == 1 else (unit.places[0], unit.places[-1]) for unit in units]
-
-
-# ---- what is a run ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -108,10 +104,8 @@ def test_a_video_of_one_frame_is_no_image(place):
 
 
 def test_text_within_an_item_is_not_between_items():
-    """Separators inside an item's range are text of its own: the next begins behind the last embedding.
-
-    Catches: a distance that is taken from an item's offset or first embedding.
-    """
+    """Separators inside an item's range are text of its own: the next begins behind the last embedding. Catches: a
+    distance that is taken from an item's offset or first embedding."""
     token_ids, features = prompt(*[SMALL] * 4)
     place = features[0].mm_position
     place.is_embed = torch.tensor([True] * 3 + [False] * 3)
@@ -132,14 +126,9 @@ def test_text_within_an_item_is_not_between_items():
     assert found(MAX_TEXT_BETWEEN - 2) == 4  # and one of each later one's
 
 
-# ---- what follows ----------------------------------------------------------------------------------------------------
-
-
 def test_a_run_has_one_budget_at_the_ratio_of_videos():
-    """Seven frames, a lone image of their size behind much text, a video: 0.9, 0.5 and 0.9 of them go.
-
-    Catches: budgets that are rounded down image by image, a run at the images' ratio, a lone image at the videos'.
-    """
+    """Seven frames, a lone image of their size behind much text, a video: 0.9, 0.5 and 0.9 of them go. Catches: budgets
+    that are rounded down image by image, a run at the images' ratio, a lone image at the videos'."""
     shown = [*[SMALL] * 7, 40, SMALL, VIDEO]
     knobs = {"ratio": 0.9, "image_ratio": 0.5}
     run, image, video = plan(*shown, **knobs).units
@@ -164,28 +153,6 @@ def test_run_grids():
     assert run_grid(TokenGrid(2, 2, 3), 4) == TokenGrid(4, 1, 12)
 
 
-@given(st.integers(2, 9), st.integers(1, 7), st.integers(0, 3), st.data())
-def test_a_choice_is_split_and_merged_again(num_images, size, first, data):
-    """Whatever is kept, also nothing of some images; what is joined is in the order of the prompt.
-
-    Mutations seen to fail: parts that keep the run's own numbers, bounds on the wrong side of an image's first token,
-    items joined from the prompt's first on.
-    """
-    num_tokens = num_images * size
-    kept = torch.tensor(sorted(data.draw(st.sets(st.integers(0, num_tokens - 1)))), dtype=torch.int64)
-    unit = PruneUnit(range(first, first + num_images), TokenGrid(num_images, 1, size), len(kept))
-    parts = unit.split(kept)
-    assert len(parts) == num_images and all(((part >= 0) & (part < size)).all() for part in parts)
-    mask = torch.zeros(num_images, size, dtype=torch.bool)
-    for image, part in zip(mask, parts, strict=True):
-        image[part] = True
-    assert torch.equal(mask.flatten().nonzero()[:, 0], kept)
-    others = [torch.zeros(5)] * first
-    assert torch.equal(unit.merged(others + parts), kept)
-    numbers = torch.arange(num_tokens).view(-1, 1)
-    assert torch.equal(unit.joined(others + list(numbers.split(size))), numbers)
-
-
 @pytest.mark.parametrize("positions", ["original", "compacted"])
 def test_images_that_keep_nothing_leave_their_text(positions):
     """Four frames, of the first and the third of which nothing stays: two markers before each, and the question."""
@@ -198,9 +165,44 @@ def test_images_that_keep_nothing_leave_their_text(positions):
     assert pruned.positions.tolist() == [expected] * 3
 
 
-def test_a_frame_whose_pixels_are_gone_costs_the_prompt_its_drafts():
-    """As any item's: a run is not pruned as a shorter one."""
-    token_ids, features = prompt(*[SMALL] * 5)
-    features[2].data = None
-    with pytest.raises(UnsupportedPrompt, match="no longer holds"):
-        plan_prompt(token_ids, features, PruneKnobs(), lambda *_: SMALL, lambda ids, _: (torch.zeros(1, len(ids)), 0))
+GRID = TokenGrid(4, 3, 2)
+
+
+def positions_of(places: torch.Tensor, grid: TokenGrid, ticks_per_frame: float, start: int) -> torch.Tensor:
+    """Return what vLLM gives these places of a video that begins at a position."""
+    frames, spots = places // grid.tokens_per_frame, places % grid.tokens_per_frame
+    return start + torch.stack(((frames * ticks_per_frame).long(), spots // grid.width, spots % grid.width))
+
+
+@given(
+    st.sets(st.integers(GRID.tokens_per_frame, GRID.num_tokens - 1)),
+    st.sampled_from([1, 2, 2.5, 50]),
+    st.integers(0, 9),
+)
+def test_places_are_found_again(more, ticks_per_frame, start):
+    """Any choice beside the first frame. Catches: a place off by one, by a frame, or by where the video begins."""
+    places = torch.tensor([*range(GRID.tokens_per_frame), *sorted(more)])
+    positions = positions_of(places, GRID, ticks_per_frame, start)
+    assert kept_places(positions, GRID, ticks_per_frame).tolist() == places.tolist()
+
+
+def test_frames_of_one_tick_go_by_the_order_of_their_tokens():
+    """Several frames a tick: every token is in place where the choice has no gap, and in order in any case."""
+    places = torch.arange(GRID.num_tokens)
+    assert kept_places(positions_of(places, GRID, 0, 5), GRID, 0).tolist() == places.tolist()
+    sparse = torch.tensor([0, 1, 2, 3, 4, 5, 7, 19])
+    found = kept_places(positions_of(sparse, GRID, 0.5, 5), GRID, 0.5)
+    assert (found.diff() > 0).all() and (found % 6 == sparse % 6).all()
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        torch.tensor([[0, 0, 9], [0, 1, 1], [0, 0, 0]]),  # no frame is there
+        torch.tensor([[0, 0, 1], [0, 3, 1], [0, 0, 0]]),  # no such row
+        torch.zeros(3, 0, dtype=torch.int64),
+        torch.zeros(1, 4, dtype=torch.int64),
+    ],
+)
+def test_positions_of_something_else_are_refused(positions):
+    assert kept_places(positions, GRID, 1) is None

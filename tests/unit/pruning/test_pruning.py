@@ -1,56 +1,31 @@
-"""Budgets, grids, what every pruner refuses, and the registry."""
+"""Budgets, grids, what every pruner refuses, the registry; what those that look at nothing keep, by hand."""
 
-from dataclasses import FrozenInstanceError
 from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.pruning.test_pruner_invariants import measure
 from vllm_vidspec.config import PRUNERS
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.pruning import PruneInputs, TokenGrid, budget, get_pruner
-from vllm_vidspec.pruning.registry import ALL_PRUNERS
+from vllm_vidspec.pruning import PruneInputs, TokenGrid, budget, get_pruner, linspace_indices
+from vllm_vidspec.pruning.pruners import ALL_PRUNERS
 
 NEEDS = {"specvlm": "attention", "attention": "attention", "uv": "uv", "fastvid": "features", "dycoke": "features"}
 MEASURED = {name: "features" if need == "features" else "scores" for name, need in NEEDS.items()}
 
 
-# --- budget ---
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "prune_ratio", "kept"),
-    [
-        (10, 0.9, 1),  # 0.99... in binary floating point: SpecVLM's code keeps none
-        (5, 0.5, 2),  # 2.5 goes down: the budget is an upper bound
-        (20, 0.35, 13),
-        (7, 0.5, 3),  # 3.5: any rounding to the nearest would exceed the bound
-        (45, 0.9, 4),
-        (15, 0.9, 1),
-        (19, 0.9, 1),  # 1.9
-        (25088, 0.9, 2508),  # 128 frames of 196: 2508.8
-        (12545, 0.9, 1254),  # 64 frames of 196 and the newline: 1254.5
-        (1, 0.99, 1),  # never empty below 1.0
-        (3, 0.9999999, 1),
-        (10, 1e-12, 9),
-        (1000, 0.0, 1000),
-        (1000, 1.0, 0),
-        (0, 0.5, 0),
-        (0, 0.0, 0),
-    ],
-)
-def test_budget_by_hand(num_tokens, prune_ratio, kept):
-    """Catches: rounding up or to nearest, binary instead of decimal ratios, a lost minimum of 1."""
-    assert budget(num_tokens, prune_ratio) == kept
-
-
 @settings(max_examples=120, deadline=None)
+@example(10, 0.9)  # 0.99... in binary floating point: SpecVLM's code keeps none
+@example(25088, 0.9)  # 128 frames of 196: 2508.8
+@example(3, 0.9999999)  # never empty below 1.0
+@example(10, 1e-12)
 @given(st.integers(0, 10**6), st.integers(0, 1000).map(lambda permille: permille / 1000) | st.floats(0, 1))
 def test_budget_is_the_largest_within_the_bound(num_tokens, ratio):
-    """Catches: a budget above (1 - r) n, which the memory promise forbids, and one that wastes a token of it; with it
-    a budget above the item's size, and more pruning that keeps more."""
+    """Catches: a budget above (1 - r) n, which the memory promise forbids, one that wastes a token of it; binary
+    instead of decimal ratios; a lost minimum of 1."""
     within = int((1 - Fraction(str(ratio))) * num_tokens)
     assert budget(num_tokens, ratio) == (0 if ratio == 1 or num_tokens == 0 else max(1, within)) <= num_tokens
 
@@ -62,9 +37,6 @@ def test_budget_refuses(num_tokens, ratio):
         budget(num_tokens, ratio)
 
 
-# --- grid ---
-
-
 def test_grid():
     """Catches: trailing tokens left out of the size; a negative token count that would index from the end."""
     assert TokenGrid(64, 14, 14, 1).num_tokens == 12545
@@ -74,21 +46,9 @@ def test_grid():
         TokenGrid(2, 2, 2, -1)
 
 
-# --- what every pruner refuses ---
-
-
-def measured(num_tokens):
-    """Return scores and features that any pruner accepts."""
-    generator = torch.Generator().manual_seed(0)
-    return {
-        "scores": torch.rand(num_tokens, generator=generator),
-        "features": torch.randn(num_tokens, 3, generator=generator),
-    }
-
-
 def inputs_of(num_keep=2, **changes):
     """Return valid inputs of 4 tokens for any pruner, with `changes`."""
-    return PruneInputs(**{"grid": TokenGrid(2, 1, 2), "num_keep": num_keep, **measured(4), **changes})
+    return PruneInputs(**{"grid": TokenGrid(2, 1, 2), "num_keep": num_keep, **measure(4, seed=0), **changes})
 
 
 def fourth(value, dtype=torch.float32):
@@ -149,28 +109,10 @@ def test_scores_that_are_not_refused():
 
 @pytest.mark.parametrize("name", PRUNERS)
 def test_what_was_measured(name):
-    """Catches: an unguided pruner led by scores, one that takes the measurement of another; indices that land on
-    another device than what was measured."""
-    grid, pruner, given = TokenGrid(5, 2, 2, 1), get_pruner(name), measured(21)
-    on_cpu = pruner(PruneInputs(grid, 11, **given))
-    alone = PruneInputs(grid, 11, **{key: value for key, value in given.items() if key == MEASURED.get(name)})
-    assert torch.equal(pruner(alone), on_cpu) and on_cpu.device == torch.device("cpu")
-    if torch.cuda.is_available():
-        moved = {key: value.cuda() for key, value in given.items()}
-        on_gpu = pruner(PruneInputs(grid, 11, **moved))
-        assert on_gpu.is_cuda and torch.equal(on_gpu.cpu(), on_cpu)
-        assert pruner(PruneInputs(grid, 0, **moved)).is_cuda
-
-
-def test_inputs_are_frozen():
-    """Catches: a pruner that could change what the next one sees; a comparison of tensors that raises."""
-    inputs = inputs_of()
-    with pytest.raises(FrozenInstanceError):
-        inputs.num_keep = 3
-    assert inputs == inputs and inputs != inputs_of()
-
-
-# --- registry ---
+    """Catches: an unguided pruner led by scores, one that takes the measurement of another."""
+    grid, pruner, given = TokenGrid(5, 2, 2, 1), get_pruner(name), measure(21, seed=0)
+    alone = {key: value for key, value in given.items() if key == MEASURED.get(name)}
+    assert torch.equal(pruner(PruneInputs(grid, 11, **alone)), pruner(PruneInputs(grid, 11, **given)))
 
 
 def test_every_configured_pruner_exists():
@@ -186,3 +128,53 @@ def test_unknown_name():
     with pytest.raises(VidSpecError) as caught:
         get_pruner("unifrom")
     assert str(caught.value) == f"unknown pruner 'unifrom' (did you mean 'uniform'?); known: {', '.join(PRUNERS)}"
+
+
+BLOCK, FIVE_FRAMES, NEWLINE = TokenGrid(2, 2, 2, 1), TokenGrid(5, 2, 2), TokenGrid(5, 2, 2, 1)
+FIRST, LAST = [0, 1, 2, 3], [16, 17, 18, 19]  # of five frames
+CASES = [
+    # Catches: a stride that misses the last token, rounding where the paper's code truncates.
+    ("uniform", TokenGrid(1, 1, 10), {1: [0], 2: [0, 9], 3: [0, 4, 9], 4: [0, 3, 6, 9]}),  # 4.5 goes down
+    ("uniform", TokenGrid(1, 1, 5), {4: [0, 1, 2, 4]}),
+    # Catches: front and end exchanged, a middle off its centre, a trailing token that does not count.
+    ("window:front", BLOCK, {3: [0, 1, 2]}),
+    ("window:end", BLOCK, {3: [6, 7, 8]}),
+    ("window:middle", BLOCK, {3: [3, 4, 5], 4: [2, 3, 4, 5], 9: list(range(9))}),  # 2.5 before it: the earlier one
+    # Catches: neighbouring instead of spread frames, a partial frame cut at the wrong end.
+    ("frame", FIVE_FRAMES, {2: [0, 1], 4: FIRST, 5: [*FIRST, 16], 8: FIRST + LAST, 10: [*FIRST, 8, 9, 10, 11, 16, 17]}),
+    # Catches: a misplaced newline (20): it belongs to the last frame and is the first to go.
+    ("frame", NEWLINE, {8: FIRST + LAST, 9: [*FIRST, *LAST, 20], 10: [*FIRST, 8, 9, 10, 11, 16, 17]}),
+    ("frame", TokenGrid(1, 2, 2, 1), {5: [0, 1, 2, 3, 4]}),
+    # Catches: `none` that prunes.
+    ("none", TokenGrid(2, 1, 2, 1), {2: [0, 1, 2, 3, 4]}),
+]
+
+
+@pytest.mark.parametrize(("name", "grid", "choices"), CASES)
+def test_by_hand(name, grid, choices):
+    """Catches what the comment above each case says."""
+    for num_keep, kept in choices.items():
+        assert get_pruner(name)(PruneInputs(grid, num_keep)).tolist() == kept
+
+
+def test_uniform_is_exact_for_long_videos():
+    """Catches: a linspace in float32 (it has no odd numbers beyond 2**24); gaps that differ by more than rounding."""
+    assert linspace_indices(2**25 + 3, 3).tolist() == [0, 2**24 + 1, 2**25 + 2]
+    gaps = get_pruner("uniform")(PruneInputs(TokenGrid(64, 14, 14, 1), 1255)).diff()
+    assert gaps.min() >= 10 and gaps.max() <= 11  # 12544 / 1254 = 10.003...
+
+
+def test_frames_of_a_long_video():
+    """Catches: tokens of one frame mixed with another's at the real geometry."""
+    kept = get_pruner("frame")(PruneInputs(TokenGrid(64, 14, 14, 1), 6 * 196))
+    frames, counts = torch.unique(kept // 196, return_counts=True)
+    assert frames.tolist() == [0, 12, 25, 37, 50, 63] and set(counts.tolist()) == {196}
+
+
+def test_random_seeds():
+    """Catches: an ignored seed, and a choice that favours a part of the video."""
+    grid, pruner = TokenGrid(10, 10, 10), get_pruner("random")
+    drawn = [pruner(PruneInputs(grid, 100, seed=seed)) for seed in range(200)]
+    assert not torch.equal(*drawn[:2])
+    # 20,000 draws: each tenth expects 2,000, standard deviation about 42.
+    assert torch.histc(torch.cat(drawn).float(), bins=10, min=0, max=1000).sub(2000).abs().max() < 250

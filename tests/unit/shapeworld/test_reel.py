@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_vidspec.shapeworld import reel
+from vidspec_tools import reel
 
 
 @pytest.mark.parametrize("index", range(len(reel.KINDS)))

@@ -1,11 +1,10 @@
-"""Shape world: deterministic, well-formed, and its captions say exactly its facts."""
-
-import dataclasses
+"""Shape world: well-formed, its captions say exactly its facts; what a caption gets right, by hand."""
 
 import numpy as np
 import pytest
 
-from vllm_vidspec.shapeworld import captions, world
+from vidspec_tools.captions import accuracies, auc, count_right, kind_shares, relevance_auc, retention
+from vllm_vidspec.shapeworld import world
 
 SEEDS = range(8)
 
@@ -13,15 +12,6 @@ SEEDS = range(8)
 @pytest.fixture(scope="module")
 def samples() -> list[world.Sample]:
     return [world.held_out(i) for i in SEEDS]
-
-
-def test_equal_seeds_give_equal_samples() -> None:
-    first, second = world.make_sample(17), world.make_sample(17)
-    assert np.array_equal(first.frames, second.frames)
-    assert (first.caption, first.facts) == (second.caption, second.facts)
-    assert all(np.array_equal(first.labels[name], second.labels[name]) for name in world.LABELS)
-    assert not np.array_equal(first.frames, world.make_sample(18).frames)
-    assert world.held_out(3).caption == world.make_sample(world.HELD_OUT_SEED + 3).caption
 
 
 def test_samples(samples: list[world.Sample]) -> None:
@@ -60,41 +50,67 @@ def test_other_styles_say_the_same_facts(samples: list[world.Sample], style: str
         assert world.parse_caption(ours.caption) == list(ours.facts)
 
 
-def test_wordy_captions_are_mostly_filler() -> None:
-    """Catches: a style whose uncertainty lies in facts; an order of clauses that is always the same."""
-    words = [w for seed in range(20) for w in world.make_sample(seed, style="wordy").caption.split()]
-    telling = sum(word in captions.ATTRIBUTE_WORDS for word in words)
-    assert 3 * telling < len(words)
-    places = {option.split()[0] for option in world.POSITIONS.values()}
-    clauses = " ".join(words).split(" , ")[1:]
-    lead = {option: len(option.split()) for option in world.FILLERS["lead"]}
-    first = [c.split()[next(n for option, n in lead.items() if c.startswith(option))] in places for c in clauses]
-    assert 0.3 < np.mean(first) < 0.7
+FACTS = (
+    world.SceneFact(
+        "navy",
+        "plain",
+        (
+            world.ObjectFact("left", "small", "red", "ring", "upwards", "turns", "blue"),
+            world.ObjectFact("right", "large", "green", "cross", "sideways", "remains"),
+        ),
+    ),
+)
+WORDS = (
+    "the video shows a plain navy background , on the left there is a small red ring that goes upwards and then turns "
+    "blue , on the right there is a large green cross that goes sideways and then remains . in total the clip has one "
+    "scenes ."
+)
 
 
-def test_a_wrong_word_costs_its_attribute(samples: list[world.Sample]) -> None:
-    sample = samples[0]
-    scene = sample.facts[0]
-    wrong = next(shape for shape in world.SHAPES if shape != scene.objects[0].shape)
-    other = dataclasses.replace(scene.objects[0], shape=wrong)
-    facts = (dataclasses.replace(scene, objects=(other, *scene.objects[1:])), *sample.facts[1:])
-    scores = world.score_caption(sample.caption, facts)
-    assert scores["shape"] == (scores["shape"][1] - 1, scores["shape"][1])
-    assert all(right == total for name, (right, total) in scores.items() if name != "shape")
+def test_accuracy_by_hand():
+    """One scene of two objects: 4 attributes of scenes, 6 of each object, and what one of them turns into."""
+    right = count_right([WORDS], [FACTS])
+    assert sum(total for _, total in right.values()) == 4 + 6 + 6 + 1
+    assert accuracies(right)["accuracy"] == 1.0
+    wrong = WORDS.replace("turns blue", "turns red").replace("cross", "ring").replace("navy", "teal")
+    found = accuracies(count_right([wrong], [FACTS]))
+    assert found["accuracy"] == 14 / 17
+    # color: both colours, what one turns into, the background; shape: two shapes, two sizes, the pattern.
+    assert found["group"] == {"color": 2 / 4, "shape": 4 / 5, "motion": 1.0, "order": 1.0}
+    assert found["attribute"]["new_color"] == 0.0
+    both = accuracies(count_right([WORDS, wrong], [FACTS, FACTS]))
+    assert both["accuracy"] == 31 / 34, "pooled over captions, not averaged"
+    empty = accuracies(count_right([], []))
+    assert empty["accuracy"] is empty["group"]["color"] is empty["attribute"]["motion"] is None
+    assert accuracies(count_right([""], [FACTS]))["accuracy"] == 0.0
 
 
-def test_every_motion_and_event_moves_pixels() -> None:
-    """A moving object's centre travels at least a pixel per frame on average, so that motion can be seen."""
-    rng = np.random.default_rng(0)
-    for motion in world.MOTIONS:
-        fact = world.ObjectFact("left", "large", "red", "circle", motion, "remains")
-        path = world._draw_path(rng, fact, 16)
-        assert (np.abs(np.diff(path, axis=0)).sum() >= 15) == (motion != "nowhere")
+def test_retention_and_shares_by_hand():
+    assert retention(0.49, 0.5) == pytest.approx(0.98)
+    assert retention(0.6, 0.5) == pytest.approx(1.2)
+    assert retention(0.5, 0.0) is retention(None, 0.5) is None
+    shares = kind_shares([[0, 1, 1, 2], [1, 3, 0]])
+    assert shares == {"exact_frac": 3 / 5, "loosened_frac": 1 / 5, "shifted_frac": 1 / 5}
+    assert set(kind_shares([[0, 0], []]).values()) == {None}
 
 
-def test_lasting_shapes_are_a_choice() -> None:
-    """The denser videos that vision towers are trained on show each shape for its whole scene."""
-    pairs = [[world.make_sample(seed, brief) for brief in (True, False)] for seed in SEEDS]
-    assert all(brief.facts == lasting.facts for brief, lasting in pairs)
-    brief, lasting = (sum((pair[i].labels["color"] > 0).sum() for pair in pairs) for i in (0, 1))
-    assert lasting > 1.5 * brief
+@pytest.mark.parametrize(
+    ("positives", "negatives", "expected"),
+    [
+        ([3, 4], [1, 2], 1.0),
+        ([1, 3], [2], 0.5),
+        ([1, 2, 3], [2, 0], (1 + 1.5 + 2) / 6),
+        ([], [1], None),
+        ([1], [], None),
+    ],
+)
+def test_auc_by_hand(positives, negatives, expected):
+    assert auc(positives, negatives) == (None if expected is None else pytest.approx(expected))
+
+
+def test_relevance_is_compared_over_all_captions():
+    words = [[" red", " the", "<|im_end|>"], ["ring", " .", " a"]]
+    assert relevance_auc(words, [[0.9, 0.5, 1.0], [0.4, None, 0.4]]) == pytest.approx((2 + 0.5) / 4)
+    assert relevance_auc(words, [[None] * 3] * 2) is None
+    with pytest.raises(ValueError):
+        relevance_auc(words, [[0.9], [0.4, 0.4, 0.4]])

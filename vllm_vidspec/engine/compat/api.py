@@ -29,12 +29,7 @@ def allow_sampling_parameters() -> None:
 
 
 def mark_as_ours(speculative_config: Any, check: Callable) -> None:
-    """Remember that a `SpeculativeConfig` is the translation of our method.
-
-    Args:
-        speculative_config: vLLM's.
-        check: Called with each request's `extra_args`; raises VidSpecError for what the server does not allow.
-    """
+    """Remember that a `SpeculativeConfig` is our method's, and what checks a request's `extra_args`."""
     speculative_config._vidspec = check
 
 
@@ -55,12 +50,9 @@ def _clients_error() -> Iterator[None]:
 
 
 def extend_request_metrics(extend: Callable) -> None:
-    """Let what `--per-request-spec-decode-metrics` reports of a finished request be extended.
+    """Let the last function given extend what `--per-request-spec-decode-metrics` reports of a finished request.
 
     Why: vLLM's scheduler counts accepted tokens; which of them were loosened, only our scorer knows.
-
-    Args:
-        extend: `(RequestSpecDecodeMetrics, request id) -> RequestSpecDecodeMetrics`; the last given is used.
     """
     from vllm.v1.engine.output_processor import RequestState
 
@@ -75,13 +67,10 @@ def extend_request_metrics(extend: Callable) -> None:
 
 
 def show_to_every_api_server(collector: Any) -> None:
-    """Show a collector on /metrics where vLLM does not serve prometheus_client's default registry.
+    """Show a collector (the last given) on /metrics where vLLM does not serve prometheus_client's default registry.
 
     Why: with several API servers (or PROMETHEUS_MULTIPROC_DIR set) every scrape makes a registry of its own, of nothing
     but a collector that adds up what the servers' processes wrote to files; it knows none of the default registry's.
-
-    Args:
-        collector: prometheus_client's; the last given is shown.
     """
     from prometheus_client.multiprocess import MultiProcessCollector
 
@@ -102,10 +91,8 @@ def hear_request_choices(prefix: str, calls_tools: str, check: Callable) -> None
     client's corrected request would be missed there. In `vllm_xargs` vLLM turns false into 0 and answers other types
     with a list of all that it would have taken, so ours are lifted out before it looks.
 
-    Args:
-        prefix: Of our parameters' names; beside or in `vllm_xargs`.
-        calls_tools: The name under which requests with tools are marked.
-        check: Parameters of a request -> None; raises VidSpecError. The last given is used.
+    `check` (the last given is used) raises VidSpecError for a request's parameters; all of ours begin with `prefix`,
+    and `calls_tools` is the one that marks requests with tools.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat

@@ -12,11 +12,7 @@ def max_split_rows(layer: Any) -> int:
 
     Beyond, one program walks all keys of a query head: a verify step then takes several times what a decode step does
     at long contexts, whatever the number of rows. FlashAttention 2 splits keys, and packs the heads of a KV head, for
-    single rows alone; vLLM's Triton kernel names its bound where it has one above 1. Every other backend is left as it
-    is.
-
-    Args:
-        layer: vLLM's `Attention`.
+    single rows alone; vLLM's Triton kernel names its bound where it has one above 1.
     """
     impl, name = layer.impl, layer.get_attn_backend().get_name()
     if name == "FLASH_ATTN":

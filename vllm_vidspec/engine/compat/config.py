@@ -13,11 +13,8 @@ def hook_engine_config(translate: Callable, finish: Callable) -> None:
     """Wrap `EngineArgs.create_engine_config`.
 
     Why: vLLM knows no third-party speculative methods, and `worker_cls` is read before `create_speculative_config`
-    runs, so this is the first place where "vidspec" can become something that vLLM understands.
-
-    Args:
-        translate: `EngineArgs -> VidSpecConfig | None`; rewrites the arguments, before vLLM builds its configuration.
-        finish: `(VllmConfig, VidSpecConfig) -> None`; checks what vLLM built.
+    runs, so this is the first place where "vidspec" can become something that vLLM understands. `translate` makes a
+    `VidSpecConfig` of `EngineArgs`, which it rewrites, or None; `finish` checks what vLLM built.
     """
     from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -53,14 +50,11 @@ def hook_engine_config(translate: Callable, finish: Callable) -> None:
 
 
 def install_error_line(refusal: Callable[[], str | None]) -> None:
-    """Print an uncaught `VidSpecError` of a `vllm` command as one line instead of a stack trace.
+    """Print an uncaught `VidSpecError` of a `vllm` command, or a worker's `refusal`, as one line, not a stack trace.
 
     Why: a wrong knob is the user's to mend, and vLLM's own start-up prints some forty lines of frames around it. What a
     worker refuses reaches the server as "Engine core initialization failed", a hundred lines below the reason. Python
     programs that use `LLM(...)` keep their traceback.
-
-    Args:
-        refusal: Returns the line of a worker that refused to start, or None.
     """
     is_server = os.path.basename(sys.argv[0]) in ("vllm", "api_server.py")
     if not is_server or getattr(sys.excepthook, "_vidspec", False):

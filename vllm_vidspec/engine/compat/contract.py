@@ -32,13 +32,10 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any], *parameters: str)
         owner: A module or class of vLLM's.
         name: Of a function or a Triton kernel.
         make: The original -> its replacement.
-        parameters: What the original must take; see `expect_parameters`.
+        parameters: What the original must take; see `expect_parameters`, and what it raises.
 
     Returns:
         Whether it was replaced; False where it had been.
-
-    Raises:
-        VidSpecError: The original takes something else.
     """
     original = getattr(owner, name)
     if hasattr(original, MARK):

@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from vllm_vidspec.engine.compat.contract import MARK, expect_parameters, replace
-from vllm_vidspec.engine.cpu import batch_kernels, kernels, logits_kernels, logprob_kernels, vision_kernels
-
-_TWINS = (batch_kernels, logits_kernels, vision_kernels)
+from vllm_vidspec.engine.cpu import batch_kernels, kernels
 
 
 @contextlib.contextmanager
@@ -55,90 +53,30 @@ def repair_interpreter_kernels() -> None:
 
 
 def speed_up_interpreter_kernels() -> None:
-    """Replace interpreted kernels on the decode path by bit-equal numpy twins.
+    """Replace interpreted kernels on the decode path, and one of Qwen3-VL's tower, by bit-equal numpy twins.
 
-    Why: the interpreter runs one program at a time at some milliseconds each, and sampling launches one per logits row;
-    at temperature > 0 that is most of a step.
-    """
-    import vllm.v1.worker.gpu.sample.bad_words as bad_words
-    import vllm.v1.worker.gpu.sample.gumbel as gumbel
-    import vllm.v1.worker.gpu.sample.logprob as logprob
-    import vllm.v1.worker.gpu.sample.penalties as penalties
-    import vllm.v1.worker.gpu.spec_decode.rejection_sampler as rejection_sampler
-
-    replace(
-        gumbel,
-        "_gumbel_sample_kernel",
-        kernels.GumbelTwin,
-        *("local_argmax_ptr", "local_max_ptr", "logits_cache_ptr", "logits_ptr", "expanded_idx_mapping_ptr"),
-        *("seeds_ptr", "pos_ptr", "temp_ptr", "vocab_size", "BLOCK_SIZE"),
-        *("IS_DRAFTING", "APPLY_TEMPERATURE", "USE_FP64"),
-    )
-    replace(
-        penalties,
-        "_penalties_kernel",
-        lambda _: kernels.Twin(kernels.penalties),
-        *("logits_ptr", "expanded_idx_mapping_ptr", "token_ids_ptr", "expanded_local_pos_ptr"),
-        *("repetition_penalty_ptr", "frequency_penalty_ptr", "presence_penalty_ptr"),
-        *("prompt_bin_mask_ptr", "output_bin_counts_ptr", "vocab_size"),
-    )
-    replace(
-        bad_words,
-        "_bad_words_kernel",
-        lambda _: kernels.Twin(kernels.bad_words),
-        *("logits_ptr", "expanded_idx_mapping_ptr", "bad_word_token_ids_ptr", "bad_word_offsets_ptr"),
-        *("num_bad_words_ptr", "all_token_ids_ptr", "prompt_len_ptr", "total_len_ptr"),
-        *("input_ids_ptr", "expanded_local_pos_ptr"),
-    )
-    replace(
-        logprob,
-        "_topk_log_softmax_kernel",
-        lambda _: kernels.Twin(logprob_kernels.topk_log_softmax),
-        *("output_ptr", "logits_ptr", "topk_ids_ptr", "topk", "vocab_size", "BLOCK_SIZE"),
-    )
-    replace(
-        logprob,
-        "_ranks_kernel",
-        lambda _: kernels.Twin(logprob_kernels.ranks),
-        *("output_ptr", "logits_ptr", "token_ids_ptr", "vocab_size", "BLOCK_SIZE"),
-    )
-    replace(
-        rejection_sampler,
-        "_flatten_sampled_kernel",
-        lambda _: kernels.Twin(logprob_kernels.flatten_sampled),
-        *("flat_sampled_ptr", "sampled_ptr", "num_sampled_ptr", "cu_num_logits_ptr"),
-    )
-    speed_up_batch_kernels()
-
-
-def whole_twin(name: str) -> Callable | None:
-    """Return the function that serves the whole grid of a kernel `_<name>_kernel`, None where there is none."""
-    return next((getattr(module, name) for module in _TWINS if hasattr(module, name)), None)
-
-
-def speed_up_batch_kernels() -> None:
-    """Replace interpreted kernels by bit-equal numpy twins that take all of their arguments: those that every step of
-    vLLM runs, those that change logits, and one of Qwen3-VL's tower, which runs a program per patch.
+    Why: the interpreter runs one program at a time at some milliseconds each: one per logits row, or patch.
     """
     import vllm.model_executor.models.qwen3_vl as qwen3_vl
     import vllm.v1.worker.gpu.block_table as block_table
     import vllm.v1.worker.gpu.buffer_utils as buffer_utils
     import vllm.v1.worker.gpu.input_batch as input_batch
     import vllm.v1.worker.gpu.mm.rope as rope
-    import vllm.v1.worker.gpu.sample.gumbel as gumbel
-    import vllm.v1.worker.gpu.sample.logit_bias as logit_bias
-    import vllm.v1.worker.gpu.sample.min_p as min_p
     import vllm.v1.worker.gpu.spec_decode.rejection_sampler as rejection_sampler
+    from vllm.v1.worker.gpu.sample import bad_words, gumbel, logit_bias, logprob, min_p, penalties
 
     for module, names in (
-        (gumbel, ("temperature",)),
+        (gumbel, ("gumbel_sample", "temperature")),
         (logit_bias, ("bias",)),
         (min_p, ("min_p",)),
+        (penalties, ("penalties",)),
+        (bad_words, ("bad_words",)),
+        (logprob, ("topk_log_softmax", "ranks")),
         (buffer_utils, ("apply_write",)),
         (block_table, ("gather_block_tables", "compute_slot_mappings")),
         (input_batch, ("prepare_pos_seq_lens", "combine_sampled_and_draft_tokens")),
         (input_batch, ("get_num_sampled_and_rejected", "post_update", "expand_idx_mapping")),
-        (rejection_sampler, ("gather_draft_sampled",)),
+        (rejection_sampler, ("gather_draft_sampled", "flatten_sampled")),
         (rope, ("prepare_rope_positions",)),
         (qwen3_vl, ("bilinear_pos_embed",)),
     ):
@@ -146,11 +84,15 @@ def speed_up_batch_kernels() -> None:
             kernel = getattr(module, f"_{name}_kernel")
             if hasattr(kernel, MARK):
                 continue
-            run = whole_twin(name)
-            assert run is not None, name
-            taken = inspect.signature(kernel.fn).parameters
-            wanted = [name if name in taken else f"{name}_ptr" for name in list(inspect.signature(run).parameters)[1:]]
-            replace(module, f"_{name}_kernel", functools.partial(batch_kernels.WholeTwin, run), *wanted)
+            run, taken = twin_of(name), list(inspect.signature(kernel.fn).parameters)
+            read = {it if it in taken else f"{it}_ptr" for it in kernels.reads(run)}
+            wanted = [*filter(read.__contains__, taken), *read.difference(taken)]  # in the kernel's order
+            replace(module, f"_{name}_kernel", functools.partial(kernels.Twin, run), *wanted)
+
+
+def twin_of(name: str) -> Callable:
+    """Return the function that serves the whole grid of a kernel `_<name>_kernel`."""
+    return getattr(kernels if hasattr(kernels, name) else batch_kernels, name)
 
 
 def _apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_bitmask) -> None:

@@ -59,8 +59,8 @@ def observe_attention(layer: Any, observer: Callable, is_observed: Callable[[], 
     """Call `observer(layer, query, kv_cache, attn_metadata, lse)` after each forward of a target's attention layer.
 
     Why: fused attention keeps its weights to itself; q and the paged keys meet here and nowhere else. The wrapper sits
-    on one layer's implementation object, so the draft's layers and every other engine of the process stay untouched; it
-    runs inside vLLM's opaque attention operator, hence under torch.compile and piecewise graphs too.
+    on one layer's implementation object, and runs inside vLLM's opaque attention operator, hence under torch.compile
+    and piecewise graphs too.
 
     Args:
         layer: vLLM's `Attention`.
@@ -89,11 +89,7 @@ def intercept_attention(layer: Any, interceptor: Callable) -> None:
     """Run `interceptor(original, layer, query, key, value, kv_cache, attn_metadata, output, ...)` as a layer's forward.
 
     Why: vLLM's backends know no tree masks (upstream removed tree attention, #42121). As with `observe_attention` only
-    this layer object changes, and the call comes from inside vLLM's opaque attention operator.
-
-    Args:
-        layer: vLLM's `Attention`.
-        interceptor: Calls `original` with the same arguments for whatever it does not compute itself.
+    this layer object changes. What the interceptor does not compute itself it leaves to `original`.
 
     Raises:
         VidSpecError: The backend writes its cache inside `forward`, so that it cannot be left out.
@@ -115,10 +111,9 @@ def adjust_positions(model_state: Any, adjust: Callable, dummy: Callable) -> Non
     vLLM's own bookkeeping read them. Dummy runs are covered too, so that captured graphs see the same buffer.
 
     Args:
-        model_state: The runner's; two methods are wrapped on the object.
-        adjust: `(input_batch, positions)`, `[num_tokens]` or `[num_axes, num_tokens]` -> those to use. Called right
-            before every forward and every replay, dummy ones included.
-        dummy: Number of tokens -> positions of a forward that is captured, where the model has 1-D positions.
+        model_state: The runner's; two methods are wrapped on the object. adjust: `(input_batch, positions)`,
+        `[num_tokens]` or `[num_axes, num_tokens]` -> those to use, before every forward. dummy: Number of tokens ->
+        positions of a forward that is captured, where the model has 1-D positions.
     """
     prepare_inputs, prepare_dummy_inputs = model_state.prepare_inputs, model_state.prepare_dummy_inputs
     expect_parameters(prepare_inputs, "input_batch", "req_states")
@@ -139,11 +134,7 @@ def observe_attention_metadata(model_state: Any, observe: Callable) -> None:
     """Call `observe(input_batch, metadata_by_layer, for_capture)` once the attention metadata of a forward is there.
 
     Why: a whole forward that is captured calls our layers once, and must then do what every replay needs. Nothing else
-    tells it from other dummy runs.
-
-    Args:
-        model_state: The runner's; one method is wrapped on the object.
-        observe: Called before every forward that attends, whether it runs, is captured or replayed.
+    tells it from other dummy runs. It is called before every forward that attends: run, captured or replayed.
     """
     prepare_attn = model_state.prepare_attn
     expect_parameters(prepare_attn, "input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "for_capture")
@@ -161,12 +152,8 @@ def take_over_pixels(model_state: Any, share: Callable) -> None:
     """Let us copy to the device what the target's encoder is about to encode, so that the copy can outlive its call.
 
     Why: vLLM makes the copy inside of the call and drops it there. Tensors that are on the device it leaves where they
-    are, because a processor may run there.
-
-    Args:
-        model_state: The runner's; one method of its encoder is wrapped on the object, if it has one.
-        share: `(identifiers, items)` -> the `MultiModalKwargsItem`s to encode. All of a call must be on the device, or
-            none: vLLM joins them.
+    are, because a processor may run there. `share` turns `(identifiers, items)` into the `MultiModalKwargsItem`s to
+    encode: all of a call must be on the device, or none, as vLLM joins them.
     """
     encoder = getattr(model_state, "encoder_runner", None)
     if encoder is None:
@@ -187,11 +174,7 @@ def expose_hidden_states(target: Any, layers: tuple[int, ...]) -> None:
     """Make a target return the hidden states that enter these layers beside its output, as it does for EAGLE-3.
 
     Why: vLLM offers this to its own methods only, by their names. LLaVA-OneVision passes its language model's result
-    through, but does not declare so; the decoder inside does.
-
-    Args:
-        target: The loaded model.
-        layers: 0 is the embeddings, i what layer i - 1 puts out.
+    through, but does not declare so; the decoder inside does. Layer 0 is the embeddings, i what layer i - 1 puts out.
 
     Raises:
         VidSpecError: Its decoder cannot.
@@ -209,9 +192,6 @@ def keep_shared_noise(sampler: Any) -> None:
     Why: on a GPU a batch with top-k or top-p, no greedy request and no seed goes to FlashInfer's sampler, whose noise
     is not a function of seed, position and token. Then draft and target share none, and no output is what vanilla's
     own kernel would have drawn. Prompts' first tokens come from the same sampler.
-
-    Args:
-        sampler: Model Runner V2's.
     """
     if not isinstance(getattr(sampler, "use_flashinfer", None), bool):
         raise VidSpecError(f"this vLLM's sampler no longer says use_flashinfer; {NEEDED_VLLM}")
@@ -222,11 +202,8 @@ def intercept_penalties(penalties: Any, penalise: Callable[[torch.Tensor, Any], 
     """Ask `penalise(logits, context)` first whenever a sampler applies penalties; what it answers is whether it did.
 
     Why: vLLM counts the drafts on the rows before a row, which a tree's nodes have others of. The place among its
-    processors, between the bias and all that follows, must stay.
-
-    Args:
-        penalties: The sampler's own `PenaltiesState`; one method is wrapped on the object.
-        penalise: Works in place, on float32 `[num_logits, vocab_size]`; see vLLM's `LogitsContext`.
+    processors, between the bias and all that follows, must stay. It works in place, on float32
+    `[num_logits, vocab_size]`; see vLLM's `LogitsContext`.
     """
     apply = penalties.apply
     expect_parameters(apply, "logits", "ctx")

@@ -38,72 +38,87 @@ def hook_scheduler(attach: Callable) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
-    ours = False  # whether this process's engine, of which there is one at a time, uses our method
-    side: Any = None  # what is attached to its scheduler
+    patches = _Patches(attach)
+    wrap(Scheduler, "__init__", patches.init, "self", "vllm_config")
+    wrap(output, "strip_covered_mm_data", patches.strip, "mm_features", "num_computed_tokens", "uses_mrope")
+    wrap(output.NewRequestData, "from_request", patches.from_request, "request", "block_ids")
+    wrap(Scheduler, "_update_after_schedule", patches.update_after_schedule, "self", "scheduler_output")
+    wrap(AsyncScheduler, "_update_after_schedule", patches.take_placeholders, "self", "scheduler_output")
+    wrap(Scheduler, "add_request", patches.add_request, "self", "request")
+    wrap(Scheduler, "update_from_output", patches.update, "self", "scheduler_output", "model_runner_output")
+    wrap(Scheduler, "shutdown", patches.shutdown, "self")
+    wrap(EngineCore, "collective_rpc", patches.collective_rpc, "self", "method", "timeout", "args", "kwargs")
 
-    def initialized(init, self, vllm_config, *args, **kwargs):
-        nonlocal ours, side
-        ours = METHOD in (vllm_config.additional_config or {})
-        init(self, vllm_config, *args, **kwargs)
-        side = self._vidspec_side = attach(self, vllm_config) if ours else None
 
-    def keep_pixels(strip, mm_features, num_computed_tokens, uses_mrope=False):
-        return mm_features if ours else strip(mm_features, num_computed_tokens, uses_mrope=uses_mrope)
+class _Patches:
+    """What runs around vLLM's functions, each of which comes first among the arguments.
 
-    def made_request(make, request, *args, **kwargs):
-        made = make(request, *args, **kwargs)
-        if ours and request.cache_salt:
+    Attributes:
+        ours: Whether this process's engine, of which there is one at a time, uses our method.
+        side: What is attached to its scheduler.
+    """
+
+    def __init__(self, attach: Callable):
+        self._attach, self.ours, self.side = attach, False, None
+
+    def init(self, original, scheduler, vllm_config, *args, **kwargs):
+        self.ours = METHOD in (vllm_config.additional_config or {})
+        original(scheduler, vllm_config, *args, **kwargs)
+        self.side = scheduler._vidspec_side = self._attach(scheduler, vllm_config) if self.ours else None
+
+    def strip(self, original, mm_features, num_computed_tokens, uses_mrope=False):
+        return mm_features if self.ours else original(mm_features, num_computed_tokens, uses_mrope=uses_mrope)
+
+    def from_request(self, original, request, *args, **kwargs):
+        made = original(request, *args, **kwargs)
+        if self.ours and request.cache_salt:
             setattr(made, _SALT, request.cache_salt)
-        if side is not None and not side.is_shown(request):
+        if self.side is not None and not self.side.is_shown(request):
             setattr(made, _IS_SHOWN, False)
         return made
 
-    def planned(original, self, scheduler_output):
-        decision = None if self._vidspec_side is None else self._vidspec_side.plan(scheduler_output)
+    @staticmethod
+    def update_after_schedule(original, scheduler, scheduler_output):
+        decision = None if scheduler._vidspec_side is None else scheduler._vidspec_side.plan(scheduler_output)
         if decision is not None:
             scheduler_output.num_spec_tokens_to_schedule = decision.option.num_tokens
             setattr(scheduler_output, _DECISION, decision)
-        original(self, scheduler_output)
+        original(scheduler, scheduler_output)
 
-    def trimmed(original, self, scheduler_output):
-        original(self, scheduler_output)  # gives every request as many placeholders as the step's number
+    @staticmethod
+    def take_placeholders(original, scheduler, scheduler_output):
+        original(scheduler, scheduler_output)  # gives every request as many placeholders as the step's number
         decision = decision_of(scheduler_output)
         if decision is not None and not decision.pads:
             for req_id in decision.resting:
-                self.requests[req_id].spec_token_ids = []
+                scheduler.requests[req_id].spec_token_ids = []
 
-    def added(original, self, request):
-        if self._vidspec_side is not None and request.request_id not in self.requests:
-            self._vidspec_side.add(request)
-        original(self, request)
+    @staticmethod
+    def add_request(original, scheduler, request):
+        if scheduler._vidspec_side is not None and request.request_id not in scheduler.requests:
+            scheduler._vidspec_side.add(request)
+        original(scheduler, request)
 
-    def updated(original, self, scheduler_output, model_runner_output):
-        if self._vidspec_side is not None:
-            self._vidspec_side.observe(scheduler_output, model_runner_output)
-        return original(self, scheduler_output, model_runner_output)
+    @staticmethod
+    def update(original, scheduler, scheduler_output, model_runner_output):
+        if scheduler._vidspec_side is not None:
+            scheduler._vidspec_side.observe(scheduler_output, model_runner_output)
+        return original(scheduler, scheduler_output, model_runner_output)
 
-    def closed(original, self):
-        if self._vidspec_side is not None:
-            self._vidspec_side.close()
-        original(self)
+    @staticmethod
+    def shutdown(original, scheduler):
+        if scheduler._vidspec_side is not None:
+            scheduler._vidspec_side.close()
+        original(scheduler)
 
-    def called(original, self, method, timeout=None, args=(), kwargs=None):
+    @staticmethod
+    def collective_rpc(original, core, method, timeout=None, args=(), kwargs=None):
         # While an engine core starts it has no scheduler yet.
-        side = getattr(getattr(self, "scheduler", None), "_vidspec_side", None)
+        side = getattr(getattr(core, "scheduler", None), "_vidspec_side", None)
         if method != RETUNE or side is None or not args:
-            return original(self, method, timeout, args, kwargs)
+            return original(core, method, timeout, args, kwargs)
         with side.retuned(args[0]) as left:
-            return original(self, method, timeout, (left, *args[1:]), kwargs)
-
-    wrap(Scheduler, "__init__", initialized, "self", "vllm_config")
-    wrap(output, "strip_covered_mm_data", keep_pixels, "mm_features", "num_computed_tokens", "uses_mrope")
-    wrap(output.NewRequestData, "from_request", made_request, "request", "block_ids")
-    wrap(Scheduler, "_update_after_schedule", planned, "self", "scheduler_output")
-    wrap(AsyncScheduler, "_update_after_schedule", trimmed, "self", "scheduler_output")
-    wrap(Scheduler, "add_request", added, "self", "request")
-    wrap(Scheduler, "update_from_output", updated, "self", "scheduler_output", "model_runner_output")
-    wrap(Scheduler, "shutdown", closed, "self")
-    wrap(EngineCore, "collective_rpc", called, "self", "method", "timeout", "args", "kwargs")
+            return original(core, method, timeout, (left, *args[1:]), kwargs)
 
 
 def salt_of(request: Any) -> str:

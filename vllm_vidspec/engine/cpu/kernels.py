@@ -1,11 +1,16 @@
-"""Vectorised numpy twins of vLLM Triton kernels that the interpreter runs one program at a time. CPU engine only.
+"""Vectorised numpy twins of vLLM's Triton kernels for logits, and its noise. CPU engine only.
 
-Each twin is bit-equal to the interpreted kernel (tests compare them), so it changes the CPU engine's speed and nothing
-else: the interpreter computes with numpy too.
+Triton's interpreter runs one program at a time, some milliseconds each. Each twin is bit-equal to the interpreted
+kernel (tests compare them), so it changes the CPU engine's speed and nothing else: the interpreter computes with numpy,
+too. `penalties` here is the twin of vLLM's `_penalties_kernel`, and so on; rows are `[num_tokens]`, tables
+`[max_num_reqs]`.
 """
 
 import functools
+import inspect
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,123 +19,136 @@ import torch
 _F32 = np.float32
 _U32 = np.uint32
 DRAFT_NOISE_SALT = 1 << 30
+# Tiles of vLLM's kernels: in what order a float32 sum is added up, and how far a row is padded.
+_SUM_BLOCK, _RANK_BLOCK = 1024, 8192
 
 
 class Twin:
-    """Stands in for a Triton kernel: `kernel[grid](...)` calls a function of the grid and the kernel's tensors once.
+    """Stands in for a Triton kernel: `kernel[grid](...)` calls a function once, for the whole grid.
 
-    Args:
-        run: Serves the whole grid; strides, sizes and compile-time constants are left out of its arguments.
+    It takes the grid, and `k`, the kernel's arguments by name (`*_ptr` without the ending) with arrays for tensors; one
+    that takes `logits`, too, gets them as float32. Where it returns False, and for bfloat16, which numpy does not know,
+    the interpreted kernel runs.
     """
 
-    def __init__(self, run: Callable[..., None]):
-        self._run = run
+    def __init__(self, run: Callable[..., bool | None], interpreted: Any):
+        self._run, self._interpreted, self._reads = run, interpreted, reads(run)
+        taken = inspect.signature(interpreted.fn).parameters
+        self._names = [name.removesuffix("_ptr") for name in taken]
+        self._defaults = {name: it.default for name, it in taken.items() if it.default is not it.empty}
+        self._takes_logits = "logits" in inspect.signature(run).parameters
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Return the launcher for a grid."""
         return functools.partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *args: Any, **_constants: Any) -> None:
-        self._run(grid, *(arg for arg in args if isinstance(arg, torch.Tensor)))
-
-
-class GumbelTwin(Twin):
-    """Twin of `vllm.v1.worker.gpu.sample.gumbel._gumbel_sample_kernel`.
-
-    Args:
-        interpreted: The kernel, which still serves what this project never asks for: fp64 noise, the logits cache.
-    """
-
-    def __init__(self, interpreted: Any):
-        self._interpreted = interpreted
-
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        # Out: `[num_tokens, num_blocks]` int64 and float32; tokens are `[num_tokens]`, requests `[max_num_reqs]`.
-        local_argmax, _, local_max, _, cache, *_, logits, _, idx_mapping, seeds, pos, temperature, vocab_size = args
-        if cache is not None or constants["USE_FP64"] or constants["APPLY_TEMPERATURE"]:
-            self._interpreted[grid](*args, **constants)
-            return
-        rows, block_size = idx_mapping.numpy(), constants["BLOCK_SIZE"]
-        values = logits.float().numpy().copy()  # [num_tokens, vocab_size]
-        noisy = (rows >= 0) & (temperature.numpy()[rows] != 0.0)
-        if noisy.any():
-            keys = np.arange(vocab_size, dtype=_U32)
-            positions = pos.numpy()[noisy] + (DRAFT_NOISE_SALT if constants["IS_DRAFTING"] else 0)
-            values[noisy] += gumbel_noise(seeds.numpy()[rows[noisy]], positions, keys)
-        for block in range(local_argmax.shape[1]):
-            part = values[:, block * block_size : (block + 1) * block_size]
-            best = part.argmax(axis=1)
-            local_argmax.numpy()[:, block] = block * block_size + best
-            local_max.numpy()[:, block] = np.take_along_axis(part, best[:, None], axis=1)[:, 0]
+        given = self._defaults | dict(zip(self._names, args, strict=False)) | constants
+        values = {name: given[name] for name in self._reads}
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        if all(tensor.dtype != torch.bfloat16 for tensor in tensors.values()):
+            k = SimpleNamespace(**values | {name: tensor.numpy() for name, tensor in tensors.items()})
+            logits = (given["logits"].float().numpy(),) if self._takes_logits else ()
+            if self._run(grid, k, *logits) is not False:
+                return
+        self._interpreted[grid](*args, **constants)
 
 
-def penalties(
-    _grid,
-    logits,  # [num_tokens, vocab_size] float32, in place
-    expanded_idx_mapping,  # [num_tokens]
-    token_ids,  # [num_tokens]
-    expanded_local_pos,  # [num_tokens]
-    repetition_penalty,  # [max_num_reqs] float32
-    frequency_penalty,
-    presence_penalty,
-    prompt_bin_mask,  # [max_num_reqs, ceil(vocab_size / 32)] int32
-    output_bin_counts,  # [max_num_reqs, vocab_size] int32
-) -> None:
-    """Twin of `vllm.v1.worker.gpu.sample.penalties._penalties_kernel`, all rows at once.
+def reads(run: Callable) -> list[str]:
+    return sorted(set(re.findall(r"\bk\.(\w+)", inspect.getsource(run))))
 
-    Why: trees verify some thirty rows a request, and the interpreter takes milliseconds for each.
+
+def gumbel_sample(grid, k, logits) -> bool:
+    """Find the best noised token of each block of each row: `local_argmax`, `local_max` `[num_tokens, num_blocks]`."""
+    if k.logits_cache is not None or k.USE_FP64 or k.APPLY_TEMPERATURE:  # this project never asks for it
+        return False
+    rows, values = k.expanded_idx_mapping, logits.copy()  # [num_tokens, vocab_size]
+    noisy = (rows >= 0) & (k.temp[rows] != 0.0)
+    if noisy.any():
+        positions = k.pos[noisy] + (DRAFT_NOISE_SALT if k.IS_DRAFTING else 0)
+        values[noisy] += gumbel_noise(k.seeds[rows[noisy]], positions, np.arange(k.vocab_size, dtype=_U32))
+    for block in range(k.local_argmax.shape[1]):
+        part = values[:, block * k.BLOCK_SIZE : (block + 1) * k.BLOCK_SIZE]
+        best = part.argmax(axis=1)
+        k.local_argmax[:, block] = block * k.BLOCK_SIZE + best
+        k.local_max[:, block] = np.take_along_axis(part, best[:, None], axis=1)[:, 0]
+    return True
+
+
+def temperature(grid, k) -> None:
+    heat = k.temperature[k.expanded_idx_mapping[: grid[0]]]
+    rows = np.flatnonzero((heat != 0.0) & (heat != 1.0))
+    k.logits[rows] /= heat[rows, None]
+
+
+def min_p(grid, k) -> None:
+    share = k.min_p[k.expanded_idx_mapping[: grid[0]]]
+    rows = np.flatnonzero(share != 0.0)
+    values = k.logits[rows]
+    values[values < values.max(axis=1, keepdims=True) + np.log(share[rows, None])] = -np.inf
+    k.logits[rows] = values
+
+
+def bias(grid, k) -> bool:
+    """Allow, bias and ban tokens, listed `[max_num_reqs, most]`; rows are looked at one by one where asked for."""
+    if k.CHECK_ALL_MASKED_ROWS:
+        return False
+    reqs = k.expanded_idx_mapping[: grid[0]]
+    for row in np.flatnonzero(k.num_allowed_token_ids[reqs]):
+        allowed = k.allowed_token_ids[reqs[row], : k.num_allowed_token_ids[reqs[row]]]
+        kept = k.logits[row, allowed]
+        k.logits[row] = -np.inf
+        k.logits[row, allowed] = kept
+    for row in np.flatnonzero(k.num_logit_bias[reqs]):
+        count = k.num_logit_bias[reqs[row]]
+        k.logits[row, k.bias_token_ids[reqs[row], :count]] += k.bias[reqs[row], :count]
+    for row in np.flatnonzero((k.num_stop_token_ids[reqs] > 0) & (k.pos[: grid[0]] + 1 < k.min_lens[reqs])):
+        k.logits[row, k.stop_token_ids[reqs[row], : k.num_stop_token_ids[reqs[row]]]] = -np.inf
+    return True
+
+
+def penalties(grid, k) -> None:
+    """Penalise all rows at once: trees verify some thirty a request. `prompt_bin_mask` `[max_num_reqs,
+    ceil(vocab_size / 32)]` int32, `output_bin_counts` `[max_num_reqs, vocab_size]` int32.
     """
-    reqs, vocab_size = expanded_idx_mapping.numpy(), logits.shape[1]
-    repetition, frequency, presence = (
-        penalty.numpy()[reqs].astype(_F32) for penalty in (repetition_penalty, frequency_penalty, presence_penalty)
-    )
+    reqs, vocab_size = k.expanded_idx_mapping, k.logits.shape[1]
+    asked = (k.repetition_penalty, k.frequency_penalty, k.presence_penalty)
+    repetition, frequency, presence = (penalty[reqs].astype(_F32) for penalty in asked)
     rows = np.flatnonzero((repetition != 1.0) | (frequency != 0.0) | (presence != 0.0))
     if not len(rows):
         return
     reqs, repetition = reqs[rows], repetition[rows, None]
     frequency, presence = frequency[rows, None], presence[rows, None]
-    counts = output_bin_counts.numpy()[reqs].copy()  # [n, vocab_size]
-    local_pos = expanded_local_pos.numpy()[rows]
+    counts = k.output_bin_counts[reqs].copy()  # [n, vocab_size]
+    local_pos = k.expanded_local_pos[rows]
     owner = np.repeat(np.arange(len(rows)), local_pos)
     before = np.arange(len(owner)) - np.repeat(np.cumsum(local_pos) - local_pos, local_pos)
-    drafted = token_ids.numpy()[np.repeat(rows - local_pos, local_pos) + before + 1]
+    drafted = k.token_ids[np.repeat(rows - local_pos, local_pos) + before + 1]
     known = (drafted >= 0) & (drafted < vocab_size)
     np.add.at(counts, (owner[known], drafted[known]), 1)
     seen = counts > 0
-    values = logits.numpy()[rows].astype(_F32)
-    bits = (prompt_bin_mask.numpy()[reqs][:, :, None] >> np.arange(32, dtype=np.int32)) & 1
+    values = k.logits[rows].astype(_F32)
+    bits = (k.prompt_bin_mask[reqs][:, :, None] >> np.arange(32, dtype=np.int32)) & 1
     in_prompt = bits.reshape(len(rows), -1)[:, :vocab_size].astype(bool)
     scale = np.where(in_prompt | seen, repetition, _F32(1.0))
     scaled = values * np.where(values > 0, _F32(1.0) / scale, scale)
     values = np.where(repetition != 1.0, scaled, values)
     values = values - frequency * counts.astype(_F32)
-    logits.numpy()[rows] = values - presence * seen.astype(_F32)
+    k.logits[rows] = values - presence * seen.astype(_F32)
 
 
-def bad_words(
-    grid: tuple[int, int],  # logits rows, most words of a request
-    logits,  # [num_tokens, vocab_size] float, in place
-    expanded_idx_mapping,  # [num_tokens]
-    bad_word_token_ids,  # [max_num_reqs, n]
-    bad_word_offsets,  # [max_num_reqs, max words + 1]
-    num_bad_words,  # [max_num_reqs]
-    all_token_ids,  # [max_num_reqs, max_model_len]
-    prompt_len,  # [max_num_reqs]
-    total_len,  # [max_num_reqs]
-    input_ids,  # [num_tokens]
-    expanded_local_pos,  # [num_tokens]
-) -> None:
-    """Twin of `vllm.v1.worker.gpu.sample.bad_words._bad_words_kernel`, all rows at once."""
-    reqs, local_pos = expanded_idx_mapping.numpy(), expanded_local_pos.numpy()
-    ids, committed, fed = bad_word_token_ids.numpy(), all_token_ids.numpy(), input_ids.numpy()
+def bad_words(grid, k) -> None:
+    """Ban the last token of each word whose beginning a row's text ends with. The grid: rows, most words of a request;
+    `bad_word_offsets` `[max_num_reqs, most words + 1]`.
+    """
+    reqs, local_pos, ids = k.expanded_idx_mapping, k.expanded_local_pos, k.bad_word_token_ids
     first_row = np.arange(len(reqs)) - local_pos  # of the request
-    prompt = prompt_len.numpy()[reqs]
-    num_output = total_len.numpy()[reqs] - prompt  # [num_tokens] committed output tokens
+    prompt = k.prompt_len[reqs]
+    num_output = k.total_len[reqs] - prompt  # [num_tokens] committed output tokens
     length = num_output + local_pos
     for word in range(grid[1]):
-        start, end = bad_word_offsets.numpy()[reqs, word], bad_word_offsets.numpy()[reqs, word + 1]
+        start, end = k.bad_word_offsets[reqs, word], k.bad_word_offsets[reqs, word + 1]
         prefix = end - start - 1
-        match = (word < num_bad_words.numpy()[reqs]) & (prefix <= length)
+        match = (word < k.num_bad_words[reqs]) & (prefix <= length)
         for i in range(int(prefix[match].max(initial=0))):
             rows = np.flatnonzero(match & (i < prefix))
             place = (length - prefix + i)[rows]  # in the output
@@ -139,24 +157,36 @@ def bad_words(
             # Each place is looked up in one of the two texts only: in the other it may lie past the end.
             actual = np.empty(len(rows), dtype=np.int64)
             there, here = rows[~is_drafted], rows[is_drafted]
-            actual[~is_drafted] = committed[reqs[there], prompt[there] + place[~is_drafted]]
-            actual[is_drafted] = fed[first_row[here] + drafted[is_drafted] + 1]
+            actual[~is_drafted] = k.all_token_ids[reqs[there], prompt[there] + place[~is_drafted]]
+            actual[is_drafted] = k.input_ids[first_row[here] + drafted[is_drafted] + 1]
             match[rows] &= ids[reqs[rows], start[rows] + i] == actual
         rows = np.flatnonzero(match)
-        logits.numpy()[rows, ids[reqs[rows], end[rows] - 1]] = -np.inf
+        k.logits[rows, ids[reqs[rows], end[rows] - 1]] = -np.inf
+
+
+def topk_log_softmax(grid, k, logits) -> None:
+    """Write the log-probabilities of `[num_tokens, n]` tokens."""
+    values = logits
+    top = values.max(axis=1, keepdims=True)
+    total = np.zeros(len(values), _F32)
+    for first in range(0, values.shape[1], _SUM_BLOCK):
+        part = values[:, first : first + _SUM_BLOCK]
+        weights = np.zeros((len(values), _SUM_BLOCK), _F32)
+        np.exp(part - top, out=weights[:, : part.shape[1]])
+        total += weights.sum(axis=1)
+    k.output[:] = np.take_along_axis(values, k.topk_ids, axis=1) - top - np.log(total)[:, None]
+
+
+def ranks(grid, k, logits) -> None:
+    own = np.take_along_axis(logits, k.token_ids[:, None], axis=1)
+    # A row is padded with -inf, which counts beside a token that has no less.
+    padding = -logits.shape[1] % _RANK_BLOCK
+    k.output[:] = (logits >= own).sum(axis=1) + padding * (own[:, 0] == -np.inf)
 
 
 def gumbel_noise(seeds: np.ndarray, positions: np.ndarray, keys: np.ndarray, use_fp64: bool = False) -> np.ndarray:
-    """Return vLLM's stateless Gumbel noise.
-
-    Args:
-        seeds: `[n]` int64 request seeds.
-        positions: `[n]` int64 positions of the input tokens.
-        keys: `[vocab_size]` uint32 token ids.
-        use_fp64: Whether to make it of 53 random bits.
-
-    Returns:
-        `[n, vocab_size]` float32, or float64.
+    """Return vLLM's stateless Gumbel noise `[n, vocab_size]` float32, or float64 of 53 random bits, by `[n]` int64
+    request seeds and positions of the input tokens, and `[vocab_size]` uint32 token ids.
     """
     if use_fp64:
         words = [_murmur3(seeds, positions, keys, domain).astype(np.uint64) for domain in (_U32(0x9E3779B9), _U32(0))]

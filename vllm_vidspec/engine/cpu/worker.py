@@ -27,14 +27,12 @@ class VidSpecCPUWorker(VidSpecWorker, CPUWorker):
 
     @tells_why
     def init_device(self):
-        """Build our runner where vLLM would build its own."""
         if not self.use_v2_model_runner:
             raise VidSpecError("vidspec needs Model Runner V2, which needs Triton's cpu backend: run `vidspec doctor`")
         with cpu_model_runner(VidSpecCPUModelRunner):
             super().init_device()
 
     def compile_or_warm_up_model(self):
-        """Load our loops, which are compiled once in an environment, and warm up as vLLM does."""
         begin = time.perf_counter()
         load_loops()
         logger.info("vidspec: CPU kernels compiled in %.1f s", time.perf_counter() - begin)

@@ -1,6 +1,5 @@
 """LocalBackend: the draft runs in the target's process, between the target's forwards."""
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -11,7 +10,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.backend import DraftBackend
+from vllm_vidspec.engine.backend import DraftBackend, Step
 from vllm_vidspec.engine.draft.drafter import Drafter, without_room
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, mode_of_draft
 from vllm_vidspec.engine.draft.memory import DraftMemory
@@ -32,31 +31,13 @@ from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.kv_views import attention_layers
-from vllm_vidspec.engine.parallel.timeline import EventKind, Timeline
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Phase, Request, RequestRows
-from vllm_vidspec.engine.target_step import Step
 from vllm_vidspec.engine.tree_attention import TreeAttention, make_attention
 
 
 class LocalBackend(DraftBackend):
-    """See `DraftBackend`.
-
-    Args:
-        vllm_config: vLLM's.
-        knobs: The configuration.
-        draft_model: The draft, loaded.
-        requests: The rows.
-        req_states: The runner's tables of committed text.
-        sample: The draft's sampler.
-        trees: The target's side of tree drafts; None where drafts are chains.
-        counters: Records what is drafted and what is not.
-        agreement: Of the tensor-parallel ranks.
-        failures: Guards the parts of a step.
-        timeline: Records what took the time, while a tool watches.
-        placed: `(row, length) -> Placed`, for a target that prunes videos itself; else None.
-        pixels: What the target has copied to the device; None where the draft's tower is shown nothing.
-    """
+    """See `DraftBackend`."""
 
     graphs_class = DraftGraphs
 
@@ -68,18 +49,17 @@ class LocalBackend(DraftBackend):
         requests: RequestRows,
         req_states: Any,
         sample: CoupledSampler,
-        trees: TargetTrees | None,
+        trees: TargetTrees | None,  # the target's side of tree drafts; None where drafts are chains
         counters: Counters,
         agreement: Agreement,
         failures: DraftFailures,
-        timeline: Timeline,
-        placed: Callable[[int, int], Placed] | None = None,
-        pixels: SharedPixels | None = None,
+        placed: Callable[[int, int], Placed] | None = None,  # by row and length, if the target prunes videos itself
+        pixels: SharedPixels | None = None,  # None where the draft's tower is shown nothing
     ):
         self.draft_model = draft_model
         self._vllm_config, self._knobs, self._requests, self._req_states = vllm_config, knobs, requests, req_states
         self._sample, self._trees, self._counters, self._agreement = sample, trees, counters, agreement
-        self._failures, self._timeline, self._placed, self._pixels = failures, timeline, placed, pixels
+        self._failures, self._placed, self._pixels = failures, placed, pixels
         self._device = draft_model.device
         # vLLM makes these in phases: the memory is profiled, graphs have a mode, then there is a KV cache.
         self._memory: DraftMemory | None = None
@@ -88,14 +68,11 @@ class LocalBackend(DraftBackend):
         self._attention: TreeAttention | None = None  # of the draft's layers, where they need it
         self._room = WaitingRoom(requests, counters)
         self._picked: tuple[DraftBatch | None, torch.Tensor] = (None, torch.zeros(0))  # see `_places_of`
-        # [max_num_reqs, K]
-        self._draft_tokens = torch.zeros(
-            len(requests.phase), knobs.current.num_speculative_tokens, dtype=torch.int64, device=self._device
-        )
+        shape = (len(requests.phase), knobs.current.num_speculative_tokens)
+        self._draft_tokens = torch.zeros(shape, dtype=torch.int64, device=self._device)
 
     @property
     def model(self) -> torch.nn.Module | None:
-        """The draft network; None while it is the target itself."""
         return None if self.draft_model.is_self_draft else self.draft_model.model
 
     @property
@@ -107,62 +84,46 @@ class LocalBackend(DraftBackend):
     # ---- set-up ----------------------------------------------------------------------------------------------------
 
     def reserve(self, available_bytes: int) -> int:
-        """Plan the draft's memory; see `DraftBackend`."""
         self._memory = DraftMemory.plan(self._knobs.current, self._vllm_config, self.draft_model, available_bytes)
         return self._memory.num_bytes
 
     def make_graphs(self, cudagraph_mode: Any) -> DraftGraphs:
-        """Return the manager of the draft's CUDA graphs."""
         self._drafter = None  # that of vLLM's memory profile, whose graphs are gone
         self.draft_model.use_cudagraph_mode(mode_of_draft(cudagraph_mode))
-        self._graphs = self.graphs_class(
-            self._vllm_config,
-            self._device,
-            cudagraph_mode,
-            len(self._requests.phase),
-            self._sample.processes_by_default(self._vllm_config.model_config),
-        )
+        config, num_rows = self._vllm_config, len(self._requests.phase)
+        by_default = self._sample.processes_by_default(config.model_config)
+        self._graphs = self.graphs_class(config, self._device, cudagraph_mode, num_rows, by_default)
         return self._graphs
 
     def init_kv(
         self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
     ) -> None:
-        """Allocate the draft's memory and build the drafter; see `DraftBackend`."""
         model, config, vllm_config = self.draft_model, self._knobs.current, self._vllm_config
         memory = self._memory = DraftMemory.least(model) if is_profiling else self._memory
         assert memory is not None
-        states = self._req_states
+        states, is_async = self._req_states, vllm_config.scheduler_config.async_scheduling
         if self._attention is None:
             layers = attention_layers(model.config).values()
             self._attention = make_attention(
                 layers, model.config, self._device, num_rows=2, in_trees=config.in_trees, whose="draft"
             )
-        with allocation():
-            cache = model.make_vision_cache(memory.vision_bytes)
-        num_blocks = model.init_kv(memory.pool_bytes, allocation())
-        if why := model.why_no_graphs:
-            self._graphs.give_up(why)
+        path = None if self._trees is None else self._trees.path
+        committed = Committed(states.total_len.gpu, states.all_token_ids.gpu, states.last_sampled_tokens, path)
         shares = config.is_self_draft and encoder_cache is not None
-        is_async = vllm_config.scheduler_config.async_scheduling
         self._drafter = Drafter(
             model,
             self._knobs,
             self._sample,
             self._counters,
-            num_blocks,
+            memory,
             len(self._requests.phase),
             vllm_config.model_config.max_model_len,
-            cache,
             self._agreement,
-            Committed(
-                states.total_len.gpu,
-                states.all_token_ids.gpu,
-                states.last_sampled_tokens,
-                None if self._trees is None else self._trees.path,
-            ),
+            committed,
             self._graphs,
             self._attention,
-            shared=encoder_cache.encoder_outputs if shares else {},
+            encoder_cache.encoder_outputs if shares else {},
+            allocation,
             fills_trees=is_async if config.tree.fill is None else config.tree.fill,
             take_trees=None if self._trees is None else self._trees.take,
             pixels=self._pixels,
@@ -170,15 +131,12 @@ class LocalBackend(DraftBackend):
         if self._pixels is not None:
             self._pixels.num_bytes = memory.pixel_bytes
         self._counters.set("target_kv_bytes_per_token", kv_bytes_per_token(vllm_config))
-        self._drafter.count_memory()
 
     def capture(self) -> None:
-        """Capture the parts of a draft step."""
         if self._drafter is not None:
             self._drafter.capture()
 
     def dummy_run(self, num_reqs: int, is_profile: bool) -> torch.Tensor:
-        """Return `[num_reqs, K]` zeros; run the draft at its largest where vLLM profiles its memory."""
         if is_profile:
             self.draft_model.profile()
         return self._draft_tokens[:num_reqs].zero_()
@@ -193,21 +151,15 @@ class LocalBackend(DraftBackend):
             self._pixels.add(request.req_state_idx, request.features)
 
     def remove(self, req_state_idx: int) -> None:
-        """Free what a row's request holds on the draft's side."""
         if self._pixels is not None:
             self._pixels.remove(req_state_idx)
         if self._drafter is not None:
             self._drafter.remove(req_state_idx)
 
     def active_rows(self) -> Iterable[int]:
-        """Return the rows whose pixels or draft KV are here."""
-        return (
-            *(() if self._pixels is None else self._pixels.active_rows()),
-            *(() if self._drafter is None else self._drafter.active_rows()),
-        )
+        return (row for part in (self._pixels, self._drafter) if part is not None for row in part.active_rows())
 
     def give_up_all(self) -> None:
-        """Give every running request up, because the contents of the pool and the cache are about to be lost."""
         rows = np.arange(len(self._requests.phase))
         started = self._requests.are_in(rows, Phase.PREFILLING, Phase.DRAFTING, Phase.PREFILL_STALLED)
         for row in rows[started].tolist():
@@ -215,7 +167,6 @@ class LocalBackend(DraftBackend):
         self.forget_media()
 
     def forget_media(self) -> None:
-        """Drop the draft's vision embeddings: weights have changed, or the memory that holds them has."""
         if self._drafter is not None:
             self._drafter.forget_media()
 
@@ -245,7 +196,6 @@ class LocalBackend(DraftBackend):
     # ---- start -----------------------------------------------------------------------------------------------------
 
     def refusal(self, request: Request) -> tuple[str, str] | None:
-        """Return why a request is not drafted for, and what to say of it."""
         new = request.new
         if new.has_embeds:
             return "unsupported", "its prompt is one of embeddings, made for the target"
@@ -284,15 +234,10 @@ class LocalBackend(DraftBackend):
         return outcome
 
     def _message(self, request: Request) -> PrefillMessage:
-        """Return what the drafter is told of a request."""
-        new = request.new
-        row, guidance = new.req_state_idx, {} if request.guided is None else request.guided._asdict()
-        message = PrefillMessage(
-            new.req_id, row, new.token_ids, new.features, prune_variant=new.prune_variant, **guidance
-        )
-        if self._placed is None:
-            return message
-        return dataclasses.replace(message, placed=self._placed(row, len(new.token_ids)))
+        new, row = request.new, request.new.req_state_idx
+        scores, outcome = (None, ()) if request.guided is None else request.guided
+        placed = None if self._placed is None else self._placed(row, len(new.token_ids))
+        return PrefillMessage(new.req_id, row, new.token_ids, new.features, scores, outcome, placed, new.prune_variant)
 
     def _release_resting(self, step: Step) -> bool:
         """Give up the draft KV of a step's requests that rest; return whether there was any."""
@@ -320,10 +265,7 @@ class LocalBackend(DraftBackend):
             if len(in_queue):
                 self.reading = frozenset(step.batch.req_ids[i] for i in in_queue.tolist())
             self._failures.run("draft prefill", self._read, step, in_queue, is_careful=True)
-        end = time.monotonic()
-        self.reading_s = end - start
-        if self._timeline.is_on:
-            self._timeline.note("drafter", EventKind.PREFILL, start, 0, 0, end)
+        self.reading_s = time.monotonic() - start
 
     def _reserve(self, step: Step) -> None:
         """Reserve the blocks of this step; requests that no longer fit go on without speculation, if only for now."""
@@ -349,10 +291,8 @@ class LocalBackend(DraftBackend):
         self._room.resume(rows_np[fits & self._are_in(step, Phase.PREFILL_STALLED)])
         stuck = self._room.largest_of_all(rows_np, self.drafter.kv)
         if stuck is not None:
-            place = int(np.flatnonzero(rows_np == stuck)[0])
-            self._failures.give_up(
-                step, place, "pool_full", "draft KV pool exhausted; no request left to release blocks"
-            )
+            place, why = int(np.flatnonzero(rows_np == stuck)[0]), "draft KV pool exhausted"
+            self._failures.give_up(step, place, "pool_full", f"{why}; no request left to release blocks")
 
     def _read(self, step: Step, indices: np.ndarray) -> None:
         rows = step.batch.idx_mapping_np[indices]
@@ -367,16 +307,12 @@ class LocalBackend(DraftBackend):
     # ---- draft -----------------------------------------------------------------------------------------------------
 
     def propose(self, step: Step, batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draft for every request that the draft has read; see `DraftBackend`."""
         if not step.plan.num_tokens:
             if step.is_undrafted:
                 self._counters.add("undrafted_steps")
             return self._draft_tokens[: step.batch.num_reqs].zero_(), None
-        start, proposals = time.monotonic(), []  # type: ignore[var-annotated]
+        proposals = []  # type: ignore[var-annotated]
         self._failures.run("drafting", self._draft, step, batch.places_np, batch, proposals)
-        if self._timeline.is_on:
-            num_drafted = int(self._are_in(step, Phase.DRAFTING).sum())
-            self._timeline.note("drafter", EventKind.DRAFT, start, num_drafted, num_drafted * step.plan.num_tokens)
         if not proposals:
             return self._draft_tokens[: step.batch.num_reqs].zero_(), None
         drafts, picked = proposals[0]
@@ -388,7 +324,6 @@ class LocalBackend(DraftBackend):
         return tokens, num_nodes
 
     def _places_of(self, batch: DraftBatch) -> torch.Tensor:
-        """Return the places of who is drafted for on the device, uploaded once."""
         if self._picked[0] is not batch:
             self._picked = (batch, async_tensor_h2d(batch.places_np, device=self._device))
         return self._picked[1]
@@ -400,7 +335,6 @@ class LocalBackend(DraftBackend):
         batch: DraftBatch,
         proposals: list[tuple[Drafts, torch.Tensor | None]],
     ) -> None:
-        """Draft for these requests, and append what is proposed and to which of the batch's, None for all."""
         # The usual step is of the whole batch, and uploads nothing.
         picked = None if batch.is_whole else self._places_of(batch)
         num_verified = step.batch.num_draft_tokens_per_req
@@ -409,18 +343,17 @@ class LocalBackend(DraftBackend):
         was_verified = had_rows & self._requests.was_drafted(batch)
         if self._trees is not None and step.plan.shape != "chain":
             self._trees.expect(batch.drafted_np)
-        drafts = self.drafter.draft(
-            DraftMessage(
-                batch_rows=step.batch.idx_mapping,
-                picked=picked,
-                idx_mapping_np=batch.drafted_np,
-                num_sampled=step.num_sampled,
-                was_verified=None if was_verified.all() else async_tensor_h2d(was_verified, device=self._device),
-                max_drafts=step.plan.num_tokens,
-                shape=step.plan.shape,
-                draft_batch=batch,
-            )
+        message = DraftMessage(
+            batch_rows=step.batch.idx_mapping,
+            picked=picked,
+            idx_mapping_np=batch.drafted_np,
+            num_sampled=step.num_sampled,
+            was_verified=None if was_verified.all() else async_tensor_h2d(was_verified, device=self._device),
+            max_drafts=step.plan.num_tokens,
+            shape=step.plan.shape,
+            draft_batch=batch,
         )
+        drafts = self.drafter.draft(message)
         if self._trees is not None and drafts.tree is None:
             self._trees.take_chains(drafts.rows, batch.drafted_np)
         proposals.append((drafts, picked))

@@ -11,33 +11,16 @@ from vllm_vidspec.engine.draft.score_blocks import blocks
 
 
 class ChainDrafter:
-    """Proposes K tokens one after another.
-
-    Args:
-        forwards: The draft's, with the step's buffers.
-        sample: The draft's sampler.
-        graphs: What runs the parts of a step.
-        goes_on: Whether `go_on` is ever asked for.
-    """
+    """Proposes K tokens one after another, and where it `goes_on`, more of them one at a time."""
 
     def __init__(self, forwards: Forwards, sample: CoupledSampler, graphs: DraftGraphs, goes_on: bool = False):
-        self._forwards = forwards
-        self._goes_on = goes_on
+        self._forwards, self._sample, self._graphs, self._goes_on = forwards, sample, graphs, goes_on
         self._buffers = forwards.buffers
-        self._sample = sample
-        self._graphs = graphs
         self._views = functools.cache(self._cut)
 
     def draft(self, num_reqs: int, num_drafts: int, processed: Processed | None) -> bool:
-        """Write `num_drafts` tokens of each of `num_reqs` requests, padding included, into the buffers' `drafts`.
-
-        Args:
-            num_reqs: R.
-            num_drafts: In [0, K].
-            processed: What vLLM's processors need, if the logits of any request need them; they run between graphs.
-
-        Returns:
-            Whether graphs ran all that can be captured.
+        """Write `num_drafts` tokens of each of `num_reqs` requests, padding included, into `drafts` of the buffers;
+        return whether graphs ran all that can be captured. Processors, if any request needs them, run between graphs.
         """
         if processed is None:
             return self._graphs.run(*self._whole(num_reqs, num_drafts))
@@ -57,30 +40,24 @@ class ChainDrafter:
         return dict([self._whole(num_reqs, num_drafts)]) | more
 
     def _whole(self, num_reqs: int, num_drafts: int) -> tuple[Part, Run]:
-        """Return the part that is a whole chain of unprocessed logits."""
         key = part("chain", num_reqs, max_drafts=num_drafts)
         return key, functools.partial(self._chain, num_reqs, num_drafts, None)
 
     def _more(self, num_reqs: int) -> tuple[Part, Run]:
-        """Return the part that is one more token of unprocessed logits."""
         return part("more", num_reqs), functools.partial(self._feed_and_draw, num_reqs, None)
 
     def _feed_and_draw(self, num_reqs: int, processed: Processed | None) -> bool:
-        """Feed what was drawn last and draw once more; return whether a graph ran the forward."""
         is_graph = self._graphs.run(self._key(num_reqs, 1), self._function(num_reqs, 1))
         self._draw(num_reqs, 1, processed, column=0)
         return is_graph
 
     def _chain(self, num_reqs: int, num_drafts: int, processed: Processed | None) -> bool:
-        """Feed and draw, level after level; return whether graphs ran every level."""
         is_whole = True
         for level in range(max(num_drafts, 1)):
             is_whole &= self._graphs.run(self._key(num_reqs, level), self._function(num_reqs, level))
             if level < num_drafts:
                 self._draw(num_reqs, level, processed)
         return is_whole
-
-    # ---- a level: of which distance from the root, the device knows -------------------------------------------------
 
     @staticmethod
     def _key(num_reqs: int, level: int) -> Part:
@@ -90,7 +67,6 @@ class ChainDrafter:
         return functools.partial(self._next if level else self._forwards.roots, num_reqs)
 
     def _next(self, num_reqs: int) -> None:
-        """Feed what was drawn last."""
         self._buffers.step.level.add_(1)
         self._buffers.place(num_reqs)
         self._forwards.tokens(num_reqs)
@@ -104,20 +80,11 @@ class ChainDrafter:
             if processed is not None:
                 logits = processed(logits, block, logical_pos[block], input_ids[block])
             temperature, seeds, pos, drafts, token_ids = self._views(block.start, block.stop, min(level, 1))
-            self._sample.draw_into(
-                logits,
-                temperature,
-                seeds,
-                pos,
-                level=buffers.step.level if column is None else column,
-                out_tokens=drafts,
-                out_ids=token_ids,
-                is_processed=processed is not None,
-            )
+            at, is_processed = buffers.step.level if column is None else column, processed is not None
+            out = dict(level=at, out_tokens=drafts, out_ids=token_ids)
+            self._sample.draw_into(logits, temperature, seeds, pos, **out, is_processed=is_processed)
 
     def _cut(self, low: int, high: int, level: int) -> tuple[torch.Tensor, ...]:
-        """Return temperatures, seeds and positions of batch rows `low` to `high`, and where draws go."""
-        buffers, (logical_pos, _) = self._buffers, self._forwards.fed(level)
-        step = buffers.step
+        buffers, step, (logical_pos, _) = self._buffers, self._buffers.step, self._forwards.fed(level)
         rows = (step.temperature, step.seeds, logical_pos, buffers.drafts, buffers.token_ids)
         return tuple(part[low:high] for part in rows)

@@ -1,7 +1,9 @@
 """The drafter: prefills pruned prompts and proposes drafts; it takes messages and never sees the model runner."""
 
+import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -12,12 +14,11 @@ from vidspec_kernels import StepTables, begin_step, warm_up
 from vllm_vidspec.config import Plan
 from vllm_vidspec.drafting import make_policy
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.draft.buffers import DraftBuffers
 from vllm_vidspec.engine.draft.chains import ChainDrafter
-from vllm_vidspec.engine.draft.forwards import Forwards
+from vllm_vidspec.engine.draft.forwards import DraftBuffers, Forwards
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, Part, Run
 from vllm_vidspec.engine.draft.kv import DraftKV
-from vllm_vidspec.engine.draft.memory import max_slots_per_request
+from vllm_vidspec.engine.draft.memory import DraftMemory, max_slots_per_request
 from vllm_vidspec.engine.draft.messages import (
     Admission,
     Committed,
@@ -32,7 +33,6 @@ from vllm_vidspec.engine.draft.noise import CoupledSampler, Processed
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
 from vllm_vidspec.engine.draft.score_blocks import rows_per_block
 from vllm_vidspec.engine.draft.trees import TakeTrees, TreeDrafter
-from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
@@ -44,27 +44,7 @@ UNBOUNDED = 1 << 60
 
 
 class Drafter:
-    """Owns what the draft keeps of every persistent row: its KV, its place in the prefill queue, its policy.
-
-    Args:
-        model: The draft, loaded, its KV cache allocated.
-        knobs: The configuration.
-        sample: The draft's sampler.
-        counters: Records what is drafted.
-        num_blocks: Of the KV pool.
-        max_num_reqs: Persistent rows.
-        max_model_len: The target's context length.
-        cache: The draft's vision embeddings of what was shown lately.
-        agreement: Of the tensor-parallel ranks, for prefills.
-        committed: The target's tables.
-        graphs: What runs the parts of a draft step.
-        attention: Of the draft's layers, for trees, and for the two tokens that a step feeds first where the layers'
-            own is slow for them; None where neither asks for it.
-        shared: The target's own, by identifier, where it drafts for itself; else empty.
-        fills_trees: See `TreeDrafter`; `take_trees` too.
-        max_run: Most tokens of a chain that `go_on` draws behind what `draft` has; 0 where it is never asked for.
-        pixels: What the target has copied to the device; None in a process of its own.
-    """
+    """Owns what the draft keeps of every persistent row: its KV, its place in the prefill queue, its policy."""
 
     def __init__(
         self,
@@ -72,72 +52,64 @@ class Drafter:
         knobs: Knobs,
         sample: CoupledSampler,
         counters: Counters,
-        num_blocks: int,
+        memory: DraftMemory,  # what of the rank's is allocated here, inside `allocation()`
         max_num_reqs: int,
         max_model_len: int,
-        cache: VisionCache,
         agreement: Agreement,
         committed: Committed,
         graphs: DraftGraphs,
-        attention: TreeAttention | None,
-        shared: Mapping[str, torch.Tensor],
-        fills_trees: bool = False,
+        attention: TreeAttention | None,  # for trees, and the two tokens fed first where the layers' own is slow
+        shared: Mapping[str, torch.Tensor],  # the target's own, by identifier, where it drafts for itself; else empty
+        allocation: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+        fills_trees: bool = False,  # see `TreeDrafter`; `take_trees` too
         take_trees: TakeTrees | None = None,
-        max_run: int = 0,
-        pixels: SharedPixels | None = None,
+        max_run: int = 0,  # most tokens of a chain that `go_on` draws behind what `draft` has; 0: it is never asked
+        pixels: SharedPixels | None = None,  # what the target has copied to the device; None in a process of its own
     ):
         config = knobs.current
-        self.model = model
-        self.counters = counters
-        self._knobs = knobs
-        self._max_model_len = max_model_len
-        self._num_speculative_tokens = config.num_speculative_tokens
-        self._max_run = max_run
-        max_slots = max_slots_per_request(max_model_len, config.num_speculative_tokens)
+        K = self._num_speculative_tokens = config.num_speculative_tokens
+        self.model, self.counters, self.attention = model, counters, attention
+        self._knobs, self._sample, self._graphs = knobs, sample, graphs
+        self._max_model_len, self._max_run = max_model_len, max_run
+        with allocation():
+            cache = model.make_vision_cache(memory.vision_bytes)
+        num_blocks = model.init_kv(memory.pool_bytes, allocation())
+        if why := model.why_no_graphs:
+            graphs.give_up(why)
         tree_shapes = config.shapes - {"chain"}
         caches = attention.caches() if attention is not None and tree_shapes else None
+        max_slots = max_slots_per_request(max_model_len, K)
         self.kv = DraftKV(num_blocks, model.block_size, max_num_reqs, max_slots, model.device, caches)
         self.prefills = DraftPrefill(model, knobs, counters, self.kv, cache, shared, agreement, pixels)
         policy = make_policy(next(iter(tree_shapes)), config, max_num_reqs, model.device) if tree_shapes else None
         width = 0 if policy is None else policy.max_frontier
-        self.buffers = DraftBuffers(model, self.kv, max_num_reqs, width, config.num_speculative_tokens)
-        self._tables = StepTables(
-            committed.num_tokens,
-            committed.text,
-            committed.last_sampled,
-            self.kv.num_dropped,
-            self.kv.pos_delta,
-            self.kv.block_tables,
-            self.kv.fed,
-            committed.path,
-        )
-        num_rows = max_num_reqs * max(width, 1)
-        num_candidates = 0 if policy is None else policy.num_candidates
-        sample.reserve(min(num_rows, rows_per_block(model.vocab_size)), model.vocab_size, model.device, num_candidates)
+        self.buffers = DraftBuffers(model, self.kv, max_num_reqs, width, K)
+        (num_tokens, text, last_sampled, path), kv = committed, self.kv
+        own = (kv.num_dropped, kv.pos_delta, kv.block_tables, kv.fed)
+        self._tables = StepTables(num_tokens, text, last_sampled, *own, path)
+        num_rows = min(max_num_reqs * max(width, 1), rows_per_block(model.vocab_size))
+        sample.reserve(num_rows, model.vocab_size, model.device, 0 if policy is None else policy.num_candidates)
         forwards = Forwards(model, self.kv, self.buffers, attention)
-        self.attention = attention
         # [max_num_reqs] see `has_room`; rows that nobody drafts for need none
         self._capacity_limit = np.full(max_num_reqs, UNBOUNDED, dtype=np.int64)
-        self._graphs = graphs
-        self._sample = sample
-        self._draft_batch: object | None = (
-            None  # of the last step; below, whether its logits go through vLLM's processors
-        )
+        # Of the last step, and whether its logits go through vLLM's processors.
+        self._draft_batch: object | None = None
         self._is_processed = False
         # Of the last step, for `go_on`: requests, padding included, processors, drafts; and how many tokens may follow.
         self._step: tuple[int, Processed | None, Drafts] | None = None
         self._num_more = 0
         self.chains = ChainDrafter(forwards, sample, graphs, max_run > 0) if "chain" in config.shapes else None
         self.trees = None if policy is None else TreeDrafter(forwards, sample, graphs, policy, fills_trees, take_trees)
+        counters.set("draft_pool_blocks_total", num_blocks - 1)
+        counters.set("draft_pool_bytes", num_blocks * model.bytes_per_block)
+        counters.set("draft_encoder_bytes", cache.num_bytes)
+        counters.set("draft_kv_bytes_per_token", kv_bytes_per_token(model.config))
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
     def add(self, message: PrefillMessage, num_tokens: int = 0) -> Admission:
-        """Take a request in, if there is room; one that will not be drafted for is counted by reason.
-
-        Args:
-            message: The request.
-            num_tokens: Bound of its committed length, where that is past the prompt by now.
+        """Take a request in, if there is room; one that will not be drafted for is counted by reason. `num_tokens`
+        bounds its committed length, where that is past the prompt by now.
         """
         outcome = self.prefills.add(message, num_tokens)
         if outcome == Admission.ADMITTED:
@@ -151,31 +123,19 @@ class Drafter:
             self.trees.policy.reset_rows(np.array([req_state_idx]))
 
     def requeue(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Put `[n]` rows that were drafted for back into the queue; `[n]` tokens of their text at least are read."""
         self.prefills.requeue(idx_mapping_np, num_tokens)
 
     @property
     def is_reading(self) -> bool:
-        """Whether any request is in the prefill queue."""
         return self.prefills.is_reading
 
     def prefill(self, step: PrefillStep) -> Prefilled:
-        """Show the draft what fits into this step of the prompts that it has not seen whole."""
         start = time.perf_counter()
         done = self.prefills.step(step)
         self.counters.add("draft_prefill_us", int(1e6 * (time.perf_counter() - start)))
         return done
 
     # ---- draft -----------------------------------------------------------------------------------------------------
-
-    @property
-    def limits_detail(self) -> str:
-        """What to say of a request that `holds` says no of."""
-        tokens, positions, slots = self.model.max_model_len, self.model.num_positions, self.kv.num_slots
-        return (
-            f"it is longer than the draft's context of {tokens} tokens and {positions} positions, or than its KV pool "
-            f"of {slots} tokens"
-        )
 
     def holds(self, idx_mapping_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> np.ndarray:
         """Return `[n]` bool: the draft's context, which may be shorter than the target's, has room for the next step,
@@ -195,29 +155,24 @@ class Drafter:
 
     def reserve(self, idx_mapping_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> np.ndarray:
         """Make room for the next step, and send the step's tables; return `[n]` bool, False where the pool is full.
-
-        Called once a step: what is staged travels through buffers that are as many as there are steps in flight.
+        Called once a step, see `DraftKV.apply`.
         """
-        num_slots = self._num_slots(num_tokens_upper_bound, self.kv.num_dropped_np[idx_mapping_np])
-        fits = self.kv.reserve(idx_mapping_np, num_slots)
-        self.kv.apply()
-        self._capacity_limit[idx_mapping_np] = self._find_room(idx_mapping_np)
+        kv, model, longest = self.kv, self.model, self._max_model_len
+        dropped, delta = kv.num_dropped_np[idx_mapping_np], kv.pos_delta_np[idx_mapping_np]
+        fits = kv.reserve(idx_mapping_np, self._num_slots(num_tokens_upper_bound, dropped))
+        kv.apply()
+        # Up to which bound of the committed length the next step has entries and a context.
+        ends = np.stack((model.max_model_len + dropped, model.num_positions - delta))
+        ends = np.where(ends >= longest, UNBOUNDED, ends)  # what the target's context does not reach is no end
+        limit = np.minimum(ends.min(axis=0), kv.capacity_np[idx_mapping_np] + dropped)
+        self._capacity_limit[idx_mapping_np] = limit - self._num_speculative_tokens
         return fits
 
     def has_room(self, idx_mapping_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> bool:
         """Return whether `holds` and `reserve` have nothing to do for `[n]` rows: for most steps a look at a table."""
         return not (num_tokens_upper_bound > self._capacity_limit[idx_mapping_np]).any()
 
-    def _find_room(self, idx_mapping_np: np.ndarray) -> np.ndarray:
-        """Return `[n]` int64: up to which bound of the committed length the next step has entries and a context."""
-        kv, model, longest = self.kv, self.model, self._max_model_len
-        dropped, delta = kv.num_dropped_np[idx_mapping_np], kv.pos_delta_np[idx_mapping_np]
-        ends = np.stack((model.max_model_len + dropped, model.num_positions - delta))
-        ends = np.where(ends >= longest, UNBOUNDED, ends)  # what the target's context does not reach is no end
-        return np.minimum(ends.min(axis=0), kv.capacity_np[idx_mapping_np] + dropped) - self._num_speculative_tokens
-
     def draft(self, message: DraftMessage) -> Drafts:
-        """Propose drafts in the shape that the message names, for all its requests at once."""
         start = time.perf_counter()
         buffers, rows_np = self.buffers, message.idx_mapping_np
         if message.draft_batch is None or message.draft_batch is not self._draft_batch:
@@ -254,7 +209,6 @@ class Drafter:
         return drafts
 
     def _count(self, num_forwards: int, is_graph: bool, start: float) -> None:
-        """Count a step."""
         self.counters.add("draft_steps")
         self.counters.add("draft_forwards", num_forwards)
         if self._graphs.is_wanted and not is_graph:
@@ -269,7 +223,6 @@ class Drafter:
         was_verified: torch.Tensor | None,
         num_reqs: int,
     ) -> None:
-        """Write a step's requests into the buffers, and padding behind them, in one launch."""
         begin_step(
             batch_rows,
             picked,
@@ -298,11 +251,14 @@ class Drafter:
             self.attention.warm_up(self.kv.block_tables, self.model.dtype, 2 if trees is None else self._width("tree"))
         needs_log_probs = None if trees is None else trees.policy.needs_log_probs
         self._sample.warm_up(self.model.dtype, self.chains is not None, needs_log_probs)
+        if trees is not None:
+            assert self.kv.caches is not None
+            trees.policy.warm_up(trees.fills)
+            warm_up.warm_kv_compact(self.kv.caches, self.kv.block_tables, self._num_speculative_tokens)
 
     # ---- graphs ----------------------------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        """Capture every part of a step that a step of this configuration can take."""
         if not self._graphs.is_on:
             return
         parts: dict[Part, Run] = {}
@@ -323,20 +279,15 @@ class Drafter:
 
         start, before = time.perf_counter(), _free_bytes(self.model.device)
         self._graphs.capture_parts(parts, prepare)
-        logger.info(
-            "vidspec: %d draft CUDA graphs, %d of them for processed logits alone, %s GiB, %.1f s",
-            len(parts),
-            num_processed,
-            format_gib(before - _free_bytes(self.model.device)),
-            time.perf_counter() - start,
-        )
+        taken, took_s = format_gib(before - _free_bytes(self.model.device)), time.perf_counter() - start
+        line = "vidspec: %d draft CUDA graphs, %d of them for processed logits alone, %s GiB, %.1f s"
+        logger.info(line, len(parts), num_processed, taken, took_s)
 
     def _plans(self, is_processed: bool) -> Iterator[tuple[int, Plan]]:
         """Yield padded numbers of requests with what their steps may draft: the plan of as many requests or more, as
         some of a batch may not be drafted for.
         """
-        config = self._knobs.current
-        plans = config.plans
+        config, plans = self._knobs.current, self._knobs.current.plans
         if config.adaptive_tokens:  # any batch size may be given any of them
             for plan in config.choices(has_graphs=True):
                 for size in self._graphs.sizes_of(self._width(plan.shape), is_processed):
@@ -351,37 +302,24 @@ class Drafter:
                 low = size + 1
 
     def _width(self, shape: str) -> int:
-        """Return the most tokens of a request in a forward of the draft: two in the first."""
         return 2 if self.trees is None or shape == "chain" else max(2, self.trees.policy.max_frontier)
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
-    def count_memory(self) -> None:
-        """Publish how large the pool and the cache of vision embeddings are."""
-        model, num_blocks = self.model, self.kv.num_blocks
-        self.counters.set("draft_pool_blocks_total", num_blocks - 1)
-        self.counters.set("draft_pool_bytes", num_blocks * model.bytes_per_block)
-        self.counters.set("draft_encoder_bytes", self.prefills.vision.cache.num_bytes)
-        self.counters.set("draft_kv_bytes_per_token", kv_bytes_per_token(model.config))
-
     def remove(self, req_state_idx: int) -> None:
-        """Forget a row: finished, aborted, preempted or given up. Its blocks go back to the pool."""
         self.prefills.remove(req_state_idx)
         self.kv.remove(req_state_idx)
         self._capacity_limit[req_state_idx] = UNBOUNDED
         self.counters.set("draft_pool_blocks_used", self.kv.num_used_blocks)
 
     def active_rows(self) -> Iterable[int]:
-        """Return the rows that have blocks, or a prompt in the queue or remembered."""
         return (*np.flatnonzero(self.kv.capacity_np).tolist(), *self.prefills.active_rows())
 
     def forget_media(self) -> None:
-        """Drop the draft's vision embeddings: weights have changed, or the memory that holds them has."""
         self.prefills.vision.cache.clear()
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return what is free of a device's memory, 0 of a CPU's."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
@@ -399,9 +337,14 @@ def without_room(
     """
     if drafter.has_room(idx_mapping_np, num_tokens_upper_bound):
         return
-    is_held = drafter.holds(idx_mapping_np, num_tokens_upper_bound)
+    is_held, model = drafter.holds(idx_mapping_np, num_tokens_upper_bound), drafter.model
     for i in np.flatnonzero(~is_held).tolist():
-        yield i, "too_long", drafter.limits_detail
+        limits = f"context of {model.max_model_len} tokens and {model.num_positions} positions"
+        yield (
+            i,
+            "too_long",
+            f"it is longer than the draft's {limits}, or than its KV pool of {drafter.kv.num_slots} tokens",
+        )
     held = np.flatnonzero(is_held)
     fits = drafter.reserve(idx_mapping_np[held], num_tokens_upper_bound[held])
     for i in held[~fits].tolist():

@@ -19,17 +19,11 @@ _SPARSE = 4
 
 @dataclass(frozen=True)
 class Part(BatchExecutionDescriptor):
-    """What one graph holds: a part of a draft step, for so many requests.
-
-    Attributes:
-        name: Of the part.
-        level: Of a tree, where the part is one of its levels.
-        max_drafts: Draft tokens of the step, where the part depends on them.
-    """
+    """What one graph holds: a part of a draft step, for so many requests."""
 
     name: str = ""
-    level: int = 0
-    max_drafts: int = 0
+    level: int = 0  # of a tree, where the part is one of its levels
+    max_drafts: int = 0  # draft tokens of the step, where the part depends on them
 
 
 def mode_of_draft(mode: CUDAGraphMode) -> CUDAGraphMode:
@@ -43,7 +37,6 @@ def mode_of_draft(mode: CUDAGraphMode) -> CUDAGraphMode:
 
 @functools.cache
 def part(name: str, num_reqs: int, level: int = 0, max_drafts: int = 0) -> Part:
-    """Return the key of a part for `num_reqs` requests, padding included."""
     return Part(CUDAGraphMode.FULL, num_reqs, num_reqs, name=name, level=level, max_drafts=max_drafts)
 
 
@@ -52,31 +45,20 @@ class DraftGraphs(CudaGraphManager):
 
     What a part reads and writes has a fixed address, and no Python number of it follows from a step. vLLM's manager
     captures, in its pool, with its collectives registered; it also drops the graphs after its memory profile.
-
-    Args:
-        vllm_config: vLLM's.
-        device: Of the draft.
-        mode: What vLLM resolved for the target; see `mode_of_draft`.
-        max_num_reqs: Most requests of a step.
-        mostly_processed: Whether a request that names no sampling parameters has its logits processed.
-
-    Attributes:
-        is_wanted: Whether a step without a graph is a fallback.
     """
 
     def __init__(
         self,
         vllm_config: Any,
         device: torch.device,
-        mode: CUDAGraphMode,
+        mode: CUDAGraphMode,  # what vLLM resolved for the target; see `mode_of_draft`
         max_num_reqs: int,
-        mostly_processed: bool = False,
+        mostly_processed: bool = False,  # whether a request that names no sampling parameters has its logits processed
     ):
         mode = mode_of_draft(mode)
         super().__init__(vllm_config, device, mode, decode_query_len=1)
-        self._is_capturing = False
-        self._mostly_processed = mostly_processed
-        self.is_wanted = bool(mode)
+        self._is_capturing, self._mostly_processed = False, mostly_processed
+        self.is_wanted = bool(mode)  # whether a step without a graph is a fallback
         sizes = self.compilation_config.cudagraph_capture_sizes or () if mode else ()
         self.sizes = batch_sizes(sizes, max_num_reqs)
         self.max_tokens = self.compilation_config.max_cudagraph_capture_size or 0
@@ -112,12 +94,7 @@ class DraftGraphs(CudaGraphManager):
         return next((size for size in self.sizes_of(width, is_processed) if size >= num_reqs), num_reqs)
 
     def capture_parts(self, parts: Iterable[Part], prepare: Callable[[Part], Run]) -> None:
-        """Capture parts.
-
-        Args:
-            parts: What to capture.
-            prepare: Makes the buffers ready for a run of nothing but padding; returns the part's function.
-        """
+        """Capture parts; `prepare` readies the buffers for a run of padding alone, and returns a part's function."""
         self._capture_descs = {CUDAGraphMode.FULL: sorted(parts, key=lambda key: -key.num_tokens)}
 
         def create(key: Part, warmup: bool) -> Callable[[CUDAGraphMode], object]:
@@ -140,10 +117,8 @@ class DraftGraphs(CudaGraphManager):
 
 
 def batch_sizes(capture_sizes: Sequence[int], max_num_reqs: int) -> list[int]:
-    """Return the numbers of requests that have graphs.
-
-    Those of vLLM's sizes that are a third more than the one before, up to what holds `max_num_reqs`: a draft step is
-    several graphs where vLLM has one, and reads the weights however many rows are padding.
+    """Return the numbers of requests that have graphs: those of vLLM's sizes that are a third more than the one before,
+    up to what holds `max_num_reqs`, as a draft step is several graphs, and reads the weights whatever rows are padding.
     """
     most, sizes = min(max_num_reqs, max(capture_sizes, default=0)), [0]
     for size in sorted(capture_sizes):

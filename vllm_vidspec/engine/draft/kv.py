@@ -33,32 +33,19 @@ NULL_BLOCK = 0  # never handed out; tokens whose KV is already there write here
 
 
 class DraftKV:
-    """Blocks and tables of every persistent row.
-
-    Ranks of a tensor-parallel group make the same calls in the same order.
-
-    Args:
-        num_blocks: Blocks of the pool, the null block included.
-        block_size: Tokens per block.
-        max_num_reqs: Persistent rows.
-        max_slots: Most KV entries that one row may hold.
-        device: Where the tables live.
-        caches: Of the draft's layers; None where drafts are chains, whose accepted nodes lie together.
-    """
+    """Blocks and tables of every persistent row; ranks make the same calls in the same order."""
 
     def __init__(
         self,
-        num_blocks: int,
+        num_blocks: int,  # blocks of the pool, the null block included
         block_size: int,
         max_num_reqs: int,
-        max_slots: int,
+        max_slots: int,  # most KV entries that one row may hold
         device: torch.device,
-        caches: CacheList | None = None,
+        caches: CacheList | None = None,  # the draft's layers'; None of chains, whose accepted nodes lie together
     ):
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_blocks, self.block_size, self.caches = num_blocks, block_size, caches
         self.max_blocks = -(-max_slots // block_size)
-        self.caches = caches
         self._ahead = min(_MOST_AHEAD, num_blocks // (_AHEAD_SHARE * max_num_reqs))
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._blocks: list[list[int]] = [[] for _ in range(max_num_reqs)]
@@ -67,26 +54,14 @@ class DraftKV:
         self._block_tables = StagedWriteTensor((max_num_reqs, self.max_blocks), dtype=torch.int32, device=device)
         self._num_dropped = StagedWriteTensor(max_num_reqs, dtype=torch.int32, device=device)
         self._pos_delta = StagedWriteTensor(max_num_reqs, dtype=torch.int64, device=device)
-        self.num_dropped_np = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] the same on the host
+        self.block_tables = self._block_tables.gpu  # [max_num_reqs, max_blocks] int32
+        self.num_dropped = self._num_dropped.gpu  # [max_num_reqs] int32 visual tokens that the draft does not see
+        self.pos_delta = self._pos_delta.gpu  # [max_num_reqs] int64 rope position minus logical position of the text
+        self.num_dropped_np = np.zeros(max_num_reqs, dtype=np.int64)  # the same two on the host; `add` writes both
         self.pos_delta_np = np.zeros(max_num_reqs, dtype=np.int64)
         # [max_num_reqs + 1] nodes of the last drafts that were fed, so that their entries stand: bit j - 1 is node j;
         # the last row is that of a batch's padding
         self.fed = torch.zeros(max_num_reqs + 1, dtype=torch.int64, device=device)
-
-    @property
-    def block_tables(self) -> torch.Tensor:
-        """`[max_num_reqs, max_blocks]` int32 on the device."""
-        return self._block_tables.gpu
-
-    @property
-    def num_dropped(self) -> torch.Tensor:
-        """`[max_num_reqs]` int32 visual tokens that the draft does not see."""
-        return self._num_dropped.gpu
-
-    @property
-    def pos_delta(self) -> torch.Tensor:
-        """`[max_num_reqs]` int64 rope position minus logical position of the text after the prompt."""
-        return self._pos_delta.gpu
 
     @property
     def num_slots(self) -> int:
@@ -95,15 +70,11 @@ class DraftKV:
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks owned by rows."""
         return self.num_blocks - 1 - len(self._free)
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks owned by nobody."""
         return len(self._free)
-
-    # ---- a request's life ------------------------------------------------------------------------------------------
 
     def add(self, req_state_idx: int, num_dropped: int, pos_delta: int) -> None:
         """Write the integers of a request that begins; the device knows after `apply`."""
@@ -113,16 +84,8 @@ class DraftKV:
         self._pos_delta.stage_write_elem(req_state_idx, pos_delta)
 
     def reserve(self, idx_mapping_np: np.ndarray, num_slots: np.ndarray) -> np.ndarray:
-        """Make every row hold at least so many entries; rows are visited only when they need another block.
-
-        The device knows after `apply`.
-
-        Args:
-            idx_mapping_np: `[n]` int persistent rows.
-            num_slots: `[n]` int entries wanted in all.
-
-        Returns:
-            `[n]` bool, False where the pool or the row's table is full; such a row keeps what it had.
+        """Make `[n]` rows hold at least `[n]` entries each; only rows that need another block are visited. Return `[n]`
+        bool, False where the pool or the row's table is full; such a row keeps what it had.
         """
         fits = np.ones(len(idx_mapping_np), dtype=bool)
         for i in np.flatnonzero(num_slots > self.capacity_np[idx_mapping_np]):
@@ -154,19 +117,8 @@ class DraftKV:
         self.capacity_np[req_state_idx] = 0
         self.fed[req_state_idx : req_state_idx + 1].zero_()
 
-    # ---- where a prefill writes ------------------------------------------------------------------------------------
-
     def slots(self, idx_mapping: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """Return the physical slots of one segment per persistent row, concatenated.
-
-        Args:
-            idx_mapping: `[n]` persistent rows.
-            starts: `[n]` first entry of each segment.
-            lengths: `[n]` entries of each segment.
-
-        Returns:
-            `[sum(lengths)]` int64 on the device.
-        """
+        """Return the physical slots `[sum(lengths)]` int64 of a segment of entries per persistent row, concatenated."""
         lengths_np = np.asarray(lengths)
         ends = np.cumsum(lengths_np)
         entry_np = np.arange(ends[-1]) + np.repeat(np.asarray(starts) - (ends - lengths_np), lengths_np)

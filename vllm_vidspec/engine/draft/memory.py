@@ -22,52 +22,45 @@ def max_slots_per_request(max_model_len: int, num_speculative_tokens: int) -> in
 
 @dataclass(frozen=True)
 class DraftMemory:
-    """What is taken, in bytes per rank.
+    """What is taken, in bytes per rank."""
 
-    Attributes:
-        pool_bytes: The draft's KV pool.
-        vision_bytes: Vision embeddings of what was shown lately.
-        pixel_bytes: The most that is kept of pixels on the device (`SharedPixels`).
-        table_bytes: What a step hands on and looks up by row, which is allocated after vLLM's memory profile.
-    """
-
-    pool_bytes: int
-    vision_bytes: int
-    pixel_bytes: int = 0
-    table_bytes: int = 0
+    pool_bytes: int  # the draft's KV pool
+    vision_bytes: int  # vision embeddings of what was shown lately
+    pixel_bytes: int = 0  # the most that is kept of pixels on the device (`SharedPixels`)
+    table_bytes: int = 0  # what a step hands on and looks up by row, which is allocated after vLLM's memory profile
 
     @property
     def num_bytes(self) -> int:
-        """All of it."""
         return self.pool_bytes + self.vision_bytes + self.pixel_bytes + self.table_bytes
 
     @classmethod
     def least(cls, model: DraftModel) -> "DraftMemory":
-        """Return what padding needs: the null block, and one that a row could have."""
         return cls(2 * model.bytes_per_block, 0)
 
     @classmethod
     def plan(cls, config: VidSpecConfig, vllm_config: Any, model: DraftModel, available_bytes: int) -> "DraftMemory":
-        """Choose the sizes.
-
-        Args:
-            config: The knobs.
-            vllm_config: Of the target.
-            model: The draft, loaded.
-            available_bytes: KV memory of this rank, target and draft together.
-
-        Raises:
-            VidSpecError: A knob asks for too much, or for too little for one request.
+        """Choose the sizes, given the KV memory of this rank, target and draft together; a VidSpecError where a knob
+        asks for too much, or for too little for one request.
         """
-        vision, tables = _vision_bytes(config, vllm_config, available_bytes), table_bytes(config, vllm_config, model)
+        vision, shows = config.pool.encoder_bytes, bool(_shown(vllm_config))
+        if vision is None:
+            vision = int(pool.VISION_SHARE * available_bytes) if shows else 0
+        if vision >= available_bytes:
+            left = f"leaves nothing of the {available_bytes} bytes of KV memory"
+            raise VidSpecError(f"draft_encoder_bytes: {vision} {left}")
+        tables = table_bytes(config, vllm_config, model)
         # Pixels are shared where both towers run in one process, on a device that they must be copied to.
-        shares = model.device.type != "cpu" and not config.is_parallel and not config.is_self_draft
-        pixels = int(pool.PIXEL_SHARE * available_bytes) if shares and _shown(vllm_config) else 0
-        left = available_bytes - vision - pixels - tables
-        size = _pool_bytes(config, vllm_config, model, left)
-        if size >= left:
-            raise VidSpecError(f"the draft's KV pool ({size} bytes) leaves nothing of the {left} bytes of KV memory")
-        _say_what_fits(size, left - size, model, _max_slots(config, vllm_config))
+        shares = shows and model.device.type != "cpu" and not config.is_parallel and not config.is_self_draft
+        pixels = int(pool.PIXEL_SHARE * available_bytes) if shares else 0
+        rest = available_bytes - vision - pixels - tables
+        size = _pool_bytes(config, vllm_config, model, rest)
+        if size >= rest:
+            raise VidSpecError(f"the draft's KV pool ({size} bytes) leaves nothing of the {rest} bytes of KV memory")
+        num_tokens, max_slots = (size // model.bytes_per_block - 1) * model.block_size, _max_slots(config, vllm_config)
+        longer = f"; a request that keeps more, of {max_slots} at most, runs undrafted"
+        line = "vidspec: draft KV pool %s GiB, target KV cache %s GiB; the pool holds %d tokens, pruned%s"
+        sizes = map(format_gib, (size, rest - size))
+        logger.info(line, *sizes, num_tokens, "" if num_tokens >= max_slots else longer)
         return cls(size, vision, pixels, tables)
 
 
@@ -100,31 +93,7 @@ def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, avai
 
 
 def _max_slots(config: VidSpecConfig, vllm_config: Any) -> int:
-    """Return `max_slots_per_request` of a configuration."""
     return max_slots_per_request(vllm_config.model_config.max_model_len, config.num_speculative_tokens)
-
-
-def _say_what_fits(pool_bytes: int, target_bytes: int, model: DraftModel, max_slots: int) -> None:
-    """Log the pool and the longest request that it holds."""
-    num_tokens = (pool_bytes // model.bytes_per_block - 1) * model.block_size
-    longer = "" if num_tokens >= max_slots else f"; a request that keeps more, of {max_slots} at most, runs undrafted"
-    logger.info(
-        "vidspec: draft KV pool %s GiB, target KV cache %s GiB; the pool holds %d tokens, pruned%s",
-        format_gib(pool_bytes),
-        format_gib(target_bytes),
-        num_tokens,
-        longer,
-    )
-
-
-def _vision_bytes(config: VidSpecConfig, vllm_config: Any, available_bytes: int) -> int:
-    """Return the size of the cache of vision embeddings: none for a target that is shown nothing."""
-    wanted = config.pool.encoder_bytes
-    if wanted is None:
-        wanted = int(pool.VISION_SHARE * available_bytes) if _shown(vllm_config) else 0
-    if wanted >= available_bytes:
-        raise VidSpecError(f"draft_encoder_bytes: {wanted} leaves nothing of the {available_bytes} bytes of KV memory")
-    return wanted
 
 
 def _shown(vllm_config: Any) -> list[str]:

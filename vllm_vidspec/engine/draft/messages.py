@@ -11,40 +11,25 @@ from vllm_vidspec.drafting import DraftTree
 
 
 class Placed(NamedTuple):
-    """Where a target that prunes videos itself (`--video-pruning-rate`) has put a prompt: it decides as it looks.
+    """Where a target that prunes videos itself (`--video-pruning-rate`) has put a prompt: it decides as it looks."""
 
-    Attributes:
-        positions: `[num_axes, num_tokens]` int64 rope positions, on the host.
-        delta: Rope position minus logical position of the text after the prompt.
-    """
-
-    positions: torch.Tensor
-    delta: int
+    positions: torch.Tensor  # [num_axes, num_tokens] int64 rope positions, on the host
+    delta: int  # rope position minus logical position of the text after the prompt
 
 
 @dataclass(frozen=True)
 class PrefillMessage:
-    """A request whose target prefill is done.
+    """A request whose target prefill is done."""
 
-    Attributes:
-        req_id: vLLM's request id, for the log.
-        req_state_idx: Its persistent row.
-        token_ids: Prompt, and after a preemption the output so far.
-        features: vLLM's multimodal features in prompt order.
-        scores: The target's guidance, one float32 `[m]` CPU tensor per feature; None where there is none.
-        outcome: Counters to add to once the draft is shown the prompt: what came of the guidance.
-        placed: Where the target has put the prompt, if it prunes videos itself; else None.
-        prune_variant: By which of `PruneKnobs.variants` it is pruned.
-    """
-
-    req_id: str
+    req_id: str  # vLLM's request id, for the log
     req_state_idx: int
-    token_ids: list[int]
-    features: list[Any]
+    token_ids: list[int]  # prompt, and after a preemption the output so far
+    features: list[Any]  # vLLM's multimodal features in prompt order
+    # the target's guidance, one float32 [m] CPU tensor per feature; None where there is none
     scores: list[torch.Tensor] | None = None
-    outcome: tuple[str, ...] = ()
-    placed: Placed | None = None
-    prune_variant: int = 0
+    outcome: tuple[str, ...] = ()  # counters to add to once the draft is shown the prompt: what came of the guidance
+    placed: Placed | None = None  # where the target has put the prompt, if it prunes videos itself; else None
+    prune_variant: int = 0  # by which of `PruneKnobs.variants` it is pruned
 
 
 class Admission(IntEnum):
@@ -57,85 +42,53 @@ class Admission(IntEnum):
 
 @dataclass(frozen=True)
 class PrefillStep:
-    """A step of the running requests, as those of them see it whose prompts the draft has not seen whole.
+    """A step of the running requests, as those of them see it whose prompts the draft has not seen whole."""
 
-    Attributes:
-        idx_mapping_np: `[num_reqs]` int persistent rows.
-        num_tokens_upper_bound: `[num_reqs]` host bound of their committed lengths, the target's last token included.
-        text: `[max_num_reqs, max_model_len]` int32 committed text by persistent row, on the device.
-    """
-
-    idx_mapping_np: np.ndarray
+    idx_mapping_np: np.ndarray  # [num_reqs] int persistent rows
+    # [num_reqs] host bound of their committed lengths, the target's last token included
     num_tokens_upper_bound: np.ndarray
-    text: torch.Tensor
+    text: torch.Tensor  # [max_num_reqs, max_model_len] int32 committed text by persistent row, on the device
 
 
 @dataclass(frozen=True)
 class Prefilled:
-    """What came of a step of prefilling.
+    """What came of a step of prefilling."""
 
-    Attributes:
-        ready: Persistent rows that can be drafted for from this step on.
-        failed: Those that will not be; they are counted.
-    """
-
-    ready: list[int]
-    failed: list[int]
+    ready: list[int]  # persistent rows that can be drafted for from this step on
+    failed: list[int]  # those that will not be; they are counted
 
 
-@dataclass(frozen=True)
-class Committed:
-    """The target's tables of what is committed, by persistent row, on the device; the drafter reads them.
+class Committed(NamedTuple):
+    """The target's tables of what is committed, by persistent row, on the device; the drafter reads them."""
 
-    Attributes:
-        num_tokens: `[max_num_reqs]` int32 committed length, the target's last token included.
-        text: `[max_num_reqs, max_model_len]` int32 committed text.
-        last_sampled: `[max_num_reqs, 1]` int64 its last token.
-        path: `[max_num_reqs, K + 1]` int32 nodes of the last trees that stand, from output 1 on; None where only chains
-            are drafted.
-    """
-
-    num_tokens: torch.Tensor
-    text: torch.Tensor
-    last_sampled: torch.Tensor
+    num_tokens: torch.Tensor  # [max_num_reqs] int32 committed length, the target's last token included
+    text: torch.Tensor  # [max_num_reqs, max_model_len] int32 committed text
+    last_sampled: torch.Tensor  # [max_num_reqs, 1] int64 its last token
+    # [max_num_reqs, K + 1] int32 nodes of the last trees that stand, from output 1 on; None where only chains are
+    # drafted
     path: torch.Tensor | None
 
 
 class DraftMessage(NamedTuple):
-    """A step of the running requests. What the target has committed stands in its tables (`Committed`).
+    """A step of the running requests. What the target has committed stands in its tables (`Committed`)."""
 
-    Attributes:
-        batch_rows: `[num_reqs]` int64 persistent rows of the target's batch.
-        picked: `[n]` int64 batch rows of the requests that are drafted for; None: all of them are.
-        idx_mapping_np: `[n]` their persistent rows on the host.
-        num_sampled: `[num_reqs]` int32 drafts of the last step that stand, and the target's own token.
-        was_verified: `[n]` bool: the last step had drafts to verify, so that `num_sampled` tells something; None where
-            it does of all.
-        max_drafts: Draft tokens to propose at most.
-        shape: In which shape ("chain", "tree-static", "tree-adaptive").
-        draft_batch: The identity of these rows: what a callee derives from them holds while this is the same object.
-            None: it never holds.
-    """
-
-    batch_rows: torch.Tensor
-    picked: torch.Tensor | None
-    idx_mapping_np: np.ndarray
-    num_sampled: torch.Tensor
+    batch_rows: torch.Tensor  # [num_reqs] int64 persistent rows of the target's batch
+    picked: torch.Tensor | None  # [n] int64 batch rows of the requests that are drafted for; None: all of them are
+    idx_mapping_np: np.ndarray  # [n] their persistent rows on the host
+    num_sampled: torch.Tensor  # [num_reqs] int32 drafts of the last step that stand, and the target's own token
+    # [n] bool: the last step had drafts to verify, so that `num_sampled` tells something; None where it does of all
     was_verified: torch.Tensor | None
-    max_drafts: int
-    shape: str = "chain"
+    max_drafts: int  # draft tokens to propose at most
+    shape: str = "chain"  # in which shape ("chain", "tree-static", "tree-adaptive")
+    # the identity of these rows: what a callee derives from them holds while this is the same object. None: it never
+    # holds.
     draft_batch: object | None = None
 
 
 class Drafts(NamedTuple):
-    """What was proposed; it lives in the drafter's buffers, until its next step.
+    """What was proposed; it lives in the drafter's buffers, until its next step."""
 
-    Attributes:
-        rows: `[n]` int64 persistent rows.
-        tokens: `[n, K]` int64; of chains `max_drafts` columns, of trees as many as there are nodes, mean something.
-        tree: Their shapes, by place in `rows`; None for chains.
-    """
-
-    rows: torch.Tensor
+    rows: torch.Tensor  # [n] int64 persistent rows
+    # [n, K] int64; of chains `max_drafts` columns, of trees as many as there are nodes, mean something
     tokens: torch.Tensor
-    tree: DraftTree | None = None
+    tree: DraftTree | None = None  # their shapes, by place in `rows`; None for chains

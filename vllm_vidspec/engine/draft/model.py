@@ -50,14 +50,10 @@ from vllm_vidspec.errors import VidSpecError
 
 
 def rope_positions(language_model: nn.Module, max_model_len: int) -> int:
-    """Return how many rope positions a language model has: the rows of its smallest table.
+    """Return how many rope positions a language model has: the rows of its smallest table, where it has any.
 
-    They are no token counts: under M-RoPE a video's positions follow its duration, so vLLM's tables hold more rows than
-    the context has tokens (four times as many), and texts use them.
-
-    Args:
-        language_model: Its modules, without the vision tower, whose tables have other positions.
-        max_model_len: Stands for a model without tables.
+    They are no token counts: under M-RoPE a video's positions follow its duration, so vLLM's tables hold four times as
+    many rows as the context has tokens, and texts use them. A vision tower's tables have other positions.
     """
     tables = (getattr(module, "cos_sin_cache", None) for module in language_model.modules())
     return min((len(table) for table in tables if isinstance(table, torch.Tensor)), default=max_model_len)
@@ -73,22 +69,15 @@ def held_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tokens of a forward belong to its requests.
+    """How the tokens of a forward belong to its requests."""
 
-    Attributes:
-        query_start_loc: `[num_reqs + 1]` int32; `query_start_loc_np` the same on the host.
-        num_queries: `[num_reqs]` int32 tokens of each request.
-        max_queries: The most tokens of a request.
-    """
-
-    query_start_loc: torch.Tensor
+    query_start_loc: torch.Tensor  # [num_reqs + 1] int32; `query_start_loc_np` the same on the host
     query_start_loc_np: np.ndarray
-    num_queries: torch.Tensor
-    max_queries: int
+    num_queries: torch.Tensor  # [num_reqs] int32 tokens of each request
+    max_queries: int  # the most tokens of a request
 
     @classmethod
     def uniform(cls, num_reqs: int, width: int, device: torch.device) -> "Layout":
-        """Return the layout of requests with `width` tokens each."""
         starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * width
         starts_np = np.arange(num_reqs + 1, dtype=np.int32) * np.int32(width)
         return cls(starts, starts_np, torch.full_like(starts[1:], width), width)
@@ -97,15 +86,13 @@ class Layout:
 class DraftModel:
     """A model that vLLM's KV manager does not see.
 
-    Its attention layers live in a `static_forward_context` of its own, so their KV cache is bound to the draft's pool,
-    their block tables are the draft's, and the target's memory accounting stays untouched.
+    Its attention layers live in a `static_forward_context` of its own: their KV cache and block tables are the draft's,
+    and the target's memory accounting stays untouched.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_self_draft: bool, agreement: Agreement):
-        self.target_config = vllm_config
+        self.target_config, self.device, self.is_self_draft = vllm_config, device, is_self_draft
         self._agreement = agreement  # every collective of a prefill is entered under it
-        self.device = device
-        self.is_self_draft = is_self_draft
         self.max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.max_encoder_tokens = vllm_config.scheduler_config.max_num_encoder_input_tokens
         self.num_positions: int  # rope positions that the draft has, from 0 on
@@ -113,16 +100,13 @@ class DraftModel:
         self.config: VllmConfig
 
     def load(self, target: nn.Module) -> None:
-        """Load the draft's weights, or share the target's."""
         self.config = draft_config(self.target_config, self.is_self_draft)
         if self.is_self_draft:
             # Attention finds its layer, and so its KV cache, by name in the forward context: the same network run under
             # a context of copied attention layers is a second model without a second copy of any weight.
             self.model = target
-            layers = self.target_config.compilation_config.static_forward_context
-            self.config.compilation_config.static_forward_context.update(
-                {name: own_cache(layer) for name, layer in layers.items()}
-            )
+            ours, theirs = (it.compilation_config.static_forward_context for it in (self.config, self.target_config))
+            ours.update({name: own_cache(layer) for name, layer in theirs.items()})
         else:
             # No prefix: what a quantised checkpoint leaves out, it names as its own modules are called. The names may
             # be the target's, because everything that looks layers up by name belongs to one configuration.
@@ -149,12 +133,10 @@ class DraftModel:
 
     @property
     def hidden_size(self) -> int:
-        """Of the final hidden states."""
         return self.config.model_config.get_hidden_size()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of hidden states."""
         return self.config.model_config.dtype
 
     @property
@@ -172,12 +154,10 @@ class DraftModel:
 
     @property
     def hf_config(self) -> Any:
-        """The draft's Hugging Face configuration."""
         return self.config.model_config.hf_config
 
     @property
     def max_model_len(self) -> int:
-        """The draft's own context length, at most the target's."""
         return self.config.model_config.max_model_len
 
     @functools.cached_property
@@ -203,12 +183,10 @@ class DraftModel:
 
     @functools.cached_property
     def block_size(self) -> int:
-        """Tokens per KV block."""
         return self._kv_groups()[0].kv_cache_spec.block_size
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one KV block on this rank, over all layers."""
         return kv_bytes_per_token(self.config) * self.block_size
 
     def resolve_layout(self) -> None:
@@ -225,14 +203,8 @@ class DraftModel:
         return groups
 
     def init_kv(self, num_bytes: int, allocation: AbstractContextManager) -> int:
-        """Allocate and bind the KV cache.
-
-        Args:
-            num_bytes: Size on this rank.
-            allocation: Entered while the memory is taken.
-
-        Returns:
-            The number of blocks: the smallest of the tensor-parallel ranks', so that all allocate alike.
+        """Allocate the KV cache of so many bytes a rank, inside `allocation`, and bind it; return the number of blocks:
+        the smallest of the tensor-parallel ranks', so that all allocate alike.
         """
         num_blocks = _smallest_of_ranks(num_bytes // self.bytes_per_block)
         with set_current_vllm_config(self.config):
@@ -257,39 +229,26 @@ class DraftModel:
     def forward(
         self,
         embeds: torch.Tensor,
-        positions: torch.Tensor,
+        positions: torch.Tensor,  # [num_axes, num_tokens] int64 rope positions
         layout: Layout,
         *,
-        seq_lens: torch.Tensor,
+        seq_lens: torch.Tensor,  # [num_reqs] int32 KV entries of each request after this forward
         block_table: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        seq_lens_upper_bound: np.ndarray | None = None,
+        slot_mapping: torch.Tensor,  # [num_tokens] int64 physical slots
+        seq_lens_upper_bound: np.ndarray | None = None,  # [num_reqs] on the host; None: what the block table holds
     ) -> torch.Tensor:
-        """Run one paged forward over a batch of segments.
+        """Run one paged forward over a batch of segments; return `[num_tokens, hidden_size]` final hidden states.
 
         It can be captured: without a bound of its own no number of the host follows from the step, and what metadata
         the backend computes on the device is computed in the graph.
-
-        Args:
-            embeds: `[num_tokens, hidden_size]` input embeddings.
-            positions: `[num_axes, num_tokens]` int64 rope positions.
-            layout: Of the tokens.
-            seq_lens: `[num_reqs]` int32 KV entries of each request after this forward.
-            block_table: `[num_reqs, max_blocks]` int32.
-            slot_mapping: `[num_tokens]` int64 physical slots.
-            seq_lens_upper_bound: `[num_reqs]` host bound of `seq_lens`; None: what the block table holds.
-
-        Returns:
-            `[num_tokens, hidden_size]` final hidden states.
         """
-        num_reqs = len(seq_lens)
+        num_reqs, slot_mappings = len(seq_lens), slot_mapping[None]
         if seq_lens_upper_bound is None:
             max_seq_len = block_table.shape[1] * self.block_size
             bound = self._longest[:num_reqs].fill_(max_seq_len)
         else:
             bound = torch.from_numpy(seq_lens_upper_bound.astype(np.int32))
             max_seq_len = int(seq_lens_upper_bound.max())
-        slot_mappings = slot_mapping[None]
         metadata = build_attn_metadata(
             attn_groups=self._attn_groups,
             num_reqs=num_reqs,
@@ -305,18 +264,19 @@ class DraftModel:
             seq_lens_cpu_upper_bound=bound,
             is_prefilling=self._never_prefilling[:num_reqs],
         )
-        slots = build_slot_mappings_by_layer(slot_mappings, self._kv_config)
-        return self._run(embeds, positions, metadata, slots)
+        return self._run(embeds, positions, metadata, build_slot_mappings_by_layer(slot_mappings, self._kv_config))
 
     def profile(self) -> None:
-        """Run the largest forwards, so that the memory profile (and compilation) sees the draft.
-
-        The vision tower over the encoder's budget first, then the language model without attention, then the choice of
-        candidates from a block of logits.
+        """Run the largest forwards, so that the memory profile (and compilation) sees the draft: the tower over the
+        encoder's budget, the language model without attention, the choice of candidates from a block of logits.
         """
-        held = self._profile_tower()
-        hidden_size = self.config.model_config.get_inputs_embeds_size()
-        embeds = torch.zeros(self.max_num_tokens, hidden_size, dtype=self.config.model_config.dtype, device=self.device)
+        multimodal = self.target_config.model_config.multimodal_config
+        held: list[torch.Tensor] = []  # as many of the largest items as a step may hold
+        if multimodal is not None and not multimodal.skip_mm_profiling:
+            budget = MultiModalBudget(self.target_config, MULTIMODAL_REGISTRY, enable_cache=False)
+            held = self._encode(budget.get_dummy_encoder_profile_inputs())
+        width = self.config.model_config.get_inputs_embeds_size()
+        embeds = torch.zeros(self.max_num_tokens, width, dtype=self.dtype, device=self.device)
         hidden = self._run(embeds, torch.zeros_like(self._positions[:, : self.max_num_tokens]), None, None)
         # More scores than one block's never live at a time.
         logits = self.compute_logits(hidden[: rows_per_block(self.vocab_size)])
@@ -334,14 +294,6 @@ class DraftModel:
 
         if is_deep_gemm_supported() and envs.VLLM_DEEP_GEMM_WARMUP != "skip":
             deep_gemm_warmup(self.model, self.max_num_tokens)
-
-    def _profile_tower(self) -> list[torch.Tensor]:
-        """Encode as many of the largest items as a step may hold, and return them."""
-        multimodal = self.target_config.model_config.multimodal_config
-        if multimodal is None or multimodal.skip_mm_profiling:
-            return []
-        budget = MultiModalBudget(self.target_config, MULTIMODAL_REGISTRY, enable_cache=False)
-        return self._encode(budget.get_dummy_encoder_profile_inputs())
 
     def _run(self, embeds: torch.Tensor, positions: torch.Tensor, metadata: Any, slots: Any) -> torch.Tensor:
         num_tokens = embeds.shape[0]
@@ -372,13 +324,8 @@ class DraftModel:
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def embed(self, token_ids: torch.Tensor, media: list[torch.Tensor], where: torch.Tensor | None) -> torch.Tensor:
-        """Return `[n, hidden_size]` input embeddings of the next forward.
-
-        Args:
-            token_ids: `[n]` int64.
-            media: `[m_i, num_media_levels * hidden_size]` embeddings of items. Those of deeper layers wait in the model
-                for the next forward, which takes them.
-            where: `[num_media]` int64 places of the media, None without any.
+        """Return `[n, hidden_size]` input embeddings of the next forward: of `[n]` int64 tokens, and in `[num_media]`
+        int64 places of items' `[m_i, num_media_levels * hidden_size]`; those of deeper layers wait for it in the model.
         """
         if self.num_embeddings < self.vocab_size:
             token_ids = token_ids.clamp(max=self.num_embeddings - 1)  # the target's padding, which means nothing
@@ -395,20 +342,14 @@ class DraftModel:
         return embeds
 
     def encode(self, features: list[Any], frames: Sequence[range | None]) -> list[torch.Tensor]:
-        """Run the draft's vision tower over items, or frames of them, modality by modality.
-
-        Args:
-            features: vLLM's multimodal features.
-            frames: Of each the frames of its grid to look at, None for all of it; see `FamilyAdapter.frames`.
-
-        Returns:
-            `[m_i, num_media_levels * hidden_size]` embeddings of each, in the order given.
+        """Run the draft's vision tower over vLLM's multimodal features, modality by modality; of each over some frames
+        of its grid (see `FamilyAdapter.frames`), None for all of it. Return `[m_i, num_media_levels * hidden_size]` of
+        each, in the order given.
         """
         items = zip(features, frames, strict=True)
         return self._encode([(feature.modality, self._cut(feature.data, some)) for feature, some in items])
 
     def _cut(self, item: Any, frames: range | None) -> Any:
-        """Return vLLM's processor outputs of an item for some frames of it; nothing is copied."""
         if frames is None:
             return item
         data = {key: element.data for key, element in item.items()}

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -38,7 +39,6 @@ def gumbel_noised(scores, token_ids, seed, pos, USE_FP64: tl.constexpr):
 
 
 def _noise_on_host(seeds: np.ndarray, positions: np.ndarray, token_ids: np.ndarray, use_fp64: bool) -> np.ndarray:
-    """Return the noise that `gumbel_noised` adds, on the CPU engine."""
     from vllm_vidspec.engine.cpu import kernels as cpu_kernels
 
     return cpu_kernels.gumbel_noise(seeds, positions, token_ids, use_fp64)
@@ -46,25 +46,17 @@ def _noise_on_host(seeds: np.ndarray, positions: np.ndarray, token_ids: np.ndarr
 
 @dataclass(frozen=True)
 class Processed:
-    """What vLLM's processors of logits need of a step's requests, padding left out; they have branches on the host.
-
-    Attributes:
-        sampler: Ours.
-        rows: `[num_reqs]` int64 persistent rows; `rows_np` the same on the host.
-    """
+    """What vLLM's processors of logits need of a step's requests, padding left out; they have branches on the host."""
 
     sampler: "CoupledSampler"
-    rows: torch.Tensor
+    rows: Tensor  # [num_reqs] int64 persistent rows; `rows_np` the same on the host
     rows_np: np.ndarray
 
     @property
     def num_reqs(self) -> int:
-        """Requests of the step."""
         return len(self.rows_np)
 
-    def __call__(
-        self, logits: torch.Tensor, block: slice, pos: torch.Tensor, input_ids: torch.Tensor, width: int = 1
-    ) -> torch.Tensor:
+    def __call__(self, logits: Tensor, block: slice, pos: Tensor, input_ids: Tensor, width: int = 1) -> Tensor:
         """Return the `[n, vocab_size]` logits of a block of places, `width` of each request, under its parameters."""
         rows, rows_np = self.rows, self.rows_np
         if width > 1:
@@ -78,23 +70,18 @@ class CoupledSampler:
     vLLM salts its own drafts' noise apart, because its test is a ratio of probabilities; ours is equality, so sharing
     the noise is right: the two models then agree with probability at least (1 - TV) / (1 + TV) per position (Daliri,
     Musco, Suresh 2025). Penalties count the committed text; drafts under construction are not in the counts, which
-    costs acceptance and never exactness.
-
-    Args:
-        sampler: The target's sampler.
-        noise: "shared", "independent" or "greedy" (`VidSpecConfig.draft_noise`).
+    costs acceptance and never exactness. `noise` is "shared", "independent" or "greedy" (`VidSpecConfig.draft_noise`).
     """
 
     def __init__(self, sampler: Sampler, noise: str):
-        self._sampler = sampler
-        self._noise = noise
+        self._sampler, self._noise = sampler, noise
         salt = DRAFT_NOISE_SALT if noise == "independent" else 0
         self.noise = Noise(gumbel_noised, _noise_on_host, salt, sampler.use_fp64_gumbel)
         self._scratch: SampleScratch | None = None
         # What vLLM's processors ask of every row, the same in every step: its place among drafts, the longest text.
         self._place = torch.empty(0, dtype=torch.int32)
         # Temperatures with zeros where top-k leaves one token: on the host, and the same on the device.
-        self._greedy: tuple[np.ndarray, torch.Tensor] | None = None
+        self._greedy: tuple[np.ndarray, Tensor] | None = None
         self._max_lens = np.empty(0, dtype=np.int32)
 
     # ---- as the target's state is read, before a step ---------------------------------------------------------------
@@ -106,9 +93,8 @@ class CoupledSampler:
         self._max_lens = np.full(max_rows, self._sampler.req_states.max_model_len, dtype=np.int32)
 
     @property
-    def temperature(self) -> torch.Tensor | None:
-        """`[max_num_reqs]` float32 for `begin_step`; None: drafts are greedy. Its address changes from step to step.
-
+    def temperature(self) -> Tensor | None:
+        """`[max_num_reqs]` float32 for `begin_step`, None: drafts are greedy; its address changes from step to step.
         It is the target's, but 0 where top-k leaves one token: that is the best one, whatever the noise.
         """
         if self._noise == "greedy":
@@ -123,13 +109,12 @@ class CoupledSampler:
         return self._greedy[1]
 
     @property
-    def seeds(self) -> torch.Tensor:
+    def seeds(self) -> Tensor:
         """`[max_num_reqs]` int64 for `begin_step`. Its address changes from step to step."""
         return self._sampler.sampling_states.seeds.gpu
 
     def needs_processors(self, rows_np: np.ndarray) -> bool:
         """Whether the logits of any of `[n]` persistent rows need more than a temperature and noise; host tables only.
-
         Parameters so mild that drafts stand as often without them are the target's alone.
         """
         sampler, states = self._sampler, self._sampler.sampling_states
@@ -165,49 +150,35 @@ class CoupledSampler:
 
     def draw_into(
         self,
-        logits: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
-        pos: torch.Tensor,
+        logits: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        pos: Tensor,
         *,
-        level: int | torch.Tensor,
-        out_tokens: torch.Tensor,
-        out_ids: torch.Tensor,
         is_processed: bool = False,
+        **out: Any,
     ) -> None:
-        """Draw a token of every row, as the kernel `draw` says; no decision here depends on a request.
-
-        `is_processed`: the logits come from `process`, which has applied the temperature.
+        """Draw a token of every row as the kernel `draw` says; no decision here depends on a request. Logits that come
+        from `process` have the temperature already.
         """
         assert self._scratch is not None, "reserve comes first"
-        draw(
-            logits, temperature, seeds, pos, self.noise, level=level, out_tokens=out_tokens, out_ids=out_ids,
-            scratch=self._scratch, apply_temperature=not is_processed,
-        )  # fmt: skip
+        out |= {"scratch": self._scratch, "apply_temperature": not is_processed}
+        draw(logits, temperature, seeds, pos, self.noise, **out)
 
     def candidates_into(
         self,
-        logits: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
-        pos: torch.Tensor,
+        logits: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        pos: Tensor,
         *,
-        log_probs: torch.Tensor,
-        ids: torch.Tensor,
-        width: int = 1,
-        first: int = 0,
-        with_log_probs: bool = True,
         is_processed: bool = False,
+        **out: Any,
     ) -> None:
-        """Choose candidates of every row, as the kernel `candidates` says; no decision here depends on a request.
-
-        `is_processed`: the logits come from `process`, which has applied the temperature.
-        """
+        """Choose candidates of every row as the kernel `candidates` says; see `draw_into`."""
         assert self._scratch is not None, "reserve comes first"
-        candidates(
-            logits, temperature, seeds, pos, self.noise, log_probs=log_probs, ids=ids, scratch=self._scratch,
-            width=width, first=first, with_log_probs=with_log_probs, apply_temperature=not is_processed,
-        )  # fmt: skip
+        out |= {"scratch": self._scratch, "apply_temperature": not is_processed}
+        candidates(logits, temperature, seeds, pos, self.noise, **out)
 
     def warm_up(self, dtype: torch.dtype, draws: bool, needs_log_probs: bool | None) -> None:
         """Compile and load what is launched on logits of a dtype: draws, and candidates unless that is None."""
@@ -219,28 +190,15 @@ class CoupledSampler:
 
     # ---- eager -------------------------------------------------------------------------------------------------------
 
-    def process(
-        self, logits: torch.Tensor, rows: torch.Tensor, rows_np: np.ndarray, pos: torch.Tensor, input_ids: torch.Tensor
-    ) -> torch.Tensor:
+    def process(self, logits: Tensor, rows: Tensor, rows_np: np.ndarray, pos: Tensor, input_ids: Tensor) -> Tensor:
         """Return the `[n, vocab_size]` logits under the target's sampling parameters, the temperature included.
 
-        A copy, or the logits where no row asks for anything but a temperature of 0 or 1.
-
-        Args:
-            logits: `[n, vocab_size]` float.
-            rows: `[n]` int64 persistent rows; `rows_np` the same on the host.
-            pos: `[n]` int64 logical position of the input token: the key of the noise.
-            input_ids: `[n]` input tokens.
+        A copy, or the logits where no row asks for anything but a temperature of 0 or 1. `pos` `[n]` is the logical
+        position of each row's input token: the key of the noise.
         """
+        place, max_lens = self._place[: len(rows_np)], self._max_lens[: len(rows_np)]
         return self._sampler.apply_sampling_params(
-            logits,
-            rows,
-            rows,
-            rows_np,
-            pos,
-            input_ids.to(torch.int32),
-            self._place[: len(rows_np)],
-            self._max_lens[: len(rows_np)],
+            logits, rows, rows, rows_np, pos, input_ids.to(torch.int32), place, max_lens
         )
 
 

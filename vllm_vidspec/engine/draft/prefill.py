@@ -22,7 +22,7 @@ from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.messages import Admission, Prefilled, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.draft.model import DraftModel, Layout
-from vllm_vidspec.engine.draft.prefill_job import PrefillJob, PrefillPiece, TextLayout
+from vllm_vidspec.engine.draft.prefill_job import PrefillJob, PrefillPiece
 from vllm_vidspec.engine.draft.vision import DraftVision
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
@@ -36,18 +36,7 @@ logger = init_logger("vllm.vidspec")
 
 
 class DraftPrefill:
-    """Owns the queue of requests in prefill.
-
-    Args:
-        model: The draft, its KV cache allocated.
-        knobs: What is pruned, and how.
-        counters: Records what is prefilled and what is not.
-        kv: The draft's KV memory.
-        cache: The draft's vision embeddings of what was shown lately.
-        shared: The target's own, by identifier, where its tower is the draft's; else empty.
-        agreement: Of the tensor-parallel ranks: what fails on one of them is left by all.
-        pixels: What the target has copied to the device, if it runs here.
-    """
+    """Owns the queue of requests in prefill."""
 
     def __init__(
         self,
@@ -56,17 +45,14 @@ class DraftPrefill:
         counters: Counters,
         kv: DraftKV,
         cache: VisionCache,
-        shared: Mapping[str, torch.Tensor],
+        shared: Mapping[str, torch.Tensor],  # the target's embeddings, where its tower is the draft's; else empty
         agreement: Agreement,
-        pixels: SharedPixels | None = None,
+        pixels: SharedPixels | None = None,  # what the target has copied to the device, if it runs here
     ):
-        self.model = model
-        self._knobs = knobs
-        self.counters = counters
+        self.model, self.counters = model, counters
+        self._knobs, self._kv, self._agreement = knobs, kv, agreement
         self._adapter = adapter_for(model.hf_config)
         self.vision = DraftVision(model, self._adapter, counters, cache, shared, agreement, self._fail, pixels)
-        self._kv = kv
-        self._agreement = agreement
         self._jobs: dict[int, PrefillJob] = {}  # by row
         self._queue: dict[int, PrefillJob] = {}  # by row, those that are not read whole, in order
         self._failed: list[int] = []  # rows, of the step that runs
@@ -78,11 +64,7 @@ class DraftPrefill:
     def add(self, message: PrefillMessage, num_tokens: int = 0) -> Admission:
         """Put a request in the queue and stage its blocks; one that cannot be drafted for is counted by reason.
 
-        Whatever is wrong with a prompt costs that request alone.
-
-        Args:
-            message: The request.
-            num_tokens: Bound of its committed length, where that is past the prompt by now.
+        Whatever is wrong with a prompt costs that request alone. See `Drafter.add`.
         """
         try:
             job = self._plan(message)
@@ -92,17 +74,14 @@ class DraftPrefill:
         except Exception as error:
             self._count_error(message.req_id, error)
             return Admission.REFUSED
-        plan, limit = job.plan, self._knobs.current.max_draft_len
-        if limit is not None and plan.num_kept > limit:
-            detail = f"its pruned prompt has {plan.num_kept} tokens, max_draft_len is {limit}"
-            self.counters.skip("too_long", message.req_id, detail)
-            return Admission.REFUSED
+        plan, limit, too_long = job.plan, self._knobs.current.max_draft_len, ""
         num_slots = max(plan.num_kept + 1, num_tokens - plan.num_dropped) + self._knobs.current.num_speculative_tokens
-        if num_slots > self._kv.num_slots:
-            detail = (
-                f"its pruned prompt takes {num_slots} tokens of the draft's KV pool, which has {self._kv.num_slots}"
-            )
-            self.counters.skip("too_long", message.req_id, detail)
+        if limit is not None and plan.num_kept > limit:
+            too_long = f"has {plan.num_kept} tokens, max_draft_len is {limit}"
+        elif num_slots > self._kv.num_slots:
+            too_long = f"takes {num_slots} tokens of the draft's KV pool, which has {self._kv.num_slots}"
+        if too_long:
+            self.counters.skip("too_long", message.req_id, f"its pruned prompt {too_long}")
             return Admission.REFUSED
         if not self._kv.reserve(np.array([job.req_state_idx]), np.array([num_slots]))[0]:
             return Admission.FULL
@@ -130,7 +109,7 @@ class DraftPrefill:
         if placed is not None:
             plan = dataclasses.replace(plan, items=tuple(self._as_seen(item, placed.positions) for item in plan.items))
         scores = None if message.scores is None else [unit.joined(message.scores) for unit in plan.units]
-        job = PrefillJob(message.req_id, message.req_state_idx, TextLayout.of(plan), plan, scores, knobs=knobs)
+        job = PrefillJob(message.req_id, message.req_state_idx, plan, scores, knobs=knobs)
         for number, unit in enumerate(plan.units):
             if (job.compares or is_ahead) and unit.is_choice:
                 job.kept += [None] * len(unit.places)
@@ -141,15 +120,12 @@ class DraftPrefill:
         return job
 
     def _as_seen(self, item: PromptItem, positions: torch.Tensor) -> PromptItem:
-        """Return an item with what the target has kept of it, given the `[num_axes, num_tokens]` positions of a prompt.
-
-        Raises:
-            UnsupportedPrompt: Nobody can tell what that is.
+        """Return an item with what the target has kept of it, given the `[num_axes, num_tokens]` positions of a prompt;
+        an UnsupportedPrompt if nobody can tell.
         """
-        feature = item.feature
-        if feature.modality != "video":
+        if item.feature.modality != "video":
             return item
-        data = {key: element.data for key, element in feature.data.items()}
+        data = {key: element.data for key, element in item.feature.data.items()}
         found = self._adapter.whole_video(data, self.model.hf_config)
         seen = None if found is None else kept_places(positions[:, item.where], *found)
         if seen is None:
@@ -157,13 +133,11 @@ class DraftPrefill:
         return dataclasses.replace(item, seen=seen)
 
     def remove(self, req_state_idx: int) -> None:
-        """Forget a row's request: finished, aborted, preempted or given up."""
         self._jobs.pop(req_state_idx, None)
         self._queue.pop(req_state_idx, None)
         self._drop_unfinished()
 
     def active_rows(self) -> Iterable[int]:
-        """Return the rows whose requests it has a record of."""
         return self._jobs
 
     def requeue(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
@@ -174,7 +148,6 @@ class DraftPrefill:
 
     @property
     def is_reading(self) -> bool:
-        """Whether any request is in the queue."""
         return bool(self._queue)
 
     def watch(self, on: bool) -> list[dict[str, Any]]:
@@ -186,7 +159,6 @@ class DraftPrefill:
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def step(self, step: PrefillStep) -> Prefilled:
-        """Run this step's share of the prefills of the requests in its batch."""
         bounds = dict(zip(step.idx_mapping_np.tolist(), step.num_tokens_upper_bound.tolist(), strict=True))
         due = [job for row, job in self._queue.items() if row in bounds]
         self._failed = []
@@ -210,7 +182,6 @@ class DraftPrefill:
         return self._queue.get(job.req_state_idx) is job
 
     def _fail(self, job: PrefillJob, error: Exception) -> None:
-        """Take a request out of the queue that an error has cost its drafts."""
         if self._is_alive(job):
             del self._jobs[job.req_state_idx], self._queue[job.req_state_idx]
             self._drop_unfinished()
@@ -229,13 +200,8 @@ class DraftPrefill:
     # ---- vision ----------------------------------------------------------------------------------------------------
 
     def encode_ahead(self, message: PrefillMessage) -> bool:
-        """Let the tower encode a step's share of a prompt's media before what guides the pruning is known; the cache
-        keeps what it can.
-
-        What goes wrong here goes wrong again in `step`, where it has an owner.
-
-        Returns:
-            Whether there is more of it.
+        """Let the tower encode a step's share of a prompt's media before what guides the pruning is known, for the
+        cache; return whether there is more. What goes wrong here goes wrong again in `step`, where it has an owner.
         """
         row = message.req_state_idx
         with contextlib.suppress(Exception):
@@ -259,21 +225,16 @@ class DraftPrefill:
     # ---- language model --------------------------------------------------------------------------------------------
 
     def _pieces(self, due: list[PrefillJob], bounds: dict[int, int]) -> tuple[list[PrefillPiece], list[PrefillJob]]:
-        """Return what the language model reads in this step, and the requests that are ready to be drafted for then.
-
-        Args:
-            due: The line.
-            bounds: By row how many tokens are committed at most.
-        """
+        """Return what the language model reads in this step, and the requests that are ready to be drafted for then."""
         pieces: list[PrefillPiece] = []
         ready: list[PrefillJob] = []
         left = self.model.max_num_tokens
         for job in due:
             if job.unseen():
                 continue  # whoever waits for the tower leaves the language model to those behind
-            num_kept, start = job.layout.num_kept, job.num_done
+            num_kept, start = job.num_kept, job.num_done
             # The first draft feeds the last committed token, so all before it must be there.
-            last = bounds[job.req_state_idx] - 1 - job.layout.num_dropped
+            last = bounds[job.req_state_idx] - 1 - job.num_dropped
             end = max(start, min(start + left, num_kept))
             # Text after the prompt is caught up on in one step: next time the bound on it is another.
             if end >= num_kept and (last - start <= left or (not pieces and start >= num_kept)):
@@ -288,20 +249,16 @@ class DraftPrefill:
 
     def _forward(self, pieces: list[PrefillPiece], text: torch.Tensor) -> None:
         """Read pieces; in one forward, but for a piece of text that is longer than one may be."""
-        if sum(piece.end - piece.start for piece in pieces) > self.model.max_num_tokens:
+        device, size = self.model.device, self.model.max_num_tokens
+        if sum(piece.end - piece.start for piece in pieces) > size:
             (piece,) = pieces
-            size = self.model.max_num_tokens
             for start in range(piece.start, piece.end, size):
                 self._forward([PrefillPiece(piece.job, start, min(start + size, piece.end))], text)
-            return
-        if not pieces:
             return
         for piece in pieces:
             if piece.job.prompt is None:
                 self._prune(piece.job)
-        device = self.model.device
-        counts = [piece.end - piece.start for piece in pieces]
-        ends = [piece.end for piece in pieces]
+        counts, ends = [piece.end - piece.start for piece in pieces], [piece.end for piece in pieces]
         query_start_loc_np = np.cumsum([0, *counts], dtype=np.int32)
         query_start_loc = async_tensor_h2d(query_start_loc_np, device=device)
         rows = [piece.job.req_state_idx for piece in pieces]
@@ -326,15 +283,10 @@ class DraftPrefill:
         job.media = []
         if self._watched is not None:
             units, looks = job.plan.units, [look for look in job.looks if look is not None]
-            self._watched.append(
-                {
-                    "req_id": job.req_id,
-                    "grids": tuple(unit.grid for unit in units),
-                    "kept_indices": tuple(unit.merged(kept) for unit in units),
-                    "scores": job.scores,
-                    "embeddings": [unit.joined(looks) for unit in units] if len(looks) == len(job.looks) else None,
-                }
-            )
+            embeddings = [unit.joined(looks) for unit in units] if len(looks) == len(job.looks) else None
+            grids, indices = tuple(unit.grid for unit in units), tuple(unit.merged(kept) for unit in units)
+            record = {"req_id": job.req_id, "grids": grids, "kept_indices": indices}
+            self._watched.append(record | {"scores": job.scores, "embeddings": embeddings})
 
     def _embed(self, pieces: list[PrefillPiece], starts: np.ndarray, text: torch.Tensor) -> torch.Tensor:
         """Return the pieces' input embeddings `[num_tokens, hidden_size]`; `starts` says where each begins."""
@@ -343,10 +295,10 @@ class DraftPrefill:
         places: list[torch.Tensor] = []
         media: list[torch.Tensor] = []
         for piece, start in zip(pieces, starts.tolist(), strict=False):
-            job, prompt_len = piece.job, piece.job.layout.num_kept
+            job, prompt_len = piece.job, piece.job.num_kept
             first, end = max(piece.start, prompt_len), piece.end
             if first < end:
-                begin = first + job.layout.num_dropped
+                begin = first + job.num_dropped
                 committed = text[job.req_state_idx, begin : begin + end - first]
                 token_ids[start + first - piece.start : start + end - piece.start] = committed
             low, high, where = piece.media()
@@ -354,7 +306,7 @@ class DraftPrefill:
                 assert job.embeds is not None
                 media.append(job.embeds[low:high])
                 places.append(where + start)
-        if any(piece.end > piece.job.layout.num_kept for piece in pieces):
+        if any(piece.end > piece.job.num_kept for piece in pieces):
             # Past the committed text the row holds an earlier request's.
             token_ids.clamp_(0, self.model.vocab_size - 1)
         where = async_tensor_h2d(torch.cat(places), device=device) if places else None

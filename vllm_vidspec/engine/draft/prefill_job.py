@@ -1,7 +1,6 @@
 """PrefillJob: how far the draft's prefill of a request has come; PrefillPiece: a part of it; pure data."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,78 +10,49 @@ from vllm_vidspec.pruning import get_pruner
 from vllm_vidspec.pruning.prompt import PromptItem, PromptPlan, PrunedPrompt
 
 
-class TextLayout(NamedTuple):
-    """Where the text after a pruned prompt stands: all that is left to know of a prompt that was read.
-
-    Attributes:
-        num_kept: KV entries of the prompt; `num_dropped` tokens of it have none.
-        pos_delta: Rope position minus logical position of the text; `num_axes` of these positions.
-    """
-
-    num_kept: int
-    num_dropped: int
-    pos_delta: int
-    num_axes: int
-
-    @classmethod
-    def of(cls, plan: PromptPlan) -> "TextLayout":
-        """Return where the text after a prompt stands."""
-        return cls(plan.num_kept, plan.num_dropped, plan.pos_delta, plan.num_axes)
-
-
 @dataclass(eq=False)
 class PrefillJob:
-    """The record of a request in the draft, from `DraftPrefill.add` to `remove`: encoded ahead, in the queue, or read.
-
-    Attributes:
-        req_id: vLLM's request id.
-        req_state_idx: Its persistent row.
-        layout: Where its text stands.
-        planned: Its prompt, until that has been read.
-        scores: The target's guidance by what is pruned together (`PromptPlan.units`), or None.
-        kept: By item which embeddings stay, None until that is known.
-        media: By item those embeddings `[k_i, hidden_size]`, None until the tower has made them; all of them while
-            the choice waits for other items of its unit.
-        looks: By item all its embeddings on the host, for tools that look at pruning.
-        prompt: What the draft sees, once every item is there; `embeds` the media of it, `[num_media, hidden_size]`.
-        num_done: KV entries that the draft has.
-        knobs: By which it is pruned; None of text alone.
-        gathered: By item that is encoded in parts how many embeddings have been made, and those of them that stay; of
-            items that no cache can gather.
-        ahead: Items by name that are encoded before what guides the pruning is known.
-    """
+    """A request in the draft, from `DraftPrefill.add` to `remove`: encoded ahead, in the queue, or read."""
 
     req_id: str
     req_state_idx: int
-    layout: TextLayout
-    planned: PromptPlan | None
-    scores: list[torch.Tensor] | None
+    plan: PromptPlan  # its prompt, until that has been read
+    scores: list[torch.Tensor] | None  # the target's guidance by what is pruned together (`PromptPlan.units`), or None
+    # by item which embeddings stay, None until that is known
     kept: list[torch.Tensor | None] = field(default_factory=list)
+    # by item those embeddings [k_i, hidden_size], None until the tower has made them; all of them while the choice
+    # waits for other items of its unit
     media: list[torch.Tensor | None] = field(default_factory=list)
+    # by item all its embeddings on the host, for tools that look at pruning
     looks: list[torch.Tensor | None] = field(default_factory=list)
+    # what the draft sees, once every item is there; `embeds` the media of it, [num_media, hidden_size]
     prompt: PrunedPrompt | None = None
     embeds: torch.Tensor | None = None
-    num_done: int = 0
-    knobs: PruneKnobs | None = None
+    num_done: int = 0  # KV entries that the draft has
+    knobs: PruneKnobs | None = None  # by which it is pruned; None of text alone
+    # by item that is encoded in parts how many embeddings have been made, and those of them that stay; of items that no
+    # cache can gather
     gathered: dict[int, tuple[int, list[torch.Tensor]]] = field(default_factory=dict)
+    # items by name that are encoded before what guides the pruning is known
     ahead: dict[str, PromptItem] = field(default_factory=dict)
 
-    @property
-    def plan(self) -> PromptPlan:
-        """Its prompt; there is none once that has been read."""
-        assert self.planned is not None
-        return self.planned
+    def __post_init__(self) -> None:
+        # Where the text after the prompt stands: all that is left to know of one that was read. KV entries of the
+        # prompt, tokens of it that have none; rope position minus logical position of the text, and their axes.
+        self.num_kept, self.num_dropped = self.plan.num_kept, self.plan.num_dropped
+        self.pos_delta, self.num_axes = self.plan.pos_delta, self.plan.num_axes
 
     def finish(self) -> None:
-        """Let go of a prompt that was read; where its text stands is kept."""
-        self.planned = self.scores = self.prompt = self.embeds = None
+        """Let go of a prompt, or of text behind one, that was read."""
+        self.plan = None  # type: ignore[assignment]
+        self.scores = self.prompt = self.embeds = None
         self.kept, self.media, self.looks, self.gathered = [], [], [], {}
 
     def resume(self, num_tokens: int) -> None:
         """Read on in the text from `num_tokens` committed tokens on, none of them the prompt's."""
         nothing = torch.zeros(0, dtype=torch.int64)
-        self.prompt = PrunedPrompt(nothing.int(), nothing.expand(self.layout.num_axes, 0), nothing)
-        self.num_done = max(self.layout.num_kept, num_tokens - self.layout.num_dropped)
+        self.prompt = PrunedPrompt(nothing.int(), nothing.expand(self.num_axes, 0), nothing)
+        self.num_done = max(self.num_kept, num_tokens - self.num_dropped)
 
     @property
     def compares(self) -> bool:
@@ -113,12 +83,12 @@ class PrefillPiece:
 
     def positions(self) -> torch.Tensor:
         """Return `[num_axes, end - start]` int64 rope positions."""
-        layout, prompt = self.job.layout, self.job.prompt
-        assert prompt is not None
-        inside = prompt.positions[:, self.start : self.end]
-        first = max(self.start, layout.num_kept)
-        after = torch.arange(first, max(self.end, first)) + layout.num_dropped + layout.pos_delta
-        return torch.cat((inside, after.expand(layout.num_axes, -1)), dim=1)
+        job = self.job
+        assert job.prompt is not None
+        inside = job.prompt.positions[:, self.start : self.end]
+        first = max(self.start, job.num_kept)
+        after = torch.arange(first, max(self.end, first)) + job.num_dropped + job.pos_delta
+        return torch.cat((inside, after.expand(job.num_axes, -1)), dim=1)
 
     def media(self) -> tuple[int, int, torch.Tensor]:
         """Return which of the prompt's media embeddings are in here, first and end, and where, `[n]` int64."""

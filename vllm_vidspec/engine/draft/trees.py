@@ -22,17 +22,8 @@ class TreeDrafter:
     Node i of a tree has KV entry root + i, whatever its depth: the same layout as on the target's side.
 
     A graph holds a level: place its nodes, run the draft, find candidates, let the policy choose. Levels of which a
-    policy knows beforehand how many there are, are one graph.
-
-    Args:
-        forwards: The draft's, with the step's buffers.
-        sample: The draft's sampler.
-        graphs: What runs the parts of a step.
-        policy: What shapes the trees.
-        fills: Whether every tree is filled up to the budget, because vLLM will verify that many tokens anyway (async
-            scheduling).
-        take: Who verifies the trees: told their shapes by `[R]` persistent rows, padding's among them, in the last part
-            of a step. None: nobody.
+    policy knows beforehand how many there are, are one graph. In the last part of a step `take`, who verifies trees,
+    is told their shapes by `[R]` persistent rows, padding's among them.
     """
 
     def __init__(
@@ -41,16 +32,12 @@ class TreeDrafter:
         sample: CoupledSampler,
         graphs: DraftGraphs,
         policy: TreePolicy,
-        fills: bool,
+        fills: bool,  # up to the budget, because vLLM will verify that many tokens anyway (async scheduling)
         take: TakeTrees | None = None,
     ):
-        self._forwards = forwards
+        self._forwards, self._sample, self._graphs, self._take = forwards, sample, graphs, take
         self._buffers = forwards.buffers
-        self._sample = sample
-        self._graphs = graphs
-        self._take = take
-        self.policy = policy
-        self.fills = fills
+        self.policy, self.fills = policy, fills
         policy.trims &= not graphs.is_on
         # Of a level: its nodes `[R, F]` and their tokens. A graph that was captured goes on writing there.
         self._frontiers: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -58,22 +45,15 @@ class TreeDrafter:
         self._log_probs = torch.zeros(places, policy.num_candidates, dtype=torch.float32, device=device)
         self._token_ids = torch.zeros(places, policy.num_candidates, dtype=torch.int64, device=device)
         # Each view is cut once: making one costs as much as what runs on it, and the same ones need no second look.
-        self._found = functools.cache(self._cut_found)
-        self._fed = functools.cache(self._cut_fed)
+        self._found = functools.cache(lambda low, high: (self._log_probs[low:high], self._token_ids[low:high]))
+        self._fed = functools.cache(lambda level, low, high: tuple(part[low:high] for part in forwards.fed(level)))
 
     def draft(
         self, num_reqs: int, max_nodes: int, rows_np: np.ndarray, processed: Processed | None
     ) -> tuple[int, bool]:
-        """Write trees of at most `max_nodes` nodes, and their tokens into the buffers' `drafts`.
-
-        Args:
-            num_reqs: R, padding included.
-            max_nodes: In [0, K].
-            rows_np: `[n]` persistent rows without padding, on the host.
-            processed: What vLLM's processors need, if the logits of any request need them; they run between graphs.
-
-        Returns:
-            Forwards of the draft, and whether graphs ran all that can be captured.
+        """Write trees of at most `max_nodes` nodes, and their tokens into the buffers' `drafts`, for `[n]` persistent
+        rows and padding; return the draft's forwards, and whether graphs ran all that can be captured. vLLM's
+        processors, if any request needs them, run between graphs.
         """
         policy, size = self.policy, (num_reqs, max_nodes)
         policy.prepare(max_nodes)
@@ -121,8 +101,6 @@ class TreeDrafter:
     def _run(self, *which: Any) -> bool:
         return self._graphs.run(*self._part(*which))
 
-    # ---- what graphs hold ------------------------------------------------------------------------------------------
-
     def _tree(self, num_reqs: int, max_nodes: int) -> None:
         for level in range(self.policy.depth(max_nodes)):
             self._level(num_reqs, max_nodes, level)
@@ -142,21 +120,17 @@ class TreeDrafter:
         if self._take is not None:
             self._take(rows, tree)
 
-    # ---- a level ---------------------------------------------------------------------------------------------------
-
     def _feed(self, num_reqs: int, max_nodes: int, level: int) -> bool:
         if level == 0:
             return self._run("first", self._first, num_reqs, max_nodes)
         return self._run("nodes", self._nodes, num_reqs, max_nodes, level)
 
     def _first(self, num_reqs: int, max_nodes: int) -> None:
-        """Begin the trees, and feed the roots."""
         step = self._buffers.step
         self.policy.begin(step.rows[:num_reqs], step.num_accepted[:num_reqs], max_nodes)
         self._forwards.roots(num_reqs)
 
     def _nodes(self, num_reqs: int, max_nodes: int, level: int) -> None:
-        """Feed the frontier that the level before has left."""
         nodes, tokens = self._frontiers[num_reqs, max_nodes, level]
         self._buffers.place(num_reqs, level, nodes, tokens, self.policy.tree.ancestors)
         self._forwards.nodes(num_reqs, nodes.shape[1])
@@ -169,7 +143,7 @@ class TreeDrafter:
         # vLLM's processors know no padding: what was found after it stays what it was.
         for block in blocks(num_places if processed is None else processed.num_reqs * width, model.vocab_size):
             logits = self._forwards.logits(block)
-            pos, input_ids = self._fed(level > 0, block.start, block.stop)
+            pos, input_ids = self._fed(min(level, 1), block.start, block.stop)
             if processed is not None:
                 logits = processed(logits, block, pos, input_ids, width)
             log_probs, token_ids = self._found(block.start, block.stop)
@@ -189,12 +163,3 @@ class TreeDrafter:
         frontier = policy.extend(level, *self._found(0, num_places), rows=rows, max_nodes=max_nodes)
         if frontier is not None:
             self._frontiers[num_reqs, max_nodes, level + 1] = frontier
-
-    def _cut_found(self, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where candidates of places `low` to `high` are found: log-probabilities and tokens."""
-        return self._log_probs[low:high], self._token_ids[low:high]
-
-    def _cut_fed(self, is_nodes: bool, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logical positions and tokens of places `low` to `high` of the last forward: of nodes, or of roots."""
-        logical_pos, input_ids = self._forwards.fed(int(is_nodes))
-        return logical_pos[low:high], input_ids[low:high]

@@ -7,7 +7,7 @@ the cache cannot hold, each request gathers what it keeps.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,45 +25,25 @@ from vllm_vidspec.pruning.prompt import PromptItem, choose_kept
 
 
 class Part(NamedTuple):
-    """What one call of the tower encodes of an item.
+    """What one call of the tower encodes of an item."""
 
-    Attributes:
-        item: The image or video.
-        frames: Of its grid; None for the whole of it.
-        start: The first of the item's embeddings that come of it; `end` one past the last.
-        num_encoded: Tokens that the tower makes.
-    """
-
-    item: PromptItem
-    frames: range | None
-    start: int
+    item: PromptItem  # the image or video
+    frames: range | None  # of its grid; None for the whole of it
+    start: int  # the first of the item's embeddings that come of it; `end` one past the last
     end: int
-    num_encoded: int
+    num_encoded: int  # tokens that the tower makes
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing of the item is missing after it."""
         return self.end == self.item.num_tokens
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the item."""
         return self.start == 0 and self.is_last
 
 
 class DraftVision:
-    """Encodes, and hands out.
-
-    Args:
-        model: The draft.
-        adapter: Of its family.
-        counters: Records what is encoded and what is found.
-        cache: The draft's vision embeddings of what was shown lately.
-        shared: The target's own, by identifier, where its tower is the draft's; else empty.
-        agreement: Of the tensor-parallel ranks: what fails on one of them is left by all.
-        fail: Told of a job whose item could not be encoded, and of the error.
-        pixels: What the target has copied to the device, if it runs here.
-    """
+    """Encodes, and hands out."""
 
     def __init__(
         self,
@@ -71,20 +51,15 @@ class DraftVision:
         adapter: FamilyAdapter,
         counters: Counters,
         cache: VisionCache,
-        shared: Mapping[str, torch.Tensor],
+        shared: Mapping[str, torch.Tensor],  # the target's own, by identifier, where its tower is the draft's
         agreement: Agreement,
-        fail: Callable[[PrefillJob, Exception], None],
-        pixels: SharedPixels | None = None,
+        fail: Callable[[PrefillJob, Exception], None],  # told of a job whose item could not be encoded
+        pixels: SharedPixels | None = None,  # what the target has copied to the device, if it runs here
     ):
-        self.model = model
-        self.cache = cache
+        self.model, self.cache = model, cache
         self.keeps_looks = False  # whether jobs keep embeddings for tools that look at pruning
-        self._counters = counters
-        self._shared = shared
-        self._agreement = agreement
-        self._fail = fail
-        self._pixels = pixels
-        self._adapter = adapter
+        self._adapter, self._counters, self._shared = adapter, counters, shared
+        self._agreement, self._fail, self._pixels = agreement, fail, pixels
 
     # ---- what a step encodes ---------------------------------------------------------------------------------------
 
@@ -98,7 +73,7 @@ class DraftVision:
         for job in due:
             if ahead >= self.model.max_num_tokens:
                 break
-            ahead += max(0, job.layout.num_kept - job.num_done)
+            ahead += max(0, job.num_kept - job.num_done)
             for i in job.unseen():
                 item = job.plan.items[i]
                 start = self._num_here(job, i)
@@ -122,13 +97,8 @@ class DraftVision:
             self._counters.set("draft_encoder_bytes_used", self.cache.num_used_bytes)
 
     def encode_ahead(self, items: dict[str, PromptItem]) -> bool:
-        """Encode a step's share of a prompt's items for the cache, before what guides the pruning is known.
-
-        Args:
-            items: Those left, by name; who is done, failed or cannot be kept is taken out.
-
-        Returns:
-            Whether any is left.
+        """Encode a step's share of a prompt's items for the cache, by name; who is done, failed or cannot be kept is
+        taken out. Return whether any is left.
         """
         parts: list[Part] = []
         left = self.model.max_encoder_tokens
@@ -143,10 +113,8 @@ class DraftVision:
             left -= part.num_encoded
             parts.append(part)
         for part, found in zip(parts, self._run_tower(parts), strict=True):
-            is_made = not isinstance(
-                found, Exception
-            )  # else it fails again in `encode_missing`, where the error has an owner
-            if is_made and self._keep(part, found) and part.is_last:
+            is_made = not isinstance(found, Exception)
+            if is_made and self.cache.extend(part.item.name, part.item.num_tokens, part.start, found) and part.is_last:
                 self._counters.add("draft_encoder_misses")
             if part.is_last or not is_made:
                 del items[part.item.name]
@@ -178,13 +146,10 @@ class DraftVision:
         return Part(item, range(first, end), start, end_row, (end - first) * size)
 
     def _frames_of(self, item: PromptItem) -> TokenGrid | None:
-        """Return the grid by which an item can be cut; None where it must be encoded whole."""
-        feature = item.feature
-        data = {key: element.data for key, element in feature.data.items()}
-        grid = self._adapter.frames(feature.modality, data, self.model.hf_config)
-        if grid is None or (item.seen is None and grid.num_tokens != item.num_tokens):
-            return None
-        return grid
+        data = {key: element.data for key, element in item.feature.data.items()}
+        grid = self._adapter.frames(item.feature.modality, data, self.model.hf_config)
+        is_known = grid is not None and (item.seen is not None or grid.num_tokens == item.num_tokens)
+        return grid if is_known else None
 
     # ---- the tower -------------------------------------------------------------------------------------------------
 
@@ -193,7 +158,10 @@ class DraftVision:
         made: list[torch.Tensor] = []
 
         def run() -> None:
-            looks = self.model.encode([self._feature(part) for part in parts], [part.frames for part in parts])
+            features = [part.item.feature for part in parts]
+            if self._pixels is not None:
+                features = [self._pixels.on_device(part.item.feature, is_first=part.start == 0) for part in parts]
+            looks = self.model.encode(features, [part.frames for part in parts])
             made.extend(map(self._of_part, parts, looks))
 
         if not parts:
@@ -206,10 +174,6 @@ class DraftVision:
         if len(parts) == 1:
             return [error]
         return [found for part in parts for found in self._run_tower([part])]
-
-    def _feature(self, part: Part) -> Any:
-        feature = part.item.feature
-        return feature if self._pixels is None else self._pixels.on_device(feature, is_first=part.start == 0)
 
     @staticmethod
     def _of_part(part: Part, look: torch.Tensor) -> torch.Tensor:
@@ -236,7 +200,7 @@ class DraftVision:
             for job, _ in takers:
                 self._fail(job, found)
             return
-        self._keep(part, found)
+        self.cache.extend(item.name, item.num_tokens, part.start, found)
         if part.is_whole or not self.cache.can_keep(item.num_tokens):
             for job, i in takers:
                 self._assign(job, i, part.start, found)
@@ -249,16 +213,11 @@ class DraftVision:
             self._counters.add("draft_encoder_hits", len(takers) - 1)
 
     def _release_pixels(self, takers: list[tuple[PrefillJob, int]]) -> None:
-        """Let go of the pixels of what has been encoded."""
         if self._pixels is not None:
             for job, i in takers:
                 self._pixels.drop(job.plan.items[i].feature.identifier)
 
-    def _keep(self, part: Part, embeddings: torch.Tensor) -> bool:
-        return self.cache.extend(part.item.name, part.item.num_tokens, part.start, embeddings)
-
     def _lookup(self, job: PrefillJob, i: int) -> bool:
-        """Give a request an item's embeddings from a cache, if one has them."""
         item, kept = job.plan.items[i], job.kept[i]
         shared = self._shared.get(item.feature.identifier)
         if shared is not None and shared.shape[:-1].numel() == item.num_tokens:

@@ -28,12 +28,7 @@ class VisionCache:
 
     Rows are copied out as soon as they are asked for, so no item is in use for longer than a call, and any can make
     way. What is kept follows from the order of calls alone: it is the same on all ranks of a tensor-parallel group.
-
-    Args:
-        num_bytes: Size; what is less than a page keeps nothing.
-        hidden_size: Of an embedding.
-        dtype: Of an embedding.
-        device: Where they live.
+    Less than a page of bytes keeps nothing.
     """
 
     def __init__(self, num_bytes: int, hidden_size: int, dtype: torch.dtype, device: torch.device):
@@ -46,24 +41,15 @@ class VisionCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated."""
         return self._store.shape[0] // PAGE_ROWS * self._bytes_per_page
 
     @property
     def num_used_bytes(self) -> int:
-        """Bytes of the pages that hold an item."""
         return self.num_bytes - len(self._free) * self._bytes_per_page
 
     def read(self, name: str, num_rows: int, chosen: np.ndarray | None = None) -> torch.Tensor | None:
-        """Return a copy of an item's rows.
-
-        Args:
-            name: The item's.
-            num_rows: How many it should have; one of another size is not the same item.
-            chosen: `[k]` which rows; None for all.
-
-        Returns:
-            `[k, hidden_size]`, or None where the item is not kept.
+        """Return a copy of an item's rows, or of those that `chosen` `[k]` names, `[k, hidden_size]`; None where the
+        item is not kept, or has another size, and so is not the same.
         """
         if num_rows != self.num_here(name, num_rows):
             return None
@@ -77,11 +63,9 @@ class VisionCache:
         return item.num_here if item is not None and item.num_rows == num_rows else 0
 
     def unfinished(self) -> set[str]:
-        """Return the items of which not all rows are here."""
         return {name for name, item in self._items.items() if item.num_here < item.num_rows}
 
     def can_keep(self, num_rows: int) -> bool:
-        """Return whether an item of so many rows fits at all."""
         return 0 < -(-num_rows // PAGE_ROWS) * PAGE_ROWS <= self._store.shape[0]
 
     def keep(self, name: str, embeddings: torch.Tensor) -> bool:
@@ -89,16 +73,8 @@ class VisionCache:
         return self.extend(name, len(embeddings), 0, embeddings)
 
     def extend(self, name: str, num_rows: int, start: int, embeddings: torch.Tensor) -> bool:
-        """Copy the next rows of an item in.
-
-        Args:
-            name: The item's.
-            num_rows: Of the whole item.
-            start: The first of these rows; 0 begins it anew.
-            embeddings: `[k, hidden_size]` the rows.
-
-        Returns:
-            Whether they are kept: not where the whole cache cannot hold the item, or has let go of the rows before.
+        """Copy the next rows `[k, hidden_size]` of an item in, from `start` on; 0 begins it anew. Return whether they
+        are kept: not where the whole cache cannot hold the item, or has let go of the rows before.
         """
         if start == 0:
             self.drop(name)
@@ -119,12 +95,10 @@ class VisionCache:
         return True
 
     def clear(self) -> None:
-        """Forget everything: the weights or the memory have changed."""
         for name in list(self._items):
             self.drop(name)
 
     def drop(self, name: str) -> None:
-        """Forget an item; harmless where nothing is known of it."""
         item = self._items.pop(name, None)
         if item is not None:
             self._free.extend(int(page) for page in reversed(item.pages))

@@ -20,12 +20,7 @@ _MOST_ATTEMPTS = 16  # of one request: a pool that is always nearly full is not 
 
 
 class WaitingRoom:
-    """The rules of who waits; the requests themselves are in `RequestRows`.
-
-    Args:
-        requests: Their phases say who waits: `WAITING_FOR_BLOCKS` without blocks, `PREFILL_STALLED` with them.
-        counters: Records who waits and who goes on.
-    """
+    """The rules of who waits: in `RequestRows`, `WAITING_FOR_BLOCKS` without any, or `PREFILL_STALLED` with some."""
 
     def __init__(self, requests: RequestRows, counters: Counters):
         self._requests, self._counters = requests, counters
@@ -88,12 +83,10 @@ class WaitingRoom:
 
 
 def _num_bytes(message: PrefillMessage) -> int:
-    """Return what a prompt's images and videos take on the host."""
     return sum(_size(element.data) for feature in message.features for element in (feature.data or {}).values())
 
 
 def _size(data: Any) -> int:
-    """Return the bytes of a tensor, or of tensors in lists."""
     if isinstance(data, list | tuple):
         return sum(map(_size, data))
     return getattr(data, "nbytes", 0)

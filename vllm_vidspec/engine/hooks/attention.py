@@ -38,33 +38,19 @@ class _AttentionPrompt(ObservedPrompt):
 
 @dataclass
 class _AttentionStep:
-    """The guiding queries of one forward, compacted to the n requests that have any.
+    """The guiding queries of one forward, compacted to the n requests that have any."""
 
-    Attributes:
-        query_rows: `[num_queries]` int64 rows of the step's query tensor.
-        query_start_loc: `[n + 1]` int32.
-        query_pos: `[num_queries]` int32 place in the sequence.
-        req_indices: `[n]` int64 batch rows, for the block table.
-        num_keys: `[n]` int32 keys to score.
-        sums: `[n, max(num_keys)]` float32.
-        prompts: The n requests and how many queries each has here.
-        out_rows: `[n]` int64, 0 to n - 1.
-        max_queries: Most queries of one request.
-        max_row: Largest of `query_rows`.
-        num_observed: Layers observed.
-    """
-
-    query_rows: torch.Tensor
-    query_start_loc: torch.Tensor
-    query_pos: torch.Tensor
-    req_indices: torch.Tensor
-    num_keys: torch.Tensor
-    sums: torch.Tensor
-    prompts: list[tuple[_AttentionPrompt, int]]
-    out_rows: torch.Tensor
-    max_queries: int
-    max_row: int
-    num_observed: int = 0
+    query_rows: torch.Tensor  # [num_queries] int64 rows of the step's query tensor
+    query_start_loc: torch.Tensor  # [n + 1] int32
+    query_pos: torch.Tensor  # [num_queries] int32 place in the sequence
+    req_indices: torch.Tensor  # [n] int64 batch rows, for the block table
+    num_keys: torch.Tensor  # [n] int32 keys to score
+    sums: torch.Tensor  # [n, max(num_keys)] float32
+    prompts: list[tuple[_AttentionPrompt, int]]  # the n requests and how many queries each has here
+    out_rows: torch.Tensor  # [n] int64, 0 to n - 1
+    max_queries: int  # most queries of one request
+    max_row: int  # largest of `query_rows`
+    num_observed: int = 0  # layers observed
 
 
 class AttentionGuidance(Guidance):
@@ -75,7 +61,7 @@ class AttentionGuidance(Guidance):
     a query is scored in the chunk that computes it, against keys that are in the cache by then, whoever computed them.
     """
 
-    _kind = _AttentionPrompt
+    _kind, need = _AttentionPrompt, "attention"
 
     def __init__(self, knobs: Knobs, vllm_config: Any, counters: Counters, agreement: Agreement):
         super().__init__(knobs, counters, vllm_config.device_config.device, agreement)
@@ -92,15 +78,12 @@ class AttentionGuidance(Guidance):
             compat.observe_attention(layer, functools.partial(self._observe, index), lambda: self._step is not None)
 
     def _select(self, config: VidSpecConfig) -> None:
-        """Choose the layers to sum; a VidSpecError if the target has no such layer."""
         self._layers = chosen_layers(config.prune.guidance_layers, len(self.attention))
 
     def init_kv(self, runner: Any) -> None:
-        """Refuse keys packed in a way that no view describes (bf16 on AMX); see `TargetHook`."""
         check_layout(self.attention.values(), *REFUSAL)
 
     def before_forward(self, batch: Any) -> None:
-        """Gather the step's guiding queries."""
         self._step = None
         rows, positions, found, req_indices = [], [], [], []
         for req_idx, prompt, start, end in prefills(batch, self._prompts):
@@ -113,23 +96,21 @@ class AttentionGuidance(Guidance):
                 req_indices.append(req_idx)
         if not found:
             return
+        upload = functools.partial(async_tensor_h2d, device=self.device)
         num_keys, counts = [prompt.text_start for prompt, _ in found], [count for _, count in found]
         query_rows = np.concatenate(rows)
         self._step = _AttentionStep(
-            query_rows=self._upload(query_rows, torch.int64),
-            query_start_loc=self._upload(np.cumsum([0, *counts]), torch.int32),
-            query_pos=self._upload(np.concatenate(positions), torch.int32),
-            req_indices=self._upload(np.array(req_indices), torch.int64),
-            num_keys=self._upload(np.array(num_keys), torch.int32),
+            query_rows=upload(query_rows, dtype=torch.int64),
+            query_start_loc=upload(np.cumsum([0, *counts]), dtype=torch.int32),
+            query_pos=upload(np.concatenate(positions), dtype=torch.int32),
+            req_indices=upload(np.array(req_indices), dtype=torch.int64),
+            num_keys=upload(np.array(num_keys), dtype=torch.int32),
             sums=torch.zeros(len(found), max(num_keys), dtype=torch.float32, device=self.device),
             prompts=found,
             out_rows=torch.arange(len(found), device=self.device),
             max_queries=max(counts),
             max_row=int(query_rows.max()),
         )
-
-    def _upload(self, values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        return async_tensor_h2d(values, device=self.device, dtype=dtype)
 
     def _observe(self, index: int, *args: Any) -> None:
         """Observe one layer in the forward, which an exception must not leave: `after_forward` raises it."""
@@ -142,11 +123,7 @@ class AttentionGuidance(Guidance):
         self, index: int, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any,
         lse: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """Add one layer's weights, after its own attention, from a cache that holds this step's keys.
-
-        Args:
-            index: Of the layer; the others are `compat.observe_attention`'s.
-        """
+        """Add one layer's weights, after its own attention, from a cache that holds this step's keys."""
         step = self._step
         # A captured graph or a split batch does not carry this step's rows; `after_forward` notices the missing layer.
         if step is None or index not in self._layers or metadata is None or query.shape[0] <= step.max_row:
@@ -170,7 +147,6 @@ class AttentionGuidance(Guidance):
         self.counters.add("guidance_us", int(1e6 * (time.perf_counter() - begin)))
 
     def after_forward(self, forward: Forward) -> None:
-        """Add the step's sums to its requests."""
         step, self._step = self._step, None
         error, self._error = self._error, None
         if error is not None:
@@ -212,11 +188,7 @@ class AttentionGuidance(Guidance):
 
 
 def chosen_layers(layers: str | tuple[int, ...], num_layers: int) -> frozenset[int]:
-    """Return the layers that `guidance_layers` means in a target of so many.
-
-    Raises:
-        VidSpecError: The target has no such layer.
-    """
+    """Return the layers that `guidance_layers` means in a target of so many; a VidSpecError if it has no such layer."""
     chosen = range(num_layers) if layers == "all" else layers
     if wrong := [index for index in chosen if not 0 <= int(index) < num_layers]:
         raise VidSpecError(f"guidance_layers: the target has layers 0 to {num_layers - 1}, not {wrong[0]}")

@@ -15,7 +15,7 @@ from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.pruning.guided import default_uv_layer
+from vllm_vidspec.pruning.pruners import default_uv_layer
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class HiddenStateGuidance(Guidance):
     tensor-parallel ranks: nothing is reduced.
     """
 
-    _kind = _StatePrompt
+    _kind, need = _StatePrompt, "uv"
     reads_hidden_states = True
 
     def __init__(
@@ -55,9 +55,8 @@ class HiddenStateGuidance(Guidance):
     ):
         super().__init__(knobs, counters, vllm_config.device_config.device, agreement)
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-        layer = (
-            knobs.current.prune.uv_layer if knobs.current.prune.uv_layer is not None else default_uv_layer(num_layers)
-        )
+        chosen = knobs.current.prune.uv_layer
+        layer = default_uv_layer(num_layers) if chosen is None else chosen
         if layer > num_layers:
             raise VidSpecError(f"uv_layer: the target has layers 1 to {num_layers}, not {layer}")
         compat.expose_hidden_states(target, (0, layer))
@@ -68,13 +67,11 @@ class HiddenStateGuidance(Guidance):
         self._batch: Any = None
 
     def reserve(self, available_bytes: int) -> int:
-        """Keep `guidance_bytes` for hidden states; see `TargetHook`."""
         wanted = self.knobs.current.prune.guidance_bytes
         self._max_bytes = available_bytes // 20 if wanted is None else wanted
         return self._max_bytes
 
     def before_forward(self, batch: Any) -> None:
-        """Remember the step's layout."""
         self._batch = batch
 
     def after_forward(self, forward: Forward) -> None:
@@ -97,7 +94,6 @@ class HiddenStateGuidance(Guidance):
         self.counters.add("guidance_us", int(1e6 * (time.perf_counter() - begin)))
 
     def _observe(self, prompt: _StatePrompt, start: int, end: int, low: torch.Tensor, high: torch.Tensor) -> None:
-        """Take one chunk `[end - start, hidden_size]` of a request in."""
         assert prompt.low is not None and prompt.states is not None
         inside = (prompt.order >= start) & (prompt.order < end)  # [m]
         is_text = torch.ones(end - start, dtype=torch.bool)
@@ -140,13 +136,11 @@ class HiddenStateGuidance(Guidance):
         prompt.text_high = torch.zeros(self._hidden_size, device=self.device)
 
     def remove(self, req_state_idx: int) -> None:
-        """Forget a request and its states."""
         prompt = self._prompts.pop(req_state_idx, None)
         if prompt is not None and prompt.states is not None:
             self._num_bytes -= prompt.states.numel() * prompt.states.element_size()
 
     def take(self, req_state_idx: int) -> PendingScores | None:
-        """Send the scores; see `Guidance`."""
         prompt = self._prompts.get(req_state_idx)
         if prompt is None:
             return None
@@ -171,9 +165,8 @@ class HiddenStateGuidance(Guidance):
 
 
 def _place(indices: torch.Tensor, device: torch.device) -> torch.Tensor | slice:
-    """Return what picks `[n]` ascending indices, on the host, of a tensor on `device`.
-
-    A slice where they follow each other, as those of a video do in most families: it copies nothing.
+    """Return what picks `[n]` ascending indices, on the host, of a tensor on `device`: where they follow each other, as
+    those of a video do in most families, a slice, which copies nothing.
     """
     first, last = int(indices[0]), int(indices[-1])
     if last - first + 1 == len(indices):

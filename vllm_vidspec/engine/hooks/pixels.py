@@ -22,13 +22,7 @@ logger = init_logger("vllm.vidspec")
 
 
 class SharedPixels:
-    """Keeps an item for as long as a request is to be drafted for that shows it, and the tower has not seen it.
-
-    Args:
-        model_state: The runner's, whose encoder is observed.
-        device: Where pixels go.
-        counters: Records what the draft has to copy itself.
-    """
+    """Keeps an item for as long as a request is to be drafted for that shows it, and the tower has not seen it."""
 
     def __init__(self, model_state: Any, device: torch.device, counters: Counters):
         self.num_bytes = 0  # the most that is kept; none before memory is reserved
@@ -39,7 +33,6 @@ class SharedPixels:
 
     @property
     def num_used_bytes(self) -> int:
-        """Bytes of what is kept."""
         return sum(map(_num_bytes, self._items.values()))
 
     def add(self, req_state_idx: int, features: Iterable[Any]) -> None:
@@ -57,15 +50,11 @@ class SharedPixels:
         self._items.pop(identifier, None)
 
     def active_rows(self) -> Iterable[int]:
-        """Return the rows whose pixels are kept."""
         return [row for row, wanted in self._wanted.items() if not wanted.isdisjoint(self._items)]
 
     def on_device(self, feature: Any, is_first: bool) -> Any:
-        """Return a feature of vLLM's for the draft's tower: with pixels on the device, if they are kept.
-
-        Args:
-            feature: Of a request that is drafted for.
-            is_first: Whether the tower has seen nothing of it yet; copies are counted once.
+        """Return a feature of vLLM's for the draft's tower: with pixels on the device, if they are kept; copies are
+        counted once, while the tower has seen nothing of it yet.
         """
         item = self._items.get(feature.identifier)
         if item is not None:
@@ -78,20 +67,17 @@ class SharedPixels:
     def _share(self, identifiers: list[str], items: list[Any]) -> list[Any]:
         """Return the processor outputs that the target's encoder is to take: all on the device, or as they came."""
         try:
-            return self._moved(identifiers, items)
+            new = {name: item for name, item in zip(identifiers, items, strict=True) if name not in self._items}
+            if self.num_used_bytes + sum(map(_num_bytes, new.values())) > self.num_bytes:
+                return items
+            there = {name: self._on_device(item) for name, item in new.items()}
+            wanted = set().union(*self._wanted.values())
+            given = [self._items[name] if name in self._items else there[name] for name in identifiers]
+            self._items |= {name: item for name, item in there.items() if name in wanted}
+            return given
         except Exception as error:  # the target copies as ever, and so will the draft
             logger.warning("vidspec: pixels are copied twice (%s)", error)
             return items
-
-    def _moved(self, identifiers: list[str], items: list[Any]) -> list[Any]:
-        new = {name: item for name, item in zip(identifiers, items, strict=True) if name not in self._items}
-        if self.num_used_bytes + sum(map(_num_bytes, new.values())) > self.num_bytes:
-            return items
-        there = {name: self._on_device(item) for name, item in new.items()}
-        wanted = set().union(*self._wanted.values())
-        given = [self._items[name] if name in self._items else there[name] for name in identifiers]
-        self._items |= {name: item for name, item in there.items() if name in wanted}
-        return given
 
     def _on_device(self, item: Any) -> Any:
         return type(item)(
@@ -110,5 +96,4 @@ def _is_pixels(element: Any) -> bool:
 
 
 def _num_bytes(item: Any) -> int:
-    """Return the bytes that an item takes on the device."""
     return sum(element.data.nbytes for element in item.values() if _is_pixels(element))

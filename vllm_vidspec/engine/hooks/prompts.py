@@ -2,12 +2,13 @@
 
 It only reads: the target's own computation, and so its output, stays bit for bit what it was. A request is observed
 over as many prefill chunks as it takes. Scores that a cached prefix hides are those of the last prompt that vLLM would
-share that prefix with (`keys.py`); failing that there is no guidance, which is counted by reason, and the pruner is
-`uniform`.
+share that prefix with (`content_keys`); failing that there is no guidance, which is counted by reason, and the pruner
+is `uniform`.
 """
 
+import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,12 +17,11 @@ import torch
 
 from vllm_vidspec.config import PruneKnobs
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.hooks.keys import content_keys
 from vllm_vidspec.engine.hooks.protocol import TargetHook
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import NewRequest
-from vllm_vidspec.pruning import SCORE_NEEDS, budget, get_pruner
+from vllm_vidspec.pruning import budget, get_pruner
 from vllm_vidspec.pruning.frames import pruned_together
 from vllm_vidspec.pruning.prompt import UnsupportedPrompt, embedding_indices
 
@@ -32,23 +32,15 @@ _MAX_REMEMBERED, _LEAST_REMEMBERED = 64 * 25_000, 256
 
 @dataclass(eq=False)
 class ObservedPrompt:
-    """A request whose prefill is being observed.
+    """A request whose prefill is being observed."""
 
-    Attributes:
-        items: Per image or video the prompt indices `[m_i]` int64 of its tokens.
-        keys: Per item by what its scores are remembered.
-        token_ids: Prompt, and after a preemption the output so far.
-        missed: Why there will be no scores, or None.
-    """
-
-    items: list[torch.Tensor]
-    keys: list[bytes]
-    token_ids: list[int]
-    missed: str | None = None
+    items: list[torch.Tensor]  # per image or video the prompt indices [m_i] int64 of its tokens
+    keys: list[bytes]  # per item by what its scores are remembered
+    token_ids: list[int]  # prompt, and after a preemption the output so far
+    missed: str | None = None  # why there will be no scores, or None
 
     @property
     def num_tokens(self) -> int:
-        """To be prefilled."""
         return len(self.token_ids)
 
     @property
@@ -58,32 +50,22 @@ class ObservedPrompt:
 
 
 class Guided(NamedTuple):
-    """What a prompt's pruning goes by.
+    """What a prompt's pruning goes by."""
 
-    Attributes:
-        scores: One float32 `[m_i]` CPU tensor per item; None where there is no guidance.
-        outcome: Counters to add to if the draft is shown the prompt: what came of observing it.
-    """
-
-    scores: list[torch.Tensor] | None
-    outcome: tuple[str, ...]
+    scores: list[torch.Tensor] | None  # one float32 [m_i] CPU tensor per item; None where there is no guidance
+    outcome: tuple[str, ...]  # counters to add to if the draft is shown the prompt: what came of observing it
 
 
 class PendingScores:
     """A prefilled request's scores on their way to the host, without a wait on the critical path.
 
     On a GPU they are copied into pinned memory, behind what is queued already. Who asks a step later waits for the step
-    before at most, which the host has to wait for anyway.
-
-    Args:
-        measured: A tensor on any device; None where nothing was measured.
-        finish: Makes scores of it, and says what came of the request.
-
-    Attributes:
-        is_here: Whether `wait` returns at once. It follows from the device alone, so that tensor-parallel ranks agree.
+    before at most, which the host has to wait for anyway. `finish` makes scores of what was measured, if anything was,
+    and says what came of the request.
     """
 
     def __init__(self, measured: torch.Tensor | None, finish: Callable[[Any], Guided]):
+        # Whether `wait` returns at once: it follows from the device alone, so that tensor-parallel ranks agree.
         self.is_here = measured is None or measured.device.type == "cpu"
         self._measured, self._finish = measured, finish
         if measured is not None and not self.is_here:
@@ -93,42 +75,36 @@ class PendingScores:
             self._copied.record()
 
     def wait(self) -> Guided:
-        """Return the scores, once they are on the host."""
         if not self.is_here:
             self._copied.synchronize()
         return self._finish(self._measured)
 
 
 class Guidance(TargetHook):
-    """Scores visual tokens during the target's prefill: what both kinds share.
-
-    Args:
-        knobs: The budgets of images and videos.
-        counters: Records how long observing took.
-        device: Of the target.
-        agreement: Of the ranks.
-    """
+    """Scores visual tokens during the target's prefill: what both kinds share."""
 
     _kind = ObservedPrompt
+    need = ""  # what a pruner asks for that is guided by this
     reads_hidden_states = False  # whether the target's forward must return some beside its last ones
     loss = "guidance failed; these prompts are pruned uniformly (further ones: counted)"
 
     def __init__(self, knobs: Knobs, counters: Counters, device: torch.device, agreement: Agreement):
-        self.knobs = knobs
-        self.counters = counters
-        self.device = device
-        self._agreement = agreement
+        self.knobs, self.counters, self.device, self._agreement = knobs, counters, device, agreement
         self.attention: dict[int, Any] = {}  # the target's attention layers that are observed, by index
         self._prompts: dict[int, Any] = {}  # by persistent row
         self._remembered: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # key -> [m] float32 on the CPU
+
+    @property
+    def kinds(self) -> "tuple[Guidance, ...]":
+        return (self,)
 
     def add(self, request: NewRequest) -> None:
         """Begin to observe a request, if there is anything to choose in it."""
         if request.has_embeds:
             return  # its tokens mean nothing, and the draft will refuse it
         way = self.knobs.current.prune.variant(request.prune_variant)
-        if not get_pruner(way.pruner).needs & SCORE_NEEDS:
-            return  # it was changed to one that looks at nothing
+        if self.need not in get_pruner(way.pruner).needs:
+            return  # another hook observes it, or nobody
         if items := self._choosable(request.features, way):
             keys = content_keys(request, request.features, [int(item[-1]) + 1 for item in items])
             self._prompts[request.req_state_idx] = self._kind(items, keys, request.token_ids)
@@ -150,17 +126,14 @@ class Guidance(TargetHook):
     def take(self, req_state_idx: int) -> PendingScores | None:
         """Send a prefilled request's scores to the host and forget it; None where there was nothing to choose.
 
-        Every rank of a tensor-parallel group must call it for the same requests in the same order; all get the same
-        scores, none where one rank has not observed the request.
+        Ranks call it for the same requests in the same order; all get the same scores, none where one of them has none.
         """
         raise NotImplementedError
 
     def remove(self, req_state_idx: int) -> None:
-        """Forget a request, whose prefill may not be done."""
         self._prompts.pop(req_state_idx, None)
 
     def active_rows(self) -> Iterable[int]:
-        """Return the rows whose prompts are being observed, or were observed and not taken."""
         return self._prompts
 
     def fail(self, error: Exception) -> None:
@@ -173,17 +146,12 @@ class Guidance(TargetHook):
         self._remembered.clear()
 
     def _finish(self, prompt: ObservedPrompt, observed: list[torch.Tensor | None]) -> Guided:
-        """Return a request's scores, remembered ones where this prefill did not compute them; say what came of it.
-
-        Args:
-            prompt: Whose prefill is done.
-            observed: Per item the scores `[m_i]` of this prefill, or None.
+        """Return a request's scores, of each item those `[m_i]` of this prefill, or remembered ones where it did not
+        compute them; say what came of it.
         """
-        scores = [
-            self._remembered.get(key) if fresh is None else fresh
-            for key, fresh in zip(prompt.keys, observed, strict=True)
-        ]
-        for key, fresh in zip(prompt.keys, observed, strict=True):
+        pairs = list(zip(prompt.keys, observed, strict=True))
+        scores = [self._remembered.get(key) if fresh is None else fresh for key, fresh in pairs]
+        for key, fresh in pairs:
             if fresh is not None:
                 self._remembered[key] = fresh.clone()  # it may be a view, which would keep the whole prompt's
                 self._remembered.move_to_end(key)
@@ -197,13 +165,55 @@ class Guidance(TargetHook):
         return Guided(scores, ("guided_prompts", "reused_guidance") if is_reused else ("guided_prompts",))  # type: ignore[arg-type]
 
 
-def prefills(batch: Any, prompts: Mapping[int, Any]) -> Iterator[tuple[int, Any, int, int]]:
-    """Yield (req_idx, prompt, first position, end position) of the requests in prefill that are observed.
+class GuidanceByWay:
+    """Both kinds, one of which observes a request: the one that its own pruner needs (`pruner: auto`)."""
 
-    Args:
-        batch: vLLM's `InputBatch`.
-        prompts: By persistent row; each with the `num_tokens` of its prompt.
+    def __init__(self, *kinds: Guidance):
+        self.kinds = kinds
+        self.attention = next((kind.attention for kind in kinds if kind.attention), {})
+        self.reads_hidden_states = any(kind.reads_hidden_states for kind in kinds)
+
+    def take(self, req_state_idx: int) -> PendingScores | None:
+        return next((pending for kind in self.kinds if (pending := kind.take(req_state_idx)) is not None), None)
+
+    def remove(self, req_state_idx: int) -> None:
+        for kind in self.kinds:
+            kind.remove(req_state_idx)
+
+    def forget_scores(self) -> None:
+        for kind in self.kinds:
+            kind.forget_scores()
+
+
+def content_keys(request: NewRequest, shown: Sequence[Any], ends: Sequence[int]) -> list[bytes]:
+    """Return a digest per image or video shown of all that the target computes up to its end, `[n]` indices of the
+    prompt behind their last tokens, and for whom.
+
+    vLLM lets requests share a prefix's KV by a chain of hashes over tokens, media, LoRA adapter and `cache_salt`, by
+    which an operator keeps tenants apart. What hooks keep beside that KV is known by the same things, so that nothing
+    goes from one request to another which vLLM's own cache would not share.
     """
+    digest = hashlib.sha256()
+
+    def enter(part: bytes) -> None:
+        digest.update(len(part).to_bytes(8, "little") + part)  # a client chooses salt and names: none runs into another
+
+    enter(request.cache_salt.encode())
+    enter(request.adapter.encode())
+    token_ids, done, keys = np.asarray(request.token_ids, dtype=np.int64), 0, []
+    wanted = {id(feature): end for feature, end in zip(shown, ends, strict=True)}
+    for feature in request.features:  # what is not shown is observed all the same: audio, say
+        enter(feature.identifier.encode())
+        end = wanted.get(id(feature))
+        if end is not None:
+            enter(token_ids[done:end].tobytes())
+            done = end
+            keys.append(digest.digest())
+    return keys
+
+
+def prefills(batch: Any, prompts: Mapping[int, Any]) -> Iterator[tuple[int, Any, int, int]]:
+    """Yield (req_idx, prompt, first position, end position) of the requests in prefill that are observed."""
     if not prompts:  # the usual decode step
         return
     for req_idx in np.flatnonzero(batch.is_prefilling_np).tolist():

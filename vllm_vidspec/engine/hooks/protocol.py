@@ -1,51 +1,43 @@
-"""TargetHook: what observes the target at work. It reads; if one writes, its own docstring says what and why."""
+"""TargetHook: what observes the target at work. It reads; if one writes, its own docstring says what and why.
 
-from collections.abc import Iterable
+TargetHooks is the list of them, and the one place where each is guarded.
+"""
+
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from vllm.logger import init_logger
 
+from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.requests import NewRequest
+
+logger = init_logger("vllm.vidspec")
 
 
 class Forward(NamedTuple):
-    """What a forward of the target left.
+    """What a forward of the target left."""
 
-    Attributes:
-        hidden_states: `[num_tokens, hidden_size]` final ones; None where the step ran no forward.
-        aux_hidden_states: `[num_tokens, hidden_size]` of each layer that was asked for; None where none was.
-    """
-
-    hidden_states: torch.Tensor | None
+    hidden_states: torch.Tensor | None  # [num_tokens, hidden_size] final ones; None where the step ran no forward
+    # [num_tokens, hidden_size] of each layer that was asked for; None where none was
     aux_hidden_states: list[torch.Tensor] | None
 
 
 class TargetHook:
-    """Observes the target's requests and forwards; what a hook has no use for, it leaves as it is here.
+    """Observes the target's requests and forwards; what a hook has no use for, it leaves as it is here."""
 
-    Attributes:
-        loss: What an exception costs, for the log.
-    """
-
-    loss: str
+    loss: str  # what an exception costs, for the log
 
     def reserve(self, available_bytes: int) -> int:
-        """Return how many bytes of a rank's KV memory it takes for itself.
-
-        Raises:
-            VidSpecError: A knob asks for more than there is.
-        """
+        """Return how many bytes of a rank's KV memory it takes; a VidSpecError if a knob asks for too much."""
         return 0
 
     def init_kv(self, runner: Any) -> None:
         """Take its memory, and refuse a KV cache that it cannot read; called once the target's cache exists.
 
-        Args:
-            runner: vLLM's model runner; `kv_allocation()` is entered where memory is taken whose contents may be lost
-                while the engine sleeps.
-
-        Raises:
-            VidSpecError: One line naming the way out.
+        The runner's `kv_allocation()` is entered where memory is taken whose contents may be lost while the engine
+        sleeps.
         """
 
     def add(self, request: NewRequest) -> None:
@@ -70,3 +62,74 @@ class TargetHook:
     def fail(self, error: Exception) -> None:
         """Pay for an exception in one of the above; raise it where the answer would be wrong without."""
         raise error
+
+
+class Guard:
+    """Says what becomes of an exception in a hook that only observes: `on_draft_error: raise` lets it through, and the
+    agreement ends the engine where other ranks would wait for this one.
+    """
+
+    def __init__(self, knobs: Knobs, agreement: Agreement, loss: str):
+        self._knobs = knobs
+        self._agreement = agreement
+        self._loss = loss
+        self._has_failed = False
+
+    def survive(self, error: Exception) -> None:
+        raises = self._knobs.current.on_draft_error == "raise"
+        if raises and self._agreement.is_alone:
+            raise error
+        if raises or not self._has_failed:
+            logger.error("vidspec: %s", self._loss, exc_info=error)
+        if raises:
+            self._agreement.abort(str(error))
+        self._has_failed = True
+
+
+class TargetHooks:
+    """Calls all of them, as a table of rows too. An exception in one costs what that one says, never the forward.
+
+    What fails while memory is set up is a refusal, and nobody's to survive.
+    """
+
+    def __init__(self, hooks: Sequence[TargetHook], knobs: Knobs, agreement: Agreement):
+        self._guarded = [(hook, Guard(knobs, agreement, hook.loss)) for hook in hooks]
+
+    def reserve(self, available_bytes: int) -> int:
+        """Return how many of a rank's KV memory bytes they take, each of what the ones before it have left."""
+        taken = 0
+        for hook, _ in self._guarded:
+            taken += hook.reserve(available_bytes - taken)
+        return taken
+
+    def init_kv(self, runner: Any) -> None:
+        for hook, _ in self._guarded:
+            hook.init_kv(runner)
+
+    def add(self, request: NewRequest) -> None:
+        """Take a request in that has just got its row; one that the draft is not shown costs the target nothing."""
+        if request.is_shown:
+            self._tell("add", request)
+
+    def before_forward(self, batch: Any) -> None:
+        self._tell("before_forward", batch)
+
+    def after_forward(self, forward: Forward) -> None:
+        self._tell("after_forward", forward)
+
+    def remove(self, req_state_idx: int) -> None:
+        self._tell("remove", req_state_idx)
+
+    def active_rows(self) -> Iterable[int]:
+        return (row for hook, _ in self._guarded for row in hook.active_rows())
+
+    def forget_kv(self) -> None:
+        self._tell("forget_kv")
+
+    def _tell(self, what: str, *args: Any) -> None:
+        for hook, guard in self._guarded:
+            try:
+                getattr(hook, what)(*args)
+            except Exception as error:
+                guard.survive(error)
+                hook.fail(error)

@@ -23,32 +23,16 @@ _MAX_ITEMS = 256  # of one prompt, beyond which its table may be too short
 
 @dataclass(eq=False)
 class Item:
-    """The states of one image or video.
+    """The states of one image or video."""
 
-    Attributes:
-        key: Digest of what they depend on.
-        blocks: Of this rank.
-        observed: `[m]` bool, which tokens have their states.
-        users: Requests that hold it.
-    """
-
-    key: bytes
-    blocks: list[int]
-    observed: np.ndarray
-    users: int = 1
+    key: bytes  # digest of what they depend on
+    blocks: list[int]  # of this rank
+    observed: np.ndarray  # [m] bool, which tokens have their states
+    users: int = 1  # requests that hold it
 
 
 class StateStore:
-    """Holds items, and by persistent row which of them a request is measured against.
-
-    Args:
-        hidden_size: Of a state.
-        dtype: That states are kept in.
-        max_model_len: Most tokens of a request.
-        max_num_reqs: Persistent rows.
-        device: Where the pool lives.
-        group: vLLM's `GroupCoordinator` of the tensor-parallel ranks.
-    """
+    """Holds items, and by persistent row which of them a request is measured against."""
 
     def __init__(
         self,
@@ -62,28 +46,21 @@ class StateStore:
         self.device = device
         self.bytes_per_block = BLOCK_ROWS * hidden_size * dtype.itemsize
         self._shape, self._dtype = (BLOCK_ROWS, hidden_size), dtype
-        self._group = group
-        self._max_num_reqs = max_num_reqs
+        self._group, self._max_num_reqs = group, max_num_reqs
         self._blocks_per_request = self._num_blocks(max_model_len) + _MAX_ITEMS
         self._size = 0  # blocks of the pool
         self._items: OrderedDict[bytes, Item] = OrderedDict()  # complete ones, the least recently used first
 
     def _num_blocks(self, num_tokens: int) -> int:
-        """Return how many blocks a rank's share of so many tokens takes."""
         return -(-num_tokens // (self._group.world_size * BLOCK_ROWS))
 
     def reserve(self, wanted_bytes: int, available_bytes: int) -> int:
-        """Return how many of a rank's KV memory bytes the pool takes.
-
-        Raises:
-            VidSpecError: It would hold nothing, or leave nothing.
-        """
+        """Return how many of a rank's KV memory bytes the pool takes; a VidSpecError if it holds or leaves nothing."""
         self._size = min(wanted_bytes // self.bytes_per_block, self._max_num_reqs * self._blocks_per_request)
         taken = self._size * self.bytes_per_block
         if not taken:
-            raise VidSpecError(
-                f"relevance_bytes: {wanted_bytes} bytes hold nothing; {self.bytes_per_block} are one block"
-            )
+            one = f"{self.bytes_per_block} are one block"
+            raise VidSpecError(f"relevance_bytes: {wanted_bytes} bytes hold nothing; {one}")
         if taken >= available_bytes:
             raise VidSpecError(f"relevance_bytes: {taken} leaves nothing of the {available_bytes} bytes of KV memory")
         return taken
@@ -101,8 +78,6 @@ class StateStore:
         self._is_stale = False  # whether the device has yet to be told
         self._free = list(range(size - 1, -1, -1))
 
-    # ---- items -----------------------------------------------------------------------------------------------------
-
     def __contains__(self, item: Item) -> bool:
         """Whether states of what the item shows are there for everyone, be they its own or another's."""
         return item.key in self._items
@@ -116,12 +91,8 @@ class StateStore:
         return item
 
     def make(self, key: bytes, num_tokens: int, may_drop: bool) -> Item | None:
-        """Return a new item, without states yet, for one user; None if there is no room.
-
-        Args:
-            key: Of the item.
-            num_tokens: Of the image or video.
-            may_drop: Whether items that nobody uses may go for it.
+        """Return a new item, without states yet, for one user; None if there is no room, even where items that nobody
+        uses may go for it.
         """
         count = self._num_blocks(num_tokens)
         idle = [item for item in self._items.values() if item.users == 0] if may_drop else []
@@ -158,12 +129,9 @@ class StateStore:
         return (self._size - len(self._free) - idle) * self.bytes_per_block
 
     def clear(self) -> None:
-        """Forget every item; none may have users."""
         for item in self._items.values():
             self._free.extend(item.blocks)
         self._items.clear()
-
-    # ---- states ----------------------------------------------------------------------------------------------------
 
     def places(self, item: Item, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return which of an item's tokens `[n]` this rank keeps, and their rows of the pool, `[<= n]` int64 each."""
@@ -178,11 +146,9 @@ class StateStore:
         store_states(hidden_states, source, slot, self.pool)
 
     def fits(self, items: list[Item]) -> bool:
-        """Whether a row's table has room for these."""
         return sum(len(item.blocks) for item in items) <= self.block_table.shape[1]
 
     def show(self, req_state_idx: int, items: list[Item]) -> None:
-        """Let a row be measured against these items."""
         rank, size = self._group.rank_in_group, self._group.world_size
         blocks = [block for item in items for block in item.blocks]
         fills = []
@@ -195,18 +161,12 @@ class StateStore:
         self.num_blocks_np[req_state_idx], self._is_stale = len(blocks), True
 
     def hide(self, req_state_idx: int) -> None:
-        """Let a row be measured against nothing."""
         if self.num_blocks_np[req_state_idx]:
             self.num_blocks_np[req_state_idx], self._is_stale = 0, True
 
     def cosines(self, states: torch.Tensor, batch: Any, top_n: int, max_queries: int) -> torch.Tensor:
-        """Return `[num_logits, top_n]` float32, the largest cosines of states with this rank's part of their videos.
-
-        Args:
-            states: `[num_logits, hidden_size]`.
-            batch: vLLM's `InputBatch`, whose rows these are.
-            top_n: How many.
-            max_queries: Most of `states` that are of one request.
+        """Return `[num_logits, top_n]` float32, the largest cosines of states with this rank's part of their videos;
+        one request has `max_queries` of the states at most.
         """
         if self._is_stale:
             async_tensor_h2d(self.num_blocks_np, out=self.num_blocks)

@@ -30,15 +30,6 @@ class TargetTrees(TargetHook):
     A tree's nodes take consecutive slots after the root, as a chain's drafts do; what differs is the rope position
     (root + depth), the attention mask (ancestors only) and, after scoring, that the accepted path's KV must move
     together.
-
-    Args:
-        attention: Of the target's layers.
-        model_state: The runner's, whose positions are adjusted.
-        requests: Its `is_tree` is written here.
-        max_nodes: K.
-        max_num_tokens: Most tokens of one forward.
-        device: Where all of it lives.
-        in_trees: Whether drafts can be trees; else all are chains, whose KV never moves.
     """
 
     loss = "trees cannot be verified"
@@ -47,24 +38,21 @@ class TargetTrees(TargetHook):
         self,
         attention: TreeAttention,
         model_state: Any,
-        requests: RequestRows,
+        requests: RequestRows,  # its `is_tree` is written here
         max_nodes: int,
         max_num_tokens: int,
         device: torch.device,
-        in_trees: bool = True,
+        in_trees: bool = True,  # whether drafts can be trees; else all are chains, whose KV never moves
     ):
-        self._in_trees = in_trees
-        self._is_tree = requests.is_tree
+        self.attention, self._in_trees, self._is_tree = attention, in_trees, requests.is_tree
         max_num_reqs = len(self._is_tree)
         # [max_num_reqs + 1, K + 1] each; a chain wherever no tree was drafted. The last row is the draft's padding's.
         self._chain = topology_tables(list(range(max_nodes)), device)
-        self.parents, self.depths, self.ancestors = (
-            table.expand(max_num_reqs + 1, -1).contiguous() for table in self._chain
-        )
+        tables = (table.expand(max_num_reqs + 1, -1).contiguous() for table in self._chain)
+        self.parents, self.depths, self.ancestors = tables
         # [max_num_reqs, K + 1] int32 node behind each output of the last verify step; the drafter reads it
         self.path = torch.arange(max_nodes + 1, dtype=torch.int32, device=device).repeat(max_num_reqs, 1)
         self.num_accepted = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)  # drafts on these paths
-        self.attention = attention
         self.places = TreePlaces.empty(max_num_reqs, max_nodes + 1, device)  # of the forward that runs next
         self._rows = torch.arange(max_num_reqs, device=device)
         # Models with 1-D positions read the batch's own buffer, which must not change: they get a copy.
@@ -77,13 +65,11 @@ class TargetTrees(TargetHook):
         compat.observe_attention_metadata(model_state, self._observe)
 
     def init_kv(self, runner: Any) -> None:
-        """Find the caches whose entries move; see `TargetHook`."""
         if not self._in_trees:
             return
         if len(runner.kv_cache_config.kv_cache_groups) != 1:
-            raise VidSpecError(
-                "targets that mix attention kinds (several KV cache groups) cannot verify trees: use chain"
-            )
+            mixed = "targets that mix attention kinds (several KV cache groups)"
+            raise VidSpecError(f"{mixed} cannot verify trees: use chain")
         self.caches = self.attention.caches()
 
     # ---- what was drafted ------------------------------------------------------------------------------------------
@@ -93,13 +79,11 @@ class TargetTrees(TargetHook):
         self._is_tree[rows_np] = True
 
     def take(self, rows: torch.Tensor, tree: DraftTree) -> None:
-        """Remember the shapes of drafts by `[R]` persistent rows, padding's among them: the last part of a captured
-        draft.
-        """
+        """Remember the shapes of drafts by `[R]` persistent rows, padding's too: the last part of a captured draft."""
         for table, shape in zip(self._tables(), (tree.parents, tree.depths, tree.ancestors), strict=True):
             table[rows] = shape[: len(rows)]
 
-    def take_chains(self, rows: torch.Tensor, rows_np: np.ndarray) -> None:
+    def take_chains(self, rows: torch.Tensor | int, rows_np: np.ndarray | int) -> None:
         """Remember that the drafts of `[n]` persistent rows are chains; `rows_np` the same on the host."""
         if self._is_tree[rows_np].any():
             for table, shape in zip(self._tables(), self._chain, strict=True):
@@ -111,13 +95,9 @@ class TargetTrees(TargetHook):
 
     def remove(self, req_state_idx: int) -> None:
         """Let a row be a chain again: its request ended, or drafts no more."""
-        if self._is_tree[req_state_idx]:
-            for table, shape in zip(self._tables(), self._chain, strict=True):
-                table[req_state_idx] = shape
-            self._is_tree[req_state_idx] = False
+        self.take_chains(req_state_idx, req_state_idx)
 
     def active_rows(self) -> Iterable[int]:
-        """Return the rows whose tables are a tree's."""
         return np.flatnonzero(self._is_tree).tolist()
 
     # ---- the forward -----------------------------------------------------------------------------------------------
@@ -176,7 +156,6 @@ class TargetTrees(TargetHook):
         return positions if out is None else out
 
     def _place(self, batch: Any, positions: torch.Tensor, out: torch.Tensor | None = None) -> None:
-        """Write a batch's places, those of its padding too, and its positions, into `out` if there is one."""
         place_trees(
             batch.idx_mapping,
             batch.query_start_loc,
@@ -204,7 +183,6 @@ class TargetTrees(TargetHook):
 
     @property
     def is_active(self) -> bool:
-        """Whether the batch that is being verified holds a tree."""
         return self._batch is not None
 
     def shapes(self, idx_mapping: torch.Tensor) -> TreeShapes:
@@ -218,15 +196,6 @@ class TargetTrees(TargetHook):
     def compact(self) -> None:
         """Move the accepted paths' KV together, so that the committed text is contiguous."""
         batch, self._batch = self._batch, None
-        if batch is None:
-            return
-        num_reqs = batch.num_reqs
-        kv_compact(
-            self.caches,
-            self._block_table,
-            self._rows[:num_reqs],
-            self.places.roots[:num_reqs],
-            self.path,
-            self.num_accepted,
-            batch.idx_mapping,
-        )
+        if batch is not None:
+            rows, roots = self._rows[: batch.num_reqs], self.places.roots[: batch.num_reqs]
+            kv_compact(self.caches, self._block_table, rows, roots, self.path, self.num_accepted, batch.idx_mapping)

@@ -1,8 +1,8 @@
 """The target's final hidden states of each request's video tokens, kept from prefill for the loose scorer (LVSpec).
 
-An image or video is an item of the store, known by all that it depends on (`keys.py`). So requests that share a prefix
-share an item, and one whose prefill the target took from its prefix cache finds the states there; if they are gone, or
-do not fit, the request is verified strictly, which is counted by reason. All tensor-parallel ranks decide alike.
+An image or video is an item of the store, known by all that it depends on (`content_keys`). So requests that share a
+prefix share an item, and one whose prefill the target took from its prefix cache finds the states there; if they are
+gone, or do not fit, the request is verified strictly, counted by reason. All tensor-parallel ranks decide alike.
 """
 
 import time
@@ -16,10 +16,8 @@ from vllm.distributed import get_tp_group
 
 from vidspec_kernels import merge_relevance
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.hooks.guarded import Guard
-from vllm_vidspec.engine.hooks.keys import content_keys
-from vllm_vidspec.engine.hooks.prompts import prefills
-from vllm_vidspec.engine.hooks.protocol import Forward, TargetHook
+from vllm_vidspec.engine.hooks.prompts import content_keys, prefills
+from vllm_vidspec.engine.hooks.protocol import Forward, Guard, TargetHook
 from vllm_vidspec.engine.hooks.state_store import Item, StateStore
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
@@ -30,40 +28,20 @@ from vllm_vidspec.pruning.prompt import visual_indices
 
 @dataclass(eq=False)
 class _Holder:
-    """A request with visual tokens, while it runs.
-
-    Attributes:
-        req_state_idx: Its persistent row.
-        places: Per item `[m]` int64 prompt indices.
-        num_tokens: Length of the prompt, and after a preemption of the output so far.
-        is_needed: Whether its own verification needs them; else they are for those that will share its prefix.
-        items: In prompt order.
-        num_reused: Items whose states another request's prefill has left.
-        missed: Why it is verified strictly, or None.
-        is_done: Whether its prefill is.
-    """
+    """A request with visual tokens, while it runs."""
 
     req_state_idx: int
-    places: list[np.ndarray]
-    num_tokens: int
-    is_needed: bool
-    items: list[Item] = field(default_factory=list)
-    num_reused: int = 0
-    missed: str | None = None
-    is_done: bool = False
+    places: list[np.ndarray]  # per item [m] int64 prompt indices
+    num_tokens: int  # length of the prompt, and after a preemption of the output so far
+    is_needed: bool  # whether its own verification needs them; else they are for those that will share its prefix
+    items: list[Item] = field(default_factory=list)  # in prompt order
+    num_reused: int = 0  # items whose states another request's prefill has left
+    missed: str | None = None  # why it is verified strictly, or None
+    is_done: bool = False  # whether its prefill is
 
 
 class VisualStates(TargetHook):
-    """Keeps the states and measures relevance against them; see the module.
-
-    Args:
-        knobs: Those of relevance.
-        vllm_config: vLLM's.
-        max_num_reqs: Persistent rows.
-        counters: Records what was kept and what was not.
-        rules: Says whether a request's verification needs relevance; told once every rank can measure it.
-        agreement: Of the ranks.
-    """
+    """Keeps the states and measures relevance against them; see the module."""
 
     loss = "hidden states were not kept; these requests are verified strictly"
 
@@ -73,13 +51,10 @@ class VisualStates(TargetHook):
         vllm_config: Any,
         max_num_reqs: int,
         counters: Counters,
-        rules: LooseRules,
+        rules: LooseRules,  # says whether a request's verification needs relevance; told once every rank can measure it
         agreement: Agreement,
     ):
-        self.knobs = knobs
-        self.counters = counters
-        self._rules = rules
-        self._agreement = agreement
+        self.knobs, self.counters, self._rules, self._agreement = knobs, counters, rules, agreement
         self._group = get_tp_group()
         self._guard = Guard(knobs, agreement, "relevance was not measured; these requests are verified strictly")
         model, device = vllm_config.model_config, vllm_config.device_config.device
@@ -90,11 +65,9 @@ class VisualStates(TargetHook):
         self._batch: Any = None
 
     def reserve(self, available_bytes: int) -> int:
-        """Keep `relevance_bytes` for the store; see `TargetHook`."""
         return self.store.reserve(self.knobs.current.score.relevance_bytes or available_bytes // 20, available_bytes)
 
     def init_kv(self, runner: Any) -> None:
-        """Allocate the store's pool; see `TargetHook`."""
         self.store.allocate(runner.kv_allocation())
         self.counters.set("relevance_pool_bytes", self.store.pool.nbytes)
         self.counters.set("relevance_bytes_per_token", self._bytes_per_token)
@@ -117,13 +90,10 @@ class VisualStates(TargetHook):
         self._claim(holder, content_keys(request, features, [int(item[-1]) + 1 for item in places]))
 
     def _claim(self, holder: _Holder, keys: list[bytes]) -> None:
-        """Find or make room for every item."""
-        for key, places in zip(keys, holder.places, strict=True):
+        for key, own in zip(keys, holder.places, strict=True):
             item = self.store.find(key)
-            if item is not None:
-                holder.num_reused += 1
-            else:
-                item = self.store.make(key, len(places), may_drop=holder.is_needed)
+            holder.num_reused += item is not None
+            item = item or self.store.make(key, len(own), may_drop=holder.is_needed)
             if item is None:
                 self._miss(holder, "memory")
                 return
@@ -139,19 +109,16 @@ class VisualStates(TargetHook):
         self._leave(holder)
 
     def _leave(self, holder: _Holder) -> None:
-        """Let a request have no states."""
         for item in holder.items:
             self.store.drop(item)
         holder.items = []
         self.store.hide(holder.req_state_idx)
 
     def remove(self, req_state_idx: int) -> None:
-        """Forget a request: finished, aborted or preempted."""
         if holder := self._holders.pop(req_state_idx, None):
             self._leave(holder)
 
     def active_rows(self) -> Iterable[int]:
-        """Return the rows whose requests have visual tokens."""
         return self._holders
 
     def forget_kv(self) -> None:
@@ -171,7 +138,6 @@ class VisualStates(TargetHook):
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
     def before_forward(self, batch: Any) -> None:
-        """Remember the step's layout."""
         self._batch = batch
 
     def after_forward(self, forward: Forward) -> None:
@@ -212,7 +178,6 @@ class VisualStates(TargetHook):
             self.store.write(hidden_states, np.concatenate(sources), np.concatenate(slots))
 
     def _finish(self, holder: _Holder) -> None:
-        """Decide whether a prefilled request has all of its states, and let the kernel find them."""
         if holder.missed is not None:
             return
         for i, item in enumerate(holder.items):
@@ -243,15 +208,11 @@ class VisualStates(TargetHook):
     # ---- verification ----------------------------------------------------------------------------------------------
 
     def relevance(self, hidden_states: torch.Tensor, batch: Any, max_queries: int) -> torch.Tensor:
-        """Return `[num_logits]` float32 visual relevance (LVSpec eq. 8); 0 where a request has no video.
+        """Return `[num_logits]` float32 visual relevance (LVSpec eq. 8) of a forward's final states `[num_tokens,
+        hidden_size]`; 0 where a request, which has `max_queries` rows at most, has no video.
 
         NaN everywhere if it could not be measured: a rank that fails still takes part in the gather, so that all ranks
         are without it and nobody is waited for.
-
-        Args:
-            hidden_states: `[num_tokens, hidden_size]` final ones of the forward.
-            batch: vLLM's `InputBatch`, which says which of them have logits.
-            max_queries: Most logits rows of a request.
         """
         begin, top_n = time.perf_counter(), self.knobs.current.score.top_n
         try:
@@ -259,18 +220,14 @@ class VisualStates(TargetHook):
         except Exception as error:
             self._guard.survive(error)
             partial = torch.full((len(batch.logits_indices), top_n), torch.nan, device=self.store.device)
-            self._count_unmeasured(batch.idx_mapping_np)
+            found = map(self._holders.get, batch.idx_mapping_np.tolist())
+            for holder in (holder for holder in found if holder is not None):
+                if holder.is_needed and holder.missed is None:  # each is counted once
+                    holder.missed = "error"
+                    self.counters.add("strict_error")
         partial = partial[None]
         if self._group.world_size > 1:
             partial = self._group.all_gather(partial, dim=0)
         merged = merge_relevance(partial)
         self.counters.add("relevance_us", int(1e6 * (time.perf_counter() - begin)))
         return merged
-
-    def _count_unmeasured(self, idx_mapping_np: np.ndarray) -> None:
-        """Count the requests of `[num_reqs]` rows whose relevance could not be measured, each once."""
-        for req_state_idx in idx_mapping_np.tolist():
-            holder = self._holders.get(req_state_idx)
-            if holder is not None and holder.is_needed and holder.missed is None:
-                holder.missed = "error"
-                self.counters.add("strict_error")

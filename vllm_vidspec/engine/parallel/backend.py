@@ -23,17 +23,14 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vidspec_kernels import WINDOW_INFO_SIZE, gather_draft_windows, warm_up
 from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.engine.backend import DraftBackend
+from vllm_vidspec.engine.backend import DraftBackend, Step
 from vllm_vidspec.engine.hooks.prompts import Guided
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import messages
 from vllm_vidspec.engine.parallel.client import DrafterClient
-from vllm_vidspec.engine.parallel.commits import Commits
-from vllm_vidspec.engine.parallel.shared import SharedStreams
-from vllm_vidspec.engine.parallel.timeline import drafter_events
+from vllm_vidspec.engine.parallel.commits import Commits, SharedStreams
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Phase, Request, RequestRows
-from vllm_vidspec.engine.target_step import Step
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.parallel import Sizes, StreamState, WindowRule
 
@@ -43,53 +40,33 @@ _UNKNOWN, _BEGUN, _REFUSED = range(3)  # what the first rank tells the others of
 
 
 def sizes_of(config: VidSpecConfig, max_num_reqs: int, max_model_len: int, num_counters: int) -> Sizes:
-    """Return the sizes of the shared tables."""
     return Sizes(max_num_reqs, max_model_len, config.parallel.max_ahead, num_counters)
 
 
 @dataclasses.dataclass(eq=False)
 class _Sent:
-    """A request that the drafter knows, or is to know when it is there again.
-
-    Attributes:
-        new: The request.
-        epoch: Its number in the tables; -1 on every rank but the first.
-        guided: What guides its pruning, if anything does.
-        has_begun: Whether the drafter may read it: what guides its pruning is known.
-        refusal: Why the drafter does not draft for it, until all ranks act on that at once.
-    """
+    """A request that the drafter knows, or is to know when it is there again."""
 
     new: NewRequest
-    epoch: int = -1
+    epoch: int = -1  # its number in the tables; -1 on every rank but the first
     guided: Guided | None = None
-    has_begun: bool = False
-    refusal: str | None = None
+    has_begun: bool = False  # whether the drafter may read it: what guides its pruning is known
+    refusal: str | None = None  # why the drafter does not draft for it, until all ranks act on that at once
 
 
 class ParallelBackend(DraftBackend):
-    """See `DraftBackend`. Of its memory, graphs and rollback the target's process has none: they are the drafter's.
-
-    Args:
-        knobs: The configuration.
-        client: The drafter's process; None on every tensor-parallel rank but the first.
-        requests: The rows.
-        req_states: The runner's tables of committed text.
-        sampler: The target's, for each request's seed.
-        is_guided: Whether something guides pruning, which a prompt has to wait for.
-        counters: Records what is drafted for and what is not.
-        device: Of the target.
-    """
+    """See `DraftBackend`. Of its memory, graphs and rollback the target's process has none: they are the drafter's."""
 
     reads_at_rest = True  # by the drafter, which is told of every token
 
     def __init__(
         self,
         knobs: Knobs,
-        client: DrafterClient | None,
+        client: DrafterClient | None,  # the drafter's process; None on every tensor-parallel rank but the first
         requests: RequestRows,
         req_states: Any,
-        sampler: Any,
-        is_guided: bool,
+        sampler: Any,  # the target's, for each request's seed
+        is_guided: bool,  # whether something guides pruning, which a prompt has to wait for
         counters: Counters,
         device: torch.device,
     ):
@@ -121,23 +98,17 @@ class ParallelBackend(DraftBackend):
     def init_kv(
         self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
     ) -> None:
-        """Wait for the drafter, which has loaded beside the target.
-
-        Raises:
-            VidSpecError: It has not.
-        """
+        """Wait for the drafter, which has loaded beside the target; a VidSpecError if it has not."""
         if self._client is not None and not is_profiling:
             self._client.wait_ready()
             logger.info("vidspec: the drafter's process is up (%s)", ", ".join(map(str, self._client.pids)))
 
     def warm_up(self) -> None:
-        """Compile and load what every step launches of its own, on CUDA."""
         states = self._req_states
         warm_up.warm_windows(states.total_len.gpu, states.all_token_ids.gpu, self._ring, self._most)
         self._share(self._windows)
 
     def dummy_run(self, num_reqs: int, is_profile: bool) -> torch.Tensor:
-        """Return `[num_reqs, K]` zeros."""
         return self._outputs(num_reqs)[0].zero_()
 
     # ---- both ends of a request's life -----------------------------------------------------------------------------
@@ -168,21 +139,11 @@ class ParallelBackend(DraftBackend):
         self._client.tables.add(row, sent.epoch, token_ids)
         sampling = new.sampling.clone()
         sampling.seed = int(self._sampler.sampling_states.seeds.np[row])  # vLLM's own, where the request has none
-        self._client.send(
-            messages.Add(
-                new.req_id,
-                row,
-                sent.epoch,
-                token_ids,
-                int(states.prompt_len.np[row]),
-                int(min(states.max_seq_len[row], states.max_model_len)),
-                new.features,
-                sampling,
-            )
-        )
+        prompt_len, limit = int(states.prompt_len.np[row]), int(min(states.max_seq_len[row], states.max_model_len))
+        text = (row, sent.epoch, token_ids, prompt_len, limit)
+        self._client.send(messages.Add(new.req_id, *text, new.features, sampling))
 
     def _begin(self, sent: _Sent) -> None:
-        """Let the drafter read a prompt."""
         row = sent.new.req_state_idx
         self._requests.unstarted.pop(row, None)
         sent.has_begun = True
@@ -193,7 +154,6 @@ class ParallelBackend(DraftBackend):
             self._client.send(messages.Prefill(row, sent.epoch, scores, list(outcome)))
 
     def remove(self, req_state_idx: int) -> None:
-        """Take a row from its request, here and in the drafter."""
         self._progress[req_state_idx], self._epochs[req_state_idx] = _UNKNOWN, -1
         sent = self._sent.pop(req_state_idx, None)
         if sent is not None and self._client is not None:
@@ -201,11 +161,9 @@ class ParallelBackend(DraftBackend):
             self._client.send(messages.Remove(req_state_idx, sent.epoch))
 
     def active_rows(self) -> Iterable[int]:
-        """Return the rows whose requests the drafter is to know."""
         return self._sent
 
     def forget_media(self) -> None:
-        """Let the drafter drop its vision embeddings."""
         if self._client is not None:
             self._client.send(messages.ForgetMedia())
 
@@ -216,7 +174,6 @@ class ParallelBackend(DraftBackend):
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def start(self, step: Step, rows: np.ndarray, requests: list[Request]) -> None:
-        """Let the drafter read the prompts whose scores have come."""
         for request in requests:
             sent = self._sent[request.new.req_state_idx]
             sent.guided = request.guided
@@ -225,7 +182,7 @@ class ParallelBackend(DraftBackend):
     def prefill(self, step: Step) -> None:
         """Commit a step to the shared tables; let requests be where they are by now, the same on every rank."""
         rows = step.batch.idx_mapping_np
-        progress = np.zeros(step.batch.num_reqs, dtype=np.int64) if self._client is None else self._commit(step)
+        progress = np.zeros(len(rows), dtype=np.int64) if self._client is None else self._commit(step)
         if self._group.world_size > 1:
             group = self._group
             torch.distributed.broadcast(torch.from_numpy(progress), group.ranks[0], group=group.cpu_group)
@@ -250,10 +207,17 @@ class ParallelBackend(DraftBackend):
         self._receive(client, commits)
         if client.num_connects > self._num_connects:
             self._num_connects = client.num_connects
-            if self._num_connects > 1:
+            if self._num_connects > 1:  # tell it of all running requests, as far as they have come
                 self._counters.add("drafter_restarts")
-                self._send_again(client)
-        self._time(step)
+                for row, sent in self._sent.items():
+                    self._send(sent, client.tables.text[row, : client.tables.committed[row]].copy())
+                    if sent.has_begun:
+                        self._begin(sent)
+        now, num_reqs, is_decoding = time.monotonic(), step.batch.num_reqs, bool(step.is_done.all())
+        before, num_before = self._last_step
+        if num_before == num_reqs and is_decoding:
+            self._rule.observe_step(num_reqs, 1e6 * (now - before))
+        self._last_step = (now, num_reqs if is_decoding else 0)
         commits.add(step, self._req_states)
         return self._progress[step.batch.idx_mapping_np]
 
@@ -270,38 +234,12 @@ class ParallelBackend(DraftBackend):
         commits.publish_counters()
 
     def _refuse(self, sent: _Sent, reason: str, detail: str) -> None:
-        """Note that a request is not drafted for, and why.
-
-        Raises:
-            VidSpecError: It is for an error, and errors are not to pass.
-        """
         sent.refusal, self._progress[sent.new.req_state_idx] = reason, _REFUSED
         self._counters.skip(reason, sent.new.req_id, detail)
         if reason == "draft_error" and self._knobs.current.on_draft_error == "raise":
             raise VidSpecError(detail)
 
-    def _send_again(self, client: DrafterClient) -> None:
-        """Tell a drafter that has just come up of all running requests, as far as they have come."""
-        tables = client.tables
-        for row, sent in self._sent.items():
-            self._send(sent, tables.text[row, : tables.committed[row]].copy())
-            if sent.has_begun:
-                self._begin(sent)
-
-    def _time(self, step: Step) -> None:
-        now, num_reqs = time.monotonic(), step.batch.num_reqs
-        before, num_before = self._last_step
-        if num_before == num_reqs and step.is_done.all():
-            self._rule.observe_step(num_reqs, 1e6 * (now - before))
-        self._last_step = (now, num_reqs if step.is_done.all() else 0)
-
-    def _window(self, client: DrafterClient, rows: np.ndarray) -> int:
-        """Return the window of a step: what the draft draws while the target verifies."""
-        num_streams = int((client.tables.state[rows] == StreamState.STREAMING).sum())
-        return self._rule.window(len(rows), float(client.tables.draft_us[num_streams]))
-
     def propose(self, step: Step, draft_batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Take the next window of every stream; zeros behind it. See `DraftBackend`."""
         batch = step.batch
         tokens, info, both = self._outputs(batch.num_reqs)
         if not len(draft_batch.places_np):
@@ -316,26 +254,21 @@ class ParallelBackend(DraftBackend):
         return tokens, info[async_tensor_h2d(draft_batch.places_np, device=self._device), 0]
 
     def _cut(self, batch: Any, draft_batch: DraftBatch, most: int, tokens: torch.Tensor, info: torch.Tensor) -> None:
-        """Let the device cut windows; see `gather_draft_windows`."""
         client, commits, streams, rows = self._client, self._commits, self._streams, batch.idx_mapping_np
         assert client is not None and commits is not None and streams is not None
-        wanted = np.minimum(commits.wanted(rows, self._window(client, rows)), most)
+        # What the draft draws while the target verifies.
+        num_streams = int((client.tables.state[rows] == StreamState.STREAMING).sum())
+        window = self._rule.window(len(rows), float(client.tables.draft_us[num_streams]))
+        wanted = np.minimum(commits.wanted(rows, window), most)
         if self._knobs.current.parallel.wait_us:
             commits.wait_for(rows, self._epochs[rows], wanted, self._knobs.current.parallel.wait_us)
         asked = np.stack((self._epochs[rows], wanted * draft_batch.is_drafted), axis=1).astype(np.int32)
         if (key := asked.tobytes()) != self._asked[0]:
             on_cpu = self._device.type == "cpu"
             self._asked = (key, torch.from_numpy(asked) if on_cpu else async_tensor_h2d(asked, device=self._device))
-        states = self._req_states
-        gather_draft_windows(
-            streams.for_step(batch.idx_mapping, rows),
-            self._asked[1],
-            batch.idx_mapping,
-            states.total_len.gpu,
-            states.all_token_ids.gpu,
-            tokens,
-            info,
-        )
+        texts = (self._req_states.total_len.gpu, self._req_states.all_token_ids.gpu)
+        known = streams.for_step(batch.idx_mapping, rows)
+        gather_draft_windows(known, self._asked[1], batch.idx_mapping, *texts, tokens, info)
 
     def _outputs(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return where a step's drafts `[num_reqs, K]` int64 and their window info int32 go, and both as one."""
@@ -347,19 +280,5 @@ class ParallelBackend(DraftBackend):
         return self._views[num_reqs]
 
     def _share(self, windows: torch.Tensor) -> None:
-        """Let all ranks have what the first one has cut, in the order of the device's work."""
         if self._group.world_size > 1:
             self._group.broadcast(windows)
-
-    # ---- tools -----------------------------------------------------------------------------------------------------
-
-    def watch_timeline(self, on: bool) -> list[dict[str, Any]]:
-        """Return the drafter's events since watching began, and go on watching or not."""
-        if self._client is None:
-            return []
-        tables = self._client.tables
-        events = drafter_events(tables) if tables.watching[0] else []
-        tables.watching[0] = 0
-        tables.num_events[0] = 0
-        tables.watching[0] = int(on)
-        return events

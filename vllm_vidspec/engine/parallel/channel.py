@@ -5,7 +5,6 @@ memory nor socket has a name in a file system: when both processes are gone, how
 never waits, neither for the other end nor for memory: what is not written or not taken yet stays in the queue here.
 """
 
-import array
 import collections
 import contextlib
 import dataclasses
@@ -23,7 +22,7 @@ from vllm.logger import init_logger
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_vidspec.names import WRITER_THREAD
-from vllm_vidspec.parallel.tables import aligned
+from vllm_vidspec.parallel import aligned
 
 logger = init_logger("vllm.vidspec")
 
@@ -42,17 +41,12 @@ class _Packet:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can be sent."""
         return bool(self.data) or self.memory is not None
 
 
 class Channel:
-    """One end.
-
-    Args:
-        end: A connected `SOCK_SEQPACKET` socket; it is closed with the channel.
-        kinds: Union of the message types that this end receives.
-        cores: Where its thread writes what is large; empty: wherever this process runs.
+    """One end: over a connected `SOCK_SEQPACKET` socket, which is closed with it. It receives messages of a union of
+    kinds; its thread writes what is large on these cores, wherever this process runs if there are none.
     """
 
     def __init__(self, end: socket.socket, kinds: Any, cores: Collection[int] = ()):
@@ -96,7 +90,6 @@ class Channel:
             self._writer.submit(self._write, packet, buffers)
 
     def _write(self, packet: _Packet, buffers: list[memoryview]) -> None:
-        """Write a large message down, and send what can be."""
         try:
             memory = _into_memory(buffers)
         except OSError as error:  # no memory, no descriptor: without the message the other end knows nothing
@@ -117,10 +110,8 @@ class Channel:
                 try:
                     if packet.memory is None:
                         self._socket.send(packet.data)
-                    else:
-                        # An empty packet would be the end of the line.
-                        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [packet.memory]))
-                        self._socket.sendmsg([b"m"], [rights])
+                    else:  # an empty packet would be the end of the line
+                        socket.send_fds(self._socket, [b"m"], [packet.memory])
                 except BlockingIOError:
                     return
                 except OSError:
@@ -137,17 +128,16 @@ class Channel:
         messages = []
         while not self.is_closed:
             try:
-                data, extra, _, _ = self._socket.recvmsg(_RECEIVE_BYTES, socket.CMSG_SPACE(4))
+                data, memories, _, _ = socket.recv_fds(self._socket, _RECEIVE_BYTES, 1)
             except BlockingIOError:
                 break
             except OSError:
-                data, extra = b"", []
+                data, memories = b"", []
             if not data:
                 self.close()
                 break
             try:
-                packed = _from_memory(array.array("i", extra[0][2])[0]) if extra else data
-                messages.append(self._decoder.decode(packed))
+                messages.append(self._decoder.decode(_from_memory(memories[0]) if memories else data))
             except Exception as error:  # whatever it is, the other end does not speak as we do
                 logger.error("vidspec: what came from the drafter's other end is no message: %s", error)
                 self.close()
@@ -160,7 +150,6 @@ class Channel:
                 select.select([self._socket], [], [], timeout_s)
 
     def close(self) -> None:
-        """Hang up; nobody waits for what is in the queue."""
         with self._lock:
             if self.is_closed:
                 return
@@ -183,24 +172,14 @@ def _move_to(cores: Collection[int]) -> None:
 
 def _into_memory(buffers: list[memoryview]) -> int:
     """Write buffers into new memory, their number and sizes first; return its descriptor."""
-    sizes = [buffer.nbytes for buffer in buffers]
-    starts, end = [], aligned(_COUNT.size * (1 + len(sizes)))
-    for size in sizes:
-        starts.append(end)
-        end = aligned(end + size)
     descriptor = os.memfd_create("vidspec-message", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, end)
     # Written, not mapped: a map's pages would be faulted in one by one, which takes longer than the copy.
-    _write(descriptor, memoryview(struct.pack(f"<{1 + len(sizes)}q", len(sizes), *sizes)), 0)
-    for start, buffer in zip(starts, buffers, strict=True):
-        _write(descriptor, buffer, start)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(struct.pack(f"<{1 + len(buffers)}q", len(buffers), *(buffer.nbytes for buffer in buffers)))
+        for buffer in buffers:
+            file.seek(aligned(file.tell()))
+            file.write(buffer)
     return descriptor
-
-
-def _write(descriptor: int, data: memoryview, start: int) -> None:
-    while len(data):
-        count = os.pwrite(descriptor, data, start)
-        data, start = data[count:], start + count
 
 
 def _from_memory(descriptor: int) -> list[memoryview]:

@@ -16,7 +16,7 @@ from vllm_vidspec.engine.parallel import launch
 from vllm_vidspec.engine.parallel.channel import Channel
 from vllm_vidspec.engine.parallel.messages import Failed, Ready, Refused, Stop, ToTarget
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.parallel import Sizes
+from vllm_vidspec.parallel import Sizes, Tables
 
 logger = init_logger("vllm.vidspec")
 
@@ -28,28 +28,18 @@ _GRACE_S = 5.0  # to end by itself
 
 
 class DrafterClient:
-    """Starts the drafter and talks to it. Nothing here waits but `wait_ready` and `close`.
-
-    Args:
-        packed: What `launch.pack_config` made.
-        config: The knobs.
-        sizes: Of the tables.
-        vocab_size: Of the target.
-
-    Attributes:
-        tables: Shared with whichever process is the drafter now.
-        is_up: Whether it has loaded, and not gone since.
-        num_restarts: Starts after the first, whether or not they went well.
-        num_connects: How often it has come up.
-    """
+    """Starts the drafter and talks to it. Nothing here waits but `wait_ready` and `close`."""
 
     def __init__(self, packed: bytes, config: VidSpecConfig, sizes: Sizes, vocab_size: int):
         self._config, self._sizes, self._vocab_size = config, sizes, vocab_size
         self._packed = launch.write_memory(packed, "vidspec-config")
-        self._memory, self.tables = launch.make_tables(sizes)
+        self._memory = os.memfd_create("vidspec-tables", os.MFD_CLOEXEC)
+        os.ftruncate(self._memory, Tables.num_bytes(sizes))
+        self.tables = launch.map_tables(self._memory, sizes)  # shared with whichever process is the drafter now
         self._processes: list[subprocess.Popen] = []
         self._channel: Channel | None = None
-        self.is_up = False
+        self.is_up = False  # whether it has loaded, and not gone since
+        # Starts after the first, whether or not they went well, and how often it has come up.
         self.num_restarts, self.num_connects = -1, 0
         self._num_failures = 0
         self._next_start = 0.0
@@ -59,13 +49,9 @@ class DrafterClient:
 
     @property
     def pids(self) -> list[int]:
-        """Of the drafter's ranks; none while it is down."""
         return [process.pid for process in self._processes]
 
-    # ---- its life --------------------------------------------------------------------------------------------------
-
     def start(self) -> None:
-        """Start it; `poll` says when it has loaded."""
         self.tables.forget_streams()
         self.tables.draft_us[:] = 0
         init_method = f"tcp://127.0.0.1:{get_open_port()}"
@@ -74,26 +60,16 @@ class DrafterClient:
         self._channel, other = Channel.pair(ToTarget, launch.cores_of(self._config, os.getpid()))
         with other:
             for rank in range(self._config.parallel.tensor_parallel_size):
+                channel, memory = other.fileno() if rank == 0 else None, (self._memory, self._packed)
                 plan = launch.Plan(
-                    rank,
-                    os.getpid(),
-                    vars(self._sizes),
-                    self._memory,
-                    self._packed,
-                    other.fileno() if rank == 0 else None,
-                    init_method,
-                    self._vocab_size,
+                    rank, os.getpid(), vars(self._sizes), *memory, channel, init_method, self._vocab_size
                 )
                 self._processes.append(launch.start(plan, environment))
         self.num_restarts += 1
         self._since = time.monotonic()
 
     def wait_ready(self) -> None:
-        """Wait until it has loaded.
-
-        Raises:
-            VidSpecError: It has not; one line.
-        """
+        """Wait until it has loaded; a VidSpecError of one line if it has not."""
         deadline = time.monotonic() + START_S
         while not self.is_up:
             assert self._channel is not None
@@ -126,7 +102,6 @@ class DrafterClient:
 
     @property
     def has_requests(self) -> bool:
-        """Whether a row is given to a request."""
         return bool((self.tables.epoch > 0).any())
 
     def send(self, message: Any) -> None:
@@ -155,7 +130,6 @@ class DrafterClient:
             self._lose(self._reason or _why(gone))
 
     def _lose(self, reason: str) -> None:
-        """Let go of a drafter that is gone or hangs; it is started again later."""
         self._reason = reason
         delay = _BACKOFF_S[min(self._num_failures, len(_BACKOFF_S) - 1)]
         self._num_failures += 1
@@ -172,7 +146,6 @@ class DrafterClient:
         self._next_start = time.monotonic() + delay
 
     def close(self) -> None:
-        """End it, and let its memory go."""
         self.send(Stop())
         self._end(_GRACE_S if self.is_up else 0.0)
         for descriptor in (self._packed, self._memory):

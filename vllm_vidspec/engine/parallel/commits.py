@@ -1,40 +1,38 @@
-"""Commits: what each step of the target has sampled, on its way into the shared tables, and what it tells of drafts.
+"""The target's end of the shared tables: what a step has sampled goes in, what the drafter streams is read.
 
 On the CPU engine that is a copy. On a GPU the tokens are on the device when the host is at this point: they are copied
 into pinned memory behind what is queued, and a thread that waits for that writes them down. So the drafter knows of a
-step as soon as the host can, and the target's loop waits for nothing.
+step as soon as the host can, and the target's loop waits for nothing. Streams the device reads where they lie.
 """
 
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
+from vllm.utils.torch_utils import async_tensor_h2d, get_accelerator_view_from_cpu_tensor
 
 from vidspec_kernels import NO_STREAM, STALE, WINDOW_INFO_SIZE, copy_committed_suffix
 from vllm_vidspec import metrics
+from vllm_vidspec.engine.backend import Step
 from vllm_vidspec.engine.report.counters import Counters
-from vllm_vidspec.engine.target_step import Step
-from vllm_vidspec.parallel import Tables, WindowRule
+from vllm_vidspec.parallel import PAGE, Tables, WindowRule
 
+logger = init_logger("vllm.vidspec")
+
+_PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
 _NEW_SHARE = 0.2  # of a step's accepted drafts in a request's mean
 _POLL_S = 20e-6
 
 
 class Commits:
-    """Of the target's first rank.
-
-    Args:
-        tables: Shared with the drafter.
-        rule: Told what stands.
-        counters: Records what was late or out of date, and what the drafter counts.
-        device: Of the target.
-        most: K.
-    """
+    """Of the target's first rank."""
 
     def __init__(self, tables: Tables, rule: WindowRule, counters: Counters, device: torch.device, most: int):
         self._tables, self._rule, self._counters = tables, rule, counters
@@ -45,7 +43,9 @@ class Commits:
         self._of_epoch = np.zeros(num_rows, dtype=np.int64)  # whose average it is
         self._most = most
         self._published = np.zeros(len(tables.counters), dtype=np.int64)
-        self._num_late = self._num_stale = self._num_to_come = 0  # since they were published
+        self._counts = dict.fromkeys(
+            ("late_drafts", "stale_streams", "streams_to_come"), 0
+        )  # since they were published
         self._failure: str | None = None  # of the thread
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
@@ -97,11 +97,10 @@ class Commits:
 
     def _note(self, rows: np.ndarray, is_drafted: np.ndarray, counts: np.ndarray, what: np.ndarray) -> None:
         self._in_flight[rows] = counts * is_drafted
-        is_stale = what == STALE
-        self._num_stale += int((is_stale & is_drafted).sum())
-        is_there = what != NO_STREAM
-        self._num_late += int(((counts == 0) & ~is_stale & is_there & is_drafted).sum())
-        self._num_to_come += int((~is_there & is_drafted).sum())
+        is_stale, is_missing = what == STALE, what == NO_STREAM
+        self._counts["stale_streams"] += int((is_stale & is_drafted).sum())
+        self._counts["late_drafts"] += int(((counts == 0) & ~is_stale & ~is_missing & is_drafted).sum())
+        self._counts["streams_to_come"] += int((is_missing & is_drafted).sum())
 
     def wait_for(self, rows: np.ndarray, epochs: np.ndarray, wanted: np.ndarray, wait_us: int) -> None:
         """Wait until the streams of `[n]` rows are as long as is wanted, or for so long."""
@@ -116,11 +115,10 @@ class Commits:
 
     def publish_counters(self) -> None:
         """Add what the drafter has counted, and what was late or out of date, to the engine's counters."""
-        counts = (("late_drafts", "_num_late"), ("stale_streams", "_num_stale"), ("streams_to_come", "_num_to_come"))
-        for name, attribute in counts:
-            if count := getattr(self, attribute):
+        for name, count in self._counts.items():
+            if count:
                 self._counters.add(name, count)
-                setattr(self, attribute, 0)
+                self._counts[name] = 0
         now = self._tables.counters.copy()
         for slot in np.flatnonzero(now != self._published).tolist():
             name = metrics.NAMES[slot]
@@ -161,3 +159,56 @@ class Commits:
         """Return, once, that a step could not be written down, and why."""
         failure, self._failure = self._failure, None
         return failure
+
+
+class SharedStreams:
+    """The drafter's streams as the target's device reads them: the table itself, so that a window is cut from what
+    stands there when the device comes to it.
+
+    The host is ahead of a GPU by a step, with asynchronous scheduling by two: the table is mapped into the device's
+    addresses. Where that fails, the device gets copies that are as old as the host is ahead, counted in
+    `window_snapshots`.
+    """
+
+    def __init__(self, tables: Tables, device: torch.device, counters: Counters):
+        self._tables, self._counters = tables, counters
+        self._streams = torch.from_numpy(tables.streams)
+        self.is_direct = device.type == "cpu"  # whether the device reads the table itself
+        if not self.is_direct:
+            try:
+                self._streams, self.is_direct = self._map(), True
+            except Exception as error:  # whatever it is: a driver, a container, a limit of locked memory
+                logger.warning(
+                    "vidspec: the device cannot read the drafter's streams (%s): windows are cut from copies that are "
+                    "a step old, or two with asynchronous scheduling; fewer drafts stand",
+                    error,
+                )
+                self._streams = torch.zeros_like(self._streams, device=device)
+
+    def _map(self) -> torch.Tensor:
+        """Return a view of the table at its device address, if the device reads there what the host writes."""
+        host, pointer = self._streams, self._streams.data_ptr()
+        num_bytes = -(-host.nbytes // PAGE) * PAGE
+        error = torch.cuda.cudart().cudaHostRegister(pointer, num_bytes, _PORTABLE_AND_MAPPED)
+        if error.value:
+            raise RuntimeError(f"cudaHostRegister: error {error.value}")
+        weakref.finalize(self, _unregister, pointer, self._tables).atexit = False
+        if not host.is_pinned():  # vLLM would return a view of a copy
+            raise RuntimeError("registered memory does not count as pinned")
+        view = get_accelerator_view_from_cpu_tensor(host)
+        for number in (1, 0):
+            host[-1, -1] = number
+            if int(view[-1, -1]) != number:
+                raise RuntimeError("it reads other memory than the host writes")
+        return view
+
+    def for_step(self, rows: torch.Tensor, rows_np: np.ndarray) -> torch.Tensor:
+        """Return `[max_reqs, NUM_HEADERS + R]` int32 on the device, for `gather_draft_windows` of `[n]` int64 rows."""
+        if not self.is_direct:
+            self._counters.add("window_snapshots")
+            self._streams[rows] = async_tensor_h2d(self._tables.streams[rows_np], device=rows.device)
+        return self._streams
+
+
+def _unregister(pointer: int, _tables: Any) -> None:
+    torch.cuda.cudart().cudaHostUnregister(pointer)

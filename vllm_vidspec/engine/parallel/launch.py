@@ -20,58 +20,30 @@ MODULE = "vllm_vidspec.engine.parallel.process"
 
 @dataclass(frozen=True)
 class Plan:
-    """What a rank of the drafter is told as it starts, as JSON in its arguments.
+    """What a rank of the drafter is told as it starts, as JSON in its arguments."""
 
-    Attributes:
-        rank: Of the drafter's ranks; its number of ranks is the configuration's.
-        parent: The process that it ends with.
-        sizes: Of the tables.
-        tables: Descriptor of their memory.
-        config: Descriptor of the memory that holds vLLM's configuration, which this process's parent has written.
-        channel: Descriptor of the socket to the target; None of every rank but the first.
-        init_method: Where the drafter's ranks meet.
-        vocab_size: Of the target.
-    """
-
-    rank: int
-    parent: int
-    sizes: dict[str, int]
-    tables: int
-    config: int
-    channel: int | None
-    init_method: str
-    vocab_size: int
+    rank: int  # of the drafter's ranks; its number of ranks is the configuration's
+    parent: int  # the process that it ends with
+    sizes: dict[str, int]  # of the tables
+    tables: int  # descriptor of their memory
+    config: int  # descriptor of the memory that holds what `pack_config` made
+    channel: int | None  # descriptor of the socket to the target; None of every rank but the first
+    init_method: str  # where the drafter's ranks meet
+    vocab_size: int  # of the target
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What the process inherits."""
         return tuple(fd for fd in (self.tables, self.config, self.channel) if fd is not None)
 
 
 def write_memory(data: bytes, name: str) -> int:
-    """Return the descriptor of new memory that holds `data`."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
-    view = memoryview(data)
-    while len(view):
-        view = view[os.write(descriptor, view) :]
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
     return descriptor
 
 
-def read_memory(descriptor: int) -> bytes:
-    """Return what `write_memory` wrote."""
-    size = os.fstat(descriptor).st_size
-    return os.pread(descriptor, size, 0)
-
-
-def make_tables(sizes: Sizes) -> tuple[int, Tables]:
-    """Return a descriptor of new shared tables, and the tables, all zeros."""
-    descriptor = os.memfd_create("vidspec-tables", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, Tables.num_bytes(sizes))
-    return descriptor, map_tables(descriptor, sizes)
-
-
 def map_tables(descriptor: int, sizes: Sizes) -> Tables:
-    """Return the tables in a descriptor's memory."""
     return Tables(mmap.mmap(descriptor, Tables.num_bytes(sizes)), sizes)
 
 
@@ -80,14 +52,12 @@ def pack_config(vllm_config: Any, config: VidSpecConfig) -> bytes:
     return cloudpickle.dumps((vllm_config, config.model_dump()))
 
 
-def unpack_config(data: bytes) -> tuple[Any, VidSpecConfig]:
-    """Return what `pack_config` packed."""
-    vllm_config, knobs = cloudpickle.loads(data)
+def unpack_config(descriptor: int) -> tuple[Any, VidSpecConfig]:
+    vllm_config, knobs = cloudpickle.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
     return vllm_config, VidSpecConfig(**knobs)
 
 
 def start(plan: Plan, environment: dict[str, str]) -> subprocess.Popen:
-    """Start a rank."""
     return subprocess.Popen(
         [sys.executable, "-m", MODULE, json.dumps(asdict(plan))],
         env=environment,
@@ -98,27 +68,20 @@ def start(plan: Plan, environment: dict[str, str]) -> subprocess.Popen:
 
 
 def environment_for(config: VidSpecConfig, devices: Sequence[str]) -> dict[str, str]:
-    """Return the environment of the drafter's processes.
-
-    Args:
-        config: The knobs.
-        devices: Names that the driver gives the drafter's devices, by rank; empty on the CPU.
-    """
+    """Return the environment of the drafter's processes, given the driver's names of its devices; none on the CPU."""
     env = dict(os.environ)
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_DP_RANK", "VLLM_DP_SIZE", "LOCAL_RANK", "RANK", "WORLD_SIZE"):
         env.pop(name, None)  # the server's own
     if devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    cores = config.parallel.cores
-    if cores:
+    if cores := config.parallel.cores:
         env.setdefault("OMP_NUM_THREADS", str(max(1, len(cores) // config.parallel.tensor_parallel_size)))
     return env
 
 
 def cores_of(config: VidSpecConfig, rank_pid: int) -> Collection[int]:
-    """Return the cores of a drafter that the process `rank_pid` starts; none where nothing says which.
-
-    What the target does for its drafter alone belongs there, too.
+    """Return the cores of a drafter that the process `rank_pid` starts, and of what the target does for its drafter
+    alone; none where nothing says which.
     """
     return config.parallel.cores or (cores_beside(rank_pid) if config.parallel.device == "cpu" else ())
 
@@ -128,12 +91,6 @@ def cores_beside(rank_pid: int) -> set[int]:
 
     vLLM binds the rank to cores of its own, and what the rank starts inherits them: a drafter would share them with the
     target while others are idle, and on a busy machine starve.
-
-    Args:
-        rank_pid: The process that starts the drafter.
-
-    Returns:
-        None of them where the rank is not bound, or has all the cores there are.
     """
     try:
         with open(f"/proc/{rank_pid}/stat") as file:
@@ -144,11 +101,7 @@ def cores_beside(rank_pid: int) -> set[int]:
 
 
 def devices_of(config: VidSpecConfig, visible: str | None) -> list[str]:
-    """Return the drafter's devices as the server's `CUDA_VISIBLE_DEVICES`, `visible`, names them; [] on the CPU.
-
-    Raises:
-        VidSpecError: It names fewer.
-    """
+    """Return the drafter's devices as the server's `CUDA_VISIBLE_DEVICES`, `visible`, names them; [] on the CPU."""
     places = places_of(config)
     if not visible:
         return list(map(str, places))
@@ -168,11 +121,7 @@ def places_of(config: VidSpecConfig) -> range:
 
 
 def check_places(places: range, num_devices: int) -> None:
-    """Assert that the server has devices with these numbers.
-
-    Raises:
-        VidSpecError: It has not: a drafter without a device of its own would load onto the target's first.
-    """
+    """Refuse devices that the server has not: without one of its own a drafter would load onto the target's first."""
     if places and places[-1] >= num_devices:
         raise VidSpecError(
             f"parallel: the drafter would need cuda:{places[-1]}, and the server sees {num_devices} devices "

@@ -17,7 +17,6 @@ import numpy as np
 
 from vllm_vidspec.engine.parallel import messages
 from vllm_vidspec.engine.parallel.channel import Channel
-from vllm_vidspec.engine.parallel.timeline import EventKind, Recorder
 from vllm_vidspec.parallel import Streams, Tables, running_mean
 
 _IDLE_S = 0.2  # nobody is there: a message wakes the loop
@@ -27,30 +26,18 @@ _ALERT_S, _ALERT_SHARE = 100e-6, 0.05
 
 
 class DrafterLead:
-    """The loop.
-
-    Args:
-        do: Carries a command out on every rank, and returns what it returns here; see `DrafterRank`.
-        tables: Shared with the target.
-        channel: To the target.
-        max_rows: Most requests of a forward.
-    """
+    """The loop; `do` carries a command out on every rank, and returns what it returns here (`Ranks`)."""
 
     def __init__(self, do: Callable[[Any], Any], tables: Tables, channel: Channel, max_rows: int):
-        self._do = do
-        self._tables = tables
-        self._channel = channel
-        self._max_rows = max_rows
+        self._do, self._tables, self._channel, self._max_rows = do, tables, channel, max_rows
         self.streams = Streams(tables)
         self._waiting: dict[int, messages.Add] = {}  # by row: arrived, and not looked at
         self._num_known: dict[int, int] = {}  # by row: arrived, and tokens of its text that the ranks know
         self._reading: dict[int, int] = {}  # by row: in the queue, and tokens of its text that the ranks know
-        self._recorder = Recorder(tables)
         self._is_over = False
-        self._worked = time.monotonic()  # when there was something to do last
 
     def run(self) -> None:
-        """Go on until the target's process says so, or is gone."""
+        worked = time.monotonic()  # when there was something to do last
         while not self._is_over:
             self._tables.beat[0] += 1
             self._channel.flush()
@@ -59,19 +46,13 @@ class DrafterLead:
             self._is_over |= self._channel.is_closed
             if self._is_over:
                 return
+            start = time.monotonic()
             if self.turn():
-                self._worked = time.monotonic()
-            else:
-                self._sleep()
-
-    def _sleep(self) -> None:
-        start = time.monotonic()
-        is_alert = self.streams.is_on.any() or self._reading
-        alert_s = max(_ALERT_S, _ALERT_SHARE * (start - self._worked))
-        self._channel.wait(min(alert_s, _IDLE_S) if is_alert else _IDLE_S)
-        self._recorder.note(EventKind.WAIT, start, 0, 0)
-
-    # ---- messages --------------------------------------------------------------------------------------------------
+                worked = time.monotonic()
+                continue
+            is_alert = self.streams.is_on.any() or self._reading
+            alert_s = max(_ALERT_S, _ALERT_SHARE * (start - worked))
+            self._channel.wait(min(alert_s, _IDLE_S) if is_alert else _IDLE_S)
 
     def _handle(self, message: Any) -> None:
         match message:
@@ -103,38 +84,29 @@ class DrafterLead:
             table.pop(row, None)
 
     def _refuse(self, row: int, reason: str, detail: str) -> None:
-        """Let a row's request go on undrafted, and say why."""
         epoch = int(self.streams.epoch[row])
         self._remove(row)
         self._do(messages.Remove(row, epoch))
         self.streams.refuse(row, epoch)
         self._channel.send(messages.Refused(row, epoch, reason, detail))
 
-    # ---- a turn ----------------------------------------------------------------------------------------------------
-
     def turn(self) -> bool:
-        """Do what there is to do; return whether there was anything."""
         self.streams.observe()
         did = self._read() if self._reading else False
         did |= self._look() if self._waiting and not did else False
         return self._draw() or did
 
     def _look(self) -> bool:
-        """Let the tower encode a part of one request's media, before its scores are known."""
-        row, arrived = next(iter(self._waiting.items()))
-        start = time.monotonic()
+        row = next(iter(self._waiting))
         if not self._do(messages.Look(row)):
             del self._waiting[row]
-        self._recorder.note(EventKind.VISION, start, 1, sum(item.mm_position.length for item in arrived.features))
         return True
 
     def _read(self) -> bool:
-        """Read on in the prompts in the queue."""
         rows = np.fromiter(self._reading, dtype=np.int64)
         rows = rows[self.streams.live(rows)]
         if not len(rows):
             return False
-        start = time.monotonic()
         tables, lengths = self._tables, self._tables.committed[rows].copy()
         new_text = []
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
@@ -149,11 +121,9 @@ class DrafterLead:
             self.streams.start(ready, np.array([at[row] for row in ready.tolist()], dtype=np.int64))
             for row in ready.tolist():
                 del self._reading[row]
-        self._recorder.note(EventKind.PREFILL, start, len(rows), 0)
         return True
 
     def _draw(self) -> bool:
-        """Draw on in the shortest streams."""
         streams = self.streams
         rows = streams.due(self._max_rows)
         missing = streams.missing(rows)
@@ -175,10 +145,6 @@ class DrafterLead:
         if refused:
             rows = rows[streams.is_on[rows]]
         streams.extend(rows, tokens)
-        self._time(len(rows), start)
-        return True
-
-    def _time(self, num_reqs: int, start: float) -> None:
-        self._recorder.note(EventKind.DRAFT, start, num_reqs, num_reqs)
         known = self._tables.draft_us
-        known[num_reqs] = running_mean(known[num_reqs], 1e6 * (time.monotonic() - start))
+        known[len(rows)] = running_mean(known[len(rows)], 1e6 * (time.monotonic() - start))
+        return True

@@ -1,4 +1,7 @@
-"""What target and drafter say to each other besides the tables: the ends of a request's life, and what goes wrong."""
+"""What target and drafter say to each other besides the tables: the ends of a request's life, and what goes wrong.
+
+A row and the epoch in which it was given to a request name that request.
+"""
 
 import msgspec
 import numpy as np
@@ -8,42 +11,25 @@ from vllm.sampling_params import SamplingParams
 
 
 class Add(msgspec.Struct, tag=True):
-    """A request has got a row: the drafter may look at its media. Its committed text stands in the tables.
-
-    Attributes:
-        req_id: vLLM's request id.
-        req_state_idx: Its persistent row.
-        epoch: The request's number in the tables.
-        token_ids: `[n]` int32 prompt, and after a preemption the output so far.
-        prompt_len: Tokens of the prompt.
-        limit: The longest text that it can have.
-        features: vLLM's multimodal features in prompt order.
-        sampling: Its parameters, the seed that the target uses among them.
-    """
+    """A request has got a row: the drafter may look at its media. Its committed text stands in the tables."""
 
     req_id: str
     req_state_idx: int
     epoch: int
-    token_ids: np.ndarray
+    token_ids: np.ndarray  # [n] int32 prompt, and after a preemption the output so far
     prompt_len: int
-    limit: int
+    limit: int  # the longest text that it can have
     features: list[MultiModalFeatureSpec]
-    sampling: SamplingParams
+    sampling: SamplingParams  # the seed that the target uses among them
 
 
 class Prefill(msgspec.Struct, tag=True):
-    """The drafter may read a prompt: what guides its pruning is known.
-
-    Attributes:
-        req_state_idx, epoch: Of a request that has arrived.
-        scores: The target's guidance, one float32 `[m]` tensor per feature; None where there is none.
-        outcome: Counters to add to once the draft is shown the prompt: what came of the guidance.
-    """
+    """The drafter may read a prompt: what guides its pruning is known."""
 
     req_state_idx: int
     epoch: int
-    scores: list[torch.Tensor] | None
-    outcome: list[str]
+    scores: list[torch.Tensor] | None  # one float32 [m] per feature; None where there is no guidance
+    outcome: list[str]  # counters to add to once the draft is shown the prompt: what came of the guidance
 
 
 class Remove(msgspec.Struct, tag=True):
@@ -96,15 +82,11 @@ class Look(msgspec.Struct, tag=True):
 
 
 class Read(msgspec.Struct, tag=True):
-    """Read on in the prompts of `[n]` rows, whose committed texts have `[n]` tokens.
-
-    Attributes:
-        new_text: By row where its text goes on, and `[m]` int32 tokens that were committed since.
-    """
+    """Read on in the prompts of `[n]` rows, whose committed texts have `[n]` tokens."""
 
     rows: np.ndarray
     lengths: np.ndarray
-    new_text: list[tuple[int, np.ndarray]]
+    new_text: list[tuple[int, np.ndarray]]  # by row where its text goes on, and [m] int32 tokens committed since
 
 
 class Requeue(msgspec.Struct, tag=True):
@@ -115,21 +97,13 @@ class Requeue(msgspec.Struct, tag=True):
 
 
 class Draw(msgspec.Struct, tag=True):
-    """Draw the next tokens of `[n]` rows.
-
-    Attributes:
-        rows: `[n]` int64.
-        lengths: `[n]` int64 tokens of text and stream.
-        last: `[n, 2]` int32 the last two of them.
-        missing: `[n]` bool: the first of these two has no KV.
-        goes_on: Whether the last draw was of these rows, in this order, and each text is what it was after that.
-    """
+    """Draw the next tokens of `[n]` rows."""
 
     rows: np.ndarray
-    lengths: np.ndarray
-    last: np.ndarray
-    missing: np.ndarray
-    goes_on: bool = False
+    lengths: np.ndarray  # [n] int64 tokens of text and stream
+    last: np.ndarray  # [n, 2] int32 the last two of them
+    missing: np.ndarray  # [n] bool: the first of these two has no KV
+    goes_on: bool = False  # whether the last draw was of these rows in this order, and each text is what it was then
 
 
 ToDrafter = Add | Prefill | Remove | ForgetMedia | Retune | Stop

@@ -19,8 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(plan: launch.Plan) -> None:
-    """Load and serve."""
-    vllm_config, config = launch.unpack_config(launch.read_memory(plan.config))
+    vllm_config, config = launch.unpack_config(plan.config)
     if cores := launch.cores_of(config, plan.parent):
         os.sched_setaffinity(0, cores)
 
@@ -32,23 +31,19 @@ def main(plan: launch.Plan) -> None:
     from vllm_vidspec.engine.parallel.channel import Channel
     from vllm_vidspec.engine.parallel.lead import DrafterLead
     from vllm_vidspec.engine.parallel.messages import Failed, Ready, Stop, ToDrafter
-    from vllm_vidspec.engine.parallel.ranks import Ranks
+    from vllm_vidspec.engine.parallel.rank import Ranks
     from vllm_vidspec.engine.parallel.start import build
 
     tables = launch.map_tables(plan.tables, launch.Sizes(**plan.sizes))
-    channel = None
-    if plan.channel is not None:
-        channel = Channel(socket.socket(fileno=plan.channel), ToDrafter)
+    channel = None if plan.channel is None else Channel(socket.socket(fileno=plan.channel), ToDrafter)
     try:
-        rank = build(plan, vllm_config, config, tables)
-        ranks = Ranks(rank)
+        ranks = Ranks(build(plan, vllm_config, config, tables))
         with torch.inference_mode():
             if channel is None:
                 ranks.follow()
                 return
             channel.send(Ready())
-            lead = DrafterLead(ranks.do, tables, channel, vllm_config.scheduler_config.max_num_seqs)
-            lead.run()
+            DrafterLead(ranks.do, tables, channel, vllm_config.scheduler_config.max_num_seqs).run()
             ranks.do(Stop())
     except Exception as error:
         if channel is not None:

@@ -1,84 +1,88 @@
 """DrafterRank: the draft network and its memory in the drafter's process; it does what the first rank decides.
 
-Every tensor-parallel rank of the drafter runs one, with the same commands in the same order.
+Every tensor-parallel rank of the drafter runs one, with the same commands in the same order (`Ranks`).
 """
 
 import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed
+from vllm.distributed import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
+from vllm_vidspec import metrics
 from vllm_vidspec.engine.draft.drafter import Drafter, no_room_for, without_room
 from vllm_vidspec.engine.draft.messages import Admission, DraftMessage, Drafts, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import messages
-from vllm_vidspec.engine.parallel.tally import DrafterCounters
 from vllm_vidspec.engine.scheduling import way_of
+
+_SLOT = {name: slot for slot, name in enumerate(metrics.NAMES)}
 
 
 class Progress(NamedTuple):
-    """What came of reading.
-
-    Attributes:
-        ready: Rows that can be drafted for.
-        refused: Rows that will not be, each with a reason and what to say of it.
-    """
+    """What came of reading: rows that can be drafted for, and those that will not be, each with a reason and a line."""
 
     ready: list[int]
     refused: list[tuple[int, str, str]]
 
 
-class TargetMirror:
-    """The target's sampling parameters and committed text, by the same persistent rows, on the draft's device.
-
-    Args:
-        vllm_config: vLLM's.
-        max_num_reqs: Persistent rows.
-        vocab_size: Of the target.
-        device: Of the draft.
+class DrafterCounters:
+    """Stands in the place of `Counters`: what the drafter counts is in the shared tables, `[len(metrics.NAMES)]` int64,
+    and the target publishes it; None on every rank but the first.
     """
 
+    def __init__(self, values: np.ndarray | None):
+        self._values = np.zeros(len(_SLOT), dtype=np.int64) if values is None else values
+        self._reasons: dict[str, tuple[str, str]] = {}  # by request id
+
+    def add(self, name: str, value: int = 1) -> None:
+        self._values[_SLOT[name]] += value
+
+    def set(self, name: str, value: int) -> None:
+        self._values[_SLOT[name]] = value
+
+    def skip(self, reason: str, req_id: str, detail: str) -> None:
+        """Note why a request is not drafted for; the target's process counts it."""
+        self._reasons[req_id] = (reason, detail)
+
+    def reason_for(self, req_id: str) -> tuple[str, str]:
+        """Return why a request is not drafted for, and what to say of it."""
+        return self._reasons.pop(req_id, ("draft_error", "the draft failed"))
+
+
+class TargetMirror:
+    """The target's sampling parameters and committed text, by the same persistent rows, on the draft's device."""
+
     def __init__(self, vllm_config: Any, max_num_reqs: int, vocab_size: int, device: torch.device):
-        self.states = RequestState(
-            max_num_reqs,
-            vllm_config.model_config.max_model_len,
-            vllm_config.scheduler_config.max_num_batched_tokens,
-            1,  # token is drawn at a time
-            vocab_size,
-            device,
-        )
-        self.sampler = Sampler(
-            vllm_config,
-            max_num_reqs,
-            vocab_size,
-            device,
-            self.states,
-            num_speculative_tokens=1,
-            use_fp64_gumbel=vllm_config.model_config.use_fp64_gumbel,
-        )
-        states = self.states
+        model, max_tokens = vllm_config.model_config, vllm_config.scheduler_config.max_num_batched_tokens
+        # One token is drawn at a time.
+        self.states = RequestState(max_num_reqs, model.max_model_len, max_tokens, 1, vocab_size, device)
+        options = dict(num_speculative_tokens=1, use_fp64_gumbel=model.use_fp64_gumbel)
+        self.sampler = Sampler(vllm_config, max_num_reqs, vocab_size, device, self.states, **options)
         # The text's own, as `RequestState` may keep its on the host.
-        self.text = torch.zeros(max_num_reqs, states.max_model_len, dtype=torch.int32, device=device)
+        self.text = torch.zeros(max_num_reqs, model.max_model_len, dtype=torch.int32, device=device)
         self.num_tokens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self._staged: set[int] = set()  # rows whose requests the device is yet to be told of
-        on_gpu = device.type == "cuda"
-        self._told = torch.cuda.Event(blocking=True) if on_gpu else None  # of those that it was last
+        # Of those that it was last.
+        self._told = torch.cuda.Event(blocking=True) if device.type == "cuda" else None
 
     def add(self, message: messages.Add) -> None:
         """Take a request in; `apply` tells the device."""
-        states, row = self.states, message.req_state_idx
+        states, row, token_ids = self.states, message.req_state_idx, message.token_ids.tolist()
         if row in self._staged:  # two writes of a row would be in no order
             self.apply()
         self._staged.add(row)
         states.free_indices = [row]
-        token_ids = message.token_ids.tolist()
         states.add_request(message.req_id, message.prompt_len, token_ids, 0, message.limit - message.prompt_len)
         self.sampler.add_request(row, message.sampling)
-        self.text[row, : len(token_ids)] = async_tensor_h2d(message.token_ids.copy(), device=self.text.device)
+        self.append(row, 0, message.token_ids)
 
     def apply(self) -> None:
         """Tell the device of requests that have come since: once for all of them, before anything is drawn or read.
@@ -96,7 +100,6 @@ class TargetMirror:
             self._told.record()
 
     def remove(self, req_state_idx: int) -> None:
-        """Forget a row's request."""
         self.states.remove_request(self.states.index_to_req_id.get(req_state_idx, ""))
 
     def append(self, row: int, start: int, tokens: np.ndarray) -> None:
@@ -115,25 +118,14 @@ class TargetMirror:
 
 
 class DrafterRank:
-    """Carries out commands.
-
-    Args:
-        drafter: The drafter, ready; made by `make_drafter`.
-        mirror: What it draws by.
-        knobs: The configuration.
-        counters: What the drafter counts.
-    """
+    """Carries out commands."""
 
     def __init__(self, drafter: Drafter, mirror: TargetMirror, knobs: Knobs, counters: DrafterCounters):
-        self.drafter = drafter
-        self._mirror = mirror
-        self._knobs = knobs
-        self._counters = counters
+        self.drafter, self._mirror, self._knobs, self._counters = drafter, mirror, knobs, counters
         self._arrived: dict[int, messages.Add] = {}  # by row, until they begin
         self._ones = torch.ones(mirror.states.max_num_reqs, dtype=torch.int32, device=mirror.text.device)
 
     def add(self, message: messages.Add) -> None:
-        """Take a request in that may be looked at, and begins when its scores are known."""
         self._arrived[message.req_state_idx] = message
         self._mirror.add(message)
 
@@ -145,7 +137,6 @@ class DrafterRank:
         return arrived is not None and self.drafter.prefills.encode_ahead(self._prompt(arrived))
 
     def prefill(self, message: messages.Prefill) -> tuple[str, str] | None:
-        """Put a request in the queue; return why not and what to say of it, or None."""
         arrived = self._arrived.pop(message.req_state_idx)
         prompt = self._prompt(arrived, message.scores, tuple(message.outcome))
         outcome = self.drafter.add(prompt)
@@ -157,49 +148,32 @@ class DrafterRank:
     def _prompt(
         arrived: messages.Add, scores: list[torch.Tensor] | None = None, outcome: tuple[str, ...] = ()
     ) -> PrefillMessage:
-        token_ids = arrived.token_ids.tolist()
-        return PrefillMessage(
-            arrived.req_id,
-            arrived.req_state_idx,
-            token_ids,
-            arrived.features,
-            scores,
-            outcome,
-            prune_variant=way_of(arrived.sampling),
-        )
+        row, token_ids, way = arrived.req_state_idx, arrived.token_ids.tolist(), way_of(arrived.sampling)
+        return PrefillMessage(arrived.req_id, row, token_ids, arrived.features, scores, outcome, prune_variant=way)
 
     def remove(self, message: messages.Remove) -> None:
-        """Forget a row's request."""
         self._arrived.pop(message.req_state_idx, None)
         self._mirror.remove(message.req_state_idx)
         self.drafter.remove(message.req_state_idx)
 
     def forget_media(self, _: messages.ForgetMedia) -> None:
-        """Drop the draft's vision embeddings."""
         self.drafter.forget_media()
 
     def retune(self, message: messages.Retune) -> None:
-        """Change knobs between requests."""
         self._knobs.change(self._knobs.current.changed(json.loads(message.knobs)))
 
     def requeue(self, message: messages.Requeue) -> None:
-        """Put rows back into the queue."""
         self.drafter.requeue(message.rows, message.num_fed)
 
     def read(self, message: messages.Read) -> Progress:
-        """Read a bounded piece of the prompts in the queue."""
         self._mirror.apply()
         for row, (start, tokens) in zip(message.rows.tolist(), message.new_text, strict=True):
             if len(tokens):
                 self._mirror.append(row, start, tokens)
-        refused = self._reserve(message.rows, message.lengths)
-        lost = {row for row, _, _ in refused}
-        keeps = np.array([row not in lost for row in message.rows.tolist()], dtype=bool)
+        refused, keeps = self._reserve(message.rows, message.lengths)
         done = self.drafter.prefill(PrefillStep(message.rows[keeps], message.lengths[keeps], self._mirror.text))
-        for row in done.failed:
-            req_id = self._mirror.states.index_to_req_id[row]
-            refused.append((row, *(self._counters.reason_for(req_id))))
-        return Progress(done.ready, refused)
+        names = self._mirror.states.index_to_req_id
+        return Progress(done.ready, refused + [(row, *self._counters.reason_for(names[row])) for row in done.failed])
 
     def draw(self, message: messages.Draw) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
         """Draw a token of each row; return `[m]` int64 of the rows that are not refused, and those that are.
@@ -209,21 +183,17 @@ class DrafterRank:
         self._mirror.apply()
         if message.goes_on and self.drafter.can_go_on(message.rows, message.lengths):
             return self._first(self.drafter.go_on()), []
-        refused = self._reserve(message.rows, message.lengths)
+        refused, keeps = self._reserve(message.rows, message.lengths)
         if refused:
-            lost = {row for row, _, _ in refused}
-            keeps = np.array([row not in lost for row in message.rows.tolist()], dtype=bool)
-            message = messages.Draw(
-                *(field[keeps] for field in (message.rows, message.lengths, message.last, message.missing))
-            )
+            whole = (message.rows, message.lengths, message.last, message.missing)
+            message = messages.Draw(*(field[keeps] for field in whole))
             if not len(message.rows):
                 return np.zeros(0, dtype=np.int64), refused
         rows = self._mirror.place(message)
-        device = rows.device
         # As if the target had accepted the token before the root, which `begin_step` then feeds; `fed` forgets that it
         # was proposed.
         if message.missing.any():
-            num_sampled = async_tensor_h2d(1 + message.missing.astype(np.int32), device=device)
+            num_sampled = async_tensor_h2d(1 + message.missing.astype(np.int32), device=rows.device)
             self.drafter.kv.fed[rows] = 0
         else:
             num_sampled = self._ones[: len(rows)]
@@ -235,6 +205,58 @@ class DrafterRank:
         self._counters.add("stream_tokens", len(drafts.rows))
         return drafts.tokens[:, 0].cpu().numpy()
 
-    def _reserve(self, rows: np.ndarray, lengths: np.ndarray) -> list[tuple[int, str, str]]:
-        """Make room for `[n]` rows, and a token past them; return those without, why, and what to say of it."""
-        return [(int(rows[i]), reason, detail) for i, reason, detail in without_room(self.drafter, rows, lengths)]
+    def _reserve(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[list[tuple[int, str, str]], np.ndarray]:
+        """Make room for `[n]` rows, and a token past them; return those without, why, and a line for each; and `[n]`
+        bool of those with.
+        """
+        without = list(without_room(self.drafter, rows, lengths))
+        keeps = np.ones(len(rows), dtype=bool)
+        keeps[[i for i, *_ in without]] = False
+        return [(int(rows[i]), reason, detail) for i, reason, detail in without], keeps
+
+
+class Ranks:
+    """Hands commands to the other ranks; a single one has nobody to hand them to."""
+
+    def __init__(self, rank: DrafterRank):
+        self._group = get_tp_group()
+        self._encoder, self._decoder = MsgpackEncoder(), MsgpackDecoder(messages.ToRanks)
+        self._methods: dict[Any, Callable[[Any], Any]] = {
+            messages.Add: rank.add,
+            messages.Prefill: rank.prefill,
+            messages.Remove: rank.remove,
+            messages.ForgetMedia: rank.forget_media,
+            messages.Retune: rank.retune,
+            messages.Look: rank.look,
+            messages.Read: rank.read,
+            messages.Requeue: rank.requeue,
+            messages.Draw: rank.draw,
+            messages.Stop: lambda _: None,
+        }
+
+    def do(self, command: Any) -> Any:
+        """Carry a command out on every rank; return what it returns here."""
+        if self._group.world_size > 1:
+            self._send(command)
+        return self._methods[type(command)](command)
+
+    def follow(self) -> None:
+        while not isinstance(command := self._receive(), messages.Stop):
+            self._methods[type(command)](command)
+
+    def _send(self, command: Any) -> None:
+        buffers = [memoryview(buffer).cast("B") for buffer in self._encoder.encode(command)]
+        self._broadcast(torch.tensor([len(buffers)]))
+        self._broadcast(torch.tensor([buffer.nbytes for buffer in buffers]))
+        self._broadcast(torch.frombuffer(bytearray().join(buffers), dtype=torch.uint8))
+
+    def _receive(self) -> Any:
+        (count,) = self._broadcast(torch.zeros(1, dtype=torch.int64)).tolist()
+        sizes = self._broadcast(torch.zeros(count, dtype=torch.int64)).tolist()
+        data = memoryview(self._broadcast(torch.empty(sum(sizes), dtype=torch.uint8)).numpy())
+        starts = [sum(sizes[:i]) for i in range(count)]
+        return self._decoder.decode([data[start : start + size] for start, size in zip(starts, sizes, strict=True)])
+
+    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        torch.distributed.broadcast(tensor, self._group.ranks[0], group=self._group.cpu_group)
+        return tensor

@@ -24,8 +24,7 @@ from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.engine.parallel.launch import Plan
-from vllm_vidspec.engine.parallel.rank import DrafterRank, TargetMirror
-from vllm_vidspec.engine.parallel.tally import DrafterCounters
+from vllm_vidspec.engine.parallel.rank import DrafterCounters, DrafterRank, TargetMirror
 from vllm_vidspec.engine.tree_attention import make_attention
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.parallel import Tables
@@ -37,11 +36,7 @@ _MARGIN_BYTES = 256 << 20  # for graphs, and what a forward takes beyond its pro
 
 
 def build(plan: Plan, vllm_config: Any, config: VidSpecConfig, tables: Tables) -> DrafterRank:
-    """Return a rank that is ready.
-
-    Raises:
-        VidSpecError: A knob asks for too much memory, or for too little.
-    """
+    """Return a rank that is ready; a VidSpecError where a knob asks for too much memory, or for too little."""
     vllm_config = _own_config(vllm_config, config, plan.rank)
     # A token of each stream is drawn, and has room, at a time.
     config = config.changed({"num_speculative_tokens": 1, "num_speculative_tokens_per_batch_size": None})
@@ -50,9 +45,8 @@ def build(plan: Plan, vllm_config: Any, config: VidSpecConfig, tables: Tables) -
     vllm_config.kernel_config.ir_op_priority.set_default()
     vllm.ir.set_default_torch_wrap(vllm_config.compilation_config.ir_enable_torch_wrap)
     with set_current_vllm_config(vllm_config):
-        init_worker_distributed_environment(
-            vllm_config, plan.rank, plan.init_method, plan.rank, current_platform.dist_backend
-        )
+        where = (plan.rank, plan.init_method, plan.rank, current_platform.dist_backend)
+        init_worker_distributed_environment(vllm_config, *where)
         init_workspace_manager(device)
         knobs, counters = Knobs(config), DrafterCounters(tables.counters if plan.rank == 0 else None)
         agreement = Agreement(get_tp_group())
@@ -70,31 +64,25 @@ def _make_drafter(
     plan: Plan, vllm_config: Any, knobs: Knobs, counters: DrafterCounters, model: DraftModel, agreement: Agreement
 ) -> tuple[Drafter, TargetMirror]:
     max_num_reqs, max_model_len = plan.sizes["max_num_reqs"], vllm_config.model_config.max_model_len
-    mode = vllm_config.compilation_config.cudagraph_mode or CUDAGraphMode.NONE
-    if model.device.type == "cpu":
-        mode = CUDAGraphMode.NONE
+    on_cpu, asked = model.device.type == "cpu", vllm_config.compilation_config.cudagraph_mode
+    mode = CUDAGraphMode.NONE if on_cpu or not asked else asked
     model.use_cudagraph_mode(mode_of_draft(mode))
     # Before what is left is measured: the texts of all rows may take a gigabyte.
     mirror = TargetMirror(vllm_config, max_num_reqs, plan.vocab_size, model.device)
     memory = DraftMemory.plan(knobs.current, vllm_config, model, _available_bytes(vllm_config, knobs.current, model))
-    cache = model.make_vision_cache(memory.vision_bytes)
     model.resolve_layout()
-    num_blocks = model.init_kv(memory.pool_bytes, torch.no_grad())
     sample = CoupledSampler(mirror.sampler, knobs.current.draft_noise)
     by_default = sample.processes_by_default(vllm_config.model_config)
     graphs = DraftGraphs(vllm_config, model.device, mode, max_num_reqs, by_default)
-    if why := model.why_no_graphs:
-        graphs.give_up(why)
     layers = attention_layers(model.config).values()
     drafter = Drafter(
         model,
         knobs,
         sample,
         counters,  # type: ignore[arg-type]
-        num_blocks,
+        memory,
         max_num_reqs,
         max_model_len,
-        cache,
         agreement,
         Committed(mirror.num_tokens, mirror.text, mirror.states.last_sampled_tokens, None),
         graphs,
@@ -102,26 +90,23 @@ def _make_drafter(
         shared={},
         max_run=_MAX_RUN,
     )
-    drafter.count_memory()
-    if model.device.type == "cuda":
+    if not on_cpu:
         drafter.warm_up()
-    else:
-        load_loops()
-        # vLLM compiles the look-up of a vocabulary that ranks share at its first call, for longer than answers take.
-        for count in (1, 2) if get_tp_group().world_size > 1 else ():
-            model.embed(torch.zeros(count, dtype=torch.int64), [], None)
+        return drafter, mirror
+    load_loops()
+    # vLLM compiles the look-up of a vocabulary that ranks share at its first call, for longer than answers take.
+    for count in (1, 2) if get_tp_group().world_size > 1 else ():
+        model.embed(torch.zeros(count, dtype=torch.int64), [], None)
     return drafter, mirror
 
 
 def _own_config(base: Any, config: VidSpecConfig, rank: int) -> Any:
-    """Return the target's configuration with the drafter's own ranks in it."""
     own = copy.copy(base)
     own.parallel_config = _own_ranks(base.parallel_config, config, rank)
     own.cache_config = copy.copy(base.cache_config)
     own.speculative_config = copy.copy(base.speculative_config)
-    own.speculative_config.draft_parallel_config = _own_ranks(
-        base.speculative_config.draft_parallel_config, config, rank
-    )
+    theirs = base.speculative_config.draft_parallel_config
+    own.speculative_config.draft_parallel_config = _own_ranks(theirs, config, rank)
     return own
 
 
@@ -147,11 +132,7 @@ def _device(rank: int) -> torch.device:
 
 
 def _available_bytes(vllm_config: Any, config: VidSpecConfig, model: DraftModel) -> int:
-    """Return the KV memory that the drafter may take: of its own device, or as much as the target has of the CPU's.
-
-    Raises:
-        VidSpecError: Its device has less.
-    """
+    """Return the KV memory that the drafter may take: of its own device, or as much as the target has of the CPU's."""
     cache = vllm_config.cache_config
     if model.device.type == "cpu":
         from vllm import envs
@@ -166,12 +147,7 @@ def available_bytes(free: int, total: int, utilization: float, config: VidSpecCo
     """Return the KV memory that the drafter may take of a GPU.
 
     A device of its own is used up to the target's utilization. One that the target has, too, says nothing of what is
-    for whom: `draft_kv_bytes` does, and what is free must hold that.
-
-    Args:
-        free, total: Bytes of the device, with the draft's weights on it.
-        utilization: `--gpu-memory-utilization`.
-        config: The knobs.
+    for whom: `draft_kv_bytes` does, and what is free (with the draft's weights on the device) must hold that.
 
     Raises:
         VidSpecError: It is less than is asked for, or nothing.

@@ -22,14 +22,12 @@ class AcceptanceAlarm:
         self._is_armed = True
 
     def observe(self, num_steps: int, num_accepted: int) -> bool:
-        """Take in verify steps that had drafts, and log a line where acceptance falls from sound to near zero.
+        """Take in new verify steps that had drafts, and the draft tokens accepted in them, over all requests.
 
-        Args:
-            num_steps: New ones, over all requests.
-            num_accepted: Draft tokens that stood in them.
+        A line is logged where acceptance falls from sound to near zero.
 
         Returns:
-            Whether they complete a window in which next to nothing stood.
+            Whether they complete a window in which nearly none were accepted.
         """
         self._steps += num_steps
         self._accepted += num_accepted

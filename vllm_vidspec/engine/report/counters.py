@@ -23,15 +23,7 @@ _DRAFTS, _ACCEPTED = _TOTALS.index("drafts"), _TOTALS.index("accepted_tokens")
 
 
 class Counters:
-    """Counts of one worker, in all and by request. Only tensor-parallel rank 0 publishes.
-
-    Args:
-        vllm_config: vLLM's.
-        device: Of what is counted.
-        max_num_reqs: Persistent rows.
-        num_speculative_tokens: K.
-        requests: Knows whose drafts are real.
-    """
+    """Counts of one worker, in all and by request. Only tensor-parallel rank 0 publishes."""
 
     def __init__(
         self,
@@ -88,11 +80,7 @@ class Counters:
             self._is_paused = False
 
     def tally(self, idx_mapping: torch.Tensor) -> Tally:
-        """Return what the scorer is to count of a verify step, or of a slice of its batch.
-
-        Args:
-            idx_mapping: `[num_reqs]` int64 persistent rows.
-        """
+        """Return what the scorer is to count of `[num_reqs]` int64 persistent rows of a verify step."""
         by_kind = None
         if self.counts_requests and not self._is_paused:
             by_kind = self._totals.new_empty(len(idx_mapping), len(metrics.KINDS))

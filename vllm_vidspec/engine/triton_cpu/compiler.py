@@ -3,33 +3,21 @@
 # A module import: Triton counts every BaseBackend subclass found in this module, bases by name included.
 from triton.backends import compiler as _compiler
 
-_REASON = "the cpu backend interprets kernels; it compiles none"
-
 
 class CPUInterpreterBackend(_compiler.BaseBackend):
     """Backend of target "cpu". Every compilation stage is unreachable."""
 
     @staticmethod
     def supports_target(target):
-        """Whether this backend serves the target."""
         return target.backend == "cpu"
 
     def hash(self):
-        """Key of the (empty) compilation cache."""
         return "vidspec-cpu-interpreter"
 
-    def parse_options(self, options):
-        """Unreachable."""
-        raise RuntimeError(_REASON)
+    def _refuse(self, *args, **kwargs):
+        raise RuntimeError("the cpu backend interprets kernels; it compiles none")
 
-    def add_stages(self, stages, options, language=None):
-        """Unreachable."""
-        raise RuntimeError(_REASON)
-
-    def load_dialects(self, context):
-        """Unreachable."""
-        raise RuntimeError(_REASON)
+    parse_options = add_stages = load_dialects = _refuse
 
     def get_module_map(self):
-        """No device library on the CPU."""
         return {}

@@ -10,27 +10,22 @@ class CPUInterpreterDriver(_driver.DriverBase):
 
     @classmethod
     def is_active(cls):
-        """Whether this machine has no GPU."""
         return ACTIVE
 
     def map_python_to_cpp_type(self, ty):
-        """Unreachable: nothing is launched."""
         raise RuntimeError("the cpu backend interprets kernels; it launches none")
 
     def get_current_target(self):
-        """Return the target "cpu" (warp size 1)."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cpu", 0, 1)
 
     def get_active_torch_device(self):
-        """Return torch's CPU device."""
         import torch
 
         return torch.device("cpu")
 
     def get_benchmarker(self):
-        """Return Triton's own benchmarker."""
         from triton.testing import do_bench
 
         return do_bench

@@ -27,10 +27,6 @@ class PathSampler:
     nodes, the path laid out as a chain that ends in it, and only the last row of the segment is of interest: the
     arithmetic stays vLLM's, bit for bit, for such requests alone, so many segments at a time that their logits take no
     more than MAX_PATH_BYTES in float32 (one segment where one takes more), and once more where they are bfloat16.
-
-    Args:
-        sampler: The runner's.
-        max_depth: Most drafts on a path.
     """
 
     def __init__(self, sampler: Sampler, max_depth: int):
@@ -77,14 +73,8 @@ class PathSampler:
     def sample(
         self, part: VerifySlice, logits: torch.Tensor, input_ids: torch.Tensor, bound_np: np.ndarray, **options: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `[num_logits]` int64 tokens and `[num_logits, vocab_size]` processed logits, as vLLM's sampler does.
-
-        Args:
-            part: The requests and their drafts.
-            logits: `[num_logits, vocab_size]`.
-            input_ids: `[num_logits]` each row's input token.
-            bound_np: `[num_reqs]` vLLM's bound of each sequence's length.
-            options: vLLM's own.
+        """Return `[num_logits]` int64 tokens and `[num_logits, vocab_size]` processed logits, as vLLM's sampler does,
+        given `[num_reqs]` its bound of each sequence's length.
         """
         in_segments = np.zeros(len(part.idx_mapping_np), dtype=bool)
         if part.shapes is not None:
@@ -135,14 +125,8 @@ class PathSampler:
     def _segments(
         part: VerifySlice, logits: torch.Tensor, input_ids: torch.Tensor, rows: torch.Tensor, length: int
     ) -> tuple[torch.Tensor, ...]:
-        """Return `[n * length]` logits, persistent rows, positions, input tokens and places in the chain.
-
-        Args:
-            part: The requests and their drafts.
-            logits: `[num_logits, vocab_size]`.
-            input_ids: `[num_logits]`.
-            rows: `[n]` int64 logits rows that a segment each ends in.
-            length: Of each segment.
+        """Return `[n * length]` logits, persistent rows, positions, input tokens and places in the chain, of segments
+        that end in `[n]` int64 rows of logits.
         """
         assert part.shapes is not None
         req_state_idx, node = part.expanded_idx_mapping[rows], part.nodes[rows].long()

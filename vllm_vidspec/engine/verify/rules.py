@@ -21,44 +21,29 @@ from vllm_vidspec.scoring.token_bits import ids_of_words, num_words, pack_ids
 
 
 class LooseRules:
-    """Every request's rule by persistent row, and the tokens that it may neither gain nor lose. A `RowTable`.
-
-    Args:
-        knobs: The server's defaults and bounds; they change while no request runs.
-        vllm_config: vLLM's, for the tokenizer.
-        max_num_reqs: Persistent rows.
-        vocab_size: Of the logits.
-        sampler: The runner's, for the seeds of random scores.
-        counters: Records who is verified strictly against its wish, and why.
-    """
+    """Every request's rule by persistent row, and the tokens that it may neither gain nor lose. A `RowTable`."""
 
     def __init__(
         self, knobs: Knobs, vllm_config: Any, max_num_reqs: int, vocab_size: int, sampler: Any, counters: Counters
     ):
-        self._knobs = knobs
-        self._counters = counters
-        self._device = vllm_config.device_config.device
-        self._sampler = sampler
+        self._knobs, self._counters, self._sampler = knobs, counters, sampler
+        self._device, self._model_config = vllm_config.device_config.device, vllm_config.model_config
         self._choices: dict[int, Choice] = {}  # by row, of requests that are not strict
         # [4, max_num_reqs]: rules, windows, the bits of the float32 shares, and where the scores come from
         self._table_np = np.zeros((4, max_num_reqs), dtype=np.int32)
         self._launches: dict = {}  # see `LooseTables.known`
         self._loose: set[int] = set()  # rows whose rule is not 0
         self._table: tuple[torch.Tensor, ...] | None = None  # the same on the device, until a request comes or goes
-        self._model_config = vllm_config.model_config
         self._shape = (max_num_reqs, num_words(vocab_size))
         self._protect_words(knobs.current)
         knobs.on_change(self._protect_words)
 
     def _protect_words(self, config: VidSpecConfig) -> None:
-        """Make the tables of what no request may gain or lose."""
         self._base = pack_ids(protected_ids(config, self._model_config), self._shape[1])  # [num_words]
         # [max_num_reqs, num_words] int32: bit v of a row: token v is protected; the request ends with token v
         self.protected = async_tensor_h2d(np.tile(self._base, (self._shape[0], 1)), device=self._device)
         self._ends = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
         self._stop_ids: dict[int, frozenset[int]] = {}  # by row, what its two table rows hold
-
-    # ---- requests --------------------------------------------------------------------------------------------------
 
     def add(self, request: NewRequest) -> None:
         """Give a request its rule. One that needs relevance is strict until `ready`."""
@@ -77,7 +62,12 @@ class LooseRules:
             self._counters.add(f"strict_{reason}")
             return
         self._choices[req_state_idx] = choice
-        self._protect_stops(req_state_idx, frozenset(sampling.all_stop_token_ids))
+        stops = frozenset(sampling.all_stop_token_ids)
+        if self._stop_ids.get(req_state_idx) != stops:  # else the row's tables have them already
+            ends = pack_ids(stops, self._shape[1])
+            packed = async_tensor_h2d(np.stack((self._base | ends, ends)), device=self._device)
+            self.protected[req_state_idx], self._ends[req_state_idx] = packed
+            self._stop_ids[req_state_idx] = stops
         if choice.scorer != "loose":
             self._set(req_state_idx)
 
@@ -99,7 +89,6 @@ class LooseRules:
             self._loose.discard(req_state_idx)
 
     def active_rows(self) -> Iterable[int]:
-        """Return the rows whose requests have a rule of their own."""
         return self._choices
 
     def _set(self, req_state_idx: int) -> None:
@@ -111,21 +100,10 @@ class LooseRules:
         self._table = None
         self._loose.add(req_state_idx)
 
-    def _protect_stops(self, req_state_idx: int, stops: frozenset[int]) -> None:
-        """Write a request's stop tokens, if they are not what the row has already."""
-        if self._stop_ids.get(req_state_idx) != stops:
-            ends = pack_ids(stops, self._shape[1])
-            self.protected[req_state_idx], self._ends[req_state_idx] = async_tensor_h2d(
-                np.stack((self._base | ends, ends)), device=self._device
-            )
-            self._stop_ids[req_state_idx] = stops
-
     @property
     def is_predicting(self) -> bool:
         """Whether a draft's relevance is that of the row which predicts it, not of its own."""
         return self._knobs.current.score.relevance_rows == "prediction"
-
-    # ---- verification ----------------------------------------------------------------------------------------------
 
     def any_loose(self, idx_mapping_np: np.ndarray) -> bool:
         """Whether a mismatch of any of `[num_reqs]` persistent rows may stand."""
@@ -136,25 +114,15 @@ class LooseRules:
         return bool(self._loose) and bool((self._table_np[3, idx_mapping_np] == RELEVANCE).any())
 
     def looseness(self, part: VerifySlice, target_tokens: torch.Tensor, logits: torch.Tensor) -> Looseness:
-        """Return what may stand of the drafts that are verified at once.
-
-        Args:
-            part: The requests and their drafts.
-            target_tokens: `[num_logits]` int64, what the target samples after each row.
-            logits: `[num_logits, vocab_size]` as sampled from: -inf where the request forbids a token.
+        """Return what may stand of the drafts that are verified at once, given what the target samples after each row,
+        `[num_logits]` int64, and the `[num_logits, vocab_size]` logits: -inf where the request forbids a token.
         """
         config, (rules, windows, shares, sources) = self._knobs.current, self._on_device()
+        seeds, parents = self._sampler.sampling_states.seeds.gpu, None if part.shapes is None else part.shapes.parents
+        tables = LooseTables(self.protected, self._ends, sources, seeds, self._launches)
+        rows = (part.expanded_idx_mapping, part.nodes, part.pos)
         scores, may_loosen = loosen(
-            target_tokens,
-            part.drafts,
-            logits,
-            part.expanded_idx_mapping,
-            part.nodes,
-            part.pos,
-            LooseTables(self.protected, self._ends, sources, self._sampler.sampling_states.seeds.gpu, self._launches),
-            None if part.shapes is None else part.shapes.parents,
-            part.relevance,
-            is_predicting=self.is_predicting,
+            target_tokens, part.drafts, logits, *rows, tables, parents, part.relevance, is_predicting=self.is_predicting
         )
         entropies = scores  # any: nobody reads them
         if (self._table_np[0, part.idx_mapping_np] & WINDOW).any():

@@ -9,39 +9,25 @@ from vllm_vidspec.scoring import TreeShapes
 
 
 class VerifySlice(NamedTuple):
-    """Requests that are verified at once: one row of logits for a request's root, one for each node of its draft.
+    """Requests that are verified at once: one row of logits for a request's root, one for each node of its draft."""
 
-    Attributes:
-        idx_mapping: `[num_reqs]` int64 persistent rows.
-        idx_mapping_np: The same on the host.
-        cu_num_logits: `[num_reqs + 1]` int32, where each request's rows begin.
-        num_logits_np: `[num_reqs]` rows of each request.
-        expanded_idx_mapping: `[num_logits]` persistent row of each row's request.
-        nodes: `[num_logits]` each row's node in the request's draft.
-        pos: `[num_logits]` position of each row's input token in the text that it belongs to.
-        drafts: `[num_logits]` int32 that input token; -1 where it is an invalid draft.
-        relevance: `[num_logits]` float32 visual relevance of each row's own state, NaN where it could not be measured;
-            None if no request needs it.
-        shapes: Of the drafts; None where all are chains.
-    """
-
-    idx_mapping: torch.Tensor
-    idx_mapping_np: np.ndarray
-    cu_num_logits: torch.Tensor
-    num_logits_np: np.ndarray
-    expanded_idx_mapping: torch.Tensor
-    nodes: torch.Tensor
-    pos: torch.Tensor
-    drafts: torch.Tensor
+    idx_mapping: torch.Tensor  # [num_reqs] int64 persistent rows
+    idx_mapping_np: np.ndarray  # the same on the host
+    cu_num_logits: torch.Tensor  # [num_reqs + 1] int32, where each request's rows begin
+    num_logits_np: np.ndarray  # [num_reqs] rows of each request
+    expanded_idx_mapping: torch.Tensor  # [num_logits] persistent row of each row's request
+    nodes: torch.Tensor  # [num_logits] each row's node in the request's draft
+    pos: torch.Tensor  # [num_logits] position of each row's input token in the text that it belongs to
+    drafts: torch.Tensor  # [num_logits] int32 that input token; -1 where it is an invalid draft
+    # [num_logits] float32 visual relevance of each row's own state, NaN where it could not be measured; None if no
+    # request needs it
     relevance: torch.Tensor | None
-    shapes: TreeShapes | None
+    shapes: TreeShapes | None  # of the drafts; None where all are chains
 
 
 class VerifyStep:
-    """A batch on its way through the verifier, which vLLM shows it slice by slice.
-
-    Args:
-        hidden_states: `[num_tokens, hidden_size]` final ones of the forward; None where nothing is measured on them.
+    """A batch on its way through the verifier, which vLLM shows it slice by slice, with the `[num_tokens, hidden_size]`
+    final states of its forward; None where nothing is measured on them.
     """
 
     def __init__(self, hidden_states: torch.Tensor | None = None):
@@ -51,12 +37,6 @@ class VerifyStep:
         self._relevance: torch.Tensor | None = None
 
     def open(self, cu_num_logits_np: np.ndarray, relevance: torch.Tensor | None) -> None:
-        """Take in the batch's layout.
-
-        Args:
-            cu_num_logits_np: `[num_reqs + 1]`, where each request's rows begin.
-            relevance: `[num_logits]` float32; see `VerifySlice`.
-        """
         self._cu_num_logits_np, self._relevance = cu_num_logits_np, relevance
         self.hidden_states = None  # they have been measured
 

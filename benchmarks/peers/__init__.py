@@ -1,1 +1,0 @@
-"""Others that do what we do, measured beside ours in the same run."""

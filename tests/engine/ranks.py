@@ -1,0 +1,110 @@
+"""Engines in processes of their own, with several ranks: `python -m tests.engine.ranks PROGRAM [RANKS...]`.
+
+A program prints what it found as JSON, in a line that begins with "RESULT ".
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+from tests.engine import harness
+from vllm_vidspec.tools import pairs
+
+FAMILY = harness.LLAVA  # its bundled vision towers have an even number of heads
+LONG = 400  # tokens of an answer that no drafter is too late for
+# Chains while many requests run, trees while few do; strict, unless a request asks for less.
+SPEC: dict[str, Any] = {
+    "pruner": "specvlm",
+    "guidance_layers": "all",
+    "drafting": "auto",
+    "draft_table": [[1, 3, "tree-adaptive", 16], [4, 64, "chain", 5]],
+    "num_speculative_tokens": 16,
+    "request_scorers": ["strict", "loose"],
+    "lambda_max": 1.0,
+    "on_draft_error": "raise",
+}
+
+
+def start(num_ranks: int, overrides: dict | None = None, **spec: Any) -> harness.Engine:
+    """Load the bundled pair on so many ranks; functions are sent to them only by this process itself."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    overrides = {"tensor_parallel_size": num_ranks, **(overrides or {})}
+    return harness.Engine(LLM(**pairs.llm_kwargs(FAMILY, "draft", overrides=overrides, **spec)), FAMILY)
+
+
+def ask_all(engine: harness.Engine) -> dict[str, dict]:
+    """Ask four greedy and four sampled requests, strictly and then loosely, and three greedy ones, which get trees."""
+    requests = harness.videos(FAMILY, 4) + harness.videos(FAMILY, 4, temperature=1.0)
+    tell = engine.llm.collective_rpc
+
+    def ask(num_requests: int = 8, **more: Any) -> dict:
+        tell("vidspec_watch", args=(True,))
+        tell("vidspec_watch_scores", args=(True,))
+        outputs, counted = engine.measured([(prompt, {**args, **more}) for prompt, args in requests[:num_requests]])
+        pruned, scored = tell("vidspec_watch", args=(False, True)), tell("vidspec_watch_scores", args=(False,))
+        for rank in (*pruned, *scored):  # in the order of the prompts, not of the batch
+            rank.sort(key=lambda record: int(record["req_id"].split("-")[0]))
+        return {"token_ids": harness.token_ids(outputs), "counters": counted, "scored": scored} | seen(outputs, pruned)
+
+    strict = ask()
+    loose = ask(extra_args={"vidspec_scorer": "loose", "vidspec_lambda": 0.9})
+    engine.llm.reset_prefix_cache()
+    return {"strict": strict, "loose": loose, "trees": ask(3)}
+
+
+def seen(outputs: list, pruned: list[list[dict]]) -> dict[str, Any]:
+    """Return the prompts of requests, and by rank the scores and the choice of each."""
+    return {
+        "prompt_ids": [list(output.prompt_token_ids) for output in outputs],
+        "scores": [[(record["scores"] or [None])[0] for record in rank] for rank in pruned],
+        "kept_indices": [[record["kept_indices"][0] for record in rank] for rank in pruned],
+    }
+
+
+def two() -> dict[str, dict]:
+    """What two ranks do."""
+    return ask_all(start(2, **SPEC))
+
+
+def adaptive() -> dict:
+    """Answer videos and texts on two ranks under the controller, every second step with the first request at rest."""
+    engine = start(2, adaptive_tokens=True, on_draft_error="raise")
+    controller, calls = engine.scheduler._vidspec_side._control._controller, [0]
+    decide, option = controller.decide, max(controller.options, key=lambda option: option.num_tokens)
+
+    def in_turns(req_ids, most=None):
+        calls[0] += 1
+        resting = frozenset(req_ids[:1]) if calls[0] % 4 < 2 else frozenset()
+        return decide(req_ids, most)._replace(option=option, resting=resting, number=calls[0])
+
+    controller.decide = in_turns
+    outputs, counted = engine.measured(harness.videos_and_texts(FAMILY))
+    return {"token_ids": harness.token_ids(outputs), "counters": counted}
+
+
+def parallel(of_target: int, of_drafter: int) -> dict:
+    """A target and a drafter of any number of ranks each."""
+    # Three processes on two cores, maybe beside others: without a wait no draft would ever be in time.
+    drafter = {"device": "cpu", "tensor_parallel_size": of_drafter, "wait_us": 500_000}
+    engine = start(of_target, pruner="specvlm", on_draft_error="raise", parallel=drafter)
+    outputs, counted = engine.measured(harness.videos(FAMILY, 4) + harness.videos(FAMILY, 4, temperature=1.0))
+    long, counted_long = engine.measured(harness.videos(FAMILY, 1, max_tokens=LONG, ignore_eos=True))
+    found = {"token_ids": harness.token_ids(outputs), "counters": counted}
+    engine.llm.llm_engine.engine_core.shutdown()
+    return found | {"long": harness.token_ids(long)[0][0], "counters_long": counted_long}
+
+
+def server() -> None:
+    """Say which processes are the drafter's, and work until killed."""
+    engine = start(1, pruner="uniform", parallel={"device": "cpu"}, on_draft_error="raise")
+    print("RESULT " + json.dumps(engine.runner.drafter_client.pids), flush=True)
+    while True:
+        engine.generate(harness.videos(FAMILY, 2))
+
+
+if __name__ == "__main__":
+    program, arguments = globals()[sys.argv[1]], map(int, sys.argv[2:])
+    print("RESULT " + json.dumps(program(*arguments)), flush=True)

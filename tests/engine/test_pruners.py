@@ -1,0 +1,94 @@
+"""What pruners are worth in running engines: by acceptance, each request by its own, and of inflated targets."""
+
+import json
+
+import pytest
+import torch
+
+from tests.engine import harness
+from tests.engine.harness import FAMILIES, LLAVA, QWEN3, assert_same_answers, skipped
+from vidspec_tools import inflation
+from vllm_vidspec import metrics
+from vllm_vidspec.config import parse_config
+from vllm_vidspec.tools import pairs
+
+pytestmark = pytest.mark.engine
+
+PRUNERS = ("specvlm", "attention", "uv", "uniform")
+
+
+@pytest.mark.parametrize("family", [*(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES), QWEN3])
+def test_guided_beats_unguided_beats_blind(family):
+    """Acceptance length over 8 held-out videos, a tenth of each kept.
+
+    Catches: scores that are shifted, reversed or of another item.
+    """
+    lengths = {}
+    with harness.engine(family, "draft", pruner="auto") as engine:
+        for knobs in ({"pruner": "specvlm"}, {"pruner": "uv"}, {"pruner": "uniform"}, {"prune_ratio": 1.0}):
+            engine.retune(**knobs)
+            engine.llm.reset_prefix_cache()
+            _, counted = engine.measured(harness.videos(family, 8, max_tokens=160))
+            lengths[str(*knobs.values())] = 1 + counted["accepted_tokens"] / counted["drafts"]
+    assert lengths["uniform"] > lengths["1.0"] + 0.3
+    assert min(lengths["specvlm"], lengths["uv"]) > lengths["uniform"] + 0.3
+
+
+def test_each_request_has_a_pruner_of_its_own(reference, tmp_path):
+    """Four pruners in one batch: attention and hidden states are heard for those that need them, for nobody else.
+
+    Catches: scores of one kind taken for the other's, a request that is heard twice, a way that is not read, an answer
+    that differs.
+    """
+    expected, path = reference(LLAVA, "videos"), tmp_path / "learned.json"
+    with (
+        harness.async_scheduling(),
+        harness.engine(LLAVA, "draft", pruner="auto", auto_file=str(path), overrides=harness.NO_CACHE) as engine,
+    ):
+        with engine.watched() as seen:
+            outputs, counted = engine.measured(harness.videos(LLAVA, 8))
+            engine.idle()
+        assert_same_answers(expected, outputs)
+        outputs = engine.generate(harness.videos(LLAVA, 8))
+        assert_same_answers(expected, outputs)
+        after = engine.counters()
+    assert skipped(counted) == {}
+    # The first twelve are given in turn: two of each pruner in the first batch, six of which are guided.
+    assert counted["prompts"] == 8 and counted["guided_prompts"] == 6
+    assert sum(counted[f"unguided_{reason}"] for reason in metrics.GUIDANCE_FALLBACKS) == 0
+    assert [record["scores"] is not None for record in seen] == [True, True, True, False] * 2
+    assert len({len(record["kept_indices"][0]) for record in seen}) == 1, "one budget, whatever the pruner"
+    assert after["auto_requests_specvlm"] > 0 and after["auto_tokens_uv"] > after["auto_verify_steps_uv"] > 0
+    learned = json.loads(path.read_text())
+    assert [arm["pruner"] for arm in learned["learned"]] == list(PRUNERS)
+    assert sum(arm["num_requests"] for arm in learned["learned"]) == 16
+    config, _ = parse_config({"model": "x", "num_speculative_tokens": 5, "calibration": str(path)})
+    assert config.prune.pruner == learned["config"]["pruner"] in PRUNERS
+
+
+@pytest.mark.parametrize("pruner", ["specvlm", "uv"])
+def test_an_inflated_target_is_the_original(pruner, tmp_path):
+    """Both checkpoints inflated: the same tokens, logprobs to the last bit in fp32, scores, choices and drafts.
+
+    Catches: "all" layers, or seven tenths of more.
+    """
+    family = LLAVA
+    calibrated = json.loads(pairs.calibration(family).read_text())["config"] if pruner == "specvlm" else {}
+    target, draft = (pairs.checkpoint(family, role) for role in ("target", "draft"))
+    # Seven tenths of 8 layers is another layer than of 4, and all of 8 are more.
+    copies = [str(inflation.inflate(path, 4, tmp_path)) for path in (target, draft)]
+    knobs = inflation.guidance_knobs(target, {name: value for name, value in calibrated.items() if name == "lambda_r"})
+    runs = []
+    for one, other in ((target, draft), copies):
+        with harness.engine(family, other, {"model": one}, pruner=pruner, **knobs) as engine:
+            with engine.watched() as records:
+                outputs, counted = engine.measured(harness.videos(family, 2, max_tokens=12, logprobs=3))
+            answers = [output.outputs[0] for output in outputs]
+            scores = [record["scores"][0] for record in records]
+            kept = [record["kept_indices"][0].tolist() for record in records]
+            assert not any(n for name, n in counted.items() if name.startswith("unguided"))
+            told = [(a.token_ids, [{t: p.logprob for t, p in at.items()} for at in a.logprobs]) for a in answers]
+            runs.append((told, scores, kept, counted["drafts"], counted["accepted_tokens"]))
+    (expected, expected_scores, *others), (found, found_scores, *found_others) = runs
+    assert found == expected and found_others == others
+    assert all(torch.equal(a, b) for a, b in zip(found_scores, expected_scores, strict=True))

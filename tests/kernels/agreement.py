@@ -1,0 +1,70 @@
+"""What every operation's tests share: equal calls by kernel and by loop, kernels with a planted mistake."""
+
+import contextlib
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+CPU = torch.device("cpu")
+# Attributes and arguments that hold no results.
+SKIPPED = {"ready", "known", "arrays", "addresses", "scratch"}
+
+
+def tensors_in(value, name=""):
+    """Return every tensor of arguments or results by its path."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    items = ()
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):  # no launch plans
+        items = value.items()
+    elif hasattr(value, "_asdict"):
+        items = value._asdict().items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    elif type(value).__module__.startswith("vidspec_kernels"):
+        items = vars(value).items()
+    parts = [tensors_in(part, f"{name}.{key}") for key, part in items if key not in SKIPPED]
+    return {path: tensor for part in parts for path, tensor in part.items()}
+
+
+def left_by(impl, case, device, *sizes, **more):
+    """Return the tensors that a call of `case(device, ...)`, a wrapper and its arguments, returns and leaves."""
+    wrapper, arguments = case(device, *sizes, **more)
+    found = tensors_in({"result": wrapper(**arguments, impl=impl)} | arguments)
+    assert found
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+def agree(case, device, *sizes, atol=0.0, **more):
+    """Assert that the kernel leaves what the loop leaves, whatever was there before; return it.
+
+    Outputs are best full of a sentinel, so that a write past them shows.
+    """
+    kernel, loop = left_by("triton", case, device, *sizes, **more), left_by("numba", case, CPU, *sizes, **more)
+    assert kernel.keys() == loop.keys()
+    for name, tensor in loop.items():
+        message = functools.partial("{}: {}".format, name)
+        torch.testing.assert_close(kernel[name], tensor, rtol=0, atol=atol, equal_nan=True, msg=message)
+    return loop
+
+
+@contextlib.contextmanager
+def mutated(folder, owner, name, *edits):
+    """Replace some text, every occurrence, of the file in which a module's kernel or reference is written."""
+    function = getattr(owner, name)
+    source = Path(sys.modules[getattr(function, "fn", function).__module__].__file__).read_text()
+    for old, new in edits:
+        assert old in source, f"the mutation no longer applies: {old}"
+        source = source.replace(old, new)
+    path = folder / "mutant.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location("mutant", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, getattr(module, name))
+        yield

@@ -1,0 +1,94 @@
+"""What the scheduler's side, the runner and the worker do beside the loop."""
+
+import contextlib
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+from vllm.v1.outputs import DraftTokenIds
+
+from vllm_vidspec.config import VidSpecConfig, parse_config
+from vllm_vidspec.engine import control as module
+from vllm_vidspec.engine.compat.scheduler import _DECISION, StepReport, attach_report
+from vllm_vidspec.engine.parallel.client import DrafterClient
+from vllm_vidspec.engine.parallel.messages import Failed
+from vllm_vidspec.engine.runner import VidSpecModelRunner
+from vllm_vidspec.engine.worker import VidSpecWorker
+from vllm_vidspec.errors import VidSpecError
+
+
+def test_placeholders_cost_rows_and_are_not_rejected_drafts(monkeypatch):
+    """Rows that are scheduled for drafts which have not come: their time is learned, and no acceptance. Catches:
+    acceptance of placeholders, costs of steps with placeholders taken for those of steps without."""
+    now = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    config, _ = parse_config({"model": "draft", "num_speculative_tokens": 5})
+    scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=64))
+    control = module.SchedulerControl(config, scheduler, SimpleNamespace(), None)
+    video = SimpleNamespace(modality="video", mm_position=SimpleNamespace(length=250))
+    sampling = SimpleNamespace(temperature=0.0)
+    control.is_shown(SimpleNamespace(request_id="a", mm_features=[video], sampling_params=sampling, num_tokens=300), 0)
+    for number in range(12):
+        new = [] if number else ["a"]
+        step = SimpleNamespace(num_scheduled_tokens={"a": 1}, finished_req_ids=set(), scheduled_new_reqs=new)
+        decision = control.plan(step, None)
+        setattr(step, _DECISION, decision)
+        rows = step.num_spec_tokens_to_schedule = decision.option.num_tokens
+        step.scheduled_spec_decode_tokens = {"a": [0] * rows} if rows else {}
+        step.total_num_scheduled_tokens = 1 + rows
+        output = SimpleNamespace(req_ids=["a"], sampled_token_ids=[[0]])
+        attach_report(output, StepReport(frozenset(), frozenset(), 0.0, ()))
+        now += 0.01 + 0.001 * rows
+        control.observe(step, output)
+    assert control._controller.acceptance.tries(0) == 0
+    assert any(record.x[4] > 0 for record in control._controller.costs._records.values())
+
+
+def test_drafts_of_a_request_that_has_left_are_nobodys():
+    """A scheduler that runs ahead asks, for a grammar's sake, when the next step has let go of who has ended. Catches:
+    an engine that dies of it, drafts of the request that has the row by now."""
+    runner = VidSpecModelRunner.__new__(VidSpecModelRunner)
+    drafts = DraftTokenIds(["here", "gone", "cut"], [[1, 2], [3, 4], [5, 6]])
+    runner.draft_tokens_handler = SimpleNamespace(get_draft_tokens=lambda: drafts)
+    runner.num_speculative_steps, runner._was_at_rest = 2, False
+    runner.requests = SimpleNamespace(num_drafts=lambda most: np.array([1, most]))
+    runner.req_states = SimpleNamespace(req_id_to_index={"here": 1, "cut": 0})
+    assert runner.take_draft_token_ids().draft_token_ids == [[1, 2], [], [5]]
+
+
+@pytest.mark.parametrize(
+    ("choice", "is_up", "raises"), [("raise", True, True), ("skip", True, False), ("raise", False, False)]
+)
+def test_errors_that_are_to_raise_do_so_in_the_drafters_process_too(choice, is_up, raises):
+    """Catches: a drafter that ends by an error time and again, while requests go on without drafts and nobody is told.
+    One that has not come up yet is refused as the engine starts."""
+    client = DrafterClient.__new__(DrafterClient)
+    client._config = VidSpecConfig(model="x", num_speculative_tokens=5, on_draft_error=choice)
+    client._channel = SimpleNamespace(flush=lambda: None, receive=lambda: [Failed("RuntimeError: no")], is_closed=False)
+    client._processes, client.is_up = [], is_up
+    if raises:
+        with pytest.raises(VidSpecError, match="the drafter failed: RuntimeError: no"):
+            list(client._receive())
+    else:
+        assert list(client._receive()) == []
+        assert client._reason == "RuntimeError: no"
+
+
+def test_what_is_lost_is_forgotten_first():
+    """Catches: a draft that goes on over KV that is gone; weights that nobody reloads; pools copied to the host."""
+    vllms = mock.Mock()
+
+    class Base:
+        model_runner, sleep, discard, init_device = vllms, vllms.sleep, vllms.discard, vllms.init_device
+        _maybe_get_memory_pool_context = staticmethod(lambda tag: contextlib.nullcontext(tag))
+
+    worker = type("Worker", (VidSpecWorker, Base), {})()
+    worker.sleep()
+    worker.discard(("kv_cache",))
+    worker.sleep(2)
+    forget, sleep = mock.call.forget_kv(), mock.call.sleep(1)
+    assert vllms.mock_calls == [forget, sleep, forget, mock.call.discard(("kv_cache",)), forget, sleep]
+    worker.init_device()
+    with vllms.kv_allocation() as tag:
+        assert tag == "kv_cache"

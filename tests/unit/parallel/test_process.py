@@ -1,0 +1,185 @@
+"""What the target's process writes down for the drafter, and what that costs where it fails; where the drafter runs."""
+
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.engine.fakes import CPU, Counts, make_knobs, new_request
+from tests.unit.parallel.pair import MAX_REQS, MOST, SIZES
+from vllm_vidspec import metrics
+from vllm_vidspec.config import parse_config
+from vllm_vidspec.engine.parallel import backend, launch, messages, rank
+from vllm_vidspec.engine.parallel.client import DrafterClient
+from vllm_vidspec.engine.parallel.commits import Commits
+from vllm_vidspec.engine.parallel.rank import TargetMirror
+from vllm_vidspec.engine.parallel.start import available_bytes
+from vllm_vidspec.engine.requests import RequestRows
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.parallel import Sizes, Tables, WindowRule
+
+
+def make_tables() -> Tables:
+    tables = Tables(bytearray(Tables.num_bytes(SIZES)), SIZES)
+    tables.forget_streams()
+    return tables
+
+
+def test_a_commit_that_fails_is_told():
+    """Its texts have a hole: requests that run go on without drafts, are counted with a line, and later ones get some.
+    Catches: a thread that ends with its first exception, while everything else goes on and no draft ever stands
+    again."""
+    client = mock.Mock(tables=make_tables(), num_connects=1, is_up=True, **{"poll.return_value": []})
+    states = SimpleNamespace(
+        prompt_len=SimpleNamespace(np=np.full(MAX_REQS, 8)),
+        max_seq_len=np.full(MAX_REQS, 96),
+        max_model_len=96,
+    )
+    sampler = SimpleNamespace(sampling_states=SimpleNamespace(seeds=SimpleNamespace(np=np.zeros(MAX_REQS))))
+    knobs = make_knobs(parallel={"device": "cpu"}, num_speculative_tokens=MOST, on_draft_error="skip")
+    with mock.patch.object(backend, "get_tp_group", lambda: SimpleNamespace(world_size=1)):
+        counters, requests = Counts(), RequestRows(MAX_REQS, CPU)
+        here = backend.ParallelBackend(knobs, client, requests, states, sampler, False, counters, CPU)
+    sampling = SimpleNamespace(clone=lambda: SimpleNamespace(seed=None), structured_outputs=None)
+    requests.register(here, drafting=[here])
+    for row in range(2):
+        requests.add(new_request(row, "", sampling=sampling))
+    here._commits._failure = "ValueError: planted"
+    here._receive(client, here._commits)
+    requests.add(new_request(2, "", sampling=sampling))
+    here._receive(client, here._commits)
+    assert counters["skipped_draft_error"] == 2 and "planted" in counters["why"][0]
+    assert [sent.refusal for _, sent in sorted(here._sent.items())] == ["draft_error", "draft_error", None]
+
+
+def test_the_thread_of_commits_outlives_an_exception(monkeypatch):
+    """Catches: a loop that ends, a buffer that is lost with it, an event that polls the driver."""
+    made = []
+
+    class Event:
+        def __init__(self, blocking=False):
+            assert blocking
+            made.append(self)
+
+        def record(self):
+            """It is there at once."""
+
+        synchronize = record
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    zeros, empty = torch.zeros, torch.empty
+    monkeypatch.setattr(torch, "zeros", lambda *args, device=None, **more: zeros(*args, **more))
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **more: empty(*args, **more))
+    here = Commits(make_tables(), WindowRule(MOST), Counts(), torch.device("cuda"), MOST)
+    done, fails = [], [True]
+
+    def write(host):
+        if fails:
+            fails.pop()
+            raise ValueError("planted")
+        done.append(host.tolist())
+
+    for number in range(9):
+        here._send(torch.full((2, 3), number, dtype=torch.int32), write)
+        deadline = time.monotonic() + 10
+        while len(done) + (not fails) <= number and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert done == [[[number] * 3] * 2 for number in range(1, 9)]
+    assert here.take_failure() == "ValueError: planted" and here.take_failure() is None
+    assert len(made) <= 2
+
+
+def test_arrivals_are_told_at_once():
+    """Three that come at a time, one of them in a row that another has left: what they stage is written in one go.
+    Catches: a write per arrival into vLLM's two buffers, of which the third tears the first; two writes of one row."""
+    mirror, log = TargetMirror.__new__(TargetMirror), []
+    mirror._staged, mirror._told, mirror.text = set(), None, torch.zeros(4, 8, dtype=torch.int32)
+    mirror.states, mirror.sampler = mock.Mock(index_to_req_id={}), mock.Mock()
+    mirror.states.add_request = lambda *args: log.append(args[0])
+    mirror.states.apply_staged_writes = lambda: log.append("apply")
+
+    def arrive(name, row):
+        mirror.add(messages.Add(name, row, 1, np.arange(3, dtype=np.int32), 3, 8, [], None))
+
+    with mock.patch.object(rank, "async_tensor_h2d", lambda data, device: torch.from_numpy(data)):
+        for row in range(3):
+            arrive(f"r{row}", row)
+        mirror.apply()
+        mirror.apply()
+        arrive("r3", 1)
+        mirror.remove(1)
+        arrive("r4", 1)
+        mirror.apply()
+    assert log == ["r0", "r1", "r2", "apply", "r3", "apply", "r4", "apply"]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
+def test_a_drafter_has_the_cores_that_the_rank_leaves():
+    """Catches: a drafter that shares the one core that vLLM has bound the target to, while others are idle."""
+    cores = os.sched_getaffinity(0)
+    first = min(cores)
+    code = f"import os; os.sched_setaffinity(0, [{first}]); print('bound', flush=True); input()"
+    rank = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert rank.stdout.readline() == "bound\n"
+        assert launch.cores_beside(rank.pid) == cores - {first}
+    finally:
+        rank.communicate("\n")
+    assert launch.cores_beside(rank.pid) == set(), "a process that is gone"
+
+
+def test_what_a_lost_drafter_held_is_gone():
+    """Catches: blocks of a drafter that was killed, on /metrics until another has come up."""
+    config = parse_config(
+        {"method": "vidspec", "model": "self", "num_speculative_tokens": 2, "parallel": {"device": "cpu"}}
+    )
+    client = DrafterClient(b"", config, Sizes(2, 8, 4, len(metrics.NAMES)), 10)
+    try:
+        blocks, prompts = map(metrics.NAMES.index, ("draft_pool_blocks_used", "prompts"))
+        client.tables.counters[[blocks, prompts]] = 100, 7
+        client._lose("planted")
+        assert client.tables.counters[[blocks, prompts]].tolist() == [0, 7]
+    finally:
+        client.close()
+
+
+def config_of(device, **more):
+    spec = {"method": "vidspec", "model": "draft", "num_speculative_tokens": 2, **more}
+    return parse_config(spec | {"parallel": {"device": device}})[0]
+
+
+def test_devices_are_those_that_the_server_sees():
+    """Catches: `cuda:2` of a server that sees two, which is an empty list, and so the target's first device."""
+    assert launch.devices_of(config_of("cuda:1"), "6,7") == ["7"]
+    assert launch.devices_of(config_of("cuda:1"), None) == ["1"]
+    assert launch.devices_of(config_of("cpu"), "6,7") == []
+    with pytest.raises(VidSpecError, match=r"would need cuda:2, and the server sees 2 devices"):
+        launch.devices_of(config_of("cuda:2"), "6,7")
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("free", "knobs", "expected"),
+    [
+        (60, {}, 52),  # a device of its own: what the target's utilization leaves free stays free
+        (7, {}, "has 7516192768 of 85899345920 bytes left; no room for its KV cache"),
+        (7, {"draft_kv_bytes": 5 * GIB, "draft_encoder_bytes": GIB}, 6.25),  # one that the target has filled
+        (6, {"draft_kv_bytes": 5 * GIB, "draft_encoder_bytes": GIB}, "draft_kv_bytes 5368709120, .* take 6710886400"),
+    ],
+)
+def test_what_a_drafter_may_take(free, knobs, expected):
+    """Catches: the target's utilization taken off what the target has left, which is less than nothing."""
+    take = (free * GIB, 80 * GIB, 0.9, config_of("cuda:1", **knobs))
+    if isinstance(expected, str):
+        with pytest.raises(VidSpecError, match=expected):
+            available_bytes(*take)
+    else:
+        assert available_bytes(*take) == pytest.approx(expected * GIB, abs=2)

@@ -1,0 +1,270 @@
+"""Engines of the benchmarks: `EngineSession` with commands that time steps; the second half runs in the subprocess."""
+
+import dataclasses
+import itertools
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from vidspec_tools import reel
+from vllm_vidspec import metrics
+from vllm_vidspec.config import METHOD
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.names import WRITER_THREAD
+from vllm_vidspec.shapeworld import world
+from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.engine_session import EngineSession
+from vllm_vidspec.tools.progress import Report, silent
+from vllm_vidspec.tools.session_job import Engine, gain, main, sampling_params
+from vllm_vidspec.tools.user_files import read_video
+
+WARM_UP_TOKENS = 8
+# What `clock` tells of each step.
+_VERIFIED = ("draft_tokens", "accepted_tokens", "stale_streams")
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class BenchSession(EngineSession):
+    """An `EngineSession` that knows the commands of `BenchEngine`.
+
+    Its job may also hold `cpus`, the cores that the process may use, and in `prompts`: `warm_up` (the index of one more
+    video: what happens once, as lazy imports do, is then part of no figure), `num_videos` held-out videos of each
+    request (a list: of one request after another), `video_frac` of one's frames, or `reel_tokens`: held-out reels of so
+    many video tokens, each with its own question.
+    """
+
+    # vidspec_tools is in no wheel: the subprocess may not find it.
+    program = (
+        "-c",
+        f"import sys; sys.path.append({str(_ROOT)!r}); from vidspec_tools.bench import session; session.run_job()",
+    )
+
+
+def run_job() -> None:
+    """Be the subprocess of a `BenchSession`."""
+    sys.exit(main(BenchEngine))
+
+
+class BenchEngine(Engine):
+    """An engine whose steps are timed."""
+
+    commands: ClassVar[tuple[str, ...]] = (*Engine.commands, "look", "clock", "batch", "retune")
+
+    @classmethod
+    def prepare(cls, job: dict[str, Any]) -> None:
+        """Let this process and the threads that it will start use the job's cores only; vLLM would bind them anew."""
+        if "cpus" in job:
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            os.sched_setaffinity(0, job["cpus"])
+
+    def warm_up(self) -> None:
+        """Answer the warm-up request; then all threads must be on the job's cores."""
+        assert self.job is not None
+        prompts, cpus = self.job["prompts"], self.job.get("cpus")
+        if "warm_up" in prompts:
+            requests = self.bundled_requests(prompts | {"held_out": [prompts["warm_up"]]})
+            dataclasses.replace(self, requests=requests).ask({"max_tokens": WARM_UP_TOKENS})
+        if cpus is not None and (cores := _cores_of_threads()) != set(cpus):
+            raise VidSpecError(f"the engine was to run on cores {cpus} and may run on {sorted(cores)}")
+
+    def progress(self) -> Any:
+        """Return a tqdm class whose updates become events, or False where nobody listens."""
+        return _progress(self.report)
+
+    @staticmethod
+    def bundled_requests(prompts: dict[str, Any]) -> list[Any]:
+        """Return a prompt for every request, in the words of a bundled pair."""
+        family, places = prompts["family"], prompts.get("held_out", [])
+        if "reel_tokens" in prompts:
+            reels = [reel.held_out(i, prompts["reel_tokens"]) for i in places]
+            return [pairs.video_prompt(family, frames, question.text) for frames, question, _ in reels]
+        num_frames = prompts.get("num_frames") or pairs.pair_for(family).num_frames
+        frac = prompts.get("video_frac", 1.0)
+        counts = prompts.get("num_videos", 1)
+        counts = [counts] * len(places) if isinstance(counts, int) else counts
+        requests = [
+            [_part(world.held_out(max(counts) * i + j).frames, frac, num_frames) for j in range(count)]
+            for i, count in zip(places, counts, strict=False)
+        ]
+        requests += [[read_video(path, num_frames)] for path in prompts.get("videos", [])]
+        question = prompts["question"]
+        return [pairs.media_prompt(family, question, videos=videos, num_frames=num_frames) for videos in requests]
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether it drafts as vLLM does without us."""
+        spec = self.job["llm"].get("speculative_config", {}) if self.job else {}
+        return spec.get("method", METHOD) != METHOD
+
+    def counters(self) -> dict[str, int] | None:
+        """Return what our counters say now, or vLLM's own, by our names, where it drafts without us; None for vanilla.
+
+        What vLLM does not count is 0.
+        """
+        if not self.is_stock:
+            return super().counters()
+        values = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in self.llm.get_metrics()}
+        names = [name for name in ("drafts", "draft_tokens", "accepted_tokens") if name in values]
+        return dict.fromkeys(metrics.NAMES, 0) | {name: int(values[name].value) for name in names}
+
+    def retune(self, knobs: dict[str, Any]) -> dict[str, Any]:
+        """Change knobs of VidSpecConfig from here on."""
+        self.llm.collective_rpc("vidspec_retune", args=(knobs,))
+        return {}
+
+    def answer(self, watch: bool = False, **asked: Any) -> dict[str, Any]:
+        """Answer every prompt, and with `watch` return `captions`, too; see `engine_session.answer_command`."""
+        if not watch:
+            return self.answered(**asked)[0] | {"captions": None}
+        self.llm.collective_rpc("vidspec_watch_scores", args=(True,))
+        answer, outputs = self.answered(**asked)
+        watched = self.llm.collective_rpc("vidspec_watch_scores", args=(False,))[0]
+        return answer | {"captions": _watched_captions(self.llm.get_tokenizer(), outputs, watched)}
+
+    def look(self, path: str) -> dict[str, Any]:
+        """Save to `path` how the first item of every prompt was pruned, and what was measured of it for that."""
+        import torch
+
+        self.llm.collective_rpc("vidspec_watch", args=(True,))
+        self.ask({"max_tokens": 2})  # after a first token that is also the last one, nothing is drafted
+        watched = self.llm.collective_rpc("vidspec_watch", args=(False,))[0]
+        records = [
+            {
+                "grid": (grid.num_frames, grid.height, grid.width, grid.num_trailing),
+                "kept_indices": record["kept_indices"][0],
+                "scores": None if record["scores"] is None else record["scores"][0],
+                "features": None if record["embeddings"] is None else record["embeddings"][0],
+            }
+            for record in watched
+            for grid in record["grids"][:1]
+        ]
+        torch.save(records, path)
+        return {}
+
+    def clock(self, index: int, sampling: dict[str, Any], seed: int | None) -> dict[str, Any]:
+        """Answer one request alone; return when its tokens came.
+
+        Returns:
+            `token_ids`; `ttft_s`, from handing the request in (its video still to be preprocessed) to the first token;
+            `decode_s`, from the first token to the last; `step_s`, the wall time of each step in between; `verified`,
+            what our counters gained in each of these steps: drafts verified, drafts accepted, stale streams (nothing
+            for vanilla); `metrics`.
+        """
+        enqueue = self.llm.enqueue_chat if self.is_chat else self.llm.enqueue
+        engine, steps, outputs = self.llm.llm_engine, [], []
+        counted: list[dict[str, int] | None] = []
+        before, start = self.counters(), time.monotonic()
+        enqueue([self.requests[index]], sampling_params(sampling, seed=seed), use_tqdm=False)
+        while engine.has_unfinished_requests():
+            begin = time.monotonic()
+            outputs += engine.step()
+            steps.append((begin, time.monotonic()))
+            counted.append(None if self.is_stock else self.counters())  # vLLM's own take too long to read
+        # What vLLM notes of a request: times of time.monotonic(), as each of its steps ends.
+        noted = outputs[-1].metrics
+        return {
+            "token_ids": list(outputs[-1].outputs[0].token_ids),
+            "ttft_s": noted.first_token_ts - start,
+            "decode_s": noted.last_token_ts - noted.first_token_ts,
+            "step_s": [end - begin for begin, end in steps if begin >= noted.first_token_ts],
+            "verified": [
+                [gained.get(name, 0) for name in _VERIFIED]
+                for (begin, _), *readings in zip(steps, [before, *counted], counted, strict=False)
+                if begin >= noted.first_token_ts and (gained := gain(*readings)) is not None
+            ],
+            "metrics": gain(before, self.counters()),
+        }
+
+    def batch(self, indices: list[int], sampling: dict[str, Any], seed: int | None) -> dict[str, Any]:
+        """Answer some requests at once; return when their tokens came.
+
+        Returns:
+            `answers`, of each request `token_ids` and `first_s` and `last_s`, when its first and its last token came,
+            from handing all of them in (their videos still to be preprocessed); `metrics`.
+        """
+        before, start = self.counters(), time.monotonic()
+        outputs = self.ask(sampling, seed, indices)
+        return {
+            "answers": [
+                {
+                    "token_ids": list(output.outputs[0].token_ids),
+                    "first_s": output.metrics.first_token_ts - start,
+                    "last_s": output.metrics.last_token_ts - start,
+                }
+                for output in outputs
+            ],
+            "metrics": gain(before, self.counters()),
+        }
+
+
+def _watched_captions(tokenizer: Any, outputs: list[Any], watched: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return of each answer `words`, `relevance` and `kinds`, one of each per token."""
+    records = {record["req_id"].split("-")[0]: record for record in watched}  # vLLM adds a suffix of its own
+    captions = []
+    for output in outputs:
+        token_ids = list(output.outputs[0].token_ids)
+        # A request that was never drafted for is not watched: all its tokens are the target's own.
+        unwatched = {"tokens": token_ids, "relevance": [None] * len(token_ids), "kinds": [0] * len(token_ids)}
+        record = records.get(output.request_id, unwatched)
+        # What was verified past a stop is watched, and not said.
+        if list(record["tokens"])[: len(token_ids)] != token_ids:
+            raise VidSpecError("what was watched are not the tokens of the answer; please report this")
+        relevance, kinds = (list(record[name])[: len(token_ids)] for name in ("relevance", "kinds"))
+        captions.append({"words": token_texts(tokenizer, token_ids), "relevance": relevance, "kinds": kinds})
+    return captions
+
+
+def token_texts(tokenizer: Any, token_ids: list[int]) -> list[str]:
+    """Return what each token adds to the text; of a character in several tokens the last one has it."""
+    texts, shown = [], ""
+    for end in range(1, len(token_ids) + 1):
+        text = tokenizer.decode(token_ids[:end])
+        # An unfinished character is shown as U+FFFD until its last byte comes.
+        if text.endswith("\ufffd") and end < len(token_ids):
+            texts.append("")
+            continue
+        num_alike = sum(1 for _ in itertools.takewhile(lambda two: two[0] == two[1], zip(text, shown, strict=False)))
+        texts.append(text[num_alike:])
+        shown = text
+    return texts
+
+
+def _progress(report: Report) -> Any:
+    """Return a tqdm class whose updates become events, or False where nobody listens."""
+    if report is silent:
+        return False
+    from tqdm import tqdm
+
+    class Reporter(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            # LLM.generate shows one bar for rendering prompts and one for processing them; only the second counts.
+            self._counts = str(kwargs.get("desc", "")).startswith("Processed")
+            super().__init__(*args, **kwargs | {"file": open(os.devnull, "w")})  # noqa: SIM115
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown = super().update(n)
+            if self._counts:
+                report("progress", {"done": int(self.n)})
+            return shown
+
+    return Reporter
+
+
+def _part(frames: Any, frac: float, num_frames: int) -> Any:
+    """Return a video as it is, or evenly spaced frames of it: a share of those that its pair would sample."""
+    if frac == 1.0:
+        return frames
+    wanted = max(1, round(frac * min(num_frames, len(frames))))
+    return frames[np.linspace(0, len(frames) - 1, wanted, dtype=int)]
+
+
+def _cores_of_threads() -> set[int]:
+    """Return every core that a thread of this process may use, but for the one that works for the drafter."""
+    writers = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(WRITER_THREAD)}
+    threads = {int(thread) for thread in os.listdir("/proc/self/task")} - writers
+    return {core for thread in threads for core in os.sched_getaffinity(thread)}

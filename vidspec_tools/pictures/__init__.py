@@ -1,0 +1,1 @@
+"""A picture of what pruning does to one video: `vidspec show-pruning`."""

@@ -1,0 +1,155 @@
+"""Shapes: what a model's sizes, as its config.json has them, say of its weights, KV and arithmetic."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm_vidspec.errors import VidSpecError, quoted
+
+WEIGHT_BYTES = KV_BYTES = 2  # of a number: bf16
+# Bytes of a weight of a layer: vLLM's `quantization: fp8_per_tensor` makes it of a 16-bit checkpoint; four bits, with a
+# scale and a zero for each group of 128, are a checkpoint's own (AWQ, GPTQ, compressed-tensors).
+FP8, INT4 = "fp8_per_tensor", "int4"
+QUANTISATIONS = {FP8: 1.0, INT4: 0.5 + 2.5 / 128}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder and the vision tower before it, in numbers; biases and norms are left out."""
+
+    name: str  # as users see it
+    family: str  # as `vllm_vidspec.families` names it
+    layers: int  # decoder layers
+    hidden: int  # size of the residual stream
+    heads: int  # query heads of a layer
+    kv_heads: int  # KV heads of a layer
+    head_dim: int  # size of a head
+    intermediate: int  # inner size of an MLP, or of one expert
+    vocab: int  # rows of the embedding and of the output head
+    tied: bool = False  # whether the two are one matrix
+    experts: int = 0  # of a layer; 0: dense
+    active_experts: int = 0  # that a token goes through
+    vision_params: int = 0  # weights of the vision tower, roughly; they take memory, and no time while text is decoded
+    vision_heads: int = 16  # heads of a layer of the tower
+    # Of a weight of the layers and of the tower; embedding and output head have 16 bits
+    linear_bytes: float = WEIGHT_BYTES
+
+    @property
+    def _attention_params(self) -> int:
+        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+
+    @property
+    def _mlp_params(self) -> int:
+        return 3 * self.hidden * self.intermediate
+
+    def _decoder_params(self, experts: float) -> float:
+        """Return the weights of all layers and of the output head, with so many experts in a layer."""
+        mlp = (experts * self._mlp_params + self.experts * self.hidden) if self.experts else self._mlp_params
+        return self.layers * (self._attention_params + mlp) + self.vocab * self.hidden
+
+    @property
+    def params(self) -> float:
+        """All weights, the vision tower's included."""
+        embedding = 0 if self.tied else self.vocab * self.hidden
+        return self._decoder_params(self.experts) + embedding + self.vision_params
+
+    @property
+    def active_params(self) -> float:
+        """Weights that a token is multiplied with."""
+        return self._decoder_params(self.active_experts)
+
+    def read_params(self, tokens: int) -> float:
+        """Return the weights that a forward over so many tokens reads.
+
+        Of a layer's experts those that any token chose, as if each chose at random: E (1 - (1 - k / E)^tokens).
+        """
+        if not self.experts:
+            return self._decoder_params(0)
+        missed = (1 - self.active_experts / self.experts) ** tokens
+        return self._decoder_params(self.experts * (1 - missed))
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of all weights."""
+        vocab = self.vocab * self.hidden * (1 if self.tied else 2)
+        return (self.params - vocab) * self.linear_bytes + vocab * WEIGHT_BYTES
+
+    def read_bytes(self, tokens: int) -> float:
+        """Return the bytes of `read_params`."""
+        head = self.vocab * self.hidden
+        return (self.read_params(tokens) - head) * self.linear_bytes + head * WEIGHT_BYTES
+
+    def quantised(self, name: str) -> "ModelShape":
+        """Return the same with its layers quantised as one of QUANTISATIONS.
+
+        Raises:
+            VidSpecError: None of them.
+        """
+        if name not in QUANTISATIONS:
+            raise VidSpecError(f"--draft-quantization {quoted(name)} is none of {', '.join(QUANTISATIONS)}")
+        return replace(self, name=f"{self.name} ({name})", linear_bytes=QUANTISATIONS[name])
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that a token takes in the KV cache, over all layers and ranks."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * KV_BYTES
+
+    def is_shared_by(self, ranks: int) -> bool:
+        """Return whether tensor-parallel ranks can share the heads evenly: the rule of `families.check_ranks`."""
+        kv_heads = self.kv_heads
+        uneven = self.heads % ranks or self.vision_heads % ranks or max(kv_heads, ranks) % min(kv_heads, ranks)
+        return not uneven
+
+
+_FAMILY_OF_TYPE = {
+    "qwen2_vl": "qwen2-vl",
+    "qwen2_5_vl": "qwen2.5-vl",
+    "qwen3_vl": "qwen3-vl",
+    "qwen3_vl_moe": "qwen3-vl",
+    "llava_onevision": "llava-onevision",
+}
+
+
+def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
+    """Return the shape of a Hugging Face configuration, as JSON has it.
+
+    Raises:
+        VidSpecError: A family that is not supported, a quantised model, or numbers that are none.
+        KeyError: What it lacks.
+    """
+    family = _FAMILY_OF_TYPE.get(config["model_type"])
+    if family is None:
+        raise VidSpecError(f"model_type {quoted(config['model_type'])} is none of {', '.join(_FAMILY_OF_TYPE)}")
+    if config.get("quantization_config"):
+        raise VidSpecError("it is quantised; plans are made for 16-bit weights")
+    text = config.get("text_config") or config
+    vision = config.get("vision_config") or {}
+    experts = text.get("num_experts") or 0
+    hidden, heads = text["hidden_size"], text["num_attention_heads"]
+    shape = ModelShape(
+        name,
+        family,
+        layers=text["num_hidden_layers"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=text["num_key_value_heads"],
+        head_dim=text.get("head_dim") or hidden // heads,
+        intermediate=text["moe_intermediate_size" if experts else "intermediate_size"],
+        vocab=text["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        experts=experts,
+        active_experts=text["num_experts_per_tok"] if experts else 0,
+        vision_params=_vision_params(vision),
+        vision_heads=vision.get("num_heads") or vision.get("num_attention_heads") or 16,
+    )
+    sizes = (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.intermediate, shape.vocab)
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise VidSpecError("its sizes are not all positive integers")
+    return shape
+
+
+def _vision_params(vision: Mapping[str, Any]) -> int:
+    """Return the weights of a tower's layers, three matrices to an MLP; 0 where the configuration says too little."""
+    depth = vision.get("depth") or vision.get("num_hidden_layers") or 0
+    hidden, inner = vision.get("hidden_size") or 0, vision.get("intermediate_size") or 0
+    return depth * (4 * hidden * hidden + 3 * hidden * inner)

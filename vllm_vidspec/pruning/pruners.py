@@ -1,0 +1,265 @@
+"""Every pruner by its name in the configuration: grid, scores or features -> kept_indices (METHODS 1). Pure torch.
+
+Those that follow the target (SpecVLM, ParallelVLM), SpecVLM's score-free baselines, and its temporal ones, after
+FastVID (frame level) and DyCoke (token level), each with the exact budget.
+"""
+
+import torch
+from torch import Tensor
+
+from vllm_vidspec.config import PRUNERS, PruneKnobs
+from vllm_vidspec.errors import VidSpecError, nearest
+from vllm_vidspec.pruning.base import PruneInputs, Pruner, SelectFn
+
+_COLUMNS = 128  # features widened to float64 at a time: 25,000 tokens need some 150 MB instead of some 4 GB
+_SAME = 1e-12  # below the precision of any feature; makes an unchanged token's novelty 0 on every device
+_GROUP = 4  # frames of a DyCoke group
+
+
+def get_pruner(name: str) -> Pruner:
+    """Return the pruner of that name.
+
+    Raises:
+        VidSpecError: No such pruner; the line names the nearest one and all known ones.
+    """
+    if name not in ALL_PRUNERS:
+        raise VidSpecError(f"unknown pruner {name!r}{nearest(name, PRUNERS)}; known: {', '.join(PRUNERS)}")
+    return ALL_PRUNERS[name]
+
+
+def needs_of(knobs: PruneKnobs) -> frozenset[str]:
+    """Return what must be measured for the pruners that knobs choose from: one, or with `auto` several."""
+    return frozenset().union(*(get_pruner(variant.pruner).needs for variant in knobs.variants))
+
+
+# ---- choices of indices ----------------------------------------------------------------------------------------------
+
+
+def linspace_indices(num_candidates: int, num_keep: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return indices at regular intervals over n = `num_candidates`, both ends included: int64 [num_keep], ascending.
+
+    SpecVLM eq. 7 as its code has it, integer linspace(0, n - 1, k), in exact integers: index i is i (n - 1) // (k - 1).
+    One index alone is 0. n must be at least k.
+    """
+    steps = torch.arange(num_keep, dtype=torch.int64, device=device)
+    return steps * (num_candidates - 1) // max(num_keep - 1, 1)
+
+
+def descending_order(scores: Tensor) -> Tensor:
+    """Return int64 [n] that sorts float [n] scores from highest to lowest; of equal ones the lower index comes first.
+
+    Scores are without NaN; the order is the same on every device.
+    """
+    # + 0.0 turns -0.0 into 0.0: a radix sort on the bits may tell them apart.
+    return (scores + 0.0).sort(descending=True, stable=True).indices
+
+
+def top_k_indices(scores: Tensor, num_keep: int) -> Tensor:
+    """Return the indices of the `num_keep` highest scores, as `descending_order` ranks: int64 [num_keep], ascending."""
+    return descending_order(scores)[:num_keep].sort().values
+
+
+def top_p_size(ordered_scores: Tensor, lambda_r: float) -> int:
+    """Return the size of the smallest prefix whose sum reaches `lambda_r` times the total (SpecVLM eq. 6).
+
+    Summed in float64, where 25,000 float32 scores lose nothing that a threshold could notice, and on the CPU, because
+    CUDA's floating point prefix sum may differ from run to run, hence from rank to rank.
+
+    Args:
+        ordered_scores: float32 [n], descending, finite, >= 0; any device.
+        lambda_r: In [0, 1].
+
+    Returns:
+        The size, in [0, n]: 0 for `lambda_r` 0 or a total of 0; for `lambda_r` 1 the number of positive scores.
+    """
+    ordered_scores = ordered_scores.cpu()
+    if lambda_r == 1.0:  # exactly, even where a tiny score no longer changes the float64 sum
+        return int((ordered_scores > 0).sum())
+    sums = torch.cat((torch.zeros(1, dtype=torch.float64), ordered_scores.double().cumsum(0)))  # [n + 1]
+    return int((sums < lambda_r * sums[-1]).sum())
+
+
+# ---- pruners that follow the target ----------------------------------------------------------------------------------
+
+
+def default_uv_layer(num_layers: int) -> int:
+    """Return the paper's Lmax, 20 of 28 layers and more, or as far into a shallower model."""
+    return max(1, min(20, round(0.7 * num_layers)))
+
+
+def _select_top_k(inputs: PruneInputs) -> Tensor:
+    """Keep the highest scores. Of equal ones the lower index wins."""
+    return top_k_indices(inputs.scores, inputs.num_keep)
+
+
+def _select_specvlm(inputs: PruneInputs) -> Tensor:
+    """Keep the top tokens that hold `lambda_r` of the score, and of the others as many as fit, evenly spaced.
+
+    SpecVLM, eq. 6 (stage I, Top-P retention) and eq. 7 (stage II, spatially uniform reduction), as its code reads
+    them: stage II fills the budget that stage I leaves, from the other tokens in sequence order, both ends included;
+    stage I alone is cut to the budget, the highest scores first. Of equal scores the lower index ranks higher. Without
+    any score, and at `lambda_r` 0, stage I is empty and the choice is that of `uniform`.
+    """
+    scores, num_tokens = inputs.scores, inputs.grid.num_tokens
+    assert scores is not None  # checked
+    order = descending_order(scores)  # [num_tokens]
+    retained = order[: min(top_p_size(scores[order], inputs.lambda_r), inputs.num_keep)]
+    is_rest = torch.ones(num_tokens, dtype=torch.bool, device=inputs.device)
+    is_rest[retained] = False
+    rest = is_rest.nonzero()[:, 0]  # [num_tokens - |V_R|], in sequence order
+    spread = rest[linspace_indices(len(rest), inputs.num_keep - len(retained), inputs.device)]
+    return torch.cat((retained, spread)).sort().values
+
+
+# ---- pruners that need nothing but the grid --------------------------------------------------------------------------
+
+
+def _select_none(inputs: PruneInputs) -> Tensor:
+    # Keeps everything whatever the (positive) budget: PruneKnobs.ratio_for gives this pruner ratio 0.
+    return torch.arange(inputs.grid.num_tokens, dtype=torch.int64, device=inputs.device)
+
+
+def _select_uniform(inputs: PruneInputs) -> Tensor:
+    return linspace_indices(inputs.grid.num_tokens, inputs.num_keep, inputs.device)
+
+
+def _select_random(inputs: PruneInputs) -> Tensor:
+    # Drawn on the CPU on every device, so that one seed is one choice on every machine and rank.
+    generator = torch.Generator(device="cpu").manual_seed(inputs.seed)
+    drawn = torch.randperm(inputs.grid.num_tokens, generator=generator, dtype=torch.int64)[: inputs.num_keep]
+    return drawn.sort().values.to(inputs.device)
+
+
+def _window(halves_before: int) -> SelectFn:
+    def select(inputs: PruneInputs) -> Tensor:
+        start = (inputs.grid.num_tokens - inputs.num_keep) * halves_before // 2
+        return torch.arange(start, start + inputs.num_keep, dtype=torch.int64, device=inputs.device)
+
+    return select
+
+
+def _select_frame(inputs: PruneInputs) -> Tensor:
+    """Keep whole frames at regular intervals. What exceeds the budget is cut from the end of the last chosen frame.
+
+    As few frames as can hold the budget, first and last included (a single one is frame 0). The trailing tokens are
+    the end of the last frame, hence the first to go.
+    """
+    grid, num_keep, device = inputs.grid, inputs.num_keep, inputs.device
+    per_frame = grid.tokens_per_frame
+    if per_frame == 0 or grid.num_frames == 0:
+        return torch.arange(num_keep, dtype=torch.int64, device=device)
+    if num_keep <= per_frame or grid.num_frames == 1:
+        num_chosen = 1
+    else:
+        num_chosen = max(2, -(-(num_keep - grid.num_trailing) // per_frame))
+    frames = linspace_indices(grid.num_frames, num_chosen, device)
+    # [num_chosen * per_frame + num_trailing]; where the last frame is not chosen the cut removes the trailing ones.
+    within = torch.arange(per_frame, dtype=torch.int64, device=device)
+    tokens = (frames[:, None] * per_frame + within).flatten()
+    trailing = torch.arange(grid.num_frames * per_frame, grid.num_tokens, dtype=torch.int64, device=device)
+    return torch.cat((tokens, trailing))[:num_keep]
+
+
+# ---- pruners that compare a frame with an earlier one ----------------------------------------------------------------
+
+
+def novelty(features: Tensor, tokens: Tensor, references: Tensor) -> Tensor:
+    """Return 1 - cosine between each token and its reference.
+
+    As half the squared distance of the unit vectors, which is exact where they are equal and precise where they nearly
+    are. A zero vector has cosine 0 with any other, and 1 with another zero vector: nothing changed.
+
+    Args:
+        features: float16, bfloat16 or float32 [num_tokens, dim], finite, any strides.
+        tokens: int64 [n], rows of `features`.
+        references: int64 [n], the row that each is compared with.
+
+    Returns:
+        float64 [n], in [0, 2] up to rounding, never NaN.
+    """
+    squares = torch.zeros(len(features), dtype=torch.float64, device=features.device)
+    for columns in features.split(_COLUMNS, dim=1):
+        squares += columns.double().square().sum(1)
+    is_zero = squares == 0
+    scale = torch.where(is_zero, 0.0, squares.rsqrt())  # [num_tokens]
+    distance = torch.zeros(len(tokens), dtype=torch.float64, device=features.device)
+    for columns in features.split(_COLUMNS, dim=1):
+        unit = columns * scale[:, None]  # float64 [num_tokens, <= _COLUMNS]
+        distance += (unit[tokens] - unit[references]).square().sum(1)
+    distance = torch.where(distance < _SAME, 0.0, distance / 2)
+    return torch.where(is_zero[tokens] != is_zero[references], 1.0, distance)
+
+
+def _select_fastvid(inputs: PruneInputs) -> Tensor:
+    """Keep the frames that differ most from the one before them, whole.
+
+    SpecVLM's SD-FastVID drops the later frame of the most similar consecutive ones. Ours ranks: frame 0 first, then by
+    the mean over positions of `novelty` against the same position in the previous frame (kept or not), of equal ones
+    the earlier. Whole frames are kept in that order; the one that no longer fits fills the budget with its own tokens
+    at regular intervals. The trailing tokens are the end of the last frame. One frame, or tokens without frames, are
+    pruned like `uniform`.
+    """
+    grid, num_keep, per_frame = inputs.grid, inputs.num_keep, inputs.grid.tokens_per_frame
+    if grid.num_frames <= 1 or per_frame == 0:
+        return _select_uniform(inputs)
+    later = torch.arange(per_frame, grid.num_frames * per_frame, dtype=torch.int64, device=inputs.device)
+    change = novelty(inputs.features, later, later - per_frame).view(-1, per_frame).mean(1)  # [num_frames - 1]
+    # From here on a few numbers per frame: on the CPU, where the sizes are needed anyway.
+    order = torch.cat((torch.zeros(1, dtype=torch.int64), descending_order(change.cpu()) + 1))  # [num_frames]
+    sizes = torch.full((grid.num_frames,), per_frame, dtype=torch.int64)
+    sizes[-1] += grid.num_trailing
+    filled = sizes[order].cumsum(0)  # [num_frames]
+    num_whole = int((filled <= num_keep).sum())
+    is_whole = torch.zeros(grid.num_frames, dtype=torch.bool)
+    is_whole[order[:num_whole]] = True
+    is_kept = is_whole.repeat_interleave(sizes)  # [num_tokens]
+    num_left = num_keep - (int(filled[num_whole - 1]) if num_whole else 0)
+    if num_left:
+        frame = int(order[num_whole])
+        is_kept[frame * per_frame + linspace_indices(int(sizes[frame]), num_left)] = True
+    return is_kept.nonzero()[:, 0].to(inputs.device)
+
+
+def _select_dycoke(inputs: PruneInputs) -> Tensor:
+    """Keep the first frame of every group of four, then the tokens that differ most from their reference.
+
+    SpecVLM's SD-DyCoke: frames 2, 3 and 4 of a group are compared with its frames 1, 1 and 3, position by position.
+    Its code keeps every first frame, about 30 % at ratio 0.9; ours keeps the budget: all tokens of first frames, then
+    by `novelty`, of equal ones the lower index, then the trailing tokens (they have no reference). A budget below the
+    first frames' tokens, as any below a quarter, takes these at regular intervals, and similarity has no say. Tokens
+    without frames are pruned like `uniform`.
+    """
+    grid, num_keep, per_frame = inputs.grid, inputs.num_keep, inputs.grid.tokens_per_frame
+    num_framed = grid.num_frames * per_frame
+    if num_framed == 0:
+        return _select_uniform(inputs)
+    tokens = torch.arange(grid.num_tokens, dtype=torch.int64, device=inputs.device)
+    phase = tokens[:num_framed] // per_frame % _GROUP
+    first = (phase == 0).nonzero()[:, 0]
+    if num_keep <= len(first):
+        return first[linspace_indices(len(first), num_keep, inputs.device)]
+    other = (phase != 0).nonzero()[:, 0]
+    frames_back = torch.where(phase[other] == 2, 2, 1)  # 2 -> 1, 3 -> 1, 4 -> 3; phases count from 0
+    ranked = other[descending_order(novelty(inputs.features, other, other - frames_back * per_frame))]
+    return torch.cat((first, ranked, tokens[num_framed:]))[:num_keep].sort().values
+
+
+ALL_PRUNERS = {
+    pruner.name: pruner
+    for pruner in (
+        Pruner("none", _select_none),
+        # `attention` and `uv` are one rule on two measurements: SpecVLM's guidance (eq. 5) without stage II, its
+        # ablation; and ParallelVLM's UV-Prune (eq. 2-4), whose scores may be negative.
+        Pruner("specvlm", _select_specvlm, needs=frozenset({"attention"}), refuses_negative=True),
+        Pruner("attention", _select_top_k, needs=frozenset({"attention"})),
+        Pruner("uv", _select_top_k, needs=frozenset({"uv"})),
+        Pruner("uniform", _select_uniform),
+        Pruner("random", _select_random),
+        Pruner("window:front", _window(0)),
+        Pruner("window:middle", _window(1)),
+        Pruner("window:end", _window(2)),
+        Pruner("frame", _select_frame),
+        Pruner("fastvid", _select_fastvid, needs=frozenset({"features"})),
+        Pruner("dycoke", _select_dycoke, needs=frozenset({"features"})),
+    )
+}
