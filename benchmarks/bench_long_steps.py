@@ -16,8 +16,8 @@ from typing import Any
 
 import harness
 import torch
-from bench_host_time import Stopwatch
 from bench_long import FAMILY, WHOLE, job
+from bench_overheads import Stopwatch
 from decode_steps import DecodeLoop
 
 from vidspec_tools import reel
