@@ -9,6 +9,7 @@ kernel, all layers; `target` and `draft` the rest of these models; `vidspec` our
 """
 
 import argparse
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -73,7 +74,7 @@ def steps(engine: harness.Engine, prompt: harness.Row, is_ours: bool, number: in
             parts[name].append(seconds)
     loop.stop()
     clock.unwrap()
-    return prefill, {name: harness.milliseconds(values, 3) for name, values in parts.items()}
+    return prefill, {name: round(1e3 * statistics.median(values), 3) for name, values in parts.items()}
 
 
 def core_peaks() -> harness.Row:
