@@ -1,7 +1,7 @@
 """LVSpec on the long pair: what its relevance score keeps of an answer's facts, and why.
 
-    python benchmarks/bench_long_quality.py curve --tokens 1024 --requests 24 --json docs/results/long-quality.json
-    python benchmarks/bench_long_quality.py score --tokens 1024 --requests 24 --json docs/results/long-relevance.json
+    python benchmarks/bench_long_quality.py --what curve --tokens 1024 --requests 24 --json quality.json
+    python benchmarks/bench_long_quality.py --what score --tokens 1024 --requests 24 --json relevance.json
 
 `curve` is `vidspec bench quality` with reels and their questions: facts kept over tokens per step, for the score, for
 random loosening and for an oracle. `score` looks at the score alone, without an engine: the target reads each reel and
@@ -168,7 +168,7 @@ if __name__ == "__main__":
     harness.command(
         __doc__,
         lambda options: {"curve": curve, "score": score}[options.what](options),
-        "what",
+        what="curve",
         tokens=1024,
         requests=24,
         temperature=[0.0],

@@ -9,6 +9,7 @@ kernel, all layers; `target` and `draft` the rest of these models; `vidspec` our
 """
 
 import argparse
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -16,8 +17,8 @@ from typing import Any
 
 import harness
 import torch
-from bench_host_time import Stopwatch
 from bench_long import FAMILY, WHOLE, job
+from bench_overheads import Stopwatch
 from decode_steps import DecodeLoop
 
 from vidspec_tools import reel
@@ -73,7 +74,7 @@ def steps(engine: harness.Engine, prompt: harness.Row, is_ours: bool, number: in
             parts[name].append(seconds)
     loop.stop()
     clock.unwrap()
-    return prefill, {name: harness.milliseconds(values, 3) for name, values in parts.items()}
+    return prefill, {name: round(1e3 * statistics.median(values), 3) for name, values in parts.items()}
 
 
 def core_peaks() -> harness.Row:

@@ -79,7 +79,7 @@ def videos(family: str, numbers: Iterable[int]) -> list[Row]:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def command(doc: str | None, measure: Callable[[argparse.Namespace], Iterable[Row]], **defaults: Any) -> list[Row]:
+def command(doc: str | None, measure: Callable[[argparse.Namespace], Iterable[Row]], /, **defaults: Any) -> list[Row]:
     """Run a benchmark: print its rows as they come, write them with provenance to `--json`, and return them.
 
     Args:

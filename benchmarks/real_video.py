@@ -85,15 +85,13 @@ def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
             for frames, plain, found in zip(options.frames, vanilla, ours, strict=True):
                 grid = pictured(family, video, frames, pictures)
                 total = grid[0] * grid[1] * grid[2] + grid[3]
-                assert total == found["visual_tokens_full"], (
-                    f"{family}: drawn {grid}, served {found['visual_tokens_full']}"
-                )
                 yield {
                     "video": video.name,
                     "family": family,
                     "frames": frames,
                     "grid": grid,
-                    "visual_tokens": total,
+                    "visual_tokens": found["visual_tokens_full"],
+                    "drawn": total,
                     "kept": found["visual_tokens_kept"],
                     "guided": bool(found["guided_prompts"]),
                     "drafted": found["draft_tokens"],
@@ -107,4 +105,4 @@ if __name__ == "__main__":
     rows = harness.command(
         __doc__, measure, family=[*pairs.FAMILIES, assets.LONG], frames=[64, 128], video="", pictures=""
     )
-    sys.exit(int(not all(row["identical"] for row in rows)))
+    sys.exit(int(not all(row["identical"] and row["drawn"] == row["visual_tokens"] for row in rows)))
