@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 
-from vidspec_tools.captions import accuracies, auc, count_right, kind_shares, relevance_auc, retention
+from training.tiny_labels import LABELS, labels_of
+from vidspec_tools.captions import (
+    accuracies,
+    auc,
+    count_right,
+    kind_shares,
+    parse_caption,
+    relevance_auc,
+    retention,
+    score_caption,
+)
 from vllm_vidspec.shapeworld import world
 
 SEEDS = range(8)
@@ -20,19 +30,20 @@ def test_samples(samples: list[world.Sample]) -> None:
     assert len(world.vocabulary()) == len(vocabulary) <= 1024
     for sample in samples:
         assert sample.frames.shape == (32, 112, 112, 3) and sample.frames.dtype == np.uint8
-        assert set(sample.labels) == set(world.LABELS)
-        for name, num_classes in world.LABELS.items():
-            assert sample.labels[name].shape == cells
-            assert sample.labels[name].min() >= 0 and sample.labels[name].max() < num_classes
+        labels = labels_of(sample)
+        assert set(labels) == set(LABELS)
+        for name, num_classes in LABELS.items():
+            assert labels[name].shape == cells
+            assert labels[name].min() >= 0 and labels[name].max() < num_classes
         assert 2 <= len(sample.facts) <= 4
         assert np.array_equal(np.unique(sample.scene_of_frame), np.arange(len(sample.facts)))
         words = sample.caption.split()
         assert 80 <= len(words) <= 200 and set(words) <= vocabulary
-        assert world.parse_caption(sample.caption) == list(sample.facts)
-        assert all(right == total for right, total in world.score_caption(sample.caption, sample.facts).values())
-        assert all(right == 0 for right, _ in world.score_caption("", sample.facts).values())
+        assert parse_caption(sample.caption) == list(sample.facts)
+        assert all(right == total for right, total in score_caption(sample.caption, sample.facts).values())
+        assert all(right == 0 for right, _ in score_caption("", sample.facts).values())
         # A tenth of the cells holds (nearly) all shapes: a good choice of a tenth loses little, a random one much.
-        is_shape = sample.labels["color"] > 0
+        is_shape = labels["color"] > 0
         assert 0.03 <= is_shape.mean() <= 0.12
         # Every described shape is on screen for VISIBLE_FRAMES frames of its scene, and no longer.
         for scene_idx, scene in enumerate(sample.facts):
@@ -47,7 +58,7 @@ def test_other_styles_say_the_same_facts(samples: list[world.Sample], style: str
     for ours, usual in zip(styled, samples, strict=True):
         assert ours.facts == usual.facts and np.array_equal(ours.frames, usual.frames)
         assert ours.caption != usual.caption and set(ours.caption.split()) <= set(world.vocabulary())
-        assert world.parse_caption(ours.caption) == list(ours.facts)
+        assert parse_caption(ours.caption) == list(ours.facts)
 
 
 FACTS = (
