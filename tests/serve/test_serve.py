@@ -99,7 +99,7 @@ def test_status_reads_a_running_server(server):
     ask(server.base_url, QUESTION, video=pairs.sample_video(), max_tokens=32)
     figures = status.read(server.base_url).figures()
     assert figures["acceptance_length"] == summarize(server.metrics())["acceptance_length"] > 1
-    assert figures["modelled"]["tokens_per_step"] > 1 and None not in figures["vllm"].values()
+    assert None not in figures["vllm"].values()
     shown = CliRunner().invoke(app, ["status", "--server", server.base_url])
     assert shown.exit_code in (0, 1) and f"{figures['acceptance_length']:.2f}" in shown.stdout
 

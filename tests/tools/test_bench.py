@@ -157,7 +157,7 @@ def test_video_tokens_are_videos_or_parts_of_one():
 def test_requests_have_as_many_videos_as_asked_for(monkeypatch):
     """Catches: a video in two requests, frames of its beginning alone, a whole video that is sampled twice."""
     asked = []
-    monkeypatch.setattr(pairs, "media_prompt", lambda family, question, videos: asked.append(videos))
+    monkeypatch.setattr(pairs, "media_prompt", lambda *_, videos, num_frames: asked.append(videos))
     prompts = {"family": "qwen2.5-vl", "question": "?", "held_out": [0, 1]}
     for more in ({}, {"num_videos": 2}, {"video_frac": 0.5}):
         BenchEngine.bundled_requests(prompts | more)

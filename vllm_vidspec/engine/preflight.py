@@ -250,8 +250,10 @@ def choose_backend(vllm_config: Any, what: str, way_out: str) -> None:
         return  # its own choice serves; without any, vLLM says why
     if not readable:
         kv_views.check_backend(ranked[0].name, what, way_out)
-    line = "vidspec: attention backend %s instead of %s, which %s does not read: chains with the pruner uv keep it"
-    logger.warning(line, readable[0].name, ranked[0].name, what)
+    logger.warning(
+        "vidspec: attention backend %s instead of %s, which %s does not read: chains with the pruner uv keep it",
+        *(readable[0].name, ranked[0].name, what),
+    )
     attention.backend = readable[0]
 
 

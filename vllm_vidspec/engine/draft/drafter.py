@@ -280,8 +280,10 @@ class Drafter:
         start, before = time.perf_counter(), _free_bytes(self.model.device)
         self._graphs.capture_parts(parts, prepare)
         taken, took_s = format_gib(before - _free_bytes(self.model.device)), time.perf_counter() - start
-        line = "vidspec: %d draft CUDA graphs, %d of them for processed logits alone, %s GiB, %.1f s"
-        logger.info(line, len(parts), num_processed, taken, took_s)
+        logger.info(
+            "vidspec: %d draft CUDA graphs, %d of them for processed logits alone, %s GiB, %.1f s",
+            *(len(parts), num_processed, taken, took_s),
+        )
 
     def _plans(self, is_processed: bool) -> Iterator[tuple[int, Plan]]:
         """Yield padded numbers of requests with what their steps may draft: the plan of as many requests or more, as

@@ -58,9 +58,10 @@ class DraftMemory:
             raise VidSpecError(f"the draft's KV pool ({size} bytes) leaves nothing of the {rest} bytes of KV memory")
         num_tokens, max_slots = (size // model.bytes_per_block - 1) * model.block_size, _max_slots(config, vllm_config)
         longer = f"; a request that keeps more, of {max_slots} at most, runs undrafted"
-        line = "vidspec: draft KV pool %s GiB, target KV cache %s GiB; the pool holds %d tokens, pruned%s"
-        sizes = map(format_gib, (size, rest - size))
-        logger.info(line, *sizes, num_tokens, "" if num_tokens >= max_slots else longer)
+        logger.info(
+            "vidspec: draft KV pool %s GiB, target KV cache %s GiB; the pool holds %d tokens, pruned%s",
+            *(format_gib(size), format_gib(rest - size), num_tokens, "" if num_tokens >= max_slots else longer),
+        )
         return cls(size, vision, pixels, tables)
 
 
