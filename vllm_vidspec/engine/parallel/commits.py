@@ -29,6 +29,7 @@ logger = init_logger("vllm.vidspec")
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
 _NEW_SHARE = 0.2  # of a step's accepted drafts in a request's mean
 _POLL_S = 20e-6
+_NUM_BUFFERS = 8  # two a step, of the steps that may be on their way
 
 
 class Commits:
@@ -43,15 +44,14 @@ class Commits:
         self._of_epoch = np.zeros(num_rows, dtype=np.int64)  # whose average it is
         self._most = most
         self._published = np.zeros(len(tables.counters), dtype=np.int64)
-        self._counts = dict.fromkeys(
-            ("late_drafts", "stale_streams", "streams_to_come"), 0
-        )  # since they were published
+        # Since they were published.
+        self._counts = dict.fromkeys(("late_drafts", "stale_streams", "streams_to_come"), 0)
         self._failure: str | None = None  # of the thread
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
-            # Pinned buffers and events that nothing is on its way in; as many are made as are in use at a time.
-            self._free: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+            # Pinned buffers and events that nothing is on its way in: more are made where the thread falls behind.
             self._buffer_size = num_rows * max(2 + most, WINDOW_INFO_SIZE)
+            self._free = deque(self._make_buffer() for _ in range(_NUM_BUFFERS))
             self._line: queue.SimpleQueue = queue.SimpleQueue()
             threading.Thread(target=self._write_down, name="vidspec-commits", daemon=True).start()
 
@@ -138,12 +138,15 @@ class Commits:
         try:
             memory, event = self._free.popleft()
         except IndexError:
-            memory = torch.empty(self._buffer_size, dtype=torch.int32, pin_memory=True)
-            event = torch.cuda.Event(blocking=True)  # the thread sleeps; another would keep the driver busy
+            memory, event = self._make_buffer()
         host = memory[: packed.numel()].view(packed.shape)
         host.copy_(packed, non_blocking=True)
         event.record()
         self._line.put((memory, event, host, write))
+
+    def _make_buffer(self) -> tuple[torch.Tensor, torch.cuda.Event]:
+        memory = torch.empty(self._buffer_size, dtype=torch.int32, pin_memory=True)
+        return memory, torch.cuda.Event(blocking=True)  # the thread sleeps; another would keep the driver busy
 
     def _write_down(self) -> None:
         while True:
