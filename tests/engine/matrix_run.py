@@ -29,6 +29,8 @@ from vllm_vidspec.scoring.choices import choose
 from vllm_vidspec.tools import pairs
 
 MAX_TOKENS = 20
+# Tokens on their way may end a preempted request, which then never begins again: there must be more left than that.
+PREEMPTED_MAX_TOKENS = 60
 NUM_FRAMES = 6  # that are sent as images
 CHUNK = 32  # tokens
 # Blocks of 32 tokens, so that the shortest prompt here fills one: prefix hits.
@@ -136,9 +138,10 @@ def request(cell: Cell, seed: int) -> tuple[dict, dict]:
         "text": {},
     }[cell["input"]]
     prompt = pairs.media_prompt(family, pairs.DEFAULT_QUESTION if shown else f"{QUESTION} {QUESTION}", **shown)
-    sampling = {"seed": seed, "max_tokens": MAX_TOKENS, **SAMPLING[cell["sampling"]]}
+    max_tokens = PREEMPTED_MAX_TOKENS if cell["prefill"] == "preempted" else MAX_TOKENS
+    sampling = {"seed": seed, "max_tokens": max_tokens, **SAMPLING[cell["sampling"]]}
     if cell["sampling"] == "grammar":
-        regex = "(blue|circle|vertically){8,12}"
+        regex = f"(blue|circle|vertically){{{max_tokens - 12},{max_tokens - 8}}}"
         sampling["structured_outputs"] = StructuredOutputsParams(regex=regex)
     else:
         sampling["ignore_eos"] = True
