@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_vidspec.errors import VidSpecError, quoted
+from vllm_vidspec.planning.draft_cost import FP8, WEIGHT_BYTES, Decoder
 
-WEIGHT_BYTES = KV_BYTES = 2  # of a number: bf16
+KV_BYTES = 2  # of a number: bf16
 # Bytes of a weight of a layer: vLLM's `quantization: fp8_per_tensor` makes it of a 16-bit checkpoint; four bits, with a
 # scale and a zero for each group of 128, are a checkpoint's own (AWQ, GPTQ, compressed-tensors).
-FP8, INT4 = "fp8_per_tensor", "int4"
+INT4 = "int4"
 QUANTISATIONS = {FP8: 1.0, INT4: 0.5 + 2.5 / 128}
 
 
@@ -34,18 +35,10 @@ class ModelShape:
     # Of a weight of the layers and of the tower; embedding and output head have 16 bits
     linear_bytes: float = WEIGHT_BYTES
 
-    @property
-    def _attention_params(self) -> int:
-        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-
-    @property
-    def _mlp_params(self) -> int:
-        return 3 * self.hidden * self.intermediate
-
     def _decoder_params(self, experts: float) -> float:
         """Return the weights of all layers and of the output head, with so many experts in a layer."""
-        mlp = (experts * self._mlp_params + self.experts * self.hidden) if self.experts else self._mlp_params
-        return self.layers * (self._attention_params + mlp) + self.vocab * self.hidden
+        decoder = Decoder(*(getattr(self, name) for name in Decoder._fields))
+        return decoder.layer_params(experts) + decoder.head_params
 
     @property
     def params(self) -> float:
@@ -122,23 +115,12 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         raise VidSpecError(f"model_type {quoted(config['model_type'])} is none of {', '.join(_FAMILY_OF_TYPE)}")
     if config.get("quantization_config"):
         raise VidSpecError("it is quantised; plans are made for 16-bit weights")
-    text = config.get("text_config") or config
-    vision = config.get("vision_config") or {}
-    experts = text.get("num_experts") or 0
-    hidden, heads = text["hidden_size"], text["num_attention_heads"]
+    text, vision = config.get("text_config") or config, config.get("vision_config") or {}
     shape = ModelShape(
         name,
         family,
-        layers=text["num_hidden_layers"],
-        hidden=hidden,
-        heads=heads,
-        kv_heads=text["num_key_value_heads"],
-        head_dim=text.get("head_dim") or hidden // heads,
-        intermediate=text["moe_intermediate_size" if experts else "intermediate_size"],
-        vocab=text["vocab_size"],
+        **Decoder.of(config)._asdict(),
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-        experts=experts,
-        active_experts=text["num_experts_per_tok"] if experts else 0,
         vision_params=_vision_params(vision),
         vision_heads=vision.get("num_heads") or vision.get("num_attention_heads") or 16,
     )

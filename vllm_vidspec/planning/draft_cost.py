@@ -6,7 +6,51 @@ from typing import Any, NamedTuple
 DEAR = 1 / 3  # a draft step that reads more than this of the target's bytes is worth a word
 USUAL_FORWARDS = 5  # of a draft step, where nobody has said
 FP8 = "fp8_per_tensor"
-_WEIGHT_BYTES = 2  # of a weight that is not quantised, as those of the output head
+WEIGHT_BYTES = 2  # of a weight that is not quantised, as those of the output head
+
+
+class Decoder(NamedTuple):
+    """Sizes of a decoder, as its config.json has them."""
+
+    layers: int
+    hidden: int  # size of the residual stream
+    heads: int  # query heads of a layer
+    kv_heads: int  # KV heads of a layer
+    head_dim: int
+    intermediate: int  # inner size of an MLP, or of one expert
+    vocab: int  # rows of the embedding and of the output head
+    experts: int = 0  # of a layer; 0: dense
+    active_experts: int = 0  # that a token goes through
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "Decoder":
+        """Return those of a Hugging Face configuration, as JSON has it; a KeyError names what it lacks."""
+        text = config.get("text_config") or config
+        experts, hidden, heads = text.get("num_experts") or 0, text["hidden_size"], text["num_attention_heads"]
+        return cls(
+            layers=text["num_hidden_layers"],
+            hidden=hidden,
+            heads=heads,
+            kv_heads=text["num_key_value_heads"],
+            head_dim=text.get("head_dim") or hidden // heads,
+            intermediate=text["moe_intermediate_size" if experts else "intermediate_size"],
+            vocab=text["vocab_size"],
+            experts=experts,
+            active_experts=text["num_experts_per_tok"] if experts else 0,
+        )
+
+    @property
+    def head_params(self) -> int:
+        """Weights of the output head."""
+        return self.vocab * self.hidden
+
+    def layer_params(self, experts: float) -> float:
+        """Return the weights of all layers, with so many experts in a layer and its router; biases, norms left out."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        mlp: float = 3 * self.hidden * self.intermediate
+        if self.experts:
+            mlp = experts * mlp + self.experts * self.hidden
+        return self.layers * (attention + mlp)
 
 
 class Weights(NamedTuple):
@@ -20,12 +64,12 @@ class Weights(NamedTuple):
 
     layers: float
     head: float
-    layer_bytes: float = _WEIGHT_BYTES
+    layer_bytes: float = WEIGHT_BYTES
 
     @property
     def read_bytes(self) -> float:
         """Bytes of all of them."""
-        return self.layers * self.layer_bytes + self.head * _WEIGHT_BYTES
+        return self.layers * self.layer_bytes + self.head * WEIGHT_BYTES
 
 
 def draft_share(target: Weights, draft: Weights, num_forwards: int) -> float:
@@ -39,7 +83,7 @@ def cost_hint(target: Weights, draft: Weights, num_forwards: int = USUAL_FORWARD
     Of a target that drafts for itself nothing is said.
     """
     share = draft_share(target, draft, num_forwards)
-    if draft == target or draft.layer_bytes < _WEIGHT_BYTES or share <= DEAR:
+    if draft == target or draft.layer_bytes < WEIGHT_BYTES or share <= DEAR:
         return None
     less = draft_share(target, draft._replace(layer_bytes=1.0), num_forwards)
     return (
@@ -56,15 +100,9 @@ def stored_weights(config: Mapping[str, Any], quantization: str | None = None) -
         quantization: What vLLM quantises as it loads, or calls the checkpoint's own.
     """
     try:
-        text = config.get("text_config") or config
-        hidden, heads = text["hidden_size"], text["num_attention_heads"]
-        head_dim, experts = text.get("head_dim") or hidden // heads, text.get("num_experts") or 0
-        attention = 2 * hidden * head_dim * (heads + text["num_key_value_heads"])
-        mlp = 3 * hidden * text["moe_intermediate_size" if experts else "intermediate_size"]
-        if experts:
-            mlp = text["num_experts_per_tok"] * mlp + experts * hidden
+        decoder = Decoder.of(config)
         layer_bytes = _layer_bytes(quantization, config.get("quantization_config") or {})
-        found = Weights(text["num_hidden_layers"] * (attention + mlp), text["vocab_size"] * hidden)
+        found = Weights(decoder.layer_params(decoder.active_experts), decoder.head_params)
     except (LookupError, ValueError, TypeError, AttributeError, ZeroDivisionError):
         return None
     return found._replace(layer_bytes=layer_bytes) if layer_bytes and min(found) > 0 else None
@@ -74,7 +112,7 @@ def _layer_bytes(quantization: str | None, stored: Mapping[str, Any]) -> float |
     """Return the bytes of a layer's weight; None of a method that is not known here."""
     method = str(stored.get("quant_method") or quantization or "")
     if not method:
-        return _WEIGHT_BYTES
+        return WEIGHT_BYTES
     if "fp8" in method:
         return 1.0
     groups = stored.get("config_groups") or {}
