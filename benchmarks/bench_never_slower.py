@@ -17,13 +17,14 @@ Host time of a decision for 64 requests, without an engine: CPU time of this thr
 """
 
 import argparse
+import contextlib
+import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from safetensors.torch import load_file, save_file
 
-from vidspec_tools.bench import parallel, scaling
+from vidspec_tools.bench import interleaved, scaling
 from vidspec_tools.bench.acceptance import identical_frac
 from vidspec_tools.bench.methods import SEQUENTIAL
 from vidspec_tools.bench.session import BenchSession
@@ -65,6 +66,11 @@ def untrained(folder: Path) -> str:
     }
     save_file(made, weights, metadata={"format": "pt"})
     return str(folder)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of an option, given with commas."""
+    return tuple(int(part) for part in text.split(","))
 
 
 def variants(fixed: tuple[int, ...]) -> list[Variant]:
@@ -117,14 +123,25 @@ def rows_of(engines: list[Variant], turns: list[list[dict[str, Any]]]) -> list[d
     return rows
 
 
-def jobs(
+def benchmark_of(
+    args: argparse.Namespace, family: str, draft: str, pads: float, tokens: int, batch: int
+) -> tuple[scaling.ScalingBenchmark, Workload]:
+    """Return what is measured with videos of at most so many tokens and at most so many requests at once."""
+    sizes = {"video_tokens": tokens, "batch_size": batch, "rounds": args.rounds, "max_tokens": args.max_tokens}
+    benchmark = scaling.ScalingBenchmark(families=(family,), inflate=(pads,), draft=draft, **sizes)
+    return benchmark, interleaved.workload_for(benchmark, family, pads, silent)
+
+
+@contextlib.contextmanager
+def started(
     benchmark: scaling.ScalingBenchmark, workload: Workload, engines: list[Variant], num_videos: list[int]
-) -> list[dict[str, Any]]:
-    """Return the job of each engine: one request of so many videos each."""
-    made = [benchmark.job(workload, engine) for engine in engines]
-    for job in made:
-        job["prompts"] |= {"num_videos": num_videos, "held_out": list(range(len(num_videos)))}
-    return made
+) -> Iterator[list[BenchSession]]:
+    """Start every engine, with a request of so many videos each before it."""
+    with contextlib.ExitStack() as stack:
+        made = [benchmark.job(workload, engine) for engine in engines]
+        for job in made:
+            job["prompts"] |= {"num_videos": num_videos, "held_out": list(range(len(num_videos)))}
+        yield [stack.enter_context(BenchSession(job)) for job in made]
 
 
 def measure_mixed(
@@ -138,11 +155,9 @@ def measure_mixed(
     """
     size, half = benchmark.batch_size, benchmark.batch_size // 2
     mixed, good = [], []
-    with ExitStack() as stack:
-        # The hopeless ones come first, as their prompts take long: the good ones then decode beside them.
-        num_videos = ([benchmark.num_videos] * half + [1] * (half + size)) * benchmark.rounds
-        made = jobs(benchmark, workload, engines, num_videos)
-        sessions = [stack.enter_context(BenchSession(job)) for job in made]
+    # The hopeless ones come first, as their prompts take long: the good ones then decode beside them.
+    num_videos = ([benchmark.num_videos] * half + [1] * (half + size)) * benchmark.rounds
+    with started(benchmark, workload, engines, num_videos) as sessions:
         for number in range(benchmark.rounds):
             begin = 2 * size * number
             mixed.append(ask(sessions, benchmark, number, list(range(begin, begin + size))))
@@ -173,12 +188,8 @@ def measure_mixed(
 
 def run_mixed(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure mixed traffic of 16 with the bundled pair as it is; keep it in the file, and print it."""
-    benchmark = scaling.ScalingBenchmark(
-        families=(FAMILY,), video_tokens=4096, batch_size=16, rounds=args.rounds,
-        max_tokens=args.max_tokens, draft=DRAFTS["bundled"][1],
-    )  # fmt: skip
-    workload = parallel.workload_for(benchmark, FAMILY, 0.0, silent)
-    rows = measure_mixed(benchmark, workload, variants(tuple(int(k) for k in args.fixed.split(","))))
+    benchmark, workload = benchmark_of(args, *DRAFTS["bundled"], 0.0, tokens=4096, batch=16)
+    rows = measure_mixed(benchmark, workload, variants(args.fixed))
     path = Path(args.json)
     found = json.loads(path.read_text()) if path.exists() else {"cells": [], "provenance": provenance()}
     path.write_text(json.dumps(found | {"mixed": {"max_tokens": args.max_tokens, "rows": rows}}, indent=1) + "\n")
@@ -195,10 +206,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     found = json.loads(path.read_text()) if path.exists() else {"cells": []}
     cells = found["cells"]
     known = {(cell["tokens"], cell["draft"], cell["batch"], cell["pads"]) for cell in cells}
-    engines = variants(tuple(int(k) for k in args.fixed.split(",")))
-    points = [
-        (tokens, batch) for tokens in map(int, args.tokens.split(",")) for batch in map(int, args.batches.split(","))
-    ]
+    engines, points = variants(args.fixed), list(itertools.product(args.tokens, args.batches))
     with tempfile.TemporaryDirectory(prefix="vidspec-untrained-") as folder:
         path_of_untrained = untrained(Path(folder)) if "untrained" in args.drafts else ""
         for pads in map(float, args.pads.split(",")):
@@ -225,17 +233,11 @@ def measure(
     points: list[tuple[int, int]],
 ) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
     """Let the same engines answer the rounds of one cell after another; yield tokens, batch and the cell's rows."""
-    longest, largest = max(tokens for tokens, _ in points), max(batch for _, batch in points)
-    benchmark = scaling.ScalingBenchmark(
-        families=(family,), video_tokens=longest, inflate=(pads,), batch_size=largest, rounds=args.rounds,
-        max_tokens=args.max_tokens, draft=draft,
-    )  # fmt: skip
-    workload = parallel.workload_for(benchmark, family, pads, silent)
+    longest, largest = map(max, zip(*points, strict=True))
+    benchmark, workload = benchmark_of(args, family, draft, pads, longest, largest)
     num_videos = [tokens // scaling.VIDEO_TOKENS for tokens, batch in points for _ in range(batch * args.rounds)]
     begin = 0
-    with ExitStack() as stack:
-        made = jobs(benchmark, workload, engines, num_videos)
-        sessions = [stack.enter_context(BenchSession(job)) for job in made]
+    with started(benchmark, workload, engines, num_videos) as sessions:
         for tokens, batch in points:
             starts = range(begin, begin + args.rounds * batch, batch)
             turns = [ask(sessions, benchmark, n, list(range(at, at + batch))) for n, at in enumerate(starts)]
@@ -275,11 +277,11 @@ def decision_us(num_reqs: int = 64, steps_per_arrival: int = 3, num_steps: int =
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="256,1024,4096,14848")
+    parser.add_argument("--tokens", type=numbers, default="256,1024,4096,14848")
     parser.add_argument("--drafts", default=",".join(DRAFTS))
-    parser.add_argument("--batches", default="1,4,16")
+    parser.add_argument("--batches", type=numbers, default="1,4,16")
     parser.add_argument("--pads", default="0,9", help="forwards of the draft that one of the target costs; 0: as it is")
-    parser.add_argument("--fixed", default="5,2")
+    parser.add_argument("--fixed", type=numbers, default="5,2")
     parser.add_argument("--rounds", type=int, default=LEARNING + 5)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--json", default="docs/results/never-slower.json", help="finished cells, which are kept")

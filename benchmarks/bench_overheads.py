@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import harness
 
-from vidspec_tools.bench import parallel, trials
+from vidspec_tools.bench import interleaved, trials
 from vidspec_tools.bench.methods import SEQUENTIAL
 
 FAMILY = "qwen2.5-vl"
@@ -164,7 +164,7 @@ class Watched:
 
 def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
     """Start an engine for each setting, and yield what a prompt's steps and a verify step take, and their parts."""
-    workload = parallel.workload_for(BENCHMARK, FAMILY, options.inflate)
+    workload = interleaved.workload_for(BENCHMARK, FAMILY, options.inflate)
     for name, spec in SETTINGS.items():
         variant = trials.Variant("vidspec", SEQUENTIAL, {"prune_ratio": 0.9} | spec)
         with harness.Engine(workload.job(BENCHMARK, variant, [0])["llm"]) as engine:

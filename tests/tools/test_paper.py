@@ -7,7 +7,7 @@ import pytest
 from tools.clocks import DECODED, DRAFT_S, TARGET_S, Clocks, num_layers
 from tools.common import invoke, refuses
 from vidspec_tools import inflation
-from vidspec_tools.bench import methods, paper, parallel, published, ratios, trials
+from vidspec_tools.bench import interleaved, methods, paper, published, ratios, trials
 from vidspec_tools.bench.paper import PaperBenchmark
 from vidspec_tools.bench.trials import Benchmark, Trial
 from vllm_vidspec.config import parse_config
@@ -106,7 +106,7 @@ def test_a_method_that_fails_is_named_and_the_others_go_on(clocks):
     assert [row["method"] for row in printed["rows"]] == ["autoregressive", "SD-chain", "SpecVLM"]
     clocks.fails = lambda job, command: VidSpecError("no") if clocks.mode(job) == "vanilla" else None
     with pytest.raises(VidSpecError, match=r"^no$"):  # nothing to compare with
-        parallel.run(Benchmark())
+        interleaved.run(Benchmark())
 
 
 def test_only_parallel_drafting_needs_a_second_core(clocks, monkeypatch):
@@ -232,8 +232,8 @@ def test_vllms_own_method_has_no_times_where_its_kernels_are_interpreted(clocks,
     assert {stock[name] for name in ("speedup", "speedup_p80", "tokens_per_s", "ttft_s", "t_step_ms")} == {None}
     assert stock["stream_length"] is None and stock["prune_ratio"] is None
     assert rows[1]["speedup"] is not None
-    here = parallel.provenance()
-    monkeypatch.setattr(parallel, "provenance", lambda: here | {"device": "a GPU"})
+    here = interleaved.provenance()
+    monkeypatch.setattr(interleaved, "provenance", lambda: here | {"device": "a GPU"})
     assert measured(*SMALL, "--methods", "stock draft_model")["rows"][-1]["speedup"] == pytest.approx(4 / 1.4)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tools.common import FAMILIES, SMALL_AXES, sweep
-from vidspec_tools.bench import acceptance, paper, parallel, quality
+from vidspec_tools.bench import acceptance, interleaved, paper, quality
 from vidspec_tools.bench.paper import PaperBenchmark
 from vidspec_tools.bench.quality import Quality, setting_name
 from vidspec_tools.bench.trials import Benchmark
@@ -110,10 +110,10 @@ def test_paper_has_a_table_for_each_family(clocks):
 
 
 def test_speed_has_a_table_of_phases(clocks):
-    rows = parallel.run(Benchmark(**ROUNDS))["rows"]
+    rows = interleaved.run(Benchmark(**ROUNDS))["rows"]
     tables = versus.speed_tables(rows)
     assert len(tables) == 4 and "chain of 5, specvlm 0.9, strict" in tables[0].title
     heads = [column.header.split("\n")[0] for column in tables[1].columns][2:]
     assert heads == ["guidance", "draft prefill", "draft decode", "relevance"]
-    beside = versus.speed_tables(parallel.run(Benchmark(parallel=True, requests=1, rounds=1))["rows"])
+    beside = versus.speed_tables(interleaved.run(Benchmark(parallel=True, requests=1, rounds=1))["rows"])
     assert [column.header for column in beside[0].columns][-3:] == ["stream\nlength", "late", "T_t /\nT_d"]

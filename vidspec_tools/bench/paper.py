@@ -6,7 +6,7 @@ The engines and their interleaving are those of `bench speed`: three at once, va
 from dataclasses import dataclass
 from typing import Any
 
-from vidspec_tools.bench import parallel
+from vidspec_tools.bench import interleaved
 from vidspec_tools.bench.methods import METHODS, STOCK, VANILLA
 from vidspec_tools.bench.published import figure
 from vidspec_tools.bench.trials import Benchmark, Variant
@@ -43,18 +43,18 @@ def check(benchmark: PaperBenchmark) -> None:
     """Refuse a wrong value, in one line, before an engine starts."""
     if unknown := [name for name in benchmark.methods if name not in ALL]:
         raise VidSpecError(f"--methods: {unknown[0]!r} is none of {', '.join(ALL)}")
-    parallel.check(benchmark)
+    interleaved.check(benchmark)
 
 
 def run(benchmark: PaperBenchmark, report: Report = silent) -> dict[str, Any]:
     """Measure everything.
 
     Returns:
-        As `parallel.run` does; vanilla's row is called AUTOREGRESSIVE, and a step of it emits one token. On the CPU
+        As `interleaved.run` does; vanilla's row is called AUTOREGRESSIVE, and a step of it emits one token. On the CPU
         engine vLLM's own method has no times: its kernels are interpreted there, where ours are compiled for the CPU.
     """
     check(benchmark)
-    result = parallel.run(benchmark, report)
+    result = interleaved.run(benchmark, report)
     is_interpreted = result["provenance"]["device"] == "cpu"
     for row in result["rows"]:
         row |= figure(row["family"], row["method"])

@@ -21,7 +21,6 @@ from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.session_job import Engine, gain, main, sampling_params
-from vllm_vidspec.tools.user_files import read_video
 
 WARM_UP_TOKENS = 8
 # What `clock` tells of each step.
@@ -91,9 +90,9 @@ class BenchEngine(Engine):
             [_part(world.held_out(max(counts) * i + j).frames, frac, num_frames) for j in range(count)]
             for i, count in zip(places, counts, strict=False)
         ]
-        requests += [[read_video(path, num_frames)] for path in prompts.get("videos", [])]
         question = prompts["question"]
-        return [pairs.media_prompt(family, question, videos=videos, num_frames=num_frames) for videos in requests]
+        made = [pairs.media_prompt(family, question, videos=videos, num_frames=num_frames) for videos in requests]
+        return made + Engine.bundled_requests(prompts | {"held_out": []})
 
     @property
     def is_stock(self) -> bool:

@@ -255,7 +255,7 @@ def speed(
     mean, from the engine's counters; the rest is the target's and the host's.
     """
     given = locals()
-    from vidspec_tools.bench import parallel as bench
+    from vidspec_tools.bench import interleaved as bench
     from vidspec_tools.views import versus
 
     what = shared.pick(

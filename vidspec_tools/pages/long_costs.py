@@ -1,8 +1,7 @@
-"""Further sections of docs/long-videos.md: memory, steps, first tokens, the relevance score, real footage."""
+"""Further sections of docs/long-videos.md: memory, steps, the relevance score, real footage."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from vidspec_tools.bench.quality import setting_name
 from vidspec_tools.pages.tables import Row, markdown, origin, read, recorded, table
@@ -69,22 +68,6 @@ def prefills(rows: list[Row]) -> str:
         "video tokens | draft sees | all | target's layers | their attention | guidance | draft's prefill | its layers"
     )
     return markdown([*heads.split(" | "), "their attention"], lines, words={1})
-
-
-def first_tokens(found: dict[str, Any]) -> str:
-    """Return the time to the first token over vanilla's, and the parts of it that are ours."""
-    lines = []
-    for key, point in sorted(found.items(), key=lambda one: [float(part) for part in reversed(one[0].split())]):
-        tokens, pads = key.split()
-        for name, row in point["engines"].items():
-            if "guidance_s" in row and name in SEEN:
-                vanilla = row["vanilla_ttft_s"]
-                shares = (f"{100 * row[part] / vanilla:.1f} %" for part in ("guidance_s", "draft_prefill_s"))
-                padded = "as it is" if pads == "0" else f"{pads} drafts"
-                over = f"{row['ttft_over_vanilla']:.2f}"
-                lines.append([f"{int(tokens):,}", padded, SEEN[name], f"{vanilla:.2f}", over, *shares])
-    heads = "video tokens | target padded to | draft sees | vanilla (s) | over vanilla | guidance | draft's prefill"
-    return markdown(heads.split(" | "), lines, words={1, 2})
 
 
 def curve(rows: list[Row]) -> str:

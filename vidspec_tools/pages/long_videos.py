@@ -1,6 +1,6 @@
 """Sections of docs/long-videos.md: acceptance and decode speed of the long pair, by video length."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vidspec_tools.pages import long_costs
@@ -24,8 +24,7 @@ def by_length(found: dict[str, Any]) -> str:
     rows = []
     for tokens, points in sorted(found.items(), key=lambda point: int(point[0])):
         shown = [f"{mean_length(points[name]):.2f}" if name in points else "-" for name in names]
-        same = [one["is_identical"] for requests in points.values() for one in requests]
-        rows.append([f"{int(tokens):,}", *shown, f"{sum(same)} of {len(same)}"])
+        rows.append([f"{int(tokens):,}", *shown, _identical(points)])
     return markdown(heads, rows, words=0)
 
 
@@ -55,27 +54,35 @@ def by_question(found: dict[str, Any]) -> str:
 def speed(found: dict[str, Any]) -> str:
     """Return decode speed over vanilla by length and padding."""
     rows = []
-    for key, point in sorted(found.items(), key=lambda one: [float(part) for part in reversed(one[0].split())]):
-        tokens, pads = key.split()
-        for name, row in point["engines"].items():
-            low, high = row["spread"]
-            rows.append(
-                [
-                    f"{int(tokens):,}",
-                    "as it is" if pads == "0" else f"{pads} drafts",
-                    _words(name if name in ("whole", "blind", "default", "parallel whole") else f"{name} {KEPT:g}"),
-                    f"{row['decode_over_vanilla']:.2f} ({low:.2f} to {high:.2f})",
-                    f"{row['tokens_per_step']:.2f}",
-                    f"{row['step_ms']:.1f} / {row['vanilla_step_ms']:.1f}",
-                    "-" if row["draft_forward_ms"] is None else f"{row['draft_forward_ms']:.2f}",
-                    f"{row['ttft_over_vanilla']:.2f}",
-                    f"{100 * row['identical']:.0f} %",
-                ]
-            )
+    for where, row in _timed(found):
+        low, high = row["spread"]
+        rows.append(
+            [
+                *where,
+                f"{row['decode_over_vanilla']:.2f} ({low:.2f} to {high:.2f})",
+                f"{row['tokens_per_step']:.2f}",
+                f"{row['step_ms']:.1f} / {row['vanilla_step_ms']:.1f}",
+                "-" if row["draft_forward_ms"] is None else f"{row['draft_forward_ms']:.2f}",
+                f"{row['ttft_over_vanilla']:.2f}",
+                f"{100 * row['identical']:.0f} %",
+            ]
+        )
     heads = (
         "video tokens | target padded to | draft sees | decode over vanilla | tokens per step | step, vanilla's (ms)"
     )
     heads += " | draft forward (ms) | time to first token over vanilla | identical"
+    return markdown(heads.split(" | "), rows, words={1, 2})
+
+
+def first_tokens(found: dict[str, Any]) -> str:
+    """Return the time to the first token over vanilla's, and the parts of it that are ours."""
+    rows = []
+    for where, row in _timed(found):
+        if "guidance_s" in row and "in parallel" not in where[-1]:
+            vanilla = row["vanilla_ttft_s"]
+            shares = (f"{100 * row[part] / vanilla:.1f} %" for part in ("guidance_s", "draft_prefill_s"))
+            rows.append([*where, f"{vanilla:.2f}", f"{row['ttft_over_vanilla']:.2f}", *shares])
+    heads = "video tokens | target padded to | draft sees | vanilla (s) | over vanilla | guidance | draft's prefill"
     return markdown(heads.split(" | "), rows, words={1, 2})
 
 
@@ -90,7 +97,6 @@ def in_short(found: dict[str, Any], timed: dict[str, Any]) -> str:
         rows = [timed.get(f"{tokens} {pads}", {"engines": {}})["engines"].get(name) for tokens in lengths]
         return ["-" if row is None else f"{row['decode_over_vanilla']:.2f}x" for row in rows]
 
-    same = [[one["is_identical"] for name in found[tokens].values() for one in name] for tokens in lengths]
     pruned = "draft sees 10 %, chosen by the target's attention (`specvlm`)"
     lines = [
         ["tokens per verify step, draft sees the whole video", *accepted("whole")],
@@ -99,7 +105,7 @@ def in_short(found: dict[str, Any], timed: dict[str, Any]) -> str:
         ["decode speed over vanilla, target padded to nine drafts, draft sees the whole video", *decoded(9, "whole")],
         ["the same, draft sees 10 %", *decoded(9, "specvlm")],
         ["the same, the pair as it is, draft sees 10 %", *decoded(0, "specvlm")],
-        ["answers identical to vanilla vLLM's", *(f"{sum(one)} of {len(one)}" for one in same)],
+        ["answers identical to vanilla vLLM's", *(_identical(found[tokens]) for tokens in lengths)],
     ]
     return markdown(["video tokens", *(f"{int(tokens):,}" for tokens in lengths)], lines)
 
@@ -116,7 +122,7 @@ def sections() -> dict[str, Callable[[], str]]:
         "long-shares": lambda: by_share(found),
         "long-questions": lambda: by_question(found),
         "long-speed": lambda: speed(timed),
-        "long-first-token": lambda: long_costs.first_tokens(timed),
+        "long-first-token": lambda: first_tokens(timed),
         **long_costs.sections(),
     }
 
@@ -152,6 +158,20 @@ def _most_shares(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _names(found: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(name for points in found.values() for name in points))
+
+
+def _identical(points: dict[str, list[Row]]) -> str:
+    same = [one["is_identical"] for requests in points.values() for one in requests]
+    return f"{sum(same)} of {len(same)}"
+
+
+def _timed(found: dict[str, Any]) -> Iterator[tuple[list[str], Row]]:
+    """Yield, by padding and length, of each engine the video tokens, padding and what its draft sees, and its row."""
+    for key, point in sorted(found.items(), key=lambda one: [float(part) for part in reversed(one[0].split())]):
+        tokens, pads = key.split()
+        for name, row in point["engines"].items():
+            seen = name if name in ("whole", "blind", "default", "parallel whole") else f"{name} {KEPT:g}"
+            yield [f"{int(tokens):,}", "as it is" if pads == "0" else f"{pads} drafts", _words(seen)], row
 
 
 def _words(name: str) -> str:
