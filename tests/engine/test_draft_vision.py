@@ -1,7 +1,5 @@
-"""Videos that the draft's tower encodes in parts: what the real towers make of them is the whole video, bit for bit.
-
-How parts are planned, collected, dropped and counted: tests/unit/engine/test_draft_vision.py.
-"""
+"""Videos encoded in parts by the real towers are the whole video, bit for bit; how parts are planned:
+tests/unit/engine."""
 
 from unittest import mock
 

@@ -41,11 +41,7 @@ def check_scores(family: str, outputs: list, videos: list[list[np.ndarray]], rec
 
 @pytest.mark.parametrize("family", [*FAMILIES, QWEN3])
 def test_scores_equal_the_reference(family):
-    """Several prompts at once in many chunks: one video, two, a question longer than a chunk leaves room for.
-
-    Catches: queries of another request or of the system prompt, keys of another block, a softmax over the video only, a
-    chunk forgotten or counted twice, heads averaged before the softmax.
-    """
+    """Several prompts at once in many chunks: one video, two, a question longer than a chunk leaves room for."""
     one, two, three = harness.shown(3)
     shown = [[one], [two, three], [two]]
     # In small chunks the draft's tower takes several steps, in which the answers go on.
@@ -64,10 +60,7 @@ def test_scores_equal_the_reference(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_needs_no_recomputed_keys(family):
-    """A video from the cache and a question of its own; the same prompt again, of which the last block is computed.
-
-    Catches: keys taken from the step instead of the paged cache; a mean over queries that were not computed.
-    """
+    """A video from the cache under a question of its own; the same again, of which the last block alone is computed."""
     (video,) = harness.shown(1)
     second = ask(family, video, question=f"{LONG_QUESTION} {LONG_QUESTION}")
     with harness.engine(family, "draft", {"block_size": 32}, **ATTENTION) as engine, engine.watched() as records:
@@ -121,10 +114,7 @@ def test_guidance_layers_are_the_ones_asked_for():
 
 @pytest.mark.parametrize("family,pruner", [(QWEN, "specvlm"), (LLAVA, "uv")])
 def test_listening_changes_no_bit_of_the_target(family, pruner):
-    """Log-probabilities of every emitted token are bitwise those of an engine that listens to nothing.
-
-    One token each, so that the same batches of the same target forwards produced both.
-    """
+    """Log-probabilities of one token each are bitwise those of an engine that listens to nothing."""
     requests = harness.videos(family, 4, max_tokens=1, logprobs=5)
     logprobs = []
     for spec in ({"pruner": "uniform"}, {"pruner": pruner}):
@@ -143,10 +133,7 @@ def test_listening_changes_no_bit_of_the_target(family, pruner):
 
 
 def test_wrong_queries_are_caught():
-    """Two visual tokens too, without the first of the text, one key short: each is seen, and the right ones pass.
-
-    (Text before the video sees none of it, so counting it in would change nothing but the mean's divisor.)
-    """
+    """Two visual queries too, without the text's first, one key short: each is seen, and the right ones pass."""
     original = AttentionGuidance.before_forward
     one, two = (torch.tensor([0, n], dtype=torch.int32) for n in (1, 2))
     mutations = [

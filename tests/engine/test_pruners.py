@@ -19,10 +19,8 @@ PRUNERS = ("specvlm", "attention", "uv", "uniform")
 
 @pytest.mark.parametrize("family", [*(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES), QWEN3])
 def test_guided_beats_unguided_beats_blind(family):
-    """Acceptance length over 8 held-out videos, a tenth of each kept.
-
-    Catches: scores that are shifted, reversed or of another item.
-    """
+    """Acceptance length over 8 held-out videos, a tenth of each kept: scores shifted, reversed or of another item
+    show."""
     lengths = {}
     with harness.engine(family, "draft", pruner="auto") as engine:
         for knobs in ({"pruner": "specvlm"}, {"pruner": "uv"}, {"pruner": "uniform"}, {"prune_ratio": 1.0}):
@@ -35,11 +33,7 @@ def test_guided_beats_unguided_beats_blind(family):
 
 
 def test_each_request_has_a_pruner_of_its_own(reference, tmp_path):
-    """Four pruners in one batch: attention and hidden states are heard for those that need them, for nobody else.
-
-    Catches: scores of one kind taken for the other's, a request that is heard twice, a way that is not read, an answer
-    that differs.
-    """
+    """Four pruners in one batch: attention and hidden states are heard for those that need them, for nobody else."""
     expected, path = reference(LLAVA, "videos"), tmp_path / "learned.json"
     with (
         harness.async_scheduling(),
@@ -68,10 +62,7 @@ def test_each_request_has_a_pruner_of_its_own(reference, tmp_path):
 
 @pytest.mark.parametrize("pruner", ["specvlm", "uv"])
 def test_an_inflated_target_is_the_original(pruner, tmp_path):
-    """Both checkpoints inflated: the same tokens, logprobs to the last bit in fp32, scores, choices and drafts.
-
-    Catches: "all" layers, or seven tenths of more.
-    """
+    """Both checkpoints inflated: the same tokens, logprobs to the last bit in fp32, scores, choices and drafts."""
     family = LLAVA
     calibrated = json.loads(pairs.calibration(family).read_text())["config"] if pruner == "specvlm" else {}
     target, draft = (pairs.checkpoint(family, role) for role in ("target", "draft"))

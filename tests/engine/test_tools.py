@@ -26,10 +26,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.mark.slow
 def test_knobs_reach_the_pruner_of_a_pair_of_ones_own(tmp_path):
-    """The bundled checkpoints, named as a user names their own: chat template, video loader, engine arguments.
-
-    Catches: a knob that does not reach the pruner, guidance left over from an earlier measurement's layers.
-    """
+    """The bundled checkpoints, named as a user names their own: each measurement's knobs reach the pruner."""
     own = Calibration(
         target=pairs.checkpoint("qwen2.5-vl", "target"),
         draft="self",

@@ -20,10 +20,8 @@ def make_inputs(
     device, requests=((5, 70), (0, 10), (9, 130)), num_heads=4, num_kv_heads=2, head_dim=16, block_size=16,
     dtype=torch.float32, layout="flash", seed=0, spare_blocks=2,
 ):  # fmt: skip
-    """Random inputs of (num_queries, length) requests whose queries are the last of their sequence.
-
-    Physical blocks are shuffled; every slot behind a request's last query is NaN, and so are the spare columns' blocks.
-    """
+    """Requests whose queries are the last of their sequence; blocks are shuffled, and all behind a last query is
+    NaN."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -93,11 +91,7 @@ def chosen(inputs, rows):
 
 
 def test_uniform_weights_by_hand(device, impl):
-    """Equal keys: a query at position p gives each of its p + 1 keys 1 / (p + 1) per head.
-
-    Seen to fail: causal limit `<` for `<=` and `pos + 1`, in either pass; softmax renormalised over the written keys;
-    `out` overwritten instead of added to; columns past num_keys written.
-    """
+    """Equal keys: a query at position p gives each of its p + 1 keys 1 / (p + 1) per head, added to `out`."""
     inputs = make_inputs(device, requests=[(3, 4)], num_heads=6, num_kv_heads=2)
     inputs["key_cache"] = torch.where(inputs["key_cache"].isnan(), NAN, 1.0)
     inputs = chosen(inputs, slice(0, 3)) | {
@@ -111,10 +105,7 @@ def test_uniform_weights_by_hand(device, impl):
 
 
 def test_each_head_reads_its_own_kv_head(device, impl):
-    """Head h looks at key 10 * (h // group) + 7 of KV head h // group alone, and gives it all its weight.
-
-    Seen to fail: head h mapped to KV head h % num_kv_heads, and every head to KV head 0.
-    """
+    """Head h gives all its weight to key 10 * (h // group) + 7 of KV head h // group."""
     num_heads, num_kv_heads, head_dim = 6, 3, 16
     inputs = make_inputs(device, requests=[(2, 40)], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     index = torch.arange(40, device=device)
@@ -170,13 +161,8 @@ SIZES = {
 
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes(device, impl, name):
-    """Catches: a missing row or key mask, a wrong number of tiles of either; a padded head read past its end; a block
-    size taken for a power of two or a tile's divisor; logits, sums or scores rounded to the inputs' dtype (2e-3), mixed
-    dtypes misread; weights that do not sum to one a query and head.
-
-    Seen to fail: a grid one row tile short; a row mask dropped from pass 2; heads taken as kv_head + i * num_kv_heads;
-    every head on KV head 0; weights cast to the query's dtype before the sum.
-    """
+    """Catches: a missing mask, a wrong number of tiles, a size taken for a power of two, sums rounded to the inputs'
+    dtype."""
     assert (module._BLOCK_ROWS_WIDE, module._BLOCK_ROWS, module._BLOCK_KEYS) == (32, 64, 64)
     sizes = dict(SIZES[name])
     keys = sizes.pop("keys", None)
@@ -190,10 +176,8 @@ def test_sizes(device, impl, name):
 
 
 def test_splits_of_the_keys(device, impl, monkeypatch):
-    """Splits of one and two tiles, and empty ones: the table is longer than what the queries see.
-
-    Seen to fail: partial sums added without rescaling to the common maximum; a split starting a tile late.
-    """
+    """Splits of one and two tiles, and empty ones: sums are rescaled to the common maximum, splits start where they
+    should."""
     monkeypatch.setattr(module, "_KEYS_PER_SPLIT", 64)
     inputs = make_inputs(device, requests=[(3, 450), (2, 65), (1, 3)], spare_blocks=9)
     inputs["block_table"][1, :3] = inputs["block_table"][0, :3]  # a cached prefix, scored as if each had its own
@@ -208,10 +192,7 @@ def test_splits_of_the_keys(device, impl, monkeypatch):
 
 @pytest.mark.parametrize("entries", [1, 300])
 def test_strips_of_the_torch_path(device, monkeypatch, entries):
-    """Strips of one row, and a last strip that is shorter.
-
-    Seen to fail: each strip with the first one's mask, or with the first one's weights.
-    """
+    """Strips of one row, and a last strip that is shorter: each with its own mask and weights."""
     monkeypatch.setattr(reference, "_STRIP_ENTRIES", entries)
     inputs = make_inputs(device, requests=[(5, 70), (7, 90)])
     weight = torch.rand(12, device=device)
@@ -259,10 +240,7 @@ def own_lse(inputs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_lse_of_the_layer(device, branches, impl, dtype, is_weighted):
-    """Told the log-sum-exps, the scores are the reference's, within what float32 says of them, and one pass runs.
-
-    Catches: logarithms of the wrong base; strides of heads before tokens; query weights lost with the factor.
-    """
+    """Told the log-sum-exps, the scores are the reference's, within what float32 says of them, and one pass runs."""
     inputs = make_inputs(device, num_heads=14, head_dim=64, dtype=dtype)
     weight = {"query_weight": torch.rand(14, device=device)} if is_weighted else {}
     ran = branches("guidance_scores", ("_row_stats_kernel", "_guidance_scores_kernel"), "_guidance_scores_torch")
@@ -282,10 +260,7 @@ def test_lse_of_the_layer(device, branches, impl, dtype, is_weighted):
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 20])
 def test_two_chunks_equal_one(device, impl, cut):
-    """Queries of one prompt in two calls (chunked prefill): the same sums; the first chunk may not read what follows.
-
-    Seen to fail: `out` overwritten.
-    """
+    """Queries of one prompt in two calls (chunked prefill): the same sums; the first may not read what follows."""
     inputs = make_inputs(device, requests=[(20, 100)])
     whole, parts = run(inputs, impl), make_out(inputs)
     later = inputs["key_cache"].clone()
@@ -298,10 +273,7 @@ def test_two_chunks_equal_one(device, impl, cut):
 
 @pytest.mark.parametrize("num_keys", [0, 1, 64, 65, 99, 100])
 def test_num_keys_cuts_what_is_written_only(device, impl, num_keys):
-    """Fewer keys written, the same weights: softmax stays over all keys.
-
-    Seen to fail: softmax over keys < num_keys (renormalised over the video); columns past num_keys touched.
-    """
+    """Fewer keys written, the same weights: softmax stays over all keys."""
     inputs = make_inputs(device, requests=[(6, 100)])
     whole = run(inputs, impl, SENTINEL)
     cut = inputs | {"num_keys": torch.tensor([num_keys], dtype=torch.int32, device=device)}
@@ -318,9 +290,7 @@ def test_num_keys_cuts_what_is_written_only(device, impl, num_keys):
 @pytest.mark.parametrize("poison", [NAN, float("inf"), 1e30])
 @pytest.mark.parametrize("pos", [9, 62, 63, 64, 79])
 def test_keys_behind_the_query_are_not_used(device, impl, poison, pos):
-    """Anything behind a query changes no bit of its scores, within its last block and tile or in blocks after it.
-
-    Seen to fail: causal limit off by one (`<= pos + 1`) where the number of keys read follows it."""
+    """Anything behind a query changes no bit of its scores, within its last block and tile or after it."""
     inputs = chosen(make_inputs(device, requests=[(1, 200)]), slice(0, 1))
     inputs["query_pos"][:] = pos
     expected = run(inputs, impl)

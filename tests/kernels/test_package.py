@@ -23,8 +23,7 @@ PEERS = {
 
 @pytest.mark.parametrize("name", PEERS)
 def test_benchmark_runs(name, monkeypatch, capsys):
-    """Catches: a benchmark that no longer fits its kernel, a row without unit or floor, NaN times, peers that
-    disagree."""
+    """Catches: a benchmark that no longer fits its kernel, a row without unit or floor, peers that disagree."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     bench = importlib.import_module("bench_kernels")
     monkeypatch.setattr(bench, "_COPY_BYTES", 2**20)

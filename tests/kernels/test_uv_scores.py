@@ -28,10 +28,7 @@ def scores(low, high, is_video, is_text):
 @pytest.mark.parametrize("num_layers", [1, 2, 7])
 @pytest.mark.parametrize("num_video", [0, 1, 40, _CHUNK_ROWS - 1, _CHUNK_ROWS, _CHUNK_ROWS + 1])
 def test_the_double_sum_telescopes(num_layers, num_video):
-    """Every layer of eq. 2-4 against the first and the last.
-
-    Seen to fail: video rows or text rows not normalised; the sum of unit rows normalised.
-    """
+    """Every layer of eq. 2-4 against the first and the last; rows of video and text normalised one by one."""
     states, is_video, is_text = make_states(num_layers, num_video, num_text=12, size=24)
     expected = uv_scores_reference(states, is_video, is_text)
     got = scores(states[0].float(), states[-1].float(), is_video, is_text)

@@ -92,10 +92,8 @@ def test_tiles_have_stages_and_take_all_queries(arch, max_queries, top_n):
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 100])
 @pytest.mark.parametrize("top_n", [3, 100])
 def test_splits_with_ties(monkeypatch, num_slots, top_n):
-    """Programs of several tiles, of one tile and without any; four distinct rows, so nearly every cosine is a tie.
-
-    Catches: duplicates within a tile or across splits counted once; a split that starts a tile late.
-    """
+    """Programs of several tiles, of one and of none; four distinct rows: duplicates count as often as they are
+    there."""
     monkeypatch.setattr(tiles, "_MAX_SPLITS", num_slots)
     generator = torch.Generator().manual_seed(0)
     distinct = torch.randn(4, 16, generator=generator, dtype=torch.float64)
@@ -151,11 +149,7 @@ def test_number_of_splits(num_reqs, num_rows, expected):
 @pytest.mark.parametrize("num_rows", [25_000, 100_000])
 @pytest.mark.parametrize("num_slots", [132, 216, 264, 296])
 def test_one_wave_and_one_pass_of_the_merge(num_rows, num_slots):
-    """A long video fills the multiprocessors once, no share is a row longer than it must be, and the largest values of
-    all shares are ordered at once.
-
-    Catches: tiles dealt whole, of which some programs get two and others one; more entries than a pass takes.
-    """
+    """A long video fills the multiprocessors once, in shares within a row of each other, merged in one pass."""
     num_splits = tiles._num_splits(1, num_rows, num_slots)
     assert min(num_slots, 256) == num_splits <= num_slots
     assert -(-num_rows // num_splits) <= num_rows / num_splits + 1
