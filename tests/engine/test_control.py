@@ -77,8 +77,7 @@ def steps(engine: Engine) -> Iterator[list]:
         yield seen
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("shape", ["chain", "auto"])
+@pytest.mark.parametrize(("shape", "is_async"), [("chain", False), ("auto", True)])
 def test_answers_are_vanillas_whatever_is_decided(reference, is_async, shape):
     """Every sampling parameter and kind of prompt in one batch, then videos alone; nobody loses speculation."""
     knobs = {"drafting": "auto", "num_speculative_tokens": 12} if shape == "auto" else {}
@@ -93,12 +92,11 @@ def test_answers_are_vanillas_whatever_is_decided(reference, is_async, shape):
         assert skipped(counted) == {} and counted["shown_video_256"] == 8
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_hopeless_requests_rest_beside_good_ones(reference, is_async):
+def test_hopeless_requests_rest_beside_good_ones(reference):
     """Drafts for texts are all wrong: texts rest, hold no rows, hold up nobody, and are not shown; videos go on."""
     expected = reference(QWEN, "videos and texts")
     requests = harness.videos_and_texts(QWEN)
-    with adaptive(is_async) as engine, wrong_drafts(engine, of_videos=False) as shown, steps(engine) as seen:
+    with adaptive(True) as engine, wrong_drafts(engine, of_videos=False) as shown, steps(engine) as seen:
         before = engine.counters()
         for _ in range(6):
             assert_same_answers(expected, engine.generate(requests))

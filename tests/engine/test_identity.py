@@ -50,7 +50,6 @@ def test_rows_that_only_the_target_has_are_its_own(tmp_path, family, shape):
 @pytest.mark.parametrize(
     ("family", "shape", "pruner", "overrides"),
     [
-        (QWEN, "chain", "uv", {}),
         (LLAVA, "tree-adaptive", "specvlm", {}),
         pytest.param(QWEN, "tree-static", "dycoke", {"enforce_eager": False}, marks=pytest.mark.slow),  # compiles
     ],

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from tests.engine import harness
-from tests.engine.conftest import QUESTION, SCENARIOS
+from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import LLAVA, QWEN, assert_all_stands, assert_begins, skipped, token_ids
 from vllm_vidspec import metrics
 from vllm_vidspec.engine.speculator import Speculator
@@ -68,19 +68,6 @@ def test_steps_for_which_no_drafts_are_asked(reference, shape):
     assert ids and token_ids(outputs) == token_ids(reference(QWEN, "videos"))
     assert counted["undrafted_steps"] == 0
     assert_all_stands(counted)
-
-
-def test_prefix_cache_hit_still_shows_the_draft_the_video(reference):
-    """The target computes one token, and no encoder runs: the draft sees the whole video; placeholders are no
-    drafts."""
-    expected, requests = reference(QWEN, "long question"), harness.videos(QWEN, 8, QUESTION)
-    with harness.engine(QWEN, "target", overrides={"block_size": 32}, pruner="none") as engine:
-        engine.generate([(prompt, {**arguments, "max_tokens": 1}) for prompt, arguments in requests])
-        outputs, counted = engine.measured(requests)
-    assert {len(output.prompt_token_ids) - output.num_cached_tokens for output in outputs} == {1}
-    assert token_ids(outputs) == token_ids(expected)
-    assert counted["visual_tokens_kept"] == 8 * 256
-    assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
 
 
 def test_full_pool_means_fewer_drafts_not_other_answers(reference):

@@ -90,37 +90,6 @@ def chosen(inputs, rows):
 # ---- literal facts -------------------------------------------------------------------------------------------------
 
 
-def test_uniform_weights_by_hand(device, impl):
-    """Equal keys: a query at position p gives each of its p + 1 keys 1 / (p + 1) per head, added to `out`."""
-    inputs = make_inputs(device, requests=[(3, 4)], num_heads=6, num_kv_heads=2)
-    inputs["key_cache"] = torch.where(inputs["key_cache"].isnan(), NAN, 1.0)
-    inputs = chosen(inputs, slice(0, 3)) | {
-        "query_pos": torch.tensor([0, 3, 1], dtype=torch.int32, device=device),
-        "num_keys": torch.tensor([3], dtype=torch.int32, device=device),
-    }
-    out = run(inputs, impl, SENTINEL, max_keys=6)
-    added = [1 + 1 / 4 + 1 / 2, 1 / 4 + 1 / 2, 1 / 4, 0, 0, 0]
-    assert out[0].tolist() == pytest.approx([SENTINEL + 6 * value for value in added], rel=1e-6)
-    assert out[0, 3:].tolist() == [SENTINEL] * 3
-
-
-def test_each_head_reads_its_own_kv_head(device, impl):
-    """Head h gives all its weight to key 10 * (h // group) + 7 of KV head h // group."""
-    num_heads, num_kv_heads, head_dim = 6, 3, 16
-    inputs = make_inputs(device, requests=[(2, 40)], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    index = torch.arange(40, device=device)
-    keys = torch.zeros(40, num_kv_heads, head_dim, device=device)
-    for kv_head in range(num_kv_heads):
-        keys[10 * kv_head + 7, kv_head, kv_head] = 100.0
-    inputs["key_cache"][inputs["block_table"][0].long()[index // 16], index % 16] = keys
-    inputs["query"].zero_()
-    for head in range(num_heads):
-        inputs["query"][:, head, head // 2] = 1.0
-    out = run(inputs, impl)[0]
-    assert out[[7, 17, 27]].tolist() == pytest.approx([4.0, 4.0, 4.0], rel=1e-5)
-    assert out.sum().item() == pytest.approx(12.0, rel=1e-5)
-
-
 def test_reference_equals_plain_loops(device):
     """The specification against one query, head and key at a time: it is what everything else is compared with."""
     inputs = make_inputs(device, requests=[(2, 5), (0, 3), (3, 9)], block_size=4)
@@ -213,15 +182,6 @@ def test_non_contiguous_query(device, impl):
         assert torch.equal(run(inputs | {"query": query}, impl), expected)
 
 
-def test_query_weight(device, impl):
-    """Catches: weights per row number instead of per query; a weight of 0 that still counts."""
-    inputs = make_inputs(device, requests=[(3, 70), (4, 20)])
-    weight = torch.tensor([1.0, 0.0, 0.25, 2.0, 1.0, 0.0, 3.0], device=device)
-    got = run(inputs, impl, query_weight=weight)
-    assert_close(got, expect(inputs, query_weight=weight))
-    assert got.sum(dim=1)[inputs["out_row"]].tolist() == pytest.approx([4 * 1.25, 4 * 6.0], rel=1e-5)
-
-
 def own_lse(inputs):
     """What the layer's own attention tells: heads before tokens, and of every token of the forward."""
     wide = {name: inputs[name].double() for name in ("query", "key_cache")}
@@ -299,18 +259,6 @@ def test_keys_behind_the_query_are_not_used(device, impl, poison, pos):
     got = run(inputs, impl)
     assert torch.equal(got, expected)
     assert (got[0, : pos + 1] > 0).all() and (got[0, pos + 1 :] == 0).all()
-
-
-def test_limit_holds_between_queries_of_a_tile(device, impl):
-    """A later query sees keys that an earlier one in the same tile may not: they take all of its weight."""
-    inputs = chosen(make_inputs(device, requests=[(2, 30)]), slice(0, 2))
-    inputs["query_pos"][:] = torch.tensor([3, 20])
-    inputs["query"].fill_(1.0)
-    index = torch.arange(4, 21, device=device)
-    inputs["key_cache"][inputs["block_table"][0].long()[index // 16], index % 16] = 1e4
-    got, alone = run(inputs, impl)[0], run(chosen(inputs, slice(0, 1)), impl)[0]
-    torch.testing.assert_close(got[:4], alone[:4], rtol=1e-6, atol=0)
-    assert got[4:].tolist() == pytest.approx([4 / 17] * 17 + [0] * 9, rel=1e-5)
 
 
 def test_nothing_to_do(device, impl):
