@@ -72,23 +72,6 @@ def test_begin_by_hand(device, impl, in_trees):
     assert all((tensor[..., 8 if len(tensor) > 4 else 4 :] == SENTINEL).all() for tensor in (out.rows, out.seq_lens))
 
 
-@pytest.mark.parametrize("drafted", [1, 5])
-@pytest.mark.parametrize("accepted", [0, 1, 5])
-def test_the_end_of_a_chain_is_missing(device, impl, drafted, accepted):
-    """A chain of `drafted` feeds all but its last token, so that only a whole accepted chain leaves one to feed."""
-    if accepted > drafted:
-        return
-    step, given = begin_case(device, 1)
-    tables, row = given["tables"], int(given["batch_rows"][0])
-    tables.num_tokens[row] = tables.num_dropped[row] + 21  # the root is entry 20
-    tables.fed[row] = (1 << (drafted - 1)) - 1
-    given["num_sampled"][0] = accepted + 1
-    step(**given, impl=impl)
-    previous = int(tables.block_table[row][19 // BLOCK_SIZE]) * BLOCK_SIZE + 19 % BLOCK_SIZE
-    assert given["out"].slot_mapping[0] == (previous if accepted == drafted else 0)
-    assert tables.fed[row] == 0 and given["out"].last_root[0] == 19 - accepted
-
-
 def buffers_of(kind, device):
     wrapper = level_case if kind is LevelBuffers else begin_case
     arguments = wrapper(device, 4, **({} if kind is LevelBuffers else {"in_trees": True}))[1]

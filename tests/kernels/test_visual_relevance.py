@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.relevance_inputs import DEVICE, FP8, NAN, check, expect, make_inputs
-from vidspec_kernels import merge_relevance, visual_relevance
+from vidspec_kernels import visual_relevance
 from vidspec_kernels.limits import DeviceLimits
 from vidspec_kernels.visual_relevance import api as module
 from vidspec_kernels.visual_relevance import cpu, reference, tiles
@@ -163,23 +163,6 @@ def test_zero_query(impl):
     inputs["queries"][0] = 0
     got = check(inputs, 10, impl)
     assert got[0].tolist() == [0.0] * 7 + [-math.inf] * 3
-
-
-def test_by_hand(impl):
-    """Cosines 1, 0.6, 0, -0.6 of two blocks, the query of length 5."""
-    store = torch.tensor([[[-0.6, 0.8], [9.0, 9.0]], [[1.0, 0.0], [0.0, 1.0]], [[0.6, 0.8], [9.0, 9.0]]], device=DEVICE)
-    got = visual_relevance(
-        torch.tensor([[5.0, 0.0]], device=DEVICE),
-        torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
-        torch.tensor([1], device=DEVICE),
-        store,
-        torch.tensor([1, 2, 1], dtype=torch.int32, device=DEVICE),
-        torch.tensor([[0, 0, 0], [2, 1, 0]], dtype=torch.int32, device=DEVICE),
-        torch.tensor([0, 3], dtype=torch.int32, device=DEVICE),
-        top_n=3, max_queries=1, max_blocks=3, impl=impl,
-    )  # fmt: skip
-    assert got[0].tolist() == pytest.approx([1.0, 0.6, 0.0], abs=1e-6)
-    assert merge_relevance(got[None]).tolist() == pytest.approx([1.6 / 3])
 
 
 @pytest.mark.parametrize("store_dtype", [torch.float32, FP8])

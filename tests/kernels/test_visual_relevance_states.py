@@ -1,6 +1,5 @@
 """visual_relevance's surroundings: how states are stored, and how the partial results of ranks become one."""
 
-import functools
 import math
 
 import pytest
@@ -76,19 +75,6 @@ def test_mutation_mean_of_shard_means():
         check_shards(inputs, 2, requests, 5, "torch", equal=False, merge=mean_of_means)
 
 
-def test_merge_by_hand(impl):
-    merge = functools.partial(merge_relevance, impl=impl)
-    inf = math.inf
-    partials = torch.tensor(
-        [[[0.9, 0.5], [0.25, -inf], [-inf, -inf]], [[0.7, 0.6], [-inf, -inf], [-inf, -inf]]], device=DEVICE
-    )
-    assert merge(partials).tolist() == pytest.approx([0.8, 0.25, 0.0])
-    assert merge(partials[:1]).tolist() == pytest.approx([0.7, 0.25, 0.0])
-    assert merge(partials[:, :0]).shape == (0,)
-    unmeasured = torch.stack((partials[0], torch.full_like(partials[1], NAN)))  # one shard could not
-    assert merge(unmeasured).isnan().all() and merge(unmeasured[1:]).isnan().all()
-
-
 @pytest.mark.parametrize("top_n", [1, 10, 33])
 def test_merges_are_the_same(top_n, branches):
     """The kernel against torch: rows of any number of values, one with NaN, strides of a gathered batch."""
@@ -101,6 +87,7 @@ def test_merges_are_the_same(top_n, branches):
     ran = branches("merge_relevance", reference="_merge_relevance_torch")
     got, expected = (merge_relevance(partials, impl=impl) for impl in ("triton", "torch"))
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-6, equal_nan=True)
+    assert merge_relevance(partials[:, :0], impl="triton").shape == (0,)
     assert ran == ["triton", "torch"] and got.isnan().tolist() == [index == 3 for index in range(6)]
 
 
