@@ -114,12 +114,8 @@ def draw_reel(rng: np.random.Generator, num_pairs: int) -> tuple[Scene, ...]:
 
 
 def held_out(i: int, num_tokens: int) -> tuple[np.ndarray, Question, tuple[Scene, ...]]:
-    """The i-th video of `num_tokens` video tokens (a multiple of 64, from 128) that no model was trained on.
-
-    Kinds of questions and numbers of scenes told take turns with `i`.
-
-    Returns:
-        Frames as of `render`, a question, and the scenes.
+    """The i-th video of `num_tokens` video tokens (a multiple of 64, from 128) that no model was trained on: frames as
+    of `render`, a question, the scenes. Kinds of questions and numbers of scenes told take turns with `i`.
     """
     rng = np.random.default_rng([HELD_OUT_SEED, i, num_tokens])
     scenes = draw_reel(rng, num_tokens // TOKENS_PER_PAIR)
