@@ -76,17 +76,12 @@ class Scene:
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its answer (words separated by spaces, all in `vocabulary()`) and what the answer rests on.
+    """A question, its answer (words separated by spaces, all in `vocabulary()`) and what the answer rests on."""
 
-    Attributes:
-        kind: One of KINDS.
-        scenes: Indices of the scenes that the answer describes or names.
-    """
-
-    kind: str
+    kind: str  # One of KINDS
     text: str
     answer: str
-    scenes: tuple[int, ...]
+    scenes: tuple[int, ...]  # Indices of the scenes that the answer describes or names
 
 
 @cache
