@@ -2,10 +2,12 @@
 
 The check needs no second implementation of ours. With the target drafting greedily for itself at T = 1, the draft must
 propose exactly the most likely tokens along the true text; vanilla vLLM's own top-1 logprobs say which those are, so
-the number of verify steps and of accepted tokens follow from vanilla's output alone. Rejections are frequent there, so
-every step after one depends on the rollback, and every full acceptance on the re-fed token.
+the number of verify steps and of accepted tokens follow from vanilla's output alone. And its logits must be the
+target's, at every position whose text both have seen. Rejections are frequent there, so every step after one depends
+on the rollback, and every full acceptance on the re-fed token.
 """
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -17,6 +19,8 @@ from tests.engine.harness import LLAVA, QWEN
 from vllm_vidspec.engine.draft import drafter
 from vllm_vidspec.engine.draft.drafter import Drafter
 from vllm_vidspec.engine.draft.model import DraftModel
+from vllm_vidspec.engine.draft.noise import CoupledSampler
+from vllm_vidspec.engine.verify.verifier import CoupledVerifier
 
 pytestmark = pytest.mark.engine
 
@@ -59,10 +63,48 @@ def drafted(request, reference):
         yield engine, vanilla
 
 
+@contextlib.contextmanager
+def logits_compared():
+    """Yield a list of the largest difference of draft and target logits at each position whose text both have seen."""
+    differences: list[float] = []
+    proposed: dict[int, list[torch.Tensor]] = {}  # persistent row -> the draft's logits by level
+    sample, draft, verify = CoupledSampler.draw_into, Drafter.draft, CoupledVerifier._verify
+    order: list[int] = []  # persistent rows whose logits come next, round after round
+
+    def recording_draft(self, message):
+        proposed.update({int(row): [] for row in message.idx_mapping_np})
+        order[:] = message.idx_mapping_np.tolist()
+        return draft(self, message)
+
+    def recording_sample(self, logits, *args, **kwargs):
+        for row_logits in logits:
+            row = order.pop(0)
+            proposed[row].append(row_logits.clone())
+            order.append(row)
+        return sample(self, logits, *args, **kwargs)
+
+    def comparing_verify(self, logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, *rest):
+        raw = logits.clone()
+        result = verify(self, logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, *rest)
+        for req_idx, (row, num_sampled) in enumerate(zip(idx_mapping.tolist(), result[2].tolist(), strict=True)):
+            seen = raw[cu_num_logits[req_idx] : cu_num_logits[req_idx + 1]][:num_sampled]
+            differences.extend((a - b).abs().max().item() for a, b in zip(seen, proposed.get(row, []), strict=False))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Drafter, "draft", recording_draft)
+        patch.setattr(CoupledSampler, "draw_into", recording_sample)
+        patch.setattr(CoupledVerifier, "_verify", comparing_verify)
+        yield differences
+
+
 def check(drafted) -> None:
     """The drafts are the target's most likely tokens, no more and no fewer of them accepted; the text is vanilla's."""
     engine, vanilla = drafted
-    outputs, counted = engine.measured(requests(engine.family))
+    with logits_compared() as differences:
+        outputs, counted = engine.measured(requests(engine.family))
+    assert len(differences) > 100
+    assert max(differences) < 1e-3
     assert harness.token_ids(outputs) == [[ids[0][:MAX_TOKENS]] for ids in harness.token_ids(vanilla)]
     assert (counted["drafts"], counted["accepted_tokens"]) == expected_chain(vanilla)
 
