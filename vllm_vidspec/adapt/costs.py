@@ -30,23 +30,15 @@ _HALF_LIFE = 4096  # steps after which what was measured of a kind counts half
 
 @dataclass
 class _Record:
-    """The steps of one kind.
+    """The steps of one kind."""
 
-    Attributes:
-        x: `[len(FEATURES)]` means.
-        seconds: Of a step: the median of the first few, then a mean in which a step that waited counts little.
-        first: Seconds of these first few.
-        count: How many there were.
-        seen: Step of all kinds in which the last was.
-        factor: By how much more such a step takes than the fit says, as far as its number is to be trusted.
-    """
-
-    x: np.ndarray
+    x: np.ndarray  # `[len(FEATURES)]` means
+    # Of a step: the median of the first few, then a mean in which a step that waited counts little.
     seconds: float = 0.0
-    first: list[float] = field(default_factory=list)
-    count: int = 0
-    seen: int = 0
-    factor: float = 1.0
+    first: list[float] = field(default_factory=list)  # Seconds of these first few
+    count: int = 0  # How many there were
+    seen: int = 0  # Step of all kinds in which the last was
+    factor: float = 1.0  # By how much more such a step takes than the fit says, as far as its number is to be trusted
 
     @property
     def known(self) -> float:
