@@ -148,7 +148,7 @@ def test_a_wrong_config_is_one_line(tmp_path, config, words):
 def as_hf(shape: ModelShape) -> SimpleNamespace:
     text = SimpleNamespace(num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads)
     vision = SimpleNamespace(num_heads=shape.vision_heads)
-    return SimpleNamespace(get_text_config=lambda: text, vision_config=vision)
+    return SimpleNamespace(model_type="qwen2_vl", get_text_config=lambda: text, vision_config=vision)
 
 
 @pytest.mark.parametrize("shape", KNOWN, ids=lambda shape: shape.name)
