@@ -157,7 +157,7 @@ def test_a_pruned_draft_sees_what_the_target_saw(running, told, pruner):
             assert engine.finish() == [list(told[len(wanted) - 1].outputs[0].token_ids)]
     assert len(seen) == len(wanted)
     guided = engine.counters()["guided_prompts"] - before["guided_prompts"]
-    assert guided == (sum(bool(job.kept) for job, *_ in seen) if pruner in GUIDED else 0)
+    assert guided == (sum(bool(kept) for *_, kept in seen) if pruner in GUIDED else 0)
     for job, embeds, kept in seen:
         positions, ids, delta = wanted[job.req_id]
         keep = torch.ones(len(ids), dtype=torch.bool)
@@ -175,7 +175,7 @@ def test_a_pruned_draft_sees_what_the_target_saw(running, told, pruner):
             torch.testing.assert_close(embeds, torch.cat(of_target), rtol=1e-4, atol=1e-4)
 
 
-SWEEP = 200  # requests of a family and a way to draft
+SWEEP = 100  # requests of a family and a way to draft
 WAYS: dict[str, dict[str, Any]] = {
     "trees": SPEC,
     "SpecVLM's trees": SPEC | {"drafting": "tree-static", "draft_table": None},
@@ -186,7 +186,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", family_models.FAMILIES)
 def test_a_long_sweep_is_vanillas(name, tmp_path):
-    """Vanilla vLLM's own answers, of 200 requests a family, with and without a process of the drafter's own."""
+    """Vanilla vLLM's own answers, of 100 requests a family, with and without a process of the drafter's own."""
     model, asked = family_models.build(name, tmp_path), requests(name, SWEEP)
     with start(name, model, None) as engine:
         expected = engine.generate(asked)
