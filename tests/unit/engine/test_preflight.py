@@ -202,7 +202,7 @@ SHARDED = {"enable_batch_sharded_sampling": True}
     ],
 )
 def test_targets_and_engines_that_drafts_cannot_live_in(knobs, changed, message):
-    """Catches: trees on ranks that hold other paths, early stores, batches unprofiled, drafts that can never be right."""
+    """Catches: trees on ranks that hold other paths, early stores, batches unprofiled, drafts that are never right."""
     found = refused(finished(**changed), **knobs)
     assert len(found) == (message is not None)
     assert not found or (re.match(message, found[0]) and "\n" not in found[0])
