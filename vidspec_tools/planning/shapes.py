@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_vidspec.errors import VidSpecError, quoted
+from vllm_vidspec.families import known_families
 from vllm_vidspec.planning.draft_cost import FP8, WEIGHT_BYTES, Decoder
 
 KV_BYTES = 2  # of a number: bf16
@@ -90,15 +91,6 @@ class ModelShape:
         return not uneven
 
 
-_FAMILY_OF_TYPE = {
-    "qwen2_vl": "qwen2-vl",
-    "qwen2_5_vl": "qwen2.5-vl",
-    "qwen3_vl": "qwen3-vl",
-    "qwen3_vl_moe": "qwen3-vl",
-    "llava_onevision": "llava-onevision",
-}
-
-
 def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """Return the shape of a Hugging Face configuration, as JSON has it.
 
@@ -106,9 +98,10 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         VidSpecError: A family that is not supported, a quantised model, or numbers that are none.
         KeyError: What it lacks.
     """
-    family = _FAMILY_OF_TYPE.get(config["model_type"])
+    families = {model_type: known.name for known in known_families() for model_type in sorted(known.model_types)}
+    family = families.get(config["model_type"])
     if family is None:
-        raise VidSpecError(f"model_type {quoted(config['model_type'])} is none of {', '.join(_FAMILY_OF_TYPE)}")
+        raise VidSpecError(f"model_type {quoted(config['model_type'])} is none of {', '.join(families)}")
     if config.get("quantization_config"):
         raise VidSpecError("it is quantised; plans are made for 16-bit weights")
     text, vision = config.get("text_config") or config, config.get("vision_config") or {}

@@ -19,6 +19,7 @@ from vllm_vidspec.engine.parallel import launch
 from vllm_vidspec.engine.report import server_counters
 from vllm_vidspec.engine.target_pruning import prunes_videos
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.families.generic import GenericAdapter
 from vllm_vidspec.pruning import needs_of
 from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose
 
@@ -104,6 +105,10 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
         yield "encoder-decoder targets are not supported"
     if model.is_hybrid:
         yield "targets with a hybrid KV cache (state-space layers) are not supported"
+    draft = model if config.is_self_draft else vllm_config.speculative_config.draft_model_config
+    for one in {id(one): one for one in (model, draft)}.values():
+        if isinstance(families.adapter_for(one.hf_config), GenericAdapter):
+            yield from _without_adapter(one, scheduler)
     if prunes_videos(model):
         yield from _pruned_twice(model, config)
     if vllm_config.watermark_config is not None:
@@ -127,14 +132,12 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
             yield "KV connectors may take a tree's entries before they are in order: draft chains, not trees"
         if vllm_config.parallel_config.use_ubatching:
             yield "--enable-dbo cuts a batch in two, and trees are known by their row in the whole: draft chains"
-    if vllm_config.parallel_config.data_parallel_size > 1:
-        draft = model if config.is_self_draft else vllm_config.speculative_config.draft_model_config
-        if draft.is_moe:
-            # Every forward of experts is a collective of all engines, and one that is idle drafts nothing.
-            yield (
-                "--data-parallel-size with experts in the draft: an engine without requests would not join its "
-                "forwards; name a dense draft, or use one engine"
-            )
+    if vllm_config.parallel_config.data_parallel_size > 1 and draft.is_moe:
+        # Every forward of experts is a collective of all engines, and one that is idle drafts nothing.
+        yield (
+            "--data-parallel-size with experts in the draft: an engine without requests would not join its "
+            "forwards; name a dense draft, or use one engine"
+        )
     if config.is_parallel:
         wanted = config.parallel.device or ""
         if platform.is_cpu() != (wanted == "cpu"):
@@ -156,6 +159,22 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
         yield "vidspec needs Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER=0"
     if not vllm_config.use_v2_model_runner:
         yield "vidspec needs Model Runner V2, which vLLM does not use here: run `vidspec doctor`"
+
+
+def _without_adapter(model: Any, scheduler: Any) -> Iterator[str]:
+    """Yield why a model without an adapter of its own cannot draft as it decodes, given vLLM's `ModelConfig`."""
+    why = {
+        "vLLM shows it no images or videos": not model.is_multimodal_model,
+        "its layers read token ids beside embeddings": model.requires_raw_input_tokens,
+        "tokens of an image see those behind them, some of which would be pruned": model.is_mm_prefix_lm,
+        "its layers mix kinds of attention": (
+            len(set(getattr(model.hf_text_config, "layer_types", None) or ())) > 1
+            and not scheduler.disable_hybrid_kv_cache_manager
+        ),
+    }
+    for reason, holds in why.items():
+        if holds:
+            yield f"{families.adapter_for(model.hf_config).name} has no adapter, and cannot do without: {reason}"
 
 
 def _drafter_devices(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
@@ -270,6 +289,9 @@ def _warn(vllm_config: Any, config: VidSpecConfig) -> None:
             draft_len,
             target_len,
         )
+    family = families.adapter_for(vllm_config.model_config.hf_config)
+    if isinstance(family, GenericAdapter):
+        logger.warning("vidspec: no adapter for %s: its visual tokens are pruned by their order", family.name)
     if prunes_videos(vllm_config.model_config) and vllm_config.cache_config.enable_prefix_caching:
         logger.warning(
             "vidspec: --video-pruning-rate with prefix caching: after a video from the cache vLLM does not correct the "

@@ -26,17 +26,19 @@ class Decoder(NamedTuple):
     def of(cls, config: Mapping[str, Any]) -> "Decoder":
         """Return those of a Hugging Face configuration, as JSON has it; a KeyError names what it lacks."""
         text = config.get("text_config") or config
-        experts, hidden, heads = text.get("num_experts") or 0, text["hidden_size"], text["num_attention_heads"]
+        hidden, heads = text["hidden_size"], text["num_attention_heads"]
+        routed = text.get("num_experts") or text.get("n_routed_experts") or 0  # Qwen's name, GLM's
+        shared = text.get("n_shared_experts") or 0 if routed else 0
         return cls(
             layers=text["num_hidden_layers"],
             hidden=hidden,
             heads=heads,
             kv_heads=text["num_key_value_heads"],
             head_dim=text.get("head_dim") or hidden // heads,
-            intermediate=text["moe_intermediate_size" if experts else "intermediate_size"],
+            intermediate=text["moe_intermediate_size" if routed else "intermediate_size"],
             vocab=text["vocab_size"],
-            experts=experts,
-            active_experts=text["num_experts_per_tok"] if experts else 0,
+            experts=routed + shared,
+            active_experts=text["num_experts_per_tok"] + shared if routed else 0,
         )
 
     @property

@@ -120,15 +120,27 @@ def test_a_draft_that_cannot_be_read_or_followed(tmp_path, monkeypatch):
     assert message.startswith("cannot read the draft model 'some/draft': HF_HUB_OFFLINE=1 is set")
 
 
+KNOWN = SimpleNamespace(architectures=["Qwen2VLForConditionalGeneration"])
+# vLLM has no fault to find with it, unless the test says so.
+UNKNOWN = {
+    "hf_config": SimpleNamespace(architectures=["OtherModel"], vision_config=SimpleNamespace(patch_size=14)),
+    "hf_text_config": SimpleNamespace(layer_types=["full_attention", "full_attention"]),
+    "is_multimodal_model": True,
+}
+MIXED = {"hf_text_config": SimpleNamespace(layer_types=["full_attention", "sliding_attention"])}
+
+
 def finished(**changed) -> SimpleNamespace:
     """Return what we read of a finished `VllmConfig`, which nothing in it forbids but what is changed."""
     absent = (
         *("lora_config", "watermark_config", "multimodal_config", "kv_transfer_config", "is_encoder_decoder"),
         *("is_hybrid", "enable_batch_sharded_sampling", "skip_tokenizer_init", "use_ubatching"),
+        *("requires_raw_input_tokens", "is_mm_prefix_lm", "disable_hybrid_kv_cache_manager", "is_moe"),
     )
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "offload_group_size": 0, "data_parallel_size": 1}
-    runs = {"offload_backend": "auto", "use_v2_model_runner": True}
+    runs = {"offload_backend": "auto", "use_v2_model_runner": True, "hf_config": KNOWN}
     engine = SimpleNamespace(**dict.fromkeys(absent) | sizes | runs | changed)
+    engine.draft_model_config, engine.speculative_config = engine, getattr(engine, "speculative_config", engine)
     for part in ("model", "scheduler", "offload", "parallel", "attention", "cache", "compilation"):
         setattr(engine, f"{part}_config", engine)
     engine.prefetch = engine
@@ -141,7 +153,7 @@ def refused(engine: SimpleNamespace, **knobs) -> list[str]:
 
 def engines(target: bool, draft: bool) -> dict:
     """Return what is changed of two data-parallel engines, given whether target and draft have experts."""
-    draft_config = SimpleNamespace(is_moe=draft)
+    draft_config = SimpleNamespace(is_moe=draft, hf_config=KNOWN)
     return {
         "data_parallel_size": 2,
         "is_moe": target,
@@ -180,11 +192,17 @@ SHARDED = {"enable_batch_sharded_sampling": True}
         ({}, engines(target=True, draft=True) | {"data_parallel_size": 1}, None),
         ({"model": "self"}, engines(target=True, draft=False), "--data-parallel-size with experts in the draft"),
         ({"model": "self"}, engines(target=False, draft=True), None),
+        ({}, UNKNOWN, None),
+        ({}, UNKNOWN | {"is_multimodal_model": False}, "OtherModel has no adapter, .*: vLLM shows it no images or"),
+        ({}, UNKNOWN | {"requires_raw_input_tokens": True}, "OtherModel has no adapter, .*: its layers read token ids"),
+        ({}, UNKNOWN | {"is_mm_prefix_lm": True}, "OtherModel has no adapter, .*: tokens of an image see those behind"),
+        ({}, UNKNOWN | MIXED, "OtherModel has no adapter, .*: its layers mix kinds of attention"),
+        ({}, UNKNOWN | MIXED | {"disable_hybrid_kv_cache_manager": True}, None),
         ({}, {"use_v2_model_runner": False}, "vidspec needs Model Runner V2, which vLLM does not use here"),
     ],
 )
 def test_targets_and_engines_that_drafts_cannot_live_in(knobs, changed, message):
-    """Catches: trees on ranks that hold other paths, connectors that store early, batches and experts unprofiled."""
+    """Catches: trees on ranks that hold other paths, early stores, batches unprofiled, drafts that are never right."""
     found = refused(finished(**changed), **knobs)
     assert len(found) == (message is not None)
     assert not found or (re.match(message, found[0]) and "\n" not in found[0])
