@@ -83,6 +83,7 @@ def _config(name: str, ids: dict[str, int]) -> Any:
         text |= {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
         text["rope_parameters"]["mrope_interleaved"] = True
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+        vision |= {"image_size": 112, "apply_vit_abs_pos_embed": True}
         audio |= {"downsample_hidden_size": 8}
         more = {f"{one}_token_id": ids[_TOKENS[f"{one}_token"]] for one in ("image", "video", "audio")}
     else:

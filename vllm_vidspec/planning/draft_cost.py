@@ -9,6 +9,11 @@ FP8 = "fp8_per_tensor"
 WEIGHT_BYTES = 2  # of a weight that is not quantised, as those of the output head
 
 
+def part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a part of a model's config.json, of an Omni model its thinker's; nothing where it has none."""
+    return (config.get("thinker_config") or config).get(name) or {}
+
+
 class Decoder(NamedTuple):
     """Sizes of a decoder, as its config.json has them."""
 
@@ -25,8 +30,11 @@ class Decoder(NamedTuple):
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Decoder":
         """Return those of a Hugging Face configuration, as JSON has it; a KeyError names what it lacks."""
-        text = config.get("text_config") or config
-        experts, hidden, heads = text.get("num_experts") or 0, text["hidden_size"], text["num_attention_heads"]
+        text = part(config, "text_config") or config
+        # Released configs, transformers' own and GLM's name them differently; GLM's have some that every token takes.
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        experts, shared = next((text[name] for name in names if text.get(name)), 0), text.get("n_shared_experts") or 0
+        hidden, heads = text["hidden_size"], text["num_attention_heads"]
         return cls(
             layers=text["num_hidden_layers"],
             hidden=hidden,
@@ -35,8 +43,8 @@ class Decoder(NamedTuple):
             head_dim=text.get("head_dim") or hidden // heads,
             intermediate=text["moe_intermediate_size" if experts else "intermediate_size"],
             vocab=text["vocab_size"],
-            experts=experts,
-            active_experts=text["num_experts_per_tok"] if experts else 0,
+            experts=experts + shared if experts else 0,
+            active_experts=text["num_experts_per_tok"] + shared if experts else 0,
         )
 
     @property
