@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
-from vllm_vidspec import families
-from vllm_vidspec.families.base import read_field
 from vllm_vidspec.errors import VidSpecError, quoted
+from vllm_vidspec.families import known_families
+from vllm_vidspec.families.base import read_field
 from vllm_vidspec.planning.draft_cost import FP8, WEIGHT_BYTES, Decoder, part
 
 KV_BYTES = 2  # of a number: bf16
@@ -104,8 +103,10 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         VidSpecError: A family that is not supported, a quantised model, or numbers that are none.
         KeyError: What it lacks.
     """
-    hf_config = SimpleNamespace(**config)
-    adapter = families.adapter_for(hf_config)
+    families = {model_type: known for known in known_families() for model_type in sorted(known.model_types)}
+    adapter = families.get(config["model_type"])
+    if adapter is None:
+        raise VidSpecError(f"model_type {quoted(config['model_type'])} is none of {', '.join(families)}")
     if config.get("quantization_config"):
         raise VidSpecError("it is quantised; plans are made for 16-bit weights")
     text, vision = part(config, "text_config") or config, part(config, "vision_config")
@@ -115,7 +116,7 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         **Decoder.of(config)._asdict(),
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         vision_params=_vision_params(vision),
-        vision_heads=read_field(hf_config, adapter.vision_heads) or 0,  # 0: any number of ranks
+        vision_heads=read_field(config, adapter.vision_heads) or 0,  # 0: any number of ranks
     )
     sizes = (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.intermediate, shape.vocab)
     if not all(isinstance(size, int) and size > 0 for size in sizes):

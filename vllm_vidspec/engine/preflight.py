@@ -294,6 +294,9 @@ def _warn(vllm_config: Any, config: VidSpecConfig) -> None:
             draft_len,
             target_len,
         )
+    family = families.adapter_for(vllm_config.model_config.hf_config)
+    if isinstance(family, GenericAdapter):
+        logger.warning("vidspec: no adapter for %s: its visual tokens are pruned by their order", family.name)
     if prunes_videos(vllm_config.model_config) and vllm_config.cache_config.enable_prefix_caching:
         logger.warning(
             "vidspec: --video-pruning-rate with prefix caching: after a video from the cache vLLM does not correct the "

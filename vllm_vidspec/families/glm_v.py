@@ -12,8 +12,8 @@ class GlmVAdapter(PatchGrids):
     """
 
     name = "glm-v"
-    architectures = frozenset({"Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"})
-    model_types = frozenset({"glm4v", "glm4v_moe"})
+    architectures = frozenset(f"{kind}ForConditionalGeneration" for kind in ("Glm4v", "Glm4vMoe", "GlmOcr"))
+    model_types = frozenset({"glm4v", "glm4v_moe", "glm_ocr"})
     shared = (
         Field("patch size", ("vision_config.patch_size",)),
         PatchGrids.merge,

@@ -1,7 +1,7 @@
-"""The thinkers of Qwen2.5-Omni and Qwen3-Omni: merged patch grids and M-RoPE, as in Qwen's VL models. Reads configs only.
+"""The thinkers of Qwen2.5-Omni and Qwen3-Omni: merged patch grids and M-RoPE, as Qwen's VL models. Reads configs only.
 
-vLLM runs the thinker alone, so everything of interest is in `thinker_config`. What a prompt says by sound the draft does
-not hear: such a request runs without speculation (`pruning/prompt.py`).
+vLLM runs the thinker alone, so all of interest is in `thinker_config`. A prompt with sound, a video's own as well
+(`use_audio_in_video`), runs without speculation, counted as `unsupported` (`pruning/prompt.py`): a draft does not hear.
 """
 
 from vllm_vidspec.families.base import Field

@@ -31,20 +31,20 @@ class Decoder(NamedTuple):
     def of(cls, config: Mapping[str, Any]) -> "Decoder":
         """Return those of a Hugging Face configuration, as JSON has it; a KeyError names what it lacks."""
         text = part(config, "text_config") or config
-        # Released configs, transformers' own and GLM's name them differently; GLM's have some that every token takes.
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        experts, shared = next((text[name] for name in names if text.get(name)), 0), text.get("n_shared_experts") or 0
         hidden, heads = text["hidden_size"], text["num_attention_heads"]
+        names = ("num_experts", "num_local_experts", "n_routed_experts")  # Qwen's, transformers' for it, GLM's
+        routed = next((text[name] for name in names if text.get(name)), 0)
+        shared = text.get("n_shared_experts") or 0 if routed else 0
         return cls(
             layers=text["num_hidden_layers"],
             hidden=hidden,
             heads=heads,
             kv_heads=text["num_key_value_heads"],
             head_dim=text.get("head_dim") or hidden // heads,
-            intermediate=text["moe_intermediate_size" if experts else "intermediate_size"],
+            intermediate=text["moe_intermediate_size" if routed else "intermediate_size"],
             vocab=text["vocab_size"],
-            experts=experts + shared if experts else 0,
-            active_experts=text["num_experts_per_tok"] + shared if experts else 0,
+            experts=routed + shared,
+            active_experts=text["num_experts_per_tok"] + shared if routed else 0,
         )
 
     @property

@@ -49,15 +49,16 @@ def made(kind):
     return make
 
 
-glm, glm_moe, internvl, next_video = map(made, ("Glm4v", "Glm4vMoe", "InternVL", "LlavaNextVideo"))
+glm, glm_moe, ocr, internvl, next_video = map(made, ("Glm4v", "Glm4vMoe", "GlmOcr", "InternVL", "LlavaNextVideo"))
 # vLLM shows it videos, and it has no adapter.
-unknown = made("GlmOcr")
+unknown = made("Exaone4_5_")
 SMALL_TOWER = {"model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14}
 NAMES = {
     qwen: "qwen2.5-vl",
     llava: "llava-onevision",
     glm: "glm-v",
     glm_moe: "glm-v",
+    ocr: "glm-v",
     internvl: "internvl",
     next_video: "llava-next-video",
 }
@@ -90,7 +91,7 @@ def test_unknown_family(config, shown):
 def test_a_model_without_an_adapter_is_known_by_its_architecture():
     """Catches: a derived model taken for the one whose type it has; one architecture that drafts for another."""
     config = unknown()
-    assert adapter_for(config).name == "GlmOcrForConditionalGeneration"
+    assert adapter_for(config).name == "Exaone4_5_ForConditionalGeneration"
     assert adapter_for(config).frames("video", frames(3), config) is None
     assert check_pair(config, unknown()).embeds_by_itself
     derived = changed(qwen(), architectures=["OtherModel"])
@@ -140,7 +141,7 @@ GRIDS = [
     (internvl, {"downsample_ratio": None}, "video", {}, 768, TokenGrid(1, 1, 768)),
     # 336 // 14 = 24 patches a side, pooled to 12. Catches: LLaVA-OneVision's newline.
     (next_video, {}, "video", frames(4), 576, TokenGrid(4, 12, 12)),
-    *((make, {}, "video", video(8, 16, 20), 640, TokenGrid(8, 8, 10)) for make in (glm, glm_moe)),
+    *((make, {}, "video", video(8, 16, 20), 640, TokenGrid(8, 8, 10)) for make in (glm, glm_moe, ocr)),
     (unknown, {}, "video", video(8, 16, 20), 640, TokenGrid(1, 1, 640)),
     # Catches: an anyres image, whose newlines are interleaved, cut like a video (here even the count would fit).
     (llava, {}, "image", {}, 393, TokenGrid(1, 1, 393)),
@@ -211,7 +212,7 @@ DIFFERENCES = [
     (next_video, "spatial_pool_mode", "max", "spatial pooling mode", "'average'"),
     # Without an adapter a difference has the name that the config gives it.
     (unknown, "vision_config__patch_size", 16, "vision_config.patch_size", "14"),
-    (unknown, "image_token_id", 7, "image_token_id", "59280"),
+    (unknown, "image_token_id", 7, "image_token_id", "67"),
     (llava, "image_grid_pinpoints", [[384, 384]], "image grid pinpoints", f"{str(PINPOINTS)[:60]}... (36 entries)"),
 ]
 

@@ -4,14 +4,11 @@ tests/data/released.json has what a checkpoint's config.json says, and where tha
 models share, by model its sizes and what else differs (dotted names).
 """
 
-import copy
-import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.released import DATA, MODELS, config_of, write
 from vidspec_tools.gpus import gpu_named
 from vidspec_tools.planning.models import KNOWN, from_folder
 from vidspec_tools.planning.planner import Planner
@@ -21,31 +18,8 @@ from vllm_vidspec.families.base import read_field
 from vllm_vidspec.planning import draft_cost
 from vllm_vidspec.planning.pool import pool_bytes
 
-DATA: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "released.json").read_text())
-SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-MODELS = {name: family for family, data in DATA.items() for name in data["models"]}
 PAIRS = [tuple(pair) for data in DATA.values() for pair in data["pairs"]]
-
-
-def config_of(name: str) -> dict[str, Any]:
-    """Return a model's config.json, of the fields that we or vLLM read."""
-    data = DATA[MODELS[name]]
-    config, model = copy.deepcopy(data["config"]), data["models"][name]
-    sizes = {f"{data['sizes_in']}.{key}".lstrip("."): size for key, size in zip(SIZES, model["sizes"], strict=True)}
-    for path, value in (sizes | {key: model[key] for key in model.keys() - {"sizes", "billions"}}).items():
-        *parents, leaf = path.split(".")
-        holder = config
-        for parent in parents:
-            holder = holder[parent]
-        holder[leaf] = value
-    return config
-
-
-def write(name: str, folder: Path) -> str:
-    folder = folder / name.split("/")[1]
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config_of(name)))
-    return str(folder)
+REFUSED = [tuple(pair) for data in DATA.values() for pair in data.get("refused", ())]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -92,7 +66,9 @@ def test_a_pair_is_accepted_and_planned_for(target, draft, tmp_path):
     assert 0 < pool < 20 << 30
 
 
-@pytest.mark.parametrize(("target", "draft", "line"), [pair for data in DATA.values() for pair in data.get("refused", ())])
+@pytest.mark.parametrize(
+    ("target", "draft", "line"), [pair for data in DATA.values() for pair in data.get("refused", ())]
+)
 def test_a_pair_that_does_not_fit_is_named(target, draft, line, tmp_path):
     found = doctor.check_pair(write(target, tmp_path), write(draft, tmp_path))
     assert found.status == "fail" and line in found.detail
