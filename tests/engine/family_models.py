@@ -5,6 +5,7 @@ order of its tokens, makes other tokens likely.
 """
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,26 @@ def build(name: str, folder: Path, seed: int = 0) -> str:
         model.save_pretrained(folder)
     family.processor(tokenizer).save_pretrained(folder)
     _rename(folder / "model.safetensors", family.released_names)
+    return str(folder)
+
+
+def write_released(name: str, model: str, num_layers: int, folder: Path) -> str:
+    """Write a released model's configuration (tests/data/released.json) with fewer layers, for weights that are made
+    up, and what a family's models have beside it; return the directory."""
+    from tests import released
+
+    family, config = FAMILIES[name], released.config_of(model)
+    tokenizer = _tokenizer(family.tokens)
+    holder = config.get("thinker_config", config)
+    for key, token in family.tokens.items():
+        for spelling in (key, key.replace("_id", "_index"), key.removeprefix("context_")):
+            if spelling in holder:
+                holder[spelling] = tokenizer.convert_tokens_to_ids(token)
+    holder["text_config"]["num_hidden_layers"] = num_layers
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    sides = {"side": released.DATA[name]["processor"]["size"]} if name == "internvl" else {}
+    family.processor(tokenizer, **sides).save_pretrained(folder)
     return str(folder)
 
 
@@ -166,13 +187,13 @@ def _internvl(ids: dict[str, int], text: dict[str, Any]) -> Any:
     return _config("InternVL", text, vision, image_seq_length=16, downsample_ratio=0.5, **tokens)
 
 
-def _internvl_processor(tokenizer: Any) -> Any:
+def _internvl_processor(tokenizer: Any, side: int = 112) -> Any:
     import transformers
 
-    size = {"height": 112, "width": 112}
+    size = {"height": side, "width": side}
     image = transformers.GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=2)
     video = transformers.InternVLVideoProcessor(size=size)
-    return transformers.InternVLProcessor(image, tokenizer, video, image_seq_length=16)
+    return transformers.InternVLProcessor(image, tokenizer, video, image_seq_length=(side // 28) ** 2)
 
 
 def _glm(kind: str, more: dict[str, Any]) -> Callable[[dict[str, int], dict[str, Any]], Any]:

@@ -38,7 +38,9 @@ WITHOUT_STATES = ("glm-v-moe", "exaone4.5")
 
 
 def start(name: str, model: str, draft: str | None, **spec: Any) -> Any:
-    overrides = {"model": model, "limit_mm_per_prompt": family_models.FAMILIES[name].limits, "block_size": 32}
+    family = family_models.FAMILIES[name]
+    overrides = {"model": model, "limit_mm_per_prompt": family.limits, "block_size": 32}
+    overrides |= {"mm_processor_kwargs": family.settings} if family.settings else {}
     return harness.engine(QWEN, draft, overrides, **spec)
 
 
@@ -158,7 +160,7 @@ def test_a_pruned_draft_sees_what_the_target_saw(running, told, pruner):
             assert engine.finish() == [list(told[len(wanted) - 1].outputs[0].token_ids)]
     assert len(seen) == len(wanted)
     guided = engine.counters()["guided_prompts"] - before["guided_prompts"]
-    assert guided == (sum(bool(job.kept) for job, *_ in seen) if pruner in GUIDED else 0)
+    assert guided == (sum(bool(kept) for *_, kept in seen) if pruner in GUIDED else 0)
     for job, embeds, kept in seen:
         positions, ids, delta = wanted[job.req_id]
         keep = torch.ones(len(ids), dtype=torch.bool)
