@@ -6,6 +6,7 @@ order of its tokens, makes other tokens likely.
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.engine import minicpm_code
 from vllm_vidspec.tools import pairs
 
 _SPREAD = 0.12
@@ -54,7 +56,7 @@ class Family:
     released_names: dict[str, str] = dataclasses.field(default_factory=dict)
     # (its configuration, a folder): writes the weights, where vLLM runs a part of transformers' model.
     write: Callable[[Any, Path], None] | None = None
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # `mm_processor_kwargs`
+    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)  # arguments of `LLM`
 
 
 def build(name: str, folder: Path, seed: int = 0) -> str:
@@ -319,8 +321,46 @@ _OMNI = {
     "limits": {"image": 2, "video": 2, "audio": 1},
     "with_metadata": True,
     "write": _write_thinker,
-    "settings": {"size": _SIZE},
+    "overrides": {"mm_processor_kwargs": {"size": _SIZE}},
 }
+
+
+def _minicpm(ids: dict[str, int], text: dict[str, Any]) -> Any:
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    vision = _TILES | {"image_size": minicpm_code.SIDE, "patch_size": minicpm_code.PATCH, "initializer_range": _SPREAD}
+    config = minicpm_code.MiniCPMVConfig(vision, **text, rope_parameters=rope, tie_word_embeddings=False)
+    config.architectures = ["MiniCPMV"]
+    config.auto_map = {"AutoConfig": "minicpm_code.MiniCPMVConfig"}
+    return config
+
+
+def _write_minicpm(config: Any, folder: Path) -> None:
+    """Write the weights of its three parts, and the code that comes with them."""
+    import transformers
+    from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
+
+    size, kv_size = config.hidden_size, config.vision_config.hidden_size
+    parts = {"llm": transformers.Qwen3ForCausalLM(config), "vpm": Idefics2VisionTransformer(config.vision_config)}
+    weights = {}
+    for part, model in parts.items():
+        _widen(model)
+        weights |= {f"{part}.{name}": weight for name, weight in model.float().state_dict().items()}
+    shapes = {"query": (config.query_num, size), "proj": (size, size), "kv_proj.weight": (size, kv_size)}
+    shapes |= {"attn.in_proj_weight": (3 * size, size), "attn.in_proj_bias": (3 * size,)}
+    shapes |= {"attn.out_proj.weight": (size, size), "attn.out_proj.bias": (size,)}
+    for norm in ("ln_q", "ln_kv", "ln_post"):
+        shapes |= {f"{norm}.weight": (size,), f"{norm}.bias": (size,)}
+    weights |= {f"resampler.{name}": _SPREAD * torch.randn(shape) for name, shape in shapes.items()}
+    for norm in ("ln_q", "ln_kv", "ln_post"):
+        weights[f"resampler.{norm}.weight"] += 1
+    config.save_pretrained(folder)
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
+    shutil.copy(minicpm_code.__file__, folder)
+    code = {f"Auto{kind}": f"minicpm_code.MiniCPMV{kind}" for kind in ("ImageProcessor", "Processor")}
+    names = {"image_processor_type": "MiniCPMVImageProcessor", "processor_class": "MiniCPMVProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps({**names, "auto_map": code}))
+
+
 _GLM_TOKENS = {
     **{f"{kind}_token_id": f"<|{kind}|>" for kind in ("image", "video")},
     **{f"{kind}_start_token_id": f"<|begin_of_{kind}|>" for kind in ("image", "video")},
@@ -333,6 +373,21 @@ _GLM = {
     "with_metadata": True,
 }
 FAMILIES = {
+    "minicpm-v": Family(
+        tokens={
+            "unk_token_id": "<unk>",
+            "im_start_token_id": "<image>",
+            "im_end_token_id": "</image>",
+            "im_id_start_token_id": "<image_id>",
+            "im_id_end_token_id": "</image_id>",
+        },
+        config=_minicpm,
+        processor=lambda tokenizer: tokenizer,
+        visual={"image": "(<image>./</image>)", "video": "(<video>./</video>)"},
+        limits={"image": 2, "video": 2},
+        write=_write_minicpm,
+        overrides={"trust_remote_code": True},
+    ),
     "qwen2.5-omni": Family(config=_omni("Qwen2_5Omni"), processor=_omni_processor("Qwen2_5Omni"), **_OMNI),
     "qwen3-omni": Family(config=_omni("Qwen3OmniMoe"), processor=_omni_processor("Qwen3OmniMoe"), **_OMNI),
     "internvl": Family(

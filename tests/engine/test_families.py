@@ -40,8 +40,7 @@ WITHOUT_STATES = ("glm-v-moe", "exaone4.5")
 def start(name: str, model: str, draft: str | None, **spec: Any) -> Any:
     family = family_models.FAMILIES[name]
     overrides = {"model": model, "limit_mm_per_prompt": family.limits, "block_size": 32}
-    overrides |= {"mm_processor_kwargs": family.settings} if family.settings else {}
-    return harness.engine(QWEN, draft, overrides, **spec)
+    return harness.engine(QWEN, draft, overrides | family.overrides, **spec)
 
 
 # GLM-OCR's towers differ from GLM-4.1V's in their layers alone.
@@ -215,7 +214,9 @@ def test_what_a_draft_cannot_hear_is_said_without_it(running, told):
     beside = family_models.prompt(name, "what is said?", videos=frames, sound=sound)
     within = family_models.prompt(name, "what is said?", videos=frames)
     within["multi_modal_data"]["audio"] = [(sound, 16_000)]
-    within["mm_processor_kwargs"] = family_models.FAMILIES[name].settings | {"use_audio_in_video": True}
+    within["mm_processor_kwargs"] = engine.runner.model_config.multimodal_config.mm_processor_kwargs | {
+        "use_audio_in_video": True
+    }
     asked = [*requests(name, 2, max_tokens=12), (beside, sampling), (within, sampling)]
     engine.retune(pruner="none", num_speculative_tokens=0)
     forget(engine)

@@ -121,7 +121,7 @@ class Case:
         target, draft = (family_models.write_released(name, one, 2, folder / one.split("/")[1]) for one in models)
         family = family_models.FAMILIES[name]
         overrides = {"model": target, "load_format": "dummy", "limit_mm_per_prompt": {"video": 1, "image": 0}}
-        return {"draft": draft, "overrides": overrides | {"mm_processor_kwargs": family.settings or None}}
+        return {"draft": draft, "overrides": overrides | family.overrides}
 
     def prompts(self, seed: int = 0) -> list[dict]:
         """Return a prompt with videos of its own for each request; other seeds, other videos."""
