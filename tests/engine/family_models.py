@@ -112,7 +112,7 @@ def prompt(
     from PIL import Image
 
     family = FAMILIES[name]
-    shown = [family.visual["video"]] * len(videos) + [family.visual["image"]] * len(images)
+    shown = [family.visual["video"] for _ in videos] + [family.visual["image"] for _ in images]
     data: dict[str, Any] = {}
     if videos:
         sampled = [pairs.sample_frames(pairs.FAMILIES[0], frames, _NUM_FRAMES) for frames in videos]

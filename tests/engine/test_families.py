@@ -177,7 +177,7 @@ def test_a_pruned_draft_sees_what_the_target_saw(running, told, pruner):
             torch.testing.assert_close(embeds, torch.cat(of_target), rtol=1e-4, atol=1e-4)
 
 
-SWEEP = 200  # requests of a family and a way to draft
+SWEEP = 100  # requests of a family and a way to draft
 WAYS: dict[str, dict[str, Any]] = {
     "trees": SPEC,
     "SpecVLM's trees": SPEC | {"drafting": "tree-static", "draft_table": None},
@@ -188,7 +188,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", family_models.FAMILIES)
 def test_a_long_sweep_is_vanillas(name, tmp_path):
-    """Vanilla vLLM's own answers, of 200 requests a family, with and without a process of the drafter's own."""
+    """Vanilla vLLM's own answers, of 100 requests a family, with and without a process of the drafter's own."""
     model, asked = family_models.build(name, tmp_path), requests(name, SWEEP)
     with start(name, model, None) as engine:
         expected = engine.generate(asked)

@@ -15,7 +15,7 @@ class _Pooled(SquareFrames):
     """Frames of P x P tokens, P = ceil(image_size // patch_size / stride)."""
 
     # Target and draft see the same token ids and the same resized, normalised and tiled pixels.
-    shared = (
+    shared: tuple[Field, ...] = (
         _IMAGE_SIZE,
         _PATCH_SIZE,
         _POOL_STRIDE,
