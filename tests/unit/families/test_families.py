@@ -51,6 +51,15 @@ def made(kind):
 
 glm, glm_moe, ocr, internvl, next_video = map(made, ("Glm4v", "Glm4vMoe", "GlmOcr", "InternVL", "LlavaNextVideo"))
 omni, omni_moe = map(made, ("Qwen2_5Omni", "Qwen3OmniMoe"))
+
+
+def minicpm():
+    """Return MiniCPM-V's configuration, whose class comes with a checkpoint."""
+    fields = {"query_num": 64, "version": 4.5, "image_size": 448, "slice_config": SimpleNamespace(max_slice_nums=9)}
+    vision = SimpleNamespace(patch_size=14, num_attention_heads=16)
+    return SimpleNamespace(architectures=["MiniCPMV"], model_type="minicpmv", vision_config=vision, **fields)
+
+
 # vLLM shows it videos, and it has no adapter.
 unknown = made("Exaone4_5_")
 SMALL_TOWER = {"model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14}
@@ -64,6 +73,7 @@ NAMES = {
     next_video: "llava-next-video",
     omni: "qwen2.5-omni",
     omni_moe: "qwen3-omni",
+    minicpm: "minicpm-v",
 }
 
 
@@ -146,6 +156,10 @@ GRIDS = [
     (next_video, {}, "video", frames(4), 576, TokenGrid(4, 12, 12)),
     *((make, {}, "video", video(8, 16, 20), 640, TokenGrid(8, 8, 10)) for make in (glm, glm_moe, ocr)),
     *((make, {}, "video", video(8, 16, 20), 640, TokenGrid(8, 8, 10)) for make in (omni, omni_moe)),
+    *(
+        (minicpm, {}, "video", {"video_pixel_values": [torch.empty(3, 14, 28)] * 5}, size, grid)
+        for size, grid in ((320, TokenGrid(5, 1, 64)), (321, TokenGrid(1, 1, 321)))
+    ),
     (omni, {}, "audio", {"audio_feature_lengths": torch.tensor(160)}, 40, TokenGrid(1, 1, 40)),
     (unknown, {}, "video", video(8, 16, 20), 640, TokenGrid(1, 1, 640)),
     # Catches: an anyres image, whose newlines are interleaved, cut like a video (here even the count would fit).
@@ -215,6 +229,9 @@ DIFFERENCES = [
     (internvl, "image_token_id", 7, "image token id", "151667"),
     (next_video, "spatial_pool_stride", 4, "spatial pooling stride", "2"),
     (next_video, "spatial_pool_mode", "max", "spatial pooling mode", "'average'"),
+    (minicpm, "query_num", 32, "queries of an image", "64"),
+    (minicpm, "version", 4.0, "version", "4.5"),
+    (minicpm, "slice_config__max_slice_nums", 1, "slices of an image", "9"),
     (omni, "thinker_config__vision_config__spatial_merge_size", 4, "spatial merge size", "2"),
     (omni, "thinker_config__vision_config__tokens_per_second", 2, "tokens per second", "25"),
     (omni, "thinker_config__image_token_index", 7, "image token id", "151655"),
