@@ -375,6 +375,7 @@ _GLM = {
 FAMILIES = {
     "minicpm-v": Family(
         tokens={
+            "bos_token_id": "<s>",
             "unk_token_id": "<unk>",
             "im_start_token_id": "<image>",
             "im_end_token_id": "</image>",
