@@ -210,21 +210,22 @@ def _glm(kind: str, more: dict[str, Any]) -> Callable[[dict[str, int], dict[str,
 _EXPERTS = {"moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2}
 
 
+# vLLM divides by the image size over the square of the patch size: with 112 and 14 that is 0.
 def _next_video(ids: dict[str, int], text: dict[str, Any]) -> Any:
     text |= {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
-    vision = _TILES | {"model_type": "clip_vision_model", "image_size": 112, "patch_size": 14, "projection_dim": 64}
+    vision = _TILES | {"model_type": "clip_vision_model", "image_size": 56, "patch_size": 7, "projection_dim": 64}
     tokens = {f"{kind}_token_index": ids[f"{kind}_token_id"] for kind in ("image", "video")}
-    return _config("LlavaNextVideo", text, vision, image_grid_pinpoints=[[112, 112]], **tokens)
+    return _config("LlavaNextVideo", text, vision, image_grid_pinpoints=[[56, 56]], **tokens)
 
 
 def _next_video_processor(tokenizer: Any) -> Any:
     import transformers
 
-    sides = {"size": {"shortest_edge": 112}, "crop_size": {"height": 112, "width": 112}}
+    sides = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
     video = transformers.LlavaNextVideoVideoProcessor(**sides)
-    image = transformers.LlavaNextImageProcessor(**sides, image_grid_pinpoints=[[112, 112]])
+    image = transformers.LlavaNextImageProcessor(**sides, image_grid_pinpoints=[[56, 56]])
     return transformers.LlavaNextVideoProcessor(
-        video, image, tokenizer, patch_size=14, vision_feature_select_strategy="default"
+        video, image, tokenizer, patch_size=7, vision_feature_select_strategy="default"
     )
 
 

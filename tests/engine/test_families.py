@@ -140,7 +140,7 @@ def test_a_pruned_draft_sees_what_the_target_saw(running, told, pruner):
 
     def noting(job: Any) -> None:
         prune(job)
-        seen.append((job, job.embeds, [kept.clone() for kept in job.kept]))
+        seen.append((job.req_id, job.plan, job.prompt, job.embeds, list(job.kept)))
 
     targets, cache, rope = {}, engine.runner.encoder_cache.encoder_outputs, engine.runner.model_state.rope_state
     add, wanted = engine.runner.requests.add, {}
@@ -160,19 +160,19 @@ def test_a_pruned_draft_sees_what_the_target_saw(running, told, pruner):
     assert len(seen) == len(wanted)
     guided = engine.counters()["guided_prompts"] - before["guided_prompts"]
     assert guided == (sum(bool(kept) for *_, kept in seen) if pruner in GUIDED else 0)
-    for job, embeds, kept in seen:
-        positions, ids, delta = wanted[job.req_id]
+    for req_id, plan, prompt, embeds, kept in seen:
+        positions, ids, delta = wanted[req_id]
         keep = torch.ones(len(ids), dtype=torch.bool)
-        for item, rows in zip(job.plan.items, kept, strict=True):
+        for item, rows in zip(plan.items, kept, strict=True):
             assert len(rows) == budget(item.num_tokens, 0.9 if item.feature.modality == "video" else 0.8)
             keep[item.where] = False
             keep[item.where[rows]] = True
-        assert torch.equal(job.prompt.positions, positions[:, keep])
-        assert torch.equal(job.prompt.token_ids, ids[keep].int()) and job.plan.pos_delta == delta
+        assert torch.equal(prompt.positions, positions[:, keep])
+        assert torch.equal(prompt.token_ids, ids[keep].int()) and plan.pos_delta == delta
         if kept:
             of_target = [
                 targets[item.feature.identifier].flatten(0, -2)[rows]
-                for item, rows in zip(job.plan.items, kept, strict=True)
+                for item, rows in zip(plan.items, kept, strict=True)
             ]
             torch.testing.assert_close(embeds, torch.cat(of_target), rtol=1e-4, atol=1e-4)
 
