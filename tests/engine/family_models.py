@@ -5,6 +5,8 @@ order of its tokens, makes other tokens likely.
 """
 
 import dataclasses
+import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.engine import minicpm_code
 from vllm_vidspec.tools import pairs
 
 _SPREAD = 0.12
@@ -51,6 +54,9 @@ class Family:
     with_metadata: bool = False
     # As transformers 5 writes a module's weights -> as released checkpoints, and so vLLM, call them.
     released_names: dict[str, str] = dataclasses.field(default_factory=dict)
+    # (its configuration, a folder): writes the weights, where vLLM runs a part of transformers' model.
+    write: Callable[[Any, Path], None] | None = None
+    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)  # arguments of `LLM`
 
 
 def build(name: str, folder: Path, seed: int = 0) -> str:
@@ -64,18 +70,45 @@ def build(name: str, folder: Path, seed: int = 0) -> str:
     end = tokenizer.eos_token_id
     text = _TEXT | {"vocab_size": len(tokenizer), "eos_token_id": end, "bos_token_id": end, "pad_token_id": end}
     config = family.config(ids, text)
-    model = getattr(transformers, config.architectures[0])(config).float()
-    _widen(model)
-    model.save_pretrained(folder)
+    if family.write is not None:
+        family.write(config, folder)
+    else:
+        model = getattr(transformers, config.architectures[0])(config).float()
+        _widen(model)
+        model.save_pretrained(folder)
     family.processor(tokenizer).save_pretrained(folder)
     _rename(folder / "model.safetensors", family.released_names)
     return str(folder)
 
 
+def write_released(name: str, model: str, num_layers: int, folder: Path) -> str:
+    """Write a released model's configuration (tests/data/released.json) with fewer layers, for weights that are made
+    up, and what a family's models have beside it; return the directory."""
+    from tests import released
+
+    family, config = FAMILIES[name], released.config_of(model)
+    tokenizer = _tokenizer(family.tokens)
+    holder = config.get("thinker_config", config)
+    for key, token in family.tokens.items():
+        for spelling in (key, key.replace("_id", "_index"), key.removeprefix("context_")):
+            if spelling in holder:
+                holder[spelling] = tokenizer.convert_tokens_to_ids(token)
+    holder["text_config"]["num_hidden_layers"] = num_layers
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    sides = {"side": released.DATA[name]["processor"]["size"]} if name == "internvl" else {}
+    family.processor(tokenizer, **sides).save_pretrained(folder)
+    return str(folder)
+
+
 def prompt(
-    name: str, question: str, videos: Sequence[np.ndarray] = (), images: Sequence[np.ndarray] = ()
+    name: str,
+    question: str,
+    videos: Sequence[np.ndarray] = (),
+    images: Sequence[np.ndarray] = (),
+    sound: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """Return a prompt of `LLM.generate`: videos `[num_frames, height, width, 3]` uint8, then images, then text."""
+    """Return a prompt of `LLM.generate`: videos `[num_frames, height, width, 3]` uint8, images, sound, then text."""
     from PIL import Image
 
     family = FAMILIES[name]
@@ -86,6 +119,9 @@ def prompt(
         data["video"] = sampled if family.with_metadata else [frames for frames, _ in sampled]
     if images:
         data["image"] = [Image.fromarray(image) for image in images]
+    if sound is not None:
+        shown.append(family.visual["audio"])
+        data["audio"] = [(sound, 16_000)]
     text = f"user: {''.join(shown)}{question}\nassistant:"
     return {"prompt": text, "multi_modal_data": data} if data else {"prompt": text}
 
@@ -153,13 +189,13 @@ def _internvl(ids: dict[str, int], text: dict[str, Any]) -> Any:
     return _config("InternVL", text, vision, image_seq_length=16, downsample_ratio=0.5, **tokens)
 
 
-def _internvl_processor(tokenizer: Any) -> Any:
+def _internvl_processor(tokenizer: Any, side: int = 112) -> Any:
     import transformers
 
-    size = {"height": 112, "width": 112}
+    size = {"height": side, "width": side}
     image = transformers.GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=2)
     video = transformers.InternVLVideoProcessor(size=size)
-    return transformers.InternVLProcessor(image, tokenizer, video, image_seq_length=16)
+    return transformers.InternVLProcessor(image, tokenizer, video, image_seq_length=(side // 28) ** 2)
 
 
 def _glm(kind: str, more: dict[str, Any]) -> Callable[[dict[str, int], dict[str, Any]], Any]:
@@ -208,6 +244,124 @@ def _exaone_processor(tokenizer: Any) -> Any:
     )
 
 
+def _omni(kind: str) -> Callable[[dict[str, int], dict[str, Any]], Any]:
+    def make(ids: dict[str, int], text: dict[str, Any]) -> Any:
+        import transformers
+
+        rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 6, 6]}
+        vision = _PATCHES | {"intermediate_size": 128, "initializer_range": _SPREAD}
+        audio = {"num_mel_bins": _MELS, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
+        audio |= {"d_model": 32, "output_dim": 128, "initializer_range": _SPREAD}
+        tokens = {name: ids[f"{name}_token_id"] for name in ("image", "video", "audio")}
+        if kind == "Qwen3OmniMoe":
+            tokens = {f"{name}_token_id": token for name, token in tokens.items()}
+            text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+            rope |= {"mrope_interleaved": True}
+            vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1], "image_size": 112}
+            vision |= {"apply_vit_abs_pos_embed": True}
+            audio |= {"downsample_hidden_size": 8}
+        else:
+            tokens = {f"{name}_token_index": token for name, token in tokens.items()}
+            vision |= {"window_size": 56, "fullatt_block_indexes": [1], "tokens_per_second": 25}
+        ends = {
+            f"audio_{where}_token_id": ids[f"audio_{end}_token_id"] for where, end in (("start", "bos"), ("end", "eos"))
+        }
+        text |= {"rope_parameters": rope, "tie_word_embeddings": False}
+        thinker = getattr(transformers, f"{kind}ThinkerConfig")(
+            text_config=text, vision_config=vision, audio_config=audio, **tokens, **ends
+        )
+        config = getattr(transformers, f"{kind}Config")(thinker_config=thinker)
+        config.architectures = [f"{kind}ForConditionalGeneration"]
+        return config
+
+    return make
+
+
+def _write_thinker(config: Any, folder: Path) -> None:
+    """Write what vLLM loads of an Omni model, experts one by one as released."""
+    import transformers
+
+    kind = config.architectures[0].replace("For", "ThinkerFor")
+    model = getattr(transformers, kind)(config.thinker_config).float()
+    _widen(model)
+    weights: dict[str, torch.Tensor] = {}
+    for name, weight in model.state_dict().items():
+        before, are_experts, part = name.partition(".experts.")
+        if not are_experts:
+            weights[f"thinker.{name}"] = weight
+            continue
+        parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+        for i, expert in enumerate(weight):
+            for one, value in zip(parts, expert.chunk(len(parts)), strict=True):
+                weights[f"thinker.{before}.experts.{i}.{one}.weight"] = value.contiguous()
+    config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _omni_processor(kind: str) -> Callable[[Any], Any]:
+    def make(tokenizer: Any) -> Any:
+        import transformers
+
+        image, video = transformers.Qwen2VLImageProcessor(size=_SIZE), transformers.Qwen2VLVideoProcessor(size=_SIZE)
+        ears = transformers.WhisperFeatureExtractor(feature_size=_MELS)
+        return getattr(transformers, f"{kind}Processor")(image, video, ears, tokenizer)
+
+    return make
+
+
+_MELS = 16
+_OMNI = {
+    "tokens": {
+        **{f"{name}_token_id": f"<|{name}|>" for name in ("image", "video", "audio")},
+        **{f"{name}_{end}_token_id": f"<|{name}_{end}|>" for name in ("vision", "audio") for end in ("bos", "eos")},
+    },
+    "visual": {
+        **{name: f"<|vision_bos|><|{name}|><|vision_eos|>" for name in ("image", "video")},
+        "audio": "<|audio_bos|><|audio|><|audio_eos|>",
+    },
+    "limits": {"image": 2, "video": 2, "audio": 1},
+    "with_metadata": True,
+    "write": _write_thinker,
+    "overrides": {"mm_processor_kwargs": {"size": _SIZE}},
+}
+
+
+def _minicpm(ids: dict[str, int], text: dict[str, Any]) -> Any:
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    vision = _TILES | {"image_size": minicpm_code.SIDE, "patch_size": minicpm_code.PATCH, "initializer_range": _SPREAD}
+    config = minicpm_code.MiniCPMVConfig(vision, **text, rope_parameters=rope, tie_word_embeddings=False)
+    config.architectures = ["MiniCPMV"]
+    config.auto_map = {"AutoConfig": "minicpm_code.MiniCPMVConfig"}
+    return config
+
+
+def _write_minicpm(config: Any, folder: Path) -> None:
+    """Write the weights of its three parts, and the code that comes with them."""
+    import transformers
+    from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
+
+    size, kv_size = config.hidden_size, config.vision_config.hidden_size
+    parts = {"llm": transformers.Qwen3ForCausalLM(config), "vpm": Idefics2VisionTransformer(config.vision_config)}
+    weights = {}
+    for part, model in parts.items():
+        _widen(model)
+        weights |= {f"{part}.{name}": weight for name, weight in model.float().state_dict().items()}
+    shapes = {"query": (config.query_num, size), "proj": (size, size), "kv_proj.weight": (size, kv_size)}
+    shapes |= {"attn.in_proj_weight": (3 * size, size), "attn.in_proj_bias": (3 * size,)}
+    shapes |= {"attn.out_proj.weight": (size, size), "attn.out_proj.bias": (size,)}
+    for norm in ("ln_q", "ln_kv", "ln_post"):
+        shapes |= {f"{norm}.weight": (size,), f"{norm}.bias": (size,)}
+    weights |= {f"resampler.{name}": _SPREAD * torch.randn(shape) for name, shape in shapes.items()}
+    for norm in ("ln_q", "ln_kv", "ln_post"):
+        weights[f"resampler.{norm}.weight"] += 1
+    config.save_pretrained(folder)
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
+    shutil.copy(minicpm_code.__file__, folder)
+    code = {f"Auto{kind}": f"minicpm_code.MiniCPMV{kind}" for kind in ("ImageProcessor", "Processor")}
+    names = {"image_processor_type": "MiniCPMVImageProcessor", "processor_class": "MiniCPMVProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps({**names, "auto_map": code}))
+
+
 _GLM_TOKENS = {
     **{f"{kind}_token_id": f"<|{kind}|>" for kind in ("image", "video")},
     **{f"{kind}_start_token_id": f"<|begin_of_{kind}|>" for kind in ("image", "video")},
@@ -220,6 +374,24 @@ _GLM = {
     "with_metadata": True,
 }
 FAMILIES = {
+    "minicpm-v": Family(
+        tokens={
+            "bos_token_id": "<s>",
+            "unk_token_id": "<unk>",
+            "im_start_token_id": "<image>",
+            "im_end_token_id": "</image>",
+            "im_id_start_token_id": "<image_id>",
+            "im_id_end_token_id": "</image_id>",
+        },
+        config=_minicpm,
+        processor=lambda tokenizer: tokenizer,
+        visual={"image": "(<image>./</image>)", "video": "(<video>./</video>)"},
+        limits={"image": 2, "video": 2},
+        write=_write_minicpm,
+        overrides={"trust_remote_code": True},
+    ),
+    "qwen2.5-omni": Family(config=_omni("Qwen2_5Omni"), processor=_omni_processor("Qwen2_5Omni"), **_OMNI),
+    "qwen3-omni": Family(config=_omni("Qwen3OmniMoe"), processor=_omni_processor("Qwen3OmniMoe"), **_OMNI),
     "internvl": Family(
         tokens={
             "context_image_token_id": "<IMG_CONTEXT>",

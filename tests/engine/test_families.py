@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,8 +38,9 @@ WITHOUT_STATES = ("glm-v-moe", "exaone4.5")
 
 
 def start(name: str, model: str, draft: str | None, **spec: Any) -> Any:
-    overrides = {"model": model, "limit_mm_per_prompt": family_models.FAMILIES[name].limits, "block_size": 32}
-    return harness.engine(QWEN, draft, overrides, **spec)
+    family = family_models.FAMILIES[name]
+    overrides = {"model": model, "limit_mm_per_prompt": family.limits, "block_size": 32}
+    return harness.engine(QWEN, draft, overrides | family.overrides, **spec)
 
 
 # GLM-OCR's towers differ from GLM-4.1V's in their layers alone.
@@ -200,3 +202,31 @@ def test_a_long_sweep_is_vanillas(name, tmp_path):
             assert_same_answers(expected, outputs)
             assert_all_stands(counted)
             assert not skipped(counted) and not counted["stale_streams"]
+
+
+def test_what_a_draft_cannot_hear_is_said_without_it(running, told):
+    """A prompt with sound beside its video, and one with the video's own, runs as if nothing were drafted; the others
+    of its batch are drafted for. Catches: sound that is pruned, or taken for an image, or its placeholders for video.
+    """
+    name, engine = running
+    if "audio" not in family_models.FAMILIES[name].limits:
+        pytest.skip("it does not hear")
+    sound, frames = np.sin(np.arange(24_000) / 9).astype(np.float32), harness.shown(1)
+    sampling = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    beside = family_models.prompt(name, "what is said?", videos=frames, sound=sound)
+    within = family_models.prompt(name, "what is said?", videos=frames)
+    within["multi_modal_data"]["audio"] = [(sound, 16_000)]
+    within["mm_processor_kwargs"] = engine.runner.model_config.multimodal_config.mm_processor_kwargs | {
+        "use_audio_in_video": True
+    }
+    asked = [*requests(name, 2, max_tokens=12), (beside, sampling), (within, sampling)]
+    engine.retune(pruner="none", num_speculative_tokens=0)
+    forget(engine)
+    expected = engine.generate(asked)
+    engine.retune(num_speculative_tokens=None)
+    forget(engine)
+    outputs, counted = engine.measured(asked)
+    assert_same_answers(expected, outputs)
+    assert_all_stands(counted)
+    assert skipped(counted) == {"unsupported": 2} and not counted["draft_failures"]
+    assert engine.used_blocks() == 0

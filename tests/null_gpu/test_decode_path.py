@@ -31,13 +31,13 @@ def measured(request, tmp_path_factory):
     wanted = set().union(*map(cases_of, items))
     wanted |= {CASES[name].vanilla for name in wanted}
     target, rows = os.environ.get("NULL_GPU_RESULTS"), []
-    small = [name for name in CASES if name in wanted and not CASES[name].is_whole]
+    small = [name for name in CASES if name in wanted and not CASES[name].is_large]
     single, double = ([name for name in small if CASES[name].num_devices == n] for n in (1, 2))
     # Two at a time on two cores, unless times are to be reported. What needs two devices takes a quarter of the time
     # and follows the shorter part of the others.
     singles = [single] if target else split(single, 0.32 if double else 0.5)
-    # Whole models need the whole device, so each has a process of its own.
-    whole = [[name] for name in CASES if name in wanted and CASES[name].is_whole]
+    # Models of published size need the whole device, so each has a process of its own.
+    whole = [[name] for name in CASES if name in wanted and CASES[name].is_large]
     parts = [part for part in (*singles, double, *whole) if part]
     with ThreadPoolExecutor(1 if target else 2) as pool:
         folders = [tmp_path_factory.mktemp("null_gpu") for _ in parts]

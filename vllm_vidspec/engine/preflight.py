@@ -104,7 +104,12 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
     if model.is_encoder_decoder:
         yield "encoder-decoder targets are not supported"
     if model.is_hybrid:
-        yield "targets with a hybrid KV cache (state-space layers) are not supported"
+        # `MambaHybridModelState` of Model Runner V2 keeps a state per drafted token, in the runner's own block tables.
+        yield (
+            "targets with a hybrid KV cache (state-space layers) are not supported: vLLM rolls such layers back in its "
+            "runner's model alone (MambaHybridModelState), and a draft of their family has them too; use the model's "
+            'own drafts ("method": "mtp")'
+        )
     draft = model if config.is_self_draft else vllm_config.speculative_config.draft_model_config
     for one in {id(one): one for one in (model, draft)}.values():
         if isinstance(families.adapter_for(one.hf_config), GenericAdapter):

@@ -22,6 +22,7 @@ class InternVLAdapter(SquareFrames):
     name = "internvl"
     architectures = frozenset({"InternVLForConditionalGeneration"})
     model_types = frozenset({"internvl"})
+    vision_heads = Field("vision heads", ())  # vLLM's ranks have a whole tower each
     shared = (
         _IMAGE_SIZE,
         _PATCH_SIZE,

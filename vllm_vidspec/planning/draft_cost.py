@@ -9,6 +9,11 @@ FP8 = "fp8_per_tensor"
 WEIGHT_BYTES = 2  # of a weight that is not quantised, as those of the output head
 
 
+def part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a part of a model's config.json, of an Omni model its thinker's; nothing where it has none."""
+    return (config.get("thinker_config") or config).get(name) or {}
+
+
 class Decoder(NamedTuple):
     """Sizes of a decoder, as its config.json has them."""
 
@@ -25,9 +30,10 @@ class Decoder(NamedTuple):
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Decoder":
         """Return those of a Hugging Face configuration, as JSON has it; a KeyError names what it lacks."""
-        text = config.get("text_config") or config
+        text = part(config, "text_config") or config
         hidden, heads = text["hidden_size"], text["num_attention_heads"]
-        routed = text.get("num_experts") or text.get("n_routed_experts") or 0  # Qwen's name, GLM's
+        names = ("num_experts", "num_local_experts", "n_routed_experts")  # Qwen's, transformers' for it, GLM's
+        routed = next((text[name] for name in names if text.get(name)), 0)
         shared = text.get("n_shared_experts") or 0 if routed else 0
         return cls(
             layers=text["num_hidden_layers"],

@@ -50,6 +50,16 @@ def made(kind):
 
 
 glm, glm_moe, ocr, internvl, next_video = map(made, ("Glm4v", "Glm4vMoe", "GlmOcr", "InternVL", "LlavaNextVideo"))
+omni, omni_moe = map(made, ("Qwen2_5Omni", "Qwen3OmniMoe"))
+
+
+def minicpm():
+    """Return MiniCPM-V's configuration, whose class comes with a checkpoint."""
+    fields = {"query_num": 64, "version": 4.5, "image_size": 448, "slice_config": SimpleNamespace(max_slice_nums=9)}
+    vision = SimpleNamespace(patch_size=14, num_attention_heads=16)
+    return SimpleNamespace(architectures=["MiniCPMV"], model_type="minicpmv", vision_config=vision, **fields)
+
+
 # vLLM shows it videos, and it has no adapter.
 unknown = made("Exaone4_5_")
 SMALL_TOWER = {"model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14}
@@ -61,6 +71,9 @@ NAMES = {
     ocr: "glm-v",
     internvl: "internvl",
     next_video: "llava-next-video",
+    omni: "qwen2.5-omni",
+    omni_moe: "qwen3-omni",
+    minicpm: "minicpm-v",
 }
 
 
@@ -142,6 +155,12 @@ GRIDS = [
     # 336 // 14 = 24 patches a side, pooled to 12. Catches: LLaVA-OneVision's newline.
     (next_video, {}, "video", frames(4), 576, TokenGrid(4, 12, 12)),
     *((make, {}, "video", video(8, 16, 20), 640, TokenGrid(8, 8, 10)) for make in (glm, glm_moe, ocr)),
+    *((make, {}, "video", video(8, 16, 20), 640, TokenGrid(8, 8, 10)) for make in (omni, omni_moe)),
+    *(
+        (minicpm, {}, "video", {"video_pixel_values": [torch.empty(3, 14, 28)] * 5}, size, grid)
+        for size, grid in ((320, TokenGrid(5, 1, 64)), (321, TokenGrid(1, 1, 321)))
+    ),
+    (omni, {}, "audio", {"audio_feature_lengths": torch.tensor(160)}, 40, TokenGrid(1, 1, 40)),
     (unknown, {}, "video", video(8, 16, 20), 640, TokenGrid(1, 1, 640)),
     # Catches: an anyres image, whose newlines are interleaved, cut like a video (here even the count would fit).
     (llava, {}, "image", {}, 393, TokenGrid(1, 1, 393)),
@@ -210,6 +229,15 @@ DIFFERENCES = [
     (internvl, "image_token_id", 7, "image token id", "151667"),
     (next_video, "spatial_pool_stride", 4, "spatial pooling stride", "2"),
     (next_video, "spatial_pool_mode", "max", "spatial pooling mode", "'average'"),
+    (minicpm, "query_num", 32, "queries of an image", "64"),
+    (minicpm, "version", 4.0, "version", "4.5"),
+    (minicpm, "slice_config__max_slice_nums", 1, "slices of an image", "9"),
+    (omni, "thinker_config__vision_config__spatial_merge_size", 4, "spatial merge size", "2"),
+    (omni, "thinker_config__vision_config__tokens_per_second", 2, "tokens per second", "25"),
+    (omni, "thinker_config__image_token_index", 7, "image token id", "151655"),
+    (omni_moe, "thinker_config__position_id_per_seconds", 13, "positions per second", "25"),
+    (omni_moe, "thinker_config__video_token_id", 7, "video token id", "151656"),
+    (omni_moe, "thinker_config__audio_token_id", 7, "audio token id", "151646"),
     # Without an adapter a difference has the name that the config gives it.
     (unknown, "vision_config__patch_size", 16, "vision_config.patch_size", "14"),
     (unknown, "image_token_id", 7, "image_token_id", "67"),
@@ -306,5 +334,5 @@ def test_only_deepstack_makes_more_of_a_token_than_its_embedding():
     moe = transformers.Qwen3VLMoeConfig(vision_config={"deepstack_visual_indexes": [5, 11]})
     deep.architectures, moe.architectures = ["Qwen3VLForConditionalGeneration"], []
     moe.model_type = "qwen3_vl_moe"
-    for config, levels in ((deep, 4), (moe, 3), (qwen(), 1), (qwen(), 1), (llava(), 1)):
+    for config, levels in ((deep, 4), (moe, 3), (omni_moe(), 4), (omni(), 1), (qwen(), 1), (llava(), 1)):
         assert adapter_for(config).num_media_levels(config) == levels
