@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 # The heaviest shapes of each kernel; benchmarks/compile_report.py without arguments compiles all.
 HEAVIEST = (
     "28/4 Q9$|28/4 Q26$|Q26, prefix given|tree K64|Q65 100k$|top 128|28/4 nq32|F10 C10|K25, axes 3|C64 152k|152k noise|"
-    "K64, ring 512|K64 152k tokens"
+    "K64, ring 512|K64 152k tokens|28/4 Q26 fp8"
 )
 # Other dtypes, padded sizes and small launches: once, for Hopper. Each kernel's least sizes are among them.
 FORMS = (
@@ -137,7 +137,9 @@ def test_parts_are_written_before_they_are_announced(rows, arch):
     """
     attention = [row for row in rows if row["arch"] == arch and row["kernel"] == "tree_attention"]
     splitting = [row for row in attention if "atom" in row["memory"]]
-    assert {row["case"] for row in splitting} == {"28/4 Q9", "28/4 Q26"} and len(attention) == 3
+    assert {row["case"] for row in splitting} == {
+        *("28/4 Q9", "28/4 Q26", "28/4 Q26 fp8", "28/4 Q26 fp8 cache")
+    } and len(attention) == 5
     for row in splitting:
         assert row["memory"].count("atom") == 1
         stored, *arrival = row["memory"][row["memory"].index("atom") - 2 :][:4]

@@ -120,7 +120,9 @@ def _launch(
     scale_log2 = scale * _LOG2E
     shift, factor = lse, None
     if shift is None:
-        shift, factor = _row_stats(query, key_cache, block_table, inputs, factors, scale_log2, max_queries_per_req, tiles)
+        shift, factor = _row_stats(
+            query, key_cache, block_table, inputs, factors, scale_log2, max_queries_per_req, tiles
+        )
         if query_weight is not None:
             factor *= query_weight[: len(query), None]
             query_weight = None

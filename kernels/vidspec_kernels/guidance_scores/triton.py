@@ -26,10 +26,13 @@ def _row_tile(query_ptr, query_stride, head_stride, dim_stride, query, head, row
     return tl.load(query_ptr + offset[:, None] + dims[None, :] * dim_stride, mask=mask, other=0.0)
 
 
-_SCALES = ("query_scale_stride", "key_scale_stride")
+_STRIDES, _SCALES = ("query_scale_stride", "key_scale_stride"), ["query_scale_ptr", "key_scale_ptr"]
 
 
-@triton.jit(do_not_specialize=["stats_split_stride", "num_row_tiles", "num_splits", *_SCALES])
+@triton.jit(
+    do_not_specialize=["stats_split_stride", "num_row_tiles", "num_splits", *_STRIDES],
+    do_not_specialize_on_alignment=_SCALES,
+)
 def _row_stats_kernel(
     query_ptr, query_stride, query_head_stride, query_dim_stride,  # [num_queries, num_heads, HEAD_DIM]
     # [num_blocks, block_size, num_kv_heads, HEAD_DIM]
@@ -100,7 +103,10 @@ def _row_stats_kernel(
     tl.store(row_sum_ptr + offset, row_sum, mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["out_stride", "max_keys", "row_shift_head_stride", *_SCALES])
+@triton.jit(
+    do_not_specialize=["out_stride", "max_keys", "row_shift_head_stride", *_STRIDES],
+    do_not_specialize_on_alignment=_SCALES,
+)
 def _guidance_scores_kernel(
     query_ptr, query_stride, query_head_stride, query_dim_stride,  # [num_queries, num_heads, HEAD_DIM]
     # [num_blocks, block_size, num_kv_heads, HEAD_DIM]

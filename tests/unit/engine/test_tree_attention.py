@@ -91,7 +91,7 @@ def test_tritons_kernel_by_its_bound(monkeypatch, bound):
 @pytest.mark.parametrize(
     ("changes", "config", "wanted"),
     [
-        ({"kv_cache_dtype": "fp8"}, {}, "does not read fp8 KV caches"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, {}, "does not read fp8_e5m2 KV caches"),
         ({"sliding_window": (1023, 0)}, {}, "knows no sliding windows"),
         ({"logits_soft_cap": 30.0}, {}, "soft caps"),
         ({}, {"use_ubatching": True}, "--enable-dbo"),
@@ -117,10 +117,11 @@ def test_what_tree_attention_cannot_do_stays_with_the_backend(monkeypatch, lines
 
 
 def test_layers_choose_one_by_one(lines):
-    """Catches: a plain layer beside a quantised one (`--kv-cache-dtype-skip-layers`) left slow; both lines twice."""
-    plain, quantised, split = flash_layer(2), flash_layer(2, kv_cache_dtype="fp8"), flash_layer(3)
-    made = make(plain, quantised, split)
-    assert made is not None and made.layers == [plain]
+    """Catches: a plain layer, or one in e4m3, beside one that cannot be read left slow; both lines twice."""
+    plain, other, split = flash_layer(2), flash_layer(2, kv_cache_dtype="nvfp4"), flash_layer(3)
+    quantised = flash_layer(2, kv_cache_dtype="fp8")
+    made = make(plain, other, quantised, split)
+    assert made is not None and made.layers == [plain, quantised]
     assert [level for level, _ in lines] == ["warning", "info"] and "6 rows" in lines[1][1]
 
 
@@ -128,8 +129,8 @@ def test_trees_take_every_layer_or_none():
     """Catches: trees that a layer would verify as chains."""
     made = make(flash_layer(3), flash_layer(3), in_trees=True)
     assert made is not None and len(made.layers) == 2 and not made.outruns(2)
-    with pytest.raises(VidSpecError, match="does not read fp8"):
-        make(flash_layer(3, kv_cache_dtype="fp8"), in_trees=True)
+    with pytest.raises(VidSpecError, match="does not read int8_per_token_head"):
+        make(flash_layer(3, kv_cache_dtype="int8_per_token_head"), in_trees=True)
 
 
 NUM_HEADS, HEAD_SIZE, NUM_TOKENS = 4, 8, 6
