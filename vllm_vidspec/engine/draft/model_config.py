@@ -66,10 +66,14 @@ def own_cache(layer: Any) -> Any:
 
 
 def follow(config: VllmConfig, target: VllmConfig) -> None:
-    """Take from the target's cache what vLLM settles once models are loaded: the block size, and the layout."""
+    """Take what vLLM settles of the target's cache once models are loaded (the block size, the layout, the number of
+    blocks), but for the type, and for a layout that was resolved for the draft alone.
+    """
     own, theirs = config.cache_config, target.cache_config
-    own.block_size = theirs.block_size
-    own.kv_cache_layout = own.kv_cache_layout or theirs.kv_cache_layout
+    if own is not theirs:
+        config.cache_config = copy.copy(theirs)
+        config.cache_config.cache_dtype = own.cache_dtype
+        config.cache_config.kv_cache_layout = theirs.kv_cache_layout or own.kv_cache_layout
 
 
 def of_two_rows(config: VllmConfig, speculative_config: Any) -> VllmConfig:
