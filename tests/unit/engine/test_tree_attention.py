@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.unit.engine import fakes
-from vllm_vidspec.engine import tree_attention
+from vllm_vidspec.engine import kv_views, tree_attention
 from vllm_vidspec.engine.compat import backends
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.errors import VidSpecError
@@ -131,6 +131,39 @@ def test_trees_take_every_layer_or_none():
     assert made is not None and len(made.layers) == 2 and not made.outruns(2)
     with pytest.raises(VidSpecError, match="does not read int8_per_token_head"):
         make(flash_layer(3, kv_cache_dtype="int8_per_token_head"), in_trees=True)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,)], ids=["scalar", "tensor", "head"])
+@pytest.mark.parametrize("isa", [None, "vec"])
+def test_scales_are_vllms_own_tensors(shape, isa):
+    """Catches: a copy, which an update of weights leaves behind; a scale of queries that are not in float8; the CPU's
+    heads, which share the largest scale, taken for heads with scales of their own."""
+    layer = flash_layer(3, kv_cache_dtype="fp8", num_kv_heads=2)
+    parts = [torch.arange(1.0, 3.0)[: shape[0] if shape else 1].reshape(shape) * 10**i for i in range(3)]
+    layer._q_scale, layer._k_scale, layer._v_scale = parts
+    layer.isa = isa
+    query = torch.zeros(1, 2, 4)
+    plain, quantised = (kv_views.cache_scales(layer, some) for some in (query, query.to(kv_views.FP8)))
+    assert plain[0] is None and all(scale.shape == (2,) for scale in (*plain[1:], *quantised))
+    largest = [part.max().item() for part in parts]
+    for scale, part, most in zip(quantised, parts, largest, strict=True):
+        by_head = [most] * 2 if isa and part is not parts[0] else part.expand(2).tolist()
+        assert scale.tolist() == by_head
+        assert isa or scale.data_ptr() == part.data_ptr()
+    layer.kv_cache_dtype = "auto"
+    assert kv_views.cache_scales(layer, query) == (None, None, None)
+
+
+def test_flashinfers_metadata_says_its_block_table():
+    """Catches: a batch whose table is not its own; the result of the builder lost."""
+    made = []
+    builder = SimpleNamespace(build=lambda common_prefix_len, common_attn_metadata, fast_build=False: made[-1])
+    compat.keep_block_table(builder)
+    for table in (torch.ones(1, 2), torch.ones(3, 2)):
+        made.append(SimpleNamespace(num_decodes=len(table)))
+        common = SimpleNamespace(block_table_tensor=table)
+        found = builder.build(common_prefix_len=0, common_attn_metadata=common)
+        assert found is made[-1] and found.block_table is table
 
 
 NUM_HEADS, HEAD_SIZE, NUM_TOKENS = 4, 8, 6
