@@ -166,7 +166,6 @@ MEMBERS = {
     f"{GPU}.mm.encoder_cache:EncoderCache": "encoder_outputs reset_encoder_cache",
     "vllm.v1.attention.backend:AttentionLayer": "_q_scale _k_scale _v_scale",
     "vllm.model_executor.layers.attention.attention:Attention": "query_quant kv_cache_dtype",
-    "vllm.v1.worker.utils:AttentionGroup": "backend metadata_builders",
     "vllm.v1.core.sched.output:SchedulerOutput": (
         "scheduled_new_reqs finished_req_ids total_num_scheduled_tokens num_spec_tokens_to_schedule "
         "num_scheduled_tokens scheduled_spec_decode_tokens"
@@ -207,7 +206,7 @@ MEMBERS = {
     "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": "vllm_flash_attn_version logits_soft_cap sinks",
     "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl": "logits_soft_cap sinks",
     "vllm.config.compilation:PassConfig": "fuse_attn_quant",
-    "vllm.v1.worker.utils:AttentionGroup": "metadata_builders",
+    "vllm.v1.worker.utils:AttentionGroup": "backend metadata_builders",
     "vllm.v1.kv_cache_interface:FullAttentionSpec": "page_size_bytes block_size",
 }
 
