@@ -169,7 +169,8 @@ def test_every_variant_that_steps_use_is_warmed():
     found = run("tests/kernels/variants.py")
     assert found["missing"] == [] and found["ambiguous"] == [] and found["stale"] == []
     assert found["used"].keys() == found["warmed"].keys() and len(found["used"]) == 24
-    assert sum(found["warmed"].values()) <= 53, found["warmed"]
+    # Of three kinds of layers: 16 bits, float8, and float8 under queries of 16 bits; of one kind 53 at most.
+    assert sum(found["warmed"].values()) <= 66, found["warmed"]
 
 
 def test_penalties_are_compiled_to_vllms_arithmetic():
