@@ -17,6 +17,7 @@ from null_gpu.situations import (
     memory_by_owner,
     peak_of_a_prompt,
     sleep_and_wake,
+    stand_in_for_flashinfer,
     sums_of_guidance,
 )
 from tests.engine import family_models
@@ -52,6 +53,8 @@ GRAPHS_104 = _compiled(1, 2, 4, 104)  # room for four trees of 25 nodes: three r
 DEFAULTS: dict[str, Any] = {"enforce_eager": False}
 # FlashAttention as GPUs get it that are neither Hopper nor sm_100: it splits no keys over several query rows.
 GRAPHS_FA2 = GRAPHS | {"attention_config": {"flash_attn_version": 2}}
+GRAPHS_FP8 = GRAPHS | {"kv_cache_dtype": "fp8"}
+FLASHINFER = {"attention_config": {"backend": "FLASHINFER"}, "kv_cache_dtype": "fp8"}
 PIECES = _compiled(1, 2, 4, 8, 16, 32, mode=3, cudagraph_mode="PIECEWISE")
 
 
@@ -66,6 +69,7 @@ class Case:
     is_whole: bool = False  # a pair of published size, with made-up weights and a user's defaults
     # A family, and of it a target and a draft as released, with two layers each and made-up weights.
     released: tuple[str, str, str] | None = None
+    weights: str | None = None  # of such a pair: a key of `made_up.QUANTISED`, and few layers
     device_gb: int = 80
     overrides: dict[str, Any] = field(default_factory=dict)  # arguments of `LLM`
     batch: int = 1  # requests at a time
@@ -106,7 +110,8 @@ class Case:
 
     def llm_kwargs(self) -> dict[str, Any]:
         if self.is_whole:
-            where = made_up.write_pair(self.family, Path(tempfile.mkdtemp(prefix="null-gpu-")))
+            few = {"weights": self.weights, "share": 14} if self.weights else {}
+            where = made_up.write_pair(self.family, Path(tempfile.mkdtemp(prefix="null-gpu-")), **few)
             spec = {"draft": where["draft"], "on_draft_error": "raise", **(self.spec or {})}
             return made_up.user_kwargs(where, self.spec and pairs.speculative_config(self.family, **spec))
         released = self._write_released() if self.released else {}
@@ -227,6 +232,17 @@ _ALL = (
     Case("chain graphs batch", {}, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=30, after=kernels_of_a_step),
     Case("chain graphs sampled", {}, "vanilla graphs sampled", **_GRAPHS, **_WARM, **_VARIANT, most_launches=28),
     Case("chain graphs processed", {}, "vanilla graphs sampled", **_GRAPHS, **_TOP_P, **_VARIANT, most_launches=105),
+    # Caches of e4m3: the target's, whose queries come in float8 as well; the draft's beside a plain one; FlashInfer's.
+    Case("vanilla fp8 cache", overrides=GRAPHS_FP8, **_VARIANT),
+    Case("static fp8 cache", _STATIC, "vanilla fp8 cache", overrides=GRAPHS_FP8, **_VARIANT, most_launches=50),
+    Case("static fp8 draft cache", _STATIC | {"kv_cache_dtype": "fp8"}, "vanilla graphs", **_GRAPHS, **_VARIANT,
+         most_launches=50),
+    Case("chain FlashInfer", {}, overrides=FLASHINFER, before=stand_in_for_flashinfer, after=sums_of_guidance,
+         **_ONE_STEP),
+    *(Case(f"chain {name} as it loads", {"quantization": method}, overrides={"quantization": method}, **_ONE_STEP)
+      for name, method in (("fp8", "fp8_per_tensor"), ("int8", "int8_per_channel_weight_only"))),
+    *(Case(f"chain {name} weights", {}, is_whole=True, weights=name, **_SLOW, **_ONE_STEP)
+      for name in made_up.QUANTISED),
     Case("chain graphs FA2", {}, _BESIDE_THREE, **_FA2, **_THREE, most_launches=31, after=kernels_of_a_step),
     # A batch in which one request rests has whole graphs, padded; one at rest takes vLLM's way without speculation.
     Case("one rests", _CONTROLLED, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=34, before=let_rest(True)),

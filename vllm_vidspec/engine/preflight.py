@@ -101,6 +101,8 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
     platform = platforms.current_platform
     if config.is_self_draft and vllm_config.lora_config is not None:
         yield 'LoRA adapters cannot be used with "model": "self"; name a draft model instead'
+    if config.is_self_draft and vllm_config.speculative_config.kv_cache_dtype is not None:
+        yield 'kv_cache_dtype is a draft model\'s: with "model": "self" the cache is as --kv-cache-dtype says'
     if model.is_encoder_decoder:
         yield "encoder-decoder targets are not supported"
     if model.is_hybrid:
@@ -224,35 +226,37 @@ def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     num_layers = model.get_total_num_hidden_layers()
     readers = []
+    if config.in_trees:  # first: guidance reads every backend that trees read
+        readers.append(tree_attention.READER)
+        kv_views.check_dtype(vllm_config.speculative_config.kv_cache_dtype or "auto", tree_attention.READER)
     if "attention" in needs:
         attention_guidance.chosen_layers(prune.guidance_layers, num_layers)
-        readers.append(attention_guidance.REFUSAL)
+        readers.append(attention_guidance.READER)
     if "uv" in needs and prune.uv_layer is not None and prune.uv_layer > num_layers:
         raise VidSpecError(f"uv_layer: the target has layers 1 to {num_layers}, not {prune.uv_layer}")
-    if config.in_trees:
-        readers.append(tree_attention.REFUSAL)
-    for what, way_out in readers:
+    for reader in readers:
         if not cache.kv_cache_dtype_skip_layers:  # some layers may be plain: each is looked at when it exists
-            kv_views.check_dtype(cache.cache_dtype, what, way_out)
+            kv_views.check_dtype(cache.cache_dtype, reader)
         if platforms.current_platform.is_cpu():
             from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
             layout = _get_attn_isa(model.dtype, cache.block_size, model.get_head_size())
-            kv_views.check_layout_name(layout, what, way_out)
-        choose_backend(vllm_config, what, way_out)
+            kv_views.check_layout_name(layout, reader)
+        choose_backend(vllm_config, reader)
 
 
-def choose_backend(vllm_config: Any, what: str, way_out: str) -> None:
-    """Let vLLM use the best attention backend that `what` reads, where its own first choice is another.
+def choose_backend(vllm_config: Any, reader: kv_views.Reader) -> None:
+    """Let vLLM use the best attention backend that `reader` reads, where its own first choice is another.
 
-    Why: on some GPUs (compute capability 10) that is FlashInfer, whose cache and softmax nothing of ours reads. A
-    VidSpecError where the user named such a one, or this device has no other.
+    Why: on some GPUs (compute capability 10) that is FlashInfer, of which guidance reads the cache, and whose place
+    tree attention does not take: it plans its work on the host, batch by batch. A VidSpecError where the user named
+    such a one, or this device has no other.
     """
     attention = vllm_config.attention_config
     if attention.backend_per_kind or not platforms.current_platform.is_cuda():
         return
     if attention.backend is not None:
-        kv_views.check_backend(attention.backend.name, what, way_out)
+        kv_views.check_backend(attention.backend.name, reader)
         return
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -269,14 +273,14 @@ def choose_backend(vllm_config: Any, what: str, way_out: str) -> None:
         num_heads=model.get_num_attention_heads(parallel),
     )
     ranked = [candidate.backend for candidate in sorted(candidates, key=lambda candidate: candidate.priority)]
-    readable = [backend for backend in ranked if backend.name in kv_views.BACKENDS]
+    readable = [backend for backend in ranked if backend.name in reader.backends]
     if not ranked or ranked[0] in readable[:1]:
         return  # its own choice serves; without any, vLLM says why
     if not readable:
-        kv_views.check_backend(ranked[0].name, what, way_out)
+        kv_views.check_backend(ranked[0].name, reader)
     logger.warning(
-        "vidspec: attention backend %s instead of %s, which %s does not read: chains with the pruner uv keep it",
-        *(readable[0].name, ranked[0].name, what),
+        "vidspec: attention backend %s instead of %s, which %s does not read: %s to keep it",
+        *(readable[0].name, ranked[0].name, reader.what, reader.way_out),
     )
     attention.backend = readable[0]
 

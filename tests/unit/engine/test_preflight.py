@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.unit.engine.fakes import make_knobs
-from vllm_vidspec.engine import preflight
+from vllm_vidspec.engine import preflight, tree_attention
+from vllm_vidspec.engine.hooks import attention
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
 
@@ -282,16 +283,24 @@ def whole():
 def test_what_the_target_cannot_be_read_as_is_refused_before_it_loads(whole, monkeypatch):
     """Catches: a refusal that only the worker makes, minutes later and in the middle of its trace."""
     fp32 = {"dtype": "float32"}
-    fp8 = {"kv_cache_dtype": "fp8", **fp32}
+    e5m2 = {"kv_cache_dtype": "fp8_e5m2", **fp32}
     trees = {"draft": "tree-static", "num_speculative_tokens": 25, "pruner": "uv"}
     for spec, overrides, message in (
         ({"guidance_layers": [99]}, fp32, "guidance_layers: the target has layers 0 to"),
         ({"pruner": "uv", "uv_layer": 99}, fp32, "uv_layer: the target has layers 1 to"),
-        (trees, fp8, "tree attention does not read fp8"),
+        (trees, e5m2, "tree attention does not read fp8_e5m2 KV caches: use --kv-cache-dtype auto or fp8, or use"),
+        (trees | {"kv_cache_dtype": "fp8_e5m2"}, fp32, "tree attention does not read fp8_e5m2"),
+        ({}, e5m2, "attention guidance does not read fp8_e5m2"),
+        ({"model": "self", "kv_cache_dtype": "fp8"}, fp32, "kv_cache_dtype is a draft model's"),
     ):
         assert refusal(spec, whole, **overrides).startswith(message)
     # What is not read is no reason to refuse.
-    engine_args(spec={"pruner": "uv"}, **fp8).create_engine_config()
+    engine_args(spec={"pruner": "uv"}, **e5m2).create_engine_config()
+    for dtypes in (
+        {"spec": trees | {"pruner": "specvlm"}, "kv_cache_dtype": "fp8"},
+        {"spec": {"kv_cache_dtype": "fp8"}},
+    ):
+        engine_args(**fp32, **dtypes).create_engine_config()
     engine_args(spec={"pruner": "uniform", "guidance_layers": [99]}, **fp32).create_engine_config()
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     assert "Model Runner V2" in refusal(by=whole, **fp32)
@@ -344,9 +353,12 @@ def test_a_backend_that_can_be_read_is_chosen(monkeypatch, named, offered, chose
     warned = []
     monkeypatch.setattr(preflight.logger, "warning", lambda text, *args: warned.append(text % args))
     with pytest.raises(VidSpecError, match=message) if message else contextlib.nullcontext():
-        preflight.choose_backend(config, "tree attention", "use draft chain")
+        preflight.choose_backend(config, tree_attention.READER)
     assert (config.backend and config.backend.name) == chosen
     # Its own choice is given up with a warning that names what would keep it.
-    assert [("instead of FLASHINFER" in line, "uv" in line) for line in warned] == [(True, True)] * (
-        named is None and chosen is not None
-    )
+    wanted = "instead of FLASHINFER, which tree attention does not read: use draft chain to keep it"
+    assert [wanted in line for line in warned] == [True] * (named is None and chosen is not None)
+    # Guidance reads its cache.
+    config.backend = named and SimpleNamespace(name=named)
+    preflight.choose_backend(config, attention.READER)
+    assert config.backend is None or named is not None

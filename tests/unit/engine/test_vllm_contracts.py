@@ -127,7 +127,8 @@ MEMBERS = {
     _RUNNER: (
         "vllm_config device model speculative_config speculator rejection_sampler max_num_reqs max_num_tokens "
         "max_model_len num_speculative_steps vocab_size dtype model_memory_usage use_aux_hidden_state_outputs "
-        "encoder_cache req_states model_state execute_model_state block_tables kv_cache_config input_buffers sampler"
+        "encoder_cache req_states model_state execute_model_state block_tables kv_cache_config input_buffers sampler "
+        "attn_groups"
     ),
     _WORKER: "use_v2_model_runner vllm_config device model_runner",
     f"{GPU}.model_runner:ExecuteModelState": "hidden_states aux_hidden_states num_spec_tokens_to_schedule",
@@ -160,6 +161,8 @@ MEMBERS = {
     f"{GPU}.cudagraph_utils:CudaGraphManager": "compilation_config graphs _capture_descs",
     f"{GPU}.cudagraph_utils:BatchExecutionDescriptor": "cg_mode num_tokens num_reqs",
     f"{GPU}.mm.encoder_cache:EncoderCache": "encoder_outputs reset_encoder_cache",
+    "vllm.v1.attention.backend:AttentionLayer": "_q_scale _k_scale _v_scale",
+    "vllm.model_executor.layers.attention.attention:Attention": "query_quant kv_cache_dtype",
     "vllm.v1.core.sched.output:SchedulerOutput": (
         "scheduled_new_reqs finished_req_ids total_num_scheduled_tokens num_spec_tokens_to_schedule "
         "num_scheduled_tokens scheduled_spec_decode_tokens"
@@ -174,7 +177,8 @@ MEMBERS = {
         "skip_mm_profiling mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path video_pruning_rate"
     ),
     "vllm.config.speculative:SpeculativeConfig": (
-        "draft_model_config draft_parallel_config num_speculative_tokens num_speculative_tokens_per_batch_size method"
+        "draft_model_config draft_parallel_config num_speculative_tokens num_speculative_tokens_per_batch_size method "
+        "kv_cache_dtype"
     ),
     "vllm.config.parallel:ParallelConfig": (
         "rank tensor_parallel_size pipeline_parallel_size data_parallel_size data_parallel_rank data_parallel_index "
@@ -199,7 +203,7 @@ MEMBERS = {
     "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": "vllm_flash_attn_version logits_soft_cap sinks",
     "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl": "logits_soft_cap sinks",
     "vllm.config.compilation:PassConfig": "fuse_attn_quant",
-    "vllm.v1.worker.utils:AttentionGroup": "metadata_builders",
+    "vllm.v1.worker.utils:AttentionGroup": "backend metadata_builders",
     "vllm.v1.kv_cache_interface:FullAttentionSpec": "page_size_bytes block_size",
 }
 

@@ -39,6 +39,7 @@ from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.compat.moved import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm_vidspec.engine.draft.model_config import (
     draft_config,
+    follow,
     kv_bytes_per_token,
     of_two_rows,
     own_cache,
@@ -201,6 +202,7 @@ class DraftModel:
         )
 
     def _kv_groups(self) -> list[Any]:
+        follow(self.config, self.target_config)
         groups = get_kv_cache_groups(self.config, get_kv_cache_spec(self.config))
         if len(groups) != 1:
             raise VidSpecError("drafts that mix attention kinds (several KV cache groups) are not supported")
@@ -212,8 +214,9 @@ class DraftModel:
         """
         num_blocks = _smallest_of_ranks(num_bytes // self.bytes_per_block)
         with set_current_vllm_config(self.config):
+            groups = self._kv_groups()
             self._kv_config = get_kv_cache_config_from_groups(
-                without_override(self.config), self._kv_groups(), num_blocks * self.bytes_per_block
+                without_override(self.config), groups, num_blocks * self.bytes_per_block
             )
             builders_config = of_two_rows(self.config, self.target_config.speculative_config)
             self._attn_groups, self._graph_support, kernel_block_sizes = init_attn_backend(
