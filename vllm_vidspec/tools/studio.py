@@ -360,8 +360,7 @@ def _own_server(show: Show) -> Iterator[VllmServer]:
 
 def own_args(show: Show, port: int) -> list[str]:
     """Return what follows `vllm serve` on the bundled pair: requests may be recorded, and loose."""
-    more = {"num_speculative_tokens": show.num_speculative_tokens} if show.num_speculative_tokens else {}
-    loose = {"request_scorers": ["strict", "loose", "fly"], "lambda_max": 1.0}
-    return pairs.serve_args(
-        show.family, "draft", port=port, drafting=show.draft_shape, request_records=True, **loose, **more
-    )
+    spec: dict[str, Any] = {"request_scorers": ["strict", "loose", "fly"], "lambda_max": 1.0, "request_records": True}
+    if show.num_speculative_tokens:
+        spec["num_speculative_tokens"] = show.num_speculative_tokens
+    return pairs.serve_args(show.family, "draft", port=port, drafting=show.draft_shape, **spec)
