@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from vllm_vidspec.metrics import difference
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs, studio
 from vllm_vidspec.tools.demo import data_url
@@ -39,43 +38,22 @@ def server(tmp_path_factory):
             yield server
 
 
-def ask(server, key, video, *, stream=True, record=True, **more):
-    """Return an answer's token ids, its record (None without) and its chunks."""
+def ask(server, key, video, record=True):
+    """Return an answer's token ids and its record, None without."""
     asked = {"question": pairs.DEFAULT_QUESTION, "video": data_url(video), "max_tokens": 48, "model": "target"}
-    body = studio._chat(asked, pairs.pair_for("qwen2.5-vl").num_frames)
-    body |= {"return_token_ids": True, "stream": stream, **({"vidspec_record": True} if record else {}), **more}
+    body = studio._chat(asked, pairs.pair_for("qwen2.5-vl").num_frames) | {"return_token_ids": True}
     headers = {"Authorization": f"Bearer {key}", "X-Request-Id": "the-same"}
-    answer = httpx.post(f"{server.base_url}/v1/chat/completions", json=body, headers=headers, timeout=120)
+    url = f"{server.base_url}/v1/chat/completions"
+    answer = httpx.post(url, json=body | ({"vidspec_record": True} if record else {}), headers=headers, timeout=120)
     answer.raise_for_status()
-    if not stream:
-        return answer.json()["choices"][0]["token_ids"], answer.json().get("vidspec_record"), [answer.json()]
     chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     ids = [token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
     steps = [step for chunk in chunks for step in chunk.get("vidspec_record", ())]
-    return ids, steps if any("vidspec_record" in chunk for chunk in chunks) else None, chunks
+    return ids, steps if any("vidspec_record" in chunk for chunk in chunks) else None
 
 
 def flat(steps, name):
     return [value for step in steps for value in step[name]]
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_record_says_what_the_counters_say(server, stream):
-    """Catches: steps that are lost or told twice, accepted tokens that were not, text that is not the answer's."""
-    before = server.metrics()
-    ids, steps, chunks = ask(server, KEYS[0], pairs.sample_video(), stream=stream)
-    gained = difference(before, server.metrics())
-    assert flat(steps, "tokens") == ids and len(ids) == 48
-    kinds = flat(steps, "kinds")
-    assert len(kinds) == 48 and kinds.count(2) == kinds.count(3) == 0
-    assert 0 <= gained["accepted_tokens"] - kinds.count(1) <= 5, "what the end has cut is counted, and not told"
-    assert sum(step["drafted"] for step in steps) == gained["draft_tokens"] > 0 < kinds.count(1)
-    assert all(step["kinds"][-1] == 0 for step in steps[:-1]), "a step ends with the target's own token"
-    said = [choice.get("message") or choice["delta"] for chunk in chunks for choice in chunk["choices"]]
-    assert "".join(flat(steps, "text")) == "".join(part.get("content") or "" for part in said)
-    (seen,) = [step["pruned"] for step in steps if "pruned" in step]
-    assert seen[0]["num_kept"] == len(seen[0]["kept"]) == gained["visual_tokens_kept"]
-    assert max(seen[0]["scores"]) == 255 and len(seen[0]["scores"]) == gained["visual_tokens_full"]
 
 
 def test_two_keys_share_a_server_and_nothing_else(server, tmp_path):
@@ -87,7 +65,7 @@ def test_two_keys_share_a_server_and_nothing_else(server, tmp_path):
     videos = (pairs.sample_video(), tmp_path / "b.mp4", pairs.sample_video())
     with ThreadPoolExecutor(3) as pool:
         jobs = [pool.submit(ask, server, (*KEYS, KEYS[0])[i], videos[i], record=i < 2) for i in range(3)]
-        (a, of_a, _), (b, of_b, _), (c, of_c, _) = [job.result() for job in jobs]
+        (a, of_a), (b, of_b), (c, of_c) = [job.result() for job in jobs]
     assert of_c is None and a == c != b
     assert flat(of_a, "tokens") == a and flat(of_b, "tokens") == b
     grids = [next(step["pruned"][0]["grid"] for step in steps if "pruned" in step) for steps in (of_a, of_b)]

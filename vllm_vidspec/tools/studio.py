@@ -7,6 +7,7 @@ stays here, so the page is served to this machine only: to its own names, and to
 import asyncio
 import base64
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -34,7 +35,11 @@ GUARD = "x-vidspec-studio"  # on every request that does something: another site
 MAX_BYTES = 96 << 20  # of a request; a video of 64 MiB as text
 _ANSWER = {"max_tokens": 256, "temperature": 0.0}
 _CHOICES = {"scorer": REQUEST_SCORER, "lambda": REQUEST_LAMBDA}
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+_NEEDED = ("starlette", "uvicorn", "httpx", "PIL", "cv2")  # vLLM's environment has them
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,7 @@ class Studio:
                 "model": models.json()["data"][0]["id"],
                 "vanilla": self._way,
                 "knobs": knobs.json() if knobs is not None and knobs.status_code == 200 else None,
+                "limit": self._limit,
                 "pruners": list(PRUNERS),
                 "frames": self._num_frames,
                 "question": pairs.DEFAULT_QUESTION,
@@ -315,6 +321,8 @@ def _decode(video: bytes, num_frames: int) -> list[str]:
 
 def run(show: Show, report: Report = silent) -> None:
     """Serve the page until Ctrl-C; `report` is told "server", "ready" (`seconds`) and "page" (`url`)."""
+    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+        raise VidSpecError(f"the page needs {', '.join(missing)}: run it in the environment of vLLM")
     listener = _listen(show.port)
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)
