@@ -41,7 +41,7 @@ def server(tmp_path_factory):
 def ask(server, key, video, record=True):
     """Return an answer's token ids and its record, None without."""
     asked = {"question": pairs.DEFAULT_QUESTION, "video": data_url(video), "max_tokens": 48, "model": "target"}
-    body = studio._chat(asked, pairs.pair_for("qwen2.5-vl").num_frames) | {"return_token_ids": True}
+    body = studio._chat(asked) | {"return_token_ids": True}
     headers = {"Authorization": f"Bearer {key}", "X-Request-Id": "the-same"}
     url = f"{server.base_url}/v1/chat/completions"
     answer = httpx.post(url, json=body | ({"vidspec_record": True} if record else {}), headers=headers, timeout=120)

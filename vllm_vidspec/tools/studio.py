@@ -51,7 +51,7 @@ class Show:
     family: str = "qwen2.5-vl"
     draft_shape: str = "chain"
     num_speculative_tokens: int | None = None
-    frames: int | None = None  # that a video is sampled to; None: as many as the pair was trained on
+    frames: int | None = None  # to which the server samples a video; None: those of the pair, and vLLM's default
     port: int = 8010
     log_dir: str | None = None
 
@@ -68,7 +68,7 @@ class Studio:
         vanilla: Address of one without. None: the first answers without drafts, where `is_own` allows to switch them
             off for everybody for so long.
         admin_key: The operator's, of `server`; "" where the page changes nothing.
-        num_frames: That a video is sampled to, for the server as for the page.
+        num_frames: To which the server samples a video, and so the page.
         is_own: Whether nobody else uses `server`.
     """
 
@@ -168,7 +168,7 @@ class Studio:
             side = request.query_params.get("side")
             if side != "drafts" and self._way is None:
                 raise VidSpecError("there is no vanilla server: start with --vanilla URL")
-            body = _chat(asked, self._num_frames)
+            body = _chat(asked)
         except VidSpecError as error:
             return _refused(str(error))
         turn = self._turn if self._way == "switch" else contextlib.nullcontext()
@@ -272,20 +272,17 @@ def _object(body: bytes) -> dict[str, Any]:
     return found
 
 
-def _chat(asked: dict[str, Any], num_frames: int) -> dict[str, Any]:
-    """Return a chat request about a video, given what the page asks for."""
+def _chat(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return a chat request about a video, given what the page asks for. How many frames of it count is the server's
+    choice: vLLM takes none of a request's by default.
+    """
     video, question = asked.get("video"), asked.get("question")
     if not isinstance(question, str) or not isinstance(video, str) or not video.startswith("data:video/"):
         raise VidSpecError("expected a question and a video")
     content = [{"type": "video_url", "video_url": {"url": video}}, {"type": "text", "text": question}]
     chosen = {name: asked[key] for key, name in _CHOICES.items() if key in asked}
     given = {key: asked[key] for key in ("model", "seed", *_ANSWER) if key in asked}
-    return {
-        "messages": [{"role": "user", "content": content}],
-        "media_io_kwargs": {"video": {"num_frames": num_frames}},
-        "stream": True,
-        **(_ANSWER | given | chosen),
-    }
+    return {"messages": [{"role": "user", "content": content}], "stream": True, **_ANSWER, **given, **chosen}
 
 
 def _message(told: str, status: int) -> str:
