@@ -123,8 +123,11 @@ def test_a_response_has_the_record_only_of_a_request_that_asks(monkeypatch):
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.output_processor import RequestState
 
-    for owner, name in ((RequestState, "make_request_output"), (RequestOutput, "add")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))
+    def output(self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params=None, error=None):
+        return SimpleNamespace(kv=kv_transfer_params, error=error) if finish_reason else None
+
+    monkeypatch.setattr(RequestState, "make_request_output", output)
+    monkeypatch.setattr(RequestOutput, "add", RequestOutput.add)
 
     async def lines(self, request, result_generator):
         async for result in result_generator:
@@ -139,6 +142,20 @@ def test_a_response_has_the_record_only_of_a_request_that_asks(monkeypatch):
     monkeypatch.setattr(OpenAIServingChat, "chat_completion_stream_generator", lines)
     monkeypatch.setattr(OpenAIServingChat, "chat_completion_full_generator", full)
     api.show_request_records(REQUEST_RECORD, AnswerRecord)
+
+    # As vLLM does for a step, for the last one, and for an abort: there by name.
+    state = RequestState.__new__(RequestState)
+    state.detokenizer, state.prompt_token_ids = Detokenizer(), []
+    state.detokenizer.length = 2
+    for tokens, reason, kv in (([5], None, {}), ([6], "stop", {"x": 1})):
+        step = {REQUEST_RECORD: {"tokens": tokens, "kinds": [], "drafted": 0}}
+        last = state.make_request_output(tokens, None, reason, None, kv | step, error="e")
+    assert (last.kv, last.error) == ({"x": 1}, "e") and [one["tokens"] for one in last._vidspec_record] == [[5], [6]]
+    other = RequestState.__new__(RequestState)
+    names = {"new_token_ids": [], "pooling_output": None, "finish_reason": "abort", "stop_reason": None}
+    aborted = other.make_request_output(**names, kv_transfer_params=None)
+    assert aborted.kv is None and not hasattr(aborted, "_vidspec_record")
+
     merged = RequestOutput("r", None, [], None, [], False)
     merged._vidspec_record = [{"drafted": 1}]
     later = RequestOutput("r", None, [], None, [], True)

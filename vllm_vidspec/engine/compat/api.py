@@ -85,13 +85,16 @@ def show_request_records(field: str, make: Callable[[Any], Any]) -> None:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.output_processor import RequestState
 
-    def made(original, self, new_ids, pooled, finish_reason, stop_reason, kv_transfer_params=None, *args, **kwargs):
+    def made(
+        original, self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params=None, *args, **kw
+    ):  # vLLM's own names: an abort gives all by name
         if step := (kv_transfer_params or {}).get(field):
             kv_transfer_params = {key: kv_transfer_params[key] for key in kv_transfer_params.keys() - {field}} or None
             if not hasattr(self, _RECORD):
                 setattr(self, _RECORD, make(self))
             getattr(self, _RECORD).add(step)
-        output = original(self, new_ids, pooled, finish_reason, stop_reason, kv_transfer_params, *args, **kwargs)
+        given = (new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params)
+        output = original(self, *given, *args, **kw)
         if output is not None and hasattr(self, _RECORD):
             setattr(output, _RECORD, getattr(self, _RECORD).take())
         return output
