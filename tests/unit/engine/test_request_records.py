@@ -52,6 +52,9 @@ def test_a_step_is_told_to_those_that_ask_and_to_each_its_own():
     assert recorder.publisher()() == {"r1": {"kinds": [0], "drafted": 0}}
     recorder.remove(1)
     assert recorder.publisher() is None and not list(recorder.active_rows())
+    undrafted = make(2)
+    see(undrafted, [2], [4], [2])
+    assert undrafted.publisher()() == {"r2": {"kinds": [0, 0], "drafted": 0}}
 
 
 def test_nobody_asks_and_nothing_is_done():
