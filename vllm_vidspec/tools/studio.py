@@ -282,7 +282,9 @@ def _chat(asked: dict[str, Any]) -> dict[str, Any]:
     content = [{"type": "video_url", "video_url": {"url": video}}, {"type": "text", "text": question}]
     chosen = {name: asked[key] for key, name in _CHOICES.items() if key in asked}
     given = {key: asked[key] for key in ("model", "seed", *_ANSWER) if key in asked}
-    return {"messages": [{"role": "user", "content": content}], "stream": True, **_ANSWER, **given, **chosen}
+    salt = secrets.token_hex(16)  # what is cached for others is not looked at: each answer reads its prompt anew
+    body = {"messages": [{"role": "user", "content": content}], "stream": True, "cache_salt": salt}
+    return body | _ANSWER | given | chosen
 
 
 def _message(told: str, status: int) -> str:

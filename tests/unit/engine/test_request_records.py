@@ -23,14 +23,14 @@ from vllm_vidspec.scoring.choices import choose
 CPU = torch.device("cpu")
 
 
-def make(*asking, drafted=()):
+def make(*asking, drafted=(), salt=""):
     """Return a recorder of four rows, those of `asking` with requests that ask, the others with such that do not."""
     rows = RequestRows(4, CPU)
     rows.has_draft_np[list(drafted)] = True
     recorder = RequestRecorder(rows, CPU)
     for row in range(4):
         sampling = SimpleNamespace(extra_args={REQUEST_RECORD: True} if row in asking else None)
-        recorder.add(NewRequest(f"r{row}", row, [], [], sampling))
+        recorder.add(NewRequest(f"r{row}", row, [], [], sampling, cache_salt=salt))
     return recorder
 
 
@@ -60,7 +60,7 @@ def test_a_step_is_told_to_those_that_ask_and_to_each_its_own():
 def test_nobody_asks_and_nothing_is_done():
     recorder = make()
     recorder.see(None, None)  # what it would look at is not there
-    recorder.pruned(0, None, None, None)
+    recorder.pruned(0, None, None, None, False)
     assert recorder.publisher() is None
 
 
@@ -69,13 +69,24 @@ def test_what_the_draft_saw_is_told_once_and_bounded():
     units = [PruneUnit(range(1), TokenGrid(2, 1, 2), 2), PruneUnit(range(1, 2), long, 1)]
     kept, scores = [torch.tensor([0, 3]), torch.tensor([5])], [torch.tensor([0.1, 0.4, 0.0, torch.nan]), None]
     for row in (0, 1):
-        recorder.pruned(row, units, kept, scores)
+        recorder.pruned(row, units, kept, scores, is_borrowed=False)
     (found,) = recorder.publisher()().values()
     assert found["pruned"] == [
         {"grid": [2, 1, 2, 0], "num_kept": 2, "kept": [0, 3], "scores": [64, 255, 0, 0]},
         {"grid": [MAX_VISUAL_TOKENS, 1, 2, 0], "num_kept": 1, "kept": None, "scores": None},
     ]
     assert "pruned" not in recorder.publisher()()["r1"]
+
+
+@pytest.mark.parametrize(("salt", "is_told"), [("", False), ("mine", True)])
+def test_nobody_is_told_what_anothers_question_has_scored(salt, is_told):
+    """Where the prefix cache hides a prompt's own scores. Catches: what one key has asked in another's record."""
+    recorder = make(1, salt=salt)
+    recorder.pruned(1, [PruneUnit(range(1), TokenGrid(1, 1, 2), 1)], [torch.tensor([1])], [torch.rand(2)], True)
+    ((seen,),) = (record["pruned"] for record in recorder.publisher()().values())
+    assert seen["num_kept"] == 1 and (seen["kept"] is not None) == (seen["scores"] is not None) == is_told
+    recorder.remove(1)
+    assert not recorder._unsalted
 
 
 def test_a_record_leaves_with_its_own_requests_tokens():

@@ -111,7 +111,8 @@ class DraftPrefill:
         if placed is not None:
             plan = dataclasses.replace(plan, items=tuple(self._as_seen(item, placed.positions) for item in plan.items))
         scores = None if message.scores is None else [unit.joined(message.scores) for unit in plan.units]
-        job = PrefillJob(message.req_id, message.req_state_idx, plan, scores, knobs=knobs)
+        is_borrowed = "reused_guidance" in message.outcome
+        job = PrefillJob(message.req_id, message.req_state_idx, plan, scores, knobs=knobs, is_borrowed=is_borrowed)
         for number, unit in enumerate(plan.units):
             if (job.compares or is_ahead) and unit.is_choice:
                 job.kept += [None] * len(unit.places)
@@ -285,7 +286,7 @@ class DraftPrefill:
         job.media = []
         units = job.plan.units
         if self.recorder is not None:
-            self.recorder.pruned(job.req_state_idx, units, kept, job.scores)
+            self.recorder.pruned(job.req_state_idx, units, kept, job.scores, job.is_borrowed)
         if self._watched is not None:
             looks = [look for look in job.looks if look is not None]
             embeddings = [unit.joined(looks) for unit in units] if len(looks) == len(job.looks) else None

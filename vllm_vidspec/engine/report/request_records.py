@@ -29,6 +29,7 @@ class RequestRecorder:
     def __init__(self, requests: RequestRows, device: torch.device):
         self._requests, self._on_gpu = requests, device.type == "cuda"
         self._asking: dict[int, str] = {}  # request id by persistent row
+        self._unsalted: set[int] = set()  # rows whose requests share what is cached with everybody
         # Of the step in flight: requests by place in a slice, drafts of each, and copies of what was accepted.
         self._pending: list[tuple[dict[int, str], np.ndarray, torch.Tensor, torch.Tensor | None]] = []
         self._pruned: dict[str, list[dict[str, Any]]] = {}
@@ -36,8 +37,11 @@ class RequestRecorder:
     def add(self, request: NewRequest) -> None:
         if request.sampling is not None and (request.sampling.extra_args or {}).get(REQUEST_RECORD) is True:
             self._asking[request.req_state_idx] = request.req_id
+            if not request.cache_salt:
+                self._unsalted.add(request.req_state_idx)
 
     def remove(self, req_state_idx: int) -> None:
+        self._unsalted.discard(req_state_idx)
         if (req_id := self._asking.pop(req_state_idx, None)) is not None:
             self._pruned.pop(req_id, None)
 
@@ -64,11 +68,17 @@ class RequestRecorder:
         units: Sequence[PruneUnit],
         kept: Sequence[torch.Tensor],
         scores: Sequence[torch.Tensor] | None,
+        is_borrowed: bool,
     ) -> None:
-        """Take note of what the draft is shown: per item `[k_i]` int64 kept tokens, per unit `[num_tokens]` scores."""
+        """Take note of what the draft is shown: per item `[k_i]` int64 kept tokens, per unit `[num_tokens]` scores.
+
+        Scores that are borrowed of an earlier prompt tell something of its question, and so do the tokens that they
+        keep: nobody is told whose own tenant that need not have been.
+        """
         if (req_id := self._asking.get(req_state_idx)) is not None:
             each = scores or [None] * len(units)
-            found = [_shown(unit, unit.merged(kept), score) for unit, score in zip(units, each, strict=True)]
+            is_told = not (is_borrowed and req_state_idx in self._unsalted)
+            found = [_shown(unit, unit.merged(kept), score, is_told) for unit, score in zip(units, each, strict=True)]
             self._pruned[req_id] = found
 
     def publisher(self) -> Callable[[], dict[str, dict[str, Any]]] | None:
@@ -100,11 +110,11 @@ def _verified(num_drafts: int, num_sampled: int, kinds: torch.Tensor | None, pla
     return {"kinds": told, "drafted": num_drafts}
 
 
-def _shown(unit: PruneUnit, kept: torch.Tensor, scores: torch.Tensor | None) -> dict[str, Any]:
-    """Return what the draft is shown of an item, its scores as shares of the highest, in 255ths."""
+def _shown(unit: PruneUnit, kept: torch.Tensor, scores: torch.Tensor | None, is_told: bool) -> dict[str, Any]:
+    """Return what the draft is shown of an item, its scores as shares of the highest, in 255ths; or how much of it."""
     grid = unit.grid
     told: dict[str, Any] = {"grid": [grid.num_frames, grid.height, grid.width, grid.num_trailing]}
-    if grid.num_tokens > MAX_VISUAL_TOKENS:
+    if grid.num_tokens > MAX_VISUAL_TOKENS or not is_told:
         return told | {"num_kept": len(kept), "kept": None, "scores": None}
     if scores is not None:
         scores = scores.float().nan_to_num(0.0, 0.0, 0.0)
