@@ -280,6 +280,20 @@ def test_two_windows_of_two_keys_see_their_own(page, browser):
     assert stranger.status_code == 401
 
 
+def test_a_reader_who_leaves_does_not_leave_the_server_without_drafts(server, page, browser):
+    """Stopped in the vanilla answer, for which they are switched off."""
+    driver = browser(page.url, key=KEYS[0])
+    run(driver, "document.getElementById('ask').click()")
+    wait(driver, "return studio.sides.vanilla.count > 3")
+    run(driver, "document.getElementById('stop').click()")
+    wait(driver, "return studio.running === null")
+    assert run(driver, "return studio.sides.drafts.count") == 0, "it was stopped too late to say anything"
+    end = time.monotonic() + 10
+    while not server.metrics()["speculation_on"]:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
 def test_knobs_change_what_comes_next(page, browser):
     """Through the operator's route. Catches: a knob that the page shows and the server does not have."""
     driver = browser(page.url, key=KEYS[0])
