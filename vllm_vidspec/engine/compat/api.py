@@ -90,9 +90,10 @@ def show_request_records(field: str, make: Callable[[Any], Any]) -> None:
     ):  # vLLM's own names: an abort gives all by name
         if step := (kv_transfer_params or {}).get(field):
             kv_transfer_params = {key: kv_transfer_params[key] for key in kv_transfer_params.keys() - {field}} or None
-            if not hasattr(self, _RECORD):
-                setattr(self, _RECORD, make(self))
-            getattr(self, _RECORD).add(step)
+            with contextlib.suppress(Exception):  # here vLLM serves all requests: no record is worth their answers
+                if not hasattr(self, _RECORD):
+                    setattr(self, _RECORD, make(self))
+                getattr(self, _RECORD).add(step)
         given = (new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params)
         output = original(self, *given, *args, **kw)
         if output is not None and hasattr(self, _RECORD):
