@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from vllm_vidspec.cli import calibrate, demo, doctor, status
+from vllm_vidspec.cli import calibrate, demo, doctor, status, studio
 from vllm_vidspec.cli.running import user_errors
 from vllm_vidspec.errors import VidSpecError
 
@@ -18,7 +18,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (demo.demo, doctor.doctor, status.status, calibrate.calibrate):
+for _command in (demo.demo, doctor.doctor, status.status, calibrate.calibrate, studio.studio):
     app.command()(user_errors(_command))
 
 

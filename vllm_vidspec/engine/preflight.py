@@ -10,13 +10,14 @@ from typing import Any
 import vllm.platforms as platforms
 
 from vllm_vidspec import SUPPORTED_CPU, SUPPORTED_VLLM, families, supported_releases, supports_vllm
-from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
+from vllm_vidspec.config import METHOD, REQUEST_RECORD, VidSpecConfig, parse_config
 from vllm_vidspec.engine import kv_views, tree_attention
 from vllm_vidspec.engine.compat import api
 from vllm_vidspec.engine.hints import say_hints
 from vllm_vidspec.engine.hooks import attention as attention_guidance
 from vllm_vidspec.engine.parallel import launch
 from vllm_vidspec.engine.report import server_counters
+from vllm_vidspec.engine.report.request_records import AnswerRecord
 from vllm_vidspec.engine.target_pruning import prunes_videos
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.families.generic import GenericAdapter
@@ -88,9 +89,12 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     _warn(vllm_config, config)
     if platforms.current_platform.is_cuda():
         say_hints(vllm_config, config)
-    check = functools.partial(choose, knobs=config.score)  # pickled for the workers
+    # pickled for the workers
+    check = functools.partial(choose, knobs=config.score, has_records=config.request_records)
     api.mark_as_ours(vllm_config.speculative_config, check)
     api.hear_request_choices(PREFIX, CALLS_TOOLS, check)
+    if config.request_records:
+        api.show_request_records(REQUEST_RECORD, AnswerRecord)
     server_counters.publish(vllm_config)
     logger.info("vidspec is active: %s", config.summary())
 

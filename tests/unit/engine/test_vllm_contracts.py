@@ -41,7 +41,17 @@ FUNCTIONS = {
     "vllm.config.vllm:VllmConfig.get_quantization_config": "model_config load_config",
     "vllm.sampling_params:SamplingParams._validate_spec_decode": "self speculative_config",
     "vllm.v1.engine.output_processor:RequestState._new_completion_output": "self token_ids finish_reason stop_reason",
+    "vllm.v1.engine.output_processor:RequestState.make_request_output": (
+        "self new_token_ids pooling_output finish_reason stop_reason kv_transfer_params"
+    ),
+    "vllm.outputs:RequestOutput.add": "self next_output aggregate",
     f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.create_chat_completion": "self request raw_request",
+    f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator": (
+        "self request result_generator"
+    ),
+    f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator": (
+        "self request result_generator"
+    ),
     f"{_OPENAI}.completion.serving:OpenAIServingCompletion.create_completion": "self request raw_request",
     f"{_OPENAI}.responses.serving:OpenAIServingResponses.create_responses": "self request raw_request",
     # The worker and the runner
@@ -172,6 +182,9 @@ MEMBERS = {
     ),
     "vllm.v1.outputs:DraftTokenIds": "req_ids draft_token_ids",
     "vllm.v1.metrics.stats:RequestSpecDecodeMetrics": "to_dict",
+    "vllm.v1.engine:EngineCoreOutput": "request_id new_token_ids kv_transfer_params",
+    "vllm.v1.engine.output_processor:RequestState": "detokenizer prompt_token_ids",
+    "vllm.v1.engine.detokenizer:FastIncrementalDetokenizer": "tokenizer num_output_tokens",
     "vllm.multimodal.inputs:MultiModalFeatureSpec": "data modality identifier mm_position mm_hash",
     "vllm.config.multimodal:MultiModalConfig": (
         "skip_mm_profiling mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path video_pruning_rate"
