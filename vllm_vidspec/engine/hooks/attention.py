@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,7 @@ class AttentionGuidance(Guidance):
         self.attention = layers
         self._step: _AttentionStep | None = None
         self._error: Exception | None = None  # of an observer, until `after_forward`
+        self._num_layers = vllm_config.model_config.get_total_num_hidden_layers()
         self._select(knobs.current)
         knobs.on_change(self._select)
         for index, layer in layers.items():
@@ -78,7 +80,7 @@ class AttentionGuidance(Guidance):
             compat.observe_attention(layer, functools.partial(self._observe, index), lambda: self._step is not None)
 
     def _select(self, config: VidSpecConfig) -> None:
-        self._layers = chosen_layers(config.prune.guidance_layers, len(self.attention))
+        self._layers = chosen_layers(config.prune.guidance_layers, self._num_layers, self.attention)
 
     def init_kv(self, runner: Any) -> None:
         check_layout(self.attention.values(), *REFUSAL)
@@ -187,9 +189,16 @@ class AttentionGuidance(Guidance):
         return self._finish(prompt, [mean[item] for item in prompt.items])
 
 
-def chosen_layers(layers: str | tuple[int, ...], num_layers: int) -> frozenset[int]:
-    """Return the layers that `guidance_layers` means in a target of so many; a VidSpecError if it has no such layer."""
+def chosen_layers(layers: str | tuple[int, ...], num_layers: int, here: Collection[int]) -> frozenset[int]:
+    """Return the layers that `guidance_layers` means in a target of so many, of those that are `here`: a pipeline stage
+    observes its own. A VidSpecError if the target has no such layer, or none is here.
+    """
     chosen = range(num_layers) if layers == "all" else layers
     if wrong := [index for index in chosen if not 0 <= int(index) < num_layers]:
         raise VidSpecError(f"guidance_layers: the target has layers 0 to {num_layers - 1}, not {wrong[0]}")
-    return frozenset(int(index) for index in chosen)
+    if not (found := frozenset(int(index) for index in chosen).intersection(here)):
+        raise VidSpecError(
+            f"guidance_layers: only the last pipeline stage is observed, which has layers {min(here)} to {max(here)}: "
+            "name some of them, or all"
+        )
+    return found
