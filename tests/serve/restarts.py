@@ -4,6 +4,7 @@ Each case serves the bundled pair, disturbs it, and returns its observations in 
 one is not as expected.
 """
 
+import math
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ from unittest import mock
 import httpx
 import psutil
 
+from tests.engine import ray_on_cpu
 from vllm_vidspec.metrics import difference
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.demo import ask
@@ -37,7 +39,7 @@ def serving(
     port, tmp, cores = free_port(), folder / "tmp", sorted(os.sched_getaffinity(0))
     tmp.mkdir(exist_ok=True)
     # vLLM would give each rank and each engine a NUMA node of its own.
-    num_engines = overrides.get("tensor_parallel_size", 1) * overrides.get("data_parallel_size", 1)
+    num_engines = math.prod(overrides.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "data", "pipeline"))
     bind = "|".join(str(cores[i % len(cores)]) for i in range(num_engines))
     family = OF_RANKS if overrides.get("tensor_parallel_size", 1) > 1 else FAMILY
     args = pairs.serve_args(family, "draft", port=port, overrides=SMALL | overrides, on_draft_error="raise")
@@ -147,6 +149,12 @@ def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> s
 # ---- a host that lacks something ------------------------------------------------------------------------------------
 
 
+def of_ray(folder: Path) -> str:
+    """Kill a rank that Ray has placed: Ray's own processes end with the server, too."""
+    with mock.patch.dict(os.environ, ray_on_cpu.environment(folder, 2)):
+        return killed(folder, "RayWorkerProc", tensor_parallel_size=2, distributed_executor_backend="ray")
+
+
 def two_servers(folder: Path) -> str:
     """Two servers of one user share a temporary directory: each counts its own requests."""
     with serving(folder, "one") as one, serving(folder, "two") as two:
@@ -183,6 +191,8 @@ CASES = (
     Case("kill -9 of the engine core", lambda folder: killed(folder, "EngineCore")),
     Case("kill -9 of the API server", lambda folder: killed(folder, "", stops=False)),
     Case("kill -9 of a tensor-parallel rank", lambda folder: killed(folder, "Worker_TP1", tensor_parallel_size=2)),
+    Case("kill -9 of a pipeline stage", lambda folder: killed(folder, "Worker_PP0", pipeline_parallel_size=2)),
+    Case("kill -9 of a Ray worker", of_ray),
     Case("two servers at once", two_servers),
     Case("HOME that nobody can write to", lambda folder: lacking(folder, "HOME")),
     Case("TMPDIR that does not exist", lambda folder: lacking(folder, "TMPDIR")),

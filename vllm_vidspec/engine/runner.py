@@ -171,9 +171,13 @@ class VidSpecModelRunner(GPUModelRunner):
     def execute_model(self, scheduler_output, *args, **kwargs):
         if self.speculator is not None:
             self.speculator.decision = scheduler.decision_of(scheduler_output)
-        if not scheduler_output.total_num_scheduled_tokens:
+        is_empty = not scheduler_output.total_num_scheduled_tokens
+        if is_empty:
             self.counters.flush()  # the last step's, which no later one publishes
         output = super().execute_model(scheduler_output, *args, **kwargs)
+        if is_empty and (carried := self.counters.carried()) is not None:
+            output = copy.copy(output)  # it may be every empty step's
+            scheduler.attach(output, None, carried)
         state = self.execute_model_state
         states = (None, None) if state is None else (state.hidden_states, state.aux_hidden_states)
         self.hooks.after_forward(Forward(*states))
@@ -199,16 +203,15 @@ class VidSpecModelRunner(GPUModelRunner):
         else:
             output = super().sample_tokens(grammar_output)
         self.counters.flush()
-        publish = self.counters.publisher()
+        publish, carried = self.counters.publisher(), self.counters.carried()
         report = None if self.speculator.decision is None else self._report(verified)
-        if publish is None and report is None:
+        if publish is None and report is None and carried is None:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
-            return PublishingOutput(output, publish, report)
+            return PublishingOutput(output, publish, report, carried)
         if publish is not None:
             publish()
-        if report is not None:
-            scheduler.attach_report(output, report)
+        scheduler.attach(output, report, carried)
         return output
 
     def _verified(self) -> frozenset[str]:

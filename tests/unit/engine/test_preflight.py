@@ -128,7 +128,7 @@ def finished(**changed) -> SimpleNamespace:
         *("is_hybrid", "enable_batch_sharded_sampling", "skip_tokenizer_init", "use_ubatching"),
     )
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "offload_group_size": 0, "data_parallel_size": 1}
-    runs = {"offload_backend": "auto", "use_v2_model_runner": True}
+    runs = {"offload_backend": "auto", "use_v2_model_runner": True, "pipeline_parallel_size": 1}
     engine = SimpleNamespace(**dict.fromkeys(absent) | sizes | runs | changed)
     for part in ("model", "scheduler", "offload", "parallel", "attention", "cache", "compilation"):
         setattr(engine, f"{part}_config", engine)
@@ -157,6 +157,7 @@ PRUNES_VIDEOS = {
 TREE = {"draft": "tree-static", "num_speculative_tokens": 25}
 NARROW = {"max_num_batched_tokens": 300, "max_num_seqs": 151}
 SHARDED = {"enable_batch_sharded_sampling": True}
+STAGES = {"pipeline_parallel_size": 2, "async_scheduling": True}
 
 
 @pytest.mark.parametrize(
@@ -181,6 +182,11 @@ SHARDED = {"enable_batch_sharded_sampling": True}
         ({}, engines(target=True, draft=True) | {"data_parallel_size": 1}, None),
         ({"model": "self"}, engines(target=True, draft=False), "--data-parallel-size with experts in the draft"),
         ({"model": "self"}, engines(target=False, draft=True), None),
+        ({}, STAGES, None),
+        (TREE, STAGES, "--pipeline-parallel-size: vLLM sends .* no tree's shape: draft chains"),
+        ({"model": "self"}, STAGES, '--pipeline-parallel-size with "model": "self": .* name a draft model'),
+        ({"pruner": "uv"}, STAGES, "--pipeline-parallel-size: the pruner uv compares .* use specvlm"),
+        ({}, STAGES | {"async_scheduling": False}, "--pipeline-parallel-size: .* asynchronous scheduling alone"),
         ({}, {"use_v2_model_runner": False}, "vidspec needs Model Runner V2, which vLLM does not use here"),
     ],
 )
@@ -270,6 +276,7 @@ def test_what_the_target_cannot_be_read_as_is_refused_before_it_loads(whole, mon
     trees = {"draft": "tree-static", "num_speculative_tokens": 25, "pruner": "uv"}
     for spec, overrides, message in (
         ({"guidance_layers": [99]}, fp32, "guidance_layers: the target has layers 0 to"),
+        ({"guidance_layers": [0]}, fp32 | STAGES, "guidance_layers: only the last pipeline stage is observed, which"),
         ({"pruner": "uv", "uv_layer": 99}, fp32, "uv_layer: the target has layers 1 to"),
         (trees, fp8, "tree attention does not read fp8"),
     ):

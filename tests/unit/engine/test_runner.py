@@ -10,7 +10,7 @@ from vllm.v1.outputs import DraftTokenIds
 
 from vllm_vidspec.config import VidSpecConfig, parse_config
 from vllm_vidspec.engine import control as module
-from vllm_vidspec.engine.compat.scheduler import _DECISION, StepReport, attach_report
+from vllm_vidspec.engine.compat.scheduler import _DECISION, StepReport, attach
 from vllm_vidspec.engine.parallel.client import DrafterClient
 from vllm_vidspec.engine.parallel.messages import Failed
 from vllm_vidspec.engine.runner import VidSpecModelRunner
@@ -38,7 +38,7 @@ def test_placeholders_cost_rows_and_are_not_rejected_drafts(monkeypatch):
         step.scheduled_spec_decode_tokens = {"a": [0] * rows} if rows else {}
         step.total_num_scheduled_tokens = 1 + rows
         output = SimpleNamespace(req_ids=["a"], sampled_token_ids=[[0]])
-        attach_report(output, StepReport(frozenset(), frozenset(), 0.0, ()))
+        attach(output, StepReport(frozenset(), frozenset(), 0.0, ()), None)
         now += 0.01 + 0.001 * rows
         control.observe(step, output)
     assert control._controller.acceptance.tries(0) == 0

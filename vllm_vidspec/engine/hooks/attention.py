@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
+from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -22,6 +23,8 @@ from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.kv_views import attention_layers, cache_views, check_layout, check_readable
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.errors import VidSpecError
+
+logger = init_logger("vllm.vidspec")
 
 # What is refused, and the way out.
 REFUSAL = ("attention guidance", "use a pruner that needs no attention, e.g. uv")
@@ -73,6 +76,9 @@ class AttentionGuidance(Guidance):
         self._step: _AttentionStep | None = None
         self._error: Exception | None = None  # of an observer, until `after_forward`
         self._num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+        if len(layers) < self._num_layers:
+            where = (min(layers), max(layers), self._num_layers)
+            logger.info("vidspec: guidance observes the last pipeline stage, layers %d to %d of %d", *where)
         self._select(knobs.current)
         knobs.on_change(self._select)
         for index, layer in layers.items():

@@ -9,7 +9,8 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 
 from vllm_vidspec import metrics
-from vllm_vidspec.engine.compat.scheduler import StepReport, attach_report
+from vllm_vidspec.engine.compat.scheduler import StepReport, attach
+from vllm_vidspec.metrics.carried import Carried
 from vllm_vidspec.metrics.files import CounterFiles
 
 logger = init_logger("vllm.vidspec")
@@ -55,19 +56,24 @@ class RequestMetricsReader:
 
 class PublishingOutput(AsyncModelRunnerOutput):
     """A step's output that publishes our counts when the device has finished it, before anybody sees the tokens, and
-    brings a report to the scheduler.
+    brings the scheduler a report, and what was counted on another host.
     """
 
-    def __init__(self, inner: AsyncModelRunnerOutput, publish: Callable[[], None] | None, report: StepReport | None):
-        self._inner, self._publish, self._report = inner, publish, report
+    def __init__(
+        self,
+        inner: AsyncModelRunnerOutput,
+        publish: Callable[[], None] | None,
+        report: StepReport | None,
+        carried: Carried | None = None,
+    ):
+        self._inner, self._publish, self._report, self._carried = inner, publish, report, carried
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the step, then publish."""
         output = self._inner.get_output()
         if self._publish is not None:
             self._publish()
-        if self._report is not None:
-            attach_report(output, self._report)
+        attach(output, self._report, self._carried)
         return output
 
     def get_kv_connector_output(self) -> KVConnectorOutput | None:
