@@ -30,5 +30,6 @@ def environment(folder: Path, num_ranks: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(folder), *os.environ.get("PYTHONPATH", os.getcwd()).split(os.pathsep)]),
         "RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": num_ranks}),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "disabled",  # it would leave a token in the user's home
         "RAY_TMPDIR": str(folder),
     }

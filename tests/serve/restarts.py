@@ -64,10 +64,10 @@ def _processes(server: VllmServer) -> list[psutil.Process]:
     return [root, *root.children(recursive=True)]
 
 
-def _called(processes: list[psutil.Process], name: str) -> psutil.Process:
+def _called(processes: list[psutil.Process], name: str, alike: int) -> psutil.Process:
     found = [process for process in processes if name in " ".join(process.cmdline())]
-    assert len(found) == 1, (name, [" ".join(process.cmdline())[:80] for process in processes])
-    return found[0]
+    assert len(found) == alike, (name, [" ".join(process.cmdline())[:80] for process in processes])
+    return found[-1]
 
 
 class _Client(threading.Thread):
@@ -107,8 +107,9 @@ def _wait(is_there: Callable[[], bool], what: str) -> float:
 # ---- killed processes ------------------------------------------------------------------------------------------------
 
 
-def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> str:
-    """Kill -9 a process ("" is the API server) while it answers; the next server finds nothing left of it.
+def killed(folder: Path, victim: str, stops: bool = True, alike: int = 1, **overrides: Any) -> str:
+    """Kill -9 a process ("" is the API server), the last of so many `alike`, while it answers; the next server finds
+    nothing left of it.
 
     Unless the server stops by itself, its process group is ended, as a supervisor does.
     """
@@ -118,7 +119,7 @@ def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> s
         client = _Client(server)
         client.start()
         assert client.has_begun.wait(_SOON_S), "no answer began"
-        (_called(processes[1:], victim) if victim else processes[0]).kill()
+        (_called(processes[1:], victim, alike) if victim else processes[0]).kill()
         received_s = _wait(lambda: not client.is_alive(), "the client still waits")
         assert client.end and client.end != "answered", client.end
         seen = [f"the client gets {client.end} after {received_s:.0f} s"]
@@ -146,13 +147,13 @@ def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> s
     return "; ".join([*seen, "the same answer again"])
 
 
-# ---- a host that lacks something ------------------------------------------------------------------------------------
-
-
 def of_ray(folder: Path) -> str:
     """Kill a rank that Ray has placed: Ray's own processes end with the server, too."""
     with mock.patch.dict(os.environ, ray_on_cpu.environment(folder, 2)):
-        return killed(folder, "RayWorkerProc", tensor_parallel_size=2, distributed_executor_backend="ray")
+        return killed(folder, "ray::RayWorkerProc", alike=2, tensor_parallel_size=2, distributed_executor_backend="ray")
+
+
+# ---- a host that lacks something ------------------------------------------------------------------------------------
 
 
 def two_servers(folder: Path) -> str:
