@@ -45,6 +45,16 @@ def test_placeholders_cost_rows_and_are_not_rejected_drafts(monkeypatch):
     assert any(record.x[4] > 0 for record in control._controller.costs._records.values())
 
 
+@pytest.mark.parametrize(("has_stages", "expected"), [(False, {"other"}), (True, {"drafted"})])
+def test_the_drafts_that_a_step_verifies(has_stages, expected):
+    """With pipeline stages two batches are under way. Catches: the controller told of the drafts of the other one."""
+    runner = VidSpecModelRunner.__new__(VidSpecModelRunner)
+    batch = SimpleNamespace(req_ids=["plain", "drafted"], idx_mapping_np=np.array([2, 0]))
+    runner.use_pp, runner.execute_model_state = has_stages, SimpleNamespace(input_batch=batch)
+    runner.requests = SimpleNamespace(in_flight=frozenset({"other"}), has_draft_np=np.array([True, True, False]))
+    assert runner._verified() == expected
+
+
 def test_drafts_of_a_request_that_has_left_are_nobodys():
     """A scheduler that runs ahead asks, for a grammar's sake, when the next step has let go of who has ended. Catches:
     an engine that dies of it, drafts of the request that has the row by now."""
