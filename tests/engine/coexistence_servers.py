@@ -151,7 +151,7 @@ def _namespaces() -> Iterator[None]:
 
 def nodes(folder: Path, kind: str = "tensor") -> tuple[dict[str, int], str]:
     """A rank, or a pipeline stage, on each of two nodes, with nothing but a network in common."""
-    expected, port = _vanilla(LLAVA), 8000
+    expected, port, cores = _vanilla(LLAVA), 8000, sorted(os.sched_getaffinity(0))
     settings = {f"{kind}_parallel_size": 2, "nnodes": 2, "master_addr": _NODES[0][2], "master_port": 29555}
     settings |= SMALL | {"distributed_executor_backend": "mp"}
     serve = [str(Path(sys.executable).with_name("vllm")), "serve"]
@@ -160,7 +160,7 @@ def nodes(folder: Path, kind: str = "tensor") -> tuple[dict[str, int], str]:
         for rank, (name, device, address) in reversed(list(enumerate(_NODES))):
             (folder / name).mkdir()
             where = {"GLOO_SOCKET_IFNAME": device, "VLLM_HOST_IP": address, "TMPDIR": str(folder / name)}
-            where["VLLM_CPU_OMP_THREADS_BIND"] = str(sorted(os.sched_getaffinity(0))[rank])
+            where["VLLM_CPU_OMP_THREADS_BIND"] = str(cores[rank % len(cores)])
             command = ["ip", "netns", "exec", name, "env", *(f"{key}={value}" for key, value in where.items())]
             node = LoggedProcess(folder / f"{name}.log")
             stack.callback(node.end)

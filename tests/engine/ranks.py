@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from tests.engine import harness
+from vllm_vidspec.adapt import REST
 from vllm_vidspec.tools import pairs
 
 FAMILY = harness.LLAVA  # its bundled vision towers have an even number of heads
@@ -70,7 +71,7 @@ def two() -> dict[str, dict]:
 
 
 def adaptive(num_ranks: int, num_stages: int) -> dict:
-    """Answer videos and texts under the controller, every second step with the first request at rest."""
+    """Answer videos and texts under the controller, half of the steps with the first request at rest, some with all."""
     overrides = {"pipeline_parallel_size": num_stages}
     engine = start(num_ranks, overrides, adaptive_tokens=True, on_draft_error="raise", pruner="specvlm")
     controller, calls = engine.scheduler._vidspec_side._control._controller, [0]
@@ -79,7 +80,8 @@ def adaptive(num_ranks: int, num_stages: int) -> dict:
     def in_turns(req_ids, most=None):
         calls[0] += 1
         resting = frozenset(req_ids[:1]) if calls[0] % 4 < 2 else frozenset()
-        return decide(req_ids, most)._replace(option=option, resting=resting, number=calls[0])
+        now = REST if calls[0] % 16 > 9 else option
+        return decide(req_ids, most)._replace(option=now, resting=resting, number=calls[0])
 
     controller.decide = in_turns
     outputs, counted = engine.measured(harness.videos_and_texts(FAMILY))

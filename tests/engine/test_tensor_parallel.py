@@ -79,6 +79,7 @@ def test_ranks_follow_one_decision(reference, num_ranks, num_stages):
     found, _ = _run("ranks", "adaptive", num_ranks, num_stages)
     assert found["token_ids"] == harness.token_ids(reference(FAMILY, "videos and texts"))
     assert harness.skipped(found["counters"]) == {} and found["counters"]["accepted_tokens"] > 0
+    assert num_stages > 1 or found["counters"]["undrafted_steps"] > 0, "nobody was at rest"
 
 
 def test_loose_ranks_decide_alike(one, two):
@@ -177,9 +178,8 @@ def test_two_stages_equal_one(vanilla):
     Catches: a draft of the last stage's layers alone; a stage that embeds or verifies other tokens than the last has
     drafted; drafts and counts of another batch, as two are under way; a grammar that drafts pass by.
     """
-    found, printed = _run("ranks", "stages")
+    found, _ = _run("ranks", "stages")
     assert found["guided"]["token_ids"] == found["equal"]["token_ids"] == vanilla
-    assert "guidance observes the last pipeline stage, layers " in printed
     counted = {name: of["counters"] for name, of in found.items()}
     for name in ("guided", "loose", "equal"):
         assert harness.skipped(counted[name]) == {} and counted[name]["accepted_tokens"] > 0

@@ -239,7 +239,7 @@ class WarmedWorker(worker.VidSpecWorker, _Base):
     """A worker whose vLLM half warms up by calling `step`."""
 
     def __init__(self, counters, step):
-        self.model_runner, self.step = SimpleNamespace(counters=counters), step
+        self.model_runner, self.step = SimpleNamespace(counters=counters, uncounted=counters.paused), step
 
 
 def test_vllms_warm_up_leaves_no_trace(server):
