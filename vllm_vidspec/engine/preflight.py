@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import vllm.platforms as platforms
+from vllm.distributed.utils import get_pp_indices
 
 from vllm_vidspec import SUPPORTED_CPU, SUPPORTED_VLLM, families, supported_releases, supports_vllm
 from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
-from vllm_vidspec.engine import kv_views, stages, tree_attention
+from vllm_vidspec.engine import kv_views, tree_attention
 from vllm_vidspec.engine.compat import api
 from vllm_vidspec.engine.hints import say_hints
 from vllm_vidspec.engine.hooks import attention as attention_guidance
@@ -222,7 +223,9 @@ def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
     num_layers = model.get_total_num_hidden_layers()
     readers = []
     if "attention" in needs:
-        attention_guidance.chosen_layers(prune.guidance_layers, num_layers, stages.layers_of_last(vllm_config))
+        num_stages = vllm_config.parallel_config.pipeline_parallel_size
+        of_last_stage = range(*get_pp_indices(num_layers, num_stages - 1, num_stages))
+        attention_guidance.chosen_layers(prune.guidance_layers, num_layers, of_last_stage)
         readers.append(attention_guidance.REFUSAL)
     if "uv" in needs and prune.uv_layer is not None and prune.uv_layer > num_layers:
         raise VidSpecError(f"uv_layer: the target has layers 1 to {num_layers}, not {prune.uv_layer}")

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from vllm.distributed import get_pp_group
-from vllm.distributed.utils import get_pp_indices
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_vidspec.config import METHOD, VidSpecConfig
@@ -42,10 +41,3 @@ class EarlierStage(GPUModelRunner):
 
 def is_last() -> bool:
     return get_pp_group().is_last_rank
-
-
-def layers_of_last(vllm_config: Any) -> range:
-    """Return which of the target's layers its last stage has: all of them where it has one."""
-    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-    size = vllm_config.parallel_config.pipeline_parallel_size
-    return range(*get_pp_indices(num_layers, size - 1, size))
