@@ -192,7 +192,10 @@ def _stages(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
     if prunes_videos(vllm_config.model_config):
         yield "--pipeline-parallel-size: only the first stage is told what --video-pruning-rate keeps; unset it"
     if not vllm_config.scheduler_config.async_scheduling:
-        yield "--pipeline-parallel-size: vLLM sends drafts through stages with asynchronous scheduling alone; use it"
+        yield (
+            "--pipeline-parallel-size: without asynchronous scheduling vLLM plans drafts before the token that they "
+            "follow; drop --no-async-scheduling"
+        )
 
 
 def _pruned_twice(model: Any, config: VidSpecConfig) -> Iterator[str]:

@@ -186,7 +186,7 @@ STAGES = {"pipeline_parallel_size": 2, "async_scheduling": True}
         (TREE, STAGES, "--pipeline-parallel-size: vLLM sends .* no tree's shape: draft chains"),
         ({"model": "self"}, STAGES, '--pipeline-parallel-size with "model": "self": .* name a draft model'),
         ({"pruner": "uv"}, STAGES, "--pipeline-parallel-size: the pruner uv compares .* use specvlm"),
-        ({}, STAGES | {"async_scheduling": False}, "--pipeline-parallel-size: .* asynchronous scheduling alone"),
+        ({}, STAGES | {"async_scheduling": False}, "--pipeline-parallel-size: without asynchronous .* drop --no-async"),
         ({}, {"use_v2_model_runner": False}, "vidspec needs Model Runner V2, which vLLM does not use here"),
     ],
 )
