@@ -140,6 +140,9 @@ def _parallel(kind: str, **overrides: Any) -> Row:
 _QWEN3 = dict.fromkeys(("draft", "target"), pairs.checkpoint("qwen3-vl", "target"))
 _FP8_CACHE, _VIDCOM2 = {"kv_cache_dtype": "fp8"}, HALF | {"video_pruning_method": "vidcom2"}
 _ONE_VIDEO = """`--limit-mm-per-prompt '{"video": 1, "image": 0}'`"""
+_OFFLOADS = (
+    "needs a GPU, says vLLM; the null GPU (case `chain offloads`) starts, captures and decodes with it as vanilla"
+)
 _APART, _SHARED = "an engine prefills, another decodes", "an engine encodes, another answers"
 
 ROWS: tuple[Row, ...] = (
@@ -178,7 +181,7 @@ ROWS: tuple[Row, ...] = (
         overrides=cases.transfer("/tmp"),
         drafting="tree-static",
     ),
-    _connector("OffloadingConnector", "needs a GPU, says vLLM"),
+    _connector("OffloadingConnector", _OFFLOADS),
     works("KV connector", "`NixlConnector`, a server prefills, another decodes", "kB of entries", servers.nixl),
     works("Encoder cache sharing", f"`ECExampleConnector`, {_SHARED}", "none encoded", cases.ec_connector),
     works("Prompt embeddings", "`--enable-prompt-embeds`", "unsupported: 1", cases.prompt_embeds),

@@ -259,7 +259,6 @@ NOISE_DIGEST = "1272da36094914a6"
 OURS = (
     "runner:VidSpecModelRunner",
     "worker:VidSpecGPUWorker",
-    "stages:EarlierStage",
     "speculator:Speculator",
     "verify.verifier:CoupledVerifier",
     "draft.graphs:DraftGraphs",
