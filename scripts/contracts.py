@@ -48,7 +48,7 @@ def failures(packages: Path) -> Iterator[tuple[str, str]]:
     """Run the contract tests on the packages in a folder; yield each that fails, and its error in one line."""
     report = packages / "report.xml"
     path = os.pathsep.join([str(packages), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS]
+    command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS]
     run = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     if not report.exists():
         raise SystemExit(f"[contracts] error: the tests did not run: {run.stdout[-2000:]}{run.stderr[-2000:]}")
@@ -61,8 +61,8 @@ def failures(packages: Path) -> Iterator[tuple[str, str]]:
 
 def users(case: str) -> list[str]:
     """Return our files that name what a failing case is about."""
-    about = re.findall(r"[A-Za-z_]\w{5,}", case.partition("[")[2])
-    files = (path for path in sorted(ENGINE.rglob("*.py")) if about and about[-1] in path.read_text())
+    names = re.findall(r"[A-Za-z]\w+", case.partition("[")[2].partition("-")[0])
+    files = (path for path in sorted(ENGINE.rglob("*.py")) if names and names[-1] in path.read_text())
     return [str(path.relative_to(ROOT)) for path in files]
 
 
@@ -76,12 +76,9 @@ def main() -> int:
         raise SystemExit(f"[contracts] error: {given} holds no sources of vLLM")
     with tempfile.TemporaryDirectory(prefix="vidspec-contracts-") as folder:
         found = overlay(sources, Path(folder))
-        version = re.findall(
-            r"version = version = ['\"]([^'\"]+)|^__version__ = ['\"]([^'\"]+)",
-            (found / "_version.py").read_text(),
-            re.M,
-        )
-        print(f"[contracts] vLLM {''.join(version[0]) if version else '?'}", flush=True)
+        told = (found / "_version.py").read_text()
+        version = re.search(r"__version__ (?:= version )?= ['\"]([^'\"]+)", told)
+        print(f"[contracts] vLLM {version[1] if version else '?'}", flush=True)
         broken = list(failures(Path(folder)))
     for case, words in broken:
         print(f"  {case}\n    {words}")
