@@ -61,8 +61,10 @@ def failures(packages: Path) -> Iterator[tuple[str, str]]:
 
 def users(case: str) -> list[str]:
     """Return our files that name what a failing case is about."""
-    names = re.findall(r"[A-Za-z]\w+", case.partition("[")[2].partition("-")[0])
-    files = (path for path in sorted(ENGINE.rglob("*.py")) if names and names[-1] in path.read_text())
+    names = [one for one in re.findall(r"\w+", case.partition("[")[2].partition("-")[0]) if not one.startswith("__")]
+    files = (
+        path for path in sorted(ENGINE.rglob("*.py")) if names and re.search(rf"\b{names[-1]}\b", path.read_text())
+    )
     return [str(path.relative_to(ROOT)) for path in files]
 
 
