@@ -92,11 +92,7 @@ def environments_home() -> Path:
 
 
 def pip(python: Path, label: str, log: Path, *args: str) -> None:
-    """Run `pip install`; its full output goes to `log`, and to a terminal.
-
-    Raises:
-        SetupError: pip failed.
-    """
+    """Run `pip install`; its full output goes to `log`, and to a terminal; SetupError if it fails."""
     say(f"{label} ...")
     begun = time.monotonic()
     quiet = [] if sys.stdout.isatty() else ["--quiet"]

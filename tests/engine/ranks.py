@@ -1,7 +1,4 @@
-"""Engines in processes of their own, with several ranks: `python -m tests.engine.ranks PROGRAM [RANKS...]`.
-
-A program prints what it found as JSON, in a line that begins with "RESULT ".
-"""
+"""Programs with several ranks, in processes of their own, that print a line "RESULT " of JSON."""
 
 import json
 import os

@@ -58,8 +58,7 @@ def _run(module: str, *arguments: int | str) -> tuple[dict, str]:
 
 @pytest.mark.parametrize("phase", ["strict", "trees"])
 def test_two_ranks_equal_one(vanilla, one, two, phase):
-    """Catches: ranks that draft different tokens or size their pools differently; a draft sharded by the wrong rank;
-    trees that differ between ranks."""
+    """Catches: ranks that draft, shard or size pools differently."""
     assert two[phase]["token_ids"] == one[phase]["token_ids"] == vanilla[: 3 if phase == "trees" else 8]
     ours, alone = two[phase]["counters"], one[phase]["counters"]
     for name in ("drafts", "draft_tokens", "draft_depth", "accepted_tokens", "visual_tokens_kept", "guided_prompts"):
@@ -69,20 +68,14 @@ def test_two_ranks_equal_one(vanilla, one, two, phase):
 
 
 def test_ranks_follow_one_decision(reference):
-    """Requests that rest and go on again, on two ranks: catches a rank that decides alone, which hangs or drafts for
-    another batch than its peer.
-    """
+    """Requests that rest and go on: catches a rank that decides alone, which hangs or drafts for another batch."""
     found, _ = _run("ranks", "adaptive")
     assert found["token_ids"] == harness.token_ids(reference(FAMILY, "videos and texts"))
     assert harness.skipped(found["counters"]) == {} and found["counters"]["accepted_tokens"] > 0
 
 
 def test_loose_ranks_decide_alike(one, two):
-    """Each rank holds half of the video's states; the merged relevance, and so the text, is that of one rank.
-
-    The states are those that the strict requests before them have left. Catches: a shard whose Top-N are never merged,
-    or merged as a mean of means; a token that both ranks keep.
-    """
+    """Each rank holds half of the video's states; the merged relevance, and so the text, is that of one rank."""
     one, two = one["loose"], two["loose"]
     assert two["token_ids"] == one["token_ids"]
     for name in ("drafts", "exact_tokens", "loosened_tokens", "relevance_prompts", "relevance_reused"):
@@ -138,13 +131,8 @@ COSTS = {
 
 @pytest.mark.slow
 def test_ranks_act_alike_on_what_fails_on_one_of_them(vanilla, failing):
-    """A failure of one rank in prefill, guidance or relevance: the engine goes on, as vanilla would, on all ranks.
-
-    Catches: a rank that skips a collective the other waits in; ranks that prune, draft or verify differently from
-    then on; a request that stays loose on one rank; requests after it that pay too; one rank that still drafts during
-    a cool-down. And a failure while decoding, where nobody waits for the others, ends the engine with a line that names
-    the rank, not with a hang.
-    """
+    """A failure of one rank costs what it costs on all, and nobody later; while decoding it ends the engine with a
+    line."""
     result, printed = failing
     assert set(COSTS) < set(result)
     for name, found in result.items():
@@ -170,11 +158,7 @@ def test_ranks_act_alike_on_what_fails_on_one_of_them(vanilla, failing):
 @pytest.mark.slow
 @pytest.mark.parametrize(("of_target", "of_drafter"), [(2, 1), (1, 2)])
 def test_target_and_drafter_have_ranks_of_their_own(vanilla, of_target, of_drafter):
-    """Two ranks of the target take one drafter's windows, one target those of two: vanilla's tokens, drafts that stand.
-
-    Catches: ranks of the target that take other windows, commits of one rank that another has not made; ranks of the
-    drafter of which one has not heard a command.
-    """
+    """Two ranks take one drafter's windows, one target those of two: vanilla's tokens, drafts that stand."""
     result, _ = _run("ranks", "parallel", of_target, of_drafter)
     assert result["token_ids"] == vanilla
     counted = result["counters"]

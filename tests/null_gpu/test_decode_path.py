@@ -189,10 +189,8 @@ def test_guidance_gets_the_log_sum_exps_of_the_layers_own_attention(measured):
 
 @pytest.mark.cases("chain graphs FA2", "chain graphs batch")
 def test_chains_take_tree_attention_where_keys_are_not_split(measured):
-    """In the target's graph of a verify step, padded, and in the draft's for the two tokens that it feeds first.
-
-    Catches: FlashAttention 2 in a verify step; version 3 replaced; a layer left out of a graph.
-    """
+    """In the target's graph of a verify step, padded, and in the draft's for the two tokens fed first; version 3
+    stays."""
     found = measured["chain graphs FA2"]["extra"]
     num_target, num_draft = found["layers"]
     assert found["kernels"].count("_tree_attention_kernel") == num_target + num_draft
@@ -253,9 +251,6 @@ def test_an_allocation_under_capture_is_seen(measured):
 
 @pytest.mark.parametrize("name", [case.name for case in CASES.values() if case.after is kernels_of_drafts])
 def test_graphs_hold_the_kernels_of_the_same_step_without_them(measured, name):
-    """The same kernels in the same order, launched one by one and replayed.
-
-    Catches: a branch that is taken under capture only, a launch that a graph lacks.
-    """
+    """The same kernels in the same order, launched one by one and replayed."""
     launched, replayed = (measured[name]["extra"][how] for how in ("launched", "replayed"))
     assert len(launched) > 50 and launched == replayed

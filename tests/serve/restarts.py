@@ -1,8 +1,4 @@
-"""Servers whose processes are killed, or whose host lacks something: the rows of docs/reliability.md.
-
-Each case serves the bundled pair, disturbs it, and returns its observations in words; it raises AssertionError where
-one is not as expected.
-"""
+"""Servers whose processes are killed, or whose host lacks something: the rows of docs/reliability.md."""
 
 import os
 import threading
@@ -106,10 +102,7 @@ def _wait(is_there: Callable[[], bool], what: str) -> float:
 
 
 def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> str:
-    """Kill -9 a process ("" is the API server) while it answers; the next server finds nothing left of it.
-
-    Unless the server stops by itself, its process group is ended, as a supervisor does.
-    """
+    """Kill -9 a process ("" is the API server) while it answers; the next server finds nothing left of it."""
     in_shm = set(os.listdir(SHM))
     with serving(folder, "killed", **overrides) as server:
         expected, processes = _ask(server), _processes(server)

@@ -185,11 +185,8 @@ def test_bad_video_is_a_4xx_and_the_server_goes_on(server, tmp_path, kind):
 
 
 def test_broken_media_cost_their_own_request_alone(server):
-    """Videos and images that are cut, changed or garbage, as hypothesis draws them: an answer or a refusal.
-
-    vLLM 0.32 refuses a few with a 500 of its own, before an engine sees them (a JPEG's first bytes as a video: "upper
-    bound and lower bound inconsistent"). Catches: an exception of ours, a trace, a server that does not go on.
-    """
+    """Videos and images cut, changed or garbage: an answer or a refusal, vLLM's own 500s included, and the server goes
+    on."""
 
     def check(given: tuple[str, bytes]) -> str:
         suffix, content = given
@@ -221,10 +218,8 @@ def test_tenants_of_one_server(server):
 
 
 def test_an_operator_changes_knobs_of_a_running_server(reference, server):
-    """Off, on, another pruner and ratio, over vLLM's own server: the output stays the same.
-
-    Catches: a route that vLLM does not load, a change that reaches only one of scheduler and worker.
-    """
+    """Off, on, another pruner and ratio, over vLLM's own server: the output stays the same, scheduler and worker
+    follow."""
 
     def knobs(status: int = 200, key: str = ADMIN_KEY, **changes) -> dict:
         how = {"headers": {"Authorization": f"Bearer {key}"}} | ({"json": changes} if changes else {})

@@ -66,12 +66,8 @@ def load(path):
 
 
 class Installer:
-    """Stands in for pip and the venv module of a set-up script; pip fails at the step that `fail_at` names.
-
-    Attributes:
-        steps: What was made: "venv", and the labels of pip's calls.
-        args: Those calls' arguments, by label.
-    """
+    """Stands in for pip and venv, and fails at `fail_at`: `steps` lists "venv" and pip's labels, `args` its
+    arguments."""
 
     def __init__(self, monkeypatch, script, pip_module, fail_at=None):
         self.steps, self.args = [], {}
@@ -120,10 +116,7 @@ def sweep(**given):
 
 
 def answer_captions(session, command, **counters):
-    """Answer as an engine of shape-world captions; `counters` stand beside or for its own.
-
-    The target's captions are true, the draft's know no colour, loose ones no motion.
-    """
+    """Answer as an engine of captions: the target's are true, the draft's know no colour, loose ones no motion."""
     spec, knobs = session.job["llm"].get("speculative_config"), command["knobs"] or {}
     scorer = knobs.get("scorer", "strict")
     captions = [world.held_out(i).caption for i in session.job["prompts"]["held_out"]]

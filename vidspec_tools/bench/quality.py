@@ -171,11 +171,8 @@ def check(quality: Quality) -> None:
 
 
 def run(quality: Quality, report: Report = silent) -> dict[str, Any]:
-    """Write captions with the target alone, the draft alone and every setting, one engine after another.
-
-    Returns:
-        `rows` (by family, temperature and noise; first the target's and the draft's own, which have no noise) and
-        `provenance`.
+    """Write captions with the target alone, the draft alone and every setting, one engine after another; return `rows`
+    (by family, temperature and noise, the two models' own first, without noise) and `provenance`.
     """
     check(quality)
     report("plan", {"total": quality.num_batches})

@@ -15,10 +15,8 @@ from vllm_vidspec.errors import VidSpecError
 def measure(
     bench: Any, what: Any, given: Mapping[str, Any], tables: Callable[..., Any], draw: Callable[..., None] | None = None
 ) -> None:
-    """Run `bench.check` and `bench.run`, write the rows to the files that the options name, and show them.
-
-    Raises:
-        typer.Exit: With status 1, if a part of it failed.
+    """Run `bench.check` and `bench.run`, write the rows to the files that the options name, and show them; exit status
+    1 if a part failed.
     """
     from vidspec_tools.views import figures
     from vllm_vidspec.tools import progress

@@ -73,11 +73,7 @@ class ModelShape:
         return (self.read_params(tokens) - head) * self.linear_bytes + head * WEIGHT_BYTES
 
     def quantised(self, name: str) -> "ModelShape":
-        """Return the same with its layers quantised as one of QUANTISATIONS.
-
-        Raises:
-            VidSpecError: None of them.
-        """
+        """Return the same with its layers quantised as one of QUANTISATIONS, or refuse (VidSpecError)."""
         if name not in QUANTISATIONS:
             raise VidSpecError(f"--draft-quantization {quoted(name)} is none of {', '.join(QUANTISATIONS)}")
         return replace(self, name=f"{self.name} ({name})", linear_bytes=QUANTISATIONS[name])

@@ -54,17 +54,11 @@ class Decoder(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The weights that a step of one request reads; biases and norms are left out.
+    """The weights that a step of one request reads; biases and norms are left out."""
 
-    Attributes:
-        layers: Of the decoder's layers, of experts those that a token goes through.
-        head: Of the output head.
-        layer_bytes: Of a weight of the layers.
-    """
-
-    layers: float
-    head: float
-    layer_bytes: float = WEIGHT_BYTES
+    layers: float  # Of the decoder's layers, of experts those that a token goes through
+    head: float  # Of the output head
+    layer_bytes: float = WEIGHT_BYTES  # Of a weight of the layers
 
     @property
     def read_bytes(self) -> float:

@@ -67,8 +67,7 @@ NUM_ROWS, K = 4, 3
 
 
 def worker_counters(config, engine: int = 0, suffix: str = "") -> Counters:
-    """Return the counters of a data-parallel engine's worker, whose configuration vLLM changes so where it is dense.
-    All of its rows have real drafts."""
+    """Return the counters of a data-parallel engine's worker; all of its rows have real drafts."""
     mine = vllm_config(config.instance_id + suffix, data_parallel_index=engine)
     requests = RequestRows(NUM_ROWS, torch.device("cpu"))
     requests.has_draft.fill_(True)
@@ -157,8 +156,7 @@ def test_what_is_not_on_this_metrics_is_said(server):
 
 
 def test_every_api_server_shows_the_same_counters(server, tmp_path, monkeypatch):
-    """Each API server makes a configuration of its own, and with several of them every scrape makes a registry.
-    Catches: counters that vanish without a word, files of API servers that no engine writes to."""
+    """Each has a configuration of its own, and every scrape makes a registry: nothing vanishes, no file is idle."""
     fastapi, testclient = pytest.importorskip("fastapi"), pytest.importorskip("fastapi.testclient")
     from vllm.entrypoints.serve.instrumentator.metrics import attach_router
 
@@ -223,8 +221,7 @@ class WarmedWorker(worker.VidSpecWorker, _Base):
 
 
 def test_vllms_warm_up_leaves_no_trace(server):
-    """On a GPU it sends real requests. Catches: /metrics that starts beyond zero, `pool_full` logged before the first
-    user came and never again, slots that are taken; a warm-up that fails and stops the counting."""
+    """On a GPU it sends real requests: no count, line or slot stays of them, not even of a warm-up that fails."""
     counters = worker_counters(server())
     begin(counters, 1, "before")
     verify(counters, [2, 0])

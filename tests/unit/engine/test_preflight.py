@@ -100,8 +100,7 @@ def test_what_the_draft_cannot_follow(spec, overrides, message):
 
 
 def test_a_draft_that_cannot_be_read_or_followed(tmp_path, monkeypatch):
-    """A Qwen2.5-VL whose patches or tokens differ is named with both values. Catches: "Invalid repository ID" of a name
-    that is right, and is not cached where there is no network."""
+    """A Qwen2.5-VL whose patches or tokens differ is named with both values; a name that is not cached as such."""
     assert refusal({"model": str(tmp_path / "none")}).startswith("the draft model's path does not exist")
     draft = pairs.Path(pairs.checkpoint(FAMILY, "draft"))
     shutil.copy(draft / "tokenizer.json", tmp_path)
@@ -185,8 +184,7 @@ SHARDED = {"enable_batch_sharded_sampling": True}
     ],
 )
 def test_targets_and_engines_that_drafts_cannot_live_in(knobs, changed, message):
-    """Catches: trees whose paths another rank has; entries stored before compaction; an assertion after loading; a
-    draft batch larger than any that was profiled; experts whose forwards one engine enters alone."""
+    """Catches: trees on ranks that hold other paths, connectors that store early, batches and experts unprofiled."""
     found = refused(finished(**changed), **knobs)
     assert len(found) == (message is not None)
     assert not found or (re.match(message, found[0]) and "\n" not in found[0])

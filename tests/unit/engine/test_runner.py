@@ -19,8 +19,7 @@ from vllm_vidspec.errors import VidSpecError
 
 
 def test_placeholders_cost_rows_and_are_not_rejected_drafts(monkeypatch):
-    """Rows that are scheduled for drafts which have not come: their time is learned, and no acceptance. Catches:
-    acceptance of placeholders, costs of steps with placeholders taken for those of steps without."""
+    """Rows scheduled for drafts which have not come: their time is learned, and no acceptance."""
     now = 0.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     config, _ = parse_config({"model": "draft", "num_speculative_tokens": 5})
@@ -46,8 +45,7 @@ def test_placeholders_cost_rows_and_are_not_rejected_drafts(monkeypatch):
 
 
 def test_drafts_of_a_request_that_has_left_are_nobodys():
-    """A scheduler that runs ahead asks, for a grammar's sake, when the next step has let go of who has ended. Catches:
-    an engine that dies of it, drafts of the request that has the row by now."""
+    """A scheduler that runs ahead asks for them after the request has ended: no error, no other's drafts."""
     runner = VidSpecModelRunner.__new__(VidSpecModelRunner)
     drafts = DraftTokenIds(["here", "gone", "cut"], [[1, 2], [3, 4], [5, 6]])
     runner.draft_tokens_handler = SimpleNamespace(get_draft_tokens=lambda: drafts)
@@ -61,8 +59,7 @@ def test_drafts_of_a_request_that_has_left_are_nobodys():
     ("choice", "is_up", "raises"), [("raise", True, True), ("skip", True, False), ("raise", False, False)]
 )
 def test_errors_that_are_to_raise_do_so_in_the_drafters_process_too(choice, is_up, raises):
-    """Catches: a drafter that ends by an error time and again, while requests go on without drafts and nobody is told.
-    One that has not come up yet is refused as the engine starts."""
+    """Catches: a drafter that dies again and again untold; one that has not come up is refused at the start."""
     client = DrafterClient.__new__(DrafterClient)
     client._config = VidSpecConfig(model="x", num_speculative_tokens=5, on_draft_error=choice)
     client._channel = SimpleNamespace(flush=lambda: None, receive=lambda: [Failed("RuntimeError: no")], is_closed=False)

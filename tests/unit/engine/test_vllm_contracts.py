@@ -1,7 +1,4 @@
-"""What we rely on is in the vLLM that is installed: `make test` looks at 0.32, `make test-cuda-host` at 0.33 too.
-
-The first thing to run before another version is supported.
-"""
+"""What we rely on is in the vLLM that is installed: 0.32 in `make test`, 0.33 too in `make test-cuda-host`."""
 
 import ast
 import contextlib

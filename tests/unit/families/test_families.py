@@ -211,8 +211,7 @@ def test_pairs_that_do_not_fit(target, draft, parts):
     ],
 )
 def test_the_sizes_that_a_draft_works_at_are_named(text, vision_heads, num_ranks, message):
-    """Catches: sizes that vLLM refuses after minutes, in its terms; KV heads that ranks could not have copies of; a
-    message about the vision tower, or none, where the language model is at fault."""
+    """Catches: sizes that vLLM refuses late, heads that ranks cannot share, a message about the wrong model."""
     text_config = SimpleNamespace(num_attention_heads=text[0], num_key_value_heads=text[1])
     vision_config = SimpleNamespace(num_heads=vision_heads)
     draft = SimpleNamespace(vision_config=vision_config, get_text_config=lambda: text_config)

@@ -147,19 +147,12 @@ def report_of(output: Any) -> "StepReport":
 
 
 class StepReport(NamedTuple):
-    """What the worker reports of a step to the scheduler.
+    """What the worker reports of a step to the scheduler."""
 
-    Attributes:
-        drafted: Requests whose drafts were verified in it; vLLM's placeholders do not count.
-        reading: Requests of whose prompts the draft has prefilled a part in it.
-        reading_s: Host time of that.
-        skipped: Requests that run without speculation for good, reported once.
-    """
-
-    drafted: frozenset[str]
-    reading: frozenset[str]
-    reading_s: float
-    skipped: tuple[str, ...]
+    drafted: frozenset[str]  # Requests whose drafts were verified in it; vLLM's placeholders do not count
+    reading: frozenset[str]  # Requests of whose prompts the draft has prefilled a part in it
+    reading_s: float  # Host time of that
+    skipped: tuple[str, ...]  # Requests that run without speculation for good, reported once
 
 
 _NO_REPORT = StepReport(frozenset(), frozenset(), 0.0, ())
