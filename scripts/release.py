@@ -100,7 +100,7 @@ def _timed(words: list[str], name: str, folder: str, limit_s: float) -> dict:
         pass
     except FileNotFoundError as error:
         status, text = 127, str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("WARNING")]
     errors = [line for line in lines if line.startswith(("ERROR", "vidspec:"))]
     return {
         "step": name,

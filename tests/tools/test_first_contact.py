@@ -1,5 +1,6 @@
 """What somebody meets first: examples of every help that work as pasted, wrong options, progress, Ctrl-C, pipes."""
 
+import contextlib
 import json
 import os
 import pty
@@ -51,20 +52,37 @@ def test_cheap_examples_run(example, sound, serving, monkeypatch):  # noqa: F811
         assert json.loads(invoke(*args, "--json", "-").stdout)
 
 
-def started(example, folder):
-    """Start an example as one pastes it in a fresh clone, its output in a pipe, its progress on a terminal.
+@pytest.fixture
+def started(tmp_path):
+    """Return what starts an example as pasted in a fresh clone, its output in a pipe, its progress on a terminal.
 
-    Returns:
-        The process, the terminal's other end, and what marks it and all that it starts.
+    It returns the process, the terminal's other end, and what marks it and all that it starts.
     """
+    marks = []
+
+    def start(example):
+        found = _start(example, tmp_path)
+        marks.append(found[2])
+        return found
+
+    yield start
+    for pid in (pid for mark in marks for pid in marked(mark)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _start(example, folder):
     (folder / "vllm_vidspec").symlink_to(ROOT / "vllm_vidspec")
     mark, (ours, theirs) = uuid.uuid4().hex, pty.openpty()
     command = [sys.executable, "-m", "vllm_vidspec.cli", *shlex.split(example)[1:]]
     if "--json" not in command:
         command += ["--json", "result.json"]
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/kernels", "TERM": "xterm", MARK: mark}
+    options = {"cwd": folder, "env": env, "stderr": theirs, "start_new_session": True}
     with (folder / "stdout").open("wb") as out:
-        process = subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=theirs, start_new_session=True)
+        # A shell ignores Ctrl-C for what it runs in the background, and tests may be that.
+        heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+        process = subprocess.Popen(command, stdout=out, preexec_fn=heed, **options)
     os.close(theirs)
     return process, ours, mark
 
@@ -99,9 +117,9 @@ def listen(process, terminal, until=lambda: False):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", ENGINES)
-def test_engine_examples_run_and_are_never_silent(example, tmp_path):
+def test_engine_examples_run_and_are_never_silent(example, started, tmp_path):
     """Catches: an example that fails; seconds without a sign of life; colours in a pipe; a command without JSON."""
-    process, terminal, mark = started(example, tmp_path)
+    process, terminal, mark = started(example)
     text, silence = listen(process, terminal)
     assert process.wait(10) == 0, text[-2000:]
     print(f"longest silence of `{example}`: {silence:.1f} s")
@@ -115,9 +133,9 @@ def test_engine_examples_run_and_are_never_silent(example, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("example", [one for one in ENGINES if "--json" not in one])
-def test_ctrl_c_leaves_no_process(example, times, tmp_path):
+def test_ctrl_c_leaves_no_process(example, times, started):
     """Catches: an engine that goes on behind a command that was stopped, once or by somebody impatient."""
-    process, terminal, mark = started(example, tmp_path)
+    process, terminal, mark = started(example)
     text, _ = listen(process, terminal, until=lambda: len(marked(mark)) > 1)
     listen(process, terminal, until=lambda end=time.monotonic() + 3: time.monotonic() > end)
     for _ in range(times):
