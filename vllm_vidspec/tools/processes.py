@@ -114,7 +114,7 @@ class VllmServer(LoggedProcess):
         assert self.process is not None, "enter the context first"
         while (elapsed := time.monotonic() - self._launched) < timeout_s:
             if self.process.poll() is not None:
-                raise VidSpecError(f"vllm serve stopped: {self.reason()} (log: {self.log_path})")
+                raise VidSpecError(f"vllm serve stopped: {self.reason()} (log: {self.log_path}; see `vidspec doctor`)")
             if self.healthy():
                 return elapsed
             time.sleep(0.3)
