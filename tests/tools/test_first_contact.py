@@ -142,7 +142,7 @@ def test_ctrl_c_leaves_no_process(example, times, started):
         os.kill(process.pid, signal.SIGINT)
         time.sleep(0.5)
     text += listen(process, terminal)[0]
-    assert process.wait(20) == 130, text[-2000:]
+    assert process.wait(20) in (130, -signal.SIGINT), text[-2000:]  # a second one may meet the end
     assert "vidspec: stopped" in text and "Traceback" not in text
     time.sleep(1)
     assert not marked(mark)
