@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.serve, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 HERE = "http://127.0.0.1:8000"
 INTRO, *SECTIONS = re.split(r"^## ", (ROOT / "docs" / "benchmarks.md").read_text(), flags=re.MULTILINE)
-BASH, PYTHON = r"(?:^    .*\n)+", r"(?<=^```python\n)(?:.*\n)+?(?=```)"
 SETTING = "A=vllm_vidspec/assets/qwen2.5-vl\n"
 ENV = pairs.engine_env() | {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -29,10 +28,15 @@ ENV = pairs.engine_env() | {
 }
 
 
-def blocks(kind, text):
-    return [
-        "".join(block.removeprefix("    ") for block in one.splitlines(True)) for one in re.findall(kind, text, re.M)
-    ]
+def commands(text):
+    """Return the indented blocks of a page, those inside fences left out."""
+    found = re.findall(r"(?:^    .*\n)+", re.sub(r"^```[\s\S]*?^```", "", text, flags=re.MULTILINE), re.MULTILINE)
+    return [["bash", "-euc", SETTING + re.sub(r"^    ", "", block, flags=re.MULTILINE)] for block in found]
+
+
+def programs(text):
+    """Return the Python blocks of a page."""
+    return [[sys.executable, "-c", block] for block in re.findall(r"^```python\n([\s\S]*?)^```", text, re.MULTILINE)]
 
 
 def run(command, **more):
@@ -45,10 +49,10 @@ def run(command, **more):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """The address of the page's own server, on a free port, with the page's own data."""
-    data, serve = blocks(BASH, INTRO)
-    run(["bash", "-euc", data])
-    port, command = free_port(), serve.replace("vllm serve", "printf '%s\\0'")
-    listed = subprocess.run(["bash", "-euc", command], cwd=ROOT, env=ENV, capture_output=True, text=True, check=True)
+    data, (*bash, serve) = commands(INTRO)
+    run(data)
+    port, command = free_port(), [*bash, serve.replace("vllm serve", "printf '%s\\0'")]
+    listed = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, check=True)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENV.items():
             patch.setenv(name, value)
@@ -59,12 +63,7 @@ def served(tmp_path_factory):
             yield server
 
 
-CASES = [
-    (section.splitlines()[0], kind, block)
-    for section in SECTIONS
-    for kind in (BASH, PYTHON)
-    for block in blocks(kind, section)
-]
+CASES = [(one.splitlines()[0], *words) for one in SECTIONS for words in (*commands(one), *programs(one))]
 EXPECTED = {
     "vllm bench serve": r"Successful requests: +8\b[\s\S]*Acceptance length: +[2-6]\.",
     "lmms-eval": r"attributes_right\|↑ +\|0\.9[\s\S]*attributes_right\|↑ +\|0\.[3-9]",
@@ -74,15 +73,14 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize(("title", "kind", "block"), CASES, ids=[title for title, *_ in CASES])
-def test_a_recipe_does_what_its_page_says(served, title, kind, block):
+@pytest.mark.parametrize(("title", "program", "option", "text"), CASES, ids=[title for title, *_ in CASES])
+def test_a_recipe_does_what_its_page_says(served, title, program, option, text):
     """Catches: a flag, field or output of a client or of ours that has changed; requests that are not drafted for."""
     needed = {"lmms-eval": "lmms_eval", "LangChain": "langchain_openai"}.get(title)
     if (needed and importlib.util.find_spec(needed) is None) or (title == "aiperf" and not shutil.which("aiperf")):
         pytest.skip(f"{title} is not installed")
     before = served.metrics()
-    text = block.replace(HERE, served.base_url)
-    printed = run([sys.executable, "-c", text] if kind is PYTHON else ["bash", "-euc", SETTING + text])
+    printed = run([program, option, text.replace(HERE, served.base_url)])
     assert re.search(EXPECTED[title], printed)
     gained = {name: value - before[name] for name, value in served.metrics().items()}
     assert gained["prompts"] > 0 and gained["accepted_tokens"] > gained["drafts"] > 0
