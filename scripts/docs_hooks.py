@@ -19,9 +19,12 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Take links to what is in the repository alone, such as training/, off their words."""
+    docs = ROOT / "docs"
+    folders = [docs, ROOT] if page.file.src_uri == "index.md" else [(docs / page.file.src_uri).parent]
 
     def kept(found: re.Match[str]) -> str:
-        inside = (ROOT / "docs" / page.file.src_uri).parent.joinpath(found[2]).resolve()
-        return found[0] if inside.is_relative_to(ROOT / "docs") and inside.exists() else found[1]
+        there = [path for folder in folders if (path := (folder / found[2]).resolve()).exists()]
+        # One that leads nowhere stays, for MkDocs to refuse.
+        return found[1] if there and not there[0].is_relative_to(docs) else found[0]
 
     return LINK.sub(kept, markdown)

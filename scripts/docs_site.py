@@ -39,7 +39,8 @@ def main() -> None:
     # Nothing is fetched, and no notice of another project's is printed.
     os.environ["NO_MKDOCS_2_WARNING"] = os.environ["DISABLE_MKDOCS_2_WARNING"] = "true"
     options = ["--site-dir", site, "--clean"] if what == "build" else []
-    if base.run(python, "-m", "mkdocs", what, "--strict", "--quiet", *options, cwd=ROOT):
+    # Never --quiet: it silences the warnings that --strict counts.
+    if base.run(python, "-m", "mkdocs", what, "--strict", *options, cwd=ROOT):
         raise SetupError("the site was not built: see above")
     say(f"{site}/index.html")
 
