@@ -70,7 +70,7 @@ def environment_key(engine: str) -> str:
             "machine": platform.machine(),
             "build": project["build-system"],
             "dependencies": project["project"]["dependencies"],
-            "extras": project["project"]["optional-dependencies"],
+            "extras": {k: v for k, v in project["project"]["optional-dependencies"].items() if k != "docs"},
             "lock": LOCK_CPU.read_text() if engine == "cpu" else "",
         }
     )

@@ -8,7 +8,7 @@ import typer
 
 from vidspec_tools.cli import options
 from vllm_vidspec.cli import options as shared
-from vllm_vidspec.cli.running import with_bars, write_json
+from vllm_vidspec.cli.running import console, with_bars, write_json
 from vllm_vidspec.errors import VidSpecError
 
 
@@ -18,8 +18,6 @@ def measure(
     """Run `bench.check` and `bench.run`, write the rows to the files that the options name, and show them; exit status
     1 if a part failed.
     """
-    from rich.console import Console
-
     from vidspec_tools.views import figures
     from vllm_vidspec.tools import progress
     from vllm_vidspec.tools.user_files import check_output
@@ -37,7 +35,7 @@ def measure(
         draw(rows, plot_path)
     if json_path != "-" and rows:
         for table in tables(rows):
-            Console().print(table)
+            console().print(table)
     for failure in failures:
         words = " ".join(str(value) for name, value in failure.items() if name != "reason" and value is not None)
         print(f"vidspec: {words}: {failure['reason']}", file=sys.stderr)

@@ -212,6 +212,7 @@ class VidSpecModelRunner(GPUModelRunner):
         self.counters.flush()
         publish, carried = self.counters.publisher(), self.counters.carried()
         report = None if self.speculator.decision is None else self._report(verified)
+        records = None if self.recorder is None else self.recorder.publisher()
         if publish is None and report is None and carried is None and records is None:
             return output
         published = PublishingOutput(output, publish, report, carried, records)

@@ -259,6 +259,7 @@ KEYWORDS = {
 # Functions that ours repeat to the bit, and a digest of their code in 0.32 and 0.33.
 NOISE = (
     f"{GPU}.sample.penalties:_penalties_kernel",
+    *(f"{GPU}.sample.gumbel:_murmur3_{name}" for name in ("rotl32", "mix", "fmix32")),
     f"{GPU}.sample.gumbel:murmur3_hash32",
     f"{GPU}.sample.gumbel:murmur3_uniform32",
     f"{GPU}.sample.gumbel:murmur3_uniform64",
@@ -266,7 +267,7 @@ NOISE = (
     f"{GPU}.sample.gumbel:_log1p_neg_stable",
     f"{GPU}.sample.gumbel:gumbel_noised_argmax",
 )
-NOISE_DIGEST = "1272da36094914a6"
+NOISE_DIGEST = "01666a1721be0764"
 
 # Our classes, of which each method takes what vLLM's own takes.
 OURS = (
@@ -314,6 +315,25 @@ def imports(file: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "vllm")
 
 
+def patches() -> Iterator[tuple[str, str]]:
+    """Yield what `engine/compat` replaces in vLLM by name, and the parameters that it relies on: path, names."""
+    for file in sorted((ROOT / "vllm_vidspec/engine/compat").glob("*.py")):
+        tree = ast.parse(file.read_text())
+        owners = {path.replace(":", ".").split(".")[-1]: path for path in imports(file)}
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) >= 3):
+            owner, name, _, *names = call.args
+            if ast.unparse(call.func) not in ("wrap", "replace") or not isinstance(name, ast.Constant):
+                continue
+            root, *rest = ast.unparse(owner).split(".")
+            if root in owners and all(isinstance(one, ast.Constant) for one in names):
+                path = ".".join((owners[root], *rest, name.value))
+                if path.split(":")[1] not in {one.split(":")[-1] for one in SOMETIMES}:
+                    yield path, " ".join(one.value for one in names)
+
+
+PATCHES = dict(patches())
+
+
 def test_every_import_of_ours_is_there():
     """Catches: a name that vLLM has moved or dropped, inside functions too."""
     files = (file for folder in SOURCES for file in (ROOT / folder).rglob("*.py"))
@@ -334,6 +354,16 @@ def test_functions_take_what_we_give(path, names):
     """Catches: a parameter that is renamed, moved or dropped."""
     taken = inspect.signature(resolve(path)).parameters
     assert [name for name in taken if name in names.split()] == names.split()
+
+
+@pytest.mark.parametrize(("path", "names"), PATCHES.items(), ids=last)
+def test_patches_find_what_they_replace(path, names):
+    """Catches: a patch that a process would refuse to put on when it starts, or put on what nobody calls: on the
+    method of an interface, where the class has renamed its own."""
+    assert len(PATCHES) > 12, "our own patches are not seen"
+    owner, _, name = path.rpartition(".")
+    assert name in vars(resolve(owner)), f"{owner} has no {name} of its own"
+    test_functions_take_what_we_give(path, names)
 
 
 @pytest.mark.parametrize("path", OURS)
