@@ -216,6 +216,5 @@ ROWS: tuple[Row, ...] = (
     ),
     works("API servers", "`--api-server-count 2`", "every scrape", servers.api_servers),
     works("Several nodes", "`--nnodes 2 --tensor-parallel-size 2`", "two network namespaces", servers.nodes),
-    works("Several nodes", "`--nnodes 2 --pipeline-parallel-size 2`", "a stage in each", servers.staged_nodes),
     works("Ray", "`--distributed-executor-backend ray`, two ranks", "Ray's actors", servers.ray),
 )
