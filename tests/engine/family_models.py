@@ -207,7 +207,8 @@ def _glm(kind: str, more: dict[str, Any]) -> Callable[[dict[str, int], dict[str,
     return make
 
 
-_EXPERTS = {"moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2}
+# `use_qk_norm` is in the released configurations, and vLLM asks for it.
+_EXPERTS = {"moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2, "use_qk_norm": False}
 
 
 # vLLM divides by the image size over the square of the patch size: with 112 and 14 that is 0.

@@ -148,7 +148,7 @@ def test_a_pruned_draft_sees_what_the_target_saw(running, told, pruner):
         mock.patch.object(prefill, "_prune", noting),
         mock.patch.object(engine.runner.requests, "add", side_effect=add) as added,
     ):
-        for asked in requests(name, 10):
+        for asked in requests(name, 5):
             engine.begin([asked], steps=1)
             targets |= cache
             (new,) = (call.args[0] for call in added.call_args_list[len(wanted) :])
