@@ -152,10 +152,12 @@ def test_a_pruned_draft_sees_what_the_target_saw(running, told, pruner):
             engine.begin([asked], steps=1)
             targets |= cache
             (new,) = (call.args[0] for call in added.call_args_list[len(wanted) :])
-            row, length = new.req_state_idx, len(new.token_ids)
-            places = torch.arange(length)[None] if rope is None else rope.read_prefill_positions(row, length).long()
+            row, ids = new.req_state_idx, torch.tensor(told[len(wanted)].prompt_token_ids)
+            places = torch.arange(len(ids))[None]
+            if rope is not None:
+                places = rope.read_prefill_positions(row, len(ids)).long()
             delta = 0 if rope is None else int(rope.prefill_delta.np[row])
-            wanted[new.req_id] = places.clone(), torch.tensor(new.token_ids), delta
+            wanted[new.req_id] = places.clone(), ids, delta
             assert engine.finish() == [list(told[len(wanted) - 1].outputs[0].token_ids)]
     assert len(seen) == len(wanted)
     guided = engine.counters()["guided_prompts"] - before["guided_prompts"]
