@@ -1,6 +1,6 @@
 """Quantise the language model of a bundled checkpoint, by rounding, in a format that vLLM reads; for tests.
 
-    python scripts/quantise.py CHECKPOINT FOLDER w8a8|w4a16|w4a16-asym|fp8|gptq|awq
+    python scripts/quantise.py CHECKPOINT FOLDER w8a8|w4a16|gptq|awq
 
 Numbers are rounded and packed by the library of compressed-tensors, which vLLM brings, but for the order in which GPTQ
 and AWQ lay them out. A cache in float8 can have scales, one of the tensor or one of each KV head.
@@ -26,15 +26,12 @@ from torch import Tensor
 FORMATS = {
     "w8a8": ("W8A8", "int-quantized"),
     "w4a16": ("W4A16", "pack-quantized"),
-    "w4a16-asym": ("W4A16_ASYM", "pack-quantized"),
-    "fp8": ("FP8_DYNAMIC", "float-quantized"),
     "gptq": ("W4A16", ""),
     "awq": ("W4A16_ASYM", ""),
 }
 GROUP = 32  # inputs that share a scale of four bits
 _LINEAR = re.compile(r"model\.layers\..*_proj\.weight")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the outputs in a word
-# Of keys and values in float8, by layer and KV head: no two are alike.
 _CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 
 
@@ -64,7 +61,7 @@ def quantise(source: Path, folder: Path, kind: str, cache: str | None = None) ->
     config = json.loads(path.read_text())
     if cache is not None:
         heads = config["text_config"]["num_key_value_heads"] if cache == "attn_head" else 1
-        for layer in range(config["text_config"]["num_hidden_layers"]):
+        for layer in range(config["text_config"]["num_hidden_layers"]):  # no two scales of keys are alike
             for i, part in enumerate("kv"):
                 scale = 0.02 * (1 + i) * (1 + layer) * torch.arange(1.0, 1.0 + heads)
                 tensors[f"model.layers.{layer}.self_attn.{part}_scale"] = scale

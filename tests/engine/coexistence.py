@@ -146,6 +146,7 @@ def _parallel(kind: str, **overrides: Any) -> Row:
 
 _QWEN3 = dict.fromkeys(("draft", "target"), pairs.checkpoint("qwen3-vl", "target"))
 _BOTH, _VIDCOM2 = "target and draft", HALF | {"video_pruning_method": "vidcom2"}
+_BF16 = "`--dtype bfloat16`"
 _ONE_VIDEO = """`--limit-mm-per-prompt '{"video": 1, "image": 0}'`"""
 _OFFLOADS = (
     "needs a GPU, says vLLM; the null GPU (case `chain offloads`) starts, captures and decodes with it as vanilla"
@@ -169,9 +170,12 @@ ROWS: tuple[Row, ...] = (
         "LoRA", '`--enable-lora`, `"model": "self"`', "LoRA adapters", draft="target", overrides={"enable_lora": True}
     ),
     works("INT8 weights", f"W8A8 of compressed-tensors, {_BOTH}", "vanilla's", cases.quantised("w8a8")),
-    works("INT4 weights", f"W4A16 of compressed-tensors, {_BOTH}", "vanilla's", cases.quantised("w4a16")),
-    works("AWQ", f"{_BOTH}, `--dtype bfloat16`", "vanilla's", cases.quantised("awq", dtype="bfloat16")),
-    works("GPTQ", f"{_BOTH}, `--dtype bfloat16`", "vanilla's", cases.quantised("gptq", dtype="bfloat16")),
+    works(
+        *("INT4 weights", f"W4A16 of compressed-tensors, {_BOTH}, {_BF16}", "vanilla's"),
+        cases.quantised("w4a16", dtype="bfloat16"),
+    ),
+    works("AWQ", f"{_BOTH}, {_BF16}", "vanilla's", cases.quantised("awq", dtype="bfloat16")),
+    works("GPTQ", f"{_BOTH}, {_BF16}", "vanilla's", cases.quantised("gptq", dtype="bfloat16")),
     *(_starts(name.upper(), f"{_BOTH}, Marlin", f"chain {name} weights") for name in ("awq", "gptq")),
     _starts("FP8 weights", f"such checkpoints, {_BOTH}", "chain fp8 weights"),
     _starts("FP8 weights", f"`--quantization {FP8}`, {_BOTH}", "chain fp8 as it loads", FP8),
