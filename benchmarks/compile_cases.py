@@ -46,16 +46,19 @@ def cache_views(num_kv_heads: int, head_size: int, dtype: torch.dtype) -> tuple[
 
 
 def attend(
-    shape: tuple[int, int, int], num_queries: int, dtype: torch.dtype = BF16, prefix: bool = False, lse: bool = False
-) -> None:
-    """Attend from `num_queries` nodes of each request; `shape` is heads, KV heads, head size."""
+    shape: tuple[int, int, int], num_queries: int, dtype: torch.dtype = BF16, prefix: bool = False, lse: bool = False,
+    cache: torch.dtype | None = None, query: torch.dtype | None = None,
+) -> None:  # fmt: skip
+    """Attend from `num_queries` nodes of each request; `shape` is heads, KV heads, head size, `dtype` the outputs', and
+    of caches and queries where nothing else is said.
+    """
     num_heads, num_kv_heads, head_size = shape
-    query, sums = floats(num_queries, num_heads, head_size, dtype=dtype), floats(num_heads, num_queries)
+    out, sums = floats(num_queries, num_heads, head_size, dtype=dtype), floats(num_heads, num_queries)
+    queries, (keys, values) = out.to(query or dtype), cache_views(num_kv_heads, head_size, cache or dtype)
     kernels.tree_attention(
-        query, *cache_views(num_kv_heads, head_size, dtype), i32(MAX_REQS, MAX_BLOCKS), i64(1), i32(1), i32(1), i32(1),
-        i64(1, num_queries), torch.empty_like(query), scale=head_size**-0.5,
-        max_queries=num_queries, scratch=kernels.TreeAttentionScratch(head_size, query.device),
-        prefix=(query, sums) if prefix else None, lse=sums if lse else None,
+        queries, keys, values, i32(MAX_REQS, MAX_BLOCKS), i64(1), i32(1), i32(1), i32(1), i64(1, num_queries), out,
+        scale=head_size**-0.5, max_queries=num_queries, scratch=kernels.TreeAttentionScratch(head_size, out.device),
+        prefix=(out, sums) if prefix else None, lse=sums if lse else None, scales=warm_up.scales_of(keys, queries),
     )  # fmt: skip
 
 
@@ -72,13 +75,16 @@ def relevance(
 
 
 def guide(
-    shape: tuple[int, int, int], num_queries: int, context: int, dtype: torch.dtype = BF16, lse: bool = False
-) -> None:
+    shape: tuple[int, int, int], num_queries: int, context: int, dtype: torch.dtype = BF16, lse: bool = False,
+    cache: torch.dtype | None = None,
+) -> None:  # fmt: skip
     num_heads, num_kv_heads, head_size = shape
+    query, (keys, _) = (
+        floats(num_queries, num_heads, head_size, dtype=dtype), cache_views(num_kv_heads, head_size, cache or dtype)
+    )  # fmt: skip
     kernels.guidance_scores(
-        floats(num_queries, num_heads, head_size, dtype=dtype), cache_views(num_kv_heads, head_size, dtype)[0],
-        i32(1, -(-context // BLOCK_SIZE)), i32(2), i32(num_queries), floats(1, context), i64(1), i32(1),
-        head_size**-0.5, lse=floats(num_heads, num_queries).T if lse else None,
+        query, keys, i32(1, -(-context // BLOCK_SIZE)), i32(2), i32(num_queries), floats(1, context), i64(1), i32(1),
+        head_size**-0.5, lse=floats(num_heads, num_queries).T if lse else None, scales=warm_up.scales_of(keys, query),
     )  # fmt: skip
 
 
@@ -166,6 +172,10 @@ def cases() -> tuple[Case, ...]:
         for num_queries in (1, 9, 26, 65):
             add("tree_attention", f"{name} Q{num_queries}", attend, shape, num_queries)
     add("tree_attention", "28/4 Q26, prefix given", attend, MODELS["28/4"], 26, prefix=True, lse=True)
+    # vLLM hands over queries in float8 where its backend takes them (Hopper), and in bfloat16 elsewhere.
+    for num_queries, query in itertools.product((9, 26), (FP8, BF16)):
+        label = f"28/4 Q{num_queries} fp8{' cache' if query == BF16 else ''}"
+        add("tree_attention", label, attend, MODELS["28/4"], num_queries, cache=FP8, query=query)
     add("tree_attention", "4/2 d256 Q9", attend, (4, 2, 256), 9)
     add("tree_attention", "4/2 d32 Q9 fp32", attend, (4, 2, 32), 9, dtype=FP32)
     add("tree_attention", "10/2 d80 Q9 fp16, prefix given", attend, (10, 2, 80), 9, dtype=FP16, prefix=True)
@@ -181,6 +191,8 @@ def cases() -> tuple[Case, ...]:
     for name in ("28/4", "14/2 d64"):
         add("guidance_scores", f"{name} nq32 25k", guide, MODELS[name], 32, 25_000)
         add("guidance_scores", f"{name} nq32 25k, LSE given", guide, MODELS[name], 32, 25_000, lse=True)
+    for query, label in ((FP8, "fp8"), (BF16, "fp8 cache")):
+        add("guidance_scores", f"28/4 nq32 25k {label}", guide, MODELS["28/4"], 32, 25_000, query, cache=FP8)
     add("guidance_scores", "10/2 d80 nq32 1k fp16", guide, (10, 2, 80), 32, 1_000, FP16)
     add("guidance_scores", "14/2 d64 nq32 1k fp32", guide, (14, 2, 64), 32, 1_000, FP32)
     for num_drafts, in_trees, is_loose in itertools.product((10, 25, 64), (False, True), (False, True)):

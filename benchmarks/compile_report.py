@@ -71,8 +71,8 @@ def pretending(arch: int) -> Iterator[None]:
     """Let Triton and the wrappers see the current device as one of an architecture."""
     card = ARCHS[arch]
     limits = DeviceLimits(card.num_sms, card.shared_kb * 1024, card.program_kb * 1024, arch)
-    names = ("tree_attention", "visual_relevance", "guidance_scores")
-    modules = [sys.modules[f"vidspec_kernels.{name}.api"] for name in names]
+    names = ("tree_attention.api", "visual_relevance.api", "guidance_scores.api", "float8")
+    modules = [sys.modules[f"vidspec_kernels.{name}"] for name in names]
     driver.set_active(_Driver(arch))
     with contextlib.ExitStack() as stack:
         for module in modules:

@@ -108,8 +108,8 @@ def engine_rows(plan: Engine, context: Context) -> None:
         "published_speedup": speedup,
     }
     where = write_pair(
-        FAMILY, Path(context.work_dir) / f"models-{name}", (models.target, models.draft), fp8=models.fp8,
-        pixels=(sizes.height * sizes.width,) * 2,
+        FAMILY, Path(context.work_dir) / f"models-{name}", (models.target, models.draft),
+        pixels=(sizes.height * sizes.width,) * 2, weights="fp8" if models.fp8 else None,
     )  # fmt: skip
     begun = time.perf_counter()
     with engine(context, llm_kwargs(plan, where, sizes, batches, context.dry_run)) as running:

@@ -62,6 +62,15 @@ _FP8 = {
     },
     "ignore": ["re:.*lm_head", "re:.*visual.*"],
 }  # fmt: skip
+_FOUR_BITS = {"bits": 4, "group_size": 128}
+# What a checkpoint says of its language model's layers, by name.
+QUANTISED: dict[str, dict[str, Any]] = {
+    "fp8": _FP8,
+    "awq": _FOUR_BITS
+    | {"quant_method": "awq", "zero_point": True, "version": "gemm", "modules_to_not_convert": ["visual"]},
+    "gptq": _FOUR_BITS
+    | {"quant_method": "gptq", "desc_act": False, "sym": True, "lm_head": False, "dynamic": {"-:.*visual.*": {}}},
+}
 
 
 def write_checkpoint(
@@ -70,7 +79,7 @@ def write_checkpoint(
     name: str | None,
     *,
     num_layers: int | None = None,
-    fp8: bool = False,
+    weights: str | None = None,
     pixels: tuple[int, int] | None = None,
 ) -> Path:
     """Write a checkpoint's directory without weights, and return it.
@@ -80,7 +89,7 @@ def write_checkpoint(
         target: The directory to write.
         name: A key of `VISION`, None for the bundled model's own shape.
         num_layers: Of the language model, in place of the shape's.
-        fp8: Whether the language model's layers are in fp8.
+        weights: A key of `QUANTISED`, None for the bundled checkpoint's own type.
         pixels: The most pixels of an image and of a video (of Qwen2.5-VL, of its frame), in place of the bundled ones.
     """
     target.mkdir(parents=True, exist_ok=True)
@@ -104,8 +113,8 @@ def write_checkpoint(
             text["layer_types"] = ["full_attention"] * text["num_hidden_layers"]
         config["tie_word_embeddings"] = shape.tied
         config["vision_config"] |= {"out_hidden_size": shape.hidden} | VISION[name]
-    if fp8:
-        config["quantization_config"] = _FP8
+    if weights is not None:
+        config["quantization_config"] = QUANTISED[weights]
     (target / "config.json").write_text(json.dumps(config, indent=1))
     processor = json.loads((source / "processor_config.json").read_text())
     for part, most in zip(("image_processor", "video_processor"), pixels or (None, None), strict=True):
@@ -116,8 +125,8 @@ def write_checkpoint(
 
 
 def write_pair(
-    family: str, folder: Path, names: Sequence[str | None] = (), *, pixels: Sequence[int] = (), fp8: bool = False,
-    share: int = 1,
+    family: str, folder: Path, names: Sequence[str | None] = (), *, pixels: Sequence[int] = (),
+    weights: str | None = None, share: int = 1,
 ) -> dict[str, str]:  # fmt: skip
     """Write a target's and a draft's checkpoint; return their directories by role.
 
@@ -126,14 +135,14 @@ def write_pair(
         folder: Where to write.
         names: Keys of `VISION`, None for the bundled shapes; those of `PAIRS` if empty, all as published.
         pixels: As of `write_checkpoint`; those of `PAIRS` if empty.
-        fp8: As of `write_checkpoint`.
+        weights: As of `write_checkpoint`.
         share: Which part of the language models' layers to have, for a small device: a half, a third, ...
     """
     names, (image, video) = names or PAIRS[family][:2], pixels or PAIRS[family][2:]
     return {
         role: str(
             write_checkpoint(
-                assets.checkpoint(family, role), folder / role, name, pixels=(image, video), fp8=fp8,
+                assets.checkpoint(family, role), folder / role, name, pixels=(image, video), weights=weights,
                 num_layers=SHAPES[name].layers // share if name else None,
             )
         )

@@ -18,6 +18,7 @@ from vidspec_kernels.draft_tree.grow import tree_grow
 from vidspec_kernels.draft_tree.place import PlacedLevel, tree_place
 from vidspec_kernels.draft_tree.plan import tree_plan
 from vidspec_kernels.draft_tree.tables import PlanRules, TreePlans, TreeTables, TreeTemplate
+from vidspec_kernels.float8 import NO_SCALES, Scales
 from vidspec_kernels.guidance_scores.api import guidance_scores
 from vidspec_kernels.guidance_scores.reference import guidance_scores_reference
 from vidspec_kernels.kv_compact.api import CacheList, kv_compact
@@ -44,9 +45,9 @@ from vidspec_kernels.windows.api import (
 )  # fmt: skip
 
 __all__ = [
-    "CHANCE", "LOWEST", "NO_STREAM", "NUM_ASKED", "NUM_HEADERS", "RELEVANCE", "SHIFT", "STALE", "WINDOW",
+    "CHANCE", "LOWEST", "NO_SCALES", "NO_STREAM", "NUM_ASKED", "NUM_HEADERS", "RELEVANCE", "SHIFT", "STALE", "WINDOW",
     "WINDOW_INFO_SIZE", "CacheList", "Leaves", "LevelBuffers", "LooseTables", "Looseness", "Noise", "PenaltyTables",
-    "PlacedLevel", "PlanRules", "SampleScratch", "StepBuffers", "StepTables", "Tally", "TreeAttentionScratch",
+    "PlacedLevel", "PlanRules", "SampleScratch", "Scales", "StepBuffers", "StepTables", "Tally", "TreeAttentionScratch",
     "TreeGrowBuffers", "TreePlaces", "TreePlans", "TreeShapes", "TreeTables", "TreeTemplate", "accept", "begin_step",
     "candidates", "candidates_reference", "copy_committed_suffix", "draw", "draw_reference", "gather_draft_windows",
     "guidance_scores", "guidance_scores_reference", "kv_compact", "loosen", "merge_relevance", "next_level",

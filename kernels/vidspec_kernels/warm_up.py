@@ -15,6 +15,7 @@ from torch import Tensor
 import vidspec_kernels as kernels
 from vidspec_kernels.accept.tables import NUM_SUMS
 from vidspec_kernels.arrays import as_meta
+from vidspec_kernels.float8 import FP8
 
 
 def i32(*shape: int) -> Tensor:
@@ -32,18 +33,30 @@ def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def scales_of(keys: Tensor, query: Tensor) -> kernels.Scales:
+    """Return the scales of what is float8: a cache has them, and queries only beside such a cache."""
+    if keys.dtype != FP8:
+        return kernels.NO_SCALES
+    one = floats(keys.shape[2])
+    return one if query.dtype == FP8 else None, one, one
+
+
 def warm_tree_attention(
-    keys: Tensor, values: Tensor, block_table: Tensor, num_heads: int, dtype: torch.dtype, max_queries: int,
-    scratch: kernels.TreeAttentionScratch,
+    keys: Tensor, values: Tensor, block_table: Tensor, num_heads: int, is_query_fp8: bool, dtype: torch.dtype,
+    max_queries: int, scratch: kernels.TreeAttentionScratch,
 ) -> None:  # fmt: skip
-    """Prepare `tree_attention` for 1 to `max_queries` rows a request; one layer's caches, the layers' block table."""
+    """Prepare `tree_attention` for 1 to `max_queries` rows a request; one layer's caches, the layers' block table.
+
+    `dtype` is that of outputs, and of queries that are not float8.
+    """
     keys, values, block_table, head_size = as_meta(keys), as_meta(values), as_meta(block_table), keys.shape[3]
     scratch = scratch.as_meta()
     for num_queries in range(1, max_queries + 1):
-        query = floats(num_queries, num_heads, head_size, dtype=dtype)
+        out = floats(num_queries, num_heads, head_size, dtype=dtype)
+        query = out.to(FP8) if is_query_fp8 else out
         kernels.tree_attention(
-            query, keys, values, block_table, i64(1), i32(1), i32(1), i32(1), i64(1, num_queries),
-            torch.empty_like(query), scale=1.0, max_queries=num_queries, scratch=scratch,
+            query, keys, values, block_table, i64(1), i32(1), i32(1), i32(1), i64(1, num_queries), out, scale=1.0,
+            max_queries=num_queries, scratch=scratch, scales=scales_of(keys, query),
         )  # fmt: skip
 
 
@@ -200,18 +213,21 @@ def finish_once(growth: kernels.TreeGrowBuffers, adopts: bool, fills: bool) -> N
     )  # fmt: skip
 
 
-def warm_guidance_scores(layers: Iterable[tuple[Tensor, int]], block_table: Tensor, dtype: torch.dtype) -> None:
-    """Prepare `guidance_scores` for layers given by their keys and their number of query heads.
+def warm_guidance_scores(
+    layers: Iterable[tuple[Tensor, int, bool]], block_table: Tensor, dtype: torch.dtype
+) -> None:  # fmt: skip
+    """Prepare `guidance_scores` for layers given by their keys, their number of query heads and whether these are
+    float8.
 
     With the layer's own log-sum-exps and without: a backend may return them in one step and not in another.
     """
     columns = block_table.shape[1]
-    for keys, num_heads in layers:
-        query = floats(1, num_heads, keys.shape[3], dtype=dtype)
+    for keys, num_heads, is_query_fp8 in layers:
+        query = floats(1, num_heads, keys.shape[3], dtype=FP8 if is_query_fp8 else dtype)
         for lse in (None, floats(num_heads, 1).T):
             kernels.guidance_scores(
                 query, as_meta(keys), i32(1, columns), i32(2), i32(1), floats(1, 1), i64(1), i32(1), 1.0, lse=lse,
-                max_queries_per_req=1,
+                max_queries_per_req=1, scales=scales_of(keys, query),
             )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ refused is refused while vLLM builds its configuration, hence before any weight 
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,12 @@ from tests.engine.harness import QWEN
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
 
-WORKS, OURS, VLLMS, NOT_RUN = "works", "refused by vidspec", "refused by vLLM", "not run here"
-VERDICTS = (WORKS, OURS, VLLMS, NOT_RUN)
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from null_gpu.cases import CASES
+
+WORKS, OURS, VLLMS = "works", "refused by vidspec", "refused by vLLM"
+STARTS, NOT_RUN = "starts on the null GPU", "not run here"
+VERDICTS = (WORKS, OURS, VLLMS, STARTS, NOT_RUN)
 
 
 class Seen(NamedTuple):
@@ -113,17 +118,19 @@ HALF = {"video_pruning_rate": 0.5, "enable_prefix_caching": False}
 INT8, FP8 = "int8_per_channel_weight_only", "fp8_per_tensor"
 
 
-def _weights(kind: str, setting: str, why: str, method: str) -> Row:
-    overrides = {"quantization": method, "dtype": "bfloat16"}
-    says = f"accepted .target {method}, draft {method}"
-    return not_run(f"{kind} weights", setting, why, says, pruner="uniform", overrides=overrides, quantization=method)
+def _starts(feature: str, setting: str, case: str, draft: str | None = None) -> Row:
+    """Return a row of weights that vLLM's CPU build has no kernels of: the null GPU runs the case."""
+    overrides = {"quantization": draft, "dtype": "bfloat16"} if draft else {}
 
+    def run(folder: Path) -> Seen:
+        if draft:
+            configured(folder, pruner="uniform", overrides=overrides, quantization=draft)
+        assert case in CASES
+        return Seen(
+            STARTS, f"loads, profiles, captures, decodes; no numbers there: the case {case!r} of tests/null_gpu"
+        )
 
-def _checkpoints(kind: str, method: str) -> Row:
-    made = {role: cases.quantised(role, method) for role in ("draft", "target")}
-    setting, why = "target and draft are such checkpoints", "no such checkpoint is bundled"
-    says = rf"accepted \(target \w*{method}, draft \w*{method}\)"
-    return not_run(kind, setting, why, says, **made, pruner="uniform", overrides={"dtype": "bfloat16"})
+    return Row(feature, setting, STARTS, "captures, decodes", run)
 
 
 def _ray(folder: Path) -> Seen:
@@ -142,7 +149,7 @@ def _parallel(kind: str, **overrides: Any) -> Row:
 
 
 _QWEN3 = dict.fromkeys(("draft", "target"), pairs.checkpoint("qwen3-vl", "target"))
-_FP8_CACHE, _VIDCOM2 = {"kv_cache_dtype": "fp8"}, HALF | {"video_pruning_method": "vidcom2"}
+_BOTH, _VIDCOM2 = "target and draft", HALF | {"video_pruning_method": "vidcom2"}
 _ONE_VIDEO = """`--limit-mm-per-prompt '{"video": 1, "image": 0}'`"""
 _APART, _SHARED = "an engine prefills, another decodes", "an engine encodes, another answers"
 
@@ -162,18 +169,22 @@ ROWS: tuple[Row, ...] = (
     ours(
         "LoRA", '`--enable-lora`, `"model": "self"`', "LoRA adapters", draft="target", overrides={"enable_lora": True}
     ),
-    _weights("INT8", f"`--quantization {INT8}`", "vLLM left every layer of these models as it was", INT8),
-    _checkpoints("AWQ", "awq"),
-    _checkpoints("GPTQ", "gptq"),
-    _weights("FP8", f"`--quantization {FP8}`, target and draft", "vLLM's CPU build has no kernels of it", FP8),
-    ours(
-        "FP8 KV cache", "`--kv-cache-dtype fp8`, pruner `specvlm`", "attention guidance does not", overrides=_FP8_CACHE
+    works("INT8 weights", f"W8A8 of compressed-tensors, {_BOTH}", "vanilla's", cases.quantised("w8a8")),
+    works("INT4 weights", f"W4A16 of compressed-tensors, {_BOTH}", "vanilla's", cases.quantised("w4a16")),
+    works("AWQ", f"{_BOTH}, `--dtype bfloat16`", "vanilla's", cases.quantised("awq", dtype="bfloat16")),
+    works("GPTQ", f"{_BOTH}, `--dtype bfloat16`", "vanilla's", cases.quantised("gptq", dtype="bfloat16")),
+    *(_starts(name.upper(), f"{_BOTH}, Marlin", f"chain {name} weights") for name in ("awq", "gptq")),
+    _starts("FP8 weights", f"such checkpoints, {_BOTH}", "chain fp8 weights"),
+    _starts("FP8 weights", f"`--quantization {FP8}`, {_BOTH}", "chain fp8 as it loads", FP8),
+    _starts("INT8 weights", f"`--quantization {INT8}`, {_BOTH}", "chain int8 as it loads", INT8),
+    works("FP8 KV cache", "`--kv-cache-dtype fp8`, adaptive trees, pruner `specvlm`", "vanilla's", cases.fp8_cache),
+    works(
+        *("FP8 KV cache", "a scale of each tensor in the checkpoints, trees, `specvlm`", "vanilla's"),
+        cases.quantised("w8a8", "tensor"),
     ),
-    not_run(
-        *("FP8 KV cache", "`--kv-cache-dtype fp8`, pruner `uv`", "vLLM's CPU cache needs AVX-512 for it"),
-        overrides=_FP8_CACHE,
-        pruner="uv",
-    ),
+    works("FP8 KV cache", '`"kv_cache_dtype": "fp8"`, of the draft', "a byte a number", cases.fp8_draft_cache),
+    _starts("FP8 KV cache", "FlashAttention 3, queries in FP8 too, static trees", "static fp8 cache"),
+    _starts("FlashInfer", "`--attention-backend FLASHINFER --kv-cache-dtype fp8`, `specvlm`", "chain FlashInfer"),
     works("Prefix caching", "on, each prompt twice", r"\d+ tokens from the cache", cases.prefix_caching),
     works("KV connector", f"`ExampleConnector`, {_APART}", r"\d+ tokens from the other", cases.kv_connector),
     works("KV connector", "the decode side has no pixels", "unsupported: 3", cases.kv_connector_without_pixels),

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import json
 import math
-import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,11 @@ from safetensors.torch import load_file, save_file
 from tests.engine import harness
 from tests.engine.harness import QWEN, Engine
 from vllm_vidspec import metrics
+from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.tools import pairs
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+import quantise
 
 RANK = 4
 Found = tuple[dict[str, int], str]  # our counters, and what else there is to say
@@ -68,21 +72,56 @@ def evs(_: Path) -> Found:
     return counted, f"; with the target's own weights all of {equal['draft_tokens']}"
 
 
-def quantised(role: str, method: str) -> Callable[[Path], str]:
-    """Return what makes a bundled checkpoint say that it is quantised; its weights are not, and must not be read."""
-    config = {
-        "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
-        "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
-    }[method]
+def quantised(kind: str, cache: str | None = None, dtype: str = "float32") -> Callable[[Path], Found]:
+    """Return the case of a pair whose checkpoints are in a format (`scripts/quantise.py`), trees and attention guidance
+    included; with `cache`, of one in float8 whose scales are of that.
+    """
 
-    def make(folder: Path) -> str:
-        made = folder / f"{role}-{method}"
-        shutil.copytree(pairs.checkpoint(QWEN, role), made, ignore=shutil.ignore_patterns("*.safetensors"))
-        path = made / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
-        return str(made)
+    def case(folder: Path) -> Found:
+        made = {
+            role: str(quantise.quantise(Path(pairs.checkpoint(QWEN, role)), folder / role, kind, cache))
+            for role in ("target", "draft")
+        }
+        overrides = {"model": made["target"], "dtype": dtype}
+        requests = harness.videos(QWEN, 3) + harness.videos(QWEN, 1, temperature=1.0)
+        _, counted = compare(overrides, requests, made["draft"], pruner="specvlm", drafting="tree-static")
+        assert counted["guided_prompts"] == counted["prompts"] == 4
+        return counted, ""
 
-    return make
+    return case
+
+
+def fp8_cache(_: Path) -> Found:
+    """Keys and values in e4m3, of target and draft."""
+    requests = harness.mixed_batch(QWEN)[:8]
+    _, counted = compare({"kv_cache_dtype": "fp8"}, requests, pruner="specvlm", drafting="tree-adaptive")
+    assert counted["guided_prompts"] > 0
+    return counted, ""
+
+
+def fp8_draft_cache(_: Path) -> Found:
+    """The draft's alone: a byte a number, and the pool is smaller by as much."""
+    taken: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def measured(engine: Engine) -> Iterator[None]:
+        caches = [layer.kv_cache for layer in attention_layers(engine.draft.config).values()]
+        taken["pool"] = engine.counters()["draft_pool_bytes"]
+        taken["token"] = sum(cache.nbytes for cache in caches) // (caches[0].shape[0] * caches[0].shape[2])
+        text = engine.draft.hf_config.text_config
+        head_size = text.hidden_size // text.num_attention_heads
+        numbers = 2 * text.num_hidden_layers * text.num_key_value_heads * head_size
+        assert taken["token"] == numbers, f"{taken['token']} bytes of {numbers} numbers"
+        assert (
+            taken["pool"]
+            == sum(cache.nbytes for cache in caches)
+            == engine.kv.num_blocks * engine.draft.block_size * numbers
+        )
+        yield
+
+    requests = harness.videos(QWEN, 3) + harness.videos(QWEN, 1, temperature=1.0)
+    _, counted = compare({}, requests, drafting="tree-static", during=measured, kv_cache_dtype="fp8")
+    return counted, f"; {taken['token']} bytes of the draft's a token, a byte a number"
 
 
 def lora(folder: Path) -> Found:

@@ -45,8 +45,7 @@ def test_who_rests_misses_nothing(reference):
     assert counted["accepted_at_pos_0"] > counted["accepted_at_pos_4"] > 0
 
 
-@pytest.mark.parametrize("shape", ["chain", "tree-static"])
-def test_steps_for_which_no_drafts_are_asked(reference, shape):
+def test_steps_for_which_no_drafts_are_asked(reference):
     """At every third step vLLM asks for 0 drafts, as 0.33 does: no batch is too large, and the draft lacks no text."""
     propose, steps, ids = Speculator.propose, itertools.count(), []
 
@@ -61,7 +60,7 @@ def test_steps_for_which_no_drafts_are_asked(reference, shape):
 
     with (
         mock.patch.object(Speculator, "propose", ask),
-        harness.engine(QWEN, "target", drafting=shape, pruner="none") as engine,
+        harness.engine(QWEN, "target", drafting="tree-static", pruner="none") as engine,
     ):
         outputs, counted = engine.measured(SCENARIOS["videos"](QWEN))
         assert engine.used_blocks() == 0

@@ -148,7 +148,7 @@ def run(case, impl, attention=tree_attention, **changes):
     """Return output and LSE of a call on tensors full of sentinels; the scratch is as clean afterwards as before."""
     scratch = make_scratch(case.query.shape[2], case.device)
     arguments = case.arguments() | {"scratch": scratch} | changes
-    out = torch.full_like(arguments["query"], SENTINEL)
+    out = torch.full_like(arguments["query"], SENTINEL, dtype=case.dtype)
     lse = torch.full(out.shape[1::-1], SENTINEL, device=case.device)
     attention(**({"out": out, "lse": lse} | arguments), impl=impl)
     assert not arguments["scratch"].arrivals.any()

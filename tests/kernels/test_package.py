@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -47,3 +48,16 @@ def test_benchmark_runs(name, monkeypatch, capsys):
         assert (row["max_difference"] is None) == (name not in ("tree_attention", "visual_relevance"))
     printed = json.loads(capsys.readouterr().out)
     assert printed["rows"] == rows and printed["provenance"]["argv"]
+
+
+def test_one_of_ours_that_fails_is_no_peer_that_cannot_run(monkeypatch):
+    """Catches: a kernel that fails, and that its benchmark leaves out with a note."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    attention = importlib.import_module("kernel_cases.tree_attention")
+    broken = mock.Mock(side_effect=RuntimeError("planted\nand more"))
+    monkeypatch.setattr(attention, "PEERS", {"ours": attention.ours, "sdpa": broken})
+    bound, notes = attention.bind(inputs := attention.Inputs(40, 2, 5, 4, 2, 32))
+    assert list(bound) == ["ours"] and notes == {"sdpa": "RuntimeError: planted"}
+    monkeypatch.setattr(attention, "ours", broken)
+    with pytest.raises(RuntimeError, match="planted"):
+        attention.bind(inputs)

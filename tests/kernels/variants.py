@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import compile_report
 import torch
-from compile_cases import BF16, cache_views, grow_buffers, sampling, step_buffers, template
+from compile_cases import BF16, FP8, cache_views, grow_buffers, sampling, step_buffers, template
 from triton.runtime.jit import JITFunction
 
 import vidspec_kernels as kernels
@@ -40,6 +40,8 @@ HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 28, 4, 128, 3584
 MAX_REQS, MAX_CONTEXT, NUM_DRAFTS, WIDTH, CANDIDATES, TOP_N = 96, 32_768, 25, 10, 10, 10
 NUM_SHARDS = 2
 KEYS, VALUES = cache_views(KV_HEADS, HEAD_SIZE, BF16)
+# Of a layer in BF16, of one with queries and cache in float8, and of one with a cache alone.
+LAYERS = ((KEYS, VALUES, False), *((*cache_views(KV_HEADS, HEAD_SIZE, FP8), is_query) for is_query in (True, False)))
 with compile_report.pretending(90):
     SCRATCH = kernels.TreeAttentionScratch(HEAD_SIZE, torch.device("meta"))
 CACHES = kernels.CacheList([(KEYS, VALUES)])
@@ -66,7 +68,8 @@ PENALISED: dict = {}  # and of `path_penalties`
 
 
 def warm() -> None:
-    warm_up.warm_tree_attention(KEYS, VALUES, TABLE, HEADS, BF16, NUM_DRAFTS + 1, SCRATCH)
+    for keys, values, is_query_fp8 in LAYERS:
+        warm_up.warm_tree_attention(keys, values, TABLE, HEADS, is_query_fp8, BF16, NUM_DRAFTS + 1, SCRATCH)
     warm_up.warm_kv_compact(CACHES, TABLE, NUM_DRAFTS)
     for positions in POSITIONS:
         warm_up.warm_place_trees(*PLACES, *positions)
@@ -79,7 +82,7 @@ def warm() -> None:
     warm_up.warm_next_level(STEP, LEVEL, TABLES.fed, NUM_DRAFTS + 1)
     warm_up.warm_draw(NOISE, DRAWS, BF16)
     warm_up.warm_candidates(NOISE, DRAWS, BF16, with_log_probs=True)
-    warm_up.warm_guidance_scores([(KEYS, HEADS)], TABLE, BF16)
+    warm_up.warm_guidance_scores([(keys, HEADS, is_fp8) for keys, _, is_fp8 in LAYERS], TABLE, BF16)
     warm_up.warm_windows(*TEXTS, RING, NUM_DRAFTS)
     warm_up.warm_visual_relevance(*STORE, BF16, TOP_N, NUM_DRAFTS + 1, NUM_SHARDS)
 
@@ -98,9 +101,13 @@ def step(rng: random.Random) -> None:
     vectors = [cut(vector, rng) for vector in (i64(num_reqs), i32(num_reqs), i32(num_reqs), i32(num_reqs))]
     words = i64(num_reqs + 3, NUM_DRAFTS + 1)[rng.randint(0, 3) :, :num_queries]
     packed = floats(rows, HEADS + 2 * KV_HEADS, HEAD_SIZE, dtype=BF16)
+    keys, values, is_query_fp8 = rng.choice(LAYERS)
+    scale = cut(floats(KV_HEADS), rng) if rng.random() < 0.5 else floats(1).expand(KV_HEADS)
+    packed = packed.to(FP8) if is_query_fp8 else packed
+    scales = (scale if is_query_fp8 else None, scale, scale) if keys.dtype == FP8 else kernels.NO_SCALES
     kernels.tree_attention(
-        packed[:, :HEADS], KEYS, VALUES, TABLE[:num_reqs], *vectors, words,
-        floats(rows, HEADS, HEAD_SIZE, dtype=BF16), scale=0.1, max_queries=num_queries, scratch=SCRATCH,
+        packed[:, :HEADS], keys, values, TABLE[:num_reqs], *vectors, words,
+        floats(rows, HEADS, HEAD_SIZE, dtype=BF16), scale=0.1, max_queries=num_queries, scratch=SCRATCH, scales=scales,
     )  # fmt: skip
     kernels.kv_compact(CACHES, TABLE, *vectors[:2], i32(num_reqs, NUM_DRAFTS + 1), vectors[2])
     kernels.kv_compact(CACHES, TABLE, *vectors[:2], KEPT[0], KEPT[1], vectors[0])
@@ -127,9 +134,10 @@ def step(rng: random.Random) -> None:
     grow_trees(vectors[0], vectors[1], width, rng)
     listening = rng.randint(1, 8)
     kernels.guidance_scores(
-        floats(rows, HEADS, HEAD_SIZE, dtype=BF16), KEYS, i32(listening, TABLE.shape[1]), i32(listening + 1),
+        packed[:, :HEADS], keys, i32(listening, TABLE.shape[1]), i32(listening + 1),
         i32(rows), floats(listening, context), i64(listening), i32(listening), 0.1,
         lse=rng.choice((None, floats(HEADS, rows).T)), max_queries_per_req=rng.randint(1, rows),
+        scales=scales,
     )  # fmt: skip
     kernels.visual_relevance(
         floats(rows, HIDDEN, dtype=BF16), tokens[2], vectors[0], *STORE, TOP_N, NUM_DRAFTS + 1, rng.randint(1, 800)

@@ -17,8 +17,10 @@ from null_gpu.situations import (
     memory_by_owner,
     peak_of_a_prompt,
     sleep_and_wake,
+    stand_in_for_flashinfer,
     sums_of_guidance,
 )
+from tests.engine import family_models
 from vllm_vidspec.tools import pairs
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -51,6 +53,8 @@ GRAPHS_104 = _compiled(1, 2, 4, 104)  # room for four trees of 25 nodes: three r
 DEFAULTS: dict[str, Any] = {"enforce_eager": False}
 # FlashAttention as GPUs get it that are neither Hopper nor sm_100: it splits no keys over several query rows.
 GRAPHS_FA2 = GRAPHS | {"attention_config": {"flash_attn_version": 2}}
+GRAPHS_FP8 = GRAPHS | {"kv_cache_dtype": "fp8"}
+FLASHINFER = {"attention_config": {"backend": "FLASHINFER"}, "kv_cache_dtype": "fp8"}
 PIECES = _compiled(1, 2, 4, 8, 16, 32, mode=3, cudagraph_mode="PIECEWISE")
 
 
@@ -63,6 +67,9 @@ class Case:
     vanilla: str = "vanilla"  # the case of vanilla vLLM in the same mode, whose waits and copies are the bound
     family: str = QWEN
     is_whole: bool = False  # a pair of published size, with made-up weights and a user's defaults
+    # A family, and of it a target and a draft as released, with two layers each and made-up weights.
+    released: tuple[str, str, str] | None = None
+    weights: str | None = None  # of such a pair: a key of `made_up.QUANTISED`, and few layers
     device_gb: int = 80
     overrides: dict[str, Any] = field(default_factory=dict)  # arguments of `LLM`
     batch: int = 1  # requests at a time
@@ -80,6 +87,10 @@ class Case:
     is_slow: bool = False  # only `make test-slow` runs it
 
     @property
+    def is_large(self) -> bool:
+        return self.is_whole or self.released is not None
+
+    @property
     def num_ranks(self) -> int:
         return self.overrides.get("tensor_parallel_size", 1)
 
@@ -94,25 +105,42 @@ class Case:
         return "compilation_config" in self.overrides and "cudagraph_mode" not in self.overrides["compilation_config"]
 
     def shares_engine(self, other: "Case") -> bool:
-        engines = [(case.spec, case.family, case.is_whole, case.overrides) for case in (self, other)]
+        engines = [(case.spec, case.family, case.is_whole, case.released, case.overrides) for case in (self, other)]
         return engines[0] == engines[1] and other.before is None
 
     def llm_kwargs(self) -> dict[str, Any]:
         if self.is_whole:
-            where = made_up.write_pair(self.family, Path(tempfile.mkdtemp(prefix="null-gpu-")))
+            few = {"weights": self.weights, "share": 14} if self.weights else {}
+            where = made_up.write_pair(self.family, Path(tempfile.mkdtemp(prefix="null-gpu-")), **few)
             spec = {"draft": where["draft"], "on_draft_error": "raise", **(self.spec or {})}
             return made_up.user_kwargs(where, self.spec and pairs.speculative_config(self.family, **spec))
-        overrides = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": True} | self.overrides
+        released = self._write_released() if self.released else {}
+        overrides = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": True}
+        overrides |= self.overrides | released.pop("overrides", {})
         if self.spec is None:
             return pairs.llm_kwargs(self.family, overrides=overrides)
-        spec = {"calibration": None, "on_draft_error": "raise", "draft": "draft"} | self.spec
+        spec = {"calibration": None, "on_draft_error": "raise", "draft": "draft"} | self.spec | released
         return pairs.llm_kwargs(self.family, spec.pop("draft"), overrides=overrides, **spec)
+
+    def _write_released(self) -> dict[str, Any]:
+        """Write the checkpoints of `released`; return what they change."""
+        assert self.released is not None
+        name, *models = self.released
+        folder = Path(tempfile.mkdtemp(prefix="null-gpu-"))
+        target, draft = (family_models.write_released(name, one, 2, folder / one.split("/")[1]) for one in models)
+        family = family_models.FAMILIES[name]
+        limits = dict.fromkeys(family.limits, 0) | {"video": 1}
+        overrides = {"model": target, "load_format": "dummy", "limit_mm_per_prompt": limits}
+        return {"draft": draft, "overrides": overrides | family.overrides}
 
     def prompts(self, seed: int = 0) -> list[dict]:
         """Return a prompt with videos of its own for each request; other seeds, other videos."""
         noise = np.random.default_rng(seed)
         shape = (self.num_videos, NUM_FRAMES, FRAME_SIZE, FRAME_SIZE, 3)
         videos = [noise.integers(0, 255, shape, dtype=np.uint8) for _ in range(self.batch)]
+        if self.released:
+            name, few = self.released[0], slice(NUM_FRAMES // 2)
+            return [family_models.prompt(name, "what is it?", [clip[few] for clip in clips]) for clips in videos]
         return [pairs.media_prompt(self.family, pairs.DEFAULT_QUESTION, videos=list(clips)) for clips in videos]
 
 
@@ -151,6 +179,10 @@ _COMMITS = ("commits.py _write_down", "commits.py _write_down")
 # What the drafter says, the device reads itself: a copy of it would be a line of shared.py.
 _STREAMS = ("commits.py _send", "backend.py _cut")
 _CONTROLLED = {"adaptive_tokens": True}
+
+_OMNI = "Qwen/Qwen2.5-Omni-7B", "Qwen/Qwen2.5-Omni-3B"
+_INTERNVL = "OpenGVLab/InternVL3_5-8B-HF", "OpenGVLab/InternVL3_5-1B-HF"
+_GLM = "zai-org/GLM-4.6V", "zai-org/GLM-4.6V-Flash"
 
 
 def _whole(name: str, family: str, device_gb: int) -> tuple[Case, ...]:
@@ -200,6 +232,17 @@ _ALL = (
     Case("chain graphs batch", {}, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=30, after=kernels_of_a_step),
     Case("chain graphs sampled", {}, "vanilla graphs sampled", **_GRAPHS, **_WARM, **_VARIANT, most_launches=28),
     Case("chain graphs processed", {}, "vanilla graphs sampled", **_GRAPHS, **_TOP_P, **_VARIANT, most_launches=105),
+    # Caches of e4m3: the target's, whose queries come in float8 as well; the draft's beside a plain one; FlashInfer's.
+    Case("vanilla fp8 cache", overrides=GRAPHS_FP8, **_VARIANT),
+    Case("static fp8 cache", _STATIC, "vanilla fp8 cache", overrides=GRAPHS_FP8, **_VARIANT, most_launches=50),
+    Case("static fp8 draft cache", _STATIC | {"kv_cache_dtype": "fp8"}, "vanilla graphs", **_GRAPHS, **_VARIANT,
+         most_launches=50),
+    Case("chain FlashInfer", {}, overrides=FLASHINFER, before=stand_in_for_flashinfer, after=sums_of_guidance,
+         **_ONE_STEP),
+    *(Case(f"chain {name} as it loads", {"quantization": method}, overrides={"quantization": method}, **_ONE_STEP)
+      for name, method in (("fp8", "fp8_per_tensor"), ("int8", "int8_per_channel_weight_only"))),
+    *(Case(f"chain {name} weights", {}, is_whole=True, weights=name, **_SLOW, **_ONE_STEP)
+      for name in made_up.QUANTISED),
     Case("chain graphs FA2", {}, _BESIDE_THREE, **_FA2, **_THREE, most_launches=31, after=kernels_of_a_step),
     # A batch in which one request rests has whole graphs, padded; one at rest takes vLLM's way without speculation.
     Case("one rests", _CONTROLLED, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=34, before=let_rest(True)),
@@ -215,6 +258,9 @@ _ALL = (
     Case("static pieces", _STATIC, "vanilla pieces", **_PIECES, most_launches=42),
     Case("vanilla defaults", overrides=DEFAULTS, **_VARIANT),
     Case("chain defaults", {}, "vanilla defaults", overrides=DEFAULTS, **_VARIANT, most_launches=30),
+    Case("qwen2.5-omni two layers", {}, released=("qwen2.5-omni", *_OMNI), **_GRAPHS, **_ONE_STEP),
+    Case("internvl two layers", _STATIC, released=("internvl", *_INTERNVL), overrides=GRAPHS_104, **_SLOW, **_ONE_STEP),
+    Case("glm-v two layers", {}, released=("glm-v", *_GLM), **_GRAPHS, **_SLOW, **_ONE_STEP),
     *_whole("7b", QWEN, 80),
     *_whole("qwen3 8b", QWEN3, 141),
     # The Qwen pair's three vision heads are not for two ranks.

@@ -39,6 +39,27 @@ def sums_of_guidance(session: Any) -> dict[str, list[list[int] | None]]:
     return {"told": told}
 
 
+def stand_in_for_flashinfer() -> None:
+    """Let vLLM's FlashInfer backend plan and launch nothing: its kernels are compiled by a CUDA compiler, at run time.
+
+    All else of the backend is its own: the layout of its cache, its writes, its metadata.
+    """
+    from vllm.v1.attention.backends import flashinfer
+
+    class Wrapper:
+        def __init__(self, *args: Any, **kwargs: Any):
+            pass
+
+        def plan(self, *args: Any, **kwargs: Any) -> None:
+            vars(self).update({f"_{name}": value for name, value in kwargs.items()})
+
+        def run(self, query: torch.Tensor, kv_cache: Any, *, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            return out.zero_()
+
+    flashinfer.BatchPrefillWithPagedKVCacheWrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper = Wrapper
+    flashinfer.fast_plan_decode = lambda wrapper, *args, **kwargs: wrapper.plan(**kwargs)
+
+
 def kernels_of_drafts(session: Any) -> dict[str, list[str]]:
     """Draft one step with graphs and one without; return the kernels of each in order."""
     from null_gpu import device

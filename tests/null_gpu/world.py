@@ -58,7 +58,7 @@ class World:
     fills them up to K, as vLLM's asynchronous scheduling does.
     """
 
-    max_num_reqs, vocab_size, model = MAX_REQS, VOCAB, None
+    max_num_reqs, vocab_size, model, recorder = MAX_REQS, VOCAB, None, None
     agreement = Agreement(SimpleNamespace(rank_in_group=0, world_size=1))
     kv_cache_config = SimpleNamespace(kv_cache_groups=[None])
 

@@ -33,7 +33,7 @@ def test_links_lead_to_files_and_no_figure_is_left_open(page):
 def _commands(page: Path) -> list[list[str]]:
     """Every `vidspec …` command line of a page, in code blocks or between backticks; continued lines joined."""
     text = re.sub(r"\\\n\s*", " ", page.read_text())
-    command = r"vidspec (?:demo|doctor|status|bench|calibrate|plan|show-pruning)\b"
+    command = r"vidspec (?:demo|doctor|status|studio|bench|calibrate|plan|show-pruning)\b"
     lines = re.findall(rf"^\s*(?:\$ )?({command}.*)$", text, re.MULTILINE)
     lines += re.findall(rf"`({command}[^`]*)`", text)
     return [shlex.split(line, comments=True)[1:] for line in lines]

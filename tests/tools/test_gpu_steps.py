@@ -164,7 +164,7 @@ def test_made_up_pairs_are_accepted(tmp_path, name):
     if name in plan.MODELS:
         models, share = plan.MODELS[name], 1
         names = (models.target, models.draft)
-        where = made_up.write_pair(plan.FAMILY, tmp_path, names, fp8=models.fp8)
+        where = made_up.write_pair(plan.FAMILY, tmp_path, names, weights="fp8" if models.fp8 else None)
     else:
         names, share = made_up.PAIRS[name][:2], 2
         where = made_up.write_pair(name, tmp_path, share=share)

@@ -173,6 +173,11 @@ class Controller:
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
+    @property
+    def steps_left(self) -> int:
+        """How many more steps a decision holds while the batch stays the same: `observe` may be as late."""
+        return self._left
+
     def decide(self, req_ids: list[str], most: int | None = None) -> Decision:
         """Return what the requests that a step decodes are to get.
 

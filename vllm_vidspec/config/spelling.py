@@ -9,7 +9,7 @@ from vllm_vidspec.config.fields import Fields, Group, ParallelKnobs, PoolKnobs, 
 from vllm_vidspec.errors import VidSpecError, nearest, quoted
 
 # Keys of vLLM's own speculative config that pass through unchanged.
-PASS_THROUGH_KEYS = frozenset({"quantization", "revision", "code_revision", "draft_load_config"})
+PASS_THROUGH_KEYS = frozenset({"quantization", "kv_cache_dtype", "revision", "code_revision", "draft_load_config"})
 
 GROUPS: dict[str, type[Group]] = {
     "prune": PruneKnobs,

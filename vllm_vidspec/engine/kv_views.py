@@ -1,17 +1,35 @@
 """Paged KV caches of vLLM's attention backends as plain strided views, and which backends those are."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
+from vidspec_kernels import NO_SCALES, Scales
 from vllm_vidspec.errors import VidSpecError
 
-BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
+FLASHINFER = "FLASHINFER"
+BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
+FP8 = torch.float8_e4m3fn
 _CPU_LAYOUTS = ("vec", "vec16")
 _DTYPES = ("auto", "float16", "bfloat16")  # whose elements are the numbers themselves
+_FP8_DTYPES = ("fp8", "fp8_e4m3")  # e4m3, in a cache of bytes
+
+
+class Reader(NamedTuple):
+    """What of ours reads a model's KV cache.
+
+    Attributes:
+        what: How a refusal calls it.
+        way_out: What else there is to do.
+        backends: Whose caches it reads.
+    """
+
+    what: str
+    way_out: str
+    backends: tuple[str, ...] = BACKENDS
 
 
 def attention_layers(vllm_config: VllmConfig) -> dict[str, Attention]:
@@ -19,14 +37,11 @@ def attention_layers(vllm_config: VllmConfig) -> dict[str, Attention]:
     return {name: layer for name, layer in layers.items() if isinstance(layer, Attention)}
 
 
-def check_readable(layer: Any, what: str, way_out: str) -> None:
-    """Refuse an attention layer whose cache we cannot read or whose softmax is not the plain one.
-
-    The line of the VidSpecError says `what` reads it, the backend or the feature, and the `way_out`.
-    """
-    impl = layer.impl
-    check_backend(layer.get_attn_backend().get_name(), what, way_out)
-    check_dtype(layer.kv_cache_dtype, what, way_out)
+def check_readable(layer: Any, reader: Reader) -> None:
+    """Refuse an attention layer whose cache a reader cannot read, or whose softmax is not the plain one."""
+    impl, (what, way_out, _) = layer.impl, reader
+    check_backend(layer.get_attn_backend().get_name(), reader)
+    check_dtype(layer.kv_cache_dtype, reader)
     windowed = getattr(impl, "sliding_window", None) not in (None, -1, (-1, -1))
     if windowed or getattr(impl, "alibi_slopes", None) is not None or getattr(impl, "sinks", None) is not None:
         raise VidSpecError(f"{what} knows no sliding windows, ALiBi or sinks: {way_out}")
@@ -34,36 +49,43 @@ def check_readable(layer: Any, what: str, way_out: str) -> None:
         raise VidSpecError(f"{what} knows no soft caps of logits: {way_out}")
 
 
-def check_backend(name: str, what: str, way_out: str) -> None:
-    """Refuse an attention backend by its name; see `check_readable`."""
-    if name not in BACKENDS:
-        raise VidSpecError(f"{what} reads FLASH_ATTN, TRITON_ATTN and CPU_ATTN, not {name}: {way_out}")
+def check_backend(name: str, reader: Reader) -> None:
+    """Refuse an attention backend by its name."""
+    what, way_out, (*others, last) = reader
+    if name not in reader.backends:
+        raise VidSpecError(f"{what} reads {', '.join(others)} and {last}, not {name}: {way_out}")
 
 
-def check_dtype(name: str, what: str, way_out: str) -> None:
-    """Refuse a quantised KV cache by vLLM's name of its type; see `check_readable`."""
-    if name not in _DTYPES:
-        raise VidSpecError(f"{what} does not read {name} KV caches: use --kv-cache-dtype auto, or {way_out}")
+def check_dtype(name: str, reader: Reader) -> None:
+    """Refuse a KV cache by vLLM's name of its type, unless it is plain or e4m3 with a scale of the tensor or head."""
+    if name not in _DTYPES + _FP8_DTYPES:
+        raise VidSpecError(
+            f"{reader.what} does not read {name} KV caches: use --kv-cache-dtype auto or fp8, or {reader.way_out}"
+        )
 
 
-def check_layout(layers: Iterable[Any], what: str, way_out: str) -> None:
+def check_layout(layers: Iterable[Any], reader: Reader) -> None:
     """Refuse keys packed in a way that no view describes (bf16 on AMX); call it once the caches exist."""
     for layer in layers:
         if (layout := getattr(layer, "isa", None)) is not None:
-            check_layout_name(layout, what, way_out)
+            check_layout_name(layout, reader)
 
 
-def check_layout_name(layout: str, what: str, way_out: str) -> None:
+def check_layout_name(layout: str, reader: Reader) -> None:
     """Refuse a layout of vLLM's CPU caches by its name; see `check_layout`."""
     if layout not in _CPU_LAYOUTS:
-        raise VidSpecError(f"{what} cannot read the CPU cache layout {layout!r}: use --dtype float32, or {way_out}")
+        raise VidSpecError(
+            f"{reader.what} cannot read the CPU cache layout {layout!r}: use --dtype float32, or {reader.way_out}"
+        )
 
 
 def cache_views(kv_cache: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values of a paged cache of vLLM's logical shape, `[num_blocks, num_kv_heads, block_size, 2 *
-    head_size]`, as views `[num_blocks, block_size, num_kv_heads, head_size]`.
+    head_size]`, as views `[num_blocks, block_size, num_kv_heads, head_size]`; of a cache of bytes in float8.
     """
     head_size = layer.impl.head_size
+    if layer.kv_cache_dtype in _FP8_DTYPES:
+        kv_cache = kv_cache.view(FP8)
     if getattr(layer, "isa", None) is None:  # not the CPU backend
         by_token = kv_cache.transpose(1, 2)
         return by_token[..., :head_size], by_token[..., head_size:]
@@ -75,11 +97,26 @@ def cache_views(kv_cache: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch
     return keys, kv_cache.as_strided(shape, (block, head_size, head, 1), first + block_size * head_size)
 
 
-def distinct_views(layers: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Return keys, values and the number of query heads of attention layers, of those that are alike only one's."""
+def cache_scales(layer: Any, query: torch.Tensor) -> Scales:
+    """Return what a layer's query, and the keys and values in its cache, are to be multiplied by; see
+    `vidspec_kernels.Scales`. They are vLLM's own tensors, which hold one number or one of each KV head.
+    """
+    if layer.kv_cache_dtype not in _FP8_DTYPES:
+        return NO_SCALES
+    own, heads = (layer._k_scale, layer._v_scale), layer.impl.num_kv_heads
+    if getattr(layer, "isa", None) is not None:  # the CPU backend takes the heads' largest for all of them
+        own = (own[0].amax(), own[1].amax())
+    of_query = layer._q_scale.expand(heads) if query.dtype == FP8 else None
+    return of_query, own[0].expand(heads), own[1].expand(heads)
+
+
+def distinct_views(layers: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor, int, bool]]:
+    """Return keys, values, the number of query heads and whether queries come in float8, of attention layers; of those
+    that are alike only one's.
+    """
     found = {}
     for layer in layers:
         keys, values = cache_views(layer.kv_cache, layer)
-        num_heads = layer.impl.num_heads
-        found[keys.shape, keys.stride(), keys.dtype, num_heads] = (keys, values, num_heads)
+        kind = (layer.impl.num_heads, getattr(layer, "query_quant", None) is not None)
+        found[keys.shape, keys.stride(), keys.dtype, kind] = (keys, values, *kind)
     return list(found.values())

@@ -10,15 +10,17 @@ from typing import Any
 import vllm.platforms as platforms
 
 from vllm_vidspec import SUPPORTED_CPU, SUPPORTED_VLLM, families, supported_releases, supports_vllm
-from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
+from vllm_vidspec.config import METHOD, REQUEST_RECORD, VidSpecConfig, parse_config
 from vllm_vidspec.engine import kv_views, tree_attention
 from vllm_vidspec.engine.compat import api
 from vllm_vidspec.engine.hints import say_hints
 from vllm_vidspec.engine.hooks import attention as attention_guidance
 from vllm_vidspec.engine.parallel import launch
 from vllm_vidspec.engine.report import server_counters
+from vllm_vidspec.engine.report.request_records import AnswerRecord
 from vllm_vidspec.engine.target_pruning import prunes_videos
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.families.generic import GenericAdapter
 from vllm_vidspec.pruning import needs_of
 from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose
 
@@ -87,9 +89,12 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     _warn(vllm_config, config)
     if platforms.current_platform.is_cuda():
         say_hints(vllm_config, config)
-    check = functools.partial(choose, knobs=config.score)  # pickled for the workers
+    # pickled for the workers
+    check = functools.partial(choose, knobs=config.score, has_records=config.request_records)
     api.mark_as_ours(vllm_config.speculative_config, check)
     api.hear_request_choices(PREFIX, CALLS_TOOLS, check)
+    if config.request_records:
+        api.show_request_records(REQUEST_RECORD, AnswerRecord)
     server_counters.publish(vllm_config)
     logger.info("vidspec is active: %s", config.summary())
 
@@ -100,10 +105,21 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
     platform = platforms.current_platform
     if config.is_self_draft and vllm_config.lora_config is not None:
         yield 'LoRA adapters cannot be used with "model": "self"; name a draft model instead'
+    if config.is_self_draft and vllm_config.speculative_config.kv_cache_dtype is not None:
+        yield 'kv_cache_dtype is a draft model\'s: with "model": "self" the cache is as --kv-cache-dtype says'
     if model.is_encoder_decoder:
         yield "encoder-decoder targets are not supported"
     if model.is_hybrid:
-        yield "targets with a hybrid KV cache (state-space layers) are not supported"
+        # `MambaHybridModelState` of Model Runner V2 keeps a state per drafted token, in the runner's own block tables.
+        yield (
+            "targets with a hybrid KV cache (state-space layers) are not supported: vLLM rolls such layers back in its "
+            "runner's model alone (MambaHybridModelState), and a draft of their family has them too; use the model's "
+            'own drafts ("method": "mtp")'
+        )
+    draft = model if config.is_self_draft else vllm_config.speculative_config.draft_model_config
+    for one in {id(one): one for one in (model, draft)}.values():
+        if isinstance(families.adapter_for(one.hf_config), GenericAdapter):
+            yield from _without_adapter(one, scheduler)
     if prunes_videos(model):
         yield from _pruned_twice(model, config)
     if vllm_config.watermark_config is not None:
@@ -127,14 +143,12 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
             yield "KV connectors may take a tree's entries before they are in order: draft chains, not trees"
         if vllm_config.parallel_config.use_ubatching:
             yield "--enable-dbo cuts a batch in two, and trees are known by their row in the whole: draft chains"
-    if vllm_config.parallel_config.data_parallel_size > 1:
-        draft = model if config.is_self_draft else vllm_config.speculative_config.draft_model_config
-        if draft.is_moe:
-            # Every forward of experts is a collective of all engines, and one that is idle drafts nothing.
-            yield (
-                "--data-parallel-size with experts in the draft: an engine without requests would not join its "
-                "forwards; name a dense draft, or use one engine"
-            )
+    if vllm_config.parallel_config.data_parallel_size > 1 and draft.is_moe:
+        # Every forward of experts is a collective of all engines, and one that is idle drafts nothing.
+        yield (
+            "--data-parallel-size with experts in the draft: an engine without requests would not join its "
+            "forwards; name a dense draft, or use one engine"
+        )
     if config.is_parallel:
         wanted = config.parallel.device or ""
         if platform.is_cpu() != (wanted == "cpu"):
@@ -156,6 +170,22 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
         yield "vidspec needs Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER=0"
     if not vllm_config.use_v2_model_runner:
         yield "vidspec needs Model Runner V2, which vLLM does not use here: run `vidspec doctor`"
+
+
+def _without_adapter(model: Any, scheduler: Any) -> Iterator[str]:
+    """Yield why a model without an adapter of its own cannot draft as it decodes, given vLLM's `ModelConfig`."""
+    why = {
+        "vLLM shows it no images or videos": not model.is_multimodal_model,
+        "its layers read token ids beside embeddings": model.requires_raw_input_tokens,
+        "tokens of an image see those behind them, some of which would be pruned": model.is_mm_prefix_lm,
+        "its layers mix kinds of attention": (
+            len(set(getattr(model.hf_text_config, "layer_types", None) or ())) > 1
+            and not scheduler.disable_hybrid_kv_cache_manager
+        ),
+    }
+    for reason, holds in why.items():
+        if holds:
+            yield f"{families.adapter_for(model.hf_config).name} has no adapter, and cannot do without: {reason}"
 
 
 def _drafter_devices(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
@@ -200,35 +230,37 @@ def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     num_layers = model.get_total_num_hidden_layers()
     readers = []
+    if config.in_trees:  # first: guidance reads every backend that trees read
+        readers.append(tree_attention.READER)
+        kv_views.check_dtype(vllm_config.speculative_config.kv_cache_dtype or "auto", tree_attention.READER)
     if "attention" in needs:
         attention_guidance.chosen_layers(prune.guidance_layers, num_layers)
-        readers.append(attention_guidance.REFUSAL)
+        readers.append(attention_guidance.READER)
     if "uv" in needs and prune.uv_layer is not None and prune.uv_layer > num_layers:
         raise VidSpecError(f"uv_layer: the target has layers 1 to {num_layers}, not {prune.uv_layer}")
-    if config.in_trees:
-        readers.append(tree_attention.REFUSAL)
-    for what, way_out in readers:
+    for reader in readers:
         if not cache.kv_cache_dtype_skip_layers:  # some layers may be plain: each is looked at when it exists
-            kv_views.check_dtype(cache.cache_dtype, what, way_out)
+            kv_views.check_dtype(cache.cache_dtype, reader)
         if platforms.current_platform.is_cpu():
             from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
             layout = _get_attn_isa(model.dtype, cache.block_size, model.get_head_size())
-            kv_views.check_layout_name(layout, what, way_out)
-        choose_backend(vllm_config, what, way_out)
+            kv_views.check_layout_name(layout, reader)
+        choose_backend(vllm_config, reader)
 
 
-def choose_backend(vllm_config: Any, what: str, way_out: str) -> None:
-    """Let vLLM use the best attention backend that `what` reads, where its own first choice is another.
+def choose_backend(vllm_config: Any, reader: kv_views.Reader) -> None:
+    """Let vLLM use the best attention backend that `reader` reads, where its own first choice is another.
 
-    Why: on some GPUs (compute capability 10) that is FlashInfer, whose cache and softmax nothing of ours reads. A
-    VidSpecError where the user named such a one, or this device has no other.
+    Why: on some GPUs (compute capability 10) that is FlashInfer, of which guidance reads the cache, and whose place
+    tree attention does not take: it plans its work on the host, batch by batch. A VidSpecError where the user named
+    such a one, or this device has no other.
     """
     attention = vllm_config.attention_config
     if attention.backend_per_kind or not platforms.current_platform.is_cuda():
         return
     if attention.backend is not None:
-        kv_views.check_backend(attention.backend.name, what, way_out)
+        kv_views.check_backend(attention.backend.name, reader)
         return
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -245,14 +277,14 @@ def choose_backend(vllm_config: Any, what: str, way_out: str) -> None:
         num_heads=model.get_num_attention_heads(parallel),
     )
     ranked = [candidate.backend for candidate in sorted(candidates, key=lambda candidate: candidate.priority)]
-    readable = [backend for backend in ranked if backend.name in kv_views.BACKENDS]
+    readable = [backend for backend in ranked if backend.name in reader.backends]
     if not ranked or ranked[0] in readable[:1]:
         return  # its own choice serves; without any, vLLM says why
     if not readable:
-        kv_views.check_backend(ranked[0].name, what, way_out)
+        kv_views.check_backend(ranked[0].name, reader)
     logger.warning(
-        "vidspec: attention backend %s instead of %s, which %s does not read: chains with the pruner uv keep it",
-        *(readable[0].name, ranked[0].name, what),
+        "vidspec: attention backend %s instead of %s, which %s does not read: %s to keep it",
+        *(readable[0].name, ranked[0].name, reader.what, reader.way_out),
     )
     attention.backend = readable[0]
 
@@ -270,6 +302,9 @@ def _warn(vllm_config: Any, config: VidSpecConfig) -> None:
             draft_len,
             target_len,
         )
+    family = families.adapter_for(vllm_config.model_config.hf_config)
+    if isinstance(family, GenericAdapter):
+        logger.warning("vidspec: no adapter for %s: its visual tokens are pruned by their order", family.name)
     if prunes_videos(vllm_config.model_config) and vllm_config.cache_config.enable_prefix_caching:
         logger.warning(
             "vidspec: --video-pruning-rate with prefix caching: after a video from the cache vLLM does not correct the "

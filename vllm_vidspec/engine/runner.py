@@ -29,6 +29,7 @@ from vllm_vidspec.engine.parallel.client import DrafterClient
 from vllm_vidspec.engine.parts import RunnerParts
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.report.request_metrics import PublishingOutput
+from vllm_vidspec.engine.report.request_records import RequestRecorder
 from vllm_vidspec.engine.requests import NewRequest, Phase, RequestRows
 from vllm_vidspec.engine.scheduling import way_of
 from vllm_vidspec.engine.verify.step import VerifyStep
@@ -47,6 +48,10 @@ class VidSpecModelRunner(GPUModelRunner):
         self.requests = RequestRows(self.max_num_reqs, device)
         self.counters = Counters(vllm_config, device, self.max_num_reqs, self.num_speculative_steps, self.requests)
         self.agreement = Agreement(get_tp_group())
+        # Of the first rank, whose output reaches the scheduler; None where no request may ask for a record of itself.
+        self.recorder: RequestRecorder | None = None
+        if self.knobs.current.request_records and self.agreement.is_first:
+            self.recorder = RequestRecorder(self.requests, device)
         self._was_at_rest = False  # whether nothing was drafted in the last step, nor asked for
         self._num_told_skips = 0  # of `RequestRows.num_skips`, those that the scheduler's side knows of
         self.drafter_client: DrafterClient | None = None  # of the first rank, where the draft is another process's
@@ -87,6 +92,8 @@ class VidSpecModelRunner(GPUModelRunner):
         if not is_profiling:
             self.hooks.init_kv(self)
         self.speculator.backend.init_kv(self.encoder_cache, self.kv_allocation, is_profiling)
+        if self.recorder is not None and not self.knobs.current.is_parallel:
+            self.speculator.backend.drafter.prefills.recorder = self.recorder
 
     @torch.inference_mode()
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
@@ -196,15 +203,11 @@ class VidSpecModelRunner(GPUModelRunner):
         self.counters.flush()
         publish = self.counters.publisher()
         report = None if self.speculator.decision is None else self._report(verified)
-        if publish is None and report is None:
+        records = None if self.recorder is None else self.recorder.publisher()
+        if publish is None and report is None and records is None:
             return output
-        if isinstance(output, AsyncModelRunnerOutput):
-            return PublishingOutput(output, publish, report)
-        if publish is not None:
-            publish()
-        if report is not None:
-            scheduler.attach_report(output, report)
-        return output
+        published = PublishingOutput(output, publish, report, records)
+        return published if isinstance(output, AsyncModelRunnerOutput) else published.finish(output)
 
     def _report(self, verified: frozenset[str]) -> scheduler.StepReport | None:
         """Return what the controller beside the scheduler is told of a step; None if there is nothing to tell."""

@@ -16,12 +16,19 @@ from vllm.logger import init_logger
 from vidspec_kernels import CacheList, TreeAttentionScratch, tree_attention, warm_up
 from vllm_vidspec.engine.compat import backends
 from vllm_vidspec.engine.compat import model as compat
-from vllm_vidspec.engine.kv_views import cache_views, check_layout, check_readable, distinct_views
+from vllm_vidspec.engine.kv_views import (
+    Reader,
+    cache_scales,
+    cache_views,
+    check_layout,
+    check_readable,
+    distinct_views,
+)
 from vllm_vidspec.errors import VidSpecError
 
 logger = init_logger("vllm.vidspec")
 
-REFUSAL = ("tree attention", "use draft chain")
+READER = Reader("tree attention", "use draft chain")
 _SLOW = "chains are slow at long contexts"
 
 
@@ -48,7 +55,7 @@ class TreeAttention:
         self.scratch = TreeAttentionScratch(max((layer.impl.head_size for layer in self.layers), default=1), device)
         self.step: TreeStep | None = None  # of the forward that runs next
         for layer in self.layers:
-            check_readable(layer, *REFUSAL)
+            check_readable(layer, READER)
             compat.intercept_attention(layer, self._forward)
 
     def outruns(self, num_rows: int) -> bool:
@@ -56,13 +63,13 @@ class TreeAttention:
         return not all(backends.splits_keys(layer, num_rows) for layer in self.layers)
 
     def warm_up(self, block_table: torch.Tensor, dtype: torch.dtype, max_queries: int) -> None:
-        """Prepare every variant of 1 to `max_queries` rows a request, of queries of a dtype."""
-        for keys, values, num_heads in distinct_views(self.layers):
-            warm_up.warm_tree_attention(keys, values, block_table, num_heads, dtype, max_queries, self.scratch)
+        """Prepare every variant of 1 to `max_queries` rows a request, of outputs of a dtype."""
+        for keys, values, *kind in distinct_views(self.layers):
+            warm_up.warm_tree_attention(keys, values, block_table, *kind, dtype, max_queries, self.scratch)
 
     def caches(self) -> CacheList:
         """Return every layer's keys and values, for compaction; the caches must exist."""
-        check_layout(self.layers, *REFUSAL)
+        check_layout(self.layers, READER)
         return CacheList([cache_views(layer.kv_cache, layer) for layer in self.layers])
 
     def _forward(
@@ -97,6 +104,7 @@ class TreeAttention:
             step.masks,
             output.view(shape),
             scale=impl.scale,
+            scales=cache_scales(layer, query),
             max_queries=step.max_queries,
             scratch=self.scratch,
         )
@@ -132,7 +140,7 @@ def make_attention(
 
 def _obstacles(layer: Any, config: VllmConfig) -> Iterator[str]:
     try:
-        check_readable(layer, REFUSAL[0], _SLOW)
+        check_readable(layer, READER._replace(way_out=_SLOW))
     except VidSpecError as error:
         yield str(error)
     if envs.VLLM_BATCH_INVARIANT:

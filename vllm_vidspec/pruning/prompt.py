@@ -76,9 +76,8 @@ class PromptPlan:
 
 @dataclass(frozen=True)
 class PrunedPrompt:
-    """A pruned prompt: `[num_kept]` int32 token ids, 0 in place of each visual token, whose own id may be outside the
-    vocabulary; `[num_axes, num_kept]` int64 rope positions; `[num_media]` int64, where the visual tokens are,
-    ascending.
+    """A pruned prompt: `[num_kept]` int32 token ids, those of visual tokens too; `[num_axes, num_kept]` int64 rope
+    positions; `[num_media]` int64, where the visual tokens are, ascending.
     """
 
     token_ids: torch.Tensor
@@ -143,7 +142,7 @@ def prune(plan: PromptPlan, kept_indices: Sequence[torch.Tensor]) -> PrunedPromp
     else:
         positions = plan.positions[:, keep].to(torch.int64)
     return PrunedPrompt(
-        token_ids=plan.token_ids.masked_fill(is_media, 0)[keep],
+        token_ids=plan.token_ids[keep],
         positions=positions,
         media_at=is_media[keep].nonzero()[:, 0],
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vidspec_kernels.arrays import check
 from vidspec_kernels.dispatch import Impl, launcher, use_triton
+from vidspec_kernels.float8 import FP8, NO_SCALES, Scales, check_scales, readable, widens
 from vidspec_kernels.guidance_scores.reference import _guidance_scores_torch
 from vidspec_kernels.guidance_scores.triton import _guidance_scores_kernel, _row_stats_kernel
 from vidspec_kernels.limits import device_limits
@@ -23,13 +24,13 @@ _BLOCK_KEYS = 64
 _KEYS_PER_SPLIT = 512
 _MAX_SPLITS = 64
 _LOG2E = 1.4426950408889634
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, FP8)
 
 
 def guidance_scores(
     query: Tensor, key_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, query_pos: Tensor, out: Tensor,
     out_row: Tensor, num_keys: Tensor, scale: float, *, query_weight: Tensor | None = None, lse: Tensor | None = None,
-    max_queries_per_req: int | None = None, impl: Impl = "auto",
+    max_queries_per_req: int | None = None, scales: Scales = NO_SCALES, impl: Impl = "auto",
 ) -> None:  # fmt: skip
     """Add to `out` the softmax attention weight that each key receives, summed over the guiding queries and all heads.
 
@@ -38,9 +39,9 @@ def guidance_scores(
     Layers and chunks accumulate; the caller zeroes `out` and divides by layers * heads * queries for the mean.
 
     Args:
-        query: float32, bfloat16 or float16 [num_queries, num_heads, head_dim], any strides: the guiding text queries
-            only, after rotary embedding, requests in order.
-        key_cache: float [num_blocks, block_size, num_kv_heads, head_dim], any strides (a permuted view is fine).
+        query: float32, bfloat16, float16 or float8_e4m3fn [num_queries, num_heads, head_dim], any strides: the guiding
+            text queries only, after rotary embedding, requests in order.
+        key_cache: One of these [num_blocks, block_size, num_kv_heads, head_dim], any strides (a permuted view is fine).
             Nothing outside a request's keys 0..query_pos is used, whatever it holds.
         block_table: int32 [num_reqs, max_blocks], unit stride in its rows; covers every query_pos.
         query_start_loc: int32 [num_reqs + 1], first query row of each request; a request may have none.
@@ -54,6 +55,8 @@ def guidance_scores(
         lse: float32 [num_queries, num_heads], any strides: log of the sum of exp(scale * q . k) over a row's keys, as
             fused attention computes it on its way. Saves the GPU the pass that finds it.
         max_queries_per_req: Host-known bound of a request's queries, which makes the grid smaller; num_queries if None.
+        scales: What queries and keys are to be multiplied by, a float32 [num_kv_heads] of any stride each; None is 1.
+            The third, of values, is not read.
         impl: The kernels never synchronise with the host; the torch path reads the lengths.
     """
     num_queries, num_heads, head_dim = query.shape
@@ -73,28 +76,29 @@ def guidance_scores(
     if lse is not None:
         assert lse.dtype == torch.float32 and lse.device == device, f"lse: {lse.dtype} on {lse.device}"
         assert lse.shape == (num_queries, num_heads), f"lse: {list(lse.shape)} for {num_queries} queries"
+    check_scales(device, scales, key_cache.shape[2])
     if num_queries == 0 or num_reqs == 0 or out.shape[1] == 0:
         return
+    if query.dtype == FP8:
+        query = query.to(torch.float16)  # exactly
     launch = _launch if use_triton(impl, device) else _guidance_scores_torch
     launch(
         query, key_cache, block_table, query_start_loc, query_pos, out, out_row, num_keys, scale, query_weight, lse,
-        max_queries_per_req or num_queries,
+        max_queries_per_req or num_queries, scales[:2],
     )  # fmt: skip
 
 
 def _launch(
     query: Tensor, key_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, query_pos: Tensor, out: Tensor,
     out_row: Tensor, num_keys: Tensor, scale: float, query_weight: Tensor | None, lse: Tensor | None,
-    max_queries_per_req: int,
+    max_queries_per_req: int, scales: tuple[Tensor | None, ...],
 ) -> None:  # fmt: skip
     """Launch both passes, or the second alone; the grids come from shapes alone."""
     _, num_heads, head_dim = query.shape
     num_reqs = block_table.shape[0]
     _, block_size, num_kv_heads, _ = key_cache.shape
-    # Products of float32, or of two dtypes, keep float32's precision. bfloat16 is widened where a CPU tensor shows that
-    # this is the interpreter, whose dot multiplies bfloat16's bit patterns as integers.
-    interpreted_bf16 = query.dtype == torch.bfloat16 and query.device.type == "cpu"
-    widen = query.dtype == torch.float32 or query.dtype != key_cache.dtype or interpreted_bf16
+    widen = widens(query, key_cache)
+    key_cache = readable(key_cache)
     block_dim = max(16, triton.next_power_of_2(head_dim))
     inputs = (
         query, *query.stride(), key_cache, *key_cache.stride(), block_table, block_table.stride(0),
@@ -112,22 +116,25 @@ def _launch(
     }
     if device_limits(query.device).capability >= 120:
         tiles["maxnreg"] = 224  # left to itself the assembler spills, to fit a third program
+    factors = sum(((part, 0 if part is None else part.stride(0)) for part in scales), ())
     scale_log2 = scale * _LOG2E
     shift, factor = lse, None
     if shift is None:
-        shift, factor = _row_stats(query, key_cache, block_table, inputs, scale_log2, max_queries_per_req, tiles)
+        shift, factor = _row_stats(
+            query, key_cache, block_table, inputs, factors, scale_log2, max_queries_per_req, tiles
+        )
         if query_weight is not None:
             factor *= query_weight[: len(query), None]
             query_weight = None
     launcher(_guidance_scores_kernel, (triton.cdiv(out.shape[1], _BLOCK_KEYS), num_reqs), query.device)(
-        *inputs, shift, *shift.stride(), factor, query_weight, out, out.stride(0), out_row, num_keys, num_heads,
-        num_kv_heads, block_size, scale_log2, out.shape[1], **tiles,
+        *inputs, shift, *shift.stride(), factor, query_weight, out, out.stride(0), out_row, num_keys, *factors,
+        num_heads, num_kv_heads, block_size, scale_log2, out.shape[1], **tiles,
     )  # fmt: skip
 
 
 def _row_stats(
-    query: Tensor, key_cache: Tensor, block_table: Tensor, inputs: tuple, scale_log2: float, max_queries_per_req: int,
-    tiles: dict[str, int],
+    query: Tensor, key_cache: Tensor, block_table: Tensor, inputs: tuple, factors: tuple, scale_log2: float,
+    max_queries_per_req: int, tiles: dict[str, int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return maxima of the rows' logits times log2 e, and 1 / sums: float32 [num_queries, num_heads] each."""
     num_queries, num_heads, _ = query.shape
@@ -138,8 +145,8 @@ def _row_stats(
     row_max = torch.empty(num_splits, num_queries, num_heads, dtype=torch.float32, device=query.device)
     row_sum = torch.empty_like(row_max)
     launcher(_row_stats_kernel, (num_reqs * num_row_tiles, num_kv_heads, num_splits), query.device)(
-        *inputs, row_max, row_sum, row_max.stride(0), num_heads, num_row_tiles, num_splits, block_size, scale_log2,
-        **tiles,
+        *inputs, row_max, row_sum, row_max.stride(0), *factors, num_heads, num_row_tiles, num_splits, block_size,
+        scale_log2, **tiles,
     )  # fmt: skip
     # Splits without keys hold (-inf, 0) and add nothing.
     top = row_max.amax(dim=0)

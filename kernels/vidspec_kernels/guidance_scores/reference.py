@@ -13,7 +13,7 @@ _STRIP_ENTRIES = 2**21
 def _guidance_scores_torch(
     query: Tensor, key_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, query_pos: Tensor, out: Tensor,
     out_row: Tensor, num_keys: Tensor, scale: float, query_weight: Tensor | None, lse: Tensor | None,
-    max_queries_per_req: int,
+    max_queries_per_req: int, scales: tuple[Tensor | None, ...],
 ) -> None:  # fmt: skip
     """Do the same with matrix products over strips of whole rows: each logit is computed once, not twice.
 
@@ -47,6 +47,8 @@ def _guidance_scores_torch(
             keys = keys.reshape(head_dim, -1)[:, :num_seen].to(torch.float32)
             rows = query[start:end, heads].reshape(-1, head_dim)
             rows = rows.to(torch.float32) * scale
+            for head_scale in scales:
+                rows = rows if head_scale is None else rows * head_scale[kv_head]
             for top in range(0, len(pos), strip):
                 size = min(strip, len(pos) - top)
                 torch.mm(rows[top : top + size], keys, out=logits[:size])

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from vidspec_kernels.float8 import as_float, scaled
+
 
 @triton.jit
 def _key_tile(
@@ -24,7 +26,13 @@ def _row_tile(query_ptr, query_stride, head_stride, dim_stride, query, head, row
     return tl.load(query_ptr + offset[:, None] + dims[None, :] * dim_stride, mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["stats_split_stride", "num_row_tiles", "num_splits"])
+_STRIDES, _SCALES = ("query_scale_stride", "key_scale_stride"), ["query_scale_ptr", "key_scale_ptr"]
+
+
+@triton.jit(
+    do_not_specialize=["stats_split_stride", "num_row_tiles", "num_splits", *_STRIDES],
+    do_not_specialize_on_alignment=_SCALES,
+)
 def _row_stats_kernel(
     query_ptr, query_stride, query_head_stride, query_dim_stride,  # [num_queries, num_heads, HEAD_DIM]
     # [num_blocks, block_size, num_kv_heads, HEAD_DIM]
@@ -33,6 +41,8 @@ def _row_stats_kernel(
     query_start_loc_ptr,  # [num_reqs + 1]
     query_pos_ptr,  # [num_queries]
     row_max_ptr, row_sum_ptr, stats_split_stride,  # [num_splits, num_queries, num_heads]
+    # [num_kv_heads] each, or None
+    query_scale_ptr, query_scale_stride, key_scale_ptr, key_scale_stride,
     num_heads, num_row_tiles, num_splits, block_size, scale_log2,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, WIDEN: tl.constexpr,
@@ -59,6 +69,8 @@ def _row_stats_kernel(
         query_ptr, query_stride, query_head_stride, query_dim_stride, query, head, row_mask, dims, dim_mask
     )  # fmt: skip
 
+    scale_log2 = scaled(scale_log2, query_scale_ptr, query_scale_stride, kv_head)
+    scale_log2 = scaled(scale_log2, key_scale_ptr, key_scale_stride, kv_head)
     num_seen = tl.max(pos, axis=0) + 1
     keys_per_split = tl.cdiv(tl.cdiv(num_seen, BLOCK_KEYS), num_splits) * BLOCK_KEYS
     key_start = split * keys_per_split
@@ -72,8 +84,10 @@ def _row_stats_kernel(
             key_cache_ptr + kv_head * key_head_stride, key_block_stride, key_slot_stride, key_dim_stride,
             block_size, keys, keys < key_end, dims, dim_mask,
         )  # fmt: skip
+        if not WIDEN:
+            k = as_float(k, q.dtype)
         if WIDEN:
-            logits = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="tf32x3")
+            logits = tl.dot(q.to(tl.float32), as_float(k, tl.float32), input_precision="tf32x3")
         else:
             logits = tl.dot(q, k)
         # A causal limit by selection: whatever lies behind it, NaN included, is not used.
@@ -89,7 +103,10 @@ def _row_stats_kernel(
     tl.store(row_sum_ptr + offset, row_sum, mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["out_stride", "max_keys", "row_shift_head_stride"])
+@triton.jit(
+    do_not_specialize=["out_stride", "max_keys", "row_shift_head_stride", *_STRIDES],
+    do_not_specialize_on_alignment=_SCALES,
+)
 def _guidance_scores_kernel(
     query_ptr, query_stride, query_head_stride, query_dim_stride,  # [num_queries, num_heads, HEAD_DIM]
     # [num_blocks, block_size, num_kv_heads, HEAD_DIM]
@@ -103,6 +120,8 @@ def _guidance_scores_kernel(
     query_weight_ptr,  # [num_queries] factors where there are no others; or None
     out_ptr, out_stride,  # [num_out_rows, max_keys]
     out_row_ptr, num_keys_ptr,  # [num_reqs]
+    # [num_kv_heads] each, or None
+    query_scale_ptr, query_scale_stride, key_scale_ptr, key_scale_stride,
     num_heads, num_kv_heads, block_size, scale_log2, max_keys,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, WIDEN: tl.constexpr,
@@ -136,6 +155,10 @@ def _guidance_scores_kernel(
             key_cache_ptr + kv_head * key_head_stride, key_block_stride, key_slot_stride, key_dim_stride,
             block_size, keys, key_mask, dims, dim_mask,
         )  # fmt: skip
+        if not WIDEN:
+            k = as_float(k, query_ptr.dtype.element_ty)
+        head_scale_log2 = scaled(scale_log2, query_scale_ptr, query_scale_stride, kv_head)
+        head_scale_log2 = scaled(head_scale_log2, key_scale_ptr, key_scale_stride, kv_head)
         for first_row in range(0, num_rows, BLOCK_ROWS):
             row = first_row + tl.arange(0, BLOCK_ROWS)
             row_mask = row < num_rows
@@ -150,11 +173,11 @@ def _guidance_scores_kernel(
             if row_factor_ptr is None:
                 shift *= 1.4426950408889634
             if WIDEN:
-                logits = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="tf32x3")
+                logits = tl.dot(q.to(tl.float32), as_float(k, tl.float32), input_precision="tf32x3")
             else:
                 logits = tl.dot(q, k)
             seen = keys[None, :] <= pos[:, None]
-            weights = tl.exp2(tl.where(seen, logits * scale_log2 - shift[:, None], float("-inf")))
+            weights = tl.exp2(tl.where(seen, logits * head_scale_log2 - shift[:, None], float("-inf")))
             if row_factor_ptr is not None:
                 factor = tl.load(row_factor_ptr + query.to(tl.int64) * num_heads + head, mask=row_mask, other=0.0)
                 weights *= factor[:, None]

@@ -8,6 +8,7 @@ splits of a fixed length would need partial results of every split of every requ
 """
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from vidspec_kernels.arrays import as_meta, check
 from vidspec_kernels.dispatch import Impl, launch, use_triton
+from vidspec_kernels.float8 import FP8, NO_SCALES, Scales, check_scales, readable, widens
 from vidspec_kernels.limits import device_limits
 from vidspec_kernels.tree_attention.reference import tree_attention_reference
 from vidspec_kernels.tree_attention.tiles import _MAX_BLOCK_ROWS, _PROGRAMS_PER_SM, _padded, tile_shape
@@ -34,7 +36,7 @@ _MERGE_PARTS = 4
 _LOG2E = 1.4426950408889634
 # Shapes of calls that are remembered as checked: most are of a few batch sizes.
 _MAX_PLANS = 1024
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, FP8)
 
 
 class TreeAttentionScratch:
@@ -72,7 +74,7 @@ def tree_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, rows: Tensor, query_start: Tensor,
     num_queries: Tensor, prefix_lens: Tensor, masks: Tensor, out: Tensor, *, scale: float, max_queries: int,
     scratch: TreeAttentionScratch, prefix: tuple[Tensor, Tensor] | None = None, lse: Tensor | None = None,
-    impl: Impl = "auto",
+    scales: Scales = NO_SCALES, impl: Impl = "auto",
 ) -> None:  # fmt: skip
     """Attend from the rows of each request to its prefix and to the nodes behind it that each row's mask word names.
 
@@ -87,8 +89,9 @@ def tree_attention(
     device, so that it can be captured: every length is read when it runs.
 
     Args:
-        query: float32, bfloat16 or float16 [num_tokens, num_heads, head_size], unit stride in head_size.
-        key_cache: float [num_blocks, block_size, num_kv_heads, head_size], any strides (a permuted view is fine).
+        query: float32, bfloat16, float16 or float8_e4m3fn [num_tokens, num_heads, head_size], unit stride in head_size.
+        key_cache: One of these [num_blocks, block_size, num_kv_heads, head_size], any strides (a permuted view is
+            fine).
         value_cache: The same shape, strides of its own.
         block_table: int32 [num_table_rows, max_blocks], unit stride in its rows; max_blocks >= 1.
         rows: int64 [R], row of `block_table` of each request.
@@ -96,31 +99,35 @@ def tree_attention(
         num_queries: int32 [>= R], rows of each request, 0..max_queries.
         prefix_lens: int32 [>= R], entries that all rows of the request attend to; less than none counts as none.
         masks: int64 [>= R, >= max_queries], unit stride in its rows.
-        out: Out, like `query` in shape and dtype, unit stride in head_size.
+        out: Out, like `query` in shape and dtype (of float8 queries any other), unit stride in head_size.
         scale: Factor of the logits.
         max_queries: Host-known bound of `num_queries`.
         scratch: Memory of the model's calls, on the same device; the reference uses none of it.
         prefix: The prefix part where something else has computed it (FlashAttention, not causal), merged by LSE: its
-            output, like `query` in shape, unit stride in head_size, and its natural LSE, float32 [num_heads,
+            output, like `out` in shape and dtype, unit stride in head_size, and its natural LSE, float32 [num_heads,
             num_tokens] of any strides, where either infinity says that the row has no prefix (its output is not used).
             Then only the nodes are computed here; `prefix_lens` still says where they lie. Both may be `out`, `lse`.
         lse: Out, float32 [num_heads, num_tokens] of any strides: natural log-sum-exp of each written row's logits.
+        scales: What queries, keys and values are to be multiplied by, a float32 [num_kv_heads] of any stride each; None
+            is 1. Read when it runs.
         impl: The kernel never synchronises with the host; the reference does.
     """
     arguments = (query, key_cache, value_cache, block_table, rows, query_start, num_queries, prefix_lens, masks, out)
-    signature = _signature(max_queries, *arguments, lse, *(prefix or (None, None)))
+    signature = _signature(max_queries, *arguments, lse, *(prefix or (None, None)), *scales)
     plan = scratch.plans.get(signature)
     if plan is None:
-        _check(*arguments, max_queries, scratch, prefix, lse)
+        _check(*arguments, max_queries, scratch, prefix, lse, scales)
         if len(scratch.plans) >= _MAX_PLANS:
             scratch.plans.clear()
-        plan = scratch.plans[signature] = _plan(*arguments, scratch, max_queries, prefix, lse)
+        plan = scratch.plans[signature] = _plan(*arguments, scratch, max_queries, prefix, lse, scales)
     if rows.shape[0] == 0 or max_queries == 0 or query.shape[0] == 0:
         return
     if use_triton(impl, query.device):
-        plan(*arguments, scale, prefix, lse)
+        plan(*arguments, scale, prefix, lse, scales)
     else:
-        tree_attention_reference(*arguments, scale=scale, max_queries=max_queries, prefix=prefix, lse=lse)
+        tree_attention_reference(
+            *arguments, scale=scale, max_queries=max_queries, prefix=prefix, lse=lse, scales=scales
+        )
 
 
 def _signature(max_queries: int, *tensors: Tensor | None) -> tuple[Any, ...]:
@@ -134,7 +141,7 @@ def _signature(max_queries: int, *tensors: Tensor | None) -> tuple[Any, ...]:
 def _check(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, rows: Tensor, query_start: Tensor,
     num_queries: Tensor, prefix_lens: Tensor, masks: Tensor, out: Tensor, max_queries: int,
-    scratch: TreeAttentionScratch, prefix: tuple[Tensor, Tensor] | None, lse: Tensor | None,
+    scratch: TreeAttentionScratch, prefix: tuple[Tensor, Tensor] | None, lse: Tensor | None, scales: Scales,
 ) -> None:  # fmt: skip
     """Check the arguments of `tree_attention`."""
     device, num_reqs = query.device, rows.shape[0]
@@ -152,13 +159,14 @@ def _check(
     )  # fmt: skip
     assert max_queries >= 0, f"max_queries {max_queries}"
     assert scratch.arrivals.device == device and scratch.head_size >= head_size, f"scratch for heads of {head_size}"
-    like_query = {"query": query, "out": out}
+    check_scales(device, scales, key_cache.shape[2])
+    like_query, dtype = {"query": query, "out": out}, query.dtype if query.dtype != FP8 else out.dtype
     like_lse = {} if lse is None else {"lse": lse}
     if prefix is not None:
         like_query["prefix output"], like_lse["prefix LSE"] = prefix
     for name, tensor in like_query.items():
         assert tensor.shape == query.shape and tensor.device == device, f"{name}: {list(tensor.shape)}"
-        assert tensor.dtype == query.dtype, f"{name}: expected {query.dtype}, got {tensor.dtype}"
+        assert tensor.dtype in (dtype, query.dtype), f"{name}: expected {dtype}, got {tensor.dtype}"
         assert tensor.stride(2) == 1, f"{name}: expected unit stride in head_size"
     for name, tensor in like_lse.items():
         assert tensor.dtype == torch.float32 and tensor.device == device, f"{name}: {tensor.dtype}"
@@ -168,7 +176,7 @@ def _check(
 def _plan(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, rows: Tensor, query_start: Tensor,
     num_queries: Tensor, prefix_lens: Tensor, masks: Tensor, out: Tensor, scratch: TreeAttentionScratch,
-    max_queries: int, prefix: tuple[Tensor, Tensor] | None, lse: Tensor | None,
+    max_queries: int, prefix: tuple[Tensor, Tensor] | None, lse: Tensor | None, scales: Scales,
 ) -> Callable[..., None]:  # fmt: skip
     """Return what launches the kernel for arguments that look like these: tensors, scale, prefix and `lse`."""
     # The kernel counts a request's rows, and units of work, in 32 bits.
@@ -176,10 +184,7 @@ def _plan(
     device, num_reqs, (_, num_heads, head_size) = query.device, rows.shape[0], query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
     group = num_heads // num_kv_heads
-    # Products of float32, or of two dtypes, keep float32's precision. bfloat16 is widened where a CPU tensor shows that
-    # this is the interpreter, whose dot multiplies bfloat16's bit patterns as integers.
-    interpreted_bf16 = query.dtype == torch.bfloat16 and device.type == "cpu"
-    widen = query.dtype == torch.float32 or query.dtype != key_cache.dtype or interpreted_bf16
+    widen = widens(query, key_cache)
     tile = tile_shape(max_queries * group, head_size, widen, prefix is None, device_limits(device))
     num_row_tiles = triton.cdiv(max_queries * group, tile.block_rows)
     most_units = num_reqs * num_kv_heads * num_row_tiles * (block_table.shape[1] * block_size // tile.block_keys + 2)
@@ -200,18 +205,22 @@ def _plan(
         "MERGE_PARTS": _MERGE_PARTS, "WIDEN": widen,
     }  # fmt: skip
     options = {"num_stages": tile.num_stages, "num_warps": tile.num_warps}
-    variant = (query.dtype, key_cache.dtype, prefix is None, lse is None, num_kv_heads, *strides, *table_strides, tile)
+    scale_strides = [0 if scale is None else scale.stride(0) for scale in scales]
+    dtypes = (query.dtype, key_cache.dtype, out.dtype, *(scale is None for scale in scales))
+    variant = (*dtypes, prefix is None, lse is None, num_kv_heads, *strides, *table_strides, tile)
 
     def launch_one(
         query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, rows: Tensor, query_start: Tensor,
         num_queries: Tensor, prefix_lens: Tensor, masks: Tensor, out: Tensor, scale: float,
-        prefix: tuple[Tensor, Tensor] | None, lse: Tensor | None,
+        prefix: tuple[Tensor, Tensor] | None, lse: Tensor | None, scales: Scales,
     ) -> None:  # fmt: skip
         before, before_lse = prefix or (None, None)
+        query, key_cache, value_cache = readable(query), readable(key_cache), readable(value_cache)
         args = (
             query, *query_strides, key_cache, *keys, value_cache, *values, block_table, *table_strides, rows,
             query_start, num_queries, prefix_lens, masks, *mask_strides, before, *prefix_out, before_lse, *prefix_lse,
-            out, *outs, lse, *lses, scratch.part_out, scratch.part_lse, scratch.arrivals, scale * _LOG2E, *numbers,
+            out, *outs, lse, *lses, scratch.part_out, scratch.part_lse, scratch.arrivals,
+            *itertools.chain(*zip(scales, scale_strides, strict=True)), scale * _LOG2E, *numbers,
         )  # fmt: skip
         aligned = (query, key_cache, value_cache, block_table, before, before_lse, out, lse)
         key = (variant, *(tensor is not None and tensor.data_ptr() % 16 for tensor in aligned))

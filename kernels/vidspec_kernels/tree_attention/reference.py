@@ -8,6 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
+from vidspec_kernels.float8 import NO_SCALES, Scales
+
 # Bits of a mask word: KV entries after the prefix.
 _NODES = 64
 _BITS = torch.ones(_NODES, dtype=torch.int64, device="cpu") << torch.arange(_NODES, device="cpu")
@@ -19,7 +21,7 @@ _LOG2E = 1.4426950408889634
 def tree_attention_reference(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, rows: Tensor, query_start: Tensor,
     num_queries: Tensor, prefix_lens: Tensor, masks: Tensor, out: Tensor, *, scale: float, max_queries: int,
-    prefix: tuple[Tensor, Tensor] | None = None, lse: Tensor | None = None,
+    prefix: tuple[Tensor, Tensor] | None = None, lse: Tensor | None = None, scales: Scales = NO_SCALES,
 ) -> None:  # fmt: skip
     """Do what `tree_attention` does, in plain torch without a loop over requests or rows: the specification.
 
@@ -37,12 +39,15 @@ def tree_attention_reference(
     # Logits in base 2, whose exponential is the faster one; [R, num_kv_heads, group, Q, D].
     queries = query.index_select(0, token).to(torch.float32) * (scale * _LOG2E)
     queries = queries.view(num_reqs, max_queries, num_kv_heads, -1, head_size).permute(0, 2, 3, 1, 4)
+    for factor in scales[:2]:
+        queries = queries if factor is None else queries * factor[:, None, None, None]
     step = max(1, _STRIP_ENTRIES // (num_heads * bias[0].numel()))
     parts = [
         _attend(queries[i : i + step], key_cache, value_cache, blocks[i : i + step], bias[i : i + step])
         for i in range(0, num_reqs, step)
     ]
     result, top, total = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
+    result = result if scales[2] is None else result * scales[2][:, None, None, None]
     kept = valid.flatten().nonzero().squeeze(1)
     token = token.index_select(0, kept)
     # Only rows that belong to a request: [n, num_heads, D], [n, num_heads].

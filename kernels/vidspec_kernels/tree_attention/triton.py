@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from vidspec_kernels.float8 import as_float, scaled
+
 
 @triton.jit
 def _attend_tile(
@@ -21,9 +23,9 @@ def _attend_tile(
         mask=entry_mask[None, :] & dim_mask[:, None], other=0.0,
     )  # fmt: skip
     if WIDEN:
-        scores = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee")
+        scores = tl.dot(q.to(tl.float32), as_float(k, tl.float32), input_precision="ieee")
     else:
-        scores = tl.dot(q, k)
+        scores = tl.dot(q, as_float(k, q.dtype))
     scores = tl.where(seen, scores * scale_log2, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
     # Rows that have seen no entry yet keep -inf; the shift only has to be finite for them.
@@ -38,9 +40,9 @@ def _attend_tile(
     )  # fmt: skip
     acc = acc * correction[:, None]
     if WIDEN:
-        acc = tl.dot(weights, v.to(tl.float32), acc, input_precision="ieee")
+        acc = tl.dot(weights, as_float(v, tl.float32), acc, input_precision="ieee")
     else:
-        acc = tl.dot(weights.to(v.dtype), v, acc)
+        acc = tl.dot(weights.to(q.dtype), as_float(v, q.dtype), acc)
     return new_max, row_sum, acc
 
 
@@ -131,8 +133,14 @@ def _write_rows(
 
 # Not a variant each: sizes that change from step to step, and vectors that are slices of others.
 @triton.jit(
-    do_not_specialize=["masks_stride", "num_reqs", "max_entries", "max_queries", "num_row_tiles"],
-    do_not_specialize_on_alignment=["rows_ptr", "query_start_ptr", "num_queries_ptr", "prefix_lens_ptr", "masks_ptr"],
+    do_not_specialize=[
+        *("masks_stride", "num_reqs", "max_entries", "max_queries", "num_row_tiles"),
+        *("query_scale_stride", "key_scale_stride", "value_scale_stride"),
+    ],
+    do_not_specialize_on_alignment=[
+        *("rows_ptr", "query_start_ptr", "num_queries_ptr", "prefix_lens_ptr", "masks_ptr"),
+        *("query_scale_ptr", "key_scale_ptr", "value_scale_ptr"),
+    ],
 )
 def _tree_attention_kernel(
     query_ptr, query_stride, query_head_stride,  # [num_tokens, num_heads, HEAD_SIZE]
@@ -151,6 +159,8 @@ def _tree_attention_kernel(
     part_out_ptr,  # [2 * num_programs, BLOCK_ROWS, BLOCK_DIM]
     part_lse_ptr,  # [2 * num_programs, BLOCK_ROWS], base 2
     arrivals_ptr,  # [2, 2 * num_programs], zeros before and after
+    # [num_kv_heads] each, or None
+    query_scale_ptr, query_scale_stride, key_scale_ptr, key_scale_stride, value_scale_ptr, value_scale_stride,
     scale_log2, num_reqs, num_kv_heads, max_entries, max_queries, num_row_tiles,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_NODES: tl.constexpr, BLOCK_REQS: tl.constexpr,
@@ -232,6 +242,11 @@ def _tree_attention_kernel(
                 query_ptr + first_token.to(tl.int64) * query_stride + first_head * query_head_stride
                 + query_offset[:, None] + dims[None, :], mask=mask, other=0.0,
             )  # fmt: skip
+            # What float8 is converted to: float16 holds it exactly, with the fewest instructions.
+            if q.dtype.primitive_bitwidth == 8:
+                q = as_float(q, tl.float16)
+            item_scale_log2 = scaled(scale_log2, query_scale_ptr, query_scale_stride, kv_head)
+            item_scale_log2 = scaled(item_scale_log2, key_scale_ptr, key_scale_stride, kv_head)
             table_ptr = block_table_ptr + tl.load(rows_ptr + req_idx) * block_table_stride
             key_ptr = key_cache_ptr + kv_head * key_head_stride
             value_ptr = value_cache_ptr + kv_head * value_head_stride
@@ -250,7 +265,7 @@ def _tree_attention_kernel(
                         q, row_max, row_sum, acc, entries, entry_mask, entry_mask[None, :], table_ptr,
                         key_ptr, key_block_stride, key_slot_stride, key_dim_stride,
                         value_ptr, value_block_stride, value_slot_stride, value_dim_stride,
-                        scale_log2, dims, dim_mask, BLOCK_SIZE, WIDEN,
+                        item_scale_log2, dims, dim_mask, BLOCK_SIZE, WIDEN,
                     )  # fmt: skip
             else:
                 # A part of one entry: its score is the prefix's LSE (times log2 e), its value the prefix's output.
@@ -269,6 +284,8 @@ def _tree_attention_kernel(
                     + prefix_offset[:, None] + dims[None, :], mask=mask, other=0.0,
                 ).to(tl.float32)  # fmt: skip
                 acc = tl.where(row_sum[:, None] == 0.0, 0.0, acc)
+                if value_scale_ptr is not None:
+                    acc /= tl.load(value_scale_ptr + kv_head * value_scale_stride)
 
             # ---- the nodes ------------------------------------------------------------------------------------------
             if last_unit == item_units:
@@ -289,12 +306,12 @@ def _tree_attention_kernel(
                         q, row_max, row_sum, acc, entries, entry_mask, seen, table_ptr,
                         key_ptr, key_block_stride, key_slot_stride, key_dim_stride,
                         value_ptr, value_block_stride, value_slot_stride, value_dim_stride,
-                        scale_log2, dims, dim_mask, BLOCK_SIZE, WIDEN,
+                        item_scale_log2, dims, dim_mask, BLOCK_SIZE, WIDEN,
                     )  # fmt: skip
 
             # Of a row that attends to nothing: zeros and -inf.
             row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-            acc = acc / row_sum[:, None]
+            acc = scaled(acc / row_sum[:, None], value_scale_ptr, value_scale_stride, kv_head)
             row_lse = row_max + tl.log2(row_sum)
 
             # ---- the result, or a part of it ------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vidspec_kernels.arrays import check
 from vidspec_kernels.dispatch import Impl, launcher, on_host, use_triton
+from vidspec_kernels.float8 import FP8_CAPABILITY
 from vidspec_kernels.limits import device_limits
 from vidspec_kernels.visual_relevance.reference import _merge_relevance_torch, visual_relevance_reference
 from vidspec_kernels.visual_relevance.store import _QUERY_DTYPES, _STORE_DTYPES, storage_scale
@@ -25,7 +26,6 @@ MAX_QUERIES = 128
 _MERGE_ENTRIES = 4096
 _MERGE_DIM = 1024
 _BLOCK_REQS = 256
-_FP8_CAPABILITY = 89
 
 
 def visual_relevance(
@@ -99,7 +99,7 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     """Launch both kernels; the grids come from shapes and bounds alone."""
     limits = device_limits(queries.device)
-    if store.dtype == torch.float8_e4m3fn and limits.capability < _FP8_CAPABILITY:
+    if store.dtype == torch.float8_e4m3fn and limits.capability < FP8_CAPABILITY:
         raise ValueError("a float8 store needs compute capability 8.9 (Ada) or later: store bfloat16")
     (num_rows, hidden_size), num_reqs, block_rows = queries.shape, rows.shape[0], store.shape[1]
     # Two at least: a single entry would be a tensor without axes.

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from vidspec_kernels.visual_relevance.store import _bytes_of_fp8, _unit, storage_scale
+from vidspec_kernels.float8 import as_bytes
+from vidspec_kernels.visual_relevance.store import _unit, storage_scale
 
 # float32 elements of stored rows that the reference holds at once: they stay near the core.
 STRIP_ENTRIES = 2**20
@@ -40,7 +41,7 @@ def visual_relevance_reference(
     per_strip = max(1, STRIP_ENTRIES // (num_keys * hidden_size))
     for first in range(0, num_reqs, per_strip):
         chosen = slice(first, first + per_strip)
-        keys = _bytes_of_fp8(store).index_select(0, blocks[chosen].reshape(-1)).view(store.dtype)
+        keys = as_bytes(store).index_select(0, blocks[chosen].reshape(-1)).view(store.dtype)
         keys = keys.to(torch.float32).view(-1, num_keys, hidden_size)
         cosines = torch.bmm(units[chosen], keys.transpose(1, 2))
         # By selection: whatever is stored behind a block's valid rows, NaN included, is not used.

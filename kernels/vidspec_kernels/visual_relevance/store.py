@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vidspec_kernels.arrays import check
+from vidspec_kernels.float8 import as_bytes
 
 # float32 copies of store_states.
 _CHUNK_ROWS = 1024
@@ -51,14 +52,9 @@ def store_states(states: Tensor, source: Tensor, slots: Tensor, store: Tensor) -
     assert store.ndim == 3 and store.shape[2] == hidden_size, f"store: {list(store.shape)} for rows of {hidden_size}"
     assert store.is_contiguous() and store.device == device, f"store: expected contiguous on {device}"
     check(device, source=(source, torch.int64, 0), slots=(slots, torch.int64, [len(source)]))
-    lines = _bytes_of_fp8(store).view(-1, hidden_size)
+    lines = as_bytes(store).view(-1, hidden_size)
     for chosen, goal in zip(source.split(_CHUNK_ROWS), slots.split(_CHUNK_ROWS), strict=True):
-        lines.index_copy_(0, goal, _bytes_of_fp8((_unit(states[chosen]) * scale).to(store.dtype)))
-
-
-def _bytes_of_fp8(tensor: Tensor) -> Tensor:
-    """Return float8 as bytes, which every index operation of every device takes; any other tensor as it is."""
-    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+        lines.index_copy_(0, goal, as_bytes((_unit(states[chosen]) * scale).to(store.dtype)))
 
 
 def _unit(rows: Tensor) -> Tensor:

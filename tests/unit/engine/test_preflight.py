@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.unit.engine.fakes import make_knobs
-from vllm_vidspec.engine import preflight
+from vllm_vidspec.engine import preflight, tree_attention
+from vllm_vidspec.engine.hooks import attention
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
 
@@ -120,15 +121,27 @@ def test_a_draft_that_cannot_be_read_or_followed(tmp_path, monkeypatch):
     assert message.startswith("cannot read the draft model 'some/draft': HF_HUB_OFFLINE=1 is set")
 
 
+KNOWN = SimpleNamespace(architectures=["Qwen2VLForConditionalGeneration"])
+# vLLM has no fault to find with it, unless the test says so.
+UNKNOWN = {
+    "hf_config": SimpleNamespace(architectures=["OtherModel"], vision_config=SimpleNamespace(patch_size=14)),
+    "hf_text_config": SimpleNamespace(layer_types=["full_attention", "full_attention"]),
+    "is_multimodal_model": True,
+}
+MIXED = {"hf_text_config": SimpleNamespace(layer_types=["full_attention", "sliding_attention"])}
+
+
 def finished(**changed) -> SimpleNamespace:
     """Return what we read of a finished `VllmConfig`, which nothing in it forbids but what is changed."""
     absent = (
         *("lora_config", "watermark_config", "multimodal_config", "kv_transfer_config", "is_encoder_decoder"),
         *("is_hybrid", "enable_batch_sharded_sampling", "skip_tokenizer_init", "use_ubatching"),
+        *("requires_raw_input_tokens", "is_mm_prefix_lm", "disable_hybrid_kv_cache_manager", "is_moe"),
     )
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "offload_group_size": 0, "data_parallel_size": 1}
-    runs = {"offload_backend": "auto", "use_v2_model_runner": True}
+    runs = {"offload_backend": "auto", "use_v2_model_runner": True, "hf_config": KNOWN}
     engine = SimpleNamespace(**dict.fromkeys(absent) | sizes | runs | changed)
+    engine.draft_model_config, engine.speculative_config = engine, getattr(engine, "speculative_config", engine)
     for part in ("model", "scheduler", "offload", "parallel", "attention", "cache", "compilation"):
         setattr(engine, f"{part}_config", engine)
     engine.prefetch = engine
@@ -141,7 +154,7 @@ def refused(engine: SimpleNamespace, **knobs) -> list[str]:
 
 def engines(target: bool, draft: bool) -> dict:
     """Return what is changed of two data-parallel engines, given whether target and draft have experts."""
-    draft_config = SimpleNamespace(is_moe=draft)
+    draft_config = SimpleNamespace(is_moe=draft, hf_config=KNOWN)
     return {
         "data_parallel_size": 2,
         "is_moe": target,
@@ -180,11 +193,17 @@ SHARDED = {"enable_batch_sharded_sampling": True}
         ({}, engines(target=True, draft=True) | {"data_parallel_size": 1}, None),
         ({"model": "self"}, engines(target=True, draft=False), "--data-parallel-size with experts in the draft"),
         ({"model": "self"}, engines(target=False, draft=True), None),
+        ({}, UNKNOWN, None),
+        ({}, UNKNOWN | {"is_multimodal_model": False}, "OtherModel has no adapter, .*: vLLM shows it no images or"),
+        ({}, UNKNOWN | {"requires_raw_input_tokens": True}, "OtherModel has no adapter, .*: its layers read token ids"),
+        ({}, UNKNOWN | {"is_mm_prefix_lm": True}, "OtherModel has no adapter, .*: tokens of an image see those behind"),
+        ({}, UNKNOWN | MIXED, "OtherModel has no adapter, .*: its layers mix kinds of attention"),
+        ({}, UNKNOWN | MIXED | {"disable_hybrid_kv_cache_manager": True}, None),
         ({}, {"use_v2_model_runner": False}, "vidspec needs Model Runner V2, which vLLM does not use here"),
     ],
 )
 def test_targets_and_engines_that_drafts_cannot_live_in(knobs, changed, message):
-    """Catches: trees on ranks that hold other paths, connectors that store early, batches and experts unprofiled."""
+    """Catches: trees on ranks that hold other paths, early stores, batches unprofiled, drafts that are never right."""
     found = refused(finished(**changed), **knobs)
     assert len(found) == (message is not None)
     assert not found or (re.match(message, found[0]) and "\n" not in found[0])
@@ -264,16 +283,24 @@ def whole():
 def test_what_the_target_cannot_be_read_as_is_refused_before_it_loads(whole, monkeypatch):
     """Catches: a refusal that only the worker makes, minutes later and in the middle of its trace."""
     fp32 = {"dtype": "float32"}
-    fp8 = {"kv_cache_dtype": "fp8", **fp32}
+    e5m2 = {"kv_cache_dtype": "fp8_e5m2", **fp32}
     trees = {"draft": "tree-static", "num_speculative_tokens": 25, "pruner": "uv"}
     for spec, overrides, message in (
         ({"guidance_layers": [99]}, fp32, "guidance_layers: the target has layers 0 to"),
         ({"pruner": "uv", "uv_layer": 99}, fp32, "uv_layer: the target has layers 1 to"),
-        (trees, fp8, "tree attention does not read fp8"),
+        (trees, e5m2, "tree attention does not read fp8_e5m2 KV caches: use --kv-cache-dtype auto or fp8, or use"),
+        (trees | {"kv_cache_dtype": "fp8_e5m2"}, fp32, "tree attention does not read fp8_e5m2"),
+        ({}, e5m2, "attention guidance does not read fp8_e5m2"),
+        ({"model": "self", "kv_cache_dtype": "fp8"}, fp32, "kv_cache_dtype is a draft model's"),
     ):
         assert refusal(spec, whole, **overrides).startswith(message)
     # What is not read is no reason to refuse.
-    engine_args(spec={"pruner": "uv"}, **fp8).create_engine_config()
+    engine_args(spec={"pruner": "uv"}, **e5m2).create_engine_config()
+    for dtypes in (
+        {"spec": trees | {"pruner": "specvlm"}, "kv_cache_dtype": "fp8"},
+        {"spec": {"kv_cache_dtype": "fp8"}},
+    ):
+        engine_args(**fp32, **dtypes).create_engine_config()
     engine_args(spec={"pruner": "uniform", "guidance_layers": [99]}, **fp32).create_engine_config()
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     assert "Model Runner V2" in refusal(by=whole, **fp32)
@@ -326,9 +353,12 @@ def test_a_backend_that_can_be_read_is_chosen(monkeypatch, named, offered, chose
     warned = []
     monkeypatch.setattr(preflight.logger, "warning", lambda text, *args: warned.append(text % args))
     with pytest.raises(VidSpecError, match=message) if message else contextlib.nullcontext():
-        preflight.choose_backend(config, "tree attention", "use draft chain")
+        preflight.choose_backend(config, tree_attention.READER)
     assert (config.backend and config.backend.name) == chosen
     # Its own choice is given up with a warning that names what would keep it.
-    assert [("instead of FLASHINFER" in line, "uv" in line) for line in warned] == [(True, True)] * (
-        named is None and chosen is not None
-    )
+    wanted = "instead of FLASHINFER, which tree attention does not read: use draft chain to keep it"
+    assert [wanted in line for line in warned] == [True] * (named is None and chosen is not None)
+    # Guidance reads its cache.
+    config.backend = named and SimpleNamespace(name=named)
+    preflight.choose_backend(config, attention.READER)
+    assert config.backend is None or named is not None

@@ -18,30 +18,63 @@ from vllm_vidspec.engine.worker import VidSpecWorker
 from vllm_vidspec.errors import VidSpecError
 
 
-def test_placeholders_cost_rows_and_are_not_rejected_drafts(monkeypatch):
-    """Rows scheduled for drafts which have not come: their time is learned, and no acceptance."""
+def decisions(monkeypatch, num_steps, sampled, num_requests=1):
+    """Let a scheduler's control decide steps of which `sampled(step, rows)` tells each request's tokens; a request ends
+    after 25 steps, its neighbour after 17. Return the control, and each step's number of drafts."""
     now = 0.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     config, _ = parse_config({"model": "draft", "num_speculative_tokens": 5})
     scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=64))
-    control = module.SchedulerControl(config, scheduler, SimpleNamespace(), None)
+    control, found = module.SchedulerControl(config, scheduler, SimpleNamespace(), None), []
     video = SimpleNamespace(modality="video", mm_position=SimpleNamespace(length=250))
     sampling = SimpleNamespace(temperature=0.0)
-    control.is_shown(SimpleNamespace(request_id="a", mm_features=[video], sampling_params=sampling, num_tokens=300), 0)
-    for number in range(12):
-        new = [] if number else ["a"]
-        step = SimpleNamespace(num_scheduled_tokens={"a": 1}, finished_req_ids=set(), scheduled_new_reqs=new)
+    for number in range(num_steps):
+        generation, age = divmod(number, 25)
+        req_ids = [f"{generation}-{i}" for i in range(num_requests if age < 17 else 1)]
+        step = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(req_ids, 1), finished_req_ids=set())
+        step.scheduled_new_reqs = [] if age else req_ids
+        if age == 17:
+            step.finished_req_ids = {f"{generation}-1"}
+        if not age:
+            step.finished_req_ids = {f"{generation - 1}-0"}
+            for req_id in req_ids:
+                request = SimpleNamespace(request_id=req_id, mm_features=[video], sampling_params=sampling)
+                control.is_shown(SimpleNamespace(**vars(request), num_tokens=300), 0)
         decision = control.plan(step, None)
         setattr(step, _DECISION, decision)
         rows = step.num_spec_tokens_to_schedule = decision.option.num_tokens
-        step.scheduled_spec_decode_tokens = {"a": [0] * rows} if rows else {}
-        step.total_num_scheduled_tokens = 1 + rows
-        output = SimpleNamespace(req_ids=["a"], sampled_token_ids=[[0]])
-        attach_report(output, StepReport(frozenset(), frozenset(), 0.0, ()))
+        step.scheduled_spec_decode_tokens = {req_id: [0] * rows for req_id in req_ids} if rows else {}
+        step.total_num_scheduled_tokens = len(req_ids) * (1 + rows)
+        tokens, is_real = sampled(number, rows)
+        output = SimpleNamespace(req_ids=req_ids, sampled_token_ids=[[0] * tokens] * len(req_ids))
+        attach_report(output, StepReport(frozenset(req_ids if is_real else ()), frozenset(), 0.0, ()))
         now += 0.01 + 0.001 * rows
         control.observe(step, output)
+        found.append(rows)
+    return control, found
+
+
+def test_placeholders_cost_rows_and_are_not_rejected_drafts(monkeypatch):
+    """Rows scheduled for drafts which have not come: their time is learned, and no acceptance."""
+    control, _ = decisions(monkeypatch, 20, lambda number, rows: (1, False))
+    control._take_in()
     assert control._controller.acceptance.tries(0) == 0
     assert any(record.x[4] > 0 for record in control._controller.costs._records.values())
+
+
+def test_steps_that_wait_change_no_decision(monkeypatch):
+    """Acceptance comes and goes. Catches: a decision, a request's class or its end before what it rests on is known."""
+
+    def sampled(number, rows):
+        return 1 + (rows if number // 40 % 2 else min(rows, number % 3)), rows > 0
+
+    late = decisions(monkeypatch, 400, sampled, num_requests=2)
+    monkeypatch.setattr(module, "_WAITING_STEPS", 1)
+    prompt = decisions(monkeypatch, 400, sampled, num_requests=2)
+    assert late[1] == prompt[1] and len(set(late[1])) > 2
+    assert [vars(known) for known in late[0]._controller.classes] == [
+        vars(known) for known in prompt[0]._controller.classes
+    ]
 
 
 def test_drafts_of_a_request_that_has_left_are_nobodys():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.unit.engine import fakes
-from vllm_vidspec.engine import tree_attention
+from vllm_vidspec.engine import kv_views, tree_attention
 from vllm_vidspec.engine.compat import backends
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.errors import VidSpecError
@@ -90,7 +90,7 @@ def test_tritons_kernel_by_its_bound(monkeypatch, bound):
 @pytest.mark.parametrize(
     ("changes", "config", "wanted"),
     [
-        ({"kv_cache_dtype": "fp8"}, {}, "does not read fp8 KV caches"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, {}, "does not read fp8_e5m2 KV caches"),
         ({"sliding_window": (1023, 0)}, {}, "knows no sliding windows"),
         ({"logits_soft_cap": 30.0}, {}, "soft caps"),
         ({}, {"use_ubatching": True}, "--enable-dbo"),
@@ -115,10 +115,11 @@ def test_what_tree_attention_cannot_do_stays_with_the_backend(monkeypatch, lines
 
 
 def test_layers_choose_one_by_one(lines):
-    """Catches: a plain layer beside a quantised one (`--kv-cache-dtype-skip-layers`) left slow; both lines twice."""
-    plain, quantised, split = flash_layer(2), flash_layer(2, kv_cache_dtype="fp8"), flash_layer(3)
-    made = make(plain, quantised, split)
-    assert made is not None and made.layers == [plain]
+    """Catches: a plain layer, or one in e4m3, beside one that cannot be read left slow; both lines twice."""
+    plain, other, split = flash_layer(2), flash_layer(2, kv_cache_dtype="nvfp4"), flash_layer(3)
+    quantised = flash_layer(2, kv_cache_dtype="fp8")
+    made = make(plain, other, quantised, split)
+    assert made is not None and made.layers == [plain, quantised]
     assert [level for level, _ in lines] == ["warning", "info"] and "6 rows" in lines[1][1]
 
 
@@ -126,8 +127,41 @@ def test_trees_take_every_layer_or_none():
     """Catches: trees that a layer would verify as chains."""
     made = make(flash_layer(3), flash_layer(3), in_trees=True)
     assert made is not None and len(made.layers) == 2 and not made.outruns(2)
-    with pytest.raises(VidSpecError, match="does not read fp8"):
-        make(flash_layer(3, kv_cache_dtype="fp8"), in_trees=True)
+    with pytest.raises(VidSpecError, match="does not read int8_per_token_head"):
+        make(flash_layer(3, kv_cache_dtype="int8_per_token_head"), in_trees=True)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,)], ids=["scalar", "tensor", "head"])
+@pytest.mark.parametrize("isa", [None, "vec"])
+def test_scales_are_vllms_own_tensors(shape, isa):
+    """Catches: a copy, which an update of weights leaves behind; a scale of queries that are not in float8; the CPU's
+    heads, which share the largest scale, taken for heads with scales of their own."""
+    layer = flash_layer(3, kv_cache_dtype="fp8", num_kv_heads=2)
+    parts = [torch.arange(1.0, 3.0)[: shape[0] if shape else 1].reshape(shape) * 10**i for i in range(3)]
+    layer._q_scale, layer._k_scale, layer._v_scale = parts
+    layer.isa = isa
+    query = torch.zeros(1, 2, 4)
+    plain, quantised = (kv_views.cache_scales(layer, some) for some in (query, query.to(kv_views.FP8)))
+    assert plain[0] is None and all(scale.shape == (2,) for scale in (*plain[1:], *quantised))
+    largest = [part.max().item() for part in parts]
+    for scale, part, most in zip(quantised, parts, largest, strict=True):
+        by_head = [most] * 2 if isa and part is not parts[0] else part.expand(2).tolist()
+        assert scale.tolist() == by_head
+        assert isa or scale.data_ptr() == part.data_ptr()
+    layer.kv_cache_dtype = "auto"
+    assert kv_views.cache_scales(layer, query) == (None, None, None)
+
+
+def test_flashinfers_metadata_says_its_block_table():
+    """Catches: a batch whose table is not its own; the result of the builder lost."""
+    made = []
+    builder = SimpleNamespace(build=lambda common_prefix_len, common_attn_metadata, fast_build=False: made[-1])
+    compat.keep_block_table(builder)
+    for table in (torch.ones(1, 2), torch.ones(3, 2)):
+        made.append(SimpleNamespace(num_decodes=len(table)))
+        common = SimpleNamespace(block_table_tensor=table)
+        found = builder.build(common_prefix_len=0, common_attn_metadata=common)
+        assert found is made[-1] and found.block_table is table
 
 
 NUM_HEADS, HEAD_SIZE, NUM_TOKENS = 4, 8, 6

@@ -41,7 +41,17 @@ FUNCTIONS = {
     "vllm.config.vllm:VllmConfig.get_quantization_config": "model_config load_config",
     "vllm.sampling_params:SamplingParams._validate_spec_decode": "self speculative_config",
     "vllm.v1.engine.output_processor:RequestState._new_completion_output": "self token_ids finish_reason stop_reason",
+    "vllm.v1.engine.output_processor:RequestState.make_request_output": (
+        "self new_token_ids pooling_output finish_reason stop_reason kv_transfer_params"
+    ),
+    "vllm.outputs:RequestOutput.add": "self next_output aggregate",
     f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.create_chat_completion": "self request raw_request",
+    f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator": (
+        "self request result_generator"
+    ),
+    f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator": (
+        "self request result_generator"
+    ),
     f"{_OPENAI}.completion.serving:OpenAIServingCompletion.create_completion": "self request raw_request",
     f"{_OPENAI}.responses.serving:OpenAIServingResponses.create_responses": "self request raw_request",
     # The worker and the runner
@@ -127,7 +137,8 @@ MEMBERS = {
     _RUNNER: (
         "vllm_config device model speculative_config speculator rejection_sampler max_num_reqs max_num_tokens "
         "max_model_len num_speculative_steps vocab_size dtype model_memory_usage use_aux_hidden_state_outputs "
-        "encoder_cache req_states model_state execute_model_state block_tables kv_cache_config input_buffers sampler"
+        "encoder_cache req_states model_state execute_model_state block_tables kv_cache_config input_buffers sampler "
+        "attn_groups"
     ),
     _WORKER: "use_v2_model_runner vllm_config device model_runner",
     f"{GPU}.model_runner:ExecuteModelState": "hidden_states aux_hidden_states num_spec_tokens_to_schedule",
@@ -160,6 +171,8 @@ MEMBERS = {
     f"{GPU}.cudagraph_utils:CudaGraphManager": "compilation_config graphs _capture_descs",
     f"{GPU}.cudagraph_utils:BatchExecutionDescriptor": "cg_mode num_tokens num_reqs",
     f"{GPU}.mm.encoder_cache:EncoderCache": "encoder_outputs reset_encoder_cache",
+    "vllm.v1.attention.backend:AttentionLayer": "_q_scale _k_scale _v_scale",
+    "vllm.model_executor.layers.attention.attention:Attention": "query_quant kv_cache_dtype",
     "vllm.v1.core.sched.output:SchedulerOutput": (
         "scheduled_new_reqs finished_req_ids total_num_scheduled_tokens num_spec_tokens_to_schedule "
         "num_scheduled_tokens scheduled_spec_decode_tokens"
@@ -169,12 +182,16 @@ MEMBERS = {
     ),
     "vllm.v1.outputs:DraftTokenIds": "req_ids draft_token_ids",
     "vllm.v1.metrics.stats:RequestSpecDecodeMetrics": "to_dict",
+    "vllm.v1.engine:EngineCoreOutput": "request_id new_token_ids kv_transfer_params",
+    "vllm.v1.engine.output_processor:RequestState": "detokenizer prompt_token_ids",
+    "vllm.v1.engine.detokenizer:FastIncrementalDetokenizer": "tokenizer num_output_tokens",
     "vllm.multimodal.inputs:MultiModalFeatureSpec": "data modality identifier mm_position mm_hash",
     "vllm.config.multimodal:MultiModalConfig": (
         "skip_mm_profiling mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path video_pruning_rate"
     ),
     "vllm.config.speculative:SpeculativeConfig": (
-        "draft_model_config draft_parallel_config num_speculative_tokens num_speculative_tokens_per_batch_size method"
+        "draft_model_config draft_parallel_config num_speculative_tokens num_speculative_tokens_per_batch_size method "
+        "kv_cache_dtype"
     ),
     "vllm.config.parallel:ParallelConfig": (
         "rank tensor_parallel_size pipeline_parallel_size data_parallel_size data_parallel_rank data_parallel_index "
@@ -199,7 +216,7 @@ MEMBERS = {
     "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl": "vllm_flash_attn_version logits_soft_cap sinks",
     "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl": "logits_soft_cap sinks",
     "vllm.config.compilation:PassConfig": "fuse_attn_quant",
-    "vllm.v1.worker.utils:AttentionGroup": "metadata_builders",
+    "vllm.v1.worker.utils:AttentionGroup": "backend metadata_builders",
     "vllm.v1.kv_cache_interface:FullAttentionSpec": "page_size_bytes block_size",
 }
 

@@ -104,6 +104,23 @@ def intercept_attention(layer: Any, interceptor: Callable) -> None:
     layer.impl.forward = functools.wraps(original)(functools.partial(interceptor, original))
 
 
+def keep_block_table(builder: Any) -> None:
+    """Let the metadata that a builder makes say its `block_table`, as every other backend's does.
+
+    Why: FlashInfer's keeps it in the form of each kernel that it plans, if at all; its cache is paged as the others'.
+    """
+    build = builder.build
+    expect_parameters(build, "common_prefix_len", "common_attn_metadata")
+
+    @functools.wraps(build)
+    def keep(common_prefix_len, common_attn_metadata, *args, **kwargs):
+        metadata = build(common_prefix_len, common_attn_metadata, *args, **kwargs)
+        metadata.block_table = common_attn_metadata.block_table_tensor
+        return metadata
+
+    builder.build = keep
+
+
 def adjust_positions(model_state: Any, adjust: Callable, dummy: Callable) -> None:
     """Choose the positions that the target's forward sees.
 

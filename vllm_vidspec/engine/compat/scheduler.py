@@ -4,17 +4,18 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from vllm_vidspec.adapt import Decision
-from vllm_vidspec.config import METHOD
+from vllm_vidspec.config import METHOD, REQUEST_RECORD
 from vllm_vidspec.engine.compat.contract import wrap
 
 RETUNE = "vidspec_retune"  # the workers' method that changes knobs
 # What travels with vLLM's own dataclasses: with a new request its salt and whether it is drafted for, with a step what
-# is drafted (`Decision`), and with its output what was (`StepReport`).
-_SALT, _IS_SHOWN, _DECISION, _REPORT = (
+# is drafted (`Decision`), with its output what was (`StepReport`), and the records of requests that ask.
+_SALT, _IS_SHOWN, _DECISION, _REPORT, _RECORDS = (
     "_vidspec_cache_salt",
     "_vidspec_is_shown",
     "_vidspec_decision",
     "_vidspec_report",
+    "_vidspec_records",
 )
 
 
@@ -103,7 +104,10 @@ class _Patches:
     def update(original, scheduler, scheduler_output, model_runner_output):
         if scheduler._vidspec_side is not None:
             scheduler._vidspec_side.observe(scheduler_output, model_runner_output)
-        return original(scheduler, scheduler_output, model_runner_output)
+        outputs = original(scheduler, scheduler_output, model_runner_output)
+        if records := getattr(model_runner_output, _RECORDS, None):
+            _hand_over(records, outputs)
+        return outputs
 
     @staticmethod
     def shutdown(original, scheduler):
@@ -139,6 +143,22 @@ def decision_of(scheduler_output: Any) -> Decision | None:
 def attach_report(output: Any, report: "StepReport") -> None:
     """Attach a report to vLLM's `ModelRunnerOutput`."""
     setattr(output, _REPORT, report)
+
+
+def attach_records(output: Any, records: dict[str, dict[str, Any]]) -> None:
+    """Attach what a step says of requests that ask, by request id, to vLLM's `ModelRunnerOutput`."""
+    setattr(output, _RECORDS, records)
+
+
+def _hand_over(records: dict[str, dict[str, Any]], outputs: Any) -> None:
+    """Put each request's record beside its own new tokens, in the one field of `EngineCoreOutput` that passes any dict
+    on to whoever has sent the request; `api.show_request_records` takes it out there.
+    """
+    for client in outputs.values():
+        for output in client.outputs:
+            if (record := records.get(output.request_id)) is not None and output.new_token_ids:
+                record["tokens"] = list(output.new_token_ids)
+                output.kv_transfer_params = {**(output.kv_transfer_params or {}), REQUEST_RECORD: record}
 
 
 def report_of(output: Any) -> "StepReport":

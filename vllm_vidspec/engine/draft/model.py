@@ -39,6 +39,7 @@ from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.compat.moved import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm_vidspec.engine.draft.model_config import (
     draft_config,
+    follow,
     kv_bytes_per_token,
     of_two_rows,
     own_cache,
@@ -171,9 +172,13 @@ class DraftModel:
         return self.config.model_config.get_vocab_size()
 
     @functools.cached_property
+    def family(self) -> families.FamilyAdapter:
+        return families.adapter_for(self.hf_config)
+
+    @functools.cached_property
     def num_media_levels(self) -> int:
         """Embeddings side by side that the tower makes of a visual token; see `FamilyAdapter`."""
-        return families.adapter_for(self.hf_config).num_media_levels(self.hf_config)
+        return self.family.num_media_levels(self.hf_config)
 
     def make_vision_cache(self, num_bytes: int) -> VisionCache:
         """Allocate a cache of vision embeddings, as large as the smallest that any tensor-parallel rank asks for."""
@@ -197,6 +202,7 @@ class DraftModel:
         )
 
     def _kv_groups(self) -> list[Any]:
+        follow(self.config, self.target_config)
         groups = get_kv_cache_groups(self.config, get_kv_cache_spec(self.config))
         if len(groups) != 1:
             raise VidSpecError("drafts that mix attention kinds (several KV cache groups) are not supported")
@@ -208,8 +214,9 @@ class DraftModel:
         """
         num_blocks = _smallest_of_ranks(num_bytes // self.bytes_per_block)
         with set_current_vllm_config(self.config):
+            groups = self._kv_groups()
             self._kv_config = get_kv_cache_config_from_groups(
-                without_override(self.config), self._kv_groups(), num_blocks * self.bytes_per_block
+                without_override(self.config), groups, num_blocks * self.bytes_per_block
             )
             builders_config = of_two_rows(self.config, self.target_config.speculative_config)
             self._attn_groups, self._graph_support, kernel_block_sizes = init_attn_backend(
@@ -327,9 +334,15 @@ class DraftModel:
         """Return `[n, hidden_size]` input embeddings of the next forward: of `[n]` int64 tokens, and in `[num_media]`
         int64 places of items' `[m_i, num_media_levels * hidden_size]`; those of deeper layers wait for it in the model.
         """
+        is_own = where is not None and self.family.embeds_by_itself
+        if where is not None and not is_own:
+            token_ids = token_ids.index_fill(0, where, 0)  # a visual token's own id may be outside the vocabulary
         if self.num_embeddings < self.vocab_size:
             token_ids = token_ids.clamp(max=self.num_embeddings - 1)  # the target's padding, which means nothing
         with self._agreement.collective():
+            if is_own:
+                is_media = torch.zeros_like(token_ids, dtype=torch.bool).index_fill_(0, where, True)
+                return self.model.embed_input_ids(token_ids, multimodal_embeddings=media, is_multimodal=is_media)
             embeds = self.model.embed_input_ids(token_ids)
         if media:
             # By index, not by vLLM's mask, which has to become one on the host first.
@@ -353,7 +366,7 @@ class DraftModel:
         if frames is None:
             return item
         data = {key: element.data for key, element in item.items()}
-        changed = families.adapter_for(self.hf_config).some_frames(data, frames)
+        changed = self.family.some_frames(data, frames)
         return type(item)({key: replace(element, data=changed.get(key, element.data)) for key, element in item.items()})
 
     def _encode(self, items: list[tuple[str, Any]]) -> list[torch.Tensor]:

@@ -26,6 +26,10 @@ def draft_config(base: VllmConfig, is_self_draft: bool) -> VllmConfig:
     config.speculative_config = None
     if is_self_draft:
         return config
+    # Its own: a checkpoint that says how its cache is quantised writes it there.
+    config.cache_config = copy.copy(base.cache_config)
+    if speculative.kv_cache_dtype is not None:
+        config.cache_config.cache_dtype = speculative.kv_cache_dtype
     config.model_config = copy.copy(speculative.draft_model_config)
     config.model_config.multimodal_config = _media_config(base.model_config.multimodal_config)
     config.parallel_config = copy.copy(speculative.draft_parallel_config)
@@ -59,6 +63,17 @@ def own_cache(layer: Any) -> Any:
     layer.impl = copy.copy(layer.impl)
     layer.kv_cache = torch.tensor([])
     return layer
+
+
+def follow(config: VllmConfig, target: VllmConfig) -> None:
+    """Take what vLLM settles of the target's cache once models are loaded (the block size, the layout, the number of
+    blocks), but for the type, and for a layout that was resolved for the draft alone.
+    """
+    own, theirs = config.cache_config, target.cache_config
+    if own is not theirs:
+        config.cache_config = copy.copy(theirs)
+        config.cache_config.cache_dtype = own.cache_dtype
+        config.cache_config.kv_cache_layout = theirs.kv_cache_layout or own.kv_cache_layout
 
 
 def of_two_rows(config: VllmConfig, speculative_config: Any) -> VllmConfig:

@@ -1,6 +1,7 @@
 """SpecVLM's guidance: the attention that a prompt's text pays to its visual tokens, from q and the paged K cache."""
 
 import functools
+import itertools
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +19,20 @@ from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.hooks.prompts import Guidance, Guided, ObservedPrompt, PendingScores, prefills
 from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.kv_views import attention_layers, cache_views, check_layout, check_readable
+from vllm_vidspec.engine.kv_views import (
+    BACKENDS,
+    FLASHINFER,
+    Reader,
+    attention_layers,
+    cache_scales,
+    cache_views,
+    check_layout,
+    check_readable,
+)
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.errors import VidSpecError
 
-# What is refused, and the way out.
-REFUSAL = ("attention guidance", "use a pruner that needs no attention, e.g. uv")
+READER = Reader("attention guidance", "use a pruner that needs no attention, e.g. uv", (*BACKENDS, FLASHINFER))
 
 
 @dataclass(eq=False)
@@ -74,14 +83,18 @@ class AttentionGuidance(Guidance):
         self._select(knobs.current)
         knobs.on_change(self._select)
         for index, layer in layers.items():
-            check_readable(layer, *REFUSAL)
+            check_readable(layer, READER)
             compat.observe_attention(layer, functools.partial(self._observe, index), lambda: self._step is not None)
 
     def _select(self, config: VidSpecConfig) -> None:
         self._layers = chosen_layers(config.prune.guidance_layers, len(self.attention))
 
     def init_kv(self, runner: Any) -> None:
-        check_layout(self.attention.values(), *REFUSAL)
+        check_layout(self.attention.values(), READER)
+        for group in itertools.chain(*runner.attn_groups):
+            if group.backend.get_name() == FLASHINFER:
+                for builder in group.metadata_builders:
+                    compat.keep_block_table(builder)
 
     def before_forward(self, batch: Any) -> None:
         self._step = None
@@ -140,6 +153,7 @@ class AttentionGuidance(Guidance):
             step.out_rows,
             step.num_keys,
             impl.scale,
+            scales=cache_scales(layer, query),
             lse=lse if lse is None else lse.index_select(1, step.query_rows).T,
             max_queries_per_req=step.max_queries,
         )
