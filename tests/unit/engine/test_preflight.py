@@ -139,7 +139,7 @@ def finished(**changed) -> SimpleNamespace:
         *("requires_raw_input_tokens", "is_mm_prefix_lm", "disable_hybrid_kv_cache_manager", "is_moe"),
     )
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "offload_group_size": 0, "data_parallel_size": 1}
-    runs = {"offload_backend": "auto", "use_v2_model_runner": True, "hf_config": KNOWN}
+    runs = {"offload_backend": "auto", "use_v2_model_runner": True, "hf_config": KNOWN, "pipeline_parallel_size": 1}
     engine = SimpleNamespace(**dict.fromkeys(absent) | sizes | runs | changed)
     engine.draft_model_config, engine.speculative_config = engine, getattr(engine, "speculative_config", engine)
     for part in ("model", "scheduler", "offload", "parallel", "attention", "cache", "compilation"):
@@ -169,6 +169,7 @@ PRUNES_VIDEOS = {
 TREE = {"draft": "tree-static", "num_speculative_tokens": 25}
 NARROW = {"max_num_batched_tokens": 300, "max_num_seqs": 151}
 SHARDED = {"enable_batch_sharded_sampling": True}
+STAGES = {"pipeline_parallel_size": 2, "async_scheduling": True}
 
 
 @pytest.mark.parametrize(
@@ -199,6 +200,11 @@ SHARDED = {"enable_batch_sharded_sampling": True}
         ({}, UNKNOWN | {"is_mm_prefix_lm": True}, "OtherModel has no adapter, .*: tokens of an image see those behind"),
         ({}, UNKNOWN | MIXED, "OtherModel has no adapter, .*: its layers mix kinds of attention"),
         ({}, UNKNOWN | MIXED | {"disable_hybrid_kv_cache_manager": True}, None),
+        ({}, STAGES, None),
+        (TREE, STAGES, "--pipeline-parallel-size: vLLM sends .* no tree's shape: draft chains"),
+        ({"model": "self"}, STAGES, '--pipeline-parallel-size with "model": "self": .* name a draft model'),
+        ({"pruner": "uv"}, STAGES, "--pipeline-parallel-size: the pruner uv compares .* use specvlm"),
+        ({}, STAGES | {"async_scheduling": False}, "--pipeline-parallel-size: without asynchronous .* drop --no-async"),
         ({}, {"use_v2_model_runner": False}, "vidspec needs Model Runner V2, which vLLM does not use here"),
     ],
 )
@@ -287,6 +293,7 @@ def test_what_the_target_cannot_be_read_as_is_refused_before_it_loads(whole, mon
     trees = {"draft": "tree-static", "num_speculative_tokens": 25, "pruner": "uv"}
     for spec, overrides, message in (
         ({"guidance_layers": [99]}, fp32, "guidance_layers: the target has layers 0 to"),
+        ({"guidance_layers": [0]}, fp32 | STAGES, "guidance_layers: only the last pipeline stage is observed, which"),
         ({"pruner": "uv", "uv_layer": 99}, fp32, "uv_layer: the target has layers 1 to"),
         (trees, e5m2, "tree attention does not read fp8_e5m2 KV caches: use --kv-cache-dtype auto or fp8, or use"),
         (trees | {"kv_cache_dtype": "fp8_e5m2"}, fp32, "tree attention does not read fp8_e5m2"),

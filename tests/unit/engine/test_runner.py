@@ -10,7 +10,7 @@ from vllm.v1.outputs import DraftTokenIds
 
 from vllm_vidspec.config import VidSpecConfig, parse_config
 from vllm_vidspec.engine import control as module
-from vllm_vidspec.engine.compat.scheduler import _DECISION, StepReport, attach_report
+from vllm_vidspec.engine.compat.scheduler import _DECISION, StepReport, attach
 from vllm_vidspec.engine.parallel.client import DrafterClient
 from vllm_vidspec.engine.parallel.messages import Failed
 from vllm_vidspec.engine.runner import VidSpecModelRunner
@@ -47,7 +47,7 @@ def decisions(monkeypatch, num_steps, sampled, num_requests=1):
         step.total_num_scheduled_tokens = len(req_ids) * (1 + rows)
         tokens, is_real = sampled(number, rows)
         output = SimpleNamespace(req_ids=req_ids, sampled_token_ids=[[0] * tokens] * len(req_ids))
-        attach_report(output, StepReport(frozenset(req_ids if is_real else ()), frozenset(), 0.0, ()))
+        attach(output, StepReport(frozenset(req_ids if is_real else ()), frozenset(), 0.0, ()), None)
         now += 0.01 + 0.001 * rows
         control.observe(step, output)
         found.append(rows)
@@ -75,6 +75,16 @@ def test_steps_that_wait_change_no_decision(monkeypatch):
     assert [vars(known) for known in late[0]._controller.classes] == [
         vars(known) for known in prompt[0]._controller.classes
     ]
+
+
+@pytest.mark.parametrize(("has_stages", "expected"), [(False, {"other"}), (True, {"drafted"})])
+def test_the_drafts_that_a_step_verifies(has_stages, expected):
+    """With pipeline stages two batches are under way. Catches: the controller told of the drafts of the other one."""
+    runner = VidSpecModelRunner.__new__(VidSpecModelRunner)
+    batch = SimpleNamespace(req_ids=["plain", "drafted"], idx_mapping_np=np.array([2, 0]))
+    runner.use_pp, runner.execute_model_state = has_stages, SimpleNamespace(input_batch=batch)
+    runner.requests = SimpleNamespace(in_flight=frozenset({"other"}), has_draft_np=np.array([True, True, False]))
+    assert runner._verified() == expected
 
 
 def test_drafts_of_a_request_that_has_left_are_nobodys():

@@ -115,6 +115,10 @@ FUNCTIONS = {
         "vllm_config rank distributed_init_method local_rank backend"
     ),
     "vllm.v1.worker.workspace:init_workspace_manager": "device",
+    # Pipeline stages
+    "vllm.distributed.utils:get_pp_indices": "num_hidden_layers pp_rank pp_size",
+    f"{GPU}.spec_decode.utils:get_pp_safe_draft_load_config": "load_config",
+    "vllm.config.model:ModelConfig.get_total_num_hidden_layers": "self",
     f"{GPU}.cudagraph_utils:CudaGraphManager.__init__": "self vllm_config device cudagraph_mode decode_query_len",
     f"{GPU}.cudagraph_utils:CudaGraphManager.capture": "self create_forward_fn progress_bar_desc",
     f"{GPU}.cudagraph_utils:CudaGraphManager.run_fullgraph": "self desc",
@@ -138,10 +142,12 @@ MEMBERS = {
         "vllm_config device model speculative_config speculator rejection_sampler max_num_reqs max_num_tokens "
         "max_model_len num_speculative_steps vocab_size dtype model_memory_usage use_aux_hidden_state_outputs "
         "encoder_cache req_states model_state execute_model_state block_tables kv_cache_config input_buffers sampler "
-        "attn_groups"
+        "attn_groups use_pp"
     ),
     _WORKER: "use_v2_model_runner vllm_config device model_runner",
-    f"{GPU}.model_runner:ExecuteModelState": "hidden_states aux_hidden_states num_spec_tokens_to_schedule",
+    f"{GPU}.model_runner:ExecuteModelState": (
+        "hidden_states aux_hidden_states num_spec_tokens_to_schedule input_batch"
+    ),
     f"{GPU}.input_batch:InputBatch": (
         "req_ids num_reqs num_tokens idx_mapping idx_mapping_np is_prefilling_np num_computed_tokens_np "
         "num_scheduled_tokens query_start_loc_np cu_num_logits cu_num_logits_np num_draft_tokens_per_req "
@@ -388,6 +394,11 @@ def test_classes_have_what_we_read(path, names):
     for base in (base for base in resolve(path).__mro__ if base.__module__.startswith("vllm.")):
         members |= {*vars(base), *inspect.get_annotations(base), *re.findall(r"self\.(\w+)", inspect.getsource(base))}
     assert not set(names.split()) - members
+
+
+def test_a_model_asks_the_process_for_its_stage():
+    """Catches: a group that is kept elsewhere than where the draft's is put in its place."""
+    assert "return _PP" in inspect.getsource(resolve("vllm.distributed.parallel_state:get_pp_group"))
 
 
 def test_vllm_reads_nothing_else_of_a_speculator():

@@ -6,15 +6,18 @@ from typing import Any, NamedTuple
 from vllm_vidspec.adapt import Decision
 from vllm_vidspec.config import METHOD, REQUEST_RECORD
 from vllm_vidspec.engine.compat.contract import wrap
+from vllm_vidspec.metrics.carried import Carried
 
 RETUNE = "vidspec_retune"  # the workers' method that changes knobs
 # What travels with vLLM's own dataclasses: with a new request its salt and whether it is drafted for, with a step what
-# is drafted (`Decision`), with its output what was (`StepReport`), and the records of requests that ask.
-_SALT, _IS_SHOWN, _DECISION, _REPORT, _RECORDS = (
+# is drafted (`Decision`), with its output what was (`StepReport`), what was counted on another host, and the records
+# of requests that ask.
+_SALT, _IS_SHOWN, _DECISION, _REPORT, _CARRIED, _RECORDS = (
     "_vidspec_cache_salt",
     "_vidspec_is_shown",
     "_vidspec_decision",
     "_vidspec_report",
+    "_vidspec_carried",
     "_vidspec_records",
 )
 
@@ -140,9 +143,17 @@ def decision_of(scheduler_output: Any) -> Decision | None:
     return getattr(scheduler_output, _DECISION, None)
 
 
-def attach_report(output: Any, report: "StepReport") -> None:
-    """Attach a report to vLLM's `ModelRunnerOutput`."""
-    setattr(output, _REPORT, report)
+def attach(output: Any, report: "StepReport | None", carried: Carried | None) -> None:
+    """Attach to vLLM's `ModelRunnerOutput` what there is to tell of a step."""
+    if report is not None:
+        setattr(output, _REPORT, report)
+    if carried is not None:
+        setattr(output, _CARRIED, carried)
+
+
+def carried_of(output: Any) -> Carried | None:
+    """Return what vLLM's `ModelRunnerOutput` carries of counts; None where there are none."""
+    return getattr(output, _CARRIED, None)
 
 
 def attach_records(output: Any, records: dict[str, dict[str, Any]]) -> None:

@@ -37,6 +37,7 @@ from vllm_vidspec import families
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.compat.moved import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm_vidspec.engine.compat.stages import one_stage
 from vllm_vidspec.engine.draft.model_config import (
     draft_config,
     follow,
@@ -111,7 +112,7 @@ class DraftModel:
         else:
             # No prefix: what a quantised checkpoint leaves out, it names as its own modules are called. The names may
             # be the target's, because everything that looks layers up by name belongs to one configuration.
-            with set_model_tag("draft_model"):
+            with set_model_tag("draft_model"), one_stage():
                 self.model = get_model(vllm_config=self.config)
         model_config = self.config.model_config
         self.num_positions = rope_positions(self.model.get_language_model(), model_config.max_model_len)
@@ -309,6 +310,7 @@ class DraftModel:
         with (
             self._agreement.collective(),
             compat.without_kv_connector(),
+            one_stage(),
             set_forward_context(
                 metadata,
                 self.config,

@@ -9,7 +9,8 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 
 from vllm_vidspec import metrics
-from vllm_vidspec.engine.compat.scheduler import StepReport, attach_records, attach_report
+from vllm_vidspec.engine.compat.scheduler import StepReport, attach, attach_records
+from vllm_vidspec.metrics.carried import Carried
 from vllm_vidspec.metrics.files import CounterFiles
 
 logger = init_logger("vllm.vidspec")
@@ -55,7 +56,7 @@ class RequestMetricsReader:
 
 class PublishingOutput(AsyncModelRunnerOutput):
     """A step's output that publishes our counts when the device has finished it, before anybody sees the tokens, and
-    brings a report and requests' records to the scheduler.
+    brings the scheduler a report, what was counted on another host, and requests' records.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class PublishingOutput(AsyncModelRunnerOutput):
         inner: AsyncModelRunnerOutput,
         publish: Callable[[], None] | None,
         report: StepReport | None,
+        carried: Carried | None = None,
         records: Callable[[], dict[str, Any]] | None = None,
     ):
-        self._inner, self._publish, self._report, self._records = inner, publish, report, records
+        self._inner, self._publish, self._report, self._carried = inner, publish, report, carried
+        self._records = records
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the step, then publish."""
@@ -75,8 +78,7 @@ class PublishingOutput(AsyncModelRunnerOutput):
         """Publish a step that the device has finished, and return its output with what it brings."""
         if self._publish is not None:
             self._publish()
-        if self._report is not None:
-            attach_report(output, self._report)
+        attach(output, self._report, self._carried)
         if self._records is not None:
             attach_records(output, self._records())
         return output
