@@ -12,6 +12,7 @@ import contextlib
 import functools
 import http.server
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -94,7 +95,9 @@ def attempt(index: str, python: str, extra: str, commands: Sequence[Sequence[str
 def _timed(words: list[str], name: str, folder: str, limit_s: float) -> dict:
     begun, status, text = time.monotonic(), None, "stopped"
     try:
-        run = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=limit_s)
+        # A path to this clone would be found before what was installed.
+        env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+        run = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=limit_s)
         status, text = run.returncode, run.stdout + run.stderr
     except subprocess.TimeoutExpired:
         pass

@@ -66,6 +66,13 @@ def test_a_served_index_installs(built, tmp_path):
     assert run.stdout.split() == [str(tmp_path / "vllm_vidspec" / "__init__.py"), "vidspec", __version__], run.stderr
 
 
+def test_an_empty_environment_does_not_see_the_clone(monkeypatch, tmp_path):
+    """Catches: an install that is "shown to work" by the clone on PYTHONPATH."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    row = release._timed([sys.executable, "-c", "import os; print(os.environ.get('PYTHONPATH'))"], "x", tmp_path, 20)
+    assert (row["status"], row["last"]) == (0, "None")
+
+
 def pin(lock, name):
     """Return the version that a lock pins."""
     return next(line for line in lock if re.match(rf"{name}={{2,3}}\d", line)).split("=")[-1]

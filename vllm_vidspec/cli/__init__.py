@@ -42,7 +42,7 @@ add(app, demo.demo, "vidspec demo", "vidspec demo --prune-ratio 0.5 --max-tokens
 add(app, doctor.doctor, "vidspec doctor", f"vidspec doctor --target {_BUNDLED}/target --draft {_BUNDLED}/draft")
 add(app, status.status, "vidspec status --server http://127.0.0.1:8000")
 add(app, calibrate.calibrate, "vidspec calibrate --prompts 1 --max-tokens 32 --out calibration.json")
-add(app, studio.studio, "vidspec studio")
+add(app, studio.studio, "vidspec studio", "vidspec studio --server http://127.0.0.1:8000 --port 8010")
 
 
 def _has_tools() -> bool:

@@ -1,10 +1,10 @@
 """`vidspec studio`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from vllm_vidspec.cli import options
+from vllm_vidspec.cli import options, running
 
 
 def studio(
@@ -29,14 +29,19 @@ def studio(
     speculative configuration lets it colour tokens.
     """
     given = locals()
-    from rich.console import Console
-
     from vllm_vidspec.tools import studio as page
 
-    out = Console()
+    out = running.console()
     said = {
         "server": lambda of: out.print("Starting the bundled pair…"),
         "ready": lambda of: out.print(f"The server is ready after {of['seconds']:.0f} s."),
         "page": lambda of: out.print(f"Open [bold]{of['url']}[/bold] in a browser; Ctrl-C ends it."),
     }
-    page.run(options.pick(page.Show, given), lambda what, of: said[what](of))
+    with out.status("starting") as shown:
+
+        def tell(what: str, of: dict[str, Any]) -> None:
+            said[what](of)
+            if what == "page":
+                shown.stop()
+
+        page.run(options.pick(page.Show, given), tell)
