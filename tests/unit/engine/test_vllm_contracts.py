@@ -20,8 +20,7 @@ from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.compat.contract import MARK
 from vllm_vidspec.scoring import top_entropy
 
-ROOT = Path(__file__).resolve().parents[3]
-IS_CPU = current_platform.is_cpu()
+ROOT, IS_CPU = Path(__file__).resolve().parents[3], current_platform.is_cpu()
 SOURCES = ("vllm_vidspec", "kernels", "scripts", *(() if IS_CPU else ("benchmarks", "tests/null_gpu")))
 
 
@@ -420,7 +419,7 @@ def test_vllm_calls_in_this_order(path, names):
 
 @pytest.mark.parametrize(("path", "name"), KEYWORDS, ids=last)
 def test_vllm_calls_with_these_arguments(path, name):
-    calls = [node for node in ast.walk(code(path)) if isinstance(node, ast.Call)]
+    calls = (node for node in ast.walk(code(path)) if isinstance(node, ast.Call))
     (call,) = (node for node in calls if ast.unparse(node.func).split(".")[-1] == name)
     assert sorted(keyword.arg or "**" for keyword in call.keywords) == KEYWORDS[path, name].split()
 
@@ -437,8 +436,7 @@ def test_fly_has_vllms_defaults_and_measure():
     logits = torch.randn(64, 100, generator=torch.Generator().manual_seed(0)) * 4
     logits[:, ::7] = -torch.inf
     for top_k in (1, 3, 100):
-        theirs = fly.compute_fly_entropy(logits, top_k, from_logits=True)
-        torch.testing.assert_close(top_entropy(logits, top_k), theirs)
+        torch.testing.assert_close(top_entropy(logits, top_k), fly.compute_fly_entropy(logits, top_k, from_logits=True))
     ours = VidSpecConfig(model="self", num_speculative_tokens=9)
     config = "vllm.config.speculative:SpeculativeConfig"
     fields = {
