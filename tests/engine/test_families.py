@@ -43,8 +43,9 @@ def start(name: str, model: str, draft: str | None, **spec: Any) -> Any:
     return harness.engine(QWEN, draft, overrides | family.overrides, **spec)
 
 
-# GLM-OCR's towers differ from GLM-4.1V's in their layers alone.
-FAST = [pytest.param(name, marks=[pytest.mark.slow] * (name == "glm-ocr")) for name in family_models.FAMILIES]
+# Close to GLM-4.1V: other layers in the tower, or experts.
+SLOW = ("glm-ocr", "glm-v-moe")
+FAST = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in family_models.FAMILIES]
 
 
 @pytest.fixture(scope="module", params=FAST)
