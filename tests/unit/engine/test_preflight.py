@@ -129,7 +129,8 @@ def finished(**changed) -> SimpleNamespace:
         *("is_hybrid", "enable_batch_sharded_sampling", "skip_tokenizer_init", "use_ubatching"),
     )
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "offload_group_size": 0, "data_parallel_size": 1}
-    runs = {"offload_backend": "auto", "use_v2_model_runner": True}
+    own_type = SimpleNamespace(kv_cache_dtype=None)
+    runs = {"offload_backend": "auto", "use_v2_model_runner": True, "speculative_config": own_type}
     engine = SimpleNamespace(**dict.fromkeys(absent) | sizes | runs | changed)
     for part in ("model", "scheduler", "offload", "parallel", "attention", "cache", "compilation"):
         setattr(engine, f"{part}_config", engine)
@@ -147,7 +148,7 @@ def engines(target: bool, draft: bool) -> dict:
     return {
         "data_parallel_size": 2,
         "is_moe": target,
-        "speculative_config": SimpleNamespace(draft_model_config=draft_config),
+        "speculative_config": SimpleNamespace(draft_model_config=draft_config, kv_cache_dtype=None),
     }
 
 
