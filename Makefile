@@ -36,7 +36,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PYTHONUNBUFFERED ?= 1
 
-.PHONY: help setup demo test test-slow setup-cuda-host test-cuda-host check format bench bench-gpu soak doctor gpu-smoke clean distclean
+.PHONY: help setup demo test test-slow setup-cuda-host test-cuda-host contracts check format docs bench bench-gpu soak doctor gpu-smoke clean distclean
 
 help: ## Show this list.
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -66,6 +66,9 @@ test-cuda-host: ## Run the host side of the CUDA path on a null GPU (own environ
 	@$(CUDA_HOST) --vllm 0.32 -m pytest --durations=5 -m "not slow" tests/null_gpu $(PYTEST_ARGS)
 	@$(CUDA_HOST) --vllm 0.33 -m pytest --durations=5 $(CUDA_HOST_TESTS) $(PYTEST_ARGS)
 
+contracts: ## Say what no longer fits another vLLM's sources (VLLM=path/to/vllm).
+	@$(CUDA_HOST) --vllm 0.33 scripts/contracts.py $(VLLM)
+
 check: setup ## Check format, lint, types and who imports whom.
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
@@ -75,6 +78,9 @@ check: setup ## Check format, lint, types and who imports whom.
 format: setup ## Format, and fix what lint can fix itself.
 	@$(PY) -m ruff format .
 	@$(PY) -m ruff check --fix .
+
+docs: ## Build these pages as a site, strictly, in runs/site (DOCS_ARGS="serve" to read it while you write).
+	@$(SYSTEM_PYTHON) scripts/docs_site.py $(DOCS_ARGS)
 
 bench: setup ## Measure acceptance on the bundled pairs (BENCH_ARGS="--prune-ratio 0.5,0.9" for other rows).
 	@$(PY) -m vllm_vidspec.cli bench acceptance $(BENCH_ARGS)

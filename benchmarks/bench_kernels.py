@@ -36,22 +36,15 @@ _COPY_BYTES, _PRODUCT_SIZE = 256 * 2**20, 1024
 
 @dataclass
 class Case:
-    """One size of a kernel.
+    """One size of a kernel."""
 
-    Attributes:
-        calls: What is measured, by implementation; ours is the first.
-        num_bytes: What must be read and written.
-        flops: Operations of its products.
-        dtype: Of these products.
-        results: Of some implementations, how what a call returns becomes a tensor to be compared with ours.
-        notes: Why implementations that are not among the calls do not run here.
-    """
-
-    calls: dict[str, Callable[[], Any]]
-    num_bytes: int
-    flops: int = 0
-    dtype: torch.dtype = torch.float32
+    calls: dict[str, Callable[[], Any]]  # What is measured, by implementation; ours is the first
+    num_bytes: int  # What must be read and written
+    flops: int = 0  # Operations of its products
+    dtype: torch.dtype = torch.float32  # Of these products
+    # Of some implementations, how what a call returns becomes a tensor to be compared with ours.
     results: dict[str, Callable[[Any], torch.Tensor]] = field(default_factory=dict)
+    # Why implementations that are not among the calls do not run here.
     notes: dict[str, str] = field(default_factory=dict)
 
 

@@ -148,11 +148,8 @@ def measure_mixed(
     benchmark: scaling.ScalingBenchmark, workload: Workload, engines: list[Variant]
 ) -> list[dict[str, Any]]:
     """Let every engine answer rounds of eight hopeless and eight good requests, and of sixteen good ones.
-
-    Returns:
-        A row of each engine; `good_beside_hopeless` and `good_beside_good` are how much faster than vanilla's the same
-        eight good answers decode, `tokens_per_s` of all from the request on is over vanilla's too.
-    """
+    `good_beside_hopeless` and `good_beside_good` are how much faster than vanilla's the same eight good answers
+    decode."""
     size, half = benchmark.batch_size, benchmark.batch_size // 2
     mixed, good = [], []
     # The hopeless ones come first, as their prompts take long: the good ones then decode beside them.

@@ -74,11 +74,7 @@ class DecodeLoop:
         self.num_tokens: dict[str, int] = {}  # by request
 
     def start(self, prompts: Sequence[Any], max_tokens: int, max_steps: int) -> None:
-        """Add requests, and step until all of them draft.
-
-        Raises:
-            NotAllDraftError: They do not within `max_steps`.
-        """
+        """Add requests, and step until all of them draft (NotAllDraftError: they do not within `max_steps`)."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
@@ -109,11 +105,8 @@ class DecodeLoop:
         return 1e3 * (time.perf_counter() - begun) / num_steps
 
     def stop(self) -> None:
-        """Abort the requests and step until the engine is empty.
-
-        Raises:
-            RuntimeError: A request has ended before, so that what was timed was of fewer.
-        """
+        """Abort the requests and step until the engine is empty; RuntimeError if one had ended before: what was timed
+        was of fewer."""
         if self._engine.get_num_unfinished_requests() != len(self.num_tokens):
             raise RuntimeError("a request has ended before its steps were timed")
         self._engine.abort_request(list(self.num_tokens))

@@ -22,23 +22,14 @@ class Choice:
 
 @dataclass
 class Reply:
-    """One server's reply to one request.
+    """One server's reply to one request."""
 
-    Attributes:
-        status: Of HTTP; 0 where the connection failed, 500 where a stream carried an error.
-        error: The server's or the client library's message.
-        choices: By index.
-        seconds: From sending to the last byte.
-        is_cut: The client closed the connection in mid-answer.
-        resent: How often it sent the request again, after a 500.
-    """
-
-    status: int = 0
-    error: str = ""
-    choices: dict[int, Choice] = field(default_factory=dict)
-    seconds: float = 0.0
-    is_cut: bool = False
-    resent: int = 0
+    status: int = 0  # Of HTTP; 0 where the connection failed, 500 where a stream carried an error
+    error: str = ""  # The server's or the client library's message
+    choices: dict[int, Choice] = field(default_factory=dict)  # By index
+    seconds: float = 0.0  # From sending to the last byte
+    is_cut: bool = False  # The client closed the connection in mid-answer
+    resent: int = 0  # How often it sent the request again, after a 500
 
 
 # A chosen token's log-probability in two batches of other shapes, fp32.

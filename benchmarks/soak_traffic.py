@@ -62,27 +62,16 @@ _SCORERS: tuple[tuple[dict[str, Any], str, int], ...] = (
 
 @dataclass(frozen=True)
 class Ask:
-    """One client's doing: a request, or two where a conversation goes on.
+    """One client's doing: a request, or two where a conversation goes on."""
 
-    Attributes:
-        about: One of `_ABOUT`.
-        path: Of the API.
-        body: Of the first request, without `own`.
-        rule: What the answer is held to; see `soak_judge.verdict`.
-        own: Fields for our server alone.
-        close_after: The client closes the stream after so many chunks; None: it reads to the end.
-        next_turn: The user's message after the first answer.
-        traits: What else is special, for the counts.
-    """
-
-    about: str
-    path: str
-    body: dict[str, Any]
-    rule: str = SAME
-    own: dict[str, Any] = field(default_factory=dict)
-    close_after: int | None = None
-    next_turn: str | None = None
-    traits: tuple[str, ...] = ()
+    about: str  # One of `_ABOUT`
+    path: str  # Of the API
+    body: dict[str, Any]  # Of the first request, without `own`
+    rule: str = SAME  # What the answer is held to; see `soak_judge.verdict`
+    own: dict[str, Any] = field(default_factory=dict)  # Fields for our server alone
+    close_after: int | None = None  # The client closes the stream after so many chunks; None: it reads to the end
+    next_turn: str | None = None  # The user's message after the first answer
+    traits: tuple[str, ...] = ()  # What else is special, for the counts
 
 
 class Traffic:

@@ -126,11 +126,7 @@ def engine_rows(plan: Engine, context: Context) -> None:
 
 
 def measured(running: Any, is_ours: bool, sizes: Sizes, prompts: list[Any], clock: Clock) -> Row:
-    """Return the times of a decode step of so many requests.
-
-    Raises:
-        NotAllDraftError: They do not fit.
-    """
+    """Return the times of a decode step of so many requests; NotAllDraftError: they do not fit."""
     loop = DecodeLoop(running.llm.llm_engine, is_ours)
     loop.start(prompts, gpu_plan.MAX_TOKENS, gpu_plan.MAX_STEPS)
     for _ in range(sizes.skip):

@@ -42,19 +42,12 @@ def chosen_models(name: str, total: int) -> str:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine of the plan.
+    """An engine of the plan."""
 
-    Attributes:
-        method: What drafts.
-        num_drafts: K, 0 for vanilla.
-        depth: The longest path of drafts.
-        tau_of: The published method that it is (`vidspec_tools/bench/published.py`).
-    """
-
-    method: str
-    num_drafts: int = 0
-    depth: int = 0
-    tau_of: str = ""
+    method: str  # What drafts
+    num_drafts: int = 0  # K, 0 for vanilla
+    depth: int = 0  # The longest path of drafts
+    tau_of: str = ""  # The published method that it is (`vidspec_tools/bench/published.py`)
 
     @property
     def is_ours(self) -> bool:

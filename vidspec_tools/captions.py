@@ -65,10 +65,8 @@ def parse_caption(text: str) -> list[SceneFact]:
 
 
 def score_caption(text: str, facts: tuple[SceneFact, ...]) -> dict[str, tuple[int, int]]:
-    """Compare a caption with the facts, scene by scene and object by object in order.
-
-    Returns:
-        attribute -> (right, total). A scene or object that the caption lacks counts as wrong in all its attributes.
+    """Compare a caption with the facts in order: attribute -> (right, total). All attributes of a scene or object that
+    it lacks count as wrong.
     """
     said, nothing = parse_caption(text), SceneFact("", "", ())
     marks = [("num_scenes", len(said) == len(facts))]
@@ -145,8 +143,7 @@ def relevance_auc(
 
 
 def kind_shares(kinds: Sequence[Sequence[int]]) -> dict[str, float | None]:
-    """Return the shares of accepted drafts, `exact_frac`, `loosened_frac`, `shifted_frac`, of tokens' indices of KINDS.
-
+    """Return the shares of accepted drafts, `exact_frac`, `loosened_frac`, `shifted_frac`, of tokens' indices of KINDS;
     None without any.
     """
     flat = [kind for caption in kinds for kind in caption]

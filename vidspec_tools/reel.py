@@ -76,17 +76,12 @@ class Scene:
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its answer (words separated by spaces, all in `vocabulary()`) and what the answer rests on.
+    """A question, its answer (words separated by spaces, all in `vocabulary()`) and what the answer rests on."""
 
-    Attributes:
-        kind: One of KINDS.
-        scenes: Indices of the scenes that the answer describes or names.
-    """
-
-    kind: str
+    kind: str  # One of KINDS
     text: str
     answer: str
-    scenes: tuple[int, ...]
+    scenes: tuple[int, ...]  # Indices of the scenes that the answer describes or names
 
 
 @cache
@@ -114,12 +109,8 @@ def draw_reel(rng: np.random.Generator, num_pairs: int) -> tuple[Scene, ...]:
 
 
 def held_out(i: int, num_tokens: int) -> tuple[np.ndarray, Question, tuple[Scene, ...]]:
-    """The i-th video of `num_tokens` video tokens (a multiple of 64, from 128) that no model was trained on.
-
-    Kinds of questions and numbers of scenes told take turns with `i`.
-
-    Returns:
-        Frames as of `render`, a question, and the scenes.
+    """The i-th video of `num_tokens` video tokens (a multiple of 64, from 128) that no model was trained on: frames as
+    of `render`, a question, the scenes. Kinds of questions and numbers of scenes told take turns with `i`.
     """
     rng = np.random.default_rng([HELD_OUT_SEED, i, num_tokens])
     scenes = draw_reel(rng, num_tokens // TOKENS_PER_PAIR)

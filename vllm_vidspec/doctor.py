@@ -76,7 +76,8 @@ def check_pair(target: str, draft: str) -> Check:
             families.check_tokens(target, draft)
     except VidSpecError as error:
         return Check(name, "fail", str(error), 'choose a smaller model of the target\'s own family, or "self"')
-    return Check(name, "ok", f"compatible, family {adapter.name}")
+    how = ", which has no adapter: pruned by the order of tokens" if adapter.embeds_by_itself else ""
+    return Check(name, "ok", f"compatible, family {adapter.name}{how}")
 
 
 def _draft_cost(target: str, draft: str) -> Iterator[Check]:

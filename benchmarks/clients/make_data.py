@@ -2,7 +2,8 @@
 
     python benchmarks/clients/make_data.py --out runs/clients [--videos 8]
 
-Under the folder: `videos/*.mp4`, `sharegpt.json` for `vllm bench serve`, and `lmms/`, a task of lmms-eval.
+Under the folder: `videos/*.mp4`, `sharegpt.json` for `vllm bench serve`, `aiperf.jsonl`,
+and `lmms/`, a task of lmms-eval.
 """
 
 import argparse
@@ -34,6 +35,8 @@ def main() -> int:
         entries.append({"id": f"{i:03d}", "video": str(path), "conversations": turns})
         docs.append({"index": i, "video": str(path), "question": world.QUESTION, "answer": sample.caption})
     (out / "sharegpt.json").write_text(json.dumps(entries, indent=1) + "\n")
+    turns = [{"text": doc["question"], "video": doc["video"]} for doc in docs]
+    (out / "aiperf.jsonl").write_text("".join(json.dumps(turn) + "\n" for turn in turns))
     task = out / "lmms"
     shutil.copytree(HERE / "lmms_task", task, dirs_exist_ok=True)
     (task / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))

@@ -8,19 +8,12 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What a grid and a tile are made for.
+    """What a grid and a tile are made for."""
 
-    Attributes:
-        num_sms: Streaming multiprocessors.
-        shared_bytes: Shared memory of a multiprocessor.
-        shared_bytes_per_program: The most of it that one program may have.
-        capability: Compute capability, 89 for 8.9.
-    """
-
-    num_sms: int
-    shared_bytes: int
-    shared_bytes_per_program: int
-    capability: int
+    num_sms: int  # Streaming multiprocessors
+    shared_bytes: int  # Shared memory of a multiprocessor
+    shared_bytes_per_program: int  # The most of it that one program may have
+    capability: int  # Compute capability, 89 for 8.9
 
 
 @functools.cache

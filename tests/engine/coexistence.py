@@ -133,10 +133,6 @@ def _cuda(feature: str, setting: str, case: str, draft: str | None = None) -> Ro
     return Row(feature, setting, NOT_RUN, "only CUDA", run)
 
 
-def _ray(folder: Path) -> Seen:
-    return Seen(NOT_RUN, f"Ray is not installed; checked: {cases.ray(folder)}")
-
-
 def _connector(name: str, why: str) -> Row:
     transfer = {"kv_transfer_config": {"kv_connector": name, "kv_role": "kv_both"}}
     return not_run("KV connector", f"`{name}`", why, overrides=transfer)
@@ -152,6 +148,9 @@ _QWEN3 = dict.fromkeys(("draft", "target"), pairs.checkpoint("qwen3-vl", "target
 _BOTH, _VIDCOM2 = "target and draft", HALF | {"video_pruning_method": "vidcom2"}
 _BF16 = "`--dtype bfloat16`"
 _ONE_VIDEO = """`--limit-mm-per-prompt '{"video": 1, "image": 0}'`"""
+_OFFLOADS = (
+    "needs a GPU, says vLLM; the null GPU (case `chain offloads`) starts, captures and decodes with it as vanilla"
+)
 _APART, _SHARED = "an engine prefills, another decodes", "an engine encodes, another answers"
 
 ROWS: tuple[Row, ...] = (
@@ -193,13 +192,23 @@ ROWS: tuple[Row, ...] = (
         overrides=cases.transfer("/tmp"),
         drafting="tree-static",
     ),
-    _connector("OffloadingConnector", "needs a GPU, says vLLM"),
-    _connector("NixlConnector", "NIXL is not installed"),
+    _connector("OffloadingConnector", _OFFLOADS),
+    works("KV connector", "`NixlConnector`, a server prefills, another decodes", "kB of entries", servers.nixl),
     works("Encoder cache sharing", f"`ECExampleConnector`, {_SHARED}", "none encoded", cases.ec_connector),
     works("Prompt embeddings", "`--enable-prompt-embeds`", "unsupported: 1", cases.prompt_embeds),
     works("Media limits", _ONE_VIDEO, "a second video is refused", cases.media_limit),
     vllms("Sleep mode", "`--enable-sleep-mode`, CPU", "Sleep mode is not", overrides={"enable_sleep_mode": True}),
-    _parallel("Pipeline", pipeline_parallel_size=2),
+    works("Pipeline parallelism", "`--pipeline-parallel-size 2`", "two stages", servers.stages),
+    ours(
+        *("Pipeline parallelism", '`"draft_shape": "tree-static"`', "vLLM sends earlier stages the tokens of a draft"),
+        overrides={"pipeline_parallel_size": 2},
+        drafting="tree-static",
+    ),
+    ours(
+        *("Pipeline parallelism", "pruner `uv`", "the pruner uv compares the target's embeddings"),
+        overrides={"pipeline_parallel_size": 2},
+        pruner="uv",
+    ),
     _parallel("Decode context", tensor_parallel_size=2, decode_context_parallel_size=2),
     _parallel("Prefill context", prefill_context_parallel_size=2),
     works(
@@ -207,5 +216,5 @@ ROWS: tuple[Row, ...] = (
     ),
     works("API servers", "`--api-server-count 2`", "every scrape", servers.api_servers),
     works("Several nodes", "`--nnodes 2 --tensor-parallel-size 2`", "two network namespaces", servers.nodes),
-    Row("Ray", "`--distributed-executor-backend ray`", NOT_RUN, "our worker by its name", _ray),
+    works("Ray", "`--distributed-executor-backend ray`, two ranks", "Ray's actors", servers.ray),
 )

@@ -274,16 +274,3 @@ def media_limit(_: Path) -> Found:
     overrides = {"limit_mm_per_prompt": {"video": 1, "image": 0}}
     _, counted = compare(overrides, requests, during=refusing, pruner="uniform")
     return counted, "; a second video is refused as by vanilla"
-
-
-def ray(_: Path) -> str:
-    """Ray's executor makes its workers by name, and gives each engine's instance a suffix, which the counters cut."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    from vllm_vidspec.engine import preflight
-
-    args = EngineArgs(**pairs.llm_kwargs(QWEN, "draft", overrides={"distributed_executor_backend": "ray"}))
-    assert preflight.translate(args) is not None
-    assert resolve_obj_by_qualname(args.worker_cls).__name__.startswith("VidSpec")
-    return "our side accepts it and gives vLLM's executor our worker by its name; nothing of Ray is used by us"

@@ -1,4 +1,4 @@
-"""What the rows of `coexistence` run with servers: data parallelism, several API servers, two nodes."""
+"""What the rows of `coexistence` run with servers: data parallelism, several API servers, Ray, NIXL, two nodes."""
 
 import json
 import os
@@ -12,13 +12,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tests.engine import harness
+import httpx
+
+from tests.engine import harness, ray_on_cpu
 from tests.engine.harness import LLAVA, QWEN
 from tests.serve.restarts import SMALL, serving
 from vllm_vidspec.metrics import difference
 from vllm_vidspec.tools import pairs, user_files
-from vllm_vidspec.tools.demo import ask
-from vllm_vidspec.tools.processes import LoggedProcess
+from vllm_vidspec.tools.demo import ask, data_url
+from vllm_vidspec.tools.processes import LoggedProcess, VllmServer, free_port
 
 QUESTION, MAX_TOKENS = pairs.DEFAULT_QUESTION, 40
 
@@ -64,6 +66,64 @@ def api_servers(folder: Path) -> tuple[dict[str, int], str]:
     return scrapes[0], "; every scrape shows the same"
 
 
+def stages(folder: Path) -> tuple[dict[str, int], str]:
+    """The target in two pipeline stages; guidance observes the second, where the draft is."""
+    expected = _vanilla(QWEN)
+    with serving(folder, pipeline_parallel_size=2) as server:
+        before = server.metrics()
+        for _ in range(2):
+            _ask(server.base_url, expected)
+        counted = difference(before, server.metrics())
+    assert counted["guided_prompts"] == counted["prompts"] == 2
+    return counted, "; two stages, the draft on the second, guided by its layers"
+
+
+def ray(folder: Path) -> tuple[dict[str, int], str]:
+    """Ray starts and places two ranks of target and draft."""
+    expected, env = _vanilla(LLAVA), ray_on_cpu.environment(folder, 2)
+    with serving(folder, env=env, tensor_parallel_size=2, distributed_executor_backend="ray") as server:
+        before = server.metrics()
+        for _ in range(2):
+            _ask(server.base_url, expected)
+        counted, log = difference(before, server.metrics()), (folder / "server.log").read_text()
+    assert len(set(re.findall(r"\(RayWorkerProc pid=(\d+)", log))) == 2, "these are not Ray's workers"
+    assert counted["prompts"] == 2 and counted["accepted_tokens"] > 0
+    return counted, "; two ranks as Ray's actors, counters on /metrics; one GPU a rank is made up for Ray"
+
+
+def nixl(folder: Path) -> tuple[dict[str, int], str]:
+    """A server prefills, another fetches its entries over NIXL and decodes; each drafts for what it decodes."""
+    expected, fetched = _vanilla(QWEN), []
+    connector = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    sides = [
+        {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"} for _ in range(2)
+    ]
+    content = [
+        {"type": "video_url", "video_url": {"url": data_url(pairs.sample_video())}},
+        {"type": "text", "text": QUESTION},
+    ]
+    body = {"model": "target", "messages": [{"role": "user", "content": content}], "temperature": 0}
+
+    def tell(server: VllmServer, max_tokens: int, transfer: dict) -> dict:
+        more = {"max_tokens": max_tokens, "return_token_ids": True, "kv_transfer_params": transfer}
+        done = httpx.post(f"{server.base_url}/v1/chat/completions", json=body | more, timeout=300)
+        assert done.status_code == 200, done.text
+        return done.json()
+
+    with (
+        serving(folder, "prefills", sides[0], kv_transfer_config=connector) as first,
+        serving(folder, "decodes", sides[1], kv_transfer_config=connector) as second,
+    ):
+        before = second.metrics()
+        sent = tell(first, 1, {"do_remote_decode": True, "do_remote_prefill": False})["kv_transfer_params"]
+        answer = tell(second, MAX_TOKENS, sent)
+        counted = difference(before, second.metrics())
+        fetched = re.findall(r"^vllm:nixl_bytes_transferred_sum\{.*\} ([\d.e+]+)", second.metrics_text(), re.MULTILINE)
+    assert answer["choices"][0]["token_ids"] == expected
+    assert counted["accepted_tokens"] > 0 and float(fetched[0]) > 0, fetched
+    return counted, f"; {float(fetched[0]) / 1024:.0f} kB of entries fetched from the other server's memory"
+
+
 # ---- two nodes: network namespaces of this machine, a cable between them ------------------------------------------
 
 _NODES = (("vidspec-a", "vs-a", "10.231.0.1"), ("vidspec-b", "vs-b", "10.231.0.2"))
@@ -89,10 +149,10 @@ def _namespaces() -> Iterator[None]:
         yield
 
 
-def nodes(folder: Path) -> tuple[dict[str, int], str]:
-    """A rank of target and draft on each of two nodes, with nothing but a network in common."""
-    expected, port = _vanilla(LLAVA), 8000
-    settings = {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": _NODES[0][2], "master_port": 29555}
+def nodes(folder: Path, kind: str = "tensor") -> tuple[dict[str, int], str]:
+    """A rank, or a pipeline stage, on each of two nodes, with nothing but a network in common."""
+    expected, port, cores = _vanilla(LLAVA), 8000, sorted(os.sched_getaffinity(0))
+    settings = {f"{kind}_parallel_size": 2, "nnodes": 2, "master_addr": _NODES[0][2], "master_port": 29555}
     settings |= SMALL | {"distributed_executor_backend": "mp"}
     serve = [str(Path(sys.executable).with_name("vllm")), "serve"]
     serve += pairs.serve_args(LLAVA, "draft", port=port, overrides=settings, pruner="uniform", on_draft_error="raise")
@@ -100,7 +160,7 @@ def nodes(folder: Path) -> tuple[dict[str, int], str]:
         for rank, (name, device, address) in reversed(list(enumerate(_NODES))):
             (folder / name).mkdir()
             where = {"GLOO_SOCKET_IFNAME": device, "VLLM_HOST_IP": address, "TMPDIR": str(folder / name)}
-            where["VLLM_CPU_OMP_THREADS_BIND"] = str(sorted(os.sched_getaffinity(0))[rank])
+            where["VLLM_CPU_OMP_THREADS_BIND"] = str(cores[rank % len(cores)])
             command = ["ip", "netns", "exec", name, "env", *(f"{key}={value}" for key, value in where.items())]
             node = LoggedProcess(folder / f"{name}.log")
             stack.callback(node.end)
@@ -111,7 +171,12 @@ def nodes(folder: Path) -> tuple[dict[str, int], str]:
     found = json.loads(asked.stdout.splitlines()[-1])
     assert found["token_ids"] == expected
     assert found["counted"]["accepted_tokens"] > 0
-    return found["counted"], "; two network namespaces, a rank in each, counters on the first node's /metrics"
+    what = "a rank in each" if kind == "tensor" else "a stage in each, the draft on the second"
+    return found["counted"], f"; two network namespaces, {what}, counters on the first node's /metrics"
+
+
+def staged_nodes(folder: Path) -> tuple[dict[str, int], str]:
+    return nodes(folder, "pipeline")
 
 
 def _from_inside(port: int) -> None:

@@ -26,7 +26,6 @@ SCENARIOS: dict[str, Callable[[str], list]] = {
     ),
     "sparse": harness.sparse_videos,
     "videos and texts": harness.videos_and_texts,
-    "long question": lambda family: harness.videos(family, 8, QUESTION),
 }
 
 

@@ -1,7 +1,5 @@
-"""Faults on the draft's side, one after the other in a running engine: what requests answered, and what was counted.
-
-As a program it prints one JSON line, `RESULT [...]`, that docs/reliability.md is made from.
-"""
+"""Faults on the draft's side, one after the other in a running engine; as a program, the rows of
+docs/reliability.md."""
 
 import contextlib
 import json

@@ -1,7 +1,4 @@
-"""What guidance and loose verification should be, in float64, by the Hugging Face model.
-
-Attention is materialised and all hidden states are kept; emitted text is read back.
-"""
+"""Guidance and loose verification in float64, by the Hugging Face model that reads the emitted text back."""
 
 import functools
 import itertools
@@ -75,8 +72,7 @@ def run(family: str, prompt_ids: list[int], videos: list[np.ndarray]) -> tuple[A
 
 
 def _mrope_positions(is_visual: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
-    """Qwen2.5-VL's rope positions `[3, n]`: a video spans (t * step, y, x) from where the text left off; the text after
-    it goes on from the largest of them plus one."""
+    """Qwen2.5-VL's rope positions `[3, n]`: videos span (t * step, y, x); text goes on behind the largest of them."""
     parts, at, start = [], 0, 0
     grids = grids.tolist()
     while at < len(is_visual):
@@ -149,10 +145,8 @@ def check_loose(
     max_unmeasured: int = 1,
     tolerance: float = 1e-4,
 ) -> int:
-    """Every token is what the record says, and only tokens said to be loosened or shifted are not the target's own.
-
-    Return how many these were. The last token's relevance is never measured, nor that of what no step verified.
-    """
+    """Tokens are the record's, and all but those said to be loosened or shifted the target's own; return how many these
+    were."""
     by_req = {record["req_id"].split("-")[0]: record for record in records}
     num_loosened = 0
     for output, shown in zip(outputs, videos, strict=True):

@@ -33,11 +33,8 @@ class Replay:
 
 @contextlib.contextmanager
 def captured(runner: Any, num_reqs: Sequence[int], mode: str = "FULL_DECODE_ONLY") -> Iterator[Counter]:
-    """Let a runner replay decode steps of up to so many requests each.
-
-    Yields:
-        A counter of (rows of each request, requests with padding, requests).
-    """
+    """Let a runner replay decode steps of up to so many requests; yield a counter of (rows, padded requests,
+    requests)."""
     sizes = [count * (runner.num_speculative_steps + 1) for count in num_reqs]
     config, replayed = runner.compilation_config, Counter()
     prepare = type(runner).prepare_inputs

@@ -179,11 +179,7 @@ def engine(family: str, draft: str | None = None, overrides: dict | None = None,
 
 @contextlib.contextmanager
 def _cheap_collections() -> Iterator[None]:
-    """Collect an engine's garbage at its end, and nothing else.
-
-    vLLM collects some twenty times while an engine starts and stops, a third of a second each over all that the process
-    has imported; what is frozen is left out. What vLLM itself freezes of an engine nothing would ever free again.
-    """
+    """Collect an engine's garbage at its end alone: vLLM does so some twenty times, a third of a second each."""
     gc.freeze()
     try:
         with mock.patch.object(gc, "freeze", lambda: None), mock.patch.object(gc, "unfreeze", lambda: None):

@@ -139,10 +139,8 @@ def is_equal(cell: Cell) -> bool:
 
 
 def is_able(cell: Cell) -> bool:
-    """Return whether a draft surely guesses some tokens: it was trained, and what it guesses is not ruled out.
-
-    A stream has to guess the token before a draft as well, as it runs ahead: surely only where nothing is sampled.
-    """
+    """Return whether a draft surely guesses some tokens: it was trained, nothing is ruled out, and a stream is not
+    sampled."""
     is_trained = cell["draft"] != "untrained" and cell["family"] not in UNTRAINED_FAMILIES
     is_free = cell["sampling"] not in ("grammar", "banned")
     is_near = cell["drafting"] == "sequential" or (cell["draft"] != "far" and cell["sampling"] == "greedy")
@@ -214,10 +212,8 @@ def engines() -> list[Cell]:
 
 
 def make_rows() -> list[Row]:
-    """Return rows in which every pair that can meet does: of some batches with a pair that has not, that with most.
-
-    (Cohen et al., The AETG system, 1997: greedy, over candidates drawn at random; here always the same.)
-    """
+    """Return rows in which every pair meets that can: greedily, over drawn candidates (Cohen et al., The AETG system,
+    1997)."""
     random, chosen, left = Random(0), engines(), possible_pairs()
     batches: list[list[Batch]] = [[] for _ in chosen]
 

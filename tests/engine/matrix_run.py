@@ -268,11 +268,8 @@ def _chunks(engine: Engine, num_requests: int) -> Iterator[set[str]]:
 def read_back(
     models: Checkpoints, family: str, answered: list[Answered]
 ) -> Iterator[tuple[Cell, Any, Any, list[bool]]]:
-    """Let vanilla vLLM say what cells have said; yield a cell, its output, vanilla's, and if each token is its own.
-
-    It samples every token by its own parameters, seed and noise, and then the cell's token is put in its place: of a
-    strict cell that is vanilla's own answer, up to the first token that differs.
-    """
+    """Let vanilla sample each token by its own noise, with the cell's put in its place; yield cell, outputs, and what
+    is own."""
     cells = [
         (cell, request(cell, seed), output)
         for one in answered

@@ -1,7 +1,4 @@
-"""Checkpoints that tests make: untrained ones of families without a bundled pair, and padded vocabularies.
-
-Identity needs no sense of a model, only features that matter.
-"""
+"""Checkpoints that tests make: untrained ones of families without a bundled pair, and padded vocabularies."""
 
 import contextlib
 import io
@@ -37,11 +34,8 @@ def build(name: str, folder: Path, seed: int = 0) -> str:
 
 
 def pad(checkpoint: str, num_rows: int, scale: float, folder: Path) -> str:
-    """Write a copy of a checkpoint with `num_rows` more rows than tokens in embeddings and head; return its directory.
-
-    They are multiples of the rows of its first tokens: 0 for padding as it is released, more than 1 for padding that
-    wins over every token.
-    """
+    """Write a copy with `num_rows` more rows in embeddings and head, multiples of the first ones; return its
+    directory."""
     original = Path(checkpoint)
     for path in original.iterdir():
         if path.name not in ("config.json", "model.safetensors"):

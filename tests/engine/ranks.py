@@ -1,7 +1,4 @@
-"""Engines in processes of their own, with several ranks: `python -m tests.engine.ranks PROGRAM [RANKS...]`.
-
-A program prints what it found as JSON, in a line that begins with "RESULT ".
-"""
+"""Programs with several ranks, in processes of their own, that print a line "RESULT " of JSON."""
 
 import json
 import os
@@ -9,6 +6,7 @@ import sys
 from typing import Any
 
 from tests.engine import harness
+from vllm_vidspec.adapt import REST
 from vllm_vidspec.tools import pairs
 
 FAMILY = harness.LLAVA  # its bundled vision towers have an even number of heads
@@ -26,13 +24,13 @@ SPEC: dict[str, Any] = {
 }
 
 
-def start(num_ranks: int, overrides: dict | None = None, **spec: Any) -> harness.Engine:
+def start(num_ranks: int, overrides: dict | None = None, draft: str = "draft", **spec: Any) -> harness.Engine:
     """Load the bundled pair on so many ranks; functions are sent to them only by this process itself."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
     overrides = {"tensor_parallel_size": num_ranks, **(overrides or {})}
-    return harness.Engine(LLM(**pairs.llm_kwargs(FAMILY, "draft", overrides=overrides, **spec)), FAMILY)
+    return harness.Engine(LLM(**pairs.llm_kwargs(FAMILY, draft, overrides=overrides, **spec)), FAMILY)
 
 
 def ask_all(engine: harness.Engine) -> dict[str, dict]:
@@ -69,27 +67,51 @@ def two() -> dict[str, dict]:
     return ask_all(start(2, **SPEC))
 
 
-def adaptive() -> dict:
-    """Answer videos and texts on two ranks under the controller, every second step with the first request at rest."""
-    engine = start(2, adaptive_tokens=True, on_draft_error="raise")
+def adaptive(num_ranks: int, num_stages: int) -> dict:
+    """Answer videos and texts under the controller, half of the steps with the first request at rest, some with all."""
+    overrides = {"pipeline_parallel_size": num_stages}
+    engine = start(num_ranks, overrides, adaptive_tokens=True, on_draft_error="raise", pruner="specvlm")
     controller, calls = engine.scheduler._vidspec_side._control._controller, [0]
     decide, option = controller.decide, max(controller.options, key=lambda option: option.num_tokens)
 
     def in_turns(req_ids, most=None):
         calls[0] += 1
         resting = frozenset(req_ids[:1]) if calls[0] % 4 < 2 else frozenset()
-        return decide(req_ids, most)._replace(option=option, resting=resting, number=calls[0])
+        now = REST if calls[0] % 16 > 9 else option
+        return decide(req_ids, most)._replace(option=now, resting=resting, number=calls[0])
 
     controller.decide = in_turns
     outputs, counted = engine.measured(harness.videos_and_texts(FAMILY))
     return {"token_ids": harness.token_ids(outputs), "counters": counted}
 
 
-def parallel(of_target: int, of_drafter: int) -> dict:
+def stages() -> dict:
+    """Answer on two pipeline stages, prompts in chunks, by a draft equal to the target: guided, loosely, unpruned."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    overrides = {"pipeline_parallel_size": 2, "max_num_batched_tokens": harness.CHUNK_SIZES[FAMILY]}
+    spec = {"request_scorers": ["strict", "loose"], "lambda_max": 1.0, "on_draft_error": "raise", "pruner": "specvlm"}
+    engine = start(1, overrides, pairs.checkpoint(FAMILY, "target"), **spec)
+    requests = harness.videos(FAMILY, 4) + harness.videos(FAMILY, 4, temperature=1.0)
+
+    def ask(**more: Any) -> dict:
+        outputs, counted = engine.measured([(prompt, {**arguments, **more}) for prompt, arguments in requests])
+        texts = [output.outputs[0].text for output in outputs]
+        return {"token_ids": harness.token_ids(outputs), "counters": counted, "texts": texts}
+
+    found = {"guided": ask(), "loose": ask(extra_args={"vidspec_scorer": "loose", "vidspec_lambda": 0.9})}
+    engine.retune(prune_ratio=0.0)
+    engine.llm.reset_prefix_cache()
+    regex = "(blue|circle|vertically){16,20}"
+    return found | {"equal": ask(), "structured": ask(structured_outputs=StructuredOutputsParams(regex=regex))}
+
+
+def parallel(of_target: int, of_drafter: int, num_stages: int = 1) -> dict:
     """A target and a drafter of any number of ranks each."""
     # Three processes on two cores, maybe beside others: without a wait no draft would ever be in time.
     drafter = {"device": "cpu", "tensor_parallel_size": of_drafter, "wait_us": 500_000}
-    engine = start(of_target, pruner="specvlm", on_draft_error="raise", parallel=drafter)
+    overrides = {"pipeline_parallel_size": num_stages}
+    engine = start(of_target, overrides, pruner="specvlm", on_draft_error="raise", parallel=drafter)
     outputs, counted = engine.measured(harness.videos(FAMILY, 4) + harness.videos(FAMILY, 4, temperature=1.0))
     long, counted_long = engine.measured(harness.videos(FAMILY, 1, max_tokens=LONG, ignore_eos=True))
     found = {"token_ids": harness.token_ids(outputs), "counters": counted}

@@ -1,6 +1,8 @@
 """vidspec beside vLLM's other features: every row of docs/coexistence.md that runs in this process, run again."""
 
 import re
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +36,15 @@ def test_row(row, tmp_path):
     seen = row.run(tmp_path)
     assert seen.verdict == row.expected, seen
     assert re.search(row.says, seen.detail), seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Ray: --distributed-executor-backend ray, two ranks"])
+def test_row_of_servers(name):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
+    (row,) = [row for row in coexistence.ROWS if row.name == name]
+    with tempfile.TemporaryDirectory(prefix="vs") as folder:  # short: Ray's sockets lie in it
+        test_row(row, Path(folder))
 
 
 # ---- each planted bug makes its row fail -----------------------------------------------------------------------------

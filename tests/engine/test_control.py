@@ -56,10 +56,8 @@ def wrong_drafts(engine: Engine, of_videos: bool) -> Iterator[list[bool]]:
 
 @contextlib.contextmanager
 def steps(engine: Engine) -> Iterator[list]:
-    """Yield a list that gains of each step its decision, the drafts that were scheduled of each request, and who had
-    real ones. On its clock a step takes 10 ms and a millisecond for each level of the draft, and the draft reads a
-    prompt in no time, whatever runs beside it.
-    """
+    """Yield a list of each step's decision, scheduled drafts and who had real ones; a step takes 10 ms and 1 ms a
+    level."""
     side, seen, now = engine.scheduler._vidspec_side, [], [0.0]
     observe = side.observe
 
@@ -79,13 +77,9 @@ def steps(engine: Engine) -> Iterator[list]:
         yield seen
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("shape", ["chain", "auto"])
+@pytest.mark.parametrize(("shape", "is_async"), [("chain", False), ("auto", True)])
 def test_answers_are_vanillas_whatever_is_decided(reference, is_async, shape):
-    """Every sampling parameter and kind of prompt in one batch, then videos alone.
-
-    Catches: an answer that depends on a decision, a request that loses its speculation, drafts that are never accepted.
-    """
+    """Every sampling parameter and kind of prompt in one batch, then videos alone; nobody loses speculation."""
     knobs = {"drafting": "auto", "num_speculative_tokens": 12} if shape == "auto" else {}
     mixed, videos = reference(QWEN, "mixed"), reference(QWEN, "videos")
     with adaptive(is_async, **knobs) as engine, steps(engine):
@@ -98,16 +92,11 @@ def test_answers_are_vanillas_whatever_is_decided(reference, is_async, shape):
         assert skipped(counted) == {} and counted["shown_video_256"] == 8
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_hopeless_requests_rest_beside_good_ones(reference, is_async):
-    """Drafts for texts are all wrong, those for videos are not: texts rest, and new ones are not shown to the draft.
-
-    Catches: a resting request that still holds rows of the target's forward, one that holds up its neighbours, answers
-    that change, a class that is judged by another's drafts.
-    """
+def test_hopeless_requests_rest_beside_good_ones(reference):
+    """Drafts for texts are all wrong: texts rest, hold no rows, hold up nobody, and are not shown; videos go on."""
     expected = reference(QWEN, "videos and texts")
     requests = harness.videos_and_texts(QWEN)
-    with adaptive(is_async) as engine, wrong_drafts(engine, of_videos=False) as shown, steps(engine) as seen:
+    with adaptive(True) as engine, wrong_drafts(engine, of_videos=False) as shown, steps(engine) as seen:
         before = engine.counters()
         for _ in range(6):
             assert_same_answers(expected, engine.generate(requests))
@@ -127,10 +116,7 @@ def test_hopeless_requests_rest_beside_good_ones(reference, is_async):
 
 @pytest.mark.slow
 def test_a_class_that_begins_to_pay_is_found_again():
-    """Videos rest, as every draft for them is wrong; then the draft is as good as it is, and within 200 they are shown.
-
-    Catches: a class that is never probed, a probe that teaches nothing.
-    """
+    """Videos rest, as every draft is wrong; then the draft is good, and within 200 requests they are shown."""
     requests = harness.videos(QWEN, 4, max_tokens=60, ignore_eos=True)
     with adaptive(False) as engine, steps(engine):
         with wrong_drafts(engine, of_videos=True):

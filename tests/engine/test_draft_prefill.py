@@ -49,11 +49,8 @@ def llava(reference):
 
 
 def test_an_equal_draft_still_never_errs(reference, monkeypatch, llava):
-    """Prefills of 5 steps and more, in line behind each other, under async scheduling: every draft stands.
-
-    Catches: text that the draft never caught up on, KV at the wrong entries, a step that reads more than its share,
-    requests that wait for another's prefill.
-    """
+    """Prefills of 5 steps and more, in line, under async scheduling: every draft stands, no step reads more than its
+    share."""
     requests = harness.videos(LLAVA, 3, ignore_eos=True, max_tokens=60)
     with monkeypatch.context() as patch:
         steps = slow_down(patch, llava, 60)
@@ -69,10 +66,8 @@ def test_an_equal_draft_still_never_errs(reference, monkeypatch, llava):
 
 
 def test_bad_prompts_take_nobodys_drafts(llava):
-    """Precomputed embeddings of an image and of a prompt, beside two clips of unequal length in one prompt.
-
-    All start in the same step. The first two run without speculation, counted; the third is drafted for like any.
-    """
+    """Embeddings of an image and of a prompt run without drafts, counted; two clips of unequal length beside them
+    with."""
     one, other = (world.held_out(i).frames for i in (21, 22))
     # vLLM cannot encode clips of unequal length together: the target knows these already, the draft no longer does.
     for frames in (one, other[:9]):
@@ -101,10 +96,7 @@ class Late(PendingScores):
 
 @pytest.mark.slow
 def test_trees_over_late_scores_and_slow_prefills(reference, monkeypatch):
-    """Scores a step late, then prefills of several steps, then adaptive trees: of a guided self-draft, all vanilla's.
-
-    With nothing pruned a tree of an equal draft loses no depth, however late it begins.
-    """
+    """Scores a step late, slow prefills, adaptive trees: all vanilla's; an unpruned equal draft loses no depth."""
     expected = harness.token_ids(reference(QWEN, "videos"))
     requests = SCENARIOS["videos"](QWEN)[:4]
     monkeypatch.setattr(attention_guidance, "PendingScores", Late)

@@ -9,11 +9,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.draft_errors]
 
 
 def test_every_fault_costs_drafts_alone():
-    """See `faults.FAULTS`. Then the breaker: three failures switch speculation off for a while.
-
-    Catches: an answer that a fault has changed or lost, blocks that it has kept, a fault that no counter tells of, a
-    draft that never comes back.
-    """
+    """Each of `faults.FAULTS` changes no answer, keeps no block and is counted; three failures rest the draft for a
+    while."""
     expected, requests = faults.expected_answers(), faults.requests_of(QWEN)
     with harness.engine(QWEN, "draft", overrides=harness.NO_CACHE, **faults.KNOBS) as engine:
         rows = faults.ask_all(engine, expected, requests)

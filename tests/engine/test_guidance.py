@@ -10,6 +10,7 @@ import torch
 
 from tests.engine import float64, harness
 from tests.engine.harness import CHUNK_SIZES, FAMILIES, LLAVA, NO_CACHE, QWEN, QWEN3
+from tests.engine.test_draft_vision import check_parts
 from vllm_vidspec.engine.hooks.attention import AttentionGuidance
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import PruneInputs, budget, get_pruner
@@ -41,11 +42,8 @@ def check_scores(family: str, outputs: list, videos: list[list[np.ndarray]], rec
 
 @pytest.mark.parametrize("family", [*FAMILIES, QWEN3])
 def test_scores_equal_the_reference(family):
-    """Several prompts at once in many chunks: one video, two, a question longer than a chunk leaves room for.
-
-    Catches: queries of another request or of the system prompt, keys of another block, a softmax over the video only, a
-    chunk forgotten or counted twice, heads averaged before the softmax.
-    """
+    """Several prompts at once in many chunks: one video, two, a question longer than a chunk leaves room for. The
+    engine's tower first encodes videos in parts, too."""
     one, two, three = harness.shown(3)
     shown = [[one], [two, three], [two]]
     # In small chunks the draft's tower takes several steps, in which the answers go on.
@@ -53,6 +51,7 @@ def test_scores_equal_the_reference(family):
     requests = [ask(family, *videos, max_tokens=16, **question) for videos, question in asked]
     overrides = NO_CACHE | {"max_num_batched_tokens": CHUNK_SIZES[family]}
     with harness.engine(family, "draft", overrides, pruner="auto", guidance_layers="all") as engine:
+        check_parts(engine)
         for pruner, layer in (("specvlm", None), ("uv", 3)):
             engine.retune(pruner=pruner)
             engine.speculator.backend.forget_media()
@@ -62,13 +61,9 @@ def test_scores_equal_the_reference(family):
             check_scores(family, outputs, shown, records, layer)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_attention_needs_no_recomputed_keys(family):
-    """A video from the cache and a question of its own; the same prompt again, of which the last block is computed.
-
-    Catches: keys taken from the step instead of the paged cache; a mean over queries that were not computed.
-    """
-    (video,) = harness.shown(1)
+def test_attention_needs_no_recomputed_keys():
+    """A video from the cache under a question of its own; the same again, of which the last block alone is computed."""
+    family, (video,) = QWEN, harness.shown(1)
     second = ask(family, video, question=f"{LONG_QUESTION} {LONG_QUESTION}")
     with harness.engine(family, "draft", {"block_size": 32}, **ATTENTION) as engine, engine.watched() as records:
         engine.generate([ask(family, video)])
@@ -119,34 +114,32 @@ def test_guidance_layers_are_the_ones_asked_for():
         assert float64.relative_error(record["scores"][0], expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("family,pruner", [(QWEN, "specvlm"), (LLAVA, "uv")])
-def test_listening_changes_no_bit_of_the_target(family, pruner):
-    """Log-probabilities of every emitted token are bitwise those of an engine that listens to nothing.
+def test_listening_changes_no_bit_of_the_target():
+    """Log-probabilities of one token each are bitwise those of an engine that listens to nothing."""
+    requests = harness.videos(QWEN, 4, max_tokens=1, logprobs=5)
+    heard, logprobs = [], []
 
-    One token each, so that the same batches of the same target forwards produced both.
-    """
-    requests = harness.videos(family, 4, max_tokens=1, logprobs=5)
-    logprobs = []
-    for spec in ({"pruner": "uniform"}, {"pruner": pruner}):
-        with harness.engine(family, "draft", **spec) as engine:
-            guidance, heard = engine.guidance, []
-            if guidance is not None:  # after one token nobody drafts: the scores are looked at where they are taken
-                take = guidance.take
-                guidance.take = lambda row, take=take, heard=heard: heard.append(take(row).wait().scores)
-            outputs = engine.generate(requests)
-        assert [scores is not None for scores in heard] == ([] if spec["pruner"] == "uniform" else [True] * 4)
-        logprobs.append([{t: v.logprob for t, v in o.outputs[0].logprobs[0].items()} for o in outputs])
-    assert logprobs[0] == logprobs[1]
+    def answer(engine):
+        outputs = engine.generate(requests)
+        return [{t: v.logprob for t, v in o.outputs[0].logprobs[0].items()} for o in outputs]
+
+    with harness.engine(QWEN, "draft", NO_CACHE, pruner="uniform") as engine:
+        assert engine.guidance is None
+        expected = answer(engine)
+    with harness.engine(QWEN, "draft", NO_CACHE, pruner="auto") as engine:
+        take = engine.guidance.take  # after one token nobody drafts: the scores are looked at where they are taken
+        engine.guidance.take = lambda row: heard.append(take(row).wait().scores)
+        for pruner in ("specvlm", "uv"):
+            engine.retune(pruner=pruner)
+            logprobs.append(answer(engine))
+    assert logprobs == [expected] * 2 and len(heard) == 8 and all(scores is not None for scores in heard)
 
 
 # ---- mutations: each is seen to fail the check that guards it -------------------------------------------------------
 
 
 def test_wrong_queries_are_caught():
-    """Two visual tokens too, without the first of the text, one key short: each is seen, and the right ones pass.
-
-    (Text before the video sees none of it, so counting it in would change nothing but the mean's divisor.)
-    """
+    """Two visual queries too, without the text's first, one key short: each is seen, and the right ones pass."""
     original = AttentionGuidance.before_forward
     one, two = (torch.tensor([0, n], dtype=torch.int32) for n in (1, 2))
     mutations = [

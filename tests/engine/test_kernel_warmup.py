@@ -14,10 +14,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_every_part_is_prepared(monkeypatch):
-    """Attention guidance, adaptive trees and the loose scorer: no kernel of ours is left for the first request.
-
-    Catches: a part that is not asked, a name or a shape that no longer fits, a launch that begins before its turn.
-    """
+    """Attention guidance, adaptive trees and the loose scorer: no kernel of ours is left for the first request."""
     prepared: Counter[str] = Counter()
     limits = DeviceLimits(132, 228 * 1024, 227 * 1024, 90)
     monkeypatch.setattr(dispatch, "_prepare", lambda kernel, grid, *_, **__: prepared.update([kernel.__name__]))

@@ -128,10 +128,7 @@ def test_what_a_request_forbids_stays_forbidden(engine):
 
 @pytest.mark.parametrize("scorer", ALL[1:])
 def test_every_scorer_loosens_by_the_seed(engine, scorer):
-    """All loosen and repeat themselves for the same seed; FLy and the random baseline need no states of the video.
-
-    Catches: a window that is not looked at (`fly` would loosen as much as `fly-entropy`).
-    """
+    """All loosen, alike for the same seed; FLy (by a window) and the random baseline need no states of the video."""
     asked = asking(scorer, 0.7 if scorer == "random" else None)
     requests = [r for heat in (0.0, 1.0) for r in harness.videos(engine.family, 3, temperature=heat, **asked)]
     with engine.retuned(fly_entropy=0.001, fly_window=1):
@@ -216,11 +213,7 @@ SITUATIONS = {
 
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_relevance_in_every_situation(name):
-    """A step is planned before the last one's acceptance is known, requests are thrown out and come back, states are
-    heard over many chunks; which tokens stand is for test_matrix.py in more of them.
-
-    Catches: a mismatch's KV left behind by the compaction, branches ranked together, states of another chunk.
-    """
+    """Planned ahead and preempted, heard over many chunks, another family: KV, branches and chunks are not mixed up."""
     (family, shape, overrides), is_ahead = SITUATIONS[name], "ahead" in name
     with (
         harness.async_scheduling() if is_ahead else contextlib.nullcontext(),
@@ -257,10 +250,8 @@ def test_states_in_one_byte():
 
 
 def test_cached_prefix():
-    """A second question about a video finds its states; when they are gone, it is answered strictly, and counted.
-
-    A strict request's states are kept too, for the loose one that asks next.
-    """
+    """A second question finds the states of a video, of a strict request too; when they are gone it is strict, and
+    counted."""
     question = "describe the video please , what happens in this clip ?"
     (frames,) = harness.shown(1)
     first = (pairs.video_prompt(QWEN, frames), {"temperature": 0.0, **asking("strict")})
@@ -283,10 +274,7 @@ def test_cached_prefix():
 
 
 def test_memory_bound():
-    """Where one video fits of two, the other request is strict and counted; afterwards all of the pool is free or idle.
-
-    Catches: a block leaked by a request that was refused half-way, a pool larger than its bound.
-    """
+    """Where one video of two fits, the other is strict and counted; afterwards all of the pool is free or idle."""
     row_bytes = 256 * 4
     with harness.engine(QWEN, "draft", **OPEN, relevance_bytes=5 * 64 * row_bytes, overrides=NO_CACHE) as running:
         _, counted = running.measured(harness.videos(QWEN, 2, max_tokens=40))

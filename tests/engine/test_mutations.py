@@ -65,10 +65,7 @@ def drafted(request, reference):
 
 @contextlib.contextmanager
 def logits_compared():
-    """Yield a list that gains, per verified position, the largest difference of draft and target logits there.
-
-    A position counts if the text up to it was accepted, so that both models have seen the same.
-    """
+    """Yield a list of the largest difference of draft and target logits at each position whose text both have seen."""
     differences: list[float] = []
     proposed: dict[int, list[torch.Tensor]] = {}  # persistent row -> the draft's logits by level
     sample, draft, verify = CoupledSampler.draw_into, Drafter.draft, CoupledVerifier._verify

@@ -42,10 +42,7 @@ def wait_until(is_so: Callable[[], bool], engine: Engine, timeout_s: float = 90.
 
 
 def let_drafts_come(engine: Engine, timeout_s: float = 60.0) -> contextlib.AbstractContextManager:
-    """Before each of the target's steps, wait until all streams are as far ahead as they may be.
-
-    What is accepted then depends on no clock: on a busy machine a drafter may not be scheduled for many steps.
-    """
+    """Before each of the target's steps, wait until all streams are as far ahead as they may be: no clock decides."""
     speculator = engine.speculator
     propose = speculator.propose
 
@@ -193,10 +190,7 @@ def test_nothing_is_left_behind(own):
 
 @pytest.mark.slow
 def test_a_killed_server_leaves_nothing():
-    """SIGKILL of the engine's process in the middle of its work: the drafter goes with it, and so does all memory.
-
-    Catches: a drafter that outlives its server, a named segment that nobody unlinks.
-    """
+    """SIGKILL of the engine's process in the middle of its work: the drafter goes with it, and so does all memory."""
     in_shm = set(os.listdir("/dev/shm"))
     with subprocess.Popen(
         [sys.executable, "-m", "tests.engine.ranks", "server"],

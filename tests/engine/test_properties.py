@@ -1,7 +1,4 @@
-"""Scenarios that hypothesis draws, on one engine: requests come, are aborted, preempted, and the draft fails.
-
-Whatever happens, what is answered is vanilla's, and an engine at rest knows of nobody.
-"""
+"""Stories that hypothesis draws, on one engine: answers are vanilla's, and an engine at rest knows of nobody."""
 
 import contextlib
 from collections.abc import Iterator
@@ -47,13 +44,7 @@ STORIES = st.lists(EVENTS, min_size=4, max_size=12)
 
 
 class Story:
-    """One scenario on an engine that others have run on before.
-
-    Args:
-        engine: Running.
-        requests: `(prompt, sampling)`, and of each what vanilla answers.
-        answers: Their token ids.
-    """
+    """One story on an engine that others have run on before; `answers` are vanilla's token ids of the `requests`."""
 
     def __init__(self, engine: Engine, requests: list[tuple[dict, dict]], answers: list[list[int]]):
         self.engine, self.requests, self.answers = engine, requests, answers

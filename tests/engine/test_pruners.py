@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from tests.engine import harness
 from tests.engine.harness import FAMILIES, LLAVA, QWEN3, assert_same_answers, skipped
@@ -19,10 +18,8 @@ PRUNERS = ("specvlm", "attention", "uv", "uniform")
 
 @pytest.mark.parametrize("family", [*(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES), QWEN3])
 def test_guided_beats_unguided_beats_blind(family):
-    """Acceptance length over 8 held-out videos, a tenth of each kept.
-
-    Catches: scores that are shifted, reversed or of another item.
-    """
+    """Acceptance length over 8 held-out videos, a tenth of each kept: scores shifted, reversed or of another item
+    show."""
     lengths = {}
     with harness.engine(family, "draft", pruner="auto") as engine:
         for knobs in ({"pruner": "specvlm"}, {"pruner": "uv"}, {"pruner": "uniform"}, {"prune_ratio": 1.0}):
@@ -35,11 +32,7 @@ def test_guided_beats_unguided_beats_blind(family):
 
 
 def test_each_request_has_a_pruner_of_its_own(reference, tmp_path):
-    """Four pruners in one batch: attention and hidden states are heard for those that need them, for nobody else.
-
-    Catches: scores of one kind taken for the other's, a request that is heard twice, a way that is not read, an answer
-    that differs.
-    """
+    """Four pruners in one batch: attention and hidden states are heard for those that need them, for nobody else."""
     expected, path = reference(LLAVA, "videos"), tmp_path / "learned.json"
     with (
         harness.async_scheduling(),
@@ -66,29 +59,24 @@ def test_each_request_has_a_pruner_of_its_own(reference, tmp_path):
     assert config.prune.pruner == learned["config"]["pruner"] in PRUNERS
 
 
-@pytest.mark.parametrize("pruner", ["specvlm", "uv"])
-def test_an_inflated_target_is_the_original(pruner, tmp_path):
-    """Both checkpoints inflated: the same tokens, logprobs to the last bit in fp32, scores, choices and drafts.
-
-    Catches: "all" layers, or seven tenths of more.
-    """
-    family = LLAVA
-    calibrated = json.loads(pairs.calibration(family).read_text())["config"] if pruner == "specvlm" else {}
-    target, draft = (pairs.checkpoint(family, role) for role in ("target", "draft"))
+def test_an_inflated_target_is_the_original(tmp_path):
+    """Both checkpoints inflated: the same tokens, logprobs to the last bit in fp32, scores, choices and drafts."""
+    calibrated = json.loads(pairs.calibration(LLAVA).read_text())["config"]
+    target, draft = (pairs.checkpoint(LLAVA, role) for role in ("target", "draft"))
     # Seven tenths of 8 layers is another layer than of 4, and all of 8 are more.
     copies = [str(inflation.inflate(path, 4, tmp_path)) for path in (target, draft)]
-    knobs = inflation.guidance_knobs(target, {name: value for name, value in calibrated.items() if name == "lambda_r"})
+    knobs = inflation.guidance_knobs(target, {"lambda_r": calibrated["lambda_r"]})
     runs = []
     for one, other in ((target, draft), copies):
-        with harness.engine(family, other, {"model": one}, pruner=pruner, **knobs) as engine:
-            with engine.watched() as records:
-                outputs, counted = engine.measured(harness.videos(family, 2, max_tokens=12, logprobs=3))
-            answers = [output.outputs[0] for output in outputs]
-            scores = [record["scores"][0] for record in records]
-            kept = [record["kept_indices"][0].tolist() for record in records]
-            assert not any(n for name, n in counted.items() if name.startswith("unguided"))
-            told = [(a.token_ids, [{t: p.logprob for t, p in at.items()} for at in a.logprobs]) for a in answers]
-            runs.append((told, scores, kept, counted["drafts"], counted["accepted_tokens"]))
-    (expected, expected_scores, *others), (found, found_scores, *found_others) = runs
-    assert found == expected and found_others == others
-    assert all(torch.equal(a, b) for a, b in zip(found_scores, expected_scores, strict=True))
+        runs.append([])
+        with harness.engine(LLAVA, other, {"model": one} | harness.NO_CACHE, pruner="auto", **knobs) as engine:
+            for pruner in ("specvlm", "uv"):
+                engine.retune(pruner=pruner)
+                with engine.watched() as records:
+                    outputs, counted = engine.measured(harness.videos(LLAVA, 2, max_tokens=12, logprobs=3))
+                assert counted["guided_prompts"] == counted["prompts"] == 2
+                answers = [output.outputs[0] for output in outputs]
+                told = [(a.token_ids, [{t: p.logprob for t, p in at.items()} for at in a.logprobs]) for a in answers]
+                pruned = [(record["scores"][0].tolist(), record["kept_indices"][0].tolist()) for record in records]
+                runs[-1].append((told, pruned, counted["drafts"], counted["accepted_tokens"]))
+    assert runs[0] == runs[1]

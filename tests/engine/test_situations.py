@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from tests.engine import harness
-from tests.engine.conftest import QUESTION, SCENARIOS
+from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import LLAVA, QWEN, assert_all_stands, assert_begins, skipped, token_ids
 from vllm_vidspec import metrics
 from vllm_vidspec.engine.speculator import Speculator
@@ -18,11 +18,8 @@ pytestmark = pytest.mark.engine
 
 
 def test_who_rests_misses_nothing(reference):
-    """vLLM's own schedule by batch size: two drafts for four requests, none while four more run, five for three.
-
-    A scheduler that runs ahead. Catches: a gap in the text that the draft has of who rested, from drafts that were in
-    flight on; text that it never catches up on; a forward of the draft that nobody wants; KV that assumes K levels.
-    """
+    """Two drafts for four requests, none while four more run, five for three, running ahead: no gap in the draft's
+    text."""
     expected, lengths = token_ids(reference(QWEN, "endless")), [60, 60, 60, 45]
     endless = harness.videos(QWEN, 4, ignore_eos=True)
     requests = [(prompt, {**more, "max_tokens": n}) for (prompt, more), n in zip(endless, lengths, strict=True)]
@@ -48,12 +45,8 @@ def test_who_rests_misses_nothing(reference):
     assert counted["accepted_at_pos_0"] > counted["accepted_at_pos_4"] > 0
 
 
-@pytest.mark.parametrize("shape", ["chain", "tree-static"])
-def test_steps_for_which_no_drafts_are_asked(reference, shape):
-    """From 0.33 on vLLM asks for 0 drafts where it knows that nobody can use them; here at every third step, of anyone.
-
-    Catches: a batch that counts as too large, drafts in flight that nobody has made, text that the draft then lacks.
-    """
+def test_steps_for_which_no_drafts_are_asked(reference):
+    """At every third step vLLM asks for 0 drafts, as 0.33 does: no batch is too large, and the draft lacks no text."""
     propose, steps, ids = Speculator.propose, itertools.count(), []
 
     def ask(self, batch, *args, dummy_run=False, **kwargs):
@@ -67,7 +60,7 @@ def test_steps_for_which_no_drafts_are_asked(reference, shape):
 
     with (
         mock.patch.object(Speculator, "propose", ask),
-        harness.engine(QWEN, "target", drafting=shape, pruner="none") as engine,
+        harness.engine(QWEN, "target", drafting="tree-static", pruner="none") as engine,
     ):
         outputs, counted = engine.measured(SCENARIOS["videos"](QWEN))
         assert engine.used_blocks() == 0
@@ -76,30 +69,8 @@ def test_steps_for_which_no_drafts_are_asked(reference, shape):
     assert_all_stands(counted)
 
 
-def test_prefix_cache_hit_still_shows_the_draft_the_video(reference):
-    """The second time the target computes one token, and no encoder runs: the draft must see the whole video.
-
-    There vLLM would drop its pixels, and schedules placeholders where drafts would be. Catches: a draft that goes
-    blind, or an error, in the second turn of a conversation; placeholders counted as drafts on a row whose last
-    request had some.
-    """
-    expected, requests = reference(QWEN, "long question"), harness.videos(QWEN, 8, QUESTION)
-    with harness.engine(QWEN, "target", overrides={"block_size": 32}, pruner="none") as engine:
-        engine.generate([(prompt, {**arguments, "max_tokens": 1}) for prompt, arguments in requests])
-        outputs, counted = engine.measured(requests)
-    assert {len(output.prompt_token_ids) - output.num_cached_tokens for output in outputs} == {1}
-    assert token_ids(outputs) == token_ids(expected)
-    assert counted["visual_tokens_kept"] == 8 * 256
-    assert counted["accepted_tokens"] == counted["draft_tokens"] > 0
-
-
 def test_full_pool_means_fewer_drafts_not_other_answers(reference):
-    """A pool with room for two of eight requests: the rest run without speculation until there is some, identical.
-
-    Who outgrows it in the middle of its answer waits too, and loses nothing of its answer. Catches: prompts counted as
-    guided that no draft was shown; a refusal that is final; blocks that those who wait never give back; a request that
-    waits for room that the whole pool does not have.
-    """
+    """A pool with room for two of eight: the rest wait, who outgrows it too; nobody waits for what there is not."""
     expected, endless = reference(QWEN, "videos"), reference(QWEN, "endless")
     with harness.engine(QWEN, "target") as engine:
         per_block = engine.draft.bytes_per_block
@@ -135,11 +106,7 @@ def test_full_pool_means_fewer_drafts_not_other_answers(reference):
 
 @pytest.mark.parametrize("shape", ["chain", "tree-static"])
 def test_context_length_ends_drafting_cleanly(reference, shape):
-    """Answers that run into max_model_len: the scheduler cuts chains and trees, nothing is drafted past the end.
-
-    Two of the videos are long and sparse: their rope positions follow the clock, far past max_model_len. Catches: rope
-    positions bounded by the number of tokens instead of by the rope table; a cut tree taken for a whole one.
-    """
+    """Answers run into max_model_len, sparse videos' rope positions past it: trees and chains are cut, none is lost."""
     sparse, endless = reference(QWEN, "sparse"), reference(QWEN, "endless")
     requests = [*SCENARIOS["sparse"](QWEN), *harness.videos(QWEN, 4, max_tokens=100, ignore_eos=True)]
     overrides = {"max_model_len": 320}
@@ -157,10 +124,7 @@ def test_context_length_ends_drafting_cleanly(reference, shape):
 
 
 def test_a_draft_with_a_shorter_context_stops_at_its_end(reference, tmp_path):
-    """The target's own weights, but rope tables that end in the middle of the answers: drafted up to there, counted.
-
-    Catches: a rope table read past its end, drafts that go on blindly, a request that stops a step too early.
-    """
+    """Rope tables that end in the middle of the answers: drafted up to there and no step less, counted."""
     num_more, answers = 14, reference(LLAVA, "videos")
     (num_prompt_tokens,) = {len(output.prompt_token_ids) for output in answers}
     original = Path(pairs.checkpoint(LLAVA, "target"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -58,8 +59,7 @@ def _run(module: str, *arguments: int | str) -> tuple[dict, str]:
 
 @pytest.mark.parametrize("phase", ["strict", "trees"])
 def test_two_ranks_equal_one(vanilla, one, two, phase):
-    """Catches: ranks that draft different tokens or size their pools differently; a draft sharded by the wrong rank;
-    trees that differ between ranks."""
+    """Catches: ranks that draft, shard or size pools differently."""
     assert two[phase]["token_ids"] == one[phase]["token_ids"] == vanilla[: 3 if phase == "trees" else 8]
     ours, alone = two[phase]["counters"], one[phase]["counters"]
     for name in ("drafts", "draft_tokens", "draft_depth", "accepted_tokens", "visual_tokens_kept", "guided_prompts"):
@@ -68,21 +68,21 @@ def test_two_ranks_equal_one(vanilla, one, two, phase):
         assert ours["draft_tokens"] > ours["draft_depth"]
 
 
-def test_ranks_follow_one_decision(reference):
-    """Requests that rest and go on again, on two ranks: catches a rank that decides alone, which hangs or drafts for
-    another batch than its peer.
+@pytest.mark.parametrize(
+    ("num_ranks", "num_stages"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)], ids=["ranks", "stages"]
+)
+def test_ranks_follow_one_decision(reference, num_ranks, num_stages):
+    """Requests that rest and go on again, on two ranks or stages: catches a rank that decides alone, which hangs or
+    drafts for another batch than its peer.
     """
-    found, _ = _run("ranks", "adaptive")
+    found, _ = _run("ranks", "adaptive", num_ranks, num_stages)
     assert found["token_ids"] == harness.token_ids(reference(FAMILY, "videos and texts"))
     assert harness.skipped(found["counters"]) == {} and found["counters"]["accepted_tokens"] > 0
+    assert num_stages > 1 or found["counters"]["undrafted_steps"] > 0, "nobody was at rest"
 
 
 def test_loose_ranks_decide_alike(one, two):
-    """Each rank holds half of the video's states; the merged relevance, and so the text, is that of one rank.
-
-    The states are those that the strict requests before them have left. Catches: a shard whose Top-N are never merged,
-    or merged as a mean of means; a token that both ranks keep.
-    """
+    """Each rank holds half of the video's states; the merged relevance, and so the text, is that of one rank."""
     one, two = one["loose"], two["loose"]
     assert two["token_ids"] == one["token_ids"]
     for name in ("drafts", "exact_tokens", "loosened_tokens", "relevance_prompts", "relevance_reused"):
@@ -138,13 +138,8 @@ COSTS = {
 
 @pytest.mark.slow
 def test_ranks_act_alike_on_what_fails_on_one_of_them(vanilla, failing):
-    """A failure of one rank in prefill, guidance or relevance: the engine goes on, as vanilla would, on all ranks.
-
-    Catches: a rank that skips a collective the other waits in; ranks that prune, draft or verify differently from
-    then on; a request that stays loose on one rank; requests after it that pay too; one rank that still drafts during
-    a cool-down. And a failure while decoding, where nobody waits for the others, ends the engine with a line that names
-    the rank, not with a hang.
-    """
+    """A failure of one rank costs what it costs on all, and nobody later; while decoding it ends the engine with a
+    line."""
     result, printed = failing
     assert set(COSTS) < set(result)
     for name, found in result.items():
@@ -167,15 +162,35 @@ def test_ranks_act_alike_on_what_fails_on_one_of_them(vanilla, failing):
     assert json.loads(ended.split("ENDED ", 1)[1])[1] < 60
 
 
+def test_two_stages_equal_one(vanilla):
+    """Two pipeline stages, the draft on the last: vanilla's tokens; a draft equal to the target always stands.
+
+    Catches: a draft of the last stage's layers alone; a stage that embeds or verifies other tokens than the last has
+    drafted; drafts and counts of another batch, as two are under way; a grammar that drafts pass by.
+    """
+    found, _ = _run("ranks", "stages")
+    assert found["guided"]["token_ids"] == found["equal"]["token_ids"] == vanilla
+    counted = {name: of["counters"] for name, of in found.items()}
+    for name in ("guided", "loose", "equal"):
+        assert harness.skipped(counted[name]) == {} and counted[name]["accepted_tokens"] > 0
+    assert counted["guided"]["guided_prompts"] == counted["guided"]["prompts"] == 8
+    harness.assert_all_stands(counted["equal"])
+    assert counted["loose"]["loosened_tokens"] > 0
+    assert harness.skipped(counted["structured"]) == {"structured": 8}
+    assert all(
+        re.fullmatch("(blue|circle|vertically)+", text.replace(" ", "")) for text in found["structured"]["texts"]
+    )
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("of_target", "of_drafter"), [(2, 1), (1, 2)])
-def test_target_and_drafter_have_ranks_of_their_own(vanilla, of_target, of_drafter):
+@pytest.mark.parametrize(("of_target", "of_drafter", "num_stages"), [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_target_and_drafter_have_ranks_of_their_own(vanilla, of_target, of_drafter, num_stages):
     """Two ranks of the target take one drafter's windows, one target those of two: vanilla's tokens, drafts that stand.
 
     Catches: ranks of the target that take other windows, commits of one rank that another has not made; ranks of the
     drafter of which one has not heard a command.
     """
-    result, _ = _run("ranks", "parallel", of_target, of_drafter)
+    result, _ = _run("ranks", "parallel", of_target, of_drafter, num_stages)
     assert result["token_ids"] == vanilla
     counted = result["counters"]
     # A drafter that is slow beside others may not have read every prompt by the end of its answer.

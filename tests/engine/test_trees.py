@@ -107,10 +107,7 @@ def counting() -> Iterator[Counter]:
 
 @both
 def test_whole_forwards_are_captured(subject, reference):
-    """Verify steps replay what was captured at other batches, padding and all; without a capture see the mutations.
-
-    Catches: a mask, a position or a prefix that is the capture's, a host number, a row of padding that attends.
-    """
+    """Verify steps replay what was captured at other batches: no mask, position, prefix or number is the capture's."""
     engine, check = subject
     with captured(engine.runner, [1, 3, 8]) as replayed:
         check(engine, reference)
@@ -120,10 +117,7 @@ def test_whole_forwards_are_captured(subject, reference):
 
 @only_chains
 def test_chains_of_unequal_lengths_share_a_forward(subject, reference, monkeypatch):
-    """As where windows have any length, or some requests no drafts: every row of such a batch is ours.
-
-    Catches: a batch that goes to the backend because its rows are unequal; rows of one request taken for another's.
-    """
+    """As where windows have any length, or some requests no drafts: every row of such a batch is ours."""
     engine = subject.engine
     take = type(engine.runner).take_draft_token_ids
 
@@ -259,13 +253,7 @@ def test_planted_bug_is_caught(subject, reference, mutation):
 
 
 def test_auto_follows_its_table(reference):
-    """`auto`: trees while few requests run, chains while many do, nothing while all do, there and back, in one engine,
-    without a seam; whole forwards of trees are captured.
-
-    Two requests begin, six join them, and all end at different times. Catches: a chain verified under a tree's mask, KV
-    that a change of shape leaves behind, a path of an earlier tree that a chain's acceptance is looked up in; nodes of
-    a last tree before a rest that nobody has moved together; a forward of the draft at rest.
-    """
+    """Trees while few run, chains, nothing while all do, there and back: no seam in masks, KV, paths or graphs."""
     expected = [ids[0] for ids in token_ids(reference(QWEN, "videos"))]
     lengths = [28, 28, 4, 4, 2, 2, 4, 4]
     requests = [(p, {**a, "max_tokens": n}) for (p, a), n in zip(SCENARIOS["videos"](QWEN), lengths, strict=True)]

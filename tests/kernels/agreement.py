@@ -40,10 +40,7 @@ def left_by(impl, case, device, *sizes, **more):
 
 
 def agree(case, device, *sizes, atol=0.0, **more):
-    """Assert that the kernel leaves what the loop leaves, whatever was there before; return it.
-
-    Outputs are best full of a sentinel, so that a write past them shows.
-    """
+    """Assert that the kernel leaves what the loop leaves, whatever was there before (best a sentinel); return it."""
     kernel, loop = left_by("triton", case, device, *sizes, **more), left_by("numba", case, CPU, *sizes, **more)
     assert kernel.keys() == loop.keys()
     for name, tensor in loop.items():

@@ -33,10 +33,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def branches(monkeypatch):
-    """Return a function that watches an operation, by its function's name, and returns the list of branches that ran.
-
-    They are "triton", "numba" and "torch".
-    """
+    """Return what watches an operation and returns the branches that ran: "triton", "numba", "torch"."""
 
     def watch(name: str, kernels=(), reference=None) -> list[str]:
         import vidspec_kernels  # once the interpreter is asked for

@@ -1,7 +1,4 @@
-"""Run as a program, without the interpreter: compiles vLLM's penalties kernel and ours, and prints their arithmetic.
-
-Prints JSON: by kernel, how many float32 operations of each kind a token of the vocabulary takes.
-"""
+"""Compiles vLLM's penalties kernel and ours, and prints JSON: float32 operations of each kind a token takes."""
 
 import importlib
 import importlib.util

@@ -28,10 +28,7 @@ def make_inputs(
     requests=REQUESTS, hidden=96, block_rows=16, query_dtype=torch.float32, store_dtype=torch.float32, seed=0,
     stale=None, normal=None,
 ):  # fmt: skip
-    """Random inputs; stale rows and unlisted blocks are parallel to a query of a request, so they would be its best.
-
-    Persistent rows and blocks are shuffled, and the table names blocks that do not exist behind each request's own.
-    """
+    """Random inputs, rows and blocks shuffled; stale rows and unlisted blocks would be the best of a query."""
     generator = torch.Generator().manual_seed(seed)
     if normal is None:
 

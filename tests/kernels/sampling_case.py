@@ -31,10 +31,7 @@ def toy(salt: int = 0, use_fp64: bool = False) -> Noise:
 
 
 class SamplingCase:
-    """Logits [n, vocab_size] in eighths, so that many tie, sliced out of wider rows; every third request is greedy.
-
-    `width` rows of logits belong to a request.
-    """
+    """Logits in eighths, so that many tie, cut out of wider rows, `width` a request; every third request is greedy."""
 
     def __init__(self, num_rows, vocab_size, device, dtype=torch.float32, width=1, first=0, seed=0, step=8):
         generator = torch.Generator().manual_seed(seed)

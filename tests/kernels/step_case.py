@@ -22,10 +22,7 @@ def positions_of(num_axes, num_columns, device):
 
 
 def begin_case(device, num_reqs=5, num_picked=None, in_trees=False, max_blocks=8, num_axes=3, extra=2, heats=True):
-    """A step of `num_reqs` requests of which `num_picked` draft; None: all do.
-
-    Some committed texts end past the block table, some positions past the highest.
-    """
+    """A step of which `num_picked` draft (None: all); texts end past the block table, positions past the highest."""
     generator = torch.Generator().manual_seed(num_reqs + 1)
     max_reqs, longest = num_reqs + 5, BLOCK_SIZE * max_blocks + 3
 
@@ -63,10 +60,8 @@ def begin_case(device, num_reqs=5, num_picked=None, in_trees=False, max_blocks=8
 
 
 def level_case(device, size=3, frontier=2, max_blocks=8, num_axes=3, level=1, width=None, on_device=False):
-    """A level of `size` batch rows, some of them padding, some with entries past their block tables.
-
-    `frontier` is the number of places of each, 0: chains; `width` those of the buffers.
-    """
+    """A level of `size` batch rows, some padding; `frontier` places of each (0: chains), `width` those of the
+    buffers."""
     generator = torch.Generator().manual_seed(size)
     max_batch, max_reqs = size + 3, size + 7
     width = width if width is not None else frontier + 2 if frontier else 0

@@ -125,13 +125,8 @@ LITERAL = {
 
 @pytest.mark.parametrize(("in_trees", "is_loose"), MODES)
 def test_hand_computed_steps(device, impl, in_trees, is_loose):
-    """Each between two other requests, as a tree and, where it is one, as a chain; without a rule strictly and loosely.
-
-    Catches: a draft compared with the target at itself or at its predecessor; matches counted behind a mismatch; the
-    first matching child followed for good; ties broken upwards; -1 accepted; the next request's rows taken for nodes; a
-    rule of another position, branch or request; the target's token emitted for a draft that stands; a window beyond the
-    last row; a wrong choice of several longest paths.
-    """
+    """Each between two other requests, as a tree and, where it is one, as a chain; without a rule strictly and
+    loosely."""
     rule = dict(rule=LOWEST, share=1.0) if is_loose else {}
     neighbour = Request(PAIR, [9] * 21, [9] * 21, **rule) if in_trees else chain([9] * 21, [9] * 20, **rule)
     names = [name for name, (request, *_) in LITERAL.items() if is_loose or not request.rule]
@@ -159,8 +154,7 @@ def test_hand_computed_steps(device, impl, in_trees, is_loose):
 )
 @pytest.mark.parametrize(("in_trees", "is_loose"), MODES)
 def test_equals_the_oracle(device, impl, in_trees, is_loose, num_reqs, max_drafts):
-    """Catches: a number of drafts at, below or above a power of two handled wrongly; wrong ragged bounds; settings read
-    by batch row; garbage of nodes without a row read."""
+    """Catches: powers of two, ragged bounds, settings read by batch row, garbage of nodes without a row."""
     if max_drafts == 0 and (in_trees or is_loose):
         with pytest.raises(AssertionError, match="max_drafts 0"):
             accept(**pack([], 0, device, in_trees, is_loose))
@@ -205,8 +199,7 @@ def test_the_last_bit(device, impl):
 
 
 def test_missing_and_surplus_rows(device, impl):
-    """Catches: a token emitted for a request without rows; a write past the row, or nodes past K or the tables' width,
-    when a request has more rows than K + 1."""
+    """Catches: a token for a request without rows; a write past the row or K where there are more rows than K + 1."""
     none, many = Request([-1], [], []), chain([4] * 4, [4] * 3)
     arguments = pack([none, many, none], 3, device, False, False)
     sampled, num_sampled, _, _ = accept_with(impl)(**arguments | {"max_drafts": 1})

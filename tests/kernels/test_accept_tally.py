@@ -60,8 +60,7 @@ def check_tally(run, requests, device, max_drafts, in_trees, is_loose, has_draft
 @pytest.mark.parametrize(("num_reqs", "max_drafts"), [(0, 8), (1, 8), (16, 1), (16, 8), (16, 25), (5, 64)])
 @pytest.mark.parametrize(("in_trees", "is_loose"), MODES)
 def test_equals_sums_over_the_oracles_paths(device, impl, in_trees, is_loose, num_reqs, max_drafts):
-    """Catches: placeholders counted, counts of batch rows, a depth of nodes without a row, totals that are replaced, a
-    table written beyond its rows or columns, results that change where somebody counts."""
+    """Catches: placeholders or padding counted, totals replaced, writes beyond rows or columns, results that change."""
     requests = random_requests(num_reqs, max_drafts, in_trees, is_loose, seed=max_drafts)
     has_draft = (np.random.default_rng(num_reqs).random(num_reqs) < 0.7).tolist()
     check_tally(accept_with(impl), requests, device, max_drafts, in_trees, is_loose, has_draft)

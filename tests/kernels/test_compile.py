@@ -55,9 +55,8 @@ def forms():
 
 
 def test_every_form_compiles_for_hopper(forms):
-    """Catches: what the interpreter forgives and the compiler does not; a half-precision product without tensor cores;
-    tiles of which two do not fit a multiprocessor; stored rows that are not copied in full lines ahead of their
-    product."""
+    """Catches: what only the compiler refuses; no tensor cores; tiles too large for two; rows not copied in full
+    lines."""
     assert {row["kernel"] for row in forms} >= {
         *("accept", "begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates", "kv_compact"),
         *("loosen", "path_penalties", "gather_draft_windows", "copy_committed_suffix"),
@@ -83,8 +82,7 @@ def test_every_form_compiles_for_hopper(forms):
 
 
 def test_moves_are_read_before_they_are_written(forms):
-    """Catches: a load of a turn of `kv_compact` after its barrier, or a store before it; words moved one by one where
-    they lie side by side."""
+    """Catches: a load of a turn of `kv_compact` after its barrier, a store before it; words moved one by one."""
     rows = [row for row in forms if row["kernel"] == "kv_compact"]
     assert len(rows) == 10  # words of five kinds, with the path in the order of the requests and not
     for row in rows:
@@ -119,10 +117,7 @@ def test_nothing_spills(rows, arch):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_programs_fill_a_multiprocessor(rows, arch):
-    """Two programs of 4 warps, or one of 8 that has as many rows as both.
-
-    Catches: a tile that counts on the driver's share of shared memory, which leaves half of the programs waiting.
-    """
+    """Two programs of 4 warps, or one of 8 that has as many rows as both, beside the driver's share of memory."""
     attention = [row for row in rows if row["arch"] == arch and row["kernel"] in ("tree_attention", "row_stats")]
     assert len(attention) >= 4
     assert all(row["programs_per_sm"] * row["num_warps"] >= 8 for row in attention), attention
@@ -131,10 +126,7 @@ def test_programs_fill_a_multiprocessor(rows, arch):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_parts_are_written_before_they_are_announced(rows, arch):
-    """Stores, a barrier of the program, the arrival, a barrier, and only then loads of the other programs' parts.
-
-    Catches: an arrival of one thread before the stores of the others; a load of a part that is not there yet.
-    """
+    """Stores, a barrier of the program, the arrival, a barrier, and only then loads of the other programs' parts."""
     attention = [row for row in rows if row["arch"] == arch and row["kernel"] == "tree_attention"]
     splitting = [row for row in attention if "atom" in row["memory"]]
     assert {row["case"] for row in splitting} == {
@@ -161,11 +153,7 @@ def test_cold_compilation_is_bounded(rows):
 
 
 def test_every_variant_that_steps_use_is_warmed():
-    """150 random steps, with vectors cut out of others at any offset: nothing is left to compile while serving.
-
-    Catches: a size that changes from step to step, or the alignment of a slice, that makes a variant of its own; a
-    wrapper that the warm-up forgets; a launch taken for a known one whose variant, or what stays of it, is another.
-    """
+    """150 random steps, with vectors cut out of others at any offset: nothing is left to compile while serving."""
     found = run("tests/kernels/variants.py")
     assert found["missing"] == [] and found["ambiguous"] == [] and found["stale"] == []
     assert found["used"].keys() == found["warmed"].keys() and len(found["used"]) == 24
@@ -174,10 +162,7 @@ def test_every_variant_that_steps_use_is_warmed():
 
 
 def test_penalties_are_compiled_to_vllms_arithmetic():
-    """Token by token the same products, quotients and fused sums, on both architectures: the same bits on a GPU.
-
-    Catches: a product that fuses here and not there, a quotient that rounds otherwise.
-    """
+    """Token by token the same products, quotients and fused sums, on both architectures: the same bits on a GPU."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     found = run("tests/kernels/penalties_as_compiled.py")
@@ -187,8 +172,7 @@ def test_penalties_are_compiled_to_vllms_arithmetic():
 
 @pytest.mark.parametrize(("capability", "keys", "stages"), [(90, 64, 5), (100, 64, 4), (80, 32, 5), (89, 16, 5)])
 def test_tiles_count_scratch_and_the_drivers_share(capability, keys, stages):
-    """Two programs of 64 rows of 128 bfloat16 fit: their tiles, 1 KB of scratch, what Blackwell waits on, and 1 KB each
-    for the driver."""
+    """Two programs of 64 rows of 128 bfloat16 fit, scratch and 1 KB each for the driver counted."""
     shared_kb, most_kb = {80: (164, 163), 89: (100, 99), 90: (228, 227), 100: (228, 227)}[capability]
     limits = DeviceLimits(1, shared_kb * 1024, most_kb * 1024, capability)
     room = shared_bytes_per_program(limits, 2)

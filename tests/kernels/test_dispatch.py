@@ -54,8 +54,7 @@ def streams(monkeypatch):
 
 
 def test_known_launches_go_to_the_compiled_kernel():
-    """Catches: constants left out or out of order, which the compiled kernel takes by their places; a grid of fewer
-    dimensions than it takes; a key or a holder that is not asked."""
+    """Catches: constants out of order, a grid of fewer dimensions than it takes, a key or holder that is not asked."""
     kernel, plans = Kernel(), {}
     for key, number in ((1, 5), (1, 6), (2, 7), (1, 8)):
         dispatch.launch(kernel, (number, 2), CUDA, (number, None), {"A": 3, "B": 4}, plans, key)
@@ -69,8 +68,7 @@ def test_known_launches_go_to_the_compiled_kernel():
 
 
 def test_a_plan_keeps_what_stays():
-    """Catches: an old value of what changes; a tensor that stays and is gone, its address another's; tuples of tensors
-    handed over as they are."""
+    """Catches: an old value of what changes; a tensor that is gone, its address another's; tuples as they are."""
     kernel, plans = Kernel(), {}
     stays = torch.zeros(3)
     address, alive = stays.data_ptr(), weakref.ref(stays)

@@ -13,9 +13,8 @@ from vidspec_kernels.draft_step.next_level import _BLOCK as PLACE_BLOCK
 @pytest.mark.parametrize("in_trees", [False, True])
 @pytest.mark.parametrize(("num_reqs", "num_picked"), [(0, None), (1, None), (1, 1), (7, None), (9, 4), (20, 17)])
 def test_begin_equals_the_loop(device, in_trees, num_reqs, num_picked):
-    """Catches: the batch row used for the persistent row, or a place of the batch for a place of those that draft; a
-    missing token fed to the null block, or one that stands fed again; the node looked up in the wrong column of a path;
-    `fed` kept, or cleared for a request that does not draft; padding that has a slot; later rows written."""
+    """Catches: batch rows for persistent ones, missing or repeated tokens, a wrong column, `fed` kept, padding with a
+    slot."""
     left = agree(begin_case, device, num_reqs, num_picked, in_trees)
     if num_reqs == 20:
         slots = left[".out.slot_mapping"][: 2 * num_picked].view(-1, 2)
@@ -27,19 +26,14 @@ def test_begin_equals_the_loop(device, in_trees, num_reqs, num_picked):
 @pytest.mark.parametrize("heats", [False, True])
 @pytest.mark.parametrize("max_blocks", [0, 1, TABLE_BLOCK, TABLE_BLOCK + 1])
 def test_block_tables(device, max_blocks, num_axes, heats):
-    """Catches: columns of a wide table that no program copies, reads of an empty one, one axis skipped; a temperature
-    that is kept from the step before."""
+    """Catches: columns that no program copies, reads of an empty table, an axis skipped, a temperature that is kept."""
     left = agree(begin_case, device, 5, 3, max_blocks=max_blocks, num_axes=num_axes, heats=heats)
     assert heats or (left[".out.temperature"][:5] == 0).all()
 
 
 @pytest.mark.parametrize("in_trees", [False, True])
 def test_begin_by_hand(device, impl, in_trees):
-    """Three requests of a batch of four and one row of padding; blocks of 16, 3,000 tokens dropped.
-
-    The first accepted two of its drafts, of which the last was never fed: its copy goes to a slot. The second accepted
-    none, the third's drafts are none that were verified, and its blocks are so high that a slot passes 2 ** 31.
-    """
+    """Two of its drafts stand of which the last was never fed; none; none that were verified, at slots past 2 ** 31."""
     step, given = begin_case(device, 4, 3, in_trees, extra=1)
     tables, out, rows = given["tables"], given["out"], [6, 2, 7]
     given["batch_rows"][:], given["picked"][:] = torch.tensor([6, 0, 2, 7]), torch.tensor([0, 2, 3])
@@ -78,23 +72,6 @@ def test_begin_by_hand(device, impl, in_trees):
     assert all((tensor[..., 8 if len(tensor) > 4 else 4 :] == SENTINEL).all() for tensor in (out.rows, out.seq_lens))
 
 
-@pytest.mark.parametrize("drafted", [1, 5])
-@pytest.mark.parametrize("accepted", [0, 1, 5])
-def test_the_end_of_a_chain_is_missing(device, impl, drafted, accepted):
-    """A chain of `drafted` feeds all but its last token, so that only a whole accepted chain leaves one to feed."""
-    if accepted > drafted:
-        return
-    step, given = begin_case(device, 1)
-    tables, row = given["tables"], int(given["batch_rows"][0])
-    tables.num_tokens[row] = tables.num_dropped[row] + 21  # the root is entry 20
-    tables.fed[row] = (1 << (drafted - 1)) - 1
-    given["num_sampled"][0] = accepted + 1
-    step(**given, impl=impl)
-    previous = int(tables.block_table[row][19 // BLOCK_SIZE]) * BLOCK_SIZE + 19 % BLOCK_SIZE
-    assert given["out"].slot_mapping[0] == (previous if accepted == drafted else 0)
-    assert tables.fed[row] == 0 and given["out"].last_root[0] == 19 - accepted
-
-
 def buffers_of(kind, device):
     wrapper = level_case if kind is LevelBuffers else begin_case
     arguments = wrapper(device, 4, **({} if kind is LevelBuffers else {"in_trees": True}))[1]
@@ -122,8 +99,7 @@ def test_buffers_refuse(device, kind):
 
 
 def test_buffers_of_another_shape(device):
-    """Catches: tables of unequal widths, of which one would be read past its end; trees written where there is no room
-    for masks, or for their nodes; a warm-up of other strides than those of the step."""
+    """Catches: tables of unequal widths, trees without room for masks or nodes, a warm-up of other strides."""
     step, given = begin_case(device, 3)
     for sizes, message in ((dict(max_blocks=9), "other widths"), (dict(in_trees=True), "path")):
         with pytest.raises(AssertionError, match=message):
@@ -148,9 +124,8 @@ SIZES += [(0, 4), (1, 1), (1, 8), (PLACE_BLOCK, 1), (43, 3), (25, 10), (3, 63)]
 @pytest.mark.parametrize("num_axes", [1, 3])
 @pytest.mark.parametrize(("size", "frontier"), SIZES)
 def test_level_equals_the_loop(device, size, frontier, num_axes):
-    """Catches: a missing tail mask (what lies behind must keep the sentinel), a wrong grid, one axis skipped, a request
-    that spans two programs handled wrongly, padding that has a slot, a length, a mask or a bit, a node that is counted
-    where there is none, bits that replace those of earlier levels."""
+    """Catches: a missing tail mask, a wrong grid, an axis skipped, padding that has anything, bits of earlier levels
+    lost."""
     left = agree(level_case, device, size, frontier, num_axes=num_axes, level=2)
     if size >= 20:
         slots = left[".out.slot_mapping"][left[".out.slot_mapping"] != SENTINEL]
@@ -162,8 +137,7 @@ def test_level_equals_the_loop(device, size, frontier, num_axes):
 @pytest.mark.parametrize("level", [1, 2, 9, 62])
 @pytest.mark.parametrize("frontier", [0, 3])
 def test_level_on_the_device(device, frontier, level, max_blocks):
-    """Catches: a level that is read as a number of the launch where the device says it; reads of an empty block table,
-    or past a short one; tokens of chains, which `draw` has written, replaced in buffers of trees."""
+    """Catches: a level read as a number of the launch, reads past a block table, tokens of chains replaced in trees."""
     sizes = dict(max_blocks=max_blocks, level=level, width=5)
     as_number, on_device = (agree(level_case, device, 20, frontier, **sizes, on_device=x) for x in (False, True))
     assert all(torch.equal(tensor, on_device[name]) for name, tensor in as_number.items() if name != ".level")
@@ -172,11 +146,7 @@ def test_level_on_the_device(device, frontier, level, max_blocks):
 
 @pytest.mark.parametrize("in_trees", [False, True])
 def test_level_by_hand(device, impl, in_trees):
-    """Two requests with roots at entries 14 and 30 and a row of padding; level 3, nodes 2, 64 and none.
-
-    Catches, in kernel and loop alike: an entry of the level where the node's is meant, a position of the root's own,
-    the bit of node 64, which is the sign, lost or shifted out.
-    """
+    """Roots at entries 14 and 30 and a row of padding; level 3, nodes 2, 64 (the sign bit) and none."""
     level, given = level_case(device, 3, 3 if in_trees else 0, num_axes=1, level=3)
     step, out, fed = given["step"], given["out"], given["fed"].zero_()
     step.rows[:3], step.root_slot[:3] = torch.tensor([4, 10, 1]), torch.tensor([14, 7, 30], dtype=torch.int32)

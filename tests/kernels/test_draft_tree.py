@@ -59,8 +59,7 @@ def test_trees_become_their_template(device, impl, num_reqs, max_nodes):
 
 @pytest.mark.parametrize("window", [0, 1, 3, 4, 10])
 def test_frontiers_and_history(device, impl, window):
-    """Against lists of lengths. Catches: a window of another size, a mean over places that are empty, a length that is
-    not told counted, a maximum depth beyond its bounds, the thresholds themselves, candidates of the last step left."""
+    """Against lists of lengths. Catches: another window, a mean over empty places, a depth beyond its bounds."""
     rules = RULES._replace(history=window)
     tree = make_tables(5, 6, device)
     growth, lengths, depths = make_growth(tree, rules, max_parents=300), [[] for _ in range(6)], [7] * 6
@@ -113,8 +112,7 @@ def make_log_probs(num_reqs, num_candidates, seed, device):
 @pytest.mark.parametrize("adopts", [False, True])
 @pytest.mark.parametrize(("num_reqs", "top_k", "num_candidates"), [(0, 2, 2), (1, 2, 9), (3, 5, 6), (33, 8, 8)])
 def test_plans_are_the_formulas(device, impl, adopts, num_reqs, top_k, num_candidates):
-    """Catches: candidates beyond the top k, eq. 10 and 11 swapped, another row's maximum depth, a plan that shapes
-    trees before its step, one that does not where it must."""
+    """Catches: candidates beyond the top k, eq. 10 and 11 swapped, another row's maximum depth, a plan a step off."""
     plans = TreePlans(num_reqs + 1, RULES._replace(top_k=top_k), device)
     plans.max_depths.copy_(torch.arange(num_reqs + 2) % 6 + 2)
     tables = (plans.confidence, plans.depths, plans.widths)
@@ -224,8 +222,7 @@ def leaves_case(device, num_nodes=(2, 5), num_parents=3, num_candidates=5, max_n
     ],
 )
 def test_leaves_are_the_best_candidates(device, num_nodes, num_parents, num_candidates, max_nodes, width):
-    """Catches: an order other than by probability then index, a budget exceeded or not met, -inf or NaN taken, node
-    64's bit, another request's candidate, what lies past the leaves touched."""
+    """Catches: another order, a budget not met, -inf or NaN taken, node 64's bit, what lies past the leaves touched."""
     left = agree(leaves_case, device, num_nodes, num_parents, num_candidates, max_nodes, width)
     for row, before in enumerate(num_nodes):
         log_probs = left[".leaves.log_probs"][row].flatten()

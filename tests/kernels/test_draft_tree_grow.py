@@ -118,8 +118,7 @@ def nodes_of(buffers, row, nodes):
 
 
 def test_a_hand_computed_level(device, impl):
-    """Catches: the greedy child tested or out of place, a threshold that lets the equal pass, a bound that does not,
-    order by place instead of probability, a parent's mask forgotten."""
+    """Catches: the greedy child tested or out of place, a wrong bound, order by place, a parent's mask forgotten."""
     bounds = torch.full((2, 2, 3), NONE)
     bounds[1, 1] = torch.tensor([NONE, -1.0, -0.5])  # level 2: rank 1 wants a parent of -1.0, rank 2 one of -0.5
     thresholds = torch.tensor([[NEVER, NEVER], [NEVER, NEVER], [-1.5, -3.0]])
@@ -151,8 +150,7 @@ def test_a_hand_computed_level(device, impl):
 @pytest.mark.parametrize("budget", [0, 1, 3, 9, 30, 64])
 @pytest.mark.parametrize("num_candidates", [1, 2, 5])
 def test_equals_the_loop(device, num_candidates, budget):
-    """Catches: sizes at, below or above a power of two, a budget exceeded, ties by chance, a request's neighbour read,
-    a persistent row taken for a batch row, a finished request that goes on."""
+    """Catches: powers of two, a budget exceeded, ties by chance, a neighbour read, a finished request that goes on."""
     for seed in range(2):
         left = agree(case, device, num_candidates=num_candidates, budget=budget, seed=seed)
         assert (left[".buffers.next_free"][:4] <= budget + 1).all()

@@ -36,10 +36,7 @@ def case(
     device, num_reqs=12, max_drafts=25, block_size=4, seed=0, kinds=(("NHD", 2, (2, 8), torch.float32),), by_rows=False,
     shares=False,
 ):  # fmt: skip
-    """Ascending random paths from random roots; every request its own blocks, in shuffled rows of a wider table.
-
-    `kinds` are layouts, layers, heads and their size, and dtypes of caches, whose whole memory is among the results.
-    """
+    """Ascending random paths from random roots, blocks shuffled; all memory of the caches of `kinds` is a result."""
     generator = torch.Generator().manual_seed(seed)
 
     def ints(low, high, size=1):
@@ -104,8 +101,7 @@ def one_request(device, path, start=0, table=(1, 2, 3, 4)):
     ],
 )
 def test_hand_computed_moves(device, impl, layout, path, start, after):
-    """Catches: a path counted from the wrong entry, an entry overwritten before it is read, the block table ignored or
-    read beyond its row, tail entries changed, keys or values alone moved."""
+    """Catches: a wrong entry, one overwritten unread, the block table ignored, keys or values alone moved."""
     base = make_base(device, (5, 2, 3, 4), layout)
     for part in split(base, layout):
         part[:] = torch.arange(10.0, device=device).view(5, 2, 1, 1)
@@ -123,9 +119,8 @@ def test_hand_computed_moves(device, impl, layout, path, start, after):
 @pytest.mark.parametrize("max_drafts", [1, 7, 25, 64])
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_equals_the_loop(device, max_drafts, layout, by_rows):
-    """Catches: strides mixed up, a layer or head left out, batch rows taken for table rows or for those of the paths,
-    paths read beyond num_accepted, a K beyond one turn of the kernel moved in a wrong order, any other entry touched.
-    """
+    """Catches: strides mixed up, a layer or head left out, batch rows for others, paths past num_accepted, turns out of
+    order."""
     agree(case, device, 12, max_drafts, seed=max_drafts, kinds=[(layout, 2, (2, 8), torch.float32)], by_rows=by_rows)
 
 
@@ -138,15 +133,13 @@ SHAPES = [  # blocks and heads of no power of two; words of every size, whose bi
 
 @pytest.mark.parametrize(("block_size", "layout", "shape", "dtype"), SHAPES)
 def test_shapes_and_dtypes(device, block_size, layout, shape, dtype):
-    """Catches: a size taken for a power of two, columns past the head written; a word of the wrong size, values
-    converted on the way."""
+    """Catches: a size taken for a power of two, columns past the head, a word of the wrong size, values converted."""
     agree(case, device, 5, 12, block_size, seed=2, kinds=[(layout, 1, shape, dtype)])
 
 
 @pytest.mark.parametrize("first", [2, 3, 30])
 def test_longest_overlaps(device, impl, first):
-    """Catches: turns of the kernel out of order. 2 -> 1, 3 -> 2, ... 64 -> 63 is four turns, each writing what another
-    has read."""
+    """Catches: turns of the kernel out of order: 2 -> 1, 3 -> 2, ... each writes what another has read."""
     assert 65 - first > 2 * _BLOCK_MOVES
     base = torch.arange(19 * 4.0, device=device).view(19, 4, 1, 1).repeat(1, 1, 1, 2)
     kv_compact(
@@ -157,8 +150,7 @@ def test_longest_overlaps(device, impl, first):
 
 
 def test_what_accept_returns(device, impl):
-    """Catches: a request without rows (num_sampled 0, so -1 accepted) or an identity path beyond the count moved; an
-    empty batch or a path of the root alone refused."""
+    """Catches: no rows (-1 accepted) or an identity path beyond the count moved; an empty batch refused."""
     base = torch.arange(7 * 4.0, device=device).view(7, 4, 1, 1).repeat(1, 1, 1, 2)
     before, caches = base.clone(), CacheList([split(base, "NHD")])
     inputs = one_request(device, [0, 2, 4, 3, 4]) | {
@@ -179,8 +171,7 @@ def test_what_accept_returns(device, impl):
 
 
 def test_layers_of_several_shapes(device, branches):
-    """Catches: layers of other shapes, strides or dtypes left out or moved with another group's strides; more than one
-    launch a group; a cache that two layers share moved twice."""
+    """Catches: layers of other shapes left out, another group's strides, a shared cache moved twice."""
     f32 = torch.float32
     kinds = [("NHD", 3, (2, 8), f32), ("HND", 1, (2, 8), f32), ("NHD", 1, (1, 16), f32),
              ("transposed keys", 2, (2, 8), torch.bfloat16)]  # fmt: skip

@@ -54,9 +54,8 @@ def case(device, counts=(6, 2, 6), num_cols=6, num_axes=3, spare=3, out_of_place
 
 @pytest.mark.parametrize("form", ["in place", "out of place", "a vector"])
 def test_hand_computed(device, impl, form):
-    """Catches: an off-by-one in the prefix or the root, the batch row used for the persistent row, a position that
-    counts the node instead of its depth, a chain whose media positions are overwritten, a padding row that keeps the
-    queries of the batch before, a copy that stops at the nodes or at the request; 1-D positions written to a copy."""
+    """Catches: prefix or root off by one, batch rows, positions that are no depth, padding or tails left as they
+    were."""
     depths, ancestors = chain_tables(3, 4, device)
     depths[2] = torch.tensor([0, 1, 1, 2])
     ancestors[2] = torch.tensor([0, 0b001, 0b010, 0b101])
@@ -94,8 +93,7 @@ BATCHES = {
 @pytest.mark.parametrize("num_axes", [1, 3])
 @pytest.mark.parametrize("out_of_place", [False, True])
 def test_equals_the_loop(device, batch, num_axes, out_of_place):
-    """Catches: a missing mask, an axis skipped, a tail of a prompt that is not copied, padding written past `size`,
-    columns that belong to no request written."""
+    """Catches: a missing mask, an axis or a prompt's tail skipped, writes past `size` or of nobody's columns."""
     counts = BATCHES[batch]
     left = agree(case, device, counts, num_axes=num_axes, out_of_place=out_of_place)
     expected = [count if count <= 6 else 0 for count in counts]

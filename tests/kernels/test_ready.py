@@ -44,10 +44,7 @@ WRAPPERS = {"candidates": of_candidates, "draw": of_draw, "next_level": of_next_
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_call_is_bound_once(device, name):
-    """Catches: a call that is looked at anew every time; one that passes for another, whatever differs.
-
-    A tensor that was freed is among what differs: another one that lies where it lay is another call.
-    """
+    """Catches: a call looked at anew every time; one that passes for another, a freed tensor's among them."""
     wrapper, arguments, others, ready = WRAPPERS[name](device)
     for _ in range(3):
         wrapper(**arguments)

@@ -1,7 +1,4 @@
-"""Arguments that wrappers refuse by name: of every tensor of every operation's call another dtype, device or shape.
-
-Catches: a dropped check, after which a kernel would read or write through a wrong pointer.
-"""
+"""Of every tensor of every operation's call another dtype, device or shape is refused by name, before a kernel runs."""
 
 import dataclasses
 import functools

@@ -36,9 +36,7 @@ def check_draw(case, left, expected, level=2):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_draw_equals_the_argmax(device, impl, vocab_size, dtype):
-    """Catches: a tail that is not masked, a block's place taken for a token, the higher of two tokens that tie, in a
-    block or across two, noise at temperature 0, a temperature applied after the noise, another request's seed; a launch
-    without programs."""
+    """Catches: an unmasked tail, a block's place for a token, ties upwards, noise at 0 or of another request."""
     for num_rows in (5, 1, 0):
         case = SamplingCase(num_rows, vocab_size, device, dtype)
         check_draw(case, draw_of(case, impl), case.scores(toy()).argmax(1).tolist())
@@ -73,8 +71,7 @@ def test_level_on_the_device(device, impl, level):
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
 def test_draws_of_no_numbers(device, impl, poison):
-    """Catches: a token behind the vocabulary, which the draft's embedding would read past its end; a number before NaN
-    in one of the two, so that they draw differently."""
+    """Catches: a token behind the vocabulary; a number before NaN in one of the two, so that they draw differently."""
     case = SamplingCase(4, 1030, device)
     case.logits[0], case.logits[1], case.logits[2:, 7] = poison, poison, poison
     left = draw_of(case, impl)
@@ -140,8 +137,7 @@ def test_merges_of_several_turns(device, monkeypatch, num_blocks):
 @pytest.mark.parametrize(("width", "first"), [(1, 0), (3, 0), (3, 2)])
 @pytest.mark.parametrize("apply_temperature", [True, False])
 def test_noise_of_candidates(device, impl, width, first, apply_temperature):
-    """Catches: another request's temperature or seed, another row's position, noise at temperature 0, a temperature
-    that is applied twice or not at all, logits that are overwritten."""
+    """Catches: another's temperature, seed or position, noise at 0, a temperature applied twice, logits overwritten."""
     case, noise = SamplingCase(5, 300, device, width=width, first=first), toy(salt=5)
     kept = case.logits.clone()
     left = candidates_of(case, 4, impl, noise, apply_temperature=apply_temperature)

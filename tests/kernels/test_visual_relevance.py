@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.relevance_inputs import DEVICE, FP8, NAN, check, expect, make_inputs
-from vidspec_kernels import merge_relevance, visual_relevance
+from vidspec_kernels import visual_relevance
 from vidspec_kernels.limits import DeviceLimits
 from vidspec_kernels.visual_relevance import api as module
 from vidspec_kernels.visual_relevance import cpu, reference, tiles
@@ -92,10 +92,8 @@ def test_tiles_have_stages_and_take_all_queries(arch, max_queries, top_n):
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 100])
 @pytest.mark.parametrize("top_n", [3, 100])
 def test_splits_with_ties(monkeypatch, num_slots, top_n):
-    """Programs of several tiles, of one tile and without any; four distinct rows, so nearly every cosine is a tie.
-
-    Catches: duplicates within a tile or across splits counted once; a split that starts a tile late.
-    """
+    """Programs of several tiles, of one and of none; four distinct rows: duplicates count as often as they are
+    there."""
     monkeypatch.setattr(tiles, "_MAX_SPLITS", num_slots)
     generator = torch.Generator().manual_seed(0)
     distinct = torch.randn(4, 16, generator=generator, dtype=torch.float64)
@@ -151,11 +149,7 @@ def test_number_of_splits(num_reqs, num_rows, expected):
 @pytest.mark.parametrize("num_rows", [25_000, 100_000])
 @pytest.mark.parametrize("num_slots", [132, 216, 264, 296])
 def test_one_wave_and_one_pass_of_the_merge(num_rows, num_slots):
-    """A long video fills the multiprocessors once, no share is a row longer than it must be, and the largest values of
-    all shares are ordered at once.
-
-    Catches: tiles dealt whole, of which some programs get two and others one; more entries than a pass takes.
-    """
+    """A long video fills the multiprocessors once, in shares within a row of each other, merged in one pass."""
     num_splits = tiles._num_splits(1, num_rows, num_slots)
     assert min(num_slots, 256) == num_splits <= num_slots
     assert -(-num_rows // num_splits) <= num_rows / num_splits + 1
@@ -169,23 +163,6 @@ def test_zero_query(impl):
     inputs["queries"][0] = 0
     got = check(inputs, 10, impl)
     assert got[0].tolist() == [0.0] * 7 + [-math.inf] * 3
-
-
-def test_by_hand(impl):
-    """Cosines 1, 0.6, 0, -0.6 of two blocks, the query of length 5."""
-    store = torch.tensor([[[-0.6, 0.8], [9.0, 9.0]], [[1.0, 0.0], [0.0, 1.0]], [[0.6, 0.8], [9.0, 9.0]]], device=DEVICE)
-    got = visual_relevance(
-        torch.tensor([[5.0, 0.0]], device=DEVICE),
-        torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
-        torch.tensor([1], device=DEVICE),
-        store,
-        torch.tensor([1, 2, 1], dtype=torch.int32, device=DEVICE),
-        torch.tensor([[0, 0, 0], [2, 1, 0]], dtype=torch.int32, device=DEVICE),
-        torch.tensor([0, 3], dtype=torch.int32, device=DEVICE),
-        top_n=3, max_queries=1, max_blocks=3, impl=impl,
-    )  # fmt: skip
-    assert got[0].tolist() == pytest.approx([1.0, 0.6, 0.0], abs=1e-6)
-    assert merge_relevance(got[None]).tolist() == pytest.approx([1.6 / 3])
 
 
 @pytest.mark.parametrize("store_dtype", [torch.float32, FP8])

@@ -1,6 +1,5 @@
 """visual_relevance's surroundings: how states are stored, and how the partial results of ranks become one."""
 
-import functools
 import math
 
 import pytest
@@ -57,10 +56,7 @@ def check_shards(inputs, num_shards, requests, top_n, impl, equal, merge=merge_r
 @pytest.mark.parametrize("num_shards", [2, 3])
 @pytest.mark.parametrize("normal", [None, exact])
 def test_shards_merge_to_the_whole(impl, normal, num_shards):
-    """Bit for bit where the cosines are; a shard without any token of a request, and a request without any.
-
-    Catches: the sum in the order of the shards.
-    """
+    """Bit for bit where the cosines are; a shard without any token of a request, and a request without any."""
     requests = ((2, (16, 5, 16)), (1, ()), (1, (1,)))
     inputs = make_inputs(requests, normal=normal)
     check_shards(inputs, num_shards, requests, 10, impl, equal=normal is exact)
@@ -79,19 +75,6 @@ def test_mutation_mean_of_shard_means():
         check_shards(inputs, 2, requests, 5, "torch", equal=False, merge=mean_of_means)
 
 
-def test_merge_by_hand(impl):
-    merge = functools.partial(merge_relevance, impl=impl)
-    inf = math.inf
-    partials = torch.tensor(
-        [[[0.9, 0.5], [0.25, -inf], [-inf, -inf]], [[0.7, 0.6], [-inf, -inf], [-inf, -inf]]], device=DEVICE
-    )
-    assert merge(partials).tolist() == pytest.approx([0.8, 0.25, 0.0])
-    assert merge(partials[:1]).tolist() == pytest.approx([0.7, 0.25, 0.0])
-    assert merge(partials[:, :0]).shape == (0,)
-    unmeasured = torch.stack((partials[0], torch.full_like(partials[1], NAN)))  # one shard could not
-    assert merge(unmeasured).isnan().all() and merge(unmeasured[1:]).isnan().all()
-
-
 @pytest.mark.parametrize("top_n", [1, 10, 33])
 def test_merges_are_the_same(top_n, branches):
     """The kernel against torch: rows of any number of values, one with NaN, strides of a gathered batch."""
@@ -104,6 +87,7 @@ def test_merges_are_the_same(top_n, branches):
     ran = branches("merge_relevance", reference="_merge_relevance_torch")
     got, expected = (merge_relevance(partials, impl=impl) for impl in ("triton", "torch"))
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-6, equal_nan=True)
+    assert merge_relevance(partials[:, :0], impl="triton").shape == (0,)
     assert ran == ["triton", "torch"] and got.isnan().tolist() == [index == 3 for index in range(6)]
 
 
@@ -113,10 +97,7 @@ def test_merges_are_the_same(top_n, branches):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, FP8])
 @pytest.mark.parametrize("states_dtype", [torch.float32, torch.bfloat16])
 def test_store_states(dtype, states_dtype, monkeypatch):
-    """Unit rows in the named slots and nothing anywhere else, in several chunks; zeros stay zeros.
-
-    Catches: slots sorted; the norm in half precision; rows of another chunk's slots.
-    """
+    """Unit rows in the named slots and nothing anywhere else, in several chunks; zeros stay zeros."""
     monkeypatch.setattr(store_module, "_CHUNK_ROWS", 3)
     generator = torch.Generator().manual_seed(0)
     states = (torch.randn(20, 200, generator=generator) * torch.logspace(-3, 3, 20)[:, None]).to(states_dtype)
@@ -135,9 +116,7 @@ def test_store_states(dtype, states_dtype, monkeypatch):
 
 
 def test_float8_cosines():
-    """Rows of a real size keep each cosine within 4 % of a unit; without the scale they are mostly subnormal.
-
-    Catches: no scale (elements below 2**-6 keep two bits or none)."""
+    """Rows of a real size keep each cosine within 4 %; without the scale they are mostly subnormal."""
     hidden = 3584
     assert storage_scale(FP8, hidden) == pytest.approx(math.sqrt(hidden))
     assert all(storage_scale(dtype, hidden) == 1.0 for dtype in (torch.float32, torch.bfloat16, torch.float16))
@@ -163,8 +142,7 @@ def test_float8_cosines():
 
 
 def test_stored_states_end_to_end():
-    """Raw states of all lengths in, cosines of the raw states out: what the engine relies on. Also its mutation: rows
-    that are stored as they come."""
+    """Raw states of all lengths in, cosines of the raw states out; its mutation: rows stored as they come."""
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(40, 96, generator=generator, dtype=torch.float64) * torch.logspace(-2, 2, 40)[:, None]
     inputs = make_inputs(((2, (16, 16, 8)),))

@@ -15,8 +15,7 @@ MAX_REQS, MAX_LEN, NUM_DRAFTS = 16, 300, 5
 
 
 def case(device, num_reqs=9, ring=16, seed=0):
-    """Streams that agree, that differ somewhere, that end before the text does, that the ring no longer reaches, that
-    are another request's, that are being cut, that are none yet; outputs full of what must not stay."""
+    """Streams that agree, differ, end early, are another's, being cut or none; outputs full of what must not stay."""
     rng = torch.Generator().manual_seed(seed)
 
     def number(low, high):
@@ -60,9 +59,8 @@ def suffix_case(device, num_reqs=9):
 @pytest.mark.parametrize("ring", [1, 2, 16, 64])
 @pytest.mark.parametrize("num_reqs", [1, 9, MAX_REQS])
 def test_equals_the_loop(device, num_reqs, ring):
-    """Catches: a token looked at that the drafter may be writing, a place of the ring off by one, the batch row taken
-    for the persistent one, a window behind a difference, what an earlier step has left behind a shorter window, the
-    stream of the row's last request."""
+    """Catches: tokens being written, a ring place off by one, the batch row, windows behind a difference, stale
+    tails."""
     found = set()
     for seed in range(6):
         left = agree(case, device, num_reqs, ring, seed)
@@ -126,11 +124,7 @@ while True:
 
 
 def test_a_stream_that_is_cut_meanwhile_gives_no_window(tmp_path):
-    """Another process writes a stream of m times the number m, all the time: a window is all of one, or there is none.
-
-    Catches: a generation that is read once only, before what it belongs to or behind it, or is not looked at. (Triton's
-    interpreter reads copies that it makes at the launch.)
-    """
+    """Another process writes streams of m times m all the time: a window is all of one, or there is none."""
     path, ring = tmp_path / "stream", 1 << 16
     shared = np.memmap(path, dtype=np.int32, mode="w+", shape=(1, NUM_HEADERS + ring))
     shared[0] = 1

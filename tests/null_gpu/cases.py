@@ -20,6 +20,7 @@ from null_gpu.situations import (
     stand_in_for_flashinfer,
     sums_of_guidance,
 )
+from tests.engine import family_models
 from vllm_vidspec.tools import pairs
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -54,6 +55,11 @@ DEFAULTS: dict[str, Any] = {"enforce_eager": False}
 GRAPHS_FA2 = GRAPHS | {"attention_config": {"flash_attn_version": 2}}
 GRAPHS_FP8 = GRAPHS | {"kv_cache_dtype": "fp8"}
 FLASHINFER = {"attention_config": {"backend": "FLASHINFER"}, "kv_cache_dtype": "fp8"}
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
+}
 PIECES = _compiled(1, 2, 4, 8, 16, 32, mode=3, cudagraph_mode="PIECEWISE")
 
 
@@ -66,6 +72,8 @@ class Case:
     vanilla: str = "vanilla"  # the case of vanilla vLLM in the same mode, whose waits and copies are the bound
     family: str = QWEN
     is_whole: bool = False  # a pair of published size, with made-up weights and a user's defaults
+    # A family, and of it a target and a draft as released, with two layers each and made-up weights.
+    released: tuple[str, str, str] | None = None
     weights: str | None = None  # of such a pair: a key of `made_up.QUANTISED`, and few layers
     device_gb: int = 80
     overrides: dict[str, Any] = field(default_factory=dict)  # arguments of `LLM`
@@ -84,6 +92,10 @@ class Case:
     is_slow: bool = False  # only `make test-slow` runs it
 
     @property
+    def is_large(self) -> bool:
+        return self.is_whole or self.released is not None
+
+    @property
     def num_ranks(self) -> int:
         return self.overrides.get("tensor_parallel_size", 1)
 
@@ -98,7 +110,7 @@ class Case:
         return "compilation_config" in self.overrides and "cudagraph_mode" not in self.overrides["compilation_config"]
 
     def shares_engine(self, other: "Case") -> bool:
-        engines = [(case.spec, case.family, case.is_whole, case.overrides) for case in (self, other)]
+        engines = [(case.spec, case.family, case.is_whole, case.released, case.overrides) for case in (self, other)]
         return engines[0] == engines[1] and other.before is None
 
     def llm_kwargs(self) -> dict[str, Any]:
@@ -107,17 +119,33 @@ class Case:
             where = made_up.write_pair(self.family, Path(tempfile.mkdtemp(prefix="null-gpu-")), **few)
             spec = {"draft": where["draft"], "on_draft_error": "raise", **(self.spec or {})}
             return made_up.user_kwargs(where, self.spec and pairs.speculative_config(self.family, **spec))
-        overrides = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": True} | self.overrides
+        released = self._write_released() if self.released else {}
+        overrides = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": True}
+        overrides |= self.overrides | released.pop("overrides", {})
         if self.spec is None:
             return pairs.llm_kwargs(self.family, overrides=overrides)
-        spec = {"calibration": None, "on_draft_error": "raise", "draft": "draft"} | self.spec
+        spec = {"calibration": None, "on_draft_error": "raise", "draft": "draft"} | self.spec | released
         return pairs.llm_kwargs(self.family, spec.pop("draft"), overrides=overrides, **spec)
+
+    def _write_released(self) -> dict[str, Any]:
+        """Write the checkpoints of `released`; return what they change."""
+        assert self.released is not None
+        name, *models = self.released
+        folder = Path(tempfile.mkdtemp(prefix="null-gpu-"))
+        target, draft = (family_models.write_released(name, one, 2, folder / one.split("/")[1]) for one in models)
+        family = family_models.FAMILIES[name]
+        limits = dict.fromkeys(family.limits, 0) | {"video": 1}
+        overrides = {"model": target, "load_format": "dummy", "limit_mm_per_prompt": limits}
+        return {"draft": draft, "overrides": overrides | family.overrides}
 
     def prompts(self, seed: int = 0) -> list[dict]:
         """Return a prompt with videos of its own for each request; other seeds, other videos."""
         noise = np.random.default_rng(seed)
         shape = (self.num_videos, NUM_FRAMES, FRAME_SIZE, FRAME_SIZE, 3)
         videos = [noise.integers(0, 255, shape, dtype=np.uint8) for _ in range(self.batch)]
+        if self.released:
+            name, few = self.released[0], slice(NUM_FRAMES // 2)
+            return [family_models.prompt(name, "what is it?", [clip[few] for clip in clips]) for clips in videos]
         return [pairs.media_prompt(self.family, pairs.DEFAULT_QUESTION, videos=list(clips)) for clips in videos]
 
 
@@ -145,6 +173,7 @@ _TOP_P, _WARM = {"sampling": {"temperature": 1.0, "top_p": 0.9}}, {"sampling": {
 _GRAPHS, _FA2, _SLOW = {"overrides": GRAPHS}, {"overrides": GRAPHS_FA2}, {"is_slow": True}
 _BESIDE_THREE = "vanilla graphs batch"
 _SIXTEEN = {"overrides": GRAPHS_SIXTEEN, "batch": 16, **_SLOW, **_VARIANT}
+_OFFLOADS = {"overrides": GRAPHS | {"kv_transfer_config": OFFLOADING}, **_SLOW, **_VARIANT}
 _PIECES = {"overrides": PIECES, **_SLOW, **_VARIANT}
 _PLANNED = {"allowed": (PLANNED_DEPTHS,), "transfers": (*TRANSFERS, "adaptive.py send")}
 _STATIC, _ADAPTIVE, _SELF = {"drafting": "tree-static"}, {"drafting": "tree-adaptive"}, {"draft": "target"}
@@ -156,6 +185,10 @@ _COMMITS = ("commits.py _write_down", "commits.py _write_down")
 # What the drafter says, the device reads itself: a copy of it would be a line of shared.py.
 _STREAMS = ("commits.py _send", "backend.py _cut")
 _CONTROLLED = {"adaptive_tokens": True}
+
+_OMNI = "Qwen/Qwen2.5-Omni-7B", "Qwen/Qwen2.5-Omni-3B"
+_INTERNVL = "OpenGVLab/InternVL3_5-8B-HF", "OpenGVLab/InternVL3_5-1B-HF"
+_GLM = "zai-org/GLM-4.6V", "zai-org/GLM-4.6V-Flash"
 
 
 def _whole(name: str, family: str, device_gb: int) -> tuple[Case, ...]:
@@ -227,10 +260,15 @@ _ALL = (
     Case("self graphs", _SELF, "vanilla graphs", **_GRAPHS, **_SLOW, **_VARIANT, most_launches=30),
     Case("vanilla graphs sixteen", **_SIXTEEN),
     Case("chain graphs sixteen", {}, "vanilla graphs sixteen", **_SIXTEEN, most_launches=30),
+    Case("vanilla offloads", **_OFFLOADS),
+    Case("chain offloads", {}, "vanilla offloads", **_OFFLOADS, most_launches=30),
     Case("vanilla pieces", **_PIECES),
     Case("static pieces", _STATIC, "vanilla pieces", **_PIECES, most_launches=42),
     Case("vanilla defaults", overrides=DEFAULTS, **_VARIANT),
     Case("chain defaults", {}, "vanilla defaults", overrides=DEFAULTS, **_VARIANT, most_launches=30),
+    Case("qwen2.5-omni two layers", {}, released=("qwen2.5-omni", *_OMNI), **_GRAPHS, **_ONE_STEP),
+    Case("internvl two layers", _STATIC, released=("internvl", *_INTERNVL), overrides=GRAPHS_104, **_SLOW, **_ONE_STEP),
+    Case("glm-v two layers", {}, released=("glm-v", *_GLM), **_GRAPHS, **_SLOW, **_ONE_STEP),
     *_whole("7b", QWEN, 80),
     *_whole("qwen3 8b", QWEN3, 141),
     # The Qwen pair's three vision heads are not for two ranks.

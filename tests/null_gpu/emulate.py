@@ -157,16 +157,7 @@ def _refill(out: Any, result: Any) -> None:
 
 
 class Graph(torch.cuda.CUDAGraph):
-    """A CUDA graph whose replay is emulated: what was captured is done again on the same memory.
-
-    A replay runs no Python of the product: numbers, shapes and branches are those of the capture. Results of its
-    operators are the graph's own, and hold garbage once it has run. What a capture must not do, the null GPU refuses.
-
-    Attributes:
-        launches: What a replay runs, in order.
-        own: Results of operators, on the host.
-        num_replays: So far.
-    """
+    """A CUDA graph whose replay does again, on the same memory, what was captured; it runs no Python of the product."""
 
     @contextlib.contextmanager
     def capture(self, pool: Any = None) -> Iterator[None]:

@@ -42,10 +42,8 @@ def callers(measured: dict[str, Any], counter: str, vanilla: dict[str, Any] | No
 
 
 def extra_waits(measured: dict[str, Any], vanilla: dict[str, Any], allowed: Sequence[str] = ()) -> list[str]:
-    """Return one complaint for each of `WAITS` that is more frequent per step than vanilla's in the same mode.
-
-    Lines of `allowed` (`file.py function`) may wait once a step.
-    """
+    """Return one complaint for each of `WAITS` more frequent than vanilla's; lines of `allowed` may wait once a
+    step."""
     complaints, steps = [], len(measured["steps"])
     for counter in WAITS:
         # A wait of vanilla's output thread may fall into the step after the last one counted.

@@ -31,10 +31,7 @@ PER_STEP = {
 
 
 def summary(measured: dict[str, Any], vanilla: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration's row, beside vanilla vLLM in the same mode and run (for vanilla vLLM itself).
-
-    Medians per decode step, allocations of all counted steps, host ms.
-    """
+    """Return a configuration's medians per decode step beside vanilla vLLM's in the same mode and run."""
     times, start = sorted(measured["host_ms"]), measured["start"]
     captured = {"captured_graphs": start.get("graph.instantiate"), "captured_kernels": start.get("captured.kernel")}
     return {

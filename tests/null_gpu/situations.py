@@ -10,10 +10,8 @@ import torch
 
 
 def peak_of_a_prompt(session: Any) -> dict[str, int]:
-    """Prefill prompts that the engine has not seen; return the largest increase of allocated memory, and its bound.
-
-    That is the peak of vLLM's profile run, which stays free beside weights and caches, and memory set aside for pixels.
-    """
+    """Prefill new prompts; return the largest increase of memory, and its bound: vLLM's profile, and room for
+    pixels."""
     worker = session.worker
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

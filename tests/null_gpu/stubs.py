@@ -1,7 +1,5 @@
-"""Generates a weak stub for every entry point of NVIDIA's libraries that the wheels need or their headers declare.
-
-The hand-written entry points of native/ are strong and win; a stub counts its call by name and answers "success".
-"""
+"""Generates a weak stub, which counts its call, for every entry point of NVIDIA's libraries that wheels or headers
+name."""
 
 import re
 import subprocess
@@ -44,10 +42,7 @@ _MATRIX_PRODUCT = re.compile(r"gemm|gemv|Gemm|dot|trsm|axpy|nrm2|scal")
 
 
 def generate(folder: Path, include: Path, binaries: Iterable[Path]) -> None:
-    """Write NAME.c, for a versioned library NAME.map, and `cublas_launches.inc` into `folder`.
-
-    The headers are CUDA's, the binaries the wheels' shared objects.
-    """
+    """Write NAME.c, for a versioned library NAME.map, and `cublas_launches.inc` into `folder`."""
     symbols = _declared(include)
     for binary in binaries:
         for library, name in _undefined(binary):

@@ -70,10 +70,7 @@ def complaints(row: dict, name: str) -> list[str]:
 def run(
     folder: Path, name: str, on: torch.device, num_changes: int = 2, goes_on: bool = False, **options
 ) -> tuple[World, list[str]]:
-    """Decode for requests that come and go, on the GPU in captured graphs; return the end, and complaints of the steps.
-
-    Requests change `num_changes` times; where it `goes_on`, chains are drawn a token a call.
-    """
+    """Decode for requests that come and go `num_changes` times; return the end, and complaints of the steps."""
     config = VidSpecConfig(model="self", on_draft_error="raise", **SCENARIOS[name])
     rng, wrong = np.random.default_rng(len(name)), []
     with world(on, folder, config, temperature=1.0, fills_trees="loose" in name, **options) as here:
@@ -132,10 +129,7 @@ def test_decode_steps_equal_the_cpus(tmp_path, name):
 
 
 def test_a_chain_that_goes_on(tmp_path, monkeypatch):
-    """Drawn as the parallel drafter does, a token a call, the device knowing where each goes: a chain like any other.
-
-    Catches: a token that is fed at another place or drawn under another's noise, a replay that is of one level.
-    """
+    """A token a call, the device knowing where each goes, as the parallel drafter does: a chain like any other."""
     draft = Drafter.draft
 
     def token_by_token(self, message):

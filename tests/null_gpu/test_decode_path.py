@@ -31,13 +31,13 @@ def measured(request, tmp_path_factory):
     wanted = set().union(*map(cases_of, items))
     wanted |= {CASES[name].vanilla for name in wanted}
     target, rows = os.environ.get("NULL_GPU_RESULTS"), []
-    small = [name for name in CASES if name in wanted and not CASES[name].is_whole]
+    small = [name for name in CASES if name in wanted and not CASES[name].is_large]
     single, double = ([name for name in small if CASES[name].num_devices == n] for n in (1, 2))
     # Two at a time on two cores, unless times are to be reported. What needs two devices takes a quarter of the time
     # and follows the shorter part of the others.
     singles = [single] if target else split(single, 0.32 if double else 0.5)
-    # Whole models need the whole device, so each has a process of its own.
-    whole = [[name] for name in CASES if name in wanted and CASES[name].is_whole]
+    # Models of published size need the whole device, so each has a process of its own.
+    whole = [[name] for name in CASES if name in wanted and CASES[name].is_large]
     parts = [part for part in (*singles, double, *whole) if part]
     with ThreadPoolExecutor(1 if target else 2) as pool:
         folders = [tmp_path_factory.mktemp("null_gpu") for _ in parts]
@@ -197,10 +197,8 @@ def test_guidance_looks_at_every_layer_of_flashinfer(measured):
 
 @pytest.mark.cases("chain graphs FA2", "chain graphs batch")
 def test_chains_take_tree_attention_where_keys_are_not_split(measured):
-    """In the target's graph of a verify step, padded, and in the draft's for the two tokens that it feeds first.
-
-    Catches: FlashAttention 2 in a verify step; version 3 replaced; a layer left out of a graph.
-    """
+    """In the target's graph of a verify step, padded, and in the draft's for the two tokens fed first; version 3
+    stays."""
     found = measured["chain graphs FA2"]["extra"]
     num_target, num_draft = found["layers"]
     assert found["kernels"].count("_tree_attention_kernel") == num_target + num_draft
@@ -261,9 +259,6 @@ def test_an_allocation_under_capture_is_seen(measured):
 
 @pytest.mark.parametrize("name", [case.name for case in CASES.values() if case.after is kernels_of_drafts])
 def test_graphs_hold_the_kernels_of_the_same_step_without_them(measured, name):
-    """The same kernels in the same order, launched one by one and replayed.
-
-    Catches: a branch that is taken under capture only, a launch that a graph lacks.
-    """
+    """The same kernels in the same order, launched one by one and replayed."""
     launched, replayed = (measured[name]["extra"][how] for how in ("launched", "replayed"))
     assert len(launched) > 50 and launched == replayed

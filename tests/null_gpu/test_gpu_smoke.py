@@ -14,8 +14,7 @@ STEPS = ("environment", "real-chain", "sync-debug")
 
 @pytest.mark.slow
 def test_what_runs_without_numbers_runs(tmp_path):
-    """Catches: a step that no longer starts, or is skipped, or runs something else than users do: each would cost a
-    minute of a real GPU and show nothing."""
+    """Catches: a step that no longer starts, or is skipped, which would cost a minute of a real GPU."""
     out, log = tmp_path / "smoke.json", tmp_path / "log"
     command = [sys.executable, "scripts/gpu_smoke.py", "--out", str(out), "--dry-run", "--only", ",".join(STEPS)]
     command += ["--around", "null_gpu.emulate:emulating"]

@@ -15,8 +15,7 @@ import gpu_suite as suite
 
 @pytest.mark.slow
 def test_every_row_of_the_plan_starts(tmp_path):
-    """Catches: an engine that no longer starts at its sizes, a hook whose place has moved, a kernel's case that is
-    broken: each would cost minutes of a real GPU; numbers of a dry run that look like measurements."""
+    """Catches: engines, hooks or kernel cases that no longer start; dry numbers that look like measurements."""
     out, log = tmp_path / "suite.json", tmp_path / "log"
     # Beside other work on two cores a step takes longer than on a GPU.
     options = [

@@ -198,8 +198,7 @@ def test_a_graph_keeps_launches_and_replays_copies(before):
 
 
 def test_an_emulated_replay_computes_with_the_contents_of_the_moment():
-    """Catches: a copy in place of a view, an operator in place on a copy, another order, contents that are frozen, a
-    Python number that is not, memory of the graph in which a result lasts."""
+    """Catches: a copy for a view, another order, frozen contents, a Python number that is not, reused results."""
 
     def kernel(x, *, by):
         return x + (by if x.max() > 3 else 0)  # a kernel may branch on what it reads

@@ -58,7 +58,7 @@ class World:
     fills them up to K, as vLLM's asynchronous scheduling does.
     """
 
-    max_num_reqs, vocab_size, model = MAX_REQS, VOCAB, None
+    max_num_reqs, vocab_size, model, recorder = MAX_REQS, VOCAB, None, None
     agreement = Agreement(SimpleNamespace(rank_in_group=0, world_size=1))
     kv_cache_config = SimpleNamespace(kv_cache_groups=[None])
 
@@ -336,10 +336,7 @@ class StepGraphs(DraftGraphs):
 def world(
     device: torch.device, folder: Path, config: VidSpecConfig, splits_keys: bool = True, **more: Any
 ) -> Iterator[World]:
-    """Build a decode loop on the null GPU, or on the CPU; a folder holds its counter file.
-
-    Where the attention backends of both models split keys (`splits_keys`), chains need no tree attention.
-    """
+    """Build a decode loop on the null GPU, or on the CPU; with `splits_keys` chains need no tree attention."""
     on_gpu = device.type == "cuda"
     launch = launched if on_gpu else lambda kernel: kernel
 

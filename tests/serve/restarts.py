@@ -1,9 +1,6 @@
-"""Servers whose processes are killed, or whose host lacks something: the rows of docs/reliability.md.
+"""Servers whose processes are killed, or whose host lacks something: the rows of docs/reliability.md."""
 
-Each case serves the bundled pair, disturbs it, and returns its observations in words; it raises AssertionError where
-one is not as expected.
-"""
-
+import math
 import os
 import threading
 import time
@@ -16,6 +13,7 @@ from unittest import mock
 import httpx
 import psutil
 
+from tests.engine import ray_on_cpu
 from vllm_vidspec.metrics import difference
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.demo import ask
@@ -37,7 +35,7 @@ def serving(
     port, tmp, cores = free_port(), folder / "tmp", sorted(os.sched_getaffinity(0))
     tmp.mkdir(exist_ok=True)
     # vLLM would give each rank and each engine a NUMA node of its own.
-    num_engines = overrides.get("tensor_parallel_size", 1) * overrides.get("data_parallel_size", 1)
+    num_engines = math.prod(overrides.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "data", "pipeline"))
     bind = "|".join(str(cores[i % len(cores)]) for i in range(num_engines))
     family = OF_RANKS if overrides.get("tensor_parallel_size", 1) > 1 else FAMILY
     args = pairs.serve_args(family, "draft", port=port, overrides=SMALL | overrides, on_draft_error="raise")
@@ -62,10 +60,10 @@ def _processes(server: VllmServer) -> list[psutil.Process]:
     return [root, *root.children(recursive=True)]
 
 
-def _called(processes: list[psutil.Process], name: str) -> psutil.Process:
+def _called(processes: list[psutil.Process], name: str, alike: int) -> psutil.Process:
     found = [process for process in processes if name in " ".join(process.cmdline())]
-    assert len(found) == 1, (name, [" ".join(process.cmdline())[:80] for process in processes])
-    return found[0]
+    assert len(found) == alike, (name, [" ".join(process.cmdline())[:80] for process in processes])
+    return found[-1]
 
 
 class _Client(threading.Thread):
@@ -105,18 +103,16 @@ def _wait(is_there: Callable[[], bool], what: str) -> float:
 # ---- killed processes ------------------------------------------------------------------------------------------------
 
 
-def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> str:
-    """Kill -9 a process ("" is the API server) while it answers; the next server finds nothing left of it.
-
-    Unless the server stops by itself, its process group is ended, as a supervisor does.
-    """
+def killed(folder: Path, victim: str, stops: bool = True, alike: int = 1, **overrides: Any) -> str:
+    """Kill -9 a process ("" is the API server), the last of so many `alike`, while it answers; the next server finds
+    nothing left of it."""
     in_shm = set(os.listdir(SHM))
     with serving(folder, "killed", **overrides) as server:
         expected, processes = _ask(server), _processes(server)
         client = _Client(server)
         client.start()
         assert client.has_begun.wait(_SOON_S), "no answer began"
-        (_called(processes[1:], victim) if victim else processes[0]).kill()
+        (_called(processes[1:], victim, alike) if victim else processes[0]).kill()
         received_s = _wait(lambda: not client.is_alive(), "the client still waits")
         assert client.end and client.end != "answered", client.end
         seen = [f"the client gets {client.end} after {received_s:.0f} s"]
@@ -142,6 +138,12 @@ def killed(folder: Path, victim: str, stops: bool = True, **overrides: Any) -> s
     seen.append(f"{len(left)} counter file{'' if len(left) == 1 else 's'} left, none after the next start")
     seen.append(f"{len(in_shm_now)} segments in /dev/shm left" + (", all of them vLLM's" if in_shm_left else ""))
     return "; ".join([*seen, "the same answer again"])
+
+
+def of_ray(folder: Path) -> str:
+    """Kill a rank that Ray has placed: Ray's own processes end with the server, too."""
+    with mock.patch.dict(os.environ, ray_on_cpu.environment(folder, 2)):
+        return killed(folder, "ray::RayWorkerProc", alike=2, tensor_parallel_size=2, distributed_executor_backend="ray")
 
 
 # ---- a host that lacks something ------------------------------------------------------------------------------------
@@ -183,6 +185,7 @@ CASES = (
     Case("kill -9 of the engine core", lambda folder: killed(folder, "EngineCore")),
     Case("kill -9 of the API server", lambda folder: killed(folder, "", stops=False)),
     Case("kill -9 of a tensor-parallel rank", lambda folder: killed(folder, "Worker_TP1", tensor_parallel_size=2)),
+    Case("kill -9 of a Ray worker", of_ray),
     Case("two servers at once", two_servers),
     Case("HOME that nobody can write to", lambda folder: lacking(folder, "HOME")),
     Case("TMPDIR that does not exist", lambda folder: lacking(folder, "TMPDIR")),

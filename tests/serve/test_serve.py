@@ -16,7 +16,7 @@ from tests.engine import harness
 from tests.fuzz import files
 from tests.fuzz.running import Target
 from vllm_vidspec.cli import app
-from vllm_vidspec.metrics import difference, summarize
+from vllm_vidspec.metrics import KINDS, difference, summarize
 from vllm_vidspec.pruning import budget
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs, status, user_files
@@ -53,7 +53,7 @@ def server(tmp_path_factory):
     # Every frame of a video counts, so that a long one does not fit (the default samples it down).
     overrides = {"media_io_kwargs": {"video": {"num_frames": -1}}, "per_request_spec_decode_metrics": "summary"}
     # Strict, unless a request asks for less.
-    loose = {"request_scorers": ["strict", "loose"], "lambda_max": 0.9}
+    loose = {"request_scorers": ["strict", "loose"], "lambda_max": 0.9, "request_records": True}
     args = pairs.serve_args(FAMILY, "draft", port=port, overrides=overrides, on_draft_error="raise", **loose)
     folder = tmp_path_factory.mktemp("serve")
     with pytest.MonkeyPatch.context() as patch:
@@ -122,6 +122,35 @@ def test_a_request_may_ask_for_loose_verification(reference, server):
     assert strict.token_ids == list(reference[1].token_ids)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_may_ask_for_a_record_of_itself(server, stream):
+    """Its own tokens, and as many of each kind as its metrics count; nothing without being asked for.
+
+    Catches: kinds that are shifted, a step that is lost or told twice, the field without the request's opt-in.
+    """
+    message = _video_message(pairs.sample_video().read_bytes())
+    fields = {"max_tokens": MAX_TOKENS, "temperature": 1.0, "seed": 1, "return_token_ids": True}
+    fields |= {"vidspec_scorer": "loose", "vidspec_lambda": 0.9}
+    if stream:
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    plain, asked = (_post(server, message, **fields, **more) for more in ({}, {"vidspec_record": True}))
+    assert "vidspec_record" not in plain.text
+    lines = asked.text.splitlines() if stream else [f"data: {asked.text}"]
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    steps = [step for chunk in chunks for step in chunk.get("vidspec_record", ())]
+    tokens, kinds, text = ([each for step in steps for each in step[name]] for name in ("tokens", "kinds", "text"))
+    assert tokens == [token for choice in choices for token in choice.get("token_ids") or ()]
+    told = [choice.get("message") or choice["delta"] for choice in choices]
+    assert "".join(text) == "".join(part.get("content") or "" for part in told)
+    (counted,) = (chunk["metrics"]["speculative_decoding"] for chunk in chunks if chunk.get("metrics"))
+    cut = [counted[f"num_{kind}_draft_tokens"] - kinds.count(number) for number, kind in enumerate(KINDS, 1)]
+    assert min(cut) >= 0 and sum(cut) <= 5, "drafts after the answer's end are counted, and not told"
+    assert kinds.count(2) > 0 < kinds.count(1) and all(step["kinds"][-1] == 0 for step in steps[:-1])
+    (seen,) = (step["pruned"][0] for step in steps if "pruned" in step)
+    assert seen["num_kept"] == len(seen["kept"]) == budget(256, 0.9) and max(seen["scores"]) == 255
+
+
 FRAMES = world.held_out(0).frames
 
 
@@ -185,11 +214,8 @@ def test_bad_video_is_a_4xx_and_the_server_goes_on(server, tmp_path, kind):
 
 
 def test_broken_media_cost_their_own_request_alone(server):
-    """Videos and images that are cut, changed or garbage, as hypothesis draws them: an answer or a refusal.
-
-    vLLM 0.32 refuses a few with a 500 of its own, before an engine sees them (a JPEG's first bytes as a video: "upper
-    bound and lower bound inconsistent"). Catches: an exception of ours, a trace, a server that does not go on.
-    """
+    """Videos and images cut, changed or garbage: an answer or a refusal, vLLM's own 500s included, and the server goes
+    on."""
 
     def check(given: tuple[str, bytes]) -> str:
         suffix, content = given
@@ -221,10 +247,8 @@ def test_tenants_of_one_server(server):
 
 
 def test_an_operator_changes_knobs_of_a_running_server(reference, server):
-    """Off, on, another pruner and ratio, over vLLM's own server: the output stays the same.
-
-    Catches: a route that vLLM does not load, a change that reaches only one of scheduler and worker.
-    """
+    """Off, on, another pruner and ratio, over vLLM's own server: the output stays the same, scheduler and worker
+    follow."""
 
     def knobs(status: int = 200, key: str = ADMIN_KEY, **changes) -> dict:
         how = {"headers": {"Authorization": f"Bearer {key}"}} | ({"json": changes} if changes else {})

@@ -16,13 +16,8 @@ def num_layers(checkpoint):
 
 
 class Clocks:
-    """Engines whose steps take what their layers say: answers to "clock", and when each was asked.
-
-    Attributes:
-        turns: Who answered which request, in order.
-        fails: A job and a command -> why the engine stops, None where it does not.
-        ids: Of a mode's answers; vanilla's unless set.
-    """
+    """Engines whose steps take what their layers say: `turns` answered, `fails` (job, command -> why), `ids` by
+    mode."""
 
     def __init__(self):
         self.turns, self.fails, self.ids = [], lambda job, command: None, {}

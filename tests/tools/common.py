@@ -1,5 +1,6 @@
 """What the tools' tests share: the command, scripts of the repository, and engines that are not there."""
 
+import functools
 import importlib.util
 import re
 import subprocess
@@ -66,12 +67,8 @@ def load(path):
 
 
 class Installer:
-    """Stands in for pip and the venv module of a set-up script; pip fails at the step that `fail_at` names.
-
-    Attributes:
-        steps: What was made: "venv", and the labels of pip's calls.
-        args: Those calls' arguments, by label.
-    """
+    """Stands in for pip and venv, and fails at `fail_at`: `steps` lists "venv" and pip's labels, `args` its
+    arguments."""
 
     def __init__(self, monkeypatch, script, pip_module, fail_at=None):
         self.steps, self.args = [], {}
@@ -119,14 +116,17 @@ def sweep(**given):
     return acceptance.Sweep(axes, **{"requests": 2} | given)
 
 
-def answer_captions(session, command, **counters):
-    """Answer as an engine of shape-world captions; `counters` stand beside or for its own.
+@functools.cache
+def caption_of(i):
+    """The caption of a held-out video, which is drawn once."""
+    return world.held_out(i).caption
 
-    The target's captions are true, the draft's know no colour, loose ones no motion.
-    """
+
+def answer_captions(session, command, **counters):
+    """Answer as an engine of captions: the target's are true, the draft's know no colour, loose ones no motion."""
     spec, knobs = session.job["llm"].get("speculative_config"), command["knobs"] or {}
     scorer = knobs.get("scorer", "strict")
-    captions = [world.held_out(i).caption for i in session.job["prompts"]["held_out"]]
+    captions = [caption_of(i) for i in session.job["prompts"]["held_out"]]
     if spec is None and "/draft" in session.job["llm"]["model"]:
         captions = [" ".join("red" if word in world.COLORS else word for word in c.split()) for c in captions]
     if scorer in ("loose", "random"):

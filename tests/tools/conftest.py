@@ -41,8 +41,7 @@ def sessions(fake_engines):
 
 @pytest.fixture
 def engines(fake_engines):
-    """The engines of `bench acceptance`: `sessions`, `ours` (the last answer of those that draft), `fails` (a job ->
-    why its engine fails, None where it does not)."""
+    """The engines of `bench acceptance`: `sessions`, `ours` (the last drafted answer), `fails` (job -> why or None)."""
     held = SimpleNamespace(ours=[1, 2], fails=lambda job: None)
 
     def answer(session, command):

@@ -12,7 +12,7 @@ from vidspec_tools.bench import acceptance, scaling
 from vidspec_tools.bench.session import BenchEngine
 from vidspec_tools.bench.trials import VANILLA_VARIANT, Workload
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools import pairs, tables
+from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.engine_session import EngineSession
 
 
@@ -34,15 +34,6 @@ def test_an_engine_that_fails_is_one_line(tmp_path):
     with pytest.raises(VidSpecError, match="the engine stopped: ") as caught, EngineSession(job):
         pass
     assert "\n" not in str(caught.value)
-
-
-def test_identical_frac_counts_lengths():
-    assert acceptance.identical_frac([[1, 2], [3]], [[1, 2], [3]]) == 1.0
-    assert acceptance.identical_frac([[1, 2], [3]], [[1, 2, 3], [3]]) == 0.5
-
-
-def test_percent_never_rounds_up_to_all():
-    assert [tables.percent(x) for x in (None, 1.0, 0.99999, 0.5)] == ["-", "100 %", "99.9 %", "50.0 %"]
 
 
 def test_json_has_one_row_per_combination(engines):
@@ -130,14 +121,8 @@ def test_table_and_files(engines, tmp_path, monkeypatch):
 
 
 def test_figures_per_step():
+    """Of what was drafted: test_each_shape_has_its_own_number_of_tokens."""
     assert set(acceptance.shape_figures(counters() | {"drafts": 0, "draft_steps": 0}).values()) == {None}
-    spent = counters(drafts=4, draft_tokens=100, draft_depth=20, draft_steps=2, draft_forwards=10)
-    assert acceptance.shape_figures(spent) == {
-        "nodes_per_step": 25.0,
-        "depth_per_step": 5.0,
-        "draft_forwards_per_step": 5.0,
-        "max_acceptance_length": 6.0,
-    }
 
 
 # ---- batches of requests, for benchmarks/bench_never_slower.py -------------------------------------------------------

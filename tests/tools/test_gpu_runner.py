@@ -141,8 +141,7 @@ def test_an_old_verdict_is_not_taken_for_a_new_one(play, tmp_path):
     ids=["checks", "measurements"],
 )
 def test_an_interrupted_run_leaves_what_was_found(tmp_path, parts, done, hangs, after):
-    """Catches: a file that is written at the end, or not as a whole; a step that outlives the run; steps to come that
-    are not listed."""
+    """Catches: a file written at the end; a step that outlives the run; steps to come that are not listed."""
     (tmp_path / "worker.py").write_text(WORKER)
     out, work = tmp_path / "out.json", tmp_path / "work"
     code = f"""

@@ -82,8 +82,7 @@ def verdict(name, step, **context):
 
 
 def test_a_steps_own_verdicts(monkeypatch):
-    """Catches: an exception that counts as passed, numbers that count although nothing computed them, a traceback
-    where one word is enough."""
+    """Catches: an exception that counts as passed, numbers of nothing that count, a traceback for a word."""
 
     def raises(error):
         def step(context):
@@ -203,8 +202,7 @@ print("tf32" if "tf32" in triton.compile(source, target=GPUTarget("cuda", 90, 32
 
 @pytest.mark.parametrize("version", SUPPORTED_VLLM)
 def test_fp32_products_are_ieee_where_the_triton_of_each_vllm_is_told(tmp_path, version):
-    """vLLM's own attention names no precision. Catches: a Triton that no longer reads the variable, and texts that
-    differ from vanilla's by TF32 alone; a cached binary that was compiled without it."""
+    """vLLM's own attention names no precision: texts would differ by TF32 alone, also of a cached binary."""
     sources = load("scripts/setup_cuda_host.py").sources_of(version)
     if sources is None:
         pytest.skip("setup-cuda-host has not been run")

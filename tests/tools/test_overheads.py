@@ -15,8 +15,7 @@ import harness
 
 @pytest.fixture
 def watched(monkeypatch):
-    """An engine whose every call takes a second of its clock; an answer is two steps of its prompt and three verify
-    steps."""
+    """Every call takes a second of the engine's clock; an answer is two steps of its prompt and three verify steps."""
     now = iter(range(1000))
     monkeypatch.setattr(overheads.time, "perf_counter", lambda: float(next(now)))
     monkeypatch.setattr(overheads.Watched, "_wrap", lambda self, runner: self._watch.wrap(runner, "prune", "pruning"))

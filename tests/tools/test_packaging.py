@@ -149,10 +149,6 @@ def test_entry_points_resolve_and_are_installed(group, name):
     assert value in [point.value for point in metadata.entry_points(group=group) if point.name == name]
 
 
-def test_the_triton_backend_has_its_two_modules():
-    assert all((PACKAGE / "engine" / "triton_cpu" / f"{name}.py").is_file() for name in ("compiler", "driver"))
-
-
 def test_lock_is_pinned_and_portable():
     for line in LOCK:
         assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+( ; platform_machine == \"x86_64\")?", line), line

@@ -285,7 +285,7 @@ def test_draft_is_a_role_or_a_path(clocks, draft, model):
     assert [row["draft"] for row in rows] == [None, other if draft == "PATH" else draft, "target"]
 
 
-def test_methods_fit_every_family():
+def test_methods_fit_every_family(clocks):
     for name, method in methods.METHODS.items():
         if method.mode != methods.STOCK:
             knobs = trials.Variant.of(name, method, 3.0).knobs(PaperBenchmark())

@@ -27,7 +27,8 @@ def test_key_follows_engine_lock_and_requirements_only(setup_env):
     key = setup_env.environment_key("cpu")
     assert setup_env.environment_key("gpu") != key
     pyproject = setup_env.ROOT / "pyproject.toml"
-    pyproject.write_text(pyproject.read_text() + "\n[tool.other]\nx = 1\n")
+    other = pyproject.read_text().replace('docs = ["', 'docs = ["another", "')  # which has an environment of its own
+    pyproject.write_text(other + "\n[tool.other]\nx = 1\n")
     assert setup_env.environment_key("cpu") == key
     setup_env.LOCK_CPU.write_text(setup_env.LOCK_CPU.read_text() + "another==1.0\n")
     assert setup_env.environment_key("cpu") != key

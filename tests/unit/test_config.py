@@ -168,8 +168,7 @@ def taken(key: str):
 
 @pytest.mark.parametrize("key", [key for key in FLAT if key != "calibration"])
 def test_every_spelling_reaches_its_knob(key):
-    """Catches: a knob that one of its spellings does not reach, or two of them at once; one that a worker or a change
-    does not get. The bounds are on the page."""
+    """Catches: a knob that a spelling does not reach, or two at once, or that a worker or a change does not get."""
     value = taken(key)
     config = parsed(**{key: value})
     assert config.flat()[key] == value
@@ -261,8 +260,7 @@ def test_a_wrong_calibration_is_refused(tmp_path, content, words):
 
 
 def test_the_shapes_of_a_draft():
-    """Catches: a user's tree that is not the one that is drafted; of a table, a row taken for another's, or one batch
-    more than its end without a shape."""
+    """Catches: a user's tree that is not the one drafted; a table's row taken for another's, or off by one."""
     config = parsed(draft_shape="tree-static", tree_paths=[[0], [1], [0, 0]], num_speculative_tokens=3)
     assert config.tree.static_paths == ((0,), (1,), (0, 0)) and config.max_path == 2
     config = parsed(num_speculative_tokens=25, draft="auto", draft_table=TABLE)
@@ -289,9 +287,7 @@ def test_the_shapes_of_a_draft():
     ],
 )  # fmt: skip
 def test_vllms_schedule_caps_what_is_drafted(changes, schedule):
-    """Its rows out of order and with a gap, as vLLM takes them: every batch size has the smaller number of the two.
-    Catches: a step that drafts more than the scheduler plans for; a gap that vLLM and the draft fill from other
-    sides."""
+    """Its rows out of order and with a gap: every batch size has the smaller number of the two."""
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
     given = [[9, 10, 2], [11, 12, 0], [1, 4, 5], [5, 6, 2]]

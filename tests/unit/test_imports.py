@@ -139,8 +139,7 @@ report()
 
 
 def test_the_gpu_worker_leaves_torch_untouched_and_the_cpus_code_unread():
-    """The CPU worker, imported after it, shows that the look sees it: it replaces all eight. Catches: a package, a
-    module or a patch of the CPU engine's in a process that has a GPU."""
+    """The CPU worker, imported after it, shows that the look sees it: it replaces all eight."""
     result = subprocess.run([sys.executable, "-c", _LOOK], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     replaced, loaded, replaced_after, loaded_after = result.stdout.splitlines()[-4:]

@@ -58,8 +58,7 @@ def test_add_set_values(file):
 
 
 def test_requests_by_id(file):
-    """The newest request of an id counts, wherever in the ring its slot is; slots of busy requests are left alone.
-    Catches: a look-up that takes the highest slot, an earlier request's counts, a slot taken from a running request."""
+    """The newest request of an id counts, wherever in the ring its slot is; slots of busy requests are left alone."""
     counts = np.array([[3, 2, 1]])
     last = metrics.file._NUM_REQUESTS - 1
     for i in range(last):
@@ -218,8 +217,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_leftovers_are_swept_and_held_files_stay(folder):
-    """Catches: files of killed servers that pile up; a sweep that takes a running server's, or what an engine writes to
-    that outlives its API server by a while."""
+    """Catches: files of killed servers that pile up; a sweep that takes what somebody still writes to."""
     running = CounterFiles.create("running", [0, 1])
     CounterFiles.create("killed", [0])  # and nothing holds it any more
     CounterFiles.create("outlived", [0])

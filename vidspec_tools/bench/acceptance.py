@@ -104,11 +104,8 @@ def check(sweep: Sweep) -> None:
 
 
 def run(sweep: Sweep, report: Report = silent) -> dict[str, Any]:
-    """Measure the whole sweep.
-
-    Returns:
-        `rows` (one per configuration and sampling, in the order asked for), `failures` (one per configuration, with the
-        reason; one per family whose vanilla failed, of which nothing else is run) and `provenance`.
+    """Return the sweep's `rows` in the order asked for, its `failures` (a family whose vanilla failed is one), and
+    `provenance`.
     """
     check(sweep)
     rows: list[dict[str, Any]] = []
@@ -173,11 +170,8 @@ def make_rows(
 
 
 def shape_figures(counters: dict[str, int]) -> dict[str, float | None]:
-    """Return what the drafts looked like, per verify step of a request; None where nothing was drafted.
-
-    Returns:
-        `nodes_per_step`; `depth_per_step`; `max_acceptance_length`, which that depth allows; and
-        `draft_forwards_per_step` of a batch, since the draft runs for all its requests at once.
+    """Return nodes, depth and the length that it allows, per verify step of a request, and draft forwards per step of a
+    batch; None where nothing was drafted.
     """
     drafts, steps = counters["drafts"], counters["draft_steps"]
     depth = counters["draft_depth"] / drafts if drafts else None

@@ -56,11 +56,8 @@ def check(benchmark: Benchmark) -> None:
 
 
 def run(benchmark: Benchmark, report: Report = silent) -> dict[str, Any]:
-    """Measure everything.
-
-    Returns:
-        `rows` (vanilla's and one a variant, by family and ratio), `failures` (`family`, `inflate`, `method`,
-        `reason`) and `provenance`.
+    """Return `rows` (vanilla's and one a variant, by family and ratio), `failures` (`family`, `inflate`, `method`,
+    `reason`), `provenance`.
     """
     check(benchmark)
     rows: list[dict[str, Any]] = []
@@ -115,10 +112,8 @@ def run_variants(
     variants: Sequence[Variant],
     report: Report,
 ) -> tuple[dict[Variant, list[list[Trial]]], list[dict[str, Any]]]:
-    """Let engines that run already, and a new one of each variant, answer every request in turn.
-
-    Returns:
-        The trials of each that went through, `[rounds][requests]`, and of each that did not `method` and `reason`.
+    """Let engines that run already, and a new one of each variant, answer every request in turn; return the trials of
+    each that went through, `[rounds][requests]`, and of each that did not `method` and `reason`.
     """
     failures = []
     with ExitStack() as stack:

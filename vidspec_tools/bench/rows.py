@@ -115,11 +115,9 @@ def gained(rounds: Sequence[Sequence[Trial]]) -> dict[str, int] | None:
 
 
 def speculation(rounds: Sequence[Sequence[Trial]], variant: Variant) -> dict[str, Any]:
-    """Return what became of the drafts; None for vanilla, and where a mode has no such thing.
-
-    Returns:
-        `acceptance_length` of a verify step; `late_frac`, the share of decode steps whose stream was too short;
-        `stream_length`, tokens per stream: a stream ends where a draft is rejected, or with the answer; and counters.
+    """Return what became of the drafts; None for vanilla, and where a mode has no such thing. `late_frac` is the share
+    of decode steps whose stream was too short, `stream_length` tokens per stream: one ends where a draft is rejected,
+    or with the answer.
     """
     names = ("late_drafts", "stale_streams", "stream_tokens", "drafter_restarts")
     empty = ("acceptance_length", "acceptance_rate", "late_frac", "stream_length", "num_drafts", *names)

@@ -8,20 +8,16 @@ import typer
 
 from vidspec_tools.cli import options
 from vllm_vidspec.cli import options as shared
-from vllm_vidspec.cli.running import with_bars, write_json
+from vllm_vidspec.cli.running import console, with_bars, write_json
 from vllm_vidspec.errors import VidSpecError
 
 
 def measure(
     bench: Any, what: Any, given: Mapping[str, Any], tables: Callable[..., Any], draw: Callable[..., None] | None = None
 ) -> None:
-    """Run `bench.check` and `bench.run`, write the rows to the files that the options name, and show them.
-
-    Raises:
-        typer.Exit: With status 1, if a part of it failed.
+    """Run `bench.check` and `bench.run`, write the rows to the files that the options name, and show them; exit status
+    1 if a part failed.
     """
-    from rich.console import Console
-
     from vidspec_tools.views import figures
     from vllm_vidspec.tools import progress
     from vllm_vidspec.tools.user_files import check_output
@@ -39,7 +35,7 @@ def measure(
         draw(rows, plot_path)
     if json_path != "-" and rows:
         for table in tables(rows):
-            Console().print(table)
+            console().print(table)
     for failure in failures:
         words = " ".join(str(value) for name, value in failure.items() if name != "reason" and value is not None)
         print(f"vidspec: {words}: {failure['reason']}", file=sys.stderr)

@@ -24,11 +24,10 @@ def show_pruning(
     dtype: options.Dtype = None,
     engine_args: options.EngineArgs = "{}",
     out: Annotated[str, typer.Option(metavar="PATH", help="The picture to write.")] = "pruning.png",
+    json_path: options.Json = None,
 ) -> None:
     """Draw which tokens of a video each pruner keeps for the draft."""
     given = locals()
-    from rich.console import Console
-
     from vidspec_tools.pictures import contact_sheet
     from vidspec_tools.pictures import show_pruning as pruning
     from vllm_vidspec.tools import progress
@@ -36,6 +35,7 @@ def show_pruning(
     pruners = tuple(options.values("--pruner", pruner, str))
     what = options.pick(pruning.Show, given, pruners=pruners, engine_args=options.engine_args(engine_args, dtype))
     result = running.with_bars(pruning.run, what, progress.View)
-    console = Console()
+    running.write_json(json_path, result)
+    console = running.console(stderr=json_path == "-")
     console.print(contact_sheet.table(result))
     console.print(f"Wrote {out}", highlight=False, soft_wrap=True)

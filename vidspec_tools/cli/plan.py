@@ -52,8 +52,6 @@ def plan(
     have measured them), acceptance as given or as published. How far to trust it is in docs/planning.md.
     """
     given = locals()
-    from rich.console import Console
-
     from vidspec_tools import gpus
     from vidspec_tools.planning import models, planner, question
     from vidspec_tools.planning.acceptance import RUNNER_UP, Agreement, agreement_of_positions
@@ -85,4 +83,4 @@ def plan(
     result = planner.plan(what, batches)
     running.write_json(json_path, result | {"provenance": provenance()})
     if json_path != "-":
-        view.show(result, Console())
+        view.show(result, running.console())

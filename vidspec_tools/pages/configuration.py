@@ -40,9 +40,9 @@ _TAIL = """
 
 ## What is fixed
 
-- The draft runs with the target's tensor parallelism, on the same devices.
-- Pipeline parallelism, decode and prefill context parallelism, experts in the draft of data-parallel engines,
-  encoder-decoder targets and targets with state-space layers are refused at start-up. What goes together with vLLM's
+- The draft runs with the target's tensor parallelism, on the same devices: those of its last pipeline stage.
+- Decode and prefill context parallelism, experts in the draft of data-parallel engines, encoder-decoder targets and
+  targets with state-space layers are refused at start-up. What goes together with vLLM's
   other features is in [coexistence.md](coexistence.md).
 - vLLM is {vllm}; another version is refused in one line.
 """

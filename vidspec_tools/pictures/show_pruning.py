@@ -126,11 +126,7 @@ def _look(show: Show, pruners: list[str], report: Report) -> list[Record]:
 
 
 def choose(config: VidSpecConfig, records: list[Record]) -> "Tensor":
-    """Prune as the engine would, from what the engines measured.
-
-    Returns:
-        int64 `[num_keep]`, ascending.
-    """
+    """Prune as the engine would, from what the engines measured; int64 `[num_keep]`, ascending."""
     import torch
 
     from vllm_vidspec.pruning import SCORE_NEEDS, budget, get_pruner

@@ -178,12 +178,9 @@ def _quantised_note(rows: Sequence[Mapping[str, Any]], quantised: Mapping[str, A
 
 
 def plan(question: Question, batches: Sequence[int]) -> dict[str, Any]:
-    """Return the answer to a question.
-
-    Returns:
-        `rows` (one a batch size), `quantised_draft` (what that would gain, None where it is no question), `when` (a
-        sentence), `paying` (ranges of batch sizes), `notes`, `agreement` (by prune ratio), `assumed` and what was
-        asked; everything is modelled, and says so.
+    """Return the answer to a question: `rows` by batch size, `quantised_draft` (None where it is no question), `when`
+    (a sentence), `paying` (ranges of batch sizes), `notes`, `agreement` by prune ratio, `assumed`, and what was
+    asked.
     """
     planner = Planner(question)
     rows, ranges, quantised = (

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_vidspec.errors import VidSpecError, quoted
-from vllm_vidspec.planning.draft_cost import FP8, WEIGHT_BYTES, Decoder
+from vllm_vidspec.families import known_families
+from vllm_vidspec.families.base import read_field
+from vllm_vidspec.planning.draft_cost import FP8, WEIGHT_BYTES, Decoder, part
 
 KV_BYTES = 2  # of a number: bf16
 # Bytes of a weight of a layer: vLLM's `quantization: fp8_per_tensor` makes it of a 16-bit checkpoint; four bits, with a
@@ -31,7 +33,7 @@ class ModelShape:
     experts: int = 0  # of a layer; 0: dense
     active_experts: int = 0  # that a token goes through
     vision_params: int = 0  # weights of the vision tower, roughly; they take memory, and no time while text is decoded
-    vision_heads: int = 16  # heads of a layer of the tower
+    vision_heads: int = 16  # heads of a layer of the tower; 0: ranks do not share them
     # Of a weight of the layers and of the tower; embedding and output head have 16 bits
     linear_bytes: float = WEIGHT_BYTES
 
@@ -73,11 +75,7 @@ class ModelShape:
         return (self.read_params(tokens) - head) * self.linear_bytes + head * WEIGHT_BYTES
 
     def quantised(self, name: str) -> "ModelShape":
-        """Return the same with its layers quantised as one of QUANTISATIONS.
-
-        Raises:
-            VidSpecError: None of them.
-        """
+        """Return the same with its layers quantised as one of QUANTISATIONS, or refuse (VidSpecError)."""
         if name not in QUANTISATIONS:
             raise VidSpecError(f"--draft-quantization {quoted(name)} is none of {', '.join(QUANTISATIONS)}")
         return replace(self, name=f"{self.name} ({name})", linear_bytes=QUANTISATIONS[name])
@@ -94,15 +92,6 @@ class ModelShape:
         return not uneven
 
 
-_FAMILY_OF_TYPE = {
-    "qwen2_vl": "qwen2-vl",
-    "qwen2_5_vl": "qwen2.5-vl",
-    "qwen3_vl": "qwen3-vl",
-    "qwen3_vl_moe": "qwen3-vl",
-    "llava_onevision": "llava-onevision",
-}
-
-
 def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """Return the shape of a Hugging Face configuration, as JSON has it.
 
@@ -110,19 +99,20 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         VidSpecError: A family that is not supported, a quantised model, or numbers that are none.
         KeyError: What it lacks.
     """
-    family = _FAMILY_OF_TYPE.get(config["model_type"])
-    if family is None:
-        raise VidSpecError(f"model_type {quoted(config['model_type'])} is none of {', '.join(_FAMILY_OF_TYPE)}")
+    families = {model_type: known for known in known_families() for model_type in sorted(known.model_types)}
+    adapter = families.get(config["model_type"])
+    if adapter is None:
+        raise VidSpecError(f"model_type {quoted(config['model_type'])} is none of {', '.join(families)}")
     if config.get("quantization_config"):
         raise VidSpecError("it is quantised; plans are made for 16-bit weights")
-    text, vision = config.get("text_config") or config, config.get("vision_config") or {}
+    text, vision = part(config, "text_config") or config, part(config, "vision_config")
     shape = ModelShape(
         name,
-        family,
+        adapter.name,
         **Decoder.of(config)._asdict(),
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         vision_params=_vision_params(vision),
-        vision_heads=vision.get("num_heads") or vision.get("num_attention_heads") or 16,
+        vision_heads=read_field(config, adapter.vision_heads) or 0,  # 0: any number of ranks
     )
     sizes = (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.intermediate, shape.vocab)
     if not all(isinstance(size, int) and size > 0 for size in sizes):

@@ -18,9 +18,8 @@ def show(result: Mapping[str, Any], console: Console) -> None:
 
 
 def plan_table(result: Mapping[str, Any]) -> Table:
-    """Return what to do, a row for each batch size; times in ms, of a step and of its draft forwards.
-
-    "decode" is the speed-up of decoding alone, "answer" that with the draft's prefill.
+    """Return what to do by batch size; times in ms, of a step and of its draft forwards; "answer" has the draft's
+    prefill.
     """
     columns: Columns = {
         "batch": lambda row: str(row["batch"]),

@@ -18,23 +18,14 @@ _PRIOR_SPREAD = 1.5  # tokens a step, between requests, before it is known
 
 @dataclass
 class Arm:
-    """One way to prune, and what is known of it.
+    """One way to prune, and what is known of it."""
 
-    Attributes:
-        pruner: Its name.
-        ratio: Of video tokens that are dropped.
-        num_requests: Requests that were pruned so; the next three are discounted sums.
-        weight: Of its requests.
-        total: Of their tokens per verify step.
-        squares: Of the squares of these.
-    """
-
-    pruner: str
-    ratio: float
-    num_requests: int = 0
-    weight: float = 0.0
-    total: float = 0.0
-    squares: float = 0.0
+    pruner: str  # Its name
+    ratio: float  # Of video tokens that are dropped
+    num_requests: int = 0  # Requests that were pruned so; the next three are discounted sums
+    weight: float = 0.0  # Of its requests
+    total: float = 0.0  # Of their tokens per verify step
+    squares: float = 0.0  # Of the squares of these
 
     @property
     def mean(self) -> float:

@@ -30,21 +30,13 @@ class Ended(NamedTuple):
 
 @dataclass
 class RequestClass:
-    """What is known of a class.
+    """What is known of a class."""
 
-    Attributes:
-        label: Its place in CLASS_LABELS.
-        answer_tokens: Mean length of an answer.
-        start_s: What it takes until the draft has read a prompt; 0: not known.
-        rests: Whether its requests are not drafted for, but for a probe now and then.
-        since_probe: Requests that came since the last probe.
-    """
-
-    label: int
-    answer_tokens: float = 128.0
-    start_s: float = 0.0
-    rests: bool = False
-    since_probe: int = 0
+    label: int  # Its place in CLASS_LABELS
+    answer_tokens: float = 128.0  # Mean length of an answer
+    start_s: float = 0.0  # What it takes until the draft has read a prompt; 0: not known
+    rests: bool = False  # Whether its requests are not drafted for, but for a probe now and then
+    since_probe: int = 0  # Requests that came since the last probe
 
     def learn(self, answer_tokens: int, start_s: float) -> None:
         """Take in an answer; 0 of either: not known."""

@@ -34,33 +34,20 @@ _SLOWER = 0.97  # time without drafts over time with them, below which a class r
 
 
 class _Batch(NamedTuple):
-    """Requests of a step.
+    """Requests of a step."""
 
-    Attributes:
-        slots: `[n]` int64.
-        place: Class of its size (1, 2, 3 to 4, 5 to 8, ...) and of its mean context (powers of two).
-        context: `[n]` thousands of tokens that the target has of each.
-        draft_context: `[n]` the same of the draft.
-    """
-
-    slots: np.ndarray
-    place: tuple[int, int]
-    context: np.ndarray
-    draft_context: np.ndarray
+    slots: np.ndarray  # `[n]` int64
+    place: tuple[int, int]  # Class of its size (1, 2, 3 to 4, 5 to 8, ...) and of its mean context (powers of two)
+    context: np.ndarray  # `[n]` thousands of tokens that the target has of each
+    draft_context: np.ndarray  # `[n]` the same of the draft
 
 
 class _Steps(NamedTuple):
-    """Steps that a batch may take, one for each option.
+    """Steps that a batch may take, one for each option."""
 
-    Attributes:
-        kinds: `[m]` keys of StepCosts.
-        features: `[m, len(FEATURES)]`.
-        seconds: `[m]` predicted.
-    """
-
-    kinds: list[tuple]
-    features: np.ndarray
-    seconds: np.ndarray
+    kinds: list[tuple]  # `[m]` keys of StepCosts
+    features: np.ndarray  # `[m, len(FEATURES)]`
+    seconds: np.ndarray  # `[m]` predicted
 
 
 class Controller:
@@ -185,6 +172,11 @@ class Controller:
         return float(alone_s / answers_s.min()), float(max(0.0, seconds[self._num_tokens.argmax()] - seconds[rest]))
 
     # ---- a step ----------------------------------------------------------------------------------------------------
+
+    @property
+    def steps_left(self) -> int:
+        """How many more steps a decision holds while the batch stays the same: `observe` may be as late."""
+        return self._left
 
     def decide(self, req_ids: list[str], most: int | None = None) -> Decision:
         """Return what the requests that a step decodes are to get.

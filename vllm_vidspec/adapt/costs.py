@@ -17,11 +17,12 @@ FEATURES = ("step", "requests", "context", "drafts", "rows", "row_context", "lev
 # Before anything is measured, in steps: a draft forward takes a sixth of a step, the rest is free; and the standard
 # deviation of each of these guesses.
 _PRIOR = np.array([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1 / 6, 0.0, 0.0])
-_PRIOR_SPREAD = np.array([1.0, 0.1, 0.1, 1.0, 0.05, 0.05, 0.2, 0.05, 0.05])
+_PRIOR_SPREAD = np.array([1.0, 0.1, 0.1, 0.5, 0.05, 0.05, 0.2, 0.05, 0.05])
 _NOISE = 0.15  # relative standard deviation of one step
 _MISFIT = 0.08  # and of the mean of a kind from the fit
 _REFIT_AT, _REFIT_EVERY = (1, 3, 8, 20), 512  # steps of one kind, and of all, after which the weights are fitted
 _FIRST = 5  # steps of a kind of which the median is taken
+_COLD, _COLD_COUNTS = 2, 0.1  # first steps of a kind, which may be slow once; what they count for together
 _LEAST = 0.1  # of the fastest kind of step that was measured: no step is predicted to take less
 _NEW = 0.05  # share of a new step in the means of its kind, once it has many
 _HALF_LIFE = 4096  # steps after which what was measured of a kind counts half
@@ -29,27 +30,24 @@ _HALF_LIFE = 4096  # steps after which what was measured of a kind counts half
 
 @dataclass
 class _Record:
-    """The steps of one kind.
+    """The steps of one kind."""
 
-    Attributes:
-        x: `[len(FEATURES)]` means.
-        seconds: Of a step: the median of the first few, then a mean in which a step that waited counts little.
-        first: Seconds of these first few.
-        count: How many there were.
-        seen: Step of all kinds in which the last was.
-        factor: By how much more such a step takes than the fit says, as far as its number is to be trusted.
-    """
-
-    x: np.ndarray
+    x: np.ndarray  # `[len(FEATURES)]` means
+    # Of a step: the median of the first few, then a mean in which a step that waited counts little.
     seconds: float = 0.0
-    first: list[float] = field(default_factory=list)
-    count: int = 0
-    seen: int = 0
-    factor: float = 1.0
+    first: list[float] = field(default_factory=list)  # Seconds of these first few
+    count: int = 0  # How many there were
+    seen: int = 0  # Step of all kinds in which the last was
+    factor: float = 1.0  # By how much more such a step takes than the fit says, as far as its number is to be trusted
+
+    @property
+    def known(self) -> float:
+        """How many steps its mean is worth."""
+        return max(self.count - _COLD, _COLD_COUNTS)
 
     def correct(self, fitted_s: float) -> None:
         """Compare with what the fit says of it."""
-        trust = self.count / (self.count + (_NOISE / _MISFIT) ** 2)
+        trust = self.known / (self.known + (_NOISE / _MISFIT) ** 2)
         self.factor = (self.seconds / fitted_s) ** trust
 
 
@@ -78,11 +76,13 @@ class StepCosts:
         self._num_steps += 1
         record = self._records.setdefault(kind, _Record(x.copy()))
         record.count, record.seen = record.count + 1, self._num_steps
-        share = max(_NEW, 1 / record.count)
+        if record.count == _COLD + 1:
+            record.first = []
+        share = max(_NEW, 1 / max(1, record.count - _COLD))
         record.x += share * (x - record.x)
-        if record.count <= _FIRST:
+        if record.count <= _COLD + _FIRST:
             record.first = sorted((*record.first, seconds))
-            record.seconds = record.first[(record.count - 1) // 2]
+            record.seconds = record.first[(len(record.first) - 1) // 2]
         else:
             record.seconds += share * (min(seconds, 2 * record.seconds) - record.seconds)
         if record.count in _REFIT_AT or self._num_steps - self._fitted_at >= _REFIT_EVERY:
@@ -115,7 +115,7 @@ class StepCosts:
         for place, kind in enumerate(kinds):
             record = self._records.get(kind)
             if record is not None:
-                count = min(record.count, 1 / _NEW) * 0.5 ** ((self._num_steps - record.seen) / _HALF_LIFE)
+                count = min(record.known, 1 / _NEW) * 0.5 ** ((self._num_steps - record.seen) / _HALF_LIFE)
                 variance[place] = 1 / (1 / variance[place] + count / _NOISE**2)
         return np.sqrt(variance)
 
@@ -127,7 +127,7 @@ class StepCosts:
         self._fitted_at, self.is_fitted = self._num_steps, True
         records = list(self._records.values())
         x, seconds = np.stack([record.x for record in records]), np.array([record.seconds for record in records])
-        counts = np.array([record.count for record in records])
+        counts = np.array([record.known for record in records])
         scale = float(np.median(seconds / np.maximum(x @ _PRIOR, 1e-9)))
         precision = 1 / (_MISFIT**2 + _NOISE**2 / counts)
         design = x / seconds[:, None]

@@ -21,23 +21,14 @@ _FIRST_ALLOWANCE_STEPS = 20  # and at first as much as so many steps without dra
 
 @dataclass
 class Situation:
-    """What is tried at one batch size and context.
+    """What is tried at one batch size and context."""
 
-    Attributes:
-        steps: How many there were.
-        rate: Tokens a second of the best option; 0: not known.
-        in_use: The best option, a place in the controller's; None: not known.
-        trial: The option that is tried; None: none is.
-        measured: Steps of the trial that were measured.
-        until: Step at which the trial ends, or the next one may begin.
-    """
-
-    steps: int = 0
-    rate: float = 0.0
-    in_use: int | None = None
-    trial: int | None = None
-    measured: int = 0
-    until: int = _BETWEEN
+    steps: int = 0  # How many there were
+    rate: float = 0.0  # Tokens a second of the best option; 0: not known
+    in_use: int | None = None  # The best option, a place in the controller's; None: not known
+    trial: int | None = None  # The option that is tried; None: none is
+    measured: int = 0  # Steps of the trial that were measured
+    until: int = _BETWEEN  # Step at which the trial ends, or the next one may begin
 
 
 class Trials:

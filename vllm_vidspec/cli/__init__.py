@@ -3,23 +3,46 @@
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from vllm_vidspec.cli import calibrate, demo, doctor, status
-from vllm_vidspec.cli.running import user_errors
+from vllm_vidspec import __version__
+from vllm_vidspec.cli import calibrate, demo, doctor, status, studio
+from vllm_vidspec.cli.running import add
 from vllm_vidspec.errors import VidSpecError
 
 _OF_A_CLONE = ("bench", "plan", "show-pruning")
 
 app = typer.Typer(
-    help="Speculative decoding for video language models in vLLM.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help, to read in a pipe and to copy from
 )
-for _command in (demo.demo, doctor.doctor, status.status, calibrate.calibrate):
-    app.command()(user_errors(_command))
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"vidspec {__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog="In a clone: `make setup`, then `. .venv/bin/activate`.")
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """Speculative decoding for video language models in vLLM."""
+
+
+_BUNDLED = "vllm_vidspec/assets/qwen2.5-vl"
+add(app, demo.demo, "vidspec demo", "vidspec demo --prune-ratio 0.5 --max-tokens 32 --json -")
+add(app, doctor.doctor, "vidspec doctor", f"vidspec doctor --target {_BUNDLED}/target --draft {_BUNDLED}/draft")
+add(app, status.status, "vidspec status --server http://127.0.0.1:8000")
+add(app, calibrate.calibrate, "vidspec calibrate --prompts 1 --max-tokens 32 --out calibration.json")
+add(app, studio.studio, "vidspec studio", "vidspec studio --server http://127.0.0.1:8000 --port 8010")
 
 
 def _has_tools() -> bool:
@@ -41,6 +64,4 @@ if _has_tools():
     add_to(app)
 else:
     for _name in _OF_A_CLONE:
-        app.command(_name, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-            user_errors(_in_the_clone)
-        )
+        add(app, _in_the_clone, name=_name, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -25,11 +25,10 @@ def calibrate(
     engine_args: options.EngineArgs = "{}",
     out: Annotated[str, typer.Option(metavar="PATH", help="The calibration file to write.")] = "calibration.json",
     plot: Annotated[str | None, typer.Option(metavar="PATH", help="Plot the measurements to a file.")] = None,
+    json_path: options.Json = None,
 ) -> None:
     """Choose a pair's pruning knobs by measured acceptance length; write them for the key `calibration`."""
     given = locals()
-    from rich.console import Console
-
     from vllm_vidspec.tools import calibrate as calibration
     from vllm_vidspec.tools import calibration_views as views
     from vllm_vidspec.tools import progress
@@ -41,7 +40,8 @@ def calibrate(
     running.write_json(out, result)
     if plot is not None:
         views.plot(result, plot)
-    console = Console()
+    running.write_json(json_path, result)
+    console = running.console(stderr=json_path == "-")
     console.print(views.table(result))
     console.print(views.summary(result), highlight=False)
     console.print(f'Use it with "calibration": "{out}" in the speculative config.', highlight=False, soft_wrap=True)

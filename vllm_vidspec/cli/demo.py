@@ -26,13 +26,11 @@ def demo(
     Exit status 1 if the two answers differ.
     """
     given = locals()
-    from rich.console import Console
-
     from vllm_vidspec.tools import demo, tables
 
     spec = {"prune_ratio": prune_ratio, "num_speculative_tokens": num_speculative_tokens, "pruner": pruner}
     to_stdout = json_path == "-"
-    out = Console(stderr=to_stdout)
+    out = running.console(stderr=to_stdout)
     what = options.pick(demo.Demo, given, spec=spec)
     result = running.with_bars(demo.run, what, lambda bars: tables.DemoView(bars, out))
     running.write_json(json_path, result)

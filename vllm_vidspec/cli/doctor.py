@@ -22,12 +22,10 @@ def doctor(
     """
     from dataclasses import asdict
 
-    from rich.console import Console
-
     from vllm_vidspec.doctor import run_checks
     from vllm_vidspec.tools import tables
 
-    console = Console(stderr=json_path == "-")
+    console = running.console(stderr=json_path == "-")
     if fix:
         from vllm_vidspec.setup.fixups import FixupError, apply_fixups
 

@@ -22,14 +22,12 @@ def status(
     """
     import json
 
-    from rich.console import Console
-
     from vllm_vidspec.tools import status as reading
     from vllm_vidspec.tools import status_views
 
     if watch is not None and json_path not in (None, "-"):
         raise VidSpecError("--json: with --watch only '-', standard output")
-    console, result = Console(), {}
+    console, result = running.console(), {}
     for now, gained in reading.readings(server, watch):
         result = reading.result(server, now, gained)
         if watch is not None and json_path == "-":

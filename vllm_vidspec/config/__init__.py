@@ -6,6 +6,7 @@ from vllm_vidspec.config.fields import (
     PROTECTED_TOKENS,
     PRUNERS,
     REQUEST_LAMBDA,
+    REQUEST_RECORD,
     REQUEST_SCORER,
     PruneKnobs,
     ScoreKnobs,

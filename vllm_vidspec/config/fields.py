@@ -30,7 +30,7 @@ MAX_CORES = 4096  # of a machine
 
 ScorerName = Literal["strict", "loose", "fly", "fly-entropy", "random"]
 # Keys of a request's `vllm_xargs`.
-REQUEST_SCORER, REQUEST_LAMBDA = "vidspec_scorer", "vidspec_lambda"
+REQUEST_SCORER, REQUEST_LAMBDA, REQUEST_RECORD = "vidspec_scorer", "vidspec_lambda", "vidspec_record"
 
 
 def _known(pruner: str) -> str:
@@ -386,6 +386,9 @@ class Fields(BaseModel):
     """See `max_draft_failures`."""
     cooldown_s: float = Field(default=60.0, gt=0.0, allow_inf_nan=False)
     """See `max_draft_failures`."""
+    request_records: bool = False
+    """Whether a request may ask for a record of itself with `vllm_xargs: {"vidspec_record": true}`: which of its tokens
+    were accepted drafts, and which video tokens the draft saw. Its response has it then as `vidspec_record`."""
     calibration: str | None = None
     """A file that `vidspec calibrate` or `auto_file` wrote: its values replace the defaults of `draft_table`,
     `guidance_layers`, `lambda_r`, `prune_ratio`, `pruner`, `uv_layer`; what is given beside it wins."""

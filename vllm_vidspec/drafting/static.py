@@ -15,15 +15,10 @@ from vllm_vidspec.drafting.tree import DraftTree, topology_tables
 
 @dataclass(frozen=True)
 class Topology:
-    """A static tree in our node order; `paths[i]`, `parents[i]` belong to node i + 1.
+    """A static tree in our node order; `paths[i]`, `parents[i]` belong to node i + 1."""
 
-    Attributes:
-        paths: Rank paths: the greedy path first, then by depth, then by path.
-        parents: Node index of each parent, 0 = the root; smaller than the node's own.
-    """
-
-    paths: tuple[Path, ...]
-    parents: tuple[int, ...]
+    paths: tuple[Path, ...]  # Rank paths: the greedy path first, then by depth, then by path
+    parents: tuple[int, ...]  # Node index of each parent, 0 = the root; smaller than the node's own
 
     def cut(self, num_nodes: int) -> "Topology":
         """Return the tree of the first nodes; it may be empty."""

@@ -75,26 +75,17 @@ class TreePolicy(Protocol):
     their `max_nodes`: what they launch depends on R, `level`, `max_nodes` and `fill` alone, nothing is copied
     between host and device, and what one passes to the next is at a fixed address. Captures for other R or `max_nodes`
     may alternate from step to step.
-
-    Attributes:
-        tree: The buffers.
-        max_nodes: K, the most draft nodes of a tree.
-        max_depth: The most levels of a tree, hence of draft forwards in a step.
-        num_candidates: C, candidates that `extend` wants for each frontier node.
-        max_frontier: The most nodes of a request that one draft forward feeds.
-        needs_log_probs: Whether `extend` looks at the candidates' log-probabilities.
-        has_fixed_levels: Whether `num_levels` follows from `max_nodes` alone: all levels fit one graph.
-        trims: Whether `extend` may return fewer columns than `width` says, where counting needs no synchronisation: on
-            the CPU. Set it False where steps are captured.
     """
 
-    tree: DraftTree
-    max_nodes: int
-    max_depth: int
-    num_candidates: int
-    max_frontier: int
-    needs_log_probs: bool
-    has_fixed_levels: bool
+    tree: DraftTree  # The buffers
+    max_nodes: int  # K, the most draft nodes of a tree
+    max_depth: int  # The most levels of a tree, hence of draft forwards in a step
+    num_candidates: int  # C, candidates that `extend` wants for each frontier node
+    max_frontier: int  # The most nodes of a request that one draft forward feeds
+    needs_log_probs: bool  # Whether `extend` looks at the candidates' log-probabilities
+    has_fixed_levels: bool  # Whether `num_levels` follows from `max_nodes` alone: all levels fit one graph
+    # Whether `extend` may return fewer columns than `width` says, where counting needs no synchronisation: on the CPU.
+    # Set it False where steps are captured.
     trims: bool
 
     def reset_rows(self, rows_np: np.ndarray) -> None:

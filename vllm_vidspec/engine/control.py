@@ -15,6 +15,7 @@ from vllm_vidspec.names import CLASS_LABELS
 logger = init_logger("vllm.vidspec")
 
 _PLAIN_STEPS = 8  # steps without drafts that the controller takes in together
+_WAITING_STEPS = 16  # steps that it takes in one after the other: a step's work evicts its code and tables from caches
 _GREEDY = 1e-5  # a temperature below this is vLLM's argmax
 
 
@@ -46,7 +47,9 @@ class SchedulerControl:
         # By what a step's draft tokens are known again, then these tokens by request, whose are real, and whether the
         # step only decodes.
         self._rows: tuple[Any, ...] = ()
-        # Steps without drafts that the controller has yet to take in: their requests, when they began, how many.
+        # What the controller has yet to take in: steps, as it is told of them, and steps without drafts: their
+        # requests, when they began, how many.
+        self._waiting: list[tuple[Any, ...]] = []
         self._plain: tuple[list[str], float, int] = ([], 0.0, 0)
 
     def _option(self, plan: Plan) -> Option:
@@ -78,6 +81,7 @@ class SchedulerControl:
         total, params = sum(num_visual.values()), request.sampling_params
         is_sampled = params is not None and params.temperature > _GREEDY
         label, num_tokens = class_label(num_visual["video"], num_visual["image"]), request.num_tokens
+        self._take_in()
         shown = self._controller.add(
             request.request_id, label, (is_sampled, way), num_tokens, num_tokens - total + int(num_kept)
         )
@@ -119,6 +123,8 @@ class SchedulerControl:
         req_ids = list(scheduler_output.num_scheduled_tokens)
         if scheduler_output.finished_req_ids:
             self._flush()
+        elif len(self._waiting) >= self._controller.steps_left:
+            self._take_in()
         for req_id in scheduler_output.finished_req_ids:
             ended = self._controller.remove(req_id)
             if ended is not None and self._file is not None:
@@ -144,7 +150,8 @@ class SchedulerControl:
         self._last = now, decision
         if decision == last and self._is_plain(scheduler_output, report, num_reqs):
             return self._defer(req_ids, before, now)
-        self._flush()
+        if self._plain[2]:
+            self._flush()
         num_tokens = np.fromiter(map(len, output.sampled_token_ids), dtype=np.int64, count=num_reqs)
         # Usually this is the same in one step after the other.
         key = (req_ids, report.drafted, len(drafts), scheduler_output.total_num_scheduled_tokens)
@@ -155,20 +162,19 @@ class SchedulerControl:
             is_pure = scheduler_output.total_num_scheduled_tokens == num_reqs + sum(map(len, drafts.values()))
             self._rows = (*key, rows, is_real, is_pure)
         rows, is_real, is_pure = self._rows[4:]
-        self._controller.observe(
-            decision,
-            req_ids,
-            rows,
-            num_tokens,
-            last is None or last.option.is_prefix,
-            now - before if is_pure and last is not None and not scheduler_output.scheduled_new_reqs else None,
-            last is not None and last.number == decision.number,
-            report.reading,
-            report.reading_s,
-            is_real=is_real,
-        )
-        if report.skipped:
+        is_timed = is_pure and last is not None and not scheduler_output.scheduled_new_reqs
+        is_chain, is_steady = last is None or last.option.is_prefix, last is not None and last.number == decision.number
+        step = (decision, req_ids, rows, num_tokens, is_chain, now - before if is_timed else None, is_steady)
+        self._waiting.append((*step, report.reading, report.reading_s, 1, is_real))
+        if report.skipped or len(self._waiting) == _WAITING_STEPS:
+            self._take_in()
             self._controller.cannot_draft(report.skipped)
+
+    def _take_in(self) -> None:
+        """Let the controller observe the steps that wait for it."""
+        for step in self._waiting:
+            self._controller.observe(*step)
+        self._waiting.clear()
 
     # ---- steps without drafts: the controller takes in several at a time, which saves host time ----------------------
 
@@ -193,7 +199,8 @@ class SchedulerControl:
             self._flush(now)
 
     def _flush(self, now: float | None = None) -> None:
-        """Let the controller observe the steps that were counted; `now`, if they have just ended."""
+        """Let the controller observe what it has not; `now`, if steps without drafts have just ended."""
+        self._take_in()
         req_ids, since, num_steps = self._plain
         self._plain = ([], 0.0, 0)
         if not num_steps:

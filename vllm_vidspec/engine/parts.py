@@ -73,6 +73,7 @@ class RunnerParts:
             config.max_path,
             self.rules,
             self.visual,
+            runner.recorder,
         )
         failures = DraftFailures(knobs, agreement, requests, counters)
         backend = self._make_backend(runner, draft_model, failures)
@@ -80,7 +81,7 @@ class RunnerParts:
         if self.guidance is not None:
             failures.on_failure(self.guidance.forget_scores)
         self.speculator = Speculator(knobs, requests, self.guidance, counters, failures, backend)
-        tables = () if self.rules is None else (self.rules,)
+        tables = [table for table in (self.rules, runner.recorder) if table is not None]
         drafting = [table for table in (backend, self.guidance, self.trees) if table is not None]
         requests.register(*tables, self.hooks, backend, drafting=drafting)
 

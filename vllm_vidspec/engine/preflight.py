@@ -8,17 +8,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import vllm.platforms as platforms
+from vllm.distributed.utils import get_pp_indices
 
 from vllm_vidspec import SUPPORTED_CPU, SUPPORTED_VLLM, families, supported_releases, supports_vllm
-from vllm_vidspec.config import METHOD, VidSpecConfig, parse_config
+from vllm_vidspec.config import METHOD, REQUEST_RECORD, VidSpecConfig, parse_config
 from vllm_vidspec.engine import kv_views, tree_attention
 from vllm_vidspec.engine.compat import api
 from vllm_vidspec.engine.hints import say_hints
 from vllm_vidspec.engine.hooks import attention as attention_guidance
 from vllm_vidspec.engine.parallel import launch
 from vllm_vidspec.engine.report import server_counters
+from vllm_vidspec.engine.report.request_records import AnswerRecord
 from vllm_vidspec.engine.target_pruning import prunes_videos
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.families.generic import GenericAdapter
 from vllm_vidspec.pruning import needs_of
 from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose
 
@@ -81,15 +84,21 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     """Check the configuration that vLLM built, open the counters and say what is active; a VidSpecError if the target
     needs something that the draft cannot follow.
     """
+    has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
+    if has_stages and platforms.current_platform.is_cpu():  # where vLLM turns it off, whatever was asked for
+        vllm_config.scheduler_config.async_scheduling = True
     for refusal in refusals(vllm_config, config):
         raise VidSpecError(refusal)
     check_reading(vllm_config, config)
     _warn(vllm_config, config)
     if platforms.current_platform.is_cuda():
         say_hints(vllm_config, config)
-    check = functools.partial(choose, knobs=config.score)  # pickled for the workers
+    # pickled for the workers
+    check = functools.partial(choose, knobs=config.score, has_records=config.request_records)
     api.mark_as_ours(vllm_config.speculative_config, check)
     api.hear_request_choices(PREFIX, CALLS_TOOLS, check)
+    if config.request_records:
+        api.show_request_records(REQUEST_RECORD, AnswerRecord)
     server_counters.publish(vllm_config)
     logger.info("vidspec is active: %s", config.summary())
 
@@ -105,9 +114,20 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
     if model.is_encoder_decoder:
         yield "encoder-decoder targets are not supported"
     if model.is_hybrid:
-        yield "targets with a hybrid KV cache (state-space layers) are not supported"
+        # `MambaHybridModelState` of Model Runner V2 keeps a state per drafted token, in the runner's own block tables.
+        yield (
+            "targets with a hybrid KV cache (state-space layers) are not supported: vLLM rolls such layers back in its "
+            "runner's model alone (MambaHybridModelState), and a draft of their family has them too; use the model's "
+            'own drafts ("method": "mtp")'
+        )
+    draft = model if config.is_self_draft else vllm_config.speculative_config.draft_model_config
+    for one in {id(one): one for one in (model, draft)}.values():
+        if isinstance(families.adapter_for(one.hf_config), GenericAdapter):
+            yield from _without_adapter(one, scheduler)
     if prunes_videos(model):
         yield from _pruned_twice(model, config)
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        yield from _stages(vllm_config, config)
     if vllm_config.watermark_config is not None:
         yield "watermarking is not supported together with vidspec"
     if 2 * scheduler.max_num_seqs > scheduler.max_num_batched_tokens:
@@ -129,14 +149,12 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
             yield "KV connectors may take a tree's entries before they are in order: draft chains, not trees"
         if vllm_config.parallel_config.use_ubatching:
             yield "--enable-dbo cuts a batch in two, and trees are known by their row in the whole: draft chains"
-    if vllm_config.parallel_config.data_parallel_size > 1:
-        draft = model if config.is_self_draft else vllm_config.speculative_config.draft_model_config
-        if draft.is_moe:
-            # Every forward of experts is a collective of all engines, and one that is idle drafts nothing.
-            yield (
-                "--data-parallel-size with experts in the draft: an engine without requests would not join its "
-                "forwards; name a dense draft, or use one engine"
-            )
+    if vllm_config.parallel_config.data_parallel_size > 1 and draft.is_moe:
+        # Every forward of experts is a collective of all engines, and one that is idle drafts nothing.
+        yield (
+            "--data-parallel-size with experts in the draft: an engine without requests would not join its "
+            "forwards; name a dense draft, or use one engine"
+        )
     if config.is_parallel:
         wanted = config.parallel.device or ""
         if platform.is_cpu() != (wanted == "cpu"):
@@ -160,6 +178,22 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
         yield "vidspec needs Model Runner V2, which vLLM does not use here: run `vidspec doctor`"
 
 
+def _without_adapter(model: Any, scheduler: Any) -> Iterator[str]:
+    """Yield why a model without an adapter of its own cannot draft as it decodes, given vLLM's `ModelConfig`."""
+    why = {
+        "vLLM shows it no images or videos": not model.is_multimodal_model,
+        "its layers read token ids beside embeddings": model.requires_raw_input_tokens,
+        "tokens of an image see those behind them, some of which would be pruned": model.is_mm_prefix_lm,
+        "its layers mix kinds of attention": (
+            len(set(getattr(model.hf_text_config, "layer_types", None) or ())) > 1
+            and not scheduler.disable_hybrid_kv_cache_manager
+        ),
+    }
+    for reason, holds in why.items():
+        if holds:
+            yield f"{families.adapter_for(model.hf_config).name} has no adapter, and cannot do without: {reason}"
+
+
 def _drafter_devices(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
     places = launch.places_of(config)
     if platforms.current_platform.is_cpu() or not places:
@@ -172,6 +206,25 @@ def _drafter_devices(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
         yield (
             f"parallel device {config.parallel.device} is one of the target's, which takes what it is given: give "
             "draft_kv_bytes, and lower --gpu-memory-utilization by what that, the draft's weights and 2 GiB are of it"
+        )
+
+
+def _stages(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
+    if config.is_self_draft:
+        yield '--pipeline-parallel-size with "model": "self": the last stage is no whole model; name a draft model'
+    if config.in_trees:
+        yield "--pipeline-parallel-size: vLLM sends earlier stages the tokens of a draft, no tree's shape: draft chains"
+    if "uv" in needs_of(config.prune):
+        yield (
+            "--pipeline-parallel-size: the pruner uv compares the target's embeddings, which its first stage has and "
+            "vLLM sends no further; use specvlm, or one that needs nothing of the target, e.g. uniform"
+        )
+    if prunes_videos(vllm_config.model_config):
+        yield "--pipeline-parallel-size: only the first stage is told what --video-pruning-rate keeps; unset it"
+    if not vllm_config.scheduler_config.async_scheduling:
+        yield (
+            "--pipeline-parallel-size: without asynchronous scheduling vLLM plans drafts before the token that they "
+            "follow; drop --no-async-scheduling"
         )
 
 
@@ -206,7 +259,9 @@ def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
         readers.append(tree_attention.READER)
         kv_views.check_dtype(vllm_config.speculative_config.kv_cache_dtype or "auto", tree_attention.READER)
     if "attention" in needs:
-        attention_guidance.chosen_layers(prune.guidance_layers, num_layers)
+        num_stages = vllm_config.parallel_config.pipeline_parallel_size
+        of_last_stage = range(*get_pp_indices(num_layers, num_stages - 1, num_stages))
+        attention_guidance.chosen_layers(prune.guidance_layers, num_layers, of_last_stage)
         readers.append(attention_guidance.READER)
     if "uv" in needs and prune.uv_layer is not None and prune.uv_layer > num_layers:
         raise VidSpecError(f"uv_layer: the target has layers 1 to {num_layers}, not {prune.uv_layer}")
@@ -274,6 +329,9 @@ def _warn(vllm_config: Any, config: VidSpecConfig) -> None:
             draft_len,
             target_len,
         )
+    family = families.adapter_for(vllm_config.model_config.hf_config)
+    if isinstance(family, GenericAdapter):
+        logger.warning("vidspec: no adapter for %s: its visual tokens are pruned by their order", family.name)
     if prunes_videos(vllm_config.model_config) and vllm_config.cache_config.enable_prefix_caching:
         logger.warning(
             "vidspec: --video-pruning-rate with prefix caching: after a video from the cache vLLM does not correct the "
@@ -314,10 +372,6 @@ def _requested(args: Any) -> dict[str, Any] | None:
 
 
 def _check_args(args: Any) -> None:
-    if args.pipeline_parallel_size > 1:
-        raise VidSpecError(
-            f"pipeline parallelism ({args.pipeline_parallel_size}) is not supported; use tensor parallelism"
-        )
     for kind in ("decode", "prefill"):
         if getattr(args, f"{kind}_context_parallel_size") > 1:
             raise VidSpecError(f"{kind} context parallelism is not supported; use tensor parallelism")

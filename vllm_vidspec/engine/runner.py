@@ -7,6 +7,7 @@ told once to `RequestRows`), `prepare_inputs` (hooks plan), the forward, `execut
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,9 +30,11 @@ from vllm_vidspec.engine.parallel.client import DrafterClient
 from vllm_vidspec.engine.parts import RunnerParts
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.report.request_metrics import PublishingOutput
+from vllm_vidspec.engine.report.request_records import RequestRecorder
 from vllm_vidspec.engine.requests import NewRequest, Phase, RequestRows
 from vllm_vidspec.engine.scheduling import way_of
 from vllm_vidspec.engine.verify.step import VerifyStep
+from vllm_vidspec.errors import VidSpecError
 
 
 class VidSpecModelRunner(GPUModelRunner):
@@ -47,6 +50,10 @@ class VidSpecModelRunner(GPUModelRunner):
         self.requests = RequestRows(self.max_num_reqs, device)
         self.counters = Counters(vllm_config, device, self.max_num_reqs, self.num_speculative_steps, self.requests)
         self.agreement = Agreement(get_tp_group())
+        # Of the first rank, whose output reaches the scheduler; None where no request may ask for a record of itself.
+        self.recorder: RequestRecorder | None = None
+        if self.knobs.current.request_records and self.agreement.is_first:
+            self.recorder = RequestRecorder(self.requests, device)
         self._was_at_rest = False  # whether nothing was drafted in the last step, nor asked for
         self._num_told_skips = 0  # of `RequestRows.num_skips`, those that the scheduler's side knows of
         self.drafter_client: DrafterClient | None = None  # of the first rank, where the draft is another process's
@@ -63,7 +70,9 @@ class VidSpecModelRunner(GPUModelRunner):
         super().load_model(*args, **kwargs)
         compat.keep_shared_noise(self.sampler)
         weights = (weight.numel() * weight.element_size() for weight in self.model.parameters())
-        self.counters.set("target_load_bytes", sum(weights))
+        # Every step passes all stages, each about as large as this one.
+        num_stages = self.parallel_config.pipeline_parallel_size
+        self.counters.set("target_load_bytes", num_stages * sum(weights))
         with DeviceMemoryProfiler() as profiler:
             self.parts = RunnerParts(self)
         self.model_memory_usage += profiler.consumed_memory
@@ -87,6 +96,8 @@ class VidSpecModelRunner(GPUModelRunner):
         if not is_profiling:
             self.hooks.init_kv(self)
         self.speculator.backend.init_kv(self.encoder_cache, self.kv_allocation, is_profiling)
+        if self.recorder is not None and not self.knobs.current.is_parallel:
+            self.speculator.backend.drafter.prefills.recorder = self.recorder
 
     @torch.inference_mode()
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
@@ -167,9 +178,13 @@ class VidSpecModelRunner(GPUModelRunner):
     def execute_model(self, scheduler_output, *args, **kwargs):
         if self.speculator is not None:
             self.speculator.decision = scheduler.decision_of(scheduler_output)
-        if not scheduler_output.total_num_scheduled_tokens:
+        is_empty = not scheduler_output.total_num_scheduled_tokens
+        if is_empty:
             self.counters.flush()  # the last step's, which no later one publishes
         output = super().execute_model(scheduler_output, *args, **kwargs)
+        if is_empty and (carried := self.counters.carried()) is not None:
+            output = copy.copy(output)  # it may be every empty step's
+            scheduler.attach(output, None, carried)
         state = self.execute_model_state
         states = (None, None) if state is None else (state.hidden_states, state.aux_hidden_states)
         self.hooks.after_forward(Forward(*states))
@@ -184,8 +199,9 @@ class VidSpecModelRunner(GPUModelRunner):
         return output, num_sampled, num_rejected
 
     def sample_tokens(self, grammar_output):
-        verified = self.requests.in_flight  # until `propose` puts the next drafts in their place
-        self._was_at_rest = self.speculator.is_at_rest
+        verified = self._verified()  # until `propose` puts the next drafts in their place
+        # Earlier pipeline stages wait for drafts in every step.
+        self._was_at_rest = self.speculator.is_at_rest and not self.use_pp
         if self._was_at_rest:  # the step costs what it would without us
             self.counters.add("undrafted_steps")
             self.speculator.backend.reading = frozenset()
@@ -194,17 +210,20 @@ class VidSpecModelRunner(GPUModelRunner):
         else:
             output = super().sample_tokens(grammar_output)
         self.counters.flush()
-        publish = self.counters.publisher()
+        publish, carried = self.counters.publisher(), self.counters.carried()
         report = None if self.speculator.decision is None else self._report(verified)
-        if publish is None and report is None:
+        records = None if self.recorder is None else self.recorder.publisher()
+        if publish is None and report is None and carried is None and records is None:
             return output
-        if isinstance(output, AsyncModelRunnerOutput):
-            return PublishingOutput(output, publish, report)
-        if publish is not None:
-            publish()
-        if report is not None:
-            scheduler.attach_report(output, report)
-        return output
+        published = PublishingOutput(output, publish, report, carried, records)
+        return published if isinstance(output, AsyncModelRunnerOutput) else published.finish(output)
+
+    def _verified(self) -> frozenset[str]:
+        """Return the requests whose drafts this step verifies; with pipeline stages those of some steps ago."""
+        if not self.use_pp or self.execute_model_state is None:
+            return self.requests.in_flight
+        batch = self.execute_model_state.input_batch
+        return frozenset(itertools.compress(batch.req_ids, self.requests.has_draft_np[batch.idx_mapping_np]))
 
     def _report(self, verified: frozenset[str]) -> scheduler.StepReport | None:
         """Return what the controller beside the scheduler is told of a step; None if there is nothing to tell."""
@@ -236,8 +255,16 @@ class VidSpecModelRunner(GPUModelRunner):
 
     # ---- tools -----------------------------------------------------------------------------------------------------
 
+    def uncounted(self) -> contextlib.AbstractContextManager:
+        return self.counters.paused()
+
     def retune(self, changes: dict[str, Any]) -> None:
         self.knobs.retune(changes)
+
+    def watch(self, on: bool) -> list[dict[str, Any]]:
+        if self.knobs.current.is_parallel:
+            raise VidSpecError("pruning traces are unavailable with parallel drafting")
+        return self.speculator.backend.drafter.prefills.watch(on)
 
     def watch_scores(self, on: bool) -> list[dict[str, Any]]:
         return self.rejection_sampler.watch(on)

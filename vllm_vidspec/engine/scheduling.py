@@ -20,6 +20,7 @@ from vllm.logger import init_logger
 from vllm_vidspec import metrics
 from vllm_vidspec.adapt import Bandit, Decision
 from vllm_vidspec.config import AUTO, METHOD, PruneKnobs, VidSpecConfig, flatten
+from vllm_vidspec.engine.compat import scheduler as compat
 from vllm_vidspec.engine.control import SchedulerControl
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics.files import open_for
@@ -79,6 +80,9 @@ class SchedulerSide:
 
     def observe(self, scheduler_output: Any, output: Any) -> None:
         """Take in the output of a step."""
+        carried = compat.carried_of(output)
+        if carried is not None and self._file is not None:
+            self._file.take_in(carried)
         if self._ways is not None:
             self._ways.observe(scheduler_output, output)
         if self._control is not None:

@@ -64,8 +64,8 @@ class TreeAttention:
 
     def warm_up(self, block_table: torch.Tensor, dtype: torch.dtype, max_queries: int) -> None:
         """Prepare every variant of 1 to `max_queries` rows a request, of outputs of a dtype."""
-        for keys, values, *kind in distinct_views(self.layers):
-            warm_up.warm_tree_attention(keys, values, block_table, *kind, dtype, max_queries, self.scratch)
+        for keys, values, num_heads, is_fp8 in distinct_views(self.layers):
+            warm_up.warm_tree_attention(keys, values, block_table, num_heads, is_fp8, dtype, max_queries, self.scratch)
 
     def caches(self) -> CacheList:
         """Return every layer's keys and values, for compaction; the caches must exist."""

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vidspec_kernels import warm_up
 from vllm_vidspec.engine.kv_views import distinct_views
 from vllm_vidspec.engine.runner import VidSpecModelRunner
+from vllm_vidspec.engine.stages import EarlierStage, is_last
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics.files import leave_refusal
 
@@ -41,7 +42,7 @@ def tells_why(method: Callable) -> Callable:
 class VidSpecWorker:
     """What both workers share."""
 
-    model_runner: VidSpecModelRunner
+    model_runner: VidSpecModelRunner | EarlierStage
 
     @tells_why
     def init_device(self) -> None:
@@ -60,7 +61,7 @@ class VidSpecWorker:
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as vLLM does, on a GPU with requests of its own, which nobody sent and nothing counts."""
-        with self.model_runner.counters.paused():
+        with self.model_runner.uncounted():
             return super().compile_or_warm_up_model()  # type: ignore[misc]
 
     @tells_why
@@ -91,9 +92,7 @@ class VidSpecWorker:
         `scores`, `embeddings` (None if not measured). With `as_lists` only indices and scores, as numbers: an engine in
         another process cannot send tensors.
         """
-        if self.model_runner.knobs.current.is_parallel:
-            raise VidSpecError("pruning traces are unavailable with parallel drafting")
-        watched = self.model_runner.speculator.backend.drafter.prefills.watch(on)
+        watched = self.model_runner.watch(on)
         if not as_lists:
             return watched
         return [
@@ -124,10 +123,11 @@ class VidSpecGPUWorker(VidSpecWorker, Worker):
     def _make_model_runner(self):
         if not self.use_v2_model_runner:
             raise VidSpecError("vidspec needs Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER=0")
-        return VidSpecModelRunner(self.vllm_config, self.device)
+        return (VidSpecModelRunner if is_last() else EarlierStage)(self.vllm_config, self.device)
 
     def compile_or_warm_up_model(self):
-        warm_up_kernels(self.model_runner)  # before vLLM's own warm-up, which captures
+        if is_last():
+            warm_up_kernels(self.model_runner)  # before vLLM's own warm-up, which captures
         return super().compile_or_warm_up_model()
 
 

@@ -1,5 +1,5 @@
 """Families: what differs between model families, read off Hugging Face configs. Touches no vLLM and no weights."""
 
 from vllm_vidspec.families.base import FamilyAdapter
-from vllm_vidspec.families.pairs import FAMILIES, adapter_for, check_pair, check_ranks
+from vllm_vidspec.families.pairs import adapter_for, check_pair, check_ranks, known_families
 from vllm_vidspec.families.tokens import check_tokens

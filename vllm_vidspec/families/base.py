@@ -35,21 +35,29 @@ def read_field(hf_config: Any, field: Field) -> Any:
 class FamilyAdapter(ABC):
     """What the engine must know about one model family, which users call `name`.
 
-    An entry of `config.architectures` says whose a config is; `model_type` decides only where it names no architecture.
-    `shared` is what a target and its draft must have in common.
+    A family is a module of this package with its adapters in `ADAPTERS`: nothing else names it. An entry of
+    `config.architectures` says whose a config is; `model_type` decides only where it names no architecture. `shared` is
+    what a target and its draft must have in common; the rest a family says only where it differs. Which tokens of a
+    prompt are an item's, and where they are, vLLM tells of every model.
     """
 
     name: str
     architectures: frozenset[str]
     model_types: frozenset[str]
     shared: tuple[Field, ...]
+    # Whether embeddings go into a prompt by vLLM's own way, whatever the model makes of them beside; it costs a wait
+    # for the device in each forward of a prefill. Otherwise we put them in their tokens' places.
+    embeds_by_itself = False
+    # Where a config has the heads of the vision tower, and the decoder layers that it feeds (deepstack).
+    vision_heads = Field("vision heads", ("vision_config.num_heads", "vision_config.num_attention_heads"))
+    deepstack = Field("deepstack layers", ("vision_config.deepstack_visual_indexes",), default=())
 
     def num_media_levels(self, hf_config: Any) -> int:
         """Return how many embeddings the vision tower makes of a visual token, side by side.
 
         The first is its input embedding; each other goes to the output of a decoder layer, in the forward that follows.
         """
-        return 1
+        return 1 + len(read_field(hf_config, self.deepstack))
 
     @abstractmethod
     def item_grid(self, modality: str, data: Mapping[str, Any], num_tokens: int, hf_config: Any) -> TokenGrid:
@@ -62,8 +70,8 @@ class FamilyAdapter(ABC):
             hf_config: The draft's config, whose vision geometry `check_pair` holds equal to the target's.
 
         Returns:
-            A grid of exactly `num_tokens` tokens; one row of them where the geometry is unknown or does not fit. Never
-            raises.
+            A grid of exactly `num_tokens` tokens; one row of them (`flat_grid`) where there is no grid, or it is
+            unknown or does not fit. Never raises.
         """
 
     def frames(self, modality: str, data: Mapping[str, Any], hf_config: Any) -> TokenGrid | None:

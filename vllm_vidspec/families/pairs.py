@@ -1,39 +1,46 @@
-"""Which family a model is of, and whether a draft can draft for a target. Reads config attributes only."""
+"""Which family a model is of, by this package's adapters, and whether it can draft for another. Reads configs only."""
 
+import functools
+import importlib
+import pkgutil
+from pathlib import Path
 from typing import Any
 
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.families.base import FamilyAdapter
-from vllm_vidspec.families.llava_onevision import LlavaOnevisionAdapter
-from vllm_vidspec.families.qwen_vl import QwenVLAdapter
+from vllm_vidspec.families.base import FamilyAdapter, read_field
+from vllm_vidspec.families.generic import GenericAdapter, has_tower
 
-FAMILIES: tuple[FamilyAdapter, ...] = (
-    QwenVLAdapter("qwen2-vl", {"qwen2_vl"}, {"Qwen2VLForConditionalGeneration"}),
-    QwenVLAdapter("qwen2.5-vl", {"qwen2_5_vl"}, {"Qwen2_5_VLForConditionalGeneration"}),
-    QwenVLAdapter(
-        "qwen3-vl",
-        {"qwen3_vl", "qwen3_vl_moe"},
-        {"Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"},
-    ),
-    LlavaOnevisionAdapter(),
-)
+
+@functools.cache
+def known_families() -> tuple[FamilyAdapter, ...]:
+    """Return the adapters of the modules of this package."""
+    names = sorted(found.name for found in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    modules = [importlib.import_module(f"{__package__}.{name}") for name in names]
+    return tuple(adapter for module in modules for adapter in getattr(module, "ADAPTERS", ()))
 
 
 def adapter_for(hf_config: Any) -> FamilyAdapter:
-    """Return the adapter of a Hugging Face config, by its `architectures`, or `model_type` where it names none.
+    """Return the adapter of a Hugging Face config, by its `architectures`, or `model_type` where it names none; a
+    generic one for any other model with a vision tower.
 
     Raises:
-        VidSpecError: No family handles it; the line names the supported ones.
+        VidSpecError: It has none, or no name; the line names the families that have an adapter.
     """
     architectures = tuple(getattr(hf_config, "architectures", None) or ())
     model_type = getattr(hf_config, "model_type", None)
-    for adapter in FAMILIES:
+    for adapter in known_families():
         if adapter.architectures.intersection(architectures):
             return adapter
         if not architectures and model_type in adapter.model_types:
             return adapter
+    if architectures and has_tower(hf_config):
+        return GenericAdapter(architectures[0])
     got = ", ".join(architectures) or f"model_type {model_type!r}"
-    raise VidSpecError(f"unsupported model family: {got}; supported: {', '.join(known.name for known in FAMILIES)}")
+    known = ", ".join(adapter.name for adapter in known_families())
+    raise VidSpecError(
+        f"unsupported model family: {got}, whose configuration names no vision tower; supported: {known}, and other "
+        "models that vLLM shows videos to"
+    )
 
 
 def check_pair(target_hf: Any, draft_hf: Any) -> FamilyAdapter:
@@ -60,9 +67,9 @@ def check_ranks(draft_hf: Any, num_ranks: int) -> None:
     Raises:
         VidSpecError: One line naming the sizes that would do.
     """
-    text, vision = draft_hf.get_text_config(), draft_hf.vision_config
+    text = draft_hf.get_text_config()
     heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
-    vision_heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
+    vision_heads = read_field(draft_hf, adapter_for(draft_hf).vision_heads) or num_ranks  # unknown: vLLM will say
 
     def uneven(size: int) -> dict[str, int]:
         """Return whose heads, and how many, so many ranks cannot share."""

@@ -17,6 +17,7 @@ from typing import IO
 import numpy as np
 
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics.carried import Carried
 from vllm_vidspec.metrics.catalogue import KINDS, NAMES, SLOT
 
 # Of each of the last requests a digest of its id, and counts of its draft tokens by kind.
@@ -105,6 +106,14 @@ class MetricsFile:
         """Add `[n]` integers to the counters in `[n]` distinct `slots_of` them; readers see all of it or nothing."""
         with self.at_once():
             self._values[slots] += counts
+
+    def take_in(self, carried: Carried) -> None:
+        """Write what a worker of another host has counted; readers see all of it or nothing."""
+        with self.at_once():
+            for name, count in carried.counts.items():
+                self.add(name, count)
+            for name, value in carried.gauges.items():
+                self.set(name, value)
 
     def begin_request(self, req_id: str, busy: Container[int]) -> int:
         """Return the slot of a new request, the oldest that is not `busy`; its counts begin at zero.

@@ -63,7 +63,7 @@ def open_for(vllm_config: Any) -> MetricsFile | None:
     try:
         return MetricsFile(path_for(instance_id, engine))
     except VidSpecError as error:
-        logger.warning("vidspec: counters are not published: %s", error)
+        logger.warning("vidspec: counters are not published here; outputs carry a worker's to its server: %s", error)
         return None
 
 

@@ -9,6 +9,11 @@ FP8 = "fp8_per_tensor"
 WEIGHT_BYTES = 2  # of a weight that is not quantised, as those of the output head
 
 
+def part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a part of a model's config.json, of an Omni model its thinker's; nothing where it has none."""
+    return (config.get("thinker_config") or config).get(name) or {}
+
+
 class Decoder(NamedTuple):
     """Sizes of a decoder, as its config.json has them."""
 
@@ -25,18 +30,21 @@ class Decoder(NamedTuple):
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Decoder":
         """Return those of a Hugging Face configuration, as JSON has it; a KeyError names what it lacks."""
-        text = config.get("text_config") or config
-        experts, hidden, heads = text.get("num_experts") or 0, text["hidden_size"], text["num_attention_heads"]
+        text = part(config, "text_config") or config
+        hidden, heads = text["hidden_size"], text["num_attention_heads"]
+        names = ("num_experts", "num_local_experts", "n_routed_experts")  # Qwen's, transformers' for it, GLM's
+        routed = next((text[name] for name in names if text.get(name)), 0)
+        shared = text.get("n_shared_experts") or 0 if routed else 0
         return cls(
             layers=text["num_hidden_layers"],
             hidden=hidden,
             heads=heads,
             kv_heads=text["num_key_value_heads"],
             head_dim=text.get("head_dim") or hidden // heads,
-            intermediate=text["moe_intermediate_size" if experts else "intermediate_size"],
+            intermediate=text["moe_intermediate_size" if routed else "intermediate_size"],
             vocab=text["vocab_size"],
-            experts=experts,
-            active_experts=text["num_experts_per_tok"] if experts else 0,
+            experts=routed + shared,
+            active_experts=text["num_experts_per_tok"] + shared if routed else 0,
         )
 
     @property
@@ -54,17 +62,11 @@ class Decoder(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The weights that a step of one request reads; biases and norms are left out.
+    """The weights that a step of one request reads; biases and norms are left out."""
 
-    Attributes:
-        layers: Of the decoder's layers, of experts those that a token goes through.
-        head: Of the output head.
-        layer_bytes: Of a weight of the layers.
-    """
-
-    layers: float
-    head: float
-    layer_bytes: float = WEIGHT_BYTES
+    layers: float  # Of the decoder's layers, of experts those that a token goes through
+    head: float  # Of the output head
+    layer_bytes: float = WEIGHT_BYTES  # Of a weight of the layers
 
     @property
     def read_bytes(self) -> float:

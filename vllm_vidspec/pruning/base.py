@@ -16,24 +16,17 @@ _FEATURE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, eq=False)
 class PruneInputs:
-    """One item to prune: its layout, its budget and its measurements. Checked when a pruner is called.
+    """One item to prune: its layout, its budget and its measurements. Checked when a pruner is called."""
 
-    Args:
-        grid: Layout of the item.
-        num_keep: Exact number of tokens to keep, in [0, grid.num_tokens].
-        scores: float32 [grid.num_tokens], finite, higher = more important; None where there is no guidance.
-        features: float16, bfloat16 or float32 [grid.num_tokens, dim >= 1], finite: the vision tower's embeddings of
-            the item's tokens, on the device of `scores` where both are given. Strides are free.
-        lambda_r: Share of the total score that SpecVLM's stage I retains, in [0, 1].
-        seed: Seed of a random choice; the same seed, grid and budget give the same tokens on every device.
-    """
-
-    grid: TokenGrid
-    num_keep: int
+    grid: TokenGrid  # Layout of the item
+    num_keep: int  # Exact number of tokens to keep, in [0, grid.num_tokens]
+    # float32 [grid.num_tokens], finite, higher = more important; None where there is no guidance.
     scores: Tensor | None = None
+    # float16, bfloat16 or float32 [grid.num_tokens, dim >= 1], finite: the vision tower's embeddings of the item's
+    # tokens, on the device of `scores` where both are given. Strides are free.
     features: Tensor | None = None
-    lambda_r: float = 0.4
-    seed: int = 0
+    lambda_r: float = 0.4  # Share of the total score that SpecVLM's stage I retains, in [0, 1]
+    seed: int = 0  # Seed of a random choice; the same seed, grid and budget give the same tokens on every device
 
     @property
     def device(self) -> torch.device:
@@ -47,18 +40,13 @@ SelectFn = Callable[[PruneInputs], Tensor]
 
 @dataclass(frozen=True)
 class Pruner:
-    """Chooses the visual tokens of one image or video that the draft sees.
+    """Chooses the visual tokens of one image or video that the draft sees."""
 
-    Args:
-        name: The name in the configuration.
-        select: Returns the kept indices of checked inputs with a positive budget.
-        needs: What must be measured for it: "attention" or "uv" scores, or "features"; empty for nothing.
-        refuses_negative: Whether negative scores are an error, because sums of them mean nothing to `select`.
-    """
-
-    name: str
-    select: SelectFn
+    name: str  # The name in the configuration
+    select: SelectFn  # Returns the kept indices of checked inputs with a positive budget
+    # What must be measured for it: "attention" or "uv" scores, or "features"; empty for nothing.
     needs: frozenset[str] = frozenset()
+    # Whether negative scores are an error, because sums of them mean nothing to `select`.
     refuses_negative: bool = False
 
     def __call__(self, inputs: PruneInputs) -> Tensor:

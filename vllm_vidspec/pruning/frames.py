@@ -16,17 +16,11 @@ MAX_TEXT_BETWEEN = 16
 
 @dataclass(frozen=True)
 class PruneUnit:
-    """A set of items with one budget, from which a pruner chooses at once.
+    """A set of items with one budget, from which a pruner chooses at once."""
 
-    Attributes:
-        places: Which of the prompt's items are in it: one, or a run of images of one size.
-        grid: The layout of its tokens, item after item; of a run one frame an image.
-        num_keep: How many of them are kept.
-    """
-
-    places: range
-    grid: TokenGrid
-    num_keep: int
+    places: range  # Which of the prompt's items are in it: one, or a run of images of one size
+    grid: TokenGrid  # The layout of its tokens, item after item; of a run one frame an image
+    num_keep: int  # How many of them are kept
 
     @property
     def num_tokens(self) -> int:

@@ -9,20 +9,14 @@ from math import floor
 class TokenGrid:
     """The layout of one item's tokens: frame-major, raster order inside a frame, then trailing tokens.
 
-    Args:
-        num_frames: Temporal steps T (after temporal patching; 1 for an image).
-        height: Token rows of a frame (after spatial merging or pooling).
-        width: Token columns of a frame.
-        num_trailing: Tokens after the last frame (LLaVA's `image_newline`). They count towards the budget and
-            belong to the last frame.
-
     Raises:
         ValueError: An extent is negative.
     """
 
-    num_frames: int
-    height: int
-    width: int
+    num_frames: int  # Temporal steps T (after temporal patching; 1 for an image)
+    height: int  # Token rows of a frame (after spatial merging or pooling)
+    width: int  # Token columns of a frame
+    # Tokens after the last frame (LLaVA's `image_newline`). They count towards the budget and belong to the last frame.
     num_trailing: int = 0
 
     def __post_init__(self) -> None:

@@ -18,18 +18,12 @@ class UnsupportedPrompt(Exception):
 
 @dataclass(frozen=True)
 class PromptItem:
-    """An image or video of a prompt, as the vision tower encodes it. Its `PruneUnit` says what is kept of it.
+    """An image or video of a prompt, as the vision tower encodes it. Its `PruneUnit` says what is kept of it."""
 
-    Attributes:
-        feature: vLLM's, with its pixels.
-        where: `[m]` int64 prompt indices that its embeddings fill.
-        grid: Its layout.
-        seen: Which of the tower's embeddings the target has kept, `[m]` int64; None: all of them.
-    """
-
-    feature: Any
-    where: torch.Tensor
-    grid: TokenGrid
+    feature: Any  # vLLM's, with its pixels
+    where: torch.Tensor  # `[m]` int64 prompt indices that its embeddings fill
+    grid: TokenGrid  # Its layout
+    # Which of the tower's embeddings the target has kept, `[m]` int64; None: all of them.
     seen: torch.Tensor | None = None
 
     @property
@@ -45,24 +39,15 @@ class PromptItem:
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """A prompt before any of its items is pruned.
+    """A prompt before any of its items is pruned."""
 
-    Attributes:
-        token_ids: `[num_tokens]` int32, the full prompt, and after a preemption the output so far.
-        positions: `[num_axes, num_tokens]` int64 rope positions of the full prompt; None where the kept tokens are
-            renumbered.
-        num_axes: Of the rope positions.
-        items: Its images and videos in prompt order.
-        units: The items that are pruned together, in the same order; every item is in one unit.
-        pos_delta: Rope position minus logical position of the tokens after the prompt.
-    """
-
-    token_ids: torch.Tensor
+    token_ids: torch.Tensor  # `[num_tokens]` int32, the full prompt, and after a preemption the output so far
+    # `[num_axes, num_tokens]` int64 rope positions of the full prompt; None where the kept tokens are renumbered.
     positions: torch.Tensor | None
-    num_axes: int
-    items: tuple[PromptItem, ...]
-    units: tuple[PruneUnit, ...]
-    pos_delta: int
+    num_axes: int  # Of the rope positions
+    items: tuple[PromptItem, ...]  # Its images and videos in prompt order
+    units: tuple[PruneUnit, ...]  # The items that are pruned together, in the same order; every item is in one unit
+    pos_delta: int  # Rope position minus logical position of the tokens after the prompt
 
     def unit_of(self, i: int) -> PruneUnit:
         """Return the unit of an item."""
@@ -91,9 +76,8 @@ class PromptPlan:
 
 @dataclass(frozen=True)
 class PrunedPrompt:
-    """A pruned prompt: `[num_kept]` int32 token ids, 0 in place of each visual token, whose own id may be outside the
-    vocabulary; `[num_axes, num_kept]` int64 rope positions; `[num_media]` int64, where the visual tokens are,
-    ascending.
+    """A pruned prompt: `[num_kept]` int32 token ids, those of visual tokens too; `[num_axes, num_kept]` int64 rope
+    positions; `[num_media]` int64, where the visual tokens are, ascending.
     """
 
     token_ids: torch.Tensor
@@ -158,7 +142,7 @@ def prune(plan: PromptPlan, kept_indices: Sequence[torch.Tensor]) -> PrunedPromp
     else:
         positions = plan.positions[:, keep].to(torch.int64)
     return PrunedPrompt(
-        token_ids=plan.token_ids.masked_fill(is_media, 0)[keep],
+        token_ids=plan.token_ids[keep],
         positions=positions,
         media_at=is_media[keep].nonzero()[:, 0],
     )

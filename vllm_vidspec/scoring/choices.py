@@ -2,12 +2,12 @@
 
 from typing import Any, NamedTuple
 
-from vllm_vidspec.config import REQUEST_LAMBDA, REQUEST_SCORER, ScoreKnobs
+from vllm_vidspec.config import REQUEST_LAMBDA, REQUEST_RECORD, REQUEST_SCORER, ScoreKnobs
 from vllm_vidspec.errors import VidSpecError, nearest, quoted
 
 # Set by the API server on requests that may call tools, whose output a parser reads.
 CALLS_TOOLS = "vidspec_calls_tools"
-_KEYS = (REQUEST_SCORER, REQUEST_LAMBDA, CALLS_TOOLS)
+_KEYS = (REQUEST_SCORER, REQUEST_LAMBDA, REQUEST_RECORD, CALLS_TOOLS)
 PREFIX = "vidspec_"  # of every parameter of ours; an unknown one with this prefix is an error
 
 _LONGEST = 60  # characters of a client's value that are worth quoting
@@ -20,15 +20,17 @@ class Choice(NamedTuple):
     share: float
 
 
-def choose(extra_args: dict[str, Any] | None, knobs: ScoreKnobs) -> Choice:
+def choose(extra_args: dict[str, Any] | None, knobs: ScoreKnobs, has_records: bool = True) -> Choice:
     """Return the scorer and lambda of a request: of its `extra_args` (the API's `vllm_xargs`), else the server's.
+
+    `has_records` says whether it may ask for a record of itself.
 
     Raises:
         VidSpecError: A wrong name or value, or more than the server allows: one line for the client.
     """
     asked = {key: value for key, value in (extra_args or {}).items() if key.startswith(PREFIX)}
     if unknown := sorted(asked.keys() - set(_KEYS)):
-        hint = nearest(unknown[0][:_LONGEST], (REQUEST_SCORER, REQUEST_LAMBDA))
+        hint = nearest(unknown[0][:_LONGEST], (REQUEST_SCORER, REQUEST_LAMBDA, REQUEST_RECORD))
         raise VidSpecError(f"unknown request parameter {quoted(unknown[0])}{hint}")
     scorer, share = asked.get(REQUEST_SCORER, knobs.scorer), asked.get(REQUEST_LAMBDA, knobs.lambda_loose)
     if not isinstance(scorer, str) or (REQUEST_SCORER in asked and scorer not in knobs.scorers):
@@ -40,8 +42,11 @@ def choose(extra_args: dict[str, Any] | None, knobs: ScoreKnobs) -> Choice:
             raise VidSpecError(f"{REQUEST_LAMBDA}: this server allows {allowed}, got {quoted(share)}")
         if scorer not in ("strict", "loose", "random"):
             raise VidSpecError(f"{REQUEST_LAMBDA}: the scorer {scorer} takes none")
-    if not isinstance(asked.get(CALLS_TOOLS, False), bool):
-        raise VidSpecError(f"{CALLS_TOOLS}: true or false, got {quoted(asked[CALLS_TOOLS])}")
+    for key in (CALLS_TOOLS, REQUEST_RECORD):
+        if not isinstance(asked.get(key, False), bool):
+            raise VidSpecError(f"{key}: true or false, got {quoted(asked[key])}")
+    if asked.get(REQUEST_RECORD) and not has_records:
+        raise VidSpecError(f"{REQUEST_RECORD}: this server keeps none; start it with request_records")
     return Choice(scorer, float(share))
 
 

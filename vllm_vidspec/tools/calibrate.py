@@ -24,20 +24,13 @@ LayerSet = Literal["all"] | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Calibration(Subject):
-    """What to calibrate, and on what.
+    """What to calibrate, and on what."""
 
-    Attributes:
-        pruner: "specvlm" (`lambda_r`, `guidance_layers`) or "uv" (`uv_layer`).
-        videos: Files to ask about; none: `prompts` shape-world videos.
-        max_tokens: Longest answer in tokens.
-        whole_grid: Measure every layer set at every `lambda_r`.
-    """
-
-    pruner: str = "specvlm"
-    videos: tuple[str, ...] = ()
+    pruner: str = "specvlm"  # "specvlm" (`lambda_r`, `guidance_layers`) or "uv" (`uv_layer`)
+    videos: tuple[str, ...] = ()  # Files to ask about; none: `prompts` shape-world videos
     prompts: int = 4
-    max_tokens: int = 256
-    whole_grid: bool = False
+    max_tokens: int = 256  # Longest answer in tokens
+    whole_grid: bool = False  # Measure every layer set at every `lambda_r`
 
     @property
     def source(self) -> dict[str, Any]:

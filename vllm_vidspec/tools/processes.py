@@ -42,11 +42,13 @@ def end_group(process: subprocess.Popen, grace_s: float = 15.0) -> None:
     """End a process started with `start_new_session=True` and everything it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(grace_s)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)
+    finally:  # a second Ctrl-C ends the patience, not the duty
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def free_port() -> int:
@@ -112,7 +114,7 @@ class VllmServer(LoggedProcess):
         assert self.process is not None, "enter the context first"
         while (elapsed := time.monotonic() - self._launched) < timeout_s:
             if self.process.poll() is not None:
-                raise VidSpecError(f"vllm serve stopped: {self.reason()} (log: {self.log_path})")
+                raise VidSpecError(f"vllm serve stopped: {self.reason()} (log: {self.log_path}; see `vidspec doctor`)")
             if self.healthy():
                 return elapsed
             time.sleep(0.3)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 # What a tool tells whoever listens: an event's name and its fields.
 Report = Callable[[str, dict[str, Any]], None]
@@ -41,29 +41,24 @@ class View:
     def __init__(self, bars: Progress) -> None:
         """Draw on `bars`; where these are off, print a line for what is loaded."""
         self._bars = bars
-        self._whole: TaskID | None = None
+        self._task = bars.add_task("starting", total=None, note="")
 
     def __call__(self, event: str, fields: dict[str, Any]) -> None:
         """Take one event."""
         getattr(self, f"_{event}")(**fields)
 
-    def _task(self) -> TaskID:
-        if self._whole is None:
-            self._whole = self._bars.add_task("", total=None, note="")
-        return self._whole
-
     def _plan(self, total: int) -> None:
-        self._bars.update(self._task(), total=total, completed=0)
+        self._bars.update(self._task, total=total, completed=0)
 
     def _loading(self, label: str) -> None:
-        self._bars.update(self._task(), description=f"loading {label}", note="")
+        self._bars.update(self._task, description=f"loading {label}", note="")
         self._say(f"loading {label}")
 
     def _measuring(self) -> None:
-        self._bars.update(self._task(), description="measuring")
+        self._bars.update(self._task, description="measuring")
 
     def _measured(self, note: str = "") -> None:
-        self._bars.update(self._task(), advance=1, note=note)
+        self._bars.update(self._task, advance=1, note=note)
 
     def _say(self, line: str) -> None:
         if self._bars.disable:

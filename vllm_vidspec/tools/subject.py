@@ -12,25 +12,15 @@ from vllm_vidspec.tools.user_files import check_video
 
 @dataclass(frozen=True)
 class Subject:
-    """A pair, and what is asked about videos.
+    """A pair, and what is asked about videos."""
 
-    Attributes:
-        family: The bundled pair, unless `target` is given.
-        target: A target of the user's own.
-        draft: Its draft, or "self"; None: the bundled draft of `family`.
-        question: What is asked about each video; guidance depends on it.
-        prune_ratio: Share of the video tokens that the draft does not see.
-        num_speculative_tokens: Draft tokens per verify step.
-        engine_args: `LLM` arguments that replace ours.
-    """
-
-    family: str = "qwen2.5-vl"
-    target: str | None = None
-    draft: str | None = None
-    question: str = pairs.DEFAULT_QUESTION
-    prune_ratio: float = 0.9
-    num_speculative_tokens: int = 5
-    engine_args: dict[str, Any] = field(default_factory=dict)
+    family: str = "qwen2.5-vl"  # The bundled pair, unless `target` is given
+    target: str | None = None  # A target of the user's own
+    draft: str | None = None  # Its draft, or "self"; None: the bundled draft of `family`
+    question: str = pairs.DEFAULT_QUESTION  # What is asked about each video; guidance depends on it
+    prune_ratio: float = 0.9  # Share of the video tokens that the draft does not see
+    num_speculative_tokens: int = 5  # Draft tokens per verify step
+    engine_args: dict[str, Any] = field(default_factory=dict)  # `LLM` arguments that replace ours
 
     @property
     def source(self) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def checks_table(checks: "list[Check]") -> Table:
 
 
 class DemoView:
-    """Shows the events of `demo.run`: a spinner while a server starts, then the answer as it streams."""
+    """Shows the events of `demo.run`: a spinner until a server's answer begins, then the answer as it streams."""
 
     def __init__(self, bars: Progress, console: Console) -> None:
         """Draw on `bars`; answers go to `console`."""
@@ -88,14 +88,15 @@ class DemoView:
             if self._bars.disable:
                 self._bars.console.print(f"starting vllm serve ({self._name})")
         elif event == "ready":
-            self._bars.remove_task(self._task)
-            self._bars.stop()  # the answer streams below; a live bar would overwrite it
+            self._bars.update(self._task, description=f"asking ({self._name})")
             self._console.print(f"[bold]{self._name}[/bold], ready after {fields['seconds']:.0f} s:")
         elif event == "text":
+            self._bars.stop()  # a live bar would overwrite the answer that streams
             self._console.print(fields["delta"], end="", markup=False, highlight=False)
         elif event == "answered":
-            self._console.print("\n")
+            self._bars.remove_task(self._task)
             self._bars.start()
+            self._console.print("\n")
 
 
 def number(value: float | None, digits: int) -> str:

@@ -17,68 +17,46 @@ class TreeShapes(NamedTuple):
 
     Node 0 is the root (the last committed token), drafts 1 to K follow with parents[i] < i, so that every prefix is a
     tree too. Parent and depth of a root, and nodes without a logits row, are ignored.
-
-    Attributes:
-        rows: int64 [R], persistent row (`req_state_idx`) of each request.
-        parents: int32 [max_reqs, >= K + 1], parent of each node; unit stride in its rows, all three of one stride.
-        depths: int32 [max_reqs, >= K + 1], depth of each node.
-        ancestors: int64 [max_reqs, >= K + 1]; bit j - 1 of node i: node j is i or above it. 0 for the root.
     """
 
-    rows: Tensor
-    parents: Tensor
-    depths: Tensor
-    ancestors: Tensor
+    rows: Tensor  # int64 [R], persistent row (`req_state_idx`) of each request
+    parents: Tensor  # int32 [max_reqs, >= K + 1], parent of each node; unit stride in its rows, all three of one stride
+    depths: Tensor  # int32 [max_reqs, >= K + 1], depth of each node
+    ancestors: Tensor  # int64 [max_reqs, >= K + 1]; bit j - 1 of node i: node j is i or above it. 0 for the root.
 
 
 class Looseness(NamedTuple):
-    """Which mismatches of a verify step may be accepted.
+    """Which mismatches of a verify step may be accepted."""
 
-    Attributes:
-        rows: int64 [R], persistent row of each request.
-        rules: int32 [max_reqs], sum of LOWEST, WINDOW and SHIFT; 0 accepts no mismatch.
-        shares: float32 [max_reqs], lambda of LOWEST, 0 to 1.
-        windows: int32 [max_reqs], W of WINDOW, >= 0; 0 leaves the entropy alone to decide.
-        scores: float32 [N], of each logits row's own draft (its visual relevance, eq. 8).
-        entropies: float32 [N], normalised, of what the target samples after each logits row's input: a node's judges
-            its children.
-        may_loosen: bool [N], whether the draft of a logits row may be accepted though it differs.
-        min_entropy: Above it the target is unsure; compared in float32.
-    """
-
-    rows: Tensor
-    rules: Tensor
-    shares: Tensor
-    windows: Tensor
-    scores: Tensor
+    rows: Tensor  # int64 [R], persistent row of each request
+    rules: Tensor  # int32 [max_reqs], sum of LOWEST, WINDOW and SHIFT; 0 accepts no mismatch
+    shares: Tensor  # float32 [max_reqs], lambda of LOWEST, 0 to 1
+    windows: Tensor  # int32 [max_reqs], W of WINDOW, >= 0; 0 leaves the entropy alone to decide
+    scores: Tensor  # float32 [N], of each logits row's own draft (its visual relevance, eq. 8).
+    # float32 [N], normalised, of what the target samples after each logits row's input: a node's judges its children.
     entropies: Tensor
-    may_loosen: Tensor
-    min_entropy: float
+    may_loosen: Tensor  # bool [N], whether the draft of a logits row may be accepted though it differs
+    min_entropy: float  # Above it the target is unsure; compared in float32
 
 
 class Tally(NamedTuple):
-    """What a step adds to running totals, and what is kept of each request until its next step.
+    """What a step adds to running totals, and what is kept of each request until its next step."""
 
-    Attributes:
-        rows: int64 [R], persistent row of each request.
-        has_draft: bool [max_reqs], whether a request's drafts are real; those of others are not counted.
-        totals: int64 [>= 7 + K], added to. Of the requests with drafts: how many, their drafts, the accepted ones,
-            the depth of their deepest drafts, the accepted by kind (1, 2, 3), and the accepted at each depth.
-        by_kind: int64 [R, 3], written: each request's accepted drafts, by kind. None: not requested.
-        path: int32 [max_reqs, >= K + 1], unit stride in its rows, written: each request's accepted path, as `accept`
-            returns it of trees; of a chain each column's own index. None where all drafts are chains for good.
-        num_accepted: int32 [max_reqs], written: how many drafts are on the path; -1 of a request without rows. Comes
-            and is missing with `path`.
-        known: Launches that were checked and compiled before (see `dispatch.launch`), of a caller whose tables, those
-            of shapes and rules among them, are the same in every step. None: each is checked anew.
-    """
-
-    rows: Tensor
-    has_draft: Tensor
+    rows: Tensor  # int64 [R], persistent row of each request
+    has_draft: Tensor  # bool [max_reqs], whether a request's drafts are real; those of others are not counted
+    # int64 [>= 7 + K], added to. Of the requests with drafts: how many, their drafts, the accepted ones, the depth of
+    # their deepest drafts, the accepted by kind (1, 2, 3), and the accepted at each depth.
     totals: Tensor
+    # int64 [R, 3], written: each request's accepted drafts, by kind. None: not requested.
     by_kind: Tensor | None = None
+    # int32 [max_reqs, >= K + 1], unit stride in its rows, written: each request's accepted path, as `accept` returns it
+    # of trees; of a chain each column's own index. None where all drafts are chains for good.
     path: Tensor | None = None
+    # int32 [max_reqs], written: how many drafts are on the path; -1 of a request without rows. Comes and is missing
+    # with `path`.
     num_accepted: Tensor | None = None
+    # Launches that were checked and compiled before (see `dispatch.launch`), of a caller whose tables, those of shapes
+    # and rules among them, are the same in every step. None: each is checked anew.
     known: dict[Any, Any] | None = None
 
 

@@ -52,27 +52,19 @@ def _check_positions(positions: Tensor, device: torch.device, num_columns: int) 
 
 @dataclass(frozen=True, eq=False)
 class StepTables(_Tensors):
-    """What is known of requests, by persistent row (`req_state_idx`).
+    """What is known of requests, by persistent row (`req_state_idx`)."""
 
-    Attributes:
-        num_tokens: int32 [max_reqs], logical length of the committed text, the root included; >= 2 where it is read.
-        text: int32 [max_reqs, max_len], the committed text, unit stride in its rows.
-        last_sampled: int64 [max_reqs, 1], the target's last token: the root.
-        num_dropped: int32 [max_reqs], visual tokens that the draft does not see.
-        pos_delta: int64 [max_reqs], rope position minus logical position.
-        block_table: int32 [max_reqs, max_blocks], unit stride in its rows.
-        fed: In and out, int64 [max_reqs + 1], last drafts' nodes with a valid KV entry: bit j - 1 is node j. Its last
-            row is the padding's.
-        path: int32 [max_reqs, K + 1], accepted nodes of the last trees from column 1 on; None: only chains are drafted.
-    """
-
+    # int32 [max_reqs], logical length of the committed text, the root included; >= 2 where it is read.
     num_tokens: Tensor
-    text: Tensor
-    last_sampled: Tensor
-    num_dropped: Tensor
-    pos_delta: Tensor
-    block_table: Tensor
+    text: Tensor  # int32 [max_reqs, max_len], the committed text, unit stride in its rows
+    last_sampled: Tensor  # int64 [max_reqs, 1], the target's last token: the root
+    num_dropped: Tensor  # int32 [max_reqs], visual tokens that the draft does not see
+    pos_delta: Tensor  # int64 [max_reqs], rope position minus logical position
+    block_table: Tensor  # int32 [max_reqs, max_blocks], unit stride in its rows
+    # In and out, int64 [max_reqs + 1], last drafts' nodes with a valid KV entry: bit j - 1 is node j. Its last row is
+    # the padding's.
     fed: Tensor
+    # int32 [max_reqs, K + 1], accepted nodes of the last trees from column 1 on; None: only chains are drafted.
     path: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -95,40 +87,23 @@ class StepBuffers(_Tensors):
     """A step by batch row, and the inputs of its first forward, which feeds two tokens a request; `begin_step` writes.
 
     M is the most requests of a batch.
-
-    Attributes:
-        rows: int64 [M], persistent row; max_reqs of padding.
-        num_accepted: int32 [M], accepted drafts of the last step; -1: nothing was verified for this request.
-        temperature: float32 [M].
-        seeds: int64 [M].
-        root_slot: int32 [M], KV entries before the root, the last committed token.
-        root_pos: int64 [M], logical position of the root.
-        pos_delta: int64 [M], rope position minus logical position.
-        last_root: int32 [M], KV entry of the root of the step before.
-        batch_table: int32 [M, max_blocks], block tables.
-        level: int32 [1], 0 after `begin_step`: the roots; column of the proposal that is drawn next.
-        input_ids: int32 [2M], of each request the committed text's last two tokens.
-        positions: int64 [1 or 3, >= 2M] of any strides, rope positions, equal on every axis.
-        slot_mapping: int64 [2M], physical KV slots.
-        seq_lens: int32 [M], KV entries up to the root's own.
-        path: int32 [M, K + 1]; None: only chains are drafted.
     """
 
-    rows: Tensor
-    num_accepted: Tensor
-    temperature: Tensor
-    seeds: Tensor
-    root_slot: Tensor
-    root_pos: Tensor
-    pos_delta: Tensor
-    last_root: Tensor
-    batch_table: Tensor
-    level: Tensor
-    input_ids: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
-    seq_lens: Tensor
-    path: Tensor | None = None
+    rows: Tensor  # int64 [M], persistent row; max_reqs of padding
+    num_accepted: Tensor  # int32 [M], accepted drafts of the last step; -1: nothing was verified for this request
+    temperature: Tensor  # float32 [M]
+    seeds: Tensor  # int64 [M]
+    root_slot: Tensor  # int32 [M], KV entries before the root, the last committed token
+    root_pos: Tensor  # int64 [M], logical position of the root
+    pos_delta: Tensor  # int64 [M], rope position minus logical position
+    last_root: Tensor  # int32 [M], KV entry of the root of the step before
+    batch_table: Tensor  # int32 [M, max_blocks], block tables
+    level: Tensor  # int32 [1], 0 after `begin_step`: the roots; column of the proposal that is drawn next
+    input_ids: Tensor  # int32 [2M], of each request the committed text's last two tokens
+    positions: Tensor  # int64 [1 or 3, >= 2M] of any strides, rope positions, equal on every axis
+    slot_mapping: Tensor  # int64 [2M], physical KV slots
+    seq_lens: Tensor  # int32 [M], KV entries up to the root's own
+    path: Tensor | None = None  # int32 [M, K + 1]; None: only chains are drafted
 
     def __post_init__(self) -> None:
         device, size = self.device, self.max_batch
@@ -170,22 +145,15 @@ class LevelBuffers(_Tensors):
     """The inputs of a level's forward; `next_level` writes. Place f of batch row b, of F, is entry b * F + f.
 
     W is the most places of a request, 1 of chains; M the most requests.
-
-    Attributes:
-        logical_pos: int64 [M * W], which keys the noise of what is drawn after the place.
-        positions: int64 [1 or 3, >= M * W] of any strides, rope positions, equal on every axis.
-        slot_mapping: int64 [M * W], physical KV slots.
-        seq_lens: int32 [M], KV entries that every place attends to: of a chain up to its own, of a tree up to the root.
-        input_ids: int32 [M * W]; None: of chains, where `draw` writes them.
-        masks: int64 [M, W], of each place the nodes that it attends to; None: of chains.
     """
 
-    logical_pos: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
+    logical_pos: Tensor  # int64 [M * W], which keys the noise of what is drawn after the place
+    positions: Tensor  # int64 [1 or 3, >= M * W] of any strides, rope positions, equal on every axis
+    slot_mapping: Tensor  # int64 [M * W], physical KV slots
+    # int32 [M], KV entries that every place attends to: of a chain up to its own, of a tree up to the root.
     seq_lens: Tensor
-    input_ids: Tensor | None = None
-    masks: Tensor | None = None
+    input_ids: Tensor | None = None  # int32 [M * W]; None: of chains, where `draw` writes them
+    masks: Tensor | None = None  # int64 [M, W], of each place the nodes that it attends to; None: of chains
 
     def __post_init__(self) -> None:
         device, num_places = self.device, self.logical_pos.shape[0]

@@ -19,17 +19,11 @@ _NUM_SORTED = 256  # candidates that a program sorts at a time, or as many as th
 
 @dataclass(frozen=True)
 class Leaves:
-    """Candidates that may become leaves, checked once; rows may be apart, a row is contiguous.
+    """Candidates that may become leaves, checked once; rows may be apart, a row is contiguous."""
 
-    Attributes:
-        log_probs: float32 [R, P, C], of the path to the candidate, <= 0; -inf or NaN = none.
-        token_ids: int64 [R, P, C].
-        parents: int64 [R, P], node index of each C candidates' parent.
-    """
-
-    log_probs: Tensor
-    token_ids: Tensor
-    parents: Tensor
+    log_probs: Tensor  # float32 [R, P, C], of the path to the candidate, <= 0; -inf or NaN = none
+    token_ids: Tensor  # int64 [R, P, C]
+    parents: Tensor  # int64 [R, P], node index of each C candidates' parent
 
     def __post_init__(self) -> None:
         num_reqs, num_parents, num_candidates = self.log_probs.shape

@@ -18,19 +18,12 @@ _BLOCK = 64  # the most nodes of a tree
 
 @dataclass(frozen=True)
 class PlacedLevel:
-    """What one level of a topology does.
+    """What one level of a topology does."""
 
-    Attributes:
-        sources: int64 [m], of the frontier's candidates (flat, F * C) those that become nodes.
-        nodes: int64 [m], the nodes that they become.
-        fed_sources: int64 [F'], those whose nodes the next level feeds; empty on the last level.
-        fed_tokens: Out, int64 [max_num_reqs, F'], their tokens.
-    """
-
-    sources: Tensor
-    nodes: Tensor
-    fed_sources: Tensor
-    fed_tokens: Tensor
+    sources: Tensor  # int64 [m], of the frontier's candidates (flat, F * C) those that become nodes
+    nodes: Tensor  # int64 [m], the nodes that they become
+    fed_sources: Tensor  # int64 [F'], those whose nodes the next level feeds; empty on the last level
+    fed_tokens: Tensor  # Out, int64 [max_num_reqs, F'], their tokens
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:

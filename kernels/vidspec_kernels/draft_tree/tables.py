@@ -45,21 +45,13 @@ class TreeTables:
 
 @dataclass(frozen=True)
 class TreeTemplate:
-    """What a tree is at the beginning of a step, but its tokens.
+    """What a tree is at the beginning of a step, but its tokens."""
 
-    Attributes:
-        parents: int32 [K + 1], contiguous as all of these.
-        depths: int32 [K + 1].
-        ancestors: int64 [K + 1].
-        log_probs: float32 [K + 1].
-        num_nodes: Draft nodes.
-    """
-
-    parents: Tensor
-    depths: Tensor
-    ancestors: Tensor
-    log_probs: Tensor
-    num_nodes: int = 0
+    parents: Tensor  # int32 [K + 1], contiguous as all of these
+    depths: Tensor  # int32 [K + 1]
+    ancestors: Tensor  # int64 [K + 1]
+    log_probs: Tensor  # float32 [K + 1]
+    num_nodes: int = 0  # Draft nodes
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -78,23 +70,15 @@ class TreeTemplate:
 
 
 class PlanRules(NamedTuple):
-    """The numbers of SAGE's plans.
+    """The numbers of SAGE's plans."""
 
-    Attributes:
-        depth_min: Least depth of a tree; `depth_max` the greatest.
-        width_min: Least number of the root's children; `width_max` the greatest.
-        top_k: Tokens whose probabilities make the entropy, >= 2.
-        history: Steps whose mean acceptance moves the greatest depth; 0 = it stays.
-        history_low: A mean below it makes trees shallower; one above `history_high` deeper.
-    """
-
-    depth_min: int
+    depth_min: int  # Least depth of a tree; `depth_max` the greatest
     depth_max: int
-    width_min: int
+    width_min: int  # Least number of the root's children; `width_max` the greatest
     width_max: int
-    top_k: int
-    history: int
-    history_low: float
+    top_k: int  # Tokens whose probabilities make the entropy, >= 2
+    history: int  # Steps whose mean acceptance moves the greatest depth; 0 = it stays
+    history_low: float  # A mean below it makes trees shallower; one above `history_high` deeper
     history_high: float
 
 

@@ -17,21 +17,14 @@ _BLOCK = 64  # logits rows of a program
 
 
 class LooseTables(NamedTuple):
-    """What holds of requests, by persistent row.
+    """What holds of requests, by persistent row."""
 
-    Attributes:
-        protected: int32 [max_reqs, num_words], bit v: token v must neither be lost nor gained.
-        ends: int32, the same shape: the text ends with token v.
-        sources: int32 [max_reqs], RELEVANCE, CHANCE, or 0: no scores.
-        seeds: int64 [max_reqs].
-        known: Launches that were checked and compiled before (see `dispatch.launch`), of a caller whose tables are the
-            same in every step. None: each is checked anew.
-    """
-
-    protected: Tensor
-    ends: Tensor
-    sources: Tensor
-    seeds: Tensor
+    protected: Tensor  # int32 [max_reqs, num_words], bit v: token v must neither be lost nor gained
+    ends: Tensor  # int32, the same shape: the text ends with token v
+    sources: Tensor  # int32 [max_reqs], RELEVANCE, CHANCE, or 0: no scores
+    seeds: Tensor  # int64 [max_reqs]
+    # Launches that were checked and compiled before (see `dispatch.launch`), of a caller whose tables are the same in
+    # every step. None: each is checked anew.
     known: dict[Any, Any] | None = None
 
 

@@ -21,21 +21,13 @@ _SHARE, _BLOCK = 8192, 2048
 
 
 class PenaltyTables(NamedTuple):
-    """vLLM's tables, by persistent row.
+    """vLLM's tables, by persistent row."""
 
-    Attributes:
-        repetition: float32 [max_reqs]; 1: none.
-        frequency: float32 [max_reqs]; 0: none.
-        presence: float32 [max_reqs]; 0: none.
-        prompt_bits: int32 [max_reqs, num_words], bit v: the prompt has token v.
-        output_counts: int32 [max_reqs, vocab_size], how often each token was committed behind the prompt.
-    """
-
-    repetition: Tensor
-    frequency: Tensor
-    presence: Tensor
-    prompt_bits: Tensor
-    output_counts: Tensor
+    repetition: Tensor  # float32 [max_reqs]; 1: none
+    frequency: Tensor  # float32 [max_reqs]; 0: none
+    presence: Tensor  # float32 [max_reqs]; 0: none
+    prompt_bits: Tensor  # int32 [max_reqs, num_words], bit v: the prompt has token v
+    output_counts: Tensor  # int32 [max_reqs, vocab_size], how often each token was committed behind the prompt
 
 
 # Vectors that may be slices of others: no variant for each alignment.

@@ -26,20 +26,13 @@ class TreePlaces:
     """Where the trees of a forward lie, by batch row: memory whose addresses stay, so that a CUDA graph may read it.
 
     A row of no request, or of one with more queries than a tree has nodes, has no queries here.
-
-    Attributes:
-        query_start: int32 [max_reqs], its first query row.
-        num_queries: int32 [max_reqs], its query rows.
-        prefix_lens: int32 [max_reqs], KV entries that all of them attend to, the root's included.
-        roots: int32 [max_reqs], KV entry of its first query, of any request.
-        masks: int64 [max_reqs, K + 1]; bit j: the query row attends to entry prefix_lens + j (tree node j + 1).
     """
 
-    query_start: Tensor
-    num_queries: Tensor
-    prefix_lens: Tensor
-    roots: Tensor
-    masks: Tensor
+    query_start: Tensor  # int32 [max_reqs], its first query row
+    num_queries: Tensor  # int32 [max_reqs], its query rows
+    prefix_lens: Tensor  # int32 [max_reqs], KV entries that all of them attend to, the root's included
+    roots: Tensor  # int32 [max_reqs], KV entry of its first query, of any request
+    masks: Tensor  # int64 [max_reqs, K + 1]; bit j: the query row attends to entry prefix_lens + j (tree node j + 1)
 
     def __post_init__(self) -> None:
         rows = [self.query_start.shape[0]]

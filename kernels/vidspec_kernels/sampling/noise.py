@@ -18,21 +18,15 @@ _LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, eq=False)
 class Noise:
-    """Noise that makes the argmax of logits / temperature + noise a sample: a function of seed, position and token.
+    """Noise that makes the argmax of logits / temperature + noise a sample: a function of seed, position and token."""
 
-    Attributes:
-        function: Jitted, (scores [BLOCK] float32, token ids [BLOCK], seed, position, use_fp64 constexpr) -> the scores
-            with their noise, float64 on request.
-        reference: The same in numpy: (seeds [n] int64, positions [n] int64, token ids [V] uint32, use_fp64) -> noise
-            [n, V].
-        salt: Added to positions.
-        use_fp64: Whether `draw` compares in float64.
-    """
-
+    # Jitted, (scores [BLOCK] float32, token ids [BLOCK], seed, position, use_fp64 constexpr) -> the scores with their
+    # noise, float64 on request.
     function: Any
+    # The same in numpy: (seeds [n] int64, positions [n] int64, token ids [V] uint32, use_fp64) -> noise [n, V].
     reference: Callable[[np.ndarray, np.ndarray, np.ndarray, bool], np.ndarray]
-    salt: int = 0
-    use_fp64: bool = False
+    salt: int = 0  # Added to positions
+    use_fp64: bool = False  # Whether `draw` compares in float64
 
 
 class SampleScratch:

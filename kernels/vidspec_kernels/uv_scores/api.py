@@ -64,6 +64,6 @@ def uv_scores_reference(hidden_layers: Tensor, is_video: Tensor, is_text: Tensor
     Returns:
         [m] in the dtype of `hidden_layers`.
     """
-    unit = hidden_layers / torch.linalg.vector_norm(hidden_layers, dim=2, keepdim=True)
+    unit = torch.nn.functional.normalize(hidden_layers, dim=2)
     cosines = unit[:, is_video] @ unit[:, is_text].transpose(1, 2)  # [L + 1, m, texts]
     return (cosines[1:] - cosines[:-1]).sum(dim=(0, 2))

@@ -36,19 +36,12 @@ _MAX_WAVES = 8
 
 @dataclass(frozen=True)
 class _Tile:
-    """How a launch deals its work to programs.
+    """How a launch deals its work to programs."""
 
-    Attributes:
-        constants: Of the kernel.
-        options: Of the compiler.
-        num_groups: Programs that share the queries of a request, each over all of its stored rows.
-        programs_per_sm: How many programs a multiprocessor holds.
-    """
-
-    constants: dict[str, int | bool | None]
-    options: dict[str, int]
-    num_groups: int
-    programs_per_sm: int
+    constants: dict[str, int | bool | None]  # Of the kernel
+    options: dict[str, int]  # Of the compiler
+    num_groups: int  # Programs that share the queries of a request, each over all of its stored rows
+    programs_per_sm: int  # How many programs a multiprocessor holds
 
 
 def _num_splits(num_reqs: int, max_entries: int, num_slots: int) -> int:

@@ -49,6 +49,18 @@ def noisy(cost: Callable[..., float], seed: int) -> Callable[..., float]:
     return vary
 
 
+def cold(cost: Callable[..., float]) -> Callable[..., float]:
+    """Return a cost whose first steps with drafts, and the first of each number of drafts, take longer."""
+    seen: list[int] = []
+
+    def slow_at_first(num_reqs: int, context: np.ndarray, drafted: np.ndarray, levels: int) -> float:
+        factor = 1.0 if not levels else max(1.0, 4.0 - len(seen)) * (1.0 if levels in seen else 1.5)
+        seen.extend([levels] * (levels > 0))
+        return cost(num_reqs, context, drafted, levels) * factor
+
+    return slow_at_first
+
+
 class SimulatedEngine:
     """Runs requests under a controller; time is the sum of its steps' costs.
 
@@ -148,8 +160,7 @@ def best_fixed(*kinds: tuple[int, float], batch: int) -> tuple[float, float]:
 @pytest.mark.parametrize("num_visual", [256, 1024, 4096, 14848])
 @pytest.mark.parametrize("chance", [0.9, 0.6, 0.05])
 def test_never_slower(batch, num_visual, chance):
-    """After some requests: no slower than without drafts, and as fast as the best fixed number of drafts. Catches:
-    drafts that go on though none is accepted, drafting that stops though it pays, trials without end."""
+    """After some requests: no slower than without drafts, and as fast as the best fixed number of drafts."""
     kind = (num_visual, chance)
     without, best = best_fixed(kind, batch=batch)
     engine = SimulatedEngine()
@@ -162,9 +173,7 @@ def test_never_slower(batch, num_visual, chance):
     ("num_visual", "chance", "batch"), [(256, 0.97, 1), (1024, 0.8, 1), (256, 0.97, 4), (256, 0.7, 4), (256, 0.5, 4)]
 )
 def test_it_learns_in_a_few_noisy_rounds(num_visual, chance, batch):
-    """From the third round of a batch of answers on, whole answers are as fast as with the best fixed number. Several
-    numbers of tokens are nearly equal here, drafting hardly pays or costs a sixth, and a step's time is noisy. Catches:
-    trials that cost more than their allowance, a class that is weighed at the batch size of a round's last requests."""
+    """From the third noisy round of answers on as fast as the best fixed number, where numbers are nearly equal."""
 
     def rounds(fixed: int | None, seed: int) -> list[float]:
         cost = noisy(like_a_small_pair, seed)
@@ -176,6 +185,25 @@ def test_it_learns_in_a_few_noisy_rounds(num_visual, chance, batch):
         ours, *others = (np.median(rounds(fixed, seed)[2:]) for fixed in (None, *FIXED))
         ratios.append(ours / max(others))
     assert np.median(ratios) > 0.95, ratios
+
+
+@pytest.mark.parametrize("chance", [0.65, 0.72])
+def test_first_steps_are_not_believed(chance):
+    """Two or three drafts are best, and the first steps of an engine take several times as long as later ones. Catches:
+    a number of drafts that is never tried again because its first steps were slow, or those of its neighbours."""
+
+    def cost(num_reqs, context, drafted, levels):
+        return 4.6e-3 + 3e-4 * num_reqs + 1e-3 * (levels > 0) + 1.5e-3 * levels
+
+    def rate(fixed: int | None, seed: int) -> float:
+        engine = SimulatedEngine(fixed, cost=cold(noisy(cost, seed)), start_s=0.03, seed=seed)
+        return float(np.median([engine.serve((256, chance), requests=1) for _ in range(16)][4:]))
+
+    ratios = []
+    for seed in range(6):
+        ours, *others = (rate(fixed, seed) for fixed in (None, *FIXED))
+        ratios.append(ours / max(others))
+    assert np.median(ratios) > 0.97 and min(ratios) > 0.9, ratios
 
 
 def test_a_class_that_does_not_pay_is_not_shown_and_probes_are_bounded():
@@ -209,8 +237,7 @@ def test_a_class_that_begins_to_pay_is_found_again(num_visual):
 
 
 def test_costs_are_those_of_the_batch_size():
-    """Rows that are free alone and dear together: drafts for one, none for sixteen. Catches: costs of another batch
-    size."""
+    """Rows that are free alone and dear together: drafts for one, none for sixteen."""
 
     def dear_together(num_reqs, context, drafted, levels):
         return memory_bound(num_reqs, context, drafted, levels) + (2e-3 * float(drafted.sum()) if num_reqs > 8 else 0)
@@ -230,10 +257,7 @@ def test_costs_are_those_of_the_batch_size():
 
 
 def test_a_step_without_drafts_is_measured_first():
-    """Drafting at all costs twice a step: the first answer takes no longer than 1.6 times as without drafts.
-
-    Catches: a step without drafts whose time is a guess, so that drafting goes on which costs more than it gains.
-    """
+    """Drafting at all costs twice a step: the first answer takes no longer than 1.6 times as without drafts."""
 
     def dear_at_all(num_reqs, context, drafted, levels):
         return 2.1e-3 + (5e-3 if levels else 0.0) + 1e-3 * levels

@@ -13,9 +13,8 @@ quick = settings(max_examples=60, deadline=None)
 
 
 class FakeDraft:
-    """Candidates that are a function of the path alone, as a draft model's are of the text. Log-probabilities are
-    multiples of 1/16, often equal: sums are exact, and no threshold of a policy, all of which are logarithms of
-    rationals, is ever met exactly."""
+    """Candidates that are a function of the path; log-probabilities in sixteenths, so that sums are exact and many
+    tie."""
 
     def __init__(self, seed, num_candidates, sureness=2.0):
         self.seed, self.num_candidates, self.sureness = seed, num_candidates, sureness
@@ -82,8 +81,7 @@ def drive(policy, rows, candidates_of, max_nodes=64, fill=False, num_accepted=No
 
 
 def candidates_of(policy, drafts, fed):
-    """Return what `drive` asks for the nodes of these drafts; garbage for places and requests that there are not. `fed`
-    gets the frontiers, `[num_levels][R]` lists of paths."""
+    """Return what `drive` asks for the nodes of these drafts, garbage elsewhere; `fed` gets `[num_levels][R]` paths."""
 
     def candidates_of_level(level, frontier):
         log_probs = torch.full((*frontier.shape, policy.num_candidates), float("nan"))

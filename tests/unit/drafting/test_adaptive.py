@@ -30,8 +30,7 @@ from vllm_vidspec.drafting import adaptive as adaptive_module
 
 
 def grow_by_hand(draft, depth, width, budget, knobs, fill):
-    """Return the tree as {path: log-probability}, in node order, and the paths fed on each level. Depth and width are
-    the request's plan. Every sum is one of float32 numbers, as the path's probability is."""
+    """Return {path: log-probability} in node order and the paths fed on each level; sums are of float32 numbers."""
     depth = min(depth, budget)
     greedy, log_probs = [()], {(): np.float32(0)}
     others, unused, fed = [], [], []
@@ -159,8 +158,7 @@ def test_mutations_of_growth(monkeypatch, name, mutation):
     fill=st.booleans(),
 )
 def test_logits_that_are_no_numbers(make, seed, poison, share, fill):
-    """A draft whose arithmetic overflows: its trees are worthless and nothing else. Catches: a plan, a confidence, a
-    parent or a token out of its range, which a device would read past its tables."""
+    """A draft whose arithmetic overflows: no plan, confidence, parent or token is out of its range."""
     generator, num_tokens = torch.Generator().manual_seed(seed), 40
     rows = [2, 0]
 
@@ -252,8 +250,7 @@ def tell(policy, length, rows=(0,), times=1):
 
 
 def test_history_limits_the_next_plan():
-    """Catches: a maximum depth that is measured and never used, or used with confidence left out; lengths that count
-    the target's own token."""
+    """Catches: a maximum depth never used, or without confidence; lengths that count the target's own token."""
     policy = AdaptiveTree(2, 64, "cpu")
     tell(policy, 1, times=3)  # 2 with the target's own, which would be enough
     step_with(policy, 1.0, rows=(0, 1))
@@ -264,8 +261,7 @@ def test_history_limits_the_next_plan():
 
 
 def test_admit_forgets():
-    """Catches: a request that inherits the plan, the confidence or the history of its row's last owner, also while the
-    plan of the last step is still on its way."""
+    """Catches: plan, confidence or history of its row's last owner, also of a plan that is still on its way."""
     policy = AdaptiveTree(3, 64, "cpu")
     tell(policy, 0, (0, 2), times=5)
     step_with(policy, 1.0, rows=(0, 2))
@@ -287,8 +283,7 @@ def test_depths_from_the_device_are_not_trusted(garbage):
 
 
 def test_the_plan_is_sent_after_the_first_forward():
-    """While it shapes nothing before the step ends. Catches: a host that waits for the last level of a draft, a plan
-    that changes the tree whose root made it."""
+    """Catches: a host that waits for the last level, a plan that changes the tree whose root made it."""
     policy = AdaptiveTree(1, 64, "cpu")
     before = plans_of(policy, [0])
     rows = torch.tensor([0])

@@ -55,8 +55,7 @@ def check_static(policy, paths, row, draft, fed):
 
 
 def test_specvlm_is_the_published_tree():
-    """Catches: a path lost or mistyped, a forward more or less, a frontier of another size; another order of nodes than
-    the greedy path, then by depth, then by path."""
+    """Catches: a path lost, a forward more or less; an order other than the greedy path, then depth, then path."""
     policy, draft = StaticTree(2, "cpu"), FakeDraft(0, 4)
     assert (policy.max_nodes, policy.max_depth, policy.num_candidates, policy.max_frontier) == (25, 5, 4, 4)
     assert [["".join(map(str, path)) for path in SPECVLM_PATHS if len(path) == depth] for depth in range(1, 6)] == (
@@ -74,8 +73,7 @@ def test_specvlm_is_the_published_tree():
 @quick
 @given(paths=trees(), seed=st.integers(0, 1000), num_reqs=st.integers(1, 8))
 def test_a_users_tree_is_drafted(paths, seed, num_reqs):
-    """Catches: a valid tree refused or changed, a node under the wrong parent, a rank mistaken for another, a node that
-    is fed without children, a request that gets another's tokens."""
+    """Catches: a valid tree refused, a wrong parent or rank, a node fed without children, another request's tokens."""
     assert parse_paths([list(path) for path in paths]) == tuple(paths)
     policy = StaticTree(8, "cpu", [list(path) for path in paths])
     drafts = [FakeDraft(seed + row, policy.num_candidates) for row in range(num_reqs)]
@@ -90,8 +88,7 @@ def test_a_users_tree_is_drafted(paths, seed, num_reqs):
 @given(paths=trees(max_nodes=30), budgets=st.lists(st.integers(0, 40), min_size=1, max_size=4), seed=st.integers(0, 99))
 @example(paths=SPECVLM_PATHS, budgets=[5, 4, 3, 2, 1], seed=7)  # to the greedy path: the chain
 def test_a_smaller_budget_gives_the_first_nodes(paths, budgets, seed):
-    """Catches: a budget exceeded, a forward that no node of the prefix needs, remains of a larger or smaller budget
-    of the step before."""
+    """Catches: a budget exceeded, a forward that no node needs, remains of the budget of the step before."""
     policy = StaticTree(3, "cpu", paths)
     drafts = [FakeDraft(seed + row, policy.num_candidates) for row in range(2)]
     for budget in budgets:

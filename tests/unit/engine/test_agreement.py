@@ -120,8 +120,7 @@ def lost(agreement: Agreement, rank: int) -> None:
 
 
 def failing(phase: str, fails_on: tuple[int, ...], error: Exception, num_reduces=(0, 0), is_careful=False):
-    """Return a scenario: each rank takes part in so many collectives, some fail then, and the others settle something.
-    What runs out of memory knows not at which layer."""
+    """Return a scenario of so many collectives by rank, after which some fail and the others settle something."""
 
     def scenario(agreement: Agreement, rank: int) -> None:
         def step():

@@ -12,8 +12,7 @@ from vllm_vidspec.errors import VidSpecError
 
 
 def test_pixels_stay_with_us_when_vllm_lets_go_of_its_own():
-    """From 0.33 on vLLM drops an item's pixels as soon as the target has looked at it, perhaps before the draft has.
-    Catches: an item that is emptied in place, of which the runner's copy is emptied too."""
+    """From 0.33 on vLLM drops an item's pixels once the target has seen it; the runner's copy keeps them."""
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 

@@ -53,7 +53,7 @@ def server(tmp_path, monkeypatch):
 def vllm_config(instance_id="abcde", level="summary", **parallel):
     """Return what our code reads of a `VllmConfig`."""
     ones = ("data_parallel_size", "data_parallel_size_local", "_api_process_count")
-    zeros = ("data_parallel_index", "_api_process_rank", "local_engines_only")
+    zeros = ("data_parallel_index", "_api_process_rank", "local_engines_only", "node_rank_within_dp")
     parallel = dict.fromkeys(ones, 1) | dict.fromkeys(zeros, 0) | {"data_parallel_rank_local": None} | parallel
     return SimpleNamespace(
         instance_id=instance_id,
@@ -67,8 +67,7 @@ NUM_ROWS, K = 4, 3
 
 
 def worker_counters(config, engine: int = 0, suffix: str = "") -> Counters:
-    """Return the counters of a data-parallel engine's worker, whose configuration vLLM changes so where it is dense.
-    All of its rows have real drafts."""
+    """Return the counters of a data-parallel engine's worker; all of its rows have real drafts."""
     mine = vllm_config(config.instance_id + suffix, data_parallel_index=engine)
     requests = RequestRows(NUM_ROWS, torch.device("cpu"))
     requests.has_draft.fill_(True)
@@ -147,6 +146,26 @@ def test_a_later_rank_finds_its_file(server, suffix):
     assert not server.said
 
 
+@pytest.mark.parametrize("node", [0, 1], ids=["no file here", "another node"])
+def test_counts_of_another_host_go_with_outputs(server, node):
+    """Ray's worker, or the last pipeline stage's on a node of its own, whose server has a file that nobody reads.
+
+    Catches: counts that vanish there, counts that are taken in twice, gauges that add up."""
+    config = server()
+    far = vllm_config("elsewhere" if node == 0 else config.instance_id, node_rank_within_dp=node)
+    counters = Counters(far, torch.device("cpu"), NUM_ROWS, metrics.MAX_POSITIONS, worker_counters(config)._requests)
+    file = server_counters._current[0]
+    for accepted in (2, 3):
+        begin(counters, 0, "a")
+        verify(counters, [accepted])
+        counters.set("held_requests", accepted)
+        assert file.values()["accepted_tokens"] == (accepted - 2) * 2
+        file.take_in(counters.carried())
+        assert counters.carried() is None
+    assert file.values()["accepted_tokens"] == 5 and file.values()["held_requests"] == 3
+    assert not counters.counts_requests
+
+
 def test_what_is_not_on_this_metrics_is_said(server):
     """Engines of other hosts, and a front end that knows nothing of us."""
     server(data_parallel_size=4, data_parallel_size_local=2)
@@ -157,8 +176,7 @@ def test_what_is_not_on_this_metrics_is_said(server):
 
 
 def test_every_api_server_shows_the_same_counters(server, tmp_path, monkeypatch):
-    """Each API server makes a configuration of its own, and with several of them every scrape makes a registry.
-    Catches: counters that vanish without a word, files of API servers that no engine writes to."""
+    """Each has a configuration of its own, and every scrape makes a registry: nothing vanishes, no file is idle."""
     fastapi, testclient = pytest.importorskip("fastapi"), pytest.importorskip("fastapi.testclient")
     from vllm.entrypoints.serve.instrumentator.metrics import attach_router
 
@@ -219,12 +237,11 @@ class WarmedWorker(worker.VidSpecWorker, _Base):
     """A worker whose vLLM half warms up by calling `step`."""
 
     def __init__(self, counters, step):
-        self.model_runner, self.step = SimpleNamespace(counters=counters), step
+        self.model_runner, self.step = SimpleNamespace(counters=counters, uncounted=counters.paused), step
 
 
 def test_vllms_warm_up_leaves_no_trace(server):
-    """On a GPU it sends real requests. Catches: /metrics that starts beyond zero, `pool_full` logged before the first
-    user came and never again, slots that are taken; a warm-up that fails and stops the counting."""
+    """On a GPU it sends real requests: no count, line or slot stays of them, not even of a warm-up that fails."""
     counters = worker_counters(server())
     begin(counters, 1, "before")
     verify(counters, [2, 0])

@@ -297,9 +297,7 @@ def gumbel_sample(b):
 
 @kernel(bad_words)
 def bad_words_case(b):
-    """None to five words of one to four tokens, outputs of none to six, shorter than some; their beginnings stand in
-    the committed text, in the drafts, or across both. Catches: a look-up past the last row or the committed text, a
-    prefix looked up one token early, another request's."""
+    """Words whose beginnings stand in the committed text, in the drafts, or across both; texts shorter than some."""
     lengths, num_words = b.ints(1, 5, NUM_ROWS, 5), b.ints(0, 6, NUM_ROWS)
     offsets = torch.cat((torch.zeros(NUM_ROWS, 1, dtype=torch.int32), lengths.cumsum(1).int()), 1)
     prompt_len = b.ints(1, 4, NUM_ROWS)
@@ -318,9 +316,7 @@ def bad_words_case(b):
 
 @kernel(penalties_module)
 def penalties_case(b):
-    """Drafts outside the vocabulary, logits of -inf. Catches: a draft counted for its neighbour or from the root on, a
-    token past the vocabulary that wraps around, NaN from a masked logit, float64 products, a prompt bit read from the
-    wrong word, a row that asks for nothing touched."""
+    """Drafts outside the vocabulary, logits of -inf; each draft counted once, along its own row, in float32."""
     asked = b.choose(1.0, 1.0, 1.3, 0.8, 1.1), b.choose(0.0, 0.0, 0.4, -0.3), b.choose(0.0, 0.0, 0.6, 0.1)
     drafts, counts = b.ints(-1, b.vocab_size + 2, b.total), b.ints(0, 3, NUM_ROWS, b.vocab_size)
     mask = b.ints(-(2**31), 2**31 - 1, NUM_ROWS, -(-b.vocab_size // 32))

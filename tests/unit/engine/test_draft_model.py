@@ -146,8 +146,7 @@ def test_a_target_in_pieces_leaves_its_draft_whole(mode):
 
 @pytest.mark.parametrize("mostly_processed", [False, True])
 def test_the_kind_that_nobody_asks_for_by_default_has_few_sizes(mostly_processed):
-    """Catches: the two kinds mistaken for each other, a largest size that only one of them has, a step padded to a size
-    of the other kind."""
+    """Catches: the two kinds mistaken for each other; a step padded to a size of the other kind."""
     sizes = [1, 2, 4, *range(8, 256, 8), 256]
     graphs = Recorded(sizes=sizes, max_num_reqs=200, mostly_processed=mostly_processed)
     usual, other = (graphs.sizes_of(2, is_processed) for is_processed in (mostly_processed, not mostly_processed))

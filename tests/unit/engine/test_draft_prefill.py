@@ -118,8 +118,7 @@ def test_pruned_prompts_go_on_where_the_full_one_would():
 
 
 def test_a_step_is_shared_in_the_order_of_arrival_by_its_batch():
-    """A request that the scheduler left out of a step is not read for in it, and holds nobody up. Catches: a short
-    prompt that overtakes, a budget that is counted per request, one that is not used up."""
+    """Who is left out of a step is not read for, and holds nobody up; the budget is of the step, and used up."""
     line = Line()
     for row, length in ((5, 50), (1, 30), (3, 20)):
         line.add(row, [1] * length)

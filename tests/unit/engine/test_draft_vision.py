@@ -177,8 +177,7 @@ def test_what_cannot_be_cut_is_encoded_whole_and_counted(monkeypatch):
 
 
 def test_a_video_that_the_target_has_pruned_is_cut_by_its_own_frames():
-    """Of 8 frames the target has kept the first, some of the fourth and of the seventh: the others are passed over
-    where they begin or end a step."""
+    """Of 8 frames the target kept the first, some of the fourth and the seventh: others are passed over."""
     _, embeddings = measured()
     seen = torch.cat((torch.arange(SIZE), torch.arange(3 * SIZE + 5, 3 * SIZE + 9), torch.arange(6 * SIZE, 7 * SIZE)))
     line = line_of(NO_ROOM)

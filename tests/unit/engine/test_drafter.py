@@ -65,8 +65,7 @@ def make_drafter(max_model_len: int = LONGEST, num_positions: int = LONGEST, kv=
     st.integers(20, 90), st.integers(20, 90), st.lists(st.tuples(st.integers(0, 12), st.integers(-9, 30)), max_size=4)
 )
 def test_a_step_is_looked_at_whenever_it_needs_something(max_model_len, num_positions, prompts):
-    """Texts grow by every length: whoever `has_room` is held by the context and owns the blocks. Catches: a block or an
-    end of the context that a steady step passes by; a row that nobody drafts for that makes every step look."""
+    """Texts grow by every length: whoever `has_room` is held by the context and owns the blocks, at few looks."""
     drafter, rows = make_drafter(max_model_len, num_positions), np.arange(len(prompts))
     for row, (num_dropped, pos_delta) in enumerate(prompts):
         drafter.kv.add(row, num_dropped, pos_delta)
@@ -105,8 +104,7 @@ def test_a_request_is_held_while_all_that_may_be_committed_has_a_place(
 
 
 def test_a_run_has_room_as_long_as_it_goes_on(monkeypatch):
-    """A row may own more blocks than its text reaches, since a stream was cut: a run goes on into them. Catches: blocks
-    that no step brings, as the run begins before them; a run without an end; one past the row's blocks."""
+    """A row may own more blocks than its text reaches, since a stream was cut: a run goes on into them and ends."""
     drafter, rows, brought, ran = make_drafter(num_positions=90), np.arange(1), [], []
     drafter._max_run = 7
     drafter.kv.add(0, 0, 0)

@@ -122,8 +122,7 @@ def test_an_image_that_keeps_nothing_is_looked_at_only_to_compare():
 
 @pytest.mark.parametrize("pruner", ["attention", "fastvid"])
 def test_equal_frames_are_looked_at_once_and_kept_apart(pruner):
-    """A still scene: all 8 images are one, by content. The vision cache has it once, then once more for the next turn.
-    Catches: embeddings of the first place that are given to all, a run that never gets its repeated images."""
+    """A still scene: all 8 images are one by content, looked at once, and found again in the next turn."""
     scores, embeddings = measured()
     still = embeddings[:SIZE].repeat(FRAMES, 1)
     line = Line(cache_bytes=2**16, model=SeeingModel(), pruner=pruner, prune_ratio=0.9)
@@ -145,9 +144,7 @@ def test_equal_frames_are_looked_at_once_and_kept_apart(pruner):
 
 @pytest.mark.parametrize("pruner", ["attention", "fastvid"])
 def test_a_run_beside_a_video_and_a_lone_image(pruner):
-    """A video, much text, an image, much text, a run: three budgets, and each choice from its own measurements. What
-    was watched is one record of three. Catches: scores or embeddings of one taken for another's, a run's that are
-    counted from the prompt's first item."""
+    """Much text between them: three budgets, each choice from its own measurements, one record of three."""
     scores, embeddings = measured(1, num_frames=4 + 1 + FRAMES)
     sizes = [4 * SIZE, SIZE, FRAMES * SIZE]
     video, image, run = embeddings.split(sizes)

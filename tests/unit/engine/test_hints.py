@@ -69,8 +69,7 @@ def said(
 
 
 def test_a_dear_draft_is_named_with_what_would_help():
-    """Finding 7: five forwards of a 7B in bf16 read more than a 32B. Catches: a hint on what is quantised already, on a
-    drafter with a device of its own, or of a method that is not known."""
+    """Five forwards of a 7B in bf16 read more than a 32B; no hint where it is quantised, elsewhere, or unknown."""
     (line,) = said(model("32B"), model("7B"))
     assert line.startswith("vidspec: the draft's weights are dear: a draft step of 5 forwards reads 111 % of the")
     assert '"quantization": "fp8_per_tensor" for the draft 60 % (modelled)' in line

@@ -35,8 +35,7 @@ def live(hooks: TargetHooks) -> None:
 
 @pytest.mark.parametrize("step", fakes.LIFE)
 def test_an_exception_in_one_is_paid_by_that_one(step, monkeypatch):
-    """Catches: a guard that is missing, that stops at the first failure, or that lets the others pay; an end of a
-    request that some hook is not told of."""
+    """Catches: a guard that is missing, stops at the first failure, or lets the others pay; an end untold."""
     logged: list[str] = []
     logger = SimpleNamespace(error=lambda *args, **_: logged.append(args[0] % args[1:]))
     monkeypatch.setattr("vllm_vidspec.engine.hooks.protocol.logger", logger)
@@ -190,9 +189,7 @@ def test_a_run_of_images_is_heard_as_the_video_it_is(count, num_tokens, knobs, o
 
 @pytest.mark.parametrize("kind", [AttentionGuidance, HiddenStateGuidance])
 def test_all_frames_of_a_prompt_are_remembered(kind, monkeypatch):
-    """A prompt of 100 images is shown again from the cache: every image has its own scores, in order. What is
-    remembered stays below its bound, the oldest goes first. Catches: a bound by number that forgets a prompt's first
-    frames while it takes in its last; scores that are views of the whole prompt's."""
+    """100 images shown again from the cache: each has its own scores, in order, below the bound, oldest out first."""
     guidance = make_guidance(kind, monkeypatch)
     guidance.reserve(1 << 20)
     hooks, arrival = in_list(guidance, on_draft_error="raise"), frames(100)

@@ -52,8 +52,7 @@ def by_share(target, draft, available, share=0.3):  # of images a fifth is kept,
 
 
 def test_a_pool_holds_the_pruned_copy_of_what_the_target_holds(plan):
-    """One H200; fp8 weights on 80 GB, where an unpruned request takes 36 GiB. Catches: a pool of one unpruned request
-    of the longest context, which nobody sends and which a target that vanilla starts with has no room beside."""
+    """One H200; fp8 weights on 80 GB, where an unpruned request takes 36 GiB that nobody sends."""
     for pair, max_model_len, available in (
         ((QWEN25_32B, QWEN25_7B), 128_000, 45 * GIB),
         ((QWEN3_30B_A3B, QWEN3_4B), 262_144, 30 * GIB),
@@ -74,8 +73,7 @@ def test_what_a_server_does_not_take_gets_no_room(plan):
 
 
 def test_the_least_of_a_pool_and_its_bound(plan):
-    """By hand, of a pair whose draft is small beside its target: the share falls below what one request needs. Catches:
-    a draft that no text fits into; a least that takes more than its bound; a least above the longest context."""
+    """By hand, of a pair whose draft is small beside its target: the share falls below what one request needs."""
     target, draft = 100 * 1024, 1024
     available = 2 * GIB
     share = by_share(target, draft, available)
@@ -94,8 +92,7 @@ def test_the_least_of_a_pool_and_its_bound(plan):
 
 
 def test_what_is_asked_for_is_given(plan):
-    """`draft_kv_bytes` and `draft_kv_fraction` know no least, and no pool is larger than all requests at their longest.
-    Catches: a knob that no longer means what it says."""
+    """Neither knob knows a least, and no pool is larger than all requests at their longest."""
     target, draft, available = QWEN25_32B, QWEN25_7B, 10 * GIB
     assert plan(target, draft, 128_000, available, draft_kv_bytes=5_000_000).pool_bytes == 5_000_000
     assert plan(target, draft, 128_000, available, draft_kv_fraction=0.25).pool_bytes == available // 4
@@ -118,8 +115,7 @@ def test_what_is_asked_for_is_given(plan):
     ],
 )
 def test_tables_that_no_profile_has_seen_are_taken_out_as_well(plan, monkeypatch, knobs, width):
-    """The bound, against the tensors of the real buffers, for sizes at which they count; `width` as policies have it.
-    Catches: tables of a long context and of many rows beside a KV cache that has all memory left."""
+    """The bound, against the tensors of the real buffers, for sizes at which they count."""
     monkeypatch.setattr(kv_module, "StagedWriteTensor", StagedWrites)
     rows, max_model_len, hidden = 64, 65_536, 2048
     model = SimpleNamespace(
@@ -159,8 +155,7 @@ class Taken(TorchDispatchMode):
     ("num_reqs", "num_drafts", "num_tokens", "rows"), [(1024, 5, 8192, 6144), (256, 25, 2048, 2048), (4, 5, 2048, 24)]
 )
 def test_the_profile_has_the_logits_of_a_verify_step(monkeypatch, num_reqs, num_drafts, num_tokens, rows):
-    """K + 1 rows of each request, at most a step's tokens, and the chunk in which parameters are applied; nothing of it
-    on a CPU. Catches: 1.9 GB of logits that no memory profile has seen."""
+    """K + 1 rows of each request, at most a step's tokens, and the chunk in which parameters apply; none on a CPU."""
     vocab_size, profiled = 152_064, []
     monkeypatch.setattr(GPUModelRunner, "_dummy_sampler_run", lambda self, hidden_states: profiled.append("vLLM's own"))
     runner = object.__new__(VidSpecModelRunner)

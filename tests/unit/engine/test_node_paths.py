@@ -79,9 +79,7 @@ def sample(asked: dict, step) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_penalties_of_nodes_are_vllms_on_their_paths(seed):
-    """Bit for bit, with a bias before them, and a temperature and min-p behind; in one pass over the batch's own rows.
-    Catches: a penalty for another branch's token, for the root's, which is committed, or twice for one ancestor's; a
-    penalty before the bias or behind the temperature; paths laid out side by side."""
+    """Bit for bit, with a bias before, a temperature and min-p behind, in one pass over the batch's own rows."""
     step = make_step(torch.Generator().manual_seed(seed))
     tokens, processed, shown = sample(PENALISED, step)
     expected = along_paths(PENALISED, *step)
@@ -91,9 +89,7 @@ def test_penalties_of_nodes_are_vllms_on_their_paths(seed):
 
 @pytest.mark.parametrize("limit", [node_paths.MAX_PATH_BYTES, 4 * VOCAB_SIZE * (K + 1) * 3, 1])
 def test_who_looks_back_otherwise_is_laid_out_in_pieces(monkeypatch, limit):
-    """One request's banned phrase depends on its path, and is penalised too: its nodes are laid out, no others.
-    Catches: penalties along a laid-out path counted by the tree's tables, a piece that loses a row, memory past its
-    bound."""
+    """A banned phrase depends on its path, and is penalised too: its nodes are laid out within the bound, no others."""
     monkeypatch.setattr(node_paths, "MAX_PATH_BYTES", limit)
     asked = PENALISED | {6: {"temperature": 0.0, "repetition_penalty": 1.2, "bad_words": [[7, 8], [9], [10, 11, 7]]}}
     step = make_step(torch.Generator().manual_seed(9))

@@ -88,8 +88,7 @@ ASKED = [
     ("asked", "expected"), [*ASKED, ({"logit_bias": {3: 1.0}}, True), ({"bad_words": [[3]]}, True)]
 )
 def test_steps_that_cannot_be_fused(asked, expected):
-    """Catches: a parameter that a fused step would leave out; a step that is split for a temperature alone, for a
-    request that is not in it, or for Qwen2.5-VL's own defaults."""
+    """Catches: a parameter that a fused step leaves out; a step split for no reason, or by Qwen2.5-VL's defaults."""
     sampler = asked_of({"temperature": 0.7}, asked, {"temperature": 1.0})
     assert sampler.needs_processors(np.array([2, 1, 0])) == expected
     assert not sampler.needs_processors(np.array([0, 2, 3]))
@@ -120,8 +119,7 @@ def test_processors_of_the_users_may_want_any_request():
 
 @on_the_host
 def test_a_row_that_keeps_one_token_is_greedy():
-    """Catches: noise that moves a draft off the best token, which the target draws whatever its noise; a temperature of
-    an earlier request; an upload a step; the target's own table changed."""
+    """Catches: noise that moves a draft off the best token, an earlier temperature, the target's table changed."""
     sampler = asked_of(*({"temperature": heat} for heat in (0.7, 0.9, 1.0)))
     states = sampler._sampler.sampling_states
     assert sampler.temperature is states.temperature.gpu
@@ -147,8 +145,7 @@ def test_a_row_that_keeps_one_token_is_greedy():
     ],
 )
 def test_draws_are_vllms(monkeypatch, vocab_size, noise_name, apply_temperature, use_fp64, dtype):
-    """Catches: a bit of the noise, of the temperature or of their order that differs from the target's sampler; also
-    between the kernel and its reference. Scores in steps, so that many tie."""
+    """Catches: a bit of noise, temperature or their order other than the target's, in kernel or reference; many tie."""
     kernel = noise.gumbel._gumbel_sample_kernel  # where the CPU engine may have put a twin
     monkeypatch.setattr(noise.gumbel, "_gumbel_sample_kernel", getattr(kernel, MARK, kernel))
     generator = torch.Generator().manual_seed(vocab_size)

@@ -66,8 +66,7 @@ def are_copies(target: Target, *features: Any) -> list[bool]:
 
 
 def test_no_more_is_kept_than_there_is_room_for():
-    """Of two videos the second is copied as vLLM does; the draft's copy of it is counted, once for all its parts. Two
-    in one call of the encoder are on the device, or both are not: vLLM joins them."""
+    """Of two videos the second is copied, counted once; two in one encoder call are both kept, or neither."""
     target, line = Target(ITEM_BYTES + 1), line_of()
     (first, second) = (video(name)[1] for name in ("first", "second"))
     target.pixels.add(0, [first, second])

@@ -101,8 +101,7 @@ def test_what_the_draft_cannot_follow(spec, overrides, message):
 
 
 def test_a_draft_that_cannot_be_read_or_followed(tmp_path, monkeypatch):
-    """A Qwen2.5-VL whose patches or tokens differ is named with both values. Catches: "Invalid repository ID" of a name
-    that is right, and is not cached where there is no network."""
+    """A Qwen2.5-VL whose patches or tokens differ is named with both values; a name that is not cached as such."""
     assert refusal({"model": str(tmp_path / "none")}).startswith("the draft model's path does not exist")
     draft = pairs.Path(pairs.checkpoint(FAMILY, "draft"))
     shutil.copy(draft / "tokenizer.json", tmp_path)
@@ -122,16 +121,28 @@ def test_a_draft_that_cannot_be_read_or_followed(tmp_path, monkeypatch):
     assert message.startswith("cannot read the draft model 'some/draft': HF_HUB_OFFLINE=1 is set")
 
 
+KNOWN = SimpleNamespace(architectures=["Qwen2VLForConditionalGeneration"])
+# vLLM has no fault to find with it, unless the test says so.
+UNKNOWN = {
+    "hf_config": SimpleNamespace(architectures=["OtherModel"], vision_config=SimpleNamespace(patch_size=14)),
+    "hf_text_config": SimpleNamespace(layer_types=["full_attention", "full_attention"]),
+    "is_multimodal_model": True,
+}
+MIXED = {"hf_text_config": SimpleNamespace(layer_types=["full_attention", "sliding_attention"])}
+
+
 def finished(**changed) -> SimpleNamespace:
     """Return what we read of a finished `VllmConfig`, which nothing in it forbids but what is changed."""
     absent = (
         *("lora_config", "watermark_config", "multimodal_config", "kv_transfer_config", "is_encoder_decoder"),
         *("is_hybrid", "enable_batch_sharded_sampling", "skip_tokenizer_init", "use_ubatching"),
+        *("requires_raw_input_tokens", "is_mm_prefix_lm", "disable_hybrid_kv_cache_manager", "is_moe"),
+        "kv_cache_dtype",
     )
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "offload_group_size": 0, "data_parallel_size": 1}
-    own_type = SimpleNamespace(kv_cache_dtype=None)
-    runs = {"offload_backend": "auto", "use_v2_model_runner": True, "speculative_config": own_type}
+    runs = {"offload_backend": "auto", "use_v2_model_runner": True, "hf_config": KNOWN, "pipeline_parallel_size": 1}
     engine = SimpleNamespace(**dict.fromkeys(absent) | sizes | runs | changed)
+    engine.draft_model_config, engine.speculative_config = engine, getattr(engine, "speculative_config", engine)
     for part in ("model", "scheduler", "offload", "parallel", "attention", "cache", "compilation"):
         setattr(engine, f"{part}_config", engine)
     engine.prefetch = engine
@@ -144,7 +155,7 @@ def refused(engine: SimpleNamespace, **knobs) -> list[str]:
 
 def engines(target: bool, draft: bool) -> dict:
     """Return what is changed of two data-parallel engines, given whether target and draft have experts."""
-    draft_config = SimpleNamespace(is_moe=draft)
+    draft_config = SimpleNamespace(is_moe=draft, hf_config=KNOWN)
     return {
         "data_parallel_size": 2,
         "is_moe": target,
@@ -159,6 +170,7 @@ PRUNES_VIDEOS = {
 TREE = {"draft": "tree-static", "num_speculative_tokens": 25}
 NARROW = {"max_num_batched_tokens": 300, "max_num_seqs": 151}
 SHARDED = {"enable_batch_sharded_sampling": True}
+STAGES = {"pipeline_parallel_size": 2, "async_scheduling": True}
 
 
 @pytest.mark.parametrize(
@@ -183,12 +195,22 @@ SHARDED = {"enable_batch_sharded_sampling": True}
         ({}, engines(target=True, draft=True) | {"data_parallel_size": 1}, None),
         ({"model": "self"}, engines(target=True, draft=False), "--data-parallel-size with experts in the draft"),
         ({"model": "self"}, engines(target=False, draft=True), None),
+        ({}, UNKNOWN, None),
+        ({}, UNKNOWN | {"is_multimodal_model": False}, "OtherModel has no adapter, .*: vLLM shows it no images or"),
+        ({}, UNKNOWN | {"requires_raw_input_tokens": True}, "OtherModel has no adapter, .*: its layers read token ids"),
+        ({}, UNKNOWN | {"is_mm_prefix_lm": True}, "OtherModel has no adapter, .*: tokens of an image see those behind"),
+        ({}, UNKNOWN | MIXED, "OtherModel has no adapter, .*: its layers mix kinds of attention"),
+        ({}, UNKNOWN | MIXED | {"disable_hybrid_kv_cache_manager": True}, None),
+        ({}, STAGES, None),
+        (TREE, STAGES, "--pipeline-parallel-size: vLLM sends .* no tree's shape: draft chains"),
+        ({"model": "self"}, STAGES, '--pipeline-parallel-size with "model": "self": .* name a draft model'),
+        ({"pruner": "uv"}, STAGES, "--pipeline-parallel-size: the pruner uv compares .* use specvlm"),
+        ({}, STAGES | {"async_scheduling": False}, "--pipeline-parallel-size: without asynchronous .* drop --no-async"),
         ({}, {"use_v2_model_runner": False}, "vidspec needs Model Runner V2, which vLLM does not use here"),
     ],
 )
 def test_targets_and_engines_that_drafts_cannot_live_in(knobs, changed, message):
-    """Catches: trees whose paths another rank has; entries stored before compaction; an assertion after loading; a
-    draft batch larger than any that was profiled; experts whose forwards one engine enters alone."""
+    """Catches: trees on ranks that hold other paths, early stores, batches unprofiled, drafts that are never right."""
     found = refused(finished(**changed), **knobs)
     assert len(found) == (message is not None)
     assert not found or (re.match(message, found[0]) and "\n" not in found[0])
@@ -272,6 +294,7 @@ def test_what_the_target_cannot_be_read_as_is_refused_before_it_loads(whole, mon
     trees = {"draft": "tree-static", "num_speculative_tokens": 25, "pruner": "uv"}
     for spec, overrides, message in (
         ({"guidance_layers": [99]}, fp32, "guidance_layers: the target has layers 0 to"),
+        ({"guidance_layers": [0]}, fp32 | STAGES, "guidance_layers: only the last pipeline stage is observed, which"),
         ({"pruner": "uv", "uv_layer": 99}, fp32, "uv_layer: the target has layers 1 to"),
         (trees, e5m2, "tree attention does not read fp8_e5m2 KV caches: use --kv-cache-dtype auto or fp8, or use"),
         (trees | {"kv_cache_dtype": "fp8_e5m2"}, fp32, "tree attention does not read fp8_e5m2"),

@@ -57,8 +57,7 @@ def part(drafts: list[int], relevance: list[float] | None = None) -> VerifySlice
 
 
 def test_what_no_mismatch_may_touch(made):
-    """Protected drafts and targets, what a request forbids, what follows its end, relevance that nobody measured.
-    Catches: a bit of a neighbouring token, a stop token of the row's last request, words of the knobs before."""
+    """Protected drafts and targets, what a request forbids, what follows its end, relevance that nobody measured."""
     rules = made.rules
     target = torch.tensor([1, 1, 9, 1, 1, 1, 1])  # after each row; the draft of row i is compared with that of i - 1
     logits = torch.zeros(7, VOCAB_SIZE)

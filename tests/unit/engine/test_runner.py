@@ -10,7 +10,7 @@ from vllm.v1.outputs import DraftTokenIds
 
 from vllm_vidspec.config import VidSpecConfig, parse_config
 from vllm_vidspec.engine import control as module
-from vllm_vidspec.engine.compat.scheduler import _DECISION, StepReport, attach_report
+from vllm_vidspec.engine.compat.scheduler import _DECISION, StepReport, attach
 from vllm_vidspec.engine.parallel.client import DrafterClient
 from vllm_vidspec.engine.parallel.messages import Failed
 from vllm_vidspec.engine.runner import VidSpecModelRunner
@@ -18,36 +18,77 @@ from vllm_vidspec.engine.worker import VidSpecWorker
 from vllm_vidspec.errors import VidSpecError
 
 
-def test_placeholders_cost_rows_and_are_not_rejected_drafts(monkeypatch):
-    """Rows that are scheduled for drafts which have not come: their time is learned, and no acceptance. Catches:
-    acceptance of placeholders, costs of steps with placeholders taken for those of steps without."""
+def decisions(monkeypatch, num_steps, sampled, num_requests=1):
+    """Let a scheduler's control decide steps of which `sampled(step, rows)` tells each request's tokens; a request ends
+    after 25 steps, its neighbour after 17. Return the control, and each step's number of drafts."""
     now = 0.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     config, _ = parse_config({"model": "draft", "num_speculative_tokens": 5})
     scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=64))
-    control = module.SchedulerControl(config, scheduler, SimpleNamespace(), None)
+    control, found = module.SchedulerControl(config, scheduler, SimpleNamespace(), None), []
     video = SimpleNamespace(modality="video", mm_position=SimpleNamespace(length=250))
     sampling = SimpleNamespace(temperature=0.0)
-    control.is_shown(SimpleNamespace(request_id="a", mm_features=[video], sampling_params=sampling, num_tokens=300), 0)
-    for number in range(12):
-        new = [] if number else ["a"]
-        step = SimpleNamespace(num_scheduled_tokens={"a": 1}, finished_req_ids=set(), scheduled_new_reqs=new)
+    for number in range(num_steps):
+        generation, age = divmod(number, 25)
+        req_ids = [f"{generation}-{i}" for i in range(num_requests if age < 17 else 1)]
+        step = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(req_ids, 1), finished_req_ids=set())
+        step.scheduled_new_reqs = [] if age else req_ids
+        if age == 17:
+            step.finished_req_ids = {f"{generation}-1"}
+        if not age:
+            step.finished_req_ids = {f"{generation - 1}-0"}
+            for req_id in req_ids:
+                request = SimpleNamespace(request_id=req_id, mm_features=[video], sampling_params=sampling)
+                control.is_shown(SimpleNamespace(**vars(request), num_tokens=300), 0)
         decision = control.plan(step, None)
         setattr(step, _DECISION, decision)
         rows = step.num_spec_tokens_to_schedule = decision.option.num_tokens
-        step.scheduled_spec_decode_tokens = {"a": [0] * rows} if rows else {}
-        step.total_num_scheduled_tokens = 1 + rows
-        output = SimpleNamespace(req_ids=["a"], sampled_token_ids=[[0]])
-        attach_report(output, StepReport(frozenset(), frozenset(), 0.0, ()))
+        step.scheduled_spec_decode_tokens = {req_id: [0] * rows for req_id in req_ids} if rows else {}
+        step.total_num_scheduled_tokens = len(req_ids) * (1 + rows)
+        tokens, is_real = sampled(number, rows)
+        output = SimpleNamespace(req_ids=req_ids, sampled_token_ids=[[0] * tokens] * len(req_ids))
+        attach(output, StepReport(frozenset(req_ids if is_real else ()), frozenset(), 0.0, ()), None)
         now += 0.01 + 0.001 * rows
         control.observe(step, output)
+        found.append(rows)
+    return control, found
+
+
+def test_placeholders_cost_rows_and_are_not_rejected_drafts(monkeypatch):
+    """Rows scheduled for drafts which have not come: their time is learned, and no acceptance."""
+    control, _ = decisions(monkeypatch, 20, lambda number, rows: (1, False))
+    control._take_in()
     assert control._controller.acceptance.tries(0) == 0
     assert any(record.x[4] > 0 for record in control._controller.costs._records.values())
 
 
+def test_steps_that_wait_change_no_decision(monkeypatch):
+    """Acceptance comes and goes. Catches: a decision, a request's class or its end before what it rests on is known."""
+
+    def sampled(number, rows):
+        return 1 + (rows if number // 40 % 2 else min(rows, number % 3)), rows > 0
+
+    late = decisions(monkeypatch, 400, sampled, num_requests=2)
+    monkeypatch.setattr(module, "_WAITING_STEPS", 1)
+    prompt = decisions(monkeypatch, 400, sampled, num_requests=2)
+    assert late[1] == prompt[1] and len(set(late[1])) > 2
+    assert [vars(known) for known in late[0]._controller.classes] == [
+        vars(known) for known in prompt[0]._controller.classes
+    ]
+
+
+@pytest.mark.parametrize(("has_stages", "expected"), [(False, {"other"}), (True, {"drafted"})])
+def test_the_drafts_that_a_step_verifies(has_stages, expected):
+    """With pipeline stages two batches are under way. Catches: the controller told of the drafts of the other one."""
+    runner = VidSpecModelRunner.__new__(VidSpecModelRunner)
+    batch = SimpleNamespace(req_ids=["plain", "drafted"], idx_mapping_np=np.array([2, 0]))
+    runner.use_pp, runner.execute_model_state = has_stages, SimpleNamespace(input_batch=batch)
+    runner.requests = SimpleNamespace(in_flight=frozenset({"other"}), has_draft_np=np.array([True, True, False]))
+    assert runner._verified() == expected
+
+
 def test_drafts_of_a_request_that_has_left_are_nobodys():
-    """A scheduler that runs ahead asks, for a grammar's sake, when the next step has let go of who has ended. Catches:
-    an engine that dies of it, drafts of the request that has the row by now."""
+    """A scheduler that runs ahead asks for them after the request has ended: no error, no other's drafts."""
     runner = VidSpecModelRunner.__new__(VidSpecModelRunner)
     drafts = DraftTokenIds(["here", "gone", "cut"], [[1, 2], [3, 4], [5, 6]])
     runner.draft_tokens_handler = SimpleNamespace(get_draft_tokens=lambda: drafts)
@@ -61,8 +102,7 @@ def test_drafts_of_a_request_that_has_left_are_nobodys():
     ("choice", "is_up", "raises"), [("raise", True, True), ("skip", True, False), ("raise", False, False)]
 )
 def test_errors_that_are_to_raise_do_so_in_the_drafters_process_too(choice, is_up, raises):
-    """Catches: a drafter that ends by an error time and again, while requests go on without drafts and nobody is told.
-    One that has not come up yet is refused as the engine starts."""
+    """Catches: a drafter that dies again and again untold; one that has not come up is refused at the start."""
     client = DrafterClient.__new__(DrafterClient)
     client._config = VidSpecConfig(model="x", num_speculative_tokens=5, on_draft_error=choice)
     client._channel = SimpleNamespace(flush=lambda: None, receive=lambda: [Failed("RuntimeError: no")], is_closed=False)

@@ -105,9 +105,7 @@ def test_wrong_numbers_are_refused(world, most):
 
 
 def test_a_draft_that_fails_too_often_rests(world):
-    """Three failures within a minute: off for the cool-down, then on, and three more are needed again. Catches:
-    failures that are too long ago, or that came while it was off, counted; a switch that stays off, or forgets what the
-    operator has asked for."""
+    """Three failures within a minute: off for the cool-down, then on, and three more; the operator's wish stays."""
     it = world(max_draft_failures=3, failure_window_s=60.0, cooldown_s=30.0)
     fail = lambda count: it.file.add("draft_failures", count)  # noqa: E731
     fail(2)
@@ -138,8 +136,7 @@ def test_a_draft_that_fails_too_often_rests(world):
 
 
 def test_requests_are_given_ways(world, tmp_path):
-    """Catches: parameters that several answers share, changed in place; a text request that is given a pruner; tokens
-    of one request counted as another's; an aborted request that nothing is learned from, or that is kept for ever."""
+    """Catches: shared parameters changed, a text given a pruner, another's tokens, an abort not learned from."""
     path = tmp_path / "learned.json"
     it = world(pruner="auto", auto_pruners=["uniform", "uv"], auto_file=str(path))
     shared = SimpleNamespace(extra_args=None)

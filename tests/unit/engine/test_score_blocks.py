@@ -125,8 +125,7 @@ def test_blocks_change_nothing(monkeypatch, drafter, width, rows_per_block):
 
 @pytest.mark.parametrize(("drafter", "width"), [(ChainDrafter, 1), (TreeDrafter, WIDTH)])
 def test_memory_of_a_large_batch(monkeypatch, drafter, width):
-    """1,024 requests, 152,064 tokens: at most three times the stated bytes at once; in one piece it would be gigabytes.
-    Counted on meta tensors, which have sizes and no memory. Catches: scores of a whole batch, blocks kept alive."""
+    """1,024 requests, 152,064 tokens: at most three times the stated bytes at once, on meta tensors."""
     args = (drafter, NUM_REQS, width, "meta", VOCAB_SIZE, torch.bfloat16)
     with LiveBytes() as bounded:
         draft(*args)

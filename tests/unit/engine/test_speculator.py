@@ -85,9 +85,7 @@ class World:
 
 
 def test_placeholders_are_no_drafts():
-    """A request that begins on a row whose last one was drafted for, with K placeholders verified in its first step.
-    Catches: a flag that outlives its request, so that placeholders count as drafts that failed, and the policy learns a
-    false acceptance of 0."""
+    """K placeholders verified on a row whose last request was drafted for: the flag does not outlive its request."""
     world = World()
     world.propose([2, 0, 1])
     world.propose([2, 0, 1], [K, 0, K])

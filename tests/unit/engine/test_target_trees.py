@@ -139,8 +139,7 @@ def check_replay(here: Target) -> None:
 
 
 def test_a_replay_serves_whatever_batch_comes(captured):
-    """A captured forward of trees verifies trees, chains and padding alike, as the eager one does. Catches: a chain
-    under the mask of a tree, a prefix of the capture, a row of padding that is still the last batch's."""
+    """A captured forward of trees verifies trees, chains and padding alike, as the eager one does."""
     check_replay(captured)
 
 

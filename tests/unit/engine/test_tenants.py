@@ -1,7 +1,4 @@
-"""What is kept of one request and given to another: never to another tenant, adapter or beginning.
-
-A tenant is who shares a `cache_salt`, as in vLLM's prefix cache. Looser keys are planted, and seen.
-"""
+"""What is kept of one request and given to another: never to another tenant (`cache_salt`), adapter or beginning."""
 
 import dataclasses
 import pickle

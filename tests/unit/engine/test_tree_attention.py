@@ -80,8 +80,7 @@ def test_flash_attention_by_its_version(version, rows):
 
 @pytest.mark.parametrize("bound", [None, 8])
 def test_tritons_kernel_by_its_bound(monkeypatch, bound):
-    """0.32 has no constant and splits for single rows alone; 0.33 names 8. Catches: a bound that is off by one, or
-    looked up where it is not."""
+    """0.32 has no constant and splits for single rows alone; 0.33 names 8."""
     layer = triton_layer(monkeypatch, bound)
     most = bound or 1
     assert backends.splits_keys(layer, most) and not backends.splits_keys(layer, most + 1)
@@ -101,8 +100,7 @@ def test_tritons_kernel_by_its_bound(monkeypatch, bound):
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_what_tree_attention_cannot_do_stays_with_the_backend(monkeypatch, lines, changes, config, wanted):
-    """A chain loses time alone, and one line says so; its layer's forward is not touched. Catches: a set-up that chains
-    serve today refused or answered wrongly; silence."""
+    """A chain loses time alone, and one line says so; its layer's forward is not touched."""
     if config.pop("batch_invariant", False):
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     layer = flash_layer(2)

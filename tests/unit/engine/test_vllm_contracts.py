@@ -1,7 +1,4 @@
-"""What we rely on is in the vLLM that is installed: `make test` looks at 0.32, `make test-cuda-host` at 0.33 too.
-
-The first thing to run before another version is supported.
-"""
+"""What we rely on is in the vLLM that is installed: 0.32 in `make test`, 0.33 too in `make test-cuda-host`."""
 
 import ast
 import contextlib
@@ -23,8 +20,7 @@ from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.compat.contract import MARK
 from vllm_vidspec.scoring import top_entropy
 
-ROOT = Path(__file__).resolve().parents[3]
-IS_CPU = current_platform.is_cpu()
+ROOT, IS_CPU = Path(__file__).resolve().parents[3], current_platform.is_cpu()
 SOURCES = ("vllm_vidspec", "kernels", "scripts", *(() if IS_CPU else ("benchmarks", "tests/null_gpu")))
 
 
@@ -44,7 +40,17 @@ FUNCTIONS = {
     "vllm.config.vllm:VllmConfig.get_quantization_config": "model_config load_config",
     "vllm.sampling_params:SamplingParams._validate_spec_decode": "self speculative_config",
     "vllm.v1.engine.output_processor:RequestState._new_completion_output": "self token_ids finish_reason stop_reason",
+    "vllm.v1.engine.output_processor:RequestState.make_request_output": (
+        "self new_token_ids pooling_output finish_reason stop_reason kv_transfer_params"
+    ),
+    "vllm.outputs:RequestOutput.add": "self next_output aggregate",
     f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.create_chat_completion": "self request raw_request",
+    f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator": (
+        "self request result_generator"
+    ),
+    f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator": (
+        "self request result_generator"
+    ),
     f"{_OPENAI}.completion.serving:OpenAIServingCompletion.create_completion": "self request raw_request",
     f"{_OPENAI}.responses.serving:OpenAIServingResponses.create_responses": "self request raw_request",
     # The worker and the runner
@@ -108,6 +114,10 @@ FUNCTIONS = {
         "vllm_config rank distributed_init_method local_rank backend"
     ),
     "vllm.v1.worker.workspace:init_workspace_manager": "device",
+    # Pipeline stages
+    "vllm.distributed.utils:get_pp_indices": "num_hidden_layers pp_rank pp_size",
+    f"{GPU}.spec_decode.utils:get_pp_safe_draft_load_config": "load_config",
+    "vllm.config.model:ModelConfig.get_total_num_hidden_layers": "self",
     f"{GPU}.cudagraph_utils:CudaGraphManager.__init__": "self vllm_config device cudagraph_mode decode_query_len",
     f"{GPU}.cudagraph_utils:CudaGraphManager.capture": "self create_forward_fn progress_bar_desc",
     f"{GPU}.cudagraph_utils:CudaGraphManager.run_fullgraph": "self desc",
@@ -131,10 +141,12 @@ MEMBERS = {
         "vllm_config device model speculative_config speculator rejection_sampler max_num_reqs max_num_tokens "
         "max_model_len num_speculative_steps vocab_size dtype model_memory_usage use_aux_hidden_state_outputs "
         "encoder_cache req_states model_state execute_model_state block_tables kv_cache_config input_buffers sampler "
-        "attn_groups"
+        "attn_groups use_pp"
     ),
     _WORKER: "use_v2_model_runner vllm_config device model_runner",
-    f"{GPU}.model_runner:ExecuteModelState": "hidden_states aux_hidden_states num_spec_tokens_to_schedule",
+    f"{GPU}.model_runner:ExecuteModelState": (
+        "hidden_states aux_hidden_states num_spec_tokens_to_schedule input_batch"
+    ),
     f"{GPU}.input_batch:InputBatch": (
         "req_ids num_reqs num_tokens idx_mapping idx_mapping_np is_prefilling_np num_computed_tokens_np "
         "num_scheduled_tokens query_start_loc_np cu_num_logits cu_num_logits_np num_draft_tokens_per_req "
@@ -175,6 +187,9 @@ MEMBERS = {
     ),
     "vllm.v1.outputs:DraftTokenIds": "req_ids draft_token_ids",
     "vllm.v1.metrics.stats:RequestSpecDecodeMetrics": "to_dict",
+    "vllm.v1.engine:EngineCoreOutput": "request_id new_token_ids kv_transfer_params",
+    "vllm.v1.engine.output_processor:RequestState": "detokenizer prompt_token_ids",
+    "vllm.v1.engine.detokenizer:FastIncrementalDetokenizer": "tokenizer num_output_tokens",
     "vllm.multimodal.inputs:MultiModalFeatureSpec": "data modality identifier mm_position mm_hash",
     "vllm.config.multimodal:MultiModalConfig": (
         "skip_mm_profiling mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path video_pruning_rate"
@@ -243,6 +258,7 @@ KEYWORDS = {
 # Functions that ours repeat to the bit, and a digest of their code in 0.32 and 0.33.
 NOISE = (
     f"{GPU}.sample.penalties:_penalties_kernel",
+    *(f"{GPU}.sample.gumbel:_murmur3_{name}" for name in ("rotl32", "mix", "fmix32")),
     f"{GPU}.sample.gumbel:murmur3_hash32",
     f"{GPU}.sample.gumbel:murmur3_uniform32",
     f"{GPU}.sample.gumbel:murmur3_uniform64",
@@ -250,7 +266,7 @@ NOISE = (
     f"{GPU}.sample.gumbel:_log1p_neg_stable",
     f"{GPU}.sample.gumbel:gumbel_noised_argmax",
 )
-NOISE_DIGEST = "1272da36094914a6"
+NOISE_DIGEST = "01666a1721be0764"
 
 # Our classes, of which each method takes what vLLM's own takes.
 OURS = (
@@ -298,6 +314,25 @@ def imports(file: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "vllm")
 
 
+def patches() -> Iterator[tuple[str, str]]:
+    """Yield what `engine/compat` replaces in vLLM by name, and the parameters that it relies on: path, names."""
+    for file in sorted((ROOT / "vllm_vidspec/engine/compat").glob("*.py")):
+        tree = ast.parse(file.read_text())
+        owners = {path.replace(":", ".").split(".")[-1]: path for path in imports(file)}
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) >= 3):
+            owner, name, _, *names = call.args
+            if ast.unparse(call.func) not in ("wrap", "replace") or not isinstance(name, ast.Constant):
+                continue
+            root, *rest = ast.unparse(owner).split(".")
+            if root in owners and all(isinstance(one, ast.Constant) for one in names):
+                path = ".".join((owners[root], *rest, name.value))
+                if path.split(":")[1] not in {one.split(":")[-1] for one in SOMETIMES}:
+                    yield path, " ".join(one.value for one in names)
+
+
+PATCHES = dict(patches())
+
+
 def test_every_import_of_ours_is_there():
     """Catches: a name that vLLM has moved or dropped, inside functions too."""
     files = (file for folder in SOURCES for file in (ROOT / folder).rglob("*.py"))
@@ -318,6 +353,16 @@ def test_functions_take_what_we_give(path, names):
     """Catches: a parameter that is renamed, moved or dropped."""
     taken = inspect.signature(resolve(path)).parameters
     assert [name for name in taken if name in names.split()] == names.split()
+
+
+@pytest.mark.parametrize(("path", "names"), PATCHES.items(), ids=last)
+def test_patches_find_what_they_replace(path, names):
+    """Catches: a patch that a process would refuse to put on when it starts, or put on what nobody calls: on the
+    method of an interface, where the class has renamed its own."""
+    assert len(PATCHES) > 12, "our own patches are not seen"
+    owner, _, name = path.rpartition(".")
+    assert name in vars(resolve(owner)), f"{owner} has no {name} of its own"
+    test_functions_take_what_we_give(path, names)
 
 
 @pytest.mark.parametrize("path", OURS)
@@ -350,6 +395,11 @@ def test_classes_have_what_we_read(path, names):
     assert not set(names.split()) - members
 
 
+def test_a_model_asks_the_process_for_its_stage():
+    """Catches: a group that is kept elsewhere than where the draft's is put in its place."""
+    assert "return _PP" in inspect.getsource(resolve("vllm.distributed.parallel_state:get_pp_group"))
+
+
 def test_vllm_reads_nothing_else_of_a_speculator():
     """Catches: an attribute that vLLM begins to read, and that ours do not have."""
     trees = [ast.parse(inspect.getsource(importlib.import_module(module))) for module in READERS]
@@ -369,7 +419,7 @@ def test_vllm_calls_in_this_order(path, names):
 
 @pytest.mark.parametrize(("path", "name"), KEYWORDS, ids=last)
 def test_vllm_calls_with_these_arguments(path, name):
-    calls = [node for node in ast.walk(code(path)) if isinstance(node, ast.Call)]
+    calls = (node for node in ast.walk(code(path)) if isinstance(node, ast.Call))
     (call,) = (node for node in calls if ast.unparse(node.func).split(".")[-1] == name)
     assert sorted(keyword.arg or "**" for keyword in call.keywords) == KEYWORDS[path, name].split()
 
@@ -386,8 +436,7 @@ def test_fly_has_vllms_defaults_and_measure():
     logits = torch.randn(64, 100, generator=torch.Generator().manual_seed(0)) * 4
     logits[:, ::7] = -torch.inf
     for top_k in (1, 3, 100):
-        theirs = fly.compute_fly_entropy(logits, top_k, from_logits=True)
-        torch.testing.assert_close(top_entropy(logits, top_k), theirs)
+        torch.testing.assert_close(top_entropy(logits, top_k), fly.compute_fly_entropy(logits, top_k, from_logits=True))
     ours = VidSpecConfig(model="self", num_speculative_tokens=9)
     config = "vllm.config.speculative:SpeculativeConfig"
     fields = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.families import adapter_for, check_pair, check_ranks, check_tokens
+from vllm_vidspec.families import adapter_for, check_pair, check_ranks, check_tokens, known_families
 from vllm_vidspec.pruning import TokenGrid
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -39,8 +39,42 @@ def llava(**fields):
     return changed(config, architectures=["LlavaOnevisionForConditionalGeneration"])
 
 
+def made(kind):
+    """Return what makes a config of one of transformers' kinds, as one of vLLM's architectures."""
+
+    def make(**fields):
+        config = getattr(transformers, f"{kind}Config")(**fields)
+        return changed(config, architectures=[f"{kind}ForConditionalGeneration"])
+
+    return make
+
+
+glm, glm_moe, ocr, internvl, next_video = map(made, ("Glm4v", "Glm4vMoe", "GlmOcr", "InternVL", "LlavaNextVideo"))
+omni, omni_moe = map(made, ("Qwen2_5Omni", "Qwen3OmniMoe"))
+
+
+def minicpm():
+    """Return MiniCPM-V's configuration, whose class comes with a checkpoint."""
+    fields = {"query_num": 64, "version": 4.5, "image_size": 448, "slice_config": SimpleNamespace(max_slice_nums=9)}
+    vision = SimpleNamespace(patch_size=14, num_attention_heads=16)
+    return SimpleNamespace(architectures=["MiniCPMV"], model_type="minicpmv", vision_config=vision, **fields)
+
+
+# vLLM shows it videos, and it has no adapter.
+unknown = made("Exaone4_5_")
 SMALL_TOWER = {"model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14}
-NAMES = {qwen: "qwen2.5-vl", llava: "llava-onevision"}
+NAMES = {
+    qwen: "qwen2.5-vl",
+    llava: "llava-onevision",
+    glm: "glm-v",
+    glm_moe: "glm-v",
+    ocr: "glm-v",
+    internvl: "internvl",
+    next_video: "llava-next-video",
+    omni: "qwen2.5-omni",
+    omni_moe: "qwen3-omni",
+    minicpm: "minicpm-v",
+}
 
 
 @pytest.mark.parametrize(("make", "name"), NAMES.items())
@@ -52,7 +86,7 @@ def test_adapter_for(make, name):
 @pytest.mark.parametrize(
     ("config", "shown"),
     [
-        (SimpleNamespace(architectures=["InternVLForConditionalGeneration"], model_type="internvl"), "InternVL"),
+        (SimpleNamespace(architectures=["LlamaForCausalLM"], model_type="llama"), "LlamaForCausalLM"),
         (SimpleNamespace(architectures=None, model_type="llama"), "'llama'"),
         (SimpleNamespace(), "None"),
         # The architecture decides: a derived model with a known model type is another model.
@@ -60,11 +94,23 @@ def test_adapter_for(make, name):
     ],
 )
 def test_unknown_family(config, shown):
-    """Catches: a neighbour family taken for ours; an error that does not say what is supported."""
+    """Catches: a text model or a neighbour family taken for ours; an error that does not say what is supported."""
     with pytest.raises(VidSpecError, match=f"unsupported model family: .*{shown}") as caught:
         adapter_for(config)
-    assert "supported: qwen2-vl, qwen2.5-vl, qwen3-vl, llava-onevision" in str(caught.value)
+    assert all(adapter.name in str(caught.value) for adapter in known_families())
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_an_adapter_is_known_by_its_architecture():
+    """Catches: a derived model taken for the one whose type it has; one architecture that drafts for another."""
+    config = unknown()
+    assert adapter_for(config).name == "Exaone4_5_ForConditionalGeneration"
+    assert adapter_for(config).frames("video", frames(3), config) is None
+    assert check_pair(config, unknown()).embeds_by_itself
+    derived = changed(qwen(), architectures=["OtherModel"])
+    assert adapter_for(derived).name == "OtherModel"
+    with pytest.raises(VidSpecError, match=r"different families: the target is qwen2\.5-vl, the draft OtherModel"):
+        check_pair(qwen(), derived)
 
 
 def video(*thw):
@@ -101,6 +147,21 @@ GRIDS = [
     (llava, POOLED, "video", {}, 8 * 16 + 1, TokenGrid(8, 4, 4, 1)),
     (llava, {**POOLED, "spatial_pool_stride": 4}, "video", {}, 8 * 4 + 1, TokenGrid(8, 2, 2, 1)),
     (llava, {"vision_config": None}, "video", {}, 129, TokenGrid(1, 1, 129)),
+    # A frame is a tile of 448 // 14 * 0.5 = 16 tokens a side; an image is several, one of them a thumbnail.
+    (internvl, {}, "video", frames(3), 768, TokenGrid(3, 16, 16)),
+    (internvl, {}, "image", {"pixel_values": torch.empty(3, 3, 4, 4)}, 768, TokenGrid(1, 1, 768)),
+    (internvl, {"vision_config__image_size": 224}, "video", {}, 128, TokenGrid(2, 8, 8)),
+    (internvl, {"downsample_ratio": None}, "video", {}, 768, TokenGrid(1, 1, 768)),
+    # 336 // 14 = 24 patches a side, pooled to 12. Catches: LLaVA-OneVision's newline.
+    (next_video, {}, "video", frames(4), 576, TokenGrid(4, 12, 12)),
+    *((make, {}, "video", video(8, 16, 20), 640, TokenGrid(8, 8, 10)) for make in (glm, glm_moe, ocr)),
+    *((make, {}, "video", video(8, 16, 20), 640, TokenGrid(8, 8, 10)) for make in (omni, omni_moe)),
+    *(
+        (minicpm, {}, "video", {"video_pixel_values": [torch.empty(3, 14, 28)] * 5}, size, grid)
+        for size, grid in ((320, TokenGrid(5, 1, 64)), (321, TokenGrid(1, 1, 321)))
+    ),
+    (omni, {}, "audio", {"audio_feature_lengths": torch.tensor(160)}, 40, TokenGrid(1, 1, 40)),
+    (unknown, {}, "video", video(8, 16, 20), 640, TokenGrid(1, 1, 640)),
     # Catches: an anyres image, whose newlines are interleaved, cut like a video (here even the count would fit).
     (llava, {}, "image", {}, 393, TokenGrid(1, 1, 393)),
 ]
@@ -118,6 +179,8 @@ def test_grids(make, changes, modality, data, num_tokens, grid):
     [
         # Catches: a model that may not draft for itself.
         *((make(), make()) for make in NAMES),
+        # A dense draft of a target with experts.
+        (glm_moe(), changed(glm(), image_token_id=151363, video_token_id=151364)),
         # Catches: a comparison of what a smaller draft is meant to differ in.
         (qwen(hidden_size=5120, num_hidden_layers=64), qwen(hidden_size=3584)),
         # Catches: vocabularies refused that are padded to other sizes, as every released pair's are.
@@ -157,6 +220,27 @@ DIFFERENCES = [
     (llava, "image_token_index", 7, "image token id", "151646"),
     (llava, "video_token_index", 7, "video token id", "151647"),
     (llava, "vision_aspect_ratio", "anyres_max_4", "vision aspect ratio", "'anyres_max_9'"),
+    (glm, "vision_config__spatial_merge_size", 4, "spatial merge size", "2"),
+    (glm_moe, "vision_config__temporal_patch_size", 1, "temporal patch size", "2"),
+    (glm, "video_start_token_id", 7, "video start token id", "151341"),
+    (glm, "image_end_token_id", 7, "image end token id", "151340"),
+    (internvl, "vision_config__image_size", [224, 224], "tile size in pixels", "[448, 448]"),
+    (internvl, "downsample_ratio", 0.25, "downsample ratio", "0.5"),
+    (internvl, "image_token_id", 7, "image token id", "151667"),
+    (next_video, "spatial_pool_stride", 4, "spatial pooling stride", "2"),
+    (next_video, "spatial_pool_mode", "max", "spatial pooling mode", "'average'"),
+    (minicpm, "query_num", 32, "queries of an image", "64"),
+    (minicpm, "version", 4.0, "version", "4.5"),
+    (minicpm, "slice_config__max_slice_nums", 1, "slices of an image", "9"),
+    (omni, "thinker_config__vision_config__spatial_merge_size", 4, "spatial merge size", "2"),
+    (omni, "thinker_config__vision_config__tokens_per_second", 2, "tokens per second", "25"),
+    (omni, "thinker_config__image_token_index", 7, "image token id", "151655"),
+    (omni_moe, "thinker_config__position_id_per_seconds", 13, "positions per second", "25"),
+    (omni_moe, "thinker_config__video_token_id", 7, "video token id", "151656"),
+    (omni_moe, "thinker_config__audio_token_id", 7, "audio token id", "151646"),
+    # Without an adapter a difference has the name that the config gives it.
+    (unknown, "vision_config__patch_size", 16, "vision_config.patch_size", "14"),
+    (unknown, "image_token_id", 7, "image_token_id", "67"),
     (llava, "image_grid_pinpoints", [[384, 384]], "image grid pinpoints", f"{str(PINPOINTS)[:60]}... (36 entries)"),
 ]
 
@@ -211,11 +295,14 @@ def test_pairs_that_do_not_fit(target, draft, parts):
     ],
 )
 def test_the_sizes_that_a_draft_works_at_are_named(text, vision_heads, num_ranks, message):
-    """Catches: sizes that vLLM refuses after minutes, in its terms; KV heads that ranks could not have copies of; a
-    message about the vision tower, or none, where the language model is at fault."""
+    """Catches: sizes that vLLM refuses late, heads that ranks cannot share, a message about the wrong model."""
     text_config = SimpleNamespace(num_attention_heads=text[0], num_key_value_heads=text[1])
     vision_config = SimpleNamespace(num_heads=vision_heads)
-    draft = SimpleNamespace(vision_config=vision_config, get_text_config=lambda: text_config)
+    draft = SimpleNamespace(
+        architectures=["Glm4vForConditionalGeneration"],
+        vision_config=vision_config,
+        get_text_config=lambda: text_config,
+    )
     with pytest.raises(VidSpecError, match=message) if message else contextlib.nullcontext():
         check_ranks(draft, num_ranks)
 
@@ -247,5 +334,5 @@ def test_only_deepstack_makes_more_of_a_token_than_its_embedding():
     moe = transformers.Qwen3VLMoeConfig(vision_config={"deepstack_visual_indexes": [5, 11]})
     deep.architectures, moe.architectures = ["Qwen3VLForConditionalGeneration"], []
     moe.model_type = "qwen3_vl_moe"
-    for config, levels in ((deep, 4), (moe, 3), (qwen(), 1), (qwen(), 1), (llava(), 1)):
+    for config, levels in ((deep, 4), (moe, 3), (omni_moe(), 4), (omni(), 1), (qwen(), 1), (llava(), 1)):
         assert adapter_for(config).num_media_levels(config) == levels

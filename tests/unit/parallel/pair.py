@@ -48,12 +48,7 @@ def drawn(text: list[int], count: int, errs: int) -> list[int]:
 
 
 class FakeRank:
-    """Carries commands out as `DrafterRank` does, and checks that what they say of the KV is so.
-
-    Args:
-        errs: See `draft`.
-        piece: Tokens that are read at a time.
-    """
+    """Carries commands out as `DrafterRank` does, `piece` tokens at a time, and checks what they say of the KV."""
 
     def __init__(self, errs: int, piece: int = 7):
         self.errs, self.piece = errs, piece
@@ -152,11 +147,7 @@ class Request:
 
 
 class Pair:
-    """The target's side as `ParallelSpeculator` has it, and a drafter that runs when it is told to.
-
-    Args:
-        errs: See `draft`.
-    """
+    """The target's side as `ParallelSpeculator` has it, and a drafter that runs when it is told to."""
 
     def __init__(self, errs: int):
         self.errs = errs

@@ -45,8 +45,7 @@ def receive(end, count, timeout_s=10.0):
 
 
 def test_messages_come_whole_and_in_order(ends):
-    """Catches: one that overtakes a larger one, a buffer that is cut, one that is written over by the next. And a
-    descriptor that stays open for every video."""
+    """Catches: one that overtakes, is cut or written over; a descriptor that stays open for every video."""
     here, there = ends
     before = len(os.listdir("/proc/self/fd"))
     noise = np.random.default_rng(0)
@@ -63,8 +62,7 @@ def test_messages_come_whole_and_in_order(ends):
 
 
 def test_pixels_are_written_where_the_drafter_runs(monkeypatch):
-    """Catches: a video's pixels that are written on the target's cores, which its first token waits for. And the
-    target's thread that is moved there itself."""
+    """Catches: pixels written on the target's cores, which its first token waits for; its thread moved instead."""
     before, write, seen = os.sched_getaffinity(0), channel_module._into_memory, []
     core = {max(before)}
     here, socket = Channel.pair(Note, core)

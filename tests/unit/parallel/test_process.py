@@ -32,9 +32,7 @@ def make_tables() -> Tables:
 
 
 def test_a_commit_that_fails_is_told():
-    """Its texts have a hole: requests that run go on without drafts, are counted with a line, and later ones get some.
-    Catches: a thread that ends with its first exception, while everything else goes on and no draft ever stands
-    again."""
+    """Requests that run go on without drafts, counted with a line, and later ones get some: the thread does not end."""
     client = mock.Mock(tables=make_tables(), num_connects=1, is_up=True, **{"poll.return_value": []})
     states = SimpleNamespace(
         prompt_len=SimpleNamespace(np=np.full(MAX_REQS, 8)),
@@ -96,8 +94,7 @@ def test_the_thread_of_commits_outlives_an_exception(monkeypatch):
 
 
 def test_arrivals_are_told_at_once():
-    """Three that come at a time, one of them in a row that another has left: what they stage is written in one go.
-    Catches: a write per arrival into vLLM's two buffers, of which the third tears the first; two writes of one row."""
+    """Three at a time, one in a row that another has left: what they stage is written in one go."""
     mirror, log = TargetMirror.__new__(TargetMirror), []
     mirror._staged, mirror._told, mirror.text = set(), None, torch.zeros(4, 8, dtype=torch.int32)
     mirror.states, mirror.sampler = mock.Mock(index_to_req_id={}), mock.Mock()

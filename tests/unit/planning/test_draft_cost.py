@@ -14,10 +14,7 @@ TARGET, DRAFT = target_shape("Qwen2.5-VL-32B"), target_shape("Qwen2.5-VL-7B")
 
 
 def test_bytes_of_a_quantised_model_by_hand():
-    """vLLM quantises the layers as it loads, not embedding and output head: 7B has 6.5e9 and 2 x 0.545e9 of weights.
-
-    Catches: a head that is counted as quantised; a tied embedding counted twice.
-    """
+    """vLLM quantises layers, not embedding and head: 7B has 6.5e9 and 2 x 0.545e9 of weights, a tied one once."""
     head = 152_064 * 3584
     layers = DRAFT.read_params(1) - head
     assert DRAFT.read_bytes(1) == 2 * (layers + head)
@@ -72,8 +69,7 @@ def test_stored_weights():
 
 
 def test_a_plan_compares_a_quantised_draft():
-    """Its own figures, from the planner asked with that draft. Catches: a note on a draft that is quantised, that
-    drafts for itself, or whose time was measured."""
+    """Its own figures, from the planner asked with that draft; no note where it is quantised, own, or measured."""
     question = Question(TARGET, DRAFT, GPUS["h200"], draft_gpus=0, prune_ratios=(0.9,))
     result = plan(question, (1, 4))
     (note,) = [line for line in result["notes"] if FP8 in line]

@@ -25,10 +25,7 @@ def question(target="Qwen2.5-VL-32B", draft="7B", gpu="h200", ranks=2, **given):
 
 
 def test_a_chain_by_hand():
-    """Two tokens in the first draft forward, one in the others; K + 1 rows verified; overheads once a step.
-
-    Catches: a forward too many, the draft over the whole video, the host's share of vanilla's step left out.
-    """
+    """Two tokens in the first draft forward, one in the others; K + 1 rows verified; overheads once a step."""
     asked = question(agreement=Agreement((0.8,)), prune_ratios=(0.9,))
     place = Placement(asked.gpu, 2)
     target, verify = (forward_seconds(asked.target, place, 8, rows, 1512) + 0.5e-3 for rows in (1, 4))

@@ -123,6 +123,10 @@ def test_the_published_layout_gives_the_known_shape():
     text = {name: value for name, value in FLAT.items() if name != "model_type"} | experts
     moe = from_config({"model_type": "qwen3_vl_moe", "text_config": text}, "moe")
     assert (moe.experts, moe.active_experts, moe.intermediate, moe.head_dim) == (128, 8, 1536, 128)
+    # GLM-4.5V calls them otherwise, and one is every token's.
+    text["n_routed_experts"], text["n_shared_experts"] = text.pop("num_experts"), 1
+    glm = from_config({"model_type": "glm4v_moe", "text_config": text}, "moe")
+    assert (glm.family, glm.experts, glm.active_experts) == ("glm-v", 129, 9)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +134,7 @@ def test_the_published_layout_gives_the_known_shape():
     [
         ("{", "it is no configuration of a model"),
         ("[]", "it is no configuration of a model"),
-        (json.dumps(FLAT | {"model_type": "internvl"}), "model_type 'internvl' is none of"),
+        (json.dumps(FLAT | {"model_type": "llama"}), "model_type 'llama' is none of"),
         (json.dumps({"model_type": "qwen2_5_vl"}), "has no hidden_size"),
         (json.dumps(FLAT | {"num_hidden_layers": 0}), "not all positive integers"),
         (json.dumps(FLAT | {"hidden_size": "much"}), "it is no configuration of a model"),
@@ -148,7 +152,7 @@ def test_a_wrong_config_is_one_line(tmp_path, config, words):
 def as_hf(shape: ModelShape) -> SimpleNamespace:
     text = SimpleNamespace(num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads)
     vision = SimpleNamespace(num_heads=shape.vision_heads)
-    return SimpleNamespace(get_text_config=lambda: text, vision_config=vision)
+    return SimpleNamespace(model_type="qwen2_vl", get_text_config=lambda: text, vision_config=vision)
 
 
 @pytest.mark.parametrize("shape", KNOWN, ids=lambda shape: shape.name)

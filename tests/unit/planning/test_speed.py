@@ -27,10 +27,7 @@ def test_the_window_is_the_engines():
 
 
 def live(rate, window, step, turn, answer, seed, most_ahead=24):
-    """Two actors over real tokens: the text is 0, 1, 2, ...; a wrong token is -1, and so is all after it.
-
-    The drafter's text is a list; nothing is counted, everything is compared.
-    """
+    """Two actors over real tokens: the text is 0, 1, 2, ...; a wrong token is -1, and so is all after it."""
     rng, text, stream = random.Random(seed), [], []  # committed; the drafter's view of text and stream
     now, told, done, waits = 0.0, 0, turn, False
     result = dict.fromkeys(("steps", "drafts", "accepted", "drawn", "stale"), 0)
@@ -72,11 +69,7 @@ def live(rate, window, step, turn, answer, seed, most_ahead=24):
 @pytest.mark.parametrize("rate", [0.0, 0.5, 0.85, 0.95, 1.0])
 @pytest.mark.parametrize(("window", "ratio"), [(9, 9.3), (3, 2.9), (1, 0.7), (10, 40.0)])
 def test_streams_are_those_of_a_world_with_tokens(rate, window, ratio):
-    """Step for step the same as actors that compare real texts; the last case makes the drafter wait.
-
-    Catches: a cut at the wrong token, a stream that a rejection does not end, a commit learned of too early, the
-    target's own token behind a whole window not compared, a limit of tokens ahead that is off by one.
-    """
+    """Step for step the same as actors that compare real texts; the last case makes the drafter wait."""
     for seed in range(4):
         run = run_streams(Agreement((rate,)), window, ratio, 1.0, answer=300, seed=seed)
         other = live(rate, window, ratio, 1.0, 300, seed)
@@ -84,10 +77,7 @@ def test_streams_are_those_of_a_world_with_tokens(rate, window, ratio):
 
 
 def test_depths_count_from_the_last_cut():
-    """Two tokens of a stream are right, the third never; the target says the first itself while the stream begins.
-
-    Catches: a step that emits what nobody verified; rates by another depth.
-    """
+    """Two tokens of a stream are right, the third never; the target says the first itself while the stream begins."""
     run = run_streams(Agreement((1.0, 1.0, 0.0)), 5, 100.0, 1.0, answer=300)
     assert run.drafts > 90 and run.accepted == run.drafts
     assert run == run_streams(Agreement((1.0, 1.0, 0.0)), 5, 100.0, 1.0, answer=300), "the same seed, the same run"

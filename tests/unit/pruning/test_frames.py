@@ -21,8 +21,7 @@ MARKERS = 2  # text between items, unless a number says otherwise
 
 
 def prompt(*shown: TokenGrid | int) -> tuple[list[int], list[Any]]:
-    """Return ids and features of a prompt: grids are items, of one frame images; numbers are tokens of text. Before
-    each item there are `MARKERS` tokens, unless there is a number; the prompt ends with three."""
+    """Return ids and features: grids are items, numbers tokens of text, else `MARKERS` before each item."""
     token_ids: list[int] = []
     features = []
     after_item = True
@@ -86,8 +85,7 @@ def places(*shown: TokenGrid | int, frames_as_video: str = "auto") -> list[int |
     ],
 )
 def test_runs(shown, auto, always):
-    """Catches: a border moved by one, a video that is a frame or hides between two, a size that is only a number of
-    tokens, text before or after the run that counts as text within, a run that swallows the next."""
+    """Catches: a border moved by one, a video taken for a frame, text outside counted, a run that swallows the next."""
     assert places(*shown) == auto
     assert places(*shown, frames_as_video="always") == always
     assert places(*shown, frames_as_video="never") == list(range(sum(isinstance(part, TokenGrid) for part in shown)))
@@ -104,8 +102,7 @@ def test_a_video_of_one_frame_is_no_image(place):
 
 
 def test_text_within_an_item_is_not_between_items():
-    """Separators inside an item's range are text of its own: the next begins behind the last embedding. Catches: a
-    distance that is taken from an item's offset or first embedding."""
+    """Separators inside an item's range are text of its own: the next begins behind the last embedding."""
     token_ids, features = prompt(*[SMALL] * 4)
     place = features[0].mm_position
     place.is_embed = torch.tensor([True] * 3 + [False] * 3)
@@ -127,8 +124,7 @@ def test_text_within_an_item_is_not_between_items():
 
 
 def test_a_run_has_one_budget_at_the_ratio_of_videos():
-    """Seven frames, a lone image of their size behind much text, a video: 0.9, 0.5 and 0.9 of them go. Catches: budgets
-    that are rounded down image by image, a run at the images' ratio, a lone image at the videos'."""
+    """Seven frames, a lone image of their size behind much text, a video: 0.9, 0.5 and 0.9 of them go."""
     shown = [*[SMALL] * 7, 40, SMALL, VIDEO]
     knobs = {"ratio": 0.9, "image_ratio": 0.5}
     run, image, video = plan(*shown, **knobs).units

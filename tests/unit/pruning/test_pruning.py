@@ -24,8 +24,7 @@ MEASURED = {name: "features" if need == "features" else "scores" for name, need 
 @example(10, 1e-12)
 @given(st.integers(0, 10**6), st.integers(0, 1000).map(lambda permille: permille / 1000) | st.floats(0, 1))
 def test_budget_is_the_largest_within_the_bound(num_tokens, ratio):
-    """Catches: a budget above (1 - r) n, which the memory promise forbids, one that wastes a token of it; binary
-    instead of decimal ratios; a lost minimum of 1."""
+    """Catches: a budget above (1 - r) n, or a token below; binary instead of decimal ratios; a lost minimum of 1."""
     within = int((1 - Fraction(str(ratio))) * num_tokens)
     assert budget(num_tokens, ratio) == (0 if ratio == 1 or num_tokens == 0 else max(1, within)) <= num_tokens
 

@@ -209,8 +209,7 @@ def test_novelty_is_one_minus_the_cosine(dtype, dim):
 
 
 def test_novelty_of_zero_vectors_and_of_small_changes():
-    """Catches: NaN from a zero norm, rounding noise that ranks unchanged or merely brighter tokens; 1 - cosine computed
-    as a difference in float32, where turns below 0.0003 vanish."""
+    """Catches: NaN from a zero norm, rounding noise that ranks, 1 - cosine as a float32 difference."""
     features = torch.tensor([[0.0, 0.0, 0.0], [0.1, 0.7, -0.3], [0.1, 0.7, -0.3], [0.3, 2.1, -0.9], [-0.1, -0.7, 0.3]])
     pairs = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 2], [1, 3], [1, 4]])
     found = novelty(features, pairs[:, 0], pairs[:, 1])
@@ -256,8 +255,7 @@ MUTATIONS = [
 
 @pytest.mark.parametrize(("name", "part", "wrong", "inputs"), MUTATIONS)
 def test_mutations(monkeypatch, name, part, wrong, inputs):
-    """Mutations: stage I one off, or strict; the most similar kept, the next position's reference, the dot product.
-    Each seen to fail `check_reference`."""
+    """Stage I one off, or strict; the most similar kept, the next position's reference, the dot product."""
     check_reference(name, inputs)
     monkeypatch.setattr(pruners, part, wrong)
     with pytest.raises(AssertionError):

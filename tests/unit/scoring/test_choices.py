@@ -73,8 +73,7 @@ def test_what_keeps_a_request_strict(change, reason):
 
 
 def test_the_api_server_passes_choices_and_tools_on(monkeypatch):
-    """Fields beside `vllm_xargs`, and tools whose calls a parser will read; nothing for other requests. Catches: a
-    choice in `extra_body` that is dropped in silence, a tool call that is loosened."""
+    """Fields beside `vllm_xargs`, and tools whose calls a parser will read; nothing for other requests."""
     pytest.importorskip("vllm")
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest

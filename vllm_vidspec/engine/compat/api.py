@@ -1,11 +1,14 @@
 """Patches of vLLM's front end: what requests may ask for, and what responses and /metrics say."""
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_vidspec.engine.compat.contract import wrap
 from vllm_vidspec.errors import VidSpecError
+
+_RECORD = "_vidspec_record"  # on vLLM's outputs of requests that ask for one
 
 
 def allow_sampling_parameters() -> None:
@@ -64,6 +67,77 @@ def extend_request_metrics(extend: Callable) -> None:
 
     RequestState._vidspec_extend = staticmethod(extend)
     wrap(RequestState, "_new_completion_output", extended)
+
+
+def show_request_records(field: str, make: Callable[[Any], Any]) -> None:
+    """Let the response of a chat request that asks with `field` have its record under the same name.
+
+    Why: vLLM passes what the engine says of a step on in types of its own; a record travels in `kv_transfer_params`
+    (`scheduler._hand_over`), is taken out of it here, where an output becomes a client's, and reaches the response
+    beside it. In a stream each chunk has the steps since the last; of `n` answers, as vLLM's own figures, there are
+    none.
+
+    `make(state)` is the record of one answer, given vLLM's `RequestState`: `add` takes a step in, `take` returns what
+    is new.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.output_processor import RequestState
+
+    def made(
+        original, self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params=None, *args, **kw
+    ):  # vLLM's own names: an abort gives all by name
+        if step := (kv_transfer_params or {}).get(field):
+            kv_transfer_params = {key: kv_transfer_params[key] for key in kv_transfer_params.keys() - {field}} or None
+            with contextlib.suppress(Exception):  # here vLLM serves all requests: no record is worth their answers
+                if not hasattr(self, _RECORD):
+                    setattr(self, _RECORD, make(self))
+                getattr(self, _RECORD).add(step)
+        given = (new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params)
+        output = original(self, *given, *args, **kw)
+        if output is not None and hasattr(self, _RECORD):
+            setattr(output, _RECORD, getattr(self, _RECORD).take())
+        return output
+
+    def add(original, self, next_output, aggregate):
+        original(self, next_output, aggregate)
+        setattr(self, _RECORD, [*getattr(self, _RECORD, ()), *getattr(next_output, _RECORD, ())])
+
+    async def watched(results, steps):
+        async for result in results:
+            steps += getattr(result, _RECORD, ())
+            yield result
+
+    def asks(request):
+        return (request.n or 1) == 1 and _ours(request.model_extra, field).get(field) is True
+
+    async def with_steps(lines, steps):
+        async for line in lines:
+            if steps and line.startswith("data: {"):
+                line = f"data: {json.dumps(json.loads(line[6:]) | {field: steps.copy()}, ensure_ascii=False)}\n\n"
+                steps.clear()
+            yield line
+
+    def stream(original, self, request, result_generator, *args, **kwargs):
+        if not asks(request):
+            return original(self, request, result_generator, *args, **kwargs)
+        steps = []  # type: ignore[var-annotated]
+        return with_steps(original(self, request, watched(result_generator, steps), *args, **kwargs), steps)
+
+    async def full(original, self, request, result_generator, *args, **kwargs):
+        steps = []  # type: ignore[var-annotated]
+        results = watched(result_generator, steps) if asks(request) else result_generator
+        response = await original(self, request, results, *args, **kwargs)
+        if steps and isinstance(response, ChatCompletionResponse):
+            setattr(response, field, steps)
+        return response
+
+    outputs = ("new_token_ids", "pooling_output", "finish_reason", "stop_reason", "kv_transfer_params")
+    wrap(RequestState, "make_request_output", made, "self", *outputs)
+    wrap(RequestOutput, "add", add, "self", "next_output", "aggregate")
+    wrap(OpenAIServingChat, "chat_completion_stream_generator", stream, "self", "request", "result_generator")
+    wrap(OpenAIServingChat, "chat_completion_full_generator", full, "self", "request", "result_generator")
 
 
 def show_to_every_api_server(collector: Any) -> None:

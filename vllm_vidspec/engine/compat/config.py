@@ -41,7 +41,14 @@ def hook_engine_config(translate: Callable, finish: Callable) -> None:
         if not ours and not is_ours(self.speculative_config):
             original(self)
 
+    def own_config(original, target_hf_overrides=None, *args, **kwargs):
+        if not ours:
+            return original(target_hf_overrides, *args, **kwargs)
+        return target_hf_overrides if callable(target_hf_overrides) else {}
+
     wrap(EngineArgs, "create_engine_config", hooked)
+    # Of a draft whose checkpoints bring heads for multi-token prediction (GLM-OCR, EXAONE 4.5) vLLM would load these.
+    wrap(SpeculativeConfig, "compose_draft_hf_overrides", own_config, "target_hf_overrides")
     # Two vocabularies that are padded differently are no reason to refuse a draft of ours.
     wrap(SpeculativeConfig, "verify_equal_vocab_size_if_draft_model", unless_ours, "self")
     # From 0.33 on a draft's shorter context would shorten the target's; ours goes on without speculation there.

@@ -15,18 +15,18 @@ from vllm_vidspec.engine.cpu import batch_kernels, kernels
 
 
 @contextlib.contextmanager
-def cpu_model_runner(runner_cls: type) -> Iterator[None]:
+def cpu_model_runner(make: Callable) -> Iterator[None]:
     """Make `CPUWorker.init_device` build our runner.
 
     Why: it imports `CPUModelRunner` inside the function, with no method to override (the GPU worker has one).
 
     Args:
-        runner_cls: Ours, a subclass of vLLM's.
+        make: As vLLM's class is called; it returns ours, a subclass.
     """
     import vllm.v1.worker.cpu.model_runner as module
 
     original = module.CPUModelRunner
-    module.CPUModelRunner = runner_cls  # type: ignore[misc, assignment]
+    module.CPUModelRunner = make  # type: ignore[misc, assignment]
     try:
         yield
     finally:

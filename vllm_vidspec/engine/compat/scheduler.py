@@ -4,17 +4,21 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from vllm_vidspec.adapt import Decision
-from vllm_vidspec.config import METHOD
+from vllm_vidspec.config import METHOD, REQUEST_RECORD
 from vllm_vidspec.engine.compat.contract import wrap
+from vllm_vidspec.metrics.carried import Carried
 
 RETUNE = "vidspec_retune"  # the workers' method that changes knobs
 # What travels with vLLM's own dataclasses: with a new request its salt and whether it is drafted for, with a step what
-# is drafted (`Decision`), and with its output what was (`StepReport`).
-_SALT, _IS_SHOWN, _DECISION, _REPORT = (
+# is drafted (`Decision`), with its output what was (`StepReport`), what was counted on another host, and the records
+# of requests that ask.
+_SALT, _IS_SHOWN, _DECISION, _REPORT, _CARRIED, _RECORDS = (
     "_vidspec_cache_salt",
     "_vidspec_is_shown",
     "_vidspec_decision",
     "_vidspec_report",
+    "_vidspec_carried",
+    "_vidspec_records",
 )
 
 
@@ -103,7 +107,10 @@ class _Patches:
     def update(original, scheduler, scheduler_output, model_runner_output):
         if scheduler._vidspec_side is not None:
             scheduler._vidspec_side.observe(scheduler_output, model_runner_output)
-        return original(scheduler, scheduler_output, model_runner_output)
+        outputs = original(scheduler, scheduler_output, model_runner_output)
+        if records := getattr(model_runner_output, _RECORDS, None):
+            _hand_over(records, outputs)
+        return outputs
 
     @staticmethod
     def shutdown(original, scheduler):
@@ -136,9 +143,33 @@ def decision_of(scheduler_output: Any) -> Decision | None:
     return getattr(scheduler_output, _DECISION, None)
 
 
-def attach_report(output: Any, report: "StepReport") -> None:
-    """Attach a report to vLLM's `ModelRunnerOutput`."""
-    setattr(output, _REPORT, report)
+def attach(output: Any, report: "StepReport | None", carried: Carried | None) -> None:
+    """Attach to vLLM's `ModelRunnerOutput` what there is to tell of a step."""
+    if report is not None:
+        setattr(output, _REPORT, report)
+    if carried is not None:
+        setattr(output, _CARRIED, carried)
+
+
+def carried_of(output: Any) -> Carried | None:
+    """Return what vLLM's `ModelRunnerOutput` carries of counts; None where there are none."""
+    return getattr(output, _CARRIED, None)
+
+
+def attach_records(output: Any, records: dict[str, dict[str, Any]]) -> None:
+    """Attach what a step says of requests that ask, by request id, to vLLM's `ModelRunnerOutput`."""
+    setattr(output, _RECORDS, records)
+
+
+def _hand_over(records: dict[str, dict[str, Any]], outputs: Any) -> None:
+    """Put each request's record beside its own new tokens, in the one field of `EngineCoreOutput` that passes any dict
+    on to whoever has sent the request; `api.show_request_records` takes it out there.
+    """
+    for client in outputs.values():
+        for output in client.outputs:
+            if (record := records.get(output.request_id)) is not None and output.new_token_ids:
+                record["tokens"] = list(output.new_token_ids)
+                output.kv_transfer_params = {**(output.kv_transfer_params or {}), REQUEST_RECORD: record}
 
 
 def report_of(output: Any) -> "StepReport":
@@ -147,19 +178,12 @@ def report_of(output: Any) -> "StepReport":
 
 
 class StepReport(NamedTuple):
-    """What the worker reports of a step to the scheduler.
+    """What the worker reports of a step to the scheduler."""
 
-    Attributes:
-        drafted: Requests whose drafts were verified in it; vLLM's placeholders do not count.
-        reading: Requests of whose prompts the draft has prefilled a part in it.
-        reading_s: Host time of that.
-        skipped: Requests that run without speculation for good, reported once.
-    """
-
-    drafted: frozenset[str]
-    reading: frozenset[str]
-    reading_s: float
-    skipped: tuple[str, ...]
+    drafted: frozenset[str]  # Requests whose drafts were verified in it; vLLM's placeholders do not count
+    reading: frozenset[str]  # Requests of whose prompts the draft has prefilled a part in it
+    reading_s: float  # Host time of that
+    skipped: tuple[str, ...]  # Requests that run without speculation for good, reported once
 
 
 _NO_REPORT = StepReport(frozenset(), frozenset(), 0.0, ())

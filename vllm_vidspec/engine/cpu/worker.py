@@ -12,6 +12,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vidspec_kernels.dispatch import load_loops
 from vllm_vidspec.engine.compat.cpu import cpu_model_runner
 from vllm_vidspec.engine.runner import VidSpecModelRunner
+from vllm_vidspec.engine.stages import EarlierStage, is_last
 from vllm_vidspec.engine.worker import VidSpecWorker, tells_why
 from vllm_vidspec.errors import VidSpecError
 
@@ -22,6 +23,10 @@ class VidSpecCPUModelRunner(VidSpecModelRunner, CPUModelRunner):
     """Our runner over vLLM's for the CPU."""
 
 
+class EarlierCPUStage(EarlierStage, CPUModelRunner):
+    """The same of a pipeline stage before the last."""
+
+
 class VidSpecCPUWorker(VidSpecWorker, CPUWorker):
     """CPU worker on Model Runner V2: vLLM's kernels run by Triton's interpreter or a twin, ours as compiled loops."""
 
@@ -29,7 +34,7 @@ class VidSpecCPUWorker(VidSpecWorker, CPUWorker):
     def init_device(self):
         if not self.use_v2_model_runner:
             raise VidSpecError("vidspec needs Model Runner V2, which needs Triton's cpu backend: run `vidspec doctor`")
-        with cpu_model_runner(VidSpecCPUModelRunner):
+        with cpu_model_runner(lambda *args: (VidSpecCPUModelRunner if is_last() else EarlierCPUStage)(*args)):
             super().init_device()
 
     def compile_or_warm_up_model(self):

@@ -202,6 +202,9 @@ class LocalBackend(DraftBackend):
         if new.is_structured and self._trees is not None:
             # A grammar is checked along one line of tokens.
             return "structured", "trees do not draft for structured outputs"
+        if new.is_structured and self._vllm_config.parallel_config.pipeline_parallel_size > 1:
+            # vLLM asks for the last step's drafts to check them, and theirs are of a step before that.
+            return "structured", "pipeline stages do not draft for structured outputs"
         if len(new.token_ids) + 1 >= self._req_states.max_seq_len[new.req_state_idx]:
             return "finished", ""  # the token just sampled is its last
         return None

@@ -37,6 +37,7 @@ from vllm_vidspec import families
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.compat.moved import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm_vidspec.engine.compat.stages import one_stage
 from vllm_vidspec.engine.draft.model_config import (
     draft_config,
     follow,
@@ -111,7 +112,7 @@ class DraftModel:
         else:
             # No prefix: what a quantised checkpoint leaves out, it names as its own modules are called. The names may
             # be the target's, because everything that looks layers up by name belongs to one configuration.
-            with set_model_tag("draft_model"):
+            with set_model_tag("draft_model"), one_stage():
                 self.model = get_model(vllm_config=self.config)
         model_config = self.config.model_config
         self.num_positions = rope_positions(self.model.get_language_model(), model_config.max_model_len)
@@ -172,9 +173,13 @@ class DraftModel:
         return self.config.model_config.get_vocab_size()
 
     @functools.cached_property
+    def family(self) -> families.FamilyAdapter:
+        return families.adapter_for(self.hf_config)
+
+    @functools.cached_property
     def num_media_levels(self) -> int:
         """Embeddings side by side that the tower makes of a visual token; see `FamilyAdapter`."""
-        return families.adapter_for(self.hf_config).num_media_levels(self.hf_config)
+        return self.family.num_media_levels(self.hf_config)
 
     def make_vision_cache(self, num_bytes: int) -> VisionCache:
         """Allocate a cache of vision embeddings, as large as the smallest that any tensor-parallel rank asks for."""
@@ -305,6 +310,7 @@ class DraftModel:
         with (
             self._agreement.collective(),
             compat.without_kv_connector(),
+            one_stage(),
             set_forward_context(
                 metadata,
                 self.config,
@@ -330,9 +336,15 @@ class DraftModel:
         """Return `[n, hidden_size]` input embeddings of the next forward: of `[n]` int64 tokens, and in `[num_media]`
         int64 places of items' `[m_i, num_media_levels * hidden_size]`; those of deeper layers wait for it in the model.
         """
+        is_own = where is not None and self.family.embeds_by_itself
+        if where is not None and not is_own:
+            token_ids = token_ids.index_fill(0, where, 0)  # a visual token's own id may be outside the vocabulary
         if self.num_embeddings < self.vocab_size:
             token_ids = token_ids.clamp(max=self.num_embeddings - 1)  # the target's padding, which means nothing
         with self._agreement.collective():
+            if is_own:
+                is_media = torch.zeros_like(token_ids, dtype=torch.bool).index_fill_(0, where, True)
+                return self.model.embed_input_ids(token_ids, multimodal_embeddings=media, is_multimodal=is_media)
             embeds = self.model.embed_input_ids(token_ids)
         if media:
             # By index, not by vLLM's mask, which has to become one on the host first.
@@ -356,7 +368,7 @@ class DraftModel:
         if frames is None:
             return item
         data = {key: element.data for key, element in item.items()}
-        changed = families.adapter_for(self.hf_config).some_frames(data, frames)
+        changed = self.family.some_frames(data, frames)
         return type(item)({key: replace(element, data=changed.get(key, element.data)) for key, element in item.items()})
 
     def _encode(self, items: list[tuple[str, Any]]) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.utils import get_draft_load_config
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+from vllm.v1.worker.gpu.spec_decode.utils import get_pp_safe_draft_load_config
 
 
 def kv_bytes_per_token(vllm_config: VllmConfig) -> int:
@@ -37,7 +38,7 @@ def draft_config(base: VllmConfig, is_self_draft: bool) -> VllmConfig:
     # vLLM leaves this open, and a forward of which it is not known that it has no experts is agreed upon by all
     # data-parallel engines; only those of one process each (VLLM_DP_SIZE) get that far.
     config.parallel_config.is_moe_model = config.model_config.is_moe
-    config.load_config = get_draft_load_config(base)
+    config.load_config = get_pp_safe_draft_load_config(get_draft_load_config(base))
     config.quant_config = VllmConfig.get_quantization_config(config.model_config, config.load_config)
     return config
 

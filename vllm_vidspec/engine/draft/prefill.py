@@ -28,6 +28,7 @@ from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.report.request_records import RequestRecorder
 from vllm_vidspec.families import adapter_for
 from vllm_vidspec.pruning.prompt import PromptItem, UnsupportedPrompt, choose_kept, plan_prompt, prune
 from vllm_vidspec.pruning.sampled import kept_places
@@ -58,6 +59,7 @@ class DraftPrefill:
         self._failed: list[int] = []  # rows, of the step that runs
         # What was chosen and why, for tools that look at pruning; None while nobody looks.
         self._watched: list[dict[str, Any]] | None = None
+        self.recorder: RequestRecorder | None = None  # where requests may ask what was chosen
 
     # ---- admission: host only --------------------------------------------------------------------------------------
 
@@ -109,7 +111,8 @@ class DraftPrefill:
         if placed is not None:
             plan = dataclasses.replace(plan, items=tuple(self._as_seen(item, placed.positions) for item in plan.items))
         scores = None if message.scores is None else [unit.joined(message.scores) for unit in plan.units]
-        job = PrefillJob(message.req_id, message.req_state_idx, plan, scores, knobs=knobs)
+        is_borrowed = "reused_guidance" in message.outcome
+        job = PrefillJob(message.req_id, message.req_state_idx, plan, scores, knobs=knobs, is_borrowed=is_borrowed)
         for number, unit in enumerate(plan.units):
             if (job.compares or is_ahead) and unit.is_choice:
                 job.kept += [None] * len(unit.places)
@@ -281,8 +284,11 @@ class DraftPrefill:
         media = [embeds for embeds in job.media if embeds is not None]
         job.embeds = torch.cat(media) if media else None
         job.media = []
+        units = job.plan.units
+        if self.recorder is not None:
+            self.recorder.pruned(job.req_state_idx, units, kept, job.scores, job.is_borrowed)
         if self._watched is not None:
-            units, looks = job.plan.units, [look for look in job.looks if look is not None]
+            looks = [look for look in job.looks if look is not None]
             embeddings = [unit.joined(looks) for unit in units] if len(looks) == len(job.looks) else None
             grids, indices = tuple(unit.grid for unit in units), tuple(unit.merged(kept) for unit in units)
             record = {"req_id": job.req_id, "grids": grids, "kept_indices": indices}

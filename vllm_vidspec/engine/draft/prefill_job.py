@@ -30,6 +30,7 @@ class PrefillJob:
     embeds: torch.Tensor | None = None
     num_done: int = 0  # KV entries that the draft has
     knobs: PruneKnobs | None = None  # by which it is pruned; None of text alone
+    is_borrowed: bool = False  # whether some scores are those of an earlier prompt
     # by item that is encoded in parts how many embeddings have been made, and those of them that stay; of items that no
     # cache can gather
     gathered: dict[int, tuple[int, list[torch.Tensor]]] = field(default_factory=dict)

@@ -3,12 +3,14 @@
 import functools
 import itertools
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
+from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -31,6 +33,8 @@ from vllm_vidspec.engine.kv_views import (
 )
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.errors import VidSpecError
+
+logger = init_logger("vllm.vidspec")
 
 READER = Reader("attention guidance", "use a pruner that needs no attention, e.g. uv", (*BACKENDS, FLASHINFER))
 
@@ -80,6 +84,10 @@ class AttentionGuidance(Guidance):
         self.attention = layers
         self._step: _AttentionStep | None = None
         self._error: Exception | None = None  # of an observer, until `after_forward`
+        self._num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+        if len(layers) < self._num_layers:
+            where = (min(layers), max(layers), self._num_layers)
+            logger.info("vidspec: guidance observes the last pipeline stage, layers %d to %d of %d", *where)
         self._select(knobs.current)
         knobs.on_change(self._select)
         for index, layer in layers.items():
@@ -87,7 +95,7 @@ class AttentionGuidance(Guidance):
             compat.observe_attention(layer, functools.partial(self._observe, index), lambda: self._step is not None)
 
     def _select(self, config: VidSpecConfig) -> None:
-        self._layers = chosen_layers(config.prune.guidance_layers, len(self.attention))
+        self._layers = chosen_layers(config.prune.guidance_layers, self._num_layers, self.attention)
 
     def init_kv(self, runner: Any) -> None:
         check_layout(self.attention.values(), READER)
@@ -201,9 +209,16 @@ class AttentionGuidance(Guidance):
         return self._finish(prompt, [mean[item] for item in prompt.items])
 
 
-def chosen_layers(layers: str | tuple[int, ...], num_layers: int) -> frozenset[int]:
-    """Return the layers that `guidance_layers` means in a target of so many; a VidSpecError if it has no such layer."""
+def chosen_layers(layers: str | tuple[int, ...], num_layers: int, here: Collection[int]) -> frozenset[int]:
+    """Return the layers that `guidance_layers` means in a target of so many, of those that are `here`: a pipeline stage
+    observes its own. A VidSpecError if the target has no such layer, or none is here.
+    """
     chosen = range(num_layers) if layers == "all" else layers
     if wrong := [index for index in chosen if not 0 <= int(index) < num_layers]:
         raise VidSpecError(f"guidance_layers: the target has layers 0 to {num_layers - 1}, not {wrong[0]}")
-    return frozenset(int(index) for index in chosen)
+    if not (found := frozenset(int(index) for index in chosen).intersection(here)):
+        raise VidSpecError(
+            f"guidance_layers: only the last pipeline stage is observed, which has layers {min(here)} to {max(here)}: "
+            "name some of them, or all"
+        )
+    return found

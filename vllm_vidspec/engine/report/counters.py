@@ -13,6 +13,7 @@ from vllm.utils.torch_utils import current_stream
 from vllm_vidspec import metrics
 from vllm_vidspec.engine.report.acceptance_alarm import AcceptanceAlarm
 from vllm_vidspec.engine.requests import NewRequest, RequestRows
+from vllm_vidspec.metrics.carried import Carried, CarriedCounts
 from vllm_vidspec.metrics.files import open_for
 from vllm_vidspec.scoring import Tally
 
@@ -52,15 +53,19 @@ class Counters:
         self._is_paused = False
         # What a response says of its own request, where the server was asked for that.
         level = vllm_config.observability_config.per_request_spec_decode_metrics
-        self.counts_requests = self._file is not None and level != "none"
+        self.counts_requests = isinstance(self._file, metrics.MetricsFile) and level != "none"
         self._slots = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] in the file, by persistent row
         self._held: dict[str, int] = {}  # slots of requests that have not finished, running or preempted
         self._pending: list[tuple[np.ndarray, torch.Tensor]] = []  # slots and counts of the step in flight
 
     @staticmethod
-    def _open(vllm_config: Any) -> metrics.MetricsFile | None:
-        """Return the file, on the first rank alone: it has one writer."""
-        return open_for(vllm_config) if get_tensor_model_parallel_rank() == 0 else None
+    def _open(vllm_config: Any) -> metrics.MetricsFile | CarriedCounts | None:
+        """Return the file, or what takes counts to it from another host; on the first rank alone: it has one writer."""
+        if get_tensor_model_parallel_rank() != 0:
+            return None
+        if vllm_config.parallel_config.node_rank_within_dp:  # whose server made a file that nobody reads
+            return CarriedCounts()
+        return open_for(vllm_config) or CarriedCounts()
 
     @property
     def is_paused(self) -> bool:
@@ -97,7 +102,7 @@ class Counters:
     def begin_request(self, request: NewRequest) -> None:
         """Count a request's draft tokens from here on. One that was preempted goes on where it was."""
         if self.counts_requests and not self._is_paused:
-            assert self._file is not None
+            assert isinstance(self._file, metrics.MetricsFile)
             req_id = request.req_id
             if req_id not in self._held:
                 self._held[req_id] = self._file.begin_request(req_id, self._held.values())
@@ -121,11 +126,15 @@ class Counters:
             return None
 
         def publish() -> None:
-            assert self._file is not None
+            assert isinstance(self._file, metrics.MetricsFile)
             for slots, counts in pending:
                 self._file.add_to_requests(slots, counts.numpy())
 
         return publish
+
+    def carried(self) -> Carried | None:
+        """Return what a step's output is to carry to the server; None where its file is here, or for nothing."""
+        return self._file.take() if isinstance(self._file, CarriedCounts) else None
 
     # ---- totals ----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 
 from vllm_vidspec import metrics
-from vllm_vidspec.engine.compat.scheduler import StepReport, attach_report
+from vllm_vidspec.engine.compat.scheduler import StepReport, attach, attach_records
+from vllm_vidspec.metrics.carried import Carried
 from vllm_vidspec.metrics.files import CounterFiles
 
 logger = init_logger("vllm.vidspec")
@@ -55,19 +56,31 @@ class RequestMetricsReader:
 
 class PublishingOutput(AsyncModelRunnerOutput):
     """A step's output that publishes our counts when the device has finished it, before anybody sees the tokens, and
-    brings a report to the scheduler.
+    brings the scheduler a report, what was counted on another host, and requests' records.
     """
 
-    def __init__(self, inner: AsyncModelRunnerOutput, publish: Callable[[], None] | None, report: StepReport | None):
-        self._inner, self._publish, self._report = inner, publish, report
+    def __init__(
+        self,
+        inner: AsyncModelRunnerOutput,
+        publish: Callable[[], None] | None,
+        report: StepReport | None,
+        carried: Carried | None = None,
+        records: Callable[[], dict[str, Any]] | None = None,
+    ):
+        self._inner, self._publish, self._report, self._carried = inner, publish, report, carried
+        self._records = records
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the step, then publish."""
-        output = self._inner.get_output()
+        return self.finish(self._inner.get_output())
+
+    def finish(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Publish a step that the device has finished, and return its output with what it brings."""
         if self._publish is not None:
             self._publish()
-        if self._report is not None:
-            attach_report(output, self._report)
+        attach(output, self._report, self._carried)
+        if self._records is not None:
+            attach_records(output, self._records())
         return output
 
     def get_kv_connector_output(self) -> KVConnectorOutput | None:

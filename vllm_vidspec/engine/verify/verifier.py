@@ -12,6 +12,7 @@ from vllm_vidspec.engine.compat.contract import expect_parameters
 from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.hooks.visual_states import VisualStates
 from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.report.request_records import RequestRecorder
 from vllm_vidspec.engine.verify.node_paths import PathSampler
 from vllm_vidspec.engine.verify.rules import LooseRules
 from vllm_vidspec.engine.verify.step import VerifySlice, VerifyStep
@@ -38,6 +39,7 @@ class CoupledVerifier(RejectionSampler):
         max_path: int = 1,  # the most drafts that can follow each other
         rules: LooseRules | None = None,  # which mismatches may stand; None where every request is verified strictly
         visual: VisualStates | None = None,  # the video's hidden states; None where no rule needs them
+        recorder: RequestRecorder | None = None,  # None where no request may ask for a record of itself
     ):
         super().__init__(sampler, speculative_config, device)
         expect_parameters(
@@ -51,6 +53,7 @@ class CoupledVerifier(RejectionSampler):
         self._counters, self._trees, self._rules, self._visual = counters, trees, rules, visual
         self._step = VerifyStep()
         self._watch: ScoreWatch | None = None
+        self._recorder = recorder
         self.paths = PathSampler(sampler, max_path)
 
     def begin(self, step: VerifyStep) -> None:
@@ -151,6 +154,8 @@ class CoupledVerifier(RejectionSampler):
         self._counters.counted(part.idx_mapping_np, tally)
         if self._watch is not None:
             self._watch.see(part, scored)
+        if self._recorder is not None:
+            self._recorder.see(part, scored)
         return scored
 
     def _get_logprobs_tensors(self, sampled, num_sampled, logits, *args):

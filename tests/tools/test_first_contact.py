@@ -1,0 +1,171 @@
+"""What somebody meets first: examples of every help that work as pasted, wrong options, progress, Ctrl-C, pipes."""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from tools.common import ROOT, invoke, refuses
+from tools.test_cli import commands
+from tools.test_status import server, serving, sound  # noqa: F401 - fixtures
+from vllm_vidspec.cli import app, running
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+EXAMPLES = [
+    line.strip() for one in COMMANDS.values() for line in (one.epilog or "").splitlines() if "  vidspec " in line
+]
+CHEAP = ("plan", "status", "doctor")
+PAGE = "studio"  # which serves until Ctrl-C; see test_studio.py
+ENGINES = [example for example in EXAMPLES if example.split()[1] not in (*CHEAP, PAGE)]
+SILENCE_S = 3.0
+MARK = "VIDSPEC_FIRST_CONTACT"
+
+
+def test_every_command_has_an_example_and_json():
+    for name, command in COMMANDS.items():
+        assert re.search(rf"^  vidspec {name}( |$)", command.epilog or "", re.MULTILINE), name
+        assert name == PAGE or "--json" in [option for one in command.params for option in one.opts], name
+
+
+@pytest.mark.parametrize("example", [example for example in EXAMPLES if example.split()[1] in CHEAP])
+def test_cheap_examples_run(example, sound, serving, monkeypatch):  # noqa: F811
+    """Catches: an example that has fallen behind; colours or folded lines in a pipe; JSON with more in it."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    serving.texts = [sound.text()]
+    args = shlex.split(example.replace("http://127.0.0.1:8000", serving.url))[1:]
+    result = invoke(*args)
+    assert result.exit_code in ((0, 1) if args[0] == "status" else (0,)), result.output
+    assert "\x1b" not in result.stdout and max(map(len, result.stdout.splitlines())) > 80
+    if args[0] != "doctor":  # which takes seconds; see test_cli.py
+        assert json.loads(invoke(*args, "--json", "-").stdout)
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Return what starts an example as pasted in a fresh clone, its output in a pipe, its progress on a terminal.
+
+    It returns the process, the terminal's other end, and what marks it and all that it starts.
+    """
+    marks = []
+
+    def start(example):
+        found = _start(example, tmp_path)
+        marks.append(found[2])
+        return found
+
+    yield start
+    for pid in (pid for mark in marks for pid in marked(mark)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _start(example, folder):
+    (folder / "vllm_vidspec").symlink_to(ROOT / "vllm_vidspec")
+    mark, (ours, theirs) = uuid.uuid4().hex, pty.openpty()
+    command = [sys.executable, "-m", "vllm_vidspec.cli", *shlex.split(example)[1:]]
+    if "--json" not in command and PAGE not in command:
+        command += ["--json", "result.json"]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/kernels", "TERM": "xterm", MARK: mark}
+    options = {"cwd": folder, "env": env, "stderr": theirs, "start_new_session": True}
+    with (folder / "stdout").open("wb") as out:
+        # A shell ignores Ctrl-C for what it runs in the background, and tests may be that.
+        heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+        process = subprocess.Popen(command, stdout=out, preexec_fn=heed, **options)
+    os.close(theirs)
+    return process, ours, mark
+
+
+def marked(mark):
+    """Return the processes that carry a mark."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def listen(process, terminal, until=lambda: False):
+    """Read a terminal to the process's end, or `until`; return the text and the longest silence in seconds."""
+    text, longest, last = b"", 0.0, time.monotonic()
+    while not until():
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                piece = os.read(terminal, 65536)
+            except OSError:  # the other end is closed
+                break
+            text += piece
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        elif process.poll() is not None:
+            break
+    return text.decode(errors="replace"), max(longest, time.monotonic() - last)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ENGINES)
+def test_engine_examples_run_and_are_never_silent(example, started, tmp_path):
+    """Catches: an example that fails; seconds without a sign of life; colours in a pipe; a command without JSON."""
+    process, terminal, mark = started(example)
+    text, silence = listen(process, terminal)
+    assert process.wait(10) == 0, text[-2000:]
+    print(f"longest silence of `{example}`: {silence:.1f} s")
+    assert silence < SILENCE_S
+    stdout = (tmp_path / "stdout").read_text()
+    assert "\x1b" not in stdout
+    assert json.loads(stdout if "--json -" in example else (tmp_path / "result.json").read_text())
+    assert not marked(mark)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("example", [*(one for one in ENGINES if "--json" not in one), "vidspec studio"])
+def test_ctrl_c_leaves_no_process(example, times, started):
+    """Catches: an engine that goes on behind a command that was stopped, once or by somebody impatient."""
+    process, terminal, mark = started(example)
+    text, _ = listen(process, terminal, until=lambda: len(marked(mark)) > 1)
+    listen(process, terminal, until=lambda end=time.monotonic() + 3: time.monotonic() > end)
+    for _ in range(times):
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.5)
+    text += listen(process, terminal)[0]
+    assert process.wait(20) in (130, -signal.SIGINT), text[-2000:]  # a second one may meet the end
+    assert "vidspec: stopped" in text and "Traceback" not in text
+    time.sleep(1)
+    assert not marked(mark)
+
+
+@pytest.mark.parametrize(
+    ("args", "right"),
+    [
+        ("status --url x", "did you mean --server?"),
+        ("status --sever x", "did you mean --server?"),
+        ("demo --model x", "did you mean --target?"),
+        ("calibrate --output x", "did you mean --out or --json?"),
+        ("plan --tensor-parallel-size=2", "did you mean --tp?"),
+        ("bench acceptance --num-prompts 3", "did you mean --requests?"),
+        ("bench speed --max-token 3", "did you mean --max-tokens?"),
+        ("doctor --xyz", "see `root doctor --help`"),
+    ],
+)
+def test_a_wrong_option_is_told_the_right_one(args, right):
+    refuses(right, *args.split())
+
+
+def test_names_that_other_tools_use_lead_to_options_of_ours():
+    names = {option for command in COMMANDS.values() for one in command.params for option in one.opts}
+    assert set(running._ELSEWHERE) <= names

@@ -1,0 +1,136 @@
+"""The page's routes: whose key goes where, what is switched for a vanilla answer, what another site can reach."""
+
+import json
+
+import pytest
+
+from vllm_vidspec.tools import pairs, studio
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("starlette")
+from starlette.testclient import TestClient  # noqa: E402  # where it is installed
+
+ADMIN = "the-operator's"
+GUARD = {studio.GUARD: "1"}
+VIDEO = "data:video/mp4;base64,AAAA"
+ASKED = {"model": "target", "question": "what?", "video": VIDEO}
+
+
+class Server:
+    """A `vllm serve`: it takes two keys, and answers in a stream that says whose it is."""
+
+    def __init__(self, keeps_records=True):
+        self.keeps_records, self.limit, self.seen = keeps_records, None, []
+
+    def __call__(self, request):
+        key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        self.seen.append((request.url.host, request.url.path, key))
+        body = json.loads(request.content or b"null")
+        if request.url.path == studio.KNOBS:
+            if key != ADMIN:
+                return httpx.Response(401, json={"error": "unauthorized"})
+            if body and studio.LIMIT in body:
+                self.limit = body[studio.LIMIT]
+            if body and "pruner" in body:
+                return httpx.Response(400, json={"error": "no such pruner"})
+            return httpx.Response(200, json={"pruner": "specvlm", studio.LIMIT: 5})
+        if key not in ("a", "b"):
+            return httpx.Response(401, json={"error": "Unauthorized"})
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "target"}]})
+        if "vidspec_record" in body and not self.keeps_records:
+            return httpx.Response(400, json={"error": {"message": "vidspec_record: this server keeps none"}})
+        if body["messages"][0]["content"][1]["text"] == "fail":
+            return httpx.Response(400, json={"error": {"message": "no such thing"}})
+        told = {"key": key, "limit": self.limit, "recorded": body.get("vidspec_record", False), "body": body}
+        return httpx.Response(200, content=f"data: {json.dumps(told)}\n\ndata: [DONE]\n\n".encode())
+
+
+@pytest.fixture
+def page(monkeypatch):
+    def make(server, **more):
+        client = staticmethod(lambda: httpx.AsyncClient(transport=httpx.MockTransport(server)))
+        monkeypatch.setattr(studio.Studio, "_client", client)
+        return TestClient(studio.Studio("http://server", **more).app(), base_url="http://127.0.0.1")
+
+    return make
+
+
+def ask(it, side="drafts", key="a", **more):
+    headers = GUARD | {"Authorization": f"Bearer {key}"}
+    answer = it.post(f"/api/ask?side={side}", headers=headers, json=ASKED | more)
+    return json.loads(answer.text.splitlines()[0].removeprefix("data: ")) if answer.status_code == 200 else answer
+
+
+def test_each_caller_has_his_own_key_and_the_operators_goes_to_his_route_alone(page):
+    """Catches: a key that stays for the next caller, the operator's sent where answers are made."""
+    server = Server()
+    it = page(server, admin_key=ADMIN, is_own=True)
+    assert [ask(it, key=key)["key"] for key in "ab"] == ["a", "b"]
+    assert ask(it, key="c")["error"]["message"] == "Unauthorized" and it.get("/api/setup").status_code == 401
+    told = it.get("/api/setup", headers={"Authorization": "Bearer a"}).json()
+    assert (told["model"], told["vanilla"], told["knobs"]["pruner"]) == ("target", "switch", "specvlm")
+    assert ADMIN not in json.dumps(told) + it.get("/").text
+    assert {path == studio.KNOBS for _, path, key in server.seen if key == ADMIN} == {True}
+    assert not [path for _, path, key in server.seen if key != ADMIN and path == studio.KNOBS]
+
+
+def test_a_vanilla_answer_of_its_own_server_is_made_without_drafts(page):
+    """And what was set before holds again afterwards, also where the answer has failed."""
+    server = Server()
+    it = page(server, admin_key=ADMIN, is_own=True)
+    assert ask(it, "vanilla")["limit"] == 0 and server.limit is None and ask(it)["limit"] is None
+    assert it.post("/api/knobs", headers=GUARD, json={studio.LIMIT: 3}).status_code == 200
+    assert ask(it, "vanilla", question="fail")["error"]["message"] == "no such thing" and server.limit == 3
+
+
+def test_somebody_elses_server_is_never_switched(page):
+    server = Server()
+    it = page(server, admin_key=ADMIN)
+    assert ask(it, "vanilla").status_code == 400 and "--vanilla" in ask(it, "vanilla").json()["error"]
+    it = page(server, admin_key=ADMIN, vanilla="http://other/")
+    assert ask(it, "vanilla")["recorded"] is False and server.seen[-1][0] == "other"
+    assert studio.KNOBS not in [path for _, path, _ in server.seen]
+
+
+def test_a_server_without_records_answers_all_the_same(page):
+    assert ask(page(Server()))["recorded"] is True
+    assert ask(page(Server(keeps_records=False)))["recorded"] is False
+
+
+@pytest.mark.parametrize(("path", "body"), [("ask", ASKED), ("knobs", {studio.LIMIT: 0}), ("frames", {})])
+def test_another_sites_script_reaches_nothing(page, path, body):
+    """It cannot send a header of ours without asking first, nor come by another name of this machine."""
+    server = Server()
+    it = page(server, admin_key=ADMIN, is_own=True)
+    assert it.post(f"/api/{path}", json=body).status_code == 400
+    assert it.post(f"/api/{path}", json=body, headers=GUARD | {"Host": "evil.example"}).status_code == 400
+    assert it.options(f"/api/{path}", headers={"Origin": "http://evil.example"}).status_code == 405
+    assert server.seen == []
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"[" * 10_000, json.dumps(ASKED | {"video": "x"}).encode()])
+def test_what_is_wrong_is_one_line(page, body):
+    answer = page(Server()).post("/api/ask?side=drafts", headers=GUARD, content=body)
+    assert answer.status_code == 400 and "\n" not in answer.json()["error"]
+
+
+def test_knobs_are_changed_by_the_operators_route(page):
+    refused = page(Server(), admin_key=ADMIN).post("/api/knobs", headers=GUARD, json={"pruner": "x"})
+    assert (refused.status_code, refused.json()["error"]) == (400, "no such pruner")
+    assert page(Server()).post("/api/knobs", headers=GUARD, json={studio.LIMIT: 0}).status_code == 403
+
+
+def test_frames_are_those_that_the_server_samples(page):
+    pytest.importorskip("cv2")
+    it = page(Server(), num_frames=7)
+    found = it.post("/api/frames", headers=GUARD, content=it.get("/api/sample").content).json()["frames"]
+    assert len(found) == 7 and all(url.startswith("data:image/png;base64,") for url in found)
+    assert "is it a video" in it.post("/api/frames", headers=GUARD, content=b"no video").json()["error"]
+
+
+def test_its_own_server_records_and_may_be_loose():
+    args = studio.own_args(studio.Show(draft_shape="tree-static"), 1234)
+    spec = json.loads(args[args.index("--speculative-config") + 1])
+    assert spec["request_records"] and "loose" in spec["request_scorers"] and spec["draft"] == "tree-static"
+    assert spec["num_speculative_tokens"] == pairs.num_speculative_tokens("tree-static")

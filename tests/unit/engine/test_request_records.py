@@ -1,0 +1,198 @@
+"""Records that requests ask for of themselves: who gets one, of what, and by which way it reaches a response."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm_vidspec.config import REQUEST_RECORD, ScoreKnobs
+from vllm_vidspec.engine.compat import api, scheduler
+from vllm_vidspec.engine.report.request_records import MAX_VISUAL_TOKENS, AnswerRecord, RequestRecorder
+from vllm_vidspec.engine.requests import NewRequest, RequestRows
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.pruning import TokenGrid
+from vllm_vidspec.pruning.frames import PruneUnit
+from vllm_vidspec.scoring import Scored
+from vllm_vidspec.scoring.choices import choose
+
+CPU = torch.device("cpu")
+
+
+def make(*asking, drafted=(), salt=""):
+    """Return a recorder of four rows, those of `asking` with requests that ask, the others with such that do not."""
+    rows = RequestRows(4, CPU)
+    rows.has_draft_np[list(drafted)] = True
+    recorder = RequestRecorder(rows, CPU)
+    for row in range(4):
+        sampling = SimpleNamespace(extra_args={REQUEST_RECORD: True} if row in asking else None)
+        recorder.add(NewRequest(f"r{row}", row, [], [], sampling, cache_salt=salt))
+    return recorder
+
+
+def see(recorder, rows, num_logits, num_sampled, kinds=None):
+    part = SimpleNamespace(idx_mapping_np=np.array(rows), num_logits_np=np.array(num_logits))
+    recorder.see(part, Scored(None, torch.tensor(num_sampled), None, kinds))
+
+
+def test_a_step_is_told_to_those_that_ask_and_to_each_its_own():
+    """Catches: a place in the batch for a row, placeholders that count as drafts, a step told twice."""
+    recorder = make(1, 3, drafted=(0, 1, 3))
+    kinds = torch.tensor([[1, 1, 0, 0], [2, 3, 1, 0], [0, 0, 0, 0]], dtype=torch.int8)
+    see(recorder, [0, 3, 2], [4, 4, 4], [3, 4, 1], kinds)
+    see(recorder, [1], [4], [2])
+    told = recorder.publisher()
+    assert told() == {"r3": {"kinds": [2, 3, 1, 0], "drafted": 3}, "r1": {"kinds": [1, 0], "drafted": 3}}
+    recorder.remove(3)
+    see(recorder, [3, 1], [4, 1], [4, 1])
+    assert recorder.publisher()() == {"r1": {"kinds": [0], "drafted": 0}}
+    recorder.remove(1)
+    assert recorder.publisher() is None and not list(recorder.active_rows())
+    undrafted = make(2)
+    see(undrafted, [2], [4], [2])
+    assert undrafted.publisher()() == {"r2": {"kinds": [0, 0], "drafted": 0}}
+
+
+def test_nobody_asks_and_nothing_is_done():
+    recorder = make()
+    recorder.see(None, None)  # what it would look at is not there
+    recorder.pruned(0, None, None, None, False)
+    assert recorder.publisher() is None
+
+
+def test_what_the_draft_saw_is_told_once_and_bounded():
+    recorder, long = make(1), TokenGrid(MAX_VISUAL_TOKENS, 1, 2)
+    units = [PruneUnit(range(1), TokenGrid(2, 1, 2), 2), PruneUnit(range(1, 2), long, 1)]
+    kept, scores = [torch.tensor([0, 3]), torch.tensor([5])], [torch.tensor([0.1, 0.4, 0.0, torch.nan]), None]
+    for row in (0, 1):
+        recorder.pruned(row, units, kept, scores, is_borrowed=False)
+    (found,) = recorder.publisher()().values()
+    assert found["pruned"] == [
+        {"grid": [2, 1, 2, 0], "num_kept": 2, "kept": [0, 3], "scores": [64, 255, 0, 0]},
+        {"grid": [MAX_VISUAL_TOKENS, 1, 2, 0], "num_kept": 1, "kept": None, "scores": None},
+    ]
+    assert "pruned" not in recorder.publisher()()["r1"]
+
+
+@pytest.mark.parametrize(("salt", "is_told"), [("", False), ("mine", True)])
+def test_nobody_is_told_what_anothers_question_has_scored(salt, is_told):
+    """Where the prefix cache hides a prompt's own scores. Catches: what one key has asked in another's record."""
+    recorder = make(1, salt=salt)
+    recorder.pruned(1, [PruneUnit(range(1), TokenGrid(1, 1, 2), 1)], [torch.tensor([1])], [torch.rand(2)], True)
+    ((seen,),) = (record["pruned"] for record in recorder.publisher()().values())
+    assert seen["num_kept"] == 1 and (seen["kept"] is not None) == (seen["scores"] is not None) == is_told
+    recorder.remove(1)
+    assert not recorder._unsalted
+
+
+def test_a_record_leaves_with_its_own_requests_tokens():
+    """Catches: a record of another request, one without tokens, the loss of what a KV connector says."""
+
+    def output(req_id, tokens, kv=None):
+        return SimpleNamespace(request_id=req_id, new_token_ids=tokens, kv_transfer_params=kv)
+
+    first, second, third, stranger = output("a", [1, 2], {"x": 1}), output("b", [3]), output("c", []), output("d", [4])
+    outputs = {0: SimpleNamespace(outputs=[first, stranger]), 1: SimpleNamespace(outputs=[second, third])}
+    scheduler._hand_over({req_id: {"kinds": [], "drafted": ord(req_id)} for req_id in "abc"}, outputs)
+    assert first.kv_transfer_params == {"x": 1, REQUEST_RECORD: {"kinds": [], "drafted": 97, "tokens": [1, 2]}}
+    assert second.kv_transfer_params == {REQUEST_RECORD: {"kinds": [], "drafted": 98, "tokens": [3]}}
+    assert third.kv_transfer_params is None and stranger.kv_transfer_params is None
+
+
+class Detokenizer:
+    """One that has taken in `length` tokens, and spells each alone."""
+
+    length = 0
+
+    @property
+    def tokenizer(self):
+        return SimpleNamespace(decode=lambda ids, **_: f"<{ids[0]}>")
+
+    def num_output_tokens(self):
+        return self.length
+
+
+def test_an_answers_record_ends_where_the_answer_does():
+    """Catches: kinds of tokens that vLLM has cut, at the end of a step or by a stop string; a step told twice."""
+    detokenizer = Detokenizer()
+    record = AnswerRecord(SimpleNamespace(detokenizer=detokenizer, prompt_token_ids=[1]))
+    detokenizer.length = 1
+    record.add({"tokens": [5], "kinds": [], "drafted": 0})
+    detokenizer.length = 3
+    record.add({"tokens": [6, 7, 8], "kinds": [1, 1, 2, 0], "drafted": 5, "pruned": []})
+    assert record.take() == [
+        {"tokens": [5], "text": ["<5>"], "kinds": [0], "drafted": 0},
+        {"tokens": [6, 7], "text": ["<6>", "<7>"], "kinds": [1, 1], "drafted": 5, "pruned": []},
+    ]
+    assert record.take() == []
+
+
+def test_a_response_has_the_record_only_of_a_request_that_asks(monkeypatch):
+    """Through vLLM's own outputs, merged as for a slow client. Catches: the field without being asked for."""
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.output_processor import RequestState
+
+    def output(self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params=None, error=None):
+        return SimpleNamespace(kv=kv_transfer_params, error=error) if finish_reason else None
+
+    monkeypatch.setattr(RequestState, "make_request_output", output)
+    monkeypatch.setattr(RequestOutput, "add", RequestOutput.add)
+
+    async def lines(self, request, result_generator):
+        async for result in result_generator:
+            yield f'data: {{"text": "é{result.finished}"}}\n\n'
+        yield "data: [DONE]\n\n"
+
+    async def full(self, request, result_generator):
+        async for result in result_generator:
+            response = result
+        return response
+
+    monkeypatch.setattr(OpenAIServingChat, "chat_completion_stream_generator", lines)
+    monkeypatch.setattr(OpenAIServingChat, "chat_completion_full_generator", full)
+    api.show_request_records(REQUEST_RECORD, AnswerRecord)
+
+    # As vLLM does for a step, for the last one, and for an abort: there by name.
+    state = RequestState.__new__(RequestState)
+    state.detokenizer, state.prompt_token_ids = Detokenizer(), []
+    state.detokenizer.length = 2
+    for tokens, reason, kv in (([5], None, {}), ([6], "stop", {"x": 1})):
+        step = {REQUEST_RECORD: {"tokens": tokens, "kinds": [], "drafted": 0}}
+        last = state.make_request_output(tokens, None, reason, None, kv | step, error="e")
+    assert (last.kv, last.error) == ({"x": 1}, "e") and [one["tokens"] for one in last._vidspec_record] == [[5], [6]]
+    other = RequestState.__new__(RequestState)
+    names = {"new_token_ids": [], "pooling_output": None, "finish_reason": "abort", "stop_reason": None}
+    aborted = other.make_request_output(**names, kv_transfer_params=None)
+    assert aborted.kv is None and not hasattr(aborted, "_vidspec_record")
+
+    merged = RequestOutput("r", None, [], None, [], False)
+    merged._vidspec_record = [{"drafted": 1}]
+    later = RequestOutput("r", None, [], None, [], True)
+    later._vidspec_record = [{"drafted": 2}]
+    merged.add(later, aggregate=True)
+
+    async def told(extra, n=1):
+        async def results():
+            yield merged
+
+        request = SimpleNamespace(model_extra=extra, n=n)
+        return [line async for line in OpenAIServingChat.chat_completion_stream_generator(None, request, results())]
+
+    asked = asyncio.run(told({REQUEST_RECORD: True}))
+    assert json.loads(asked[0][6:]) == {"text": "éTrue", REQUEST_RECORD: [{"drafted": 1}, {"drafted": 2}]}
+    assert asked[1] == "data: [DONE]\n\n"
+    for extra, n in ((None, 1), ({}, 1), ({REQUEST_RECORD: False}, 1), ({REQUEST_RECORD: True}, 2)):
+        assert asyncio.run(told(extra, n)) == ['data: {"text": "éTrue"}\n\n', asked[1]]
+
+
+@pytest.mark.parametrize(("value", "said"), [(True, "start it with request_records"), ("yes", "true or false")])
+def test_a_server_without_the_opt_in_refuses(value, said):
+    with pytest.raises(VidSpecError, match=said):
+        choose({REQUEST_RECORD: value}, ScoreKnobs(), has_records=False)
+    choose({REQUEST_RECORD: False}, ScoreKnobs(), has_records=False)
+    choose({REQUEST_RECORD: True}, ScoreKnobs())

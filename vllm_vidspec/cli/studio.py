@@ -1,0 +1,47 @@
+"""`vidspec studio`."""
+
+from typing import Annotated, Any
+
+import typer
+
+from vllm_vidspec.cli import options, running
+
+
+def studio(
+    server: Annotated[
+        str | None, typer.Option(metavar="URL", help="A running `vllm serve`. Default: the bundled pair is served.")
+    ] = None,
+    vanilla: Annotated[str | None, typer.Option(metavar="URL", help="One without vidspec, to compare with.")] = None,
+    family: options.Family = "qwen2.5-vl",
+    draft_shape: Annotated[str, typer.Option(help="Of the bundled pair: chain, tree-static, tree-adaptive.")] = "chain",
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(help="Of the bundled pair: draft tokens per verify step.")
+    ] = None,
+    frames: Annotated[
+        int | None, typer.Option(min=1, help="Frames to which the server samples a video. Default: 32.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; 0: a free one.")] = 8010,
+    log_dir: Annotated[str | None, typer.Option(help="Folder for the server's log.")] = None,
+) -> None:
+    """Watch drafts on a local page: which tokens were drafted, what the draft saw of the video, how fast it is.
+
+    With a server of your own, VIDSPEC_ADMIN_KEY lets the page change its knobs, and "request_records": true in its
+    speculative configuration lets it colour tokens.
+    """
+    given = locals()
+    from vllm_vidspec.tools import studio as page
+
+    out = running.console()
+    said = {
+        "server": lambda of: out.print("Starting the bundled pair…"),
+        "ready": lambda of: out.print(f"The server is ready after {of['seconds']:.0f} s."),
+        "page": lambda of: out.print(f"Open [bold]{of['url']}[/bold] in a browser; Ctrl-C ends it."),
+    }
+    with out.status("starting") as shown:
+
+        def tell(what: str, of: dict[str, Any]) -> None:
+            said[what](of)
+            if what == "page":
+                shown.stop()
+
+        page.run(options.pick(page.Show, given), tell)
