@@ -16,11 +16,9 @@ from safetensors.torch import load_file, save_file
 from tests.engine import harness
 from tests.engine.harness import QWEN, Engine
 from vllm_vidspec import metrics
-from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.tools import pairs
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-import quantise
 
 RANK = 4
 Found = tuple[dict[str, int], str]  # our counters, and what else there is to say
@@ -78,6 +76,8 @@ def quantised(kind: str, cache: str | None = None, dtype: str = "float32") -> Ca
     """
 
     def case(folder: Path) -> Found:
+        import quantise
+
         made = {
             role: str(quantise.quantise(Path(pairs.checkpoint(QWEN, role)), folder / role, kind, cache))
             for role in ("target", "draft")
@@ -101,6 +101,8 @@ def fp8_cache(_: Path) -> Found:
 
 def fp8_draft_cache(_: Path) -> Found:
     """The draft's alone: a byte a number, and the pool is smaller by as much."""
+    from vllm_vidspec.engine.kv_views import attention_layers
+
     taken: dict[str, int] = {}
 
     @contextlib.contextmanager

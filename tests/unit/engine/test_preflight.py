@@ -137,6 +137,7 @@ def finished(**changed) -> SimpleNamespace:
         *("lora_config", "watermark_config", "multimodal_config", "kv_transfer_config", "is_encoder_decoder"),
         *("is_hybrid", "enable_batch_sharded_sampling", "skip_tokenizer_init", "use_ubatching"),
         *("requires_raw_input_tokens", "is_mm_prefix_lm", "disable_hybrid_kv_cache_manager", "is_moe"),
+        "kv_cache_dtype",
     )
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "offload_group_size": 0, "data_parallel_size": 1}
     runs = {"offload_backend": "auto", "use_v2_model_runner": True, "hf_config": KNOWN, "pipeline_parallel_size": 1}
@@ -158,7 +159,7 @@ def engines(target: bool, draft: bool) -> dict:
     return {
         "data_parallel_size": 2,
         "is_moe": target,
-        "speculative_config": SimpleNamespace(draft_model_config=draft_config),
+        "speculative_config": SimpleNamespace(draft_model_config=draft_config, kv_cache_dtype=None),
     }
 
 
