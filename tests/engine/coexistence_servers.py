@@ -149,10 +149,10 @@ def _namespaces() -> Iterator[None]:
         yield
 
 
-def nodes(folder: Path, kind: str = "tensor") -> tuple[dict[str, int], str]:
-    """A rank, or a pipeline stage, on each of two nodes, with nothing but a network in common."""
+def nodes(folder: Path) -> tuple[dict[str, int], str]:
+    """A rank of target and draft on each of two nodes, with nothing but a network in common."""
     expected, port, cores = _vanilla(LLAVA), 8000, sorted(os.sched_getaffinity(0))
-    settings = {f"{kind}_parallel_size": 2, "nnodes": 2, "master_addr": _NODES[0][2], "master_port": 29555}
+    settings = {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": _NODES[0][2], "master_port": 29555}
     settings |= SMALL | {"distributed_executor_backend": "mp"}
     serve = [str(Path(sys.executable).with_name("vllm")), "serve"]
     serve += pairs.serve_args(LLAVA, "draft", port=port, overrides=settings, pruner="uniform", on_draft_error="raise")
@@ -171,12 +171,7 @@ def nodes(folder: Path, kind: str = "tensor") -> tuple[dict[str, int], str]:
     found = json.loads(asked.stdout.splitlines()[-1])
     assert found["token_ids"] == expected
     assert found["counted"]["accepted_tokens"] > 0
-    what = "a rank in each" if kind == "tensor" else "a stage in each, the draft on the second"
-    return found["counted"], f"; two network namespaces, {what}, counters on the first node's /metrics"
-
-
-def staged_nodes(folder: Path) -> tuple[dict[str, int], str]:
-    return nodes(folder, "pipeline")
+    return found["counted"], "; two network namespaces, a rank in each, counters on the first node's /metrics"
 
 
 def _from_inside(port: int) -> None:

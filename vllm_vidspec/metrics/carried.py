@@ -18,7 +18,7 @@ class CarriedCounts:
     """Stands in for a `MetricsFile` where a worker counts; `take` what its next output is to carry."""
 
     def __init__(self) -> None:
-        self._counts = np.zeros(len(NAMES), dtype=np.int64)
+        self._counts: np.ndarray = np.zeros(len(NAMES), dtype=np.int64)  # [len(NAMES)]
         self._gauges: dict[str, int] = {}
 
     def add(self, name: str, value: int = 1) -> None:
