@@ -155,7 +155,7 @@ def test_images_that_keep_nothing_leave_their_text(positions):
     planned = plan(*[SMALL] * 4, ratio=0.9, positions=positions)
     (unit,) = planned.units
     pruned = prune(planned, unit.split(torch.tensor([6, 23])))
-    assert pruned.token_ids.tolist() == [7, 7, 7, 7, 0, 7, 7, 7, 7, 0, 7, 7, 7]
+    assert pruned.token_ids.tolist() == [7, 7, 7, 7, 99, 7, 7, 7, 7, 99, 7, 7, 7]
     assert pruned.media_at.tolist() == [4, 9]
     expected = [0, 1, 8, 9, 10, 16, 17, 24, 25, 31, 32, 33, 34] if positions == "original" else list(range(13))
     assert pruned.positions.tolist() == [expected] * 3
