@@ -52,6 +52,7 @@ def stand_in_for_flashinfer() -> None:
 
         def plan(self, *args: Any, **kwargs: Any) -> None:
             vars(self).update({f"_{name}": value for name, value in kwargs.items()})
+            self._logits_soft_cap = kwargs.get("logits_soft_cap") or 0.0
 
         def run(self, query: torch.Tensor, kv_cache: Any, *, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             return out.zero_()
