@@ -39,27 +39,32 @@ class AcceptanceTable:
         self.classes[slot] = min(class_index, _MOST_CLASSES - 1)
 
     def observe(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray, is_chain: bool) -> None:
-        """Take in a verify step.
+        """Take in verify steps that followed one another and verified as many draft tokens.
 
         Args:
             slots: `[n]` int64, distinct.
-            drafted: `[n]` draft tokens that were verified of each.
-            accepted: `[n]` how many of them were accepted.
+            drafted: `[n]` draft tokens that were verified of each, in each step.
+            accepted: `[s, n]` how many of them were accepted; -1 where none was verified.
             is_chain: Whether they were chains; trees otherwise.
         """
-        gained = np.zeros((2, len(slots), self.num_positions + 1))
+        num_steps = len(accepted)
+        ages = np.arange(num_steps)[::-1]
+        gained = np.zeros((2, *accepted.shape, self.num_positions + 1))
         if is_chain:
-            num_accepted = accepted[:, None]
-            np.less(self._positions, np.minimum(num_accepted + 1, drafted[:, None]), out=gained[0, :, :-1])
-            np.less(self._positions, num_accepted, out=gained[1, :, :-1])
+            num_accepted = accepted[..., None]
+            np.less(self._positions, np.minimum(num_accepted + 1, drafted[:, None]), out=gained[0, ..., :-1])
+            np.less(self._positions, num_accepted, out=gained[1, ..., :-1])
         else:
-            gained[0, :, -1], gained[1, :, -1] = 1.0, accepted
-        self._own[:, slots] = _REQUEST_DECAY * self._own[:, slots] + gained
+            gained[0, ..., -1], gained[1, ..., -1] = accepted >= 0, np.maximum(accepted, 0)
+        kept = _REQUEST_DECAY**num_steps * self._own[:, slots]
+        self._own[:, slots] = kept + np.einsum("s,tsnk->tnk", _REQUEST_DECAY**ages, gained)
         classes = self.classes[slots]
         counts = np.bincount(classes)
         for c in np.flatnonzero(counts).tolist():
-            mine = gained if counts[c] == len(classes) else gained[:, classes == c]
-            self._of_class[:, c] = 0.5 ** (counts[c] / _HALF_LIFE) * self._of_class[:, c] + mine.sum(axis=1)
+            mine = gained if counts[c] == len(classes) else gained[:, :, classes == c]
+            decay = 0.5 ** (counts[c] / _HALF_LIFE)
+            of_steps = np.einsum("s,tsnk->tk", decay**ages, mine)
+            self._of_class[:, c] = decay**num_steps * self._of_class[:, c] + of_steps
 
     def tries(self, class_index: int) -> float:
         """Return how many recent verify steps of a class are known."""

@@ -287,62 +287,66 @@ class Controller:
 
     def observe(
         self,
+        num_tokens: np.ndarray,
+        seconds: Sequence[float],
         decision: Decision,
         req_ids: list[str],
         drafted: np.ndarray,
-        num_tokens: np.ndarray,
         is_chain: bool,
-        seconds: float | None,
         is_steady: bool = True,
         reading: frozenset[str] = frozenset(),
         reading_s: float = 0.0,
-        num_steps: int = 1,
         is_real: np.ndarray | None = None,
     ) -> None:
-        """Take in the output of a step, or of several steps that were alike.
+        """Take in the output of a step, or of several alike that followed one another.
 
         Args:
-            decision: What it drafted by, for the step after it.
-            req_ids: Its requests.
-            drafted: `[n]` draft tokens that were verified of each, placeholders included; 0 where there was none.
-            num_tokens: `[n]` tokens that each has got.
+            num_tokens: `[s, n]` tokens that each request has got in each step.
+            seconds: How long each step took; empty where they have read prompts.
+            decision: What they drafted by, for the step after them.
+            req_ids: Their requests.
+            drafted: `[n]` draft tokens that each step verified of each, placeholders included; 0 where there was none.
             is_chain: Whether the verified drafts were chains.
-            seconds: How long it took; None where it has read prompts.
-            is_steady: Whether the step before it drafted by the same decision, so that it has verified what it says.
+            is_steady: Whether the step before drafted by the same decision, so that they have verified what it says.
             reading: Requests of whose prompts the draft has prefilled a part in this step.
             reading_s: Host time of that.
-            num_steps: How many there were; `seconds` is what each took.
             is_real: `[n]` bool: whose draft tokens were more than placeholders; None: all were.
         """
         slots = self._slots_of(req_ids)
         is_known = slots >= 0
         if not is_known.all():
-            slots, drafted, num_tokens = slots[is_known], drafted[is_known], num_tokens[is_known]
+            slots, drafted, num_tokens = slots[is_known], drafted[is_known], num_tokens[:, is_known]
             is_real = None if is_real is None else is_real[is_known]
-        self._tokens[slots] += num_tokens
-        had = (drafted > 0) & (num_tokens > 0)  # placeholders cost as much as real draft tokens
+        gained = num_tokens.sum(axis=0)
+        self._tokens[slots] += gained
+        had = (drafted > 0) & (gained > 0)  # placeholders cost as much as real draft tokens
         real = had if is_real is None else had & is_real
         if real.any():
-            some = slots[real]
-            self.acceptance.observe(some, drafted[real], num_tokens[real] - 1, is_chain)
-            self._probe_left[some] = np.maximum(self._probe_left[some] - 1, 0)
-            self._verify_steps[some] += 1
-            self._verify_tokens[some] += num_tokens[real]
-        self._left -= num_steps
-        self._usual_size += _NEW_SIZE * (len(slots) - self._usual_size)
+            some, of_some = slots[real], num_tokens[:, real]
+            self.acceptance.observe(some, drafted[real], of_some - 1, is_chain)
+            verified = np.count_nonzero(of_some, axis=0)
+            self._probe_left[some] = np.maximum(self._probe_left[some] - verified, 0)
+            self._verify_steps[some] += verified
+            self._verify_tokens[some] += gained[real]
+        self._left -= len(num_tokens)
+        self._usual_size += (1 - (1 - _NEW_SIZE) ** len(num_tokens)) * (len(slots) - self._usual_size)
         place = self._places.get(decision.option, self._places[REST])
         if reading:
-            if seconds is not None:
-                reading_s = max(reading_s, seconds - self._step(self._batch(slots), place, had).seconds[0])
+            if seconds:
+                reading_s = max(reading_s, seconds[0] - self._step(self._batch(slots), place, had).seconds[0])
             starting = self._slots_of(reading)
             starting = starting[starting >= 0]
             self._start_s[starting] += reading_s / max(len(starting), 1)
-        if seconds is not None:
-            self._trials.elapsed_s += num_steps * seconds
-            self._unmeasured += num_steps
-            if reading or self._unmeasured >= _MEASURE_EVERY or not self._is_measured:
-                is_alike = is_steady and not reading and (decision.option.num_tokens > 0) == had.any()
-                self._measure(place, slots, had, seconds, is_alike)
+        if not seconds:
+            return
+        self._trials.elapsed_s += sum(seconds)
+        self._unmeasured += len(seconds)
+        is_alike = is_steady and not reading and (decision.option.num_tokens > 0) == had.any()
+        if not self._is_measured or reading:
+            for each_s in seconds:
+                self._measure(place, slots, had, each_s, is_alike)
+        elif self._unmeasured >= _MEASURE_EVERY:
+            self._measure(place, slots, had, sorted(seconds)[len(seconds) // 2], is_alike)
 
     def _measure(self, place: int, slots: np.ndarray, drafted: np.ndarray, seconds: float, is_alike: bool) -> None:
         """Let the costs learn of a step.

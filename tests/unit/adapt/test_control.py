@@ -119,9 +119,9 @@ class SimulatedEngine:
         seconds += reading_s
         self.seconds += seconds
         is_steady = self._last is not None and self._last.number == decision.number
-        measured_s = seconds if self._last else None
-        reading = frozenset(starters)
-        self.controller.observe(decision, ids, drafted, 1 + accepted, True, measured_s, is_steady, reading, reading_s)
+        measured_s, reading = [seconds] if self._last else [], frozenset(starters)
+        tokens = 1 + accepted[None]
+        self.controller.observe(tokens, measured_s, decision, ids, drafted, True, is_steady, reading, reading_s)
         self._last = decision
         self.decisions.append(decision)
         for req_id, request, gained in zip(ids, requests, (1 + accepted).tolist(), strict=True):
@@ -275,10 +275,10 @@ def test_a_tree_is_chosen_where_it_gains_more():
     for _ in range(300):
         decision = controller.decide(["a"])
         verified = REST if last is None else last.option
-        drafted, num_tokens = np.array([verified.num_tokens]), np.array([tokens[verified]])
+        drafted, num_tokens = np.array([verified.num_tokens]), np.array([[tokens[verified]]])
         is_steady = last is not None and last.number == decision.number
         seconds = 0.010 + 0.001 * decision.option.num_levels
-        controller.observe(decision, ["a"], drafted, num_tokens, verified.is_prefix, seconds, is_steady)
+        controller.observe(num_tokens, [seconds], decision, ["a"], drafted, verified.is_prefix, is_steady)
         last = decision
     assert last.option == tree
 
