@@ -1,31 +1,20 @@
 """SchedulerControl: the controller (`adapt/control.py`) on vLLM's scheduler: how many tokens each step drafts."""
 
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from vllm.logger import init_logger
 
 from vllm_vidspec import metrics
-from vllm_vidspec.adapt import REST, Controller, Decision, Option, class_label
+from vllm_vidspec.adapt import REST, Controller, Decision, Option, StepKind, class_label
 from vllm_vidspec.config import Plan, VidSpecConfig
 from vllm_vidspec.engine.compat import scheduler as compat
 from vllm_vidspec.names import CLASS_LABELS
 
 logger = init_logger("vllm.vidspec")
 
-_WAITING_STEPS = 16  # steps that the controller takes in together: a step's work evicts its code from the caches
 _GREEDY = 1e-5  # a temperature below this is vLLM's argmax
-
-
-class _Alike(NamedTuple):
-    """Steps that followed one another and are alike, which the controller has yet to take in."""
-
-    key: tuple  # What they have in common; nothing where no other step may join
-    is_timed: bool  # Whether the controller learns from how long they took
-    what: tuple  # What it is told of all of them
-    num_tokens: list[np.ndarray]  # `[n]` of each step: tokens that each request has got
-    seconds: list[float]  # That each step took; empty if they are not timed
 
 
 class SchedulerControl:
@@ -53,8 +42,8 @@ class SchedulerControl:
         self._is_resting: dict[int, bool] = {}  # by place in `Controller.classes`, as logged last
         # Of the last step's output: when it came, and by what decision.
         self._last: tuple[float, Decision | None] = (0.0, None)
-        self._waiting: list[_Alike] = []
-        self._num_waiting = 0  # steps
+        # Of the last step: by what steps alike are known, what the controller is told of them, whether they are timed.
+        self._alike: tuple[tuple, Any, bool] = ((), None, False)
 
     def _option(self, plan: Plan) -> Option:
         """Return a plan as the controller knows it; with a drafter process of its own no draft forward runs here."""
@@ -85,7 +74,6 @@ class SchedulerControl:
         total, params = sum(num_visual.values()), request.sampling_params
         is_sampled = params is not None and params.temperature > _GREEDY
         label, num_tokens = class_label(num_visual["video"], num_visual["image"]), request.num_tokens
-        self._take_in()
         shown = self._controller.add(
             request.request_id, label, (is_sampled, way), num_tokens, num_tokens - total + int(num_kept)
         )
@@ -125,13 +113,11 @@ class SchedulerControl:
             most: Draft tokens that no request may exceed; None for as many as was configured.
         """
         req_ids = list(scheduler_output.num_scheduled_tokens)
-        if scheduler_output.finished_req_ids:
-            self._take_in()
-        elif self._num_waiting >= self._controller.steps_left:
-            self._take_in()
-        for req_id in scheduler_output.finished_req_ids:
-            ended = self._controller.remove(req_id)
-            if ended is not None and self._file is not None:
+        self._controller.remove(scheduler_output.finished_req_ids)
+        if not req_ids:
+            self._controller.learn()
+        for ended in self._controller.take_ended():
+            if self._file is not None:
                 self._file.add(f"steps_{CLASS_LABELS[ended.label]}", ended.verify_steps)
                 self._file.add(f"tokens_{CLASS_LABELS[ended.label]}", ended.verify_tokens)
         if self._config.has_schedule and req_ids:
@@ -156,27 +142,15 @@ class SchedulerControl:
         is_timed = last is not None and not scheduler_output.scheduled_new_reqs
         num_scheduled = scheduler_output.total_num_scheduled_tokens
         key = (decision, last, req_ids, report.drafted, len(drafts), num_scheduled, is_timed)
-        if report.reading or not self._waiting or self._waiting[-1].key != key:
+        if self._alike[0] != key or report.reading:
             rows = np.array([len(drafts.get(req_id, ())) for req_id in req_ids], dtype=np.int64)
             is_real = np.array([req_id in report.drafted for req_id in req_ids], dtype=bool)
-            # A step of decoding alone schedules a token of each request, and the draft tokens.
-            is_timed = is_timed and num_scheduled == num_reqs + int(rows.sum())
             is_chain = last is None or last.option.is_prefix
             is_steady = last is not None and last.number == decision.number
-            what = (decision, req_ids, rows, is_chain, is_steady, report.reading, report.reading_s, is_real)
-            self._waiting.append(_Alike(() if report.reading else key, is_timed, what, [], []))
-        steps = self._waiting[-1]
-        steps.num_tokens.append(num_tokens)
-        if steps.is_timed:
-            steps.seconds.append(now - before)
-        self._num_waiting += 1
-        if report.skipped or self._num_waiting == _WAITING_STEPS:
-            self._take_in()
-            self._controller.cannot_draft(report.skipped)
-
-    def _take_in(self) -> None:
-        """Let the controller observe the steps that wait for it."""
-        for steps in self._waiting:
-            self._controller.observe(np.array(steps.num_tokens), steps.seconds, *steps.what)
-        self._waiting.clear()
-        self._num_waiting = 0
+            kind = StepKind(decision, req_ids, rows, is_chain, is_steady, report.reading, report.reading_s, is_real)
+            # A step of decoding alone schedules a token of each request, and the draft tokens.
+            is_pure = num_scheduled == num_reqs + int(rows.sum())
+            self._alike = () if report.reading else key, kind, is_timed and is_pure
+        _, kind, is_timed = self._alike
+        self._controller.observe(kind, num_tokens, now - before if is_timed else None)
+        self._controller.cannot_draft(report.skipped)
