@@ -54,7 +54,7 @@ DEFAULTS: dict[str, Any] = {"enforce_eager": False}
 # FlashAttention as GPUs get it that are neither Hopper nor sm_100: it splits no keys over several query rows.
 GRAPHS_FA2 = GRAPHS | {"attention_config": {"flash_attn_version": 2}}
 GRAPHS_FP8 = GRAPHS | {"kv_cache_dtype": "fp8"}
-FLASHINFER = {"attention_config": {"backend": "FLASHINFER"}, "kv_cache_dtype": "fp8"}
+FLASHINFER = GRAPHS | {"attention_config": {"backend": "FLASHINFER"}, "kv_cache_dtype": "fp8"}
 OFFLOADING = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
@@ -117,8 +117,10 @@ class Case:
         if self.is_whole:
             few = {"weights": self.weights, "share": 14} if self.weights else {}
             where = made_up.write_pair(self.family, Path(tempfile.mkdtemp(prefix="null-gpu-")), **few)
-            spec = {"draft": where["draft"], "on_draft_error": "raise", **(self.spec or {})}
-            return made_up.user_kwargs(where, self.spec and pairs.speculative_config(self.family, **spec))
+            if self.spec is None:
+                return made_up.user_kwargs(where, None)
+            spec = {"draft": where["draft"], "on_draft_error": "raise", **self.spec}
+            return made_up.user_kwargs(where, pairs.speculative_config(self.family, **spec))
         released = self._write_released() if self.released else {}
         overrides = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": True}
         overrides |= self.overrides | released.pop("overrides", {})
@@ -245,7 +247,8 @@ _ALL = (
          most_launches=50),
     Case("chain FlashInfer", {}, overrides=FLASHINFER, before=stand_in_for_flashinfer, after=sums_of_guidance,
          **_ONE_STEP),
-    *(Case(f"chain {name} as it loads", {"quantization": method}, overrides={"quantization": method}, **_ONE_STEP)
+    *(Case(f"chain {name} as it loads", {"quantization": method}, overrides=GRAPHS | {"quantization": method},
+           **_ONE_STEP)
       for name, method in (("fp8", "fp8_per_tensor"), ("int8", "int8_per_channel_weight_only"))),
     *(Case(f"chain {name} weights", {}, is_whole=True, weights=name, **_SLOW, **_ONE_STEP)
       for name in made_up.QUANTISED),
