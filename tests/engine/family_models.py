@@ -52,8 +52,9 @@ class Family:
     visual: dict[str, str]
     limits: dict[str, int]
     with_metadata: bool = False
-    # As transformers 5 writes a module's weights -> as released checkpoints, and so vLLM, call them.
+    # As transformers 5 writes a module's weights -> as released checkpoints, and so vLLM, call them; the architecture.
     released_names: dict[str, str] = dataclasses.field(default_factory=dict)
+    architecture: str = ""
     # (its configuration, a folder): writes the weights, where vLLM runs a part of transformers' model.
     write: Callable[[Any, Path], None] | None = None
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)  # arguments of `LLM`
@@ -76,6 +77,9 @@ def build(name: str, folder: Path, seed: int = 0) -> str:
         model = getattr(transformers, config.architectures[0])(config).float()
         _widen(model)
         model.save_pretrained(folder)
+    if family.architecture:
+        config.architectures = [family.architecture]
+        config.save_pretrained(folder)
     family.processor(tokenizer).save_pretrained(folder)
     _rename(folder / "model.safetensors", family.released_names)
     return str(folder)
@@ -243,6 +247,19 @@ def _exaone_processor(tokenizer: Any) -> Any:
     return transformers.Exaone4_5_Processor(
         transformers.Qwen2VLImageProcessor(size=_SIZE), tokenizer, transformers.Qwen2VLVideoProcessor(size=_SIZE)
     )
+
+
+def _clova(ids: dict[str, int], text: dict[str, Any]) -> Any:
+    text |= {"model_type": "hyperclovax", "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    vision = _PATCHES | {"intermediate_size": 128, "window_size": 56, "fullatt_block_indexes": [1]}
+    return _config("HyperCLOVAXVisionV2", text, vision | {"out_hidden_size": 64}, **ids)
+
+
+def _clova_processor(tokenizer: Any) -> Any:
+    import transformers
+
+    image, video = transformers.Qwen2VLImageProcessor(size=_SIZE), transformers.Qwen2VLVideoProcessor(size=_SIZE)
+    return transformers.HyperCLOVAXVisionV2Processor(image, tokenizer, video)
 
 
 def _omni(kind: str) -> Callable[[dict[str, int], dict[str, Any]], Any]:
@@ -415,6 +432,19 @@ FAMILIES = {
         visual={"video": "<video>\n"},
         limits={"video": 1},
         released_names={"vision_tower.": "vision_tower.vision_model."},
+    ),
+    "hyperclovax": Family(
+        tokens={"image_token_id": "<|IMAGE_PAD|>", "video_token_id": "<|VIDEO_PAD|>"},
+        config=_clova,
+        processor=_clova_processor,
+        visual={kind: f"<|{kind}_start|><|{kind.upper()}_PAD|><|{kind}_end|>" for kind in ("image", "video")},
+        limits={"image": 2, "video": 2},
+        architecture="HCXVisionV2ForCausalLM",
+        released_names={
+            "model.language_model.": "model.language_model.model.",
+            "language_model.model.lm_head": "language_model.lm_head",
+            "vision_projector": "mm_projector",
+        },
     ),
     # It has no adapter.
     "exaone4.5": Family(

@@ -43,8 +43,8 @@ def start(name: str, model: str, draft: str | None, **spec: Any) -> Any:
     return harness.engine(QWEN, draft, overrides | family.overrides, **spec)
 
 
-# Close to GLM-4.1V: other layers in the tower, or experts.
-SLOW = ("glm-ocr", "glm-v-moe")
+# Close to another: GLM-4.1V with other layers in the tower, or experts; the tower of Qwen2.5-VL.
+SLOW = ("glm-ocr", "glm-v-moe", "hyperclovax")
 FAST = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in family_models.FAMILIES]
 
 
