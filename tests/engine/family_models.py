@@ -48,7 +48,7 @@ class Family:
 
     tokens: dict[str, str]
     config: Callable[[dict[str, int], dict[str, Any]], Any]
-    processor: Callable[[Any], Any]
+    processor: Callable[..., Any]
     visual: dict[str, str]
     limits: dict[str, int]
     with_metadata: bool = False
@@ -100,8 +100,11 @@ def write_released(name: str, model: str, num_layers: int, folder: Path) -> str:
     holder["text_config"]["num_hidden_layers"] = num_layers
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    sides = {"side": released.DATA[name]["processor"]["size"]} if name == "internvl" else {}
-    family.processor(tokenizer, **sides).save_pretrained(folder)
+    settings = released.DATA[name]["processor"]
+    other = {"side": settings["size"]} if "size" in settings else {}
+    if settings.get("patch_size", _PATCHES["patch_size"]) != _PATCHES["patch_size"]:
+        other = {"patch_size": settings["patch_size"]}
+    family.processor(tokenizer, **other).save_pretrained(folder)
     return str(folder)
 
 
@@ -223,14 +226,14 @@ def _next_video(ids: dict[str, int], text: dict[str, Any]) -> Any:
     return _config("LlavaNextVideo", text, vision, image_grid_pinpoints=[[56, 56]], **tokens)
 
 
-def _next_video_processor(tokenizer: Any) -> Any:
+def _next_video_processor(tokenizer: Any, side: int = 56) -> Any:
     import transformers
 
-    sides = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
+    sides = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
     video = transformers.LlavaNextVideoVideoProcessor(**sides)
-    image = transformers.LlavaNextImageProcessor(**sides, image_grid_pinpoints=[[56, 56]])
+    image = transformers.LlavaNextImageProcessor(**sides, image_grid_pinpoints=[[side, side]])
     return transformers.LlavaNextVideoProcessor(
-        video, image, tokenizer, patch_size=7, vision_feature_select_strategy="default"
+        video, image, tokenizer, patch_size=7 if side == 56 else 14, vision_feature_select_strategy="default"
     )
 
 
@@ -316,11 +319,12 @@ def _write_thinker(config: Any, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _omni_processor(kind: str) -> Callable[[Any], Any]:
-    def make(tokenizer: Any) -> Any:
+def _omni_processor(kind: str) -> Callable[..., Any]:
+    def make(tokenizer: Any, patch_size: int = 14) -> Any:
         import transformers
 
-        image, video = transformers.Qwen2VLImageProcessor(size=_SIZE), transformers.Qwen2VLVideoProcessor(size=_SIZE)
+        kinds = transformers.Qwen2VLImageProcessor, transformers.Qwen2VLVideoProcessor
+        image, video = (kind(size=_SIZE, patch_size=patch_size) for kind in kinds)
         ears = transformers.WhisperFeatureExtractor(feature_size=_MELS)
         return getattr(transformers, f"{kind}Processor")(image, video, ears, tokenizer)
 

@@ -54,13 +54,14 @@ DEFAULTS: dict[str, Any] = {"enforce_eager": False}
 # FlashAttention as GPUs get it that are neither Hopper nor sm_100: it splits no keys over several query rows.
 GRAPHS_FA2 = GRAPHS | {"attention_config": {"flash_attn_version": 2}}
 GRAPHS_FP8 = GRAPHS | {"kv_cache_dtype": "fp8"}
-FLASHINFER = GRAPHS | {"attention_config": {"backend": "FLASHINFER"}, "kv_cache_dtype": "fp8"}
 OFFLOADING = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
     "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
 }
 PIECES = _compiled(1, 2, 4, 8, 16, 32, mode=3, cudagraph_mode="PIECEWISE")
+# Without NVIDIA's own kernels for it FlashInfer's attention stays outside of graphs.
+FLASHINFER = PIECES | {"attention_config": {"backend": "FLASHINFER"}, "kv_cache_dtype": "fp8"}
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,7 @@ _STREAMS = ("commits.py _send", "backend.py _cut")
 _CONTROLLED = {"adaptive_tokens": True}
 
 _OMNI = "Qwen/Qwen2.5-Omni-7B", "Qwen/Qwen2.5-Omni-3B"
+_OMNI3 = "Qwen/Qwen3-Omni-30B-A3B-Thinking", "Qwen/Qwen3-Omni-30B-A3B-Instruct"
 _INTERNVL = "OpenGVLab/InternVL3_5-8B-HF", "OpenGVLab/InternVL3_5-1B-HF"
 _GLM = "zai-org/GLM-4.6V", "zai-org/GLM-4.6V-Flash"
 
@@ -272,6 +274,7 @@ _ALL = (
     Case("qwen2.5-omni two layers", {}, released=("qwen2.5-omni", *_OMNI), **_GRAPHS, **_ONE_STEP),
     Case("internvl two layers", _STATIC, released=("internvl", *_INTERNVL), overrides=GRAPHS_104, **_SLOW, **_ONE_STEP),
     Case("glm-v two layers", {}, released=("glm-v", *_GLM), **_GRAPHS, **_SLOW, **_ONE_STEP),
+    Case("qwen3-omni two layers", {}, released=("qwen3-omni", *_OMNI3), **_GRAPHS, **_SLOW, **_ONE_STEP),
     *_whole("7b", QWEN, 80),
     *_whole("qwen3 8b", QWEN3, 141),
     # The Qwen pair's three vision heads are not for two ranks.
