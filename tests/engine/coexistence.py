@@ -19,7 +19,7 @@ from vllm_vidspec.tools import pairs
 
 WORKS, OURS, VLLMS = "works", "refused by vidspec", "refused by vLLM"
 ON_NULL_GPU, NOT_RUN = "runs on the null GPU", "not run here"
-VERDICTS = (WORKS, OURS, VLLMS, ON_NULL_GPU, NOT_RUN)
+VERDICTS = (WORKS, OURS, VLLMS, ON_NULL_GPU)
 
 
 class Seen(NamedTuple):
