@@ -1,6 +1,6 @@
 """Quantise the language model of a bundled checkpoint, by rounding, in a format that vLLM reads; for tests.
 
-    python scripts/quantise.py CHECKPOINT FOLDER w8a8|gptq|awq
+    python scripts/quantise.py CHECKPOINT FOLDER w8a8|w4a16|gptq|awq
 
 Numbers are rounded and packed by the library of compressed-tensors, which vLLM brings, but for the order in which GPTQ
 and AWQ lay them out. A cache in float8 can have scales, one of the tensor or one of each KV head.
@@ -25,6 +25,7 @@ from torch import Tensor
 # By format: the preset of the library, and how a checkpoint calls it.
 FORMATS = {
     "w8a8": ("W8A8", "int-quantized"),
+    "w4a16": ("W4A16", "pack-quantized"),
     "gptq": ("W4A16", ""),
     "awq": ("W4A16_ASYM", ""),
 }

@@ -77,6 +77,8 @@ def check_pair(target: str, draft: str) -> Check:
     except VidSpecError as error:
         return Check(name, "fail", str(error), 'choose a smaller model of the target\'s own family, or "self"')
     how = ", which has no adapter: pruned by the order of tokens" if adapter.embeds_by_itself else ""
+    if not all(config.model_type for config in configs):
+        how += "; its code comes with the checkpoint: vLLM needs --trust-remote-code"
     return Check(name, "ok", f"compatible, family {adapter.name}{how}")
 
 
@@ -275,11 +277,20 @@ def _guarded(name: str, check: Callable[[], Any]) -> Iterator[Check]:
 
 
 def _hf_config(model: str) -> Any:
-    from transformers import AutoConfig
+    """Return a model's configuration; of one that comes with its own code only what the file says: no code of it runs,
+    and no `model_type` is known.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
 
     if model.startswith((os.sep, ".")) and not os.path.isdir(model):
         raise VidSpecError("the path does not exist")
-    return AutoConfig.from_pretrained(model)
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except ValueError:
+        fields, _ = PreTrainedConfig.get_config_dict(model)
+        if "auto_map" not in fields:
+            raise
+        return PreTrainedConfig.from_dict({key: value for key, value in fields.items() if key != "model_type"})
 
 
 def _unreadable_remedy(model: str) -> str:

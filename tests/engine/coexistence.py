@@ -5,7 +5,7 @@ refused is refused while vLLM builds its configuration, hence before any weight 
 """
 
 import functools
-import sys
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,9 @@ from tests.engine.harness import QWEN
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from null_gpu.cases import CASES
-
 WORKS, OURS, VLLMS = "works", "refused by vidspec", "refused by vLLM"
-NOT_RUN = "not run here"
-VERDICTS = (WORKS, OURS, VLLMS, NOT_RUN)
+ON_NULL_GPU, NOT_RUN = "runs on the null GPU", "not run here"
+VERDICTS = (WORKS, OURS, VLLMS, ON_NULL_GPU)
 
 
 class Seen(NamedTuple):
@@ -102,40 +99,24 @@ def refused(expected: str, feature: str, setting: str, says: str, **arguments: A
 ours, vllms = functools.partial(refused, OURS), functools.partial(refused, VLLMS)
 
 
-def not_run(feature: str, setting: str, why: str, says: str = "configuration is accepted", **arguments: Any) -> Row:
-    """Return a row that says why nothing ran; both sides must accept the configuration."""
-
-    def run(folder: Path) -> Seen:
-        found = configured(folder, **arguments)
-        methods = [model.quantization for model in (found.model_config, found.speculative_config.draft_model_config)]
-        what = f" (target {methods[0]}, draft {methods[1]})" if any(methods) else ""
-        return Seen(NOT_RUN, f"{why}; checked: the configuration is accepted{what}")
-
-    return Row(feature, setting, NOT_RUN, says, run)
-
-
 HALF = {"video_pruning_rate": 0.5, "enable_prefix_caching": False}
-INT8, FP8 = "int8_per_channel_weight_only", "fp8_per_tensor"
+# Written by `NULL_GPU_RESULTS=… make test-cuda-host PYTEST_ARGS=…`; see docs/coexistence.md.
+NULL_GPU = Path(__file__).resolve().parents[2] / "docs" / "results" / "null-gpu-cuda-only.json"
 
 
-def _cuda(feature: str, setting: str, case: str, draft: str | None = None) -> Row:
-    """Return a row of what vLLM's CPU build has no kernels of; the null GPU has a case of it, of which no number means
-    anything.
+def _cuda(feature: str, setting: str, case: str) -> Row:
+    """Return a row of what vLLM's CPU build has no kernels of: what was seen of a case on the null GPU, where no number
+    means anything.
     """
-    overrides = {"quantization": draft, "dtype": "bfloat16"} if draft else {}
 
     def run(folder: Path) -> Seen:
-        if draft:
-            configured(folder, pruner="uniform", overrides=overrides, quantization=draft)
-        assert case in CASES
-        return Seen(NOT_RUN, f"only CUDA has kernels of it; checked: the null GPU has a case, {case!r}")
+        seen = json.loads(NULL_GPU.read_text())["ran"].get(case)
+        if seen is None or seen["faults"] or seen["skipped"] or not seen["accepted"]:
+            return Seen(NOT_RUN, f"only CUDA has kernels of it; the null GPU has a case, {case!r}: {seen}")
+        did = f"captures {seen['graphs']} graphs of {seen['kernels']:,} kernels"
+        return Seen(ON_NULL_GPU, f"{case!r} starts, {did}, decodes with drafts; none skipped; no numbers")
 
-    return Row(feature, setting, NOT_RUN, "only CUDA", run)
-
-
-def _connector(name: str, why: str) -> Row:
-    transfer = {"kv_transfer_config": {"kv_connector": name, "kv_role": "kv_both"}}
-    return not_run("KV connector", f"`{name}`", why, overrides=transfer)
+    return Row(feature, setting, ON_NULL_GPU, "decodes with drafts", run)
 
 
 def _parallel(kind: str, **overrides: Any) -> Row:
@@ -148,9 +129,6 @@ _QWEN3 = dict.fromkeys(("draft", "target"), pairs.checkpoint("qwen3-vl", "target
 _BOTH, _VIDCOM2 = "target and draft", HALF | {"video_pruning_method": "vidcom2"}
 _BF16 = "`--dtype bfloat16`"
 _ONE_VIDEO = """`--limit-mm-per-prompt '{"video": 1, "image": 0}'`"""
-_OFFLOADS = (
-    "needs a GPU, says vLLM; the null GPU (case `chain offloads`) starts, captures and decodes with it as vanilla"
-)
 _APART, _SHARED = "an engine prefills, another decodes", "an engine encodes, another answers"
 
 ROWS: tuple[Row, ...] = (
@@ -170,12 +148,16 @@ ROWS: tuple[Row, ...] = (
         "LoRA", '`--enable-lora`, `"model": "self"`', "LoRA adapters", draft="target", overrides={"enable_lora": True}
     ),
     works("INT8 weights", f"W8A8 of compressed-tensors, {_BOTH}", "vanilla's", cases.quantised("w8a8")),
+    works(
+        *("INT4 weights", f"W4A16 of compressed-tensors, {_BOTH}, {_BF16}", "vanilla's"),
+        cases.quantised("w4a16", dtype="bfloat16"),
+    ),
     works("AWQ", f"{_BOTH}, {_BF16}", "vanilla's", cases.quantised("awq", dtype="bfloat16")),
     works("GPTQ", f"{_BOTH}, {_BF16}", "vanilla's", cases.quantised("gptq", dtype="bfloat16")),
     *(_cuda(name.upper(), f"{_BOTH}, Marlin", f"chain {name} weights") for name in ("awq", "gptq")),
     _cuda("FP8 weights", f"such checkpoints, {_BOTH}", "chain fp8 weights"),
-    _cuda("FP8 weights", f"`--quantization {FP8}`, {_BOTH}", "chain fp8 as it loads", FP8),
-    _cuda("INT8 weights", f"`--quantization {INT8}`, {_BOTH}", "chain int8 as it loads", INT8),
+    _cuda("FP8 weights", f"`--quantization fp8_per_tensor`, {_BOTH}", "chain fp8 as it loads"),
+    _cuda("INT8 weights", f"`--quantization int8_per_channel_weight_only`, {_BOTH}", "chain int8 as it loads"),
     works("FP8 KV cache", "`--kv-cache-dtype fp8`, adaptive trees, pruner `specvlm`", "vanilla's", cases.fp8_cache),
     works(
         *("FP8 KV cache", "a scale of each tensor in the checkpoints, trees, `specvlm`", "vanilla's"),
@@ -192,7 +174,7 @@ ROWS: tuple[Row, ...] = (
         overrides=cases.transfer("/tmp"),
         drafting="tree-static",
     ),
-    _connector("OffloadingConnector", _OFFLOADS),
+    _cuda("KV connector", "`OffloadingConnector`", "chain offloads"),
     works("KV connector", "`NixlConnector`, a server prefills, another decodes", "kB of entries", servers.nixl),
     works("Encoder cache sharing", f"`ECExampleConnector`, {_SHARED}", "none encoded", cases.ec_connector),
     works("Prompt embeddings", "`--enable-prompt-embeds`", "unsupported: 1", cases.prompt_embeds),
@@ -216,5 +198,6 @@ ROWS: tuple[Row, ...] = (
     ),
     works("API servers", "`--api-server-count 2`", "every scrape", servers.api_servers),
     works("Several nodes", "`--nnodes 2 --tensor-parallel-size 2`", "two network namespaces", servers.nodes),
+    works(*("Several nodes", "`--nnodes 2 --pipeline-parallel-size 2`", "a stage in each"), servers.stages_on_nodes),
     works("Ray", "`--distributed-executor-backend ray`, two ranks", "Ray's actors", servers.ray),
 )

@@ -149,10 +149,10 @@ def _namespaces() -> Iterator[None]:
         yield
 
 
-def nodes(folder: Path) -> tuple[dict[str, int], str]:
-    """A rank of target and draft on each of two nodes, with nothing but a network in common."""
+def nodes(folder: Path, parts: str = "tensor_parallel_size", part: str = "rank") -> tuple[dict[str, int], str]:
+    """A rank of target and draft, or a stage, on each of two nodes, with nothing but a network in common."""
     expected, port, cores = _vanilla(LLAVA), 8000, sorted(os.sched_getaffinity(0))
-    settings = {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": _NODES[0][2], "master_port": 29555}
+    settings = {parts: 2, "nnodes": 2, "master_addr": _NODES[0][2], "master_port": 29555}
     settings |= SMALL | {"distributed_executor_backend": "mp"}
     serve = [str(Path(sys.executable).with_name("vllm")), "serve"]
     serve += pairs.serve_args(LLAVA, "draft", port=port, overrides=settings, pruner="uniform", on_draft_error="raise")
@@ -171,7 +171,12 @@ def nodes(folder: Path) -> tuple[dict[str, int], str]:
     found = json.loads(asked.stdout.splitlines()[-1])
     assert found["token_ids"] == expected
     assert found["counted"]["accepted_tokens"] > 0
-    return found["counted"], "; two network namespaces, a rank in each, counters on the first node's /metrics"
+    return found["counted"], f"; two network namespaces, a {part} in each, counters on the first node's /metrics"
+
+
+def stages_on_nodes(folder: Path) -> tuple[dict[str, int], str]:
+    """The target's stages on two nodes, the draft and its counters on the second."""
+    return nodes(folder, "pipeline_parallel_size", "stage")
 
 
 def _from_inside(port: int) -> None:

@@ -48,12 +48,13 @@ class Family:
 
     tokens: dict[str, str]
     config: Callable[[dict[str, int], dict[str, Any]], Any]
-    processor: Callable[[Any], Any]
+    processor: Callable[..., Any]
     visual: dict[str, str]
     limits: dict[str, int]
     with_metadata: bool = False
-    # As transformers 5 writes a module's weights -> as released checkpoints, and so vLLM, call them.
+    # As transformers 5 writes a module's weights -> as released checkpoints, and so vLLM, call them; the architecture.
     released_names: dict[str, str] = dataclasses.field(default_factory=dict)
+    architecture: str = ""
     # (its configuration, a folder): writes the weights, where vLLM runs a part of transformers' model.
     write: Callable[[Any, Path], None] | None = None
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)  # arguments of `LLM`
@@ -76,6 +77,9 @@ def build(name: str, folder: Path, seed: int = 0) -> str:
         model = getattr(transformers, config.architectures[0])(config).float()
         _widen(model)
         model.save_pretrained(folder)
+    if family.architecture:
+        config.architectures = [family.architecture]
+        config.save_pretrained(folder)
     family.processor(tokenizer).save_pretrained(folder)
     _rename(folder / "model.safetensors", family.released_names)
     return str(folder)
@@ -96,8 +100,11 @@ def write_released(name: str, model: str, num_layers: int, folder: Path) -> str:
     holder["text_config"]["num_hidden_layers"] = num_layers
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    sides = {"side": released.DATA[name]["processor"]["size"]} if name == "internvl" else {}
-    family.processor(tokenizer, **sides).save_pretrained(folder)
+    settings = released.DATA[name]["processor"]
+    other = {"side": settings["size"]} if "size" in settings else {}
+    if settings.get("patch_size", _PATCHES["patch_size"]) != _PATCHES["patch_size"]:
+        other = {"patch_size": settings["patch_size"]}
+    family.processor(tokenizer, **other).save_pretrained(folder)
     return str(folder)
 
 
@@ -219,14 +226,14 @@ def _next_video(ids: dict[str, int], text: dict[str, Any]) -> Any:
     return _config("LlavaNextVideo", text, vision, image_grid_pinpoints=[[56, 56]], **tokens)
 
 
-def _next_video_processor(tokenizer: Any) -> Any:
+def _next_video_processor(tokenizer: Any, side: int = 56) -> Any:
     import transformers
 
-    sides = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
+    sides = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
     video = transformers.LlavaNextVideoVideoProcessor(**sides)
-    image = transformers.LlavaNextImageProcessor(**sides, image_grid_pinpoints=[[56, 56]])
+    image = transformers.LlavaNextImageProcessor(**sides, image_grid_pinpoints=[[side, side]])
     return transformers.LlavaNextVideoProcessor(
-        video, image, tokenizer, patch_size=7, vision_feature_select_strategy="default"
+        video, image, tokenizer, patch_size=7 if side == 56 else 14, vision_feature_select_strategy="default"
     )
 
 
@@ -243,6 +250,19 @@ def _exaone_processor(tokenizer: Any) -> Any:
     return transformers.Exaone4_5_Processor(
         transformers.Qwen2VLImageProcessor(size=_SIZE), tokenizer, transformers.Qwen2VLVideoProcessor(size=_SIZE)
     )
+
+
+def _clova(ids: dict[str, int], text: dict[str, Any]) -> Any:
+    text |= {"model_type": "hyperclovax", "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    vision = _PATCHES | {"intermediate_size": 128, "window_size": 56, "fullatt_block_indexes": [1]}
+    return _config("HyperCLOVAXVisionV2", text, vision | {"out_hidden_size": 64}, **ids)
+
+
+def _clova_processor(tokenizer: Any) -> Any:
+    import transformers
+
+    image, video = transformers.Qwen2VLImageProcessor(size=_SIZE), transformers.Qwen2VLVideoProcessor(size=_SIZE)
+    return transformers.HyperCLOVAXVisionV2Processor(image, tokenizer, video)
 
 
 def _omni(kind: str) -> Callable[[dict[str, int], dict[str, Any]], Any]:
@@ -299,11 +319,12 @@ def _write_thinker(config: Any, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _omni_processor(kind: str) -> Callable[[Any], Any]:
-    def make(tokenizer: Any) -> Any:
+def _omni_processor(kind: str) -> Callable[..., Any]:
+    def make(tokenizer: Any, patch_size: int = 14) -> Any:
         import transformers
 
-        image, video = transformers.Qwen2VLImageProcessor(size=_SIZE), transformers.Qwen2VLVideoProcessor(size=_SIZE)
+        kinds = transformers.Qwen2VLImageProcessor, transformers.Qwen2VLVideoProcessor
+        image, video = (kind(size=_SIZE, patch_size=patch_size) for kind in kinds)
         ears = transformers.WhisperFeatureExtractor(feature_size=_MELS)
         return getattr(transformers, f"{kind}Processor")(image, video, ears, tokenizer)
 
@@ -415,6 +436,19 @@ FAMILIES = {
         visual={"video": "<video>\n"},
         limits={"video": 1},
         released_names={"vision_tower.": "vision_tower.vision_model."},
+    ),
+    "hyperclovax": Family(
+        tokens={"image_token_id": "<|IMAGE_PAD|>", "video_token_id": "<|VIDEO_PAD|>"},
+        config=_clova,
+        processor=_clova_processor,
+        visual={kind: f"<|{kind}_start|><|{kind.upper()}_PAD|><|{kind}_end|>" for kind in ("image", "video")},
+        limits={"image": 2, "video": 2},
+        architecture="HCXVisionV2ForCausalLM",
+        released_names={
+            "model.language_model.": "model.language_model.model.",
+            "language_model.model.lm_head": "language_model.lm_head",
+            "vision_projector": "mm_projector",
+        },
     ),
     # It has no adapter.
     "exaone4.5": Family(

@@ -34,7 +34,7 @@ SPEC: dict[str, Any] = {
     "guidance_layers": "all",
 }
 # Their decoders return no hidden states in vLLM, which `uv` reads.
-WITHOUT_STATES = ("glm-v-moe", "exaone4.5")
+WITHOUT_STATES = ("glm-v-moe", "hyperclovax", "exaone4.5")
 
 
 def start(name: str, model: str, draft: str | None, **spec: Any) -> Any:
@@ -43,8 +43,8 @@ def start(name: str, model: str, draft: str | None, **spec: Any) -> Any:
     return harness.engine(QWEN, draft, overrides | family.overrides, **spec)
 
 
-# Close to GLM-4.1V: other layers in the tower, or experts.
-SLOW = ("glm-ocr", "glm-v-moe")
+# Close to another: GLM-4.1V with other layers in the tower, or experts; the tower of Qwen2.5-VL.
+SLOW = ("glm-ocr", "glm-v-moe", "hyperclovax")
 FAST = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in family_models.FAMILIES]
 
 
@@ -126,10 +126,11 @@ def test_every_draft_token_of_an_equal_draft_is_accepted(running, told, way):
         assert all(output.num_cached_tokens for output in outputs)
 
 
-@pytest.mark.parametrize("pruner", ["specvlm", "uv", "uniform", "frame"])
+@pytest.mark.parametrize("pruner", ["none", "specvlm", "uv", "frame"])
 def test_a_pruned_draft_sees_what_the_target_saw(running, told, pruner):
     """The rows that the draft keeps have the target's embeddings, ids and rope positions, and the text after them its
-    delta. Catches: positions off by one after a pruned video; the features of other tokens."""
+    delta. Catches: positions off by one after a pruned video; the features of other tokens, or of exchanged neighbours,
+    which change no answer of an untrained model."""
     name, engine = running
     if pruner == "uv" and name in WITHOUT_STATES:
         pytest.skip("vLLM returns no hidden states of its decoder")
@@ -167,14 +168,15 @@ def test_a_pruned_draft_sees_what_the_target_saw(running, told, pruner):
         positions, ids, delta = wanted[req_id]
         keep = torch.ones(len(ids), dtype=torch.bool)
         for item, rows in zip(plan.items, kept, strict=True):
-            assert len(rows) == budget(item.num_tokens, 0.9 if item.feature.modality == "video" else 0.8)
+            ratio = 0.9 if item.feature.modality == "video" else 0.8
+            assert len(rows) == budget(item.num_tokens, 0.0 if pruner == "none" else ratio)
             keep[item.where] = False
             keep[item.where[rows]] = True
         assert torch.equal(prompt.positions, positions[:, keep])
         assert torch.equal(prompt.token_ids, ids[keep].int()) and plan.pos_delta == delta
         if kept:
             of_target = [
-                targets[item.feature.identifier].flatten(0, -2)[rows]
+                targets[item.feature.identifier].flatten(0, -2)[rows.sort().values]
                 for item, rows in zip(plan.items, kept, strict=True)
             ]
             torch.testing.assert_close(embeds, torch.cat(of_target), rtol=1e-4, atol=1e-4)

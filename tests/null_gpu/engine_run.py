@@ -84,6 +84,14 @@ class Session:
         self.probe("emulate", False)
         self._abort(names)
 
+    def counted(self) -> dict[str, int]:
+        """Return our counters; vanilla vLLM has none."""
+        from vllm_vidspec import metrics
+
+        if self.case.spec is None:
+            return {}
+        return metrics.read_metrics(metrics.path_for(self.engine.vllm_config.instance_id))
+
     def step(self) -> None:
         for output in self.engine.step():
             self.tokens[output.request_id] = len(output.outputs[0].token_ids)
@@ -130,7 +138,7 @@ def start(case: Case, out: Measured) -> Session:
 
 def measure(session: Session, out: Measured) -> None:
     """Count decode steps of the session's case under emulation, and time others without."""
-    case = session.case
+    case, counted = session.case, session.counted()
     before = session.probe("counters")
     with session.decoding(**case.sampling):
         out.prefill = dict(gained(before, session.probe("counters"))[0])
@@ -147,6 +155,7 @@ def measure(session: Session, out: Measured) -> None:
             f"requests ended meanwhile: {session.tokens}; count fewer steps"
         )
     out.not_emulated = session.probe("not_emulated")[0]
+    out.extra["counted"] = {name: value - counted[name] for name, value in session.counted().items()}
     if case.after is not None:
         out.extra |= case.after(session)
 

@@ -47,6 +47,21 @@ def summary(measured: dict[str, Any], vanilla: dict[str, Any]) -> dict[str, Any]
     } | ({"memory": measured["extra"]["memory"], **captured} if "memory" in measured["extra"] else {})
 
 
+def what_ran(measured: dict[str, Any]) -> dict[str, int]:
+    """Return of one configuration: faults, graphs captured at the start, kernels in them, tokens, and of ours what was
+    drafted, accepted and answered without drafts."""
+    counted = measured["extra"]["counted"]
+    return {
+        "faults": len(judge.faults(measured)),
+        "graphs": measured["start"].get("graph.instantiate", 0),
+        "kernels": measured["start"].get("captured.kernel", 0),
+        "tokens": measured["tokens"],
+        "drafted": counted.get("draft_tokens", 0),
+        "accepted": counted.get("accepted_tokens", 0),
+        "skipped": sum(number for name, number in counted.items() if name.startswith("skipped_")),
+    }
+
+
 COLUMNS = {
     "per decode step": "{name}",
     "launches (runtime / Triton / cuBLAS / NCCL)": "{launches:g} ({launches_runtime:g} / {launches_driver:g} / "

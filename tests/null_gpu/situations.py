@@ -118,18 +118,14 @@ def kernels_of_a_step(session: Any) -> dict[str, Any]:
 
 def memory_by_owner(session: Any) -> dict[str, dict[str, int]]:
     """Return bytes of device memory by owner, what is `allocated` but for graphs, and the process's `host` memory."""
-    from vllm_vidspec import metrics
-
-    runner = session.worker.model_runner
+    runner, counters = session.worker.model_runner, session.counted()
     draft = getattr(runner.speculator, "model", None)
-    counted = metrics.path_for(session.engine.vllm_config.instance_id)
-    counters = metrics.read_metrics(counted) if draft is not None else dict.fromkeys(metrics.NAMES, 0)
     found = {
         "target": _bytes_of(runner.model.state_dict().values()),
         "draft": _bytes_of(draft.state_dict().values()) if draft is not None else 0,
         "kv_cache": _bytes_of(runner.kv_caches),
-        "draft_pool": counters["draft_pool_bytes"],
-        "vision": counters["draft_encoder_bytes"],
+        "draft_pool": counters.get("draft_pool_bytes", 0),
+        "vision": counters.get("draft_encoder_bytes", 0),
     }
     segments = torch.cuda.memory_snapshot()
     private = [segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0)]

@@ -185,6 +185,7 @@ CASES = (
     Case("kill -9 of the engine core", lambda folder: killed(folder, "EngineCore")),
     Case("kill -9 of the API server", lambda folder: killed(folder, "", stops=False)),
     Case("kill -9 of a tensor-parallel rank", lambda folder: killed(folder, "Worker_TP1", tensor_parallel_size=2)),
+    Case("kill -9 of a pipeline stage", lambda folder: killed(folder, "Worker_PP1", pipeline_parallel_size=2)),
     Case("kill -9 of a Ray worker", of_ray),
     Case("two servers at once", two_servers),
     Case("HOME that nobody can write to", lambda folder: lacking(folder, "HOME")),

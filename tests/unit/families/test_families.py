@@ -53,6 +53,10 @@ glm, glm_moe, ocr, internvl, next_video = map(made, ("Glm4v", "Glm4vMoe", "GlmOc
 omni, omni_moe = map(made, ("Qwen2_5Omni", "Qwen3OmniMoe"))
 
 
+def clova():
+    return changed(transformers.HyperCLOVAXVisionV2Config(), architectures=["HCXVisionV2ForCausalLM"])
+
+
 def minicpm():
     """Return MiniCPM-V's configuration, whose class comes with a checkpoint."""
     fields = {"query_num": 64, "version": 4.5, "image_size": 448, "slice_config": SimpleNamespace(max_slice_nums=9)}
@@ -74,6 +78,7 @@ NAMES = {
     omni: "qwen2.5-omni",
     omni_moe: "qwen3-omni",
     minicpm: "minicpm-v",
+    clova: "hyperclovax",
 }
 
 
@@ -155,7 +160,7 @@ GRIDS = [
     # 336 // 14 = 24 patches a side, pooled to 12. Catches: LLaVA-OneVision's newline.
     (next_video, {}, "video", frames(4), 576, TokenGrid(4, 12, 12)),
     *((make, {}, "video", video(8, 16, 20), 640, TokenGrid(8, 8, 10)) for make in (glm, glm_moe, ocr)),
-    *((make, {}, "video", video(8, 16, 20), 640, TokenGrid(8, 8, 10)) for make in (omni, omni_moe)),
+    *((make, {}, "video", video(8, 16, 20), 640, TokenGrid(8, 8, 10)) for make in (omni, omni_moe, clova)),
     *(
         (minicpm, {}, "video", {"video_pixel_values": [torch.empty(3, 14, 28)] * 5}, size, grid)
         for size, grid in ((320, TokenGrid(5, 1, 64)), (321, TokenGrid(1, 1, 321)))
@@ -232,6 +237,8 @@ DIFFERENCES = [
     (minicpm, "query_num", 32, "queries of an image", "64"),
     (minicpm, "version", 4.0, "version", "4.5"),
     (minicpm, "slice_config__max_slice_nums", 1, "slices of an image", "9"),
+    (clova, "vision_config__spatial_merge_size", 4, "spatial merge size", "2"),
+    (clova, "video_token_id", 7, "video token id", "128061"),
     (omni, "thinker_config__vision_config__spatial_merge_size", 4, "spatial merge size", "2"),
     (omni, "thinker_config__vision_config__tokens_per_second", 2, "tokens per second", "25"),
     (omni, "thinker_config__image_token_index", 7, "image token id", "151655"),

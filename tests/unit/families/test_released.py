@@ -52,7 +52,8 @@ def test_a_pair_is_accepted_and_planned_for(target, draft, tmp_path):
     folder = write(target, tmp_path)
     other = folder if draft == "self" else write(draft, tmp_path)
     found = doctor.check_pair(folder, "self" if draft == "self" else other)
-    assert (found.status, found.detail) == ("ok", f"compatible, family {MODELS[target]}")
+    how = "; its code comes with the checkpoint: vLLM needs --trust-remote-code" * ("auto_map" in config_of(target))
+    assert (found.status, found.detail) == ("ok", f"compatible, family {MODELS[target]}{how}")
     assert [check.name for check in doctor._draft_cost(folder, other)] == ["draft cost"]
     families.check_ranks(doctor._hf_config(other), 1)
     if any("AWQ" in name for name in (target, draft)):
