@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 import uuid
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from tools.common import ROOT, invoke, refuses
 from tools.test_cli import commands
 from tools.test_status import server, serving, sound  # noqa: F401 - fixtures
 from vllm_vidspec.cli import app, running
+from vllm_vidspec.tools import pairs, studio
+from vllm_vidspec.tools.demo import data_url
 
 COMMANDS = dict(commands(typer.main.get_command(app)))
 EXAMPLES = [
@@ -145,6 +148,31 @@ def test_ctrl_c_leaves_no_process(example, times, started):
     text += listen(process, terminal)[0]
     assert process.wait(20) in (130, -signal.SIGINT), text[-2000:]  # a second one may meet the end
     assert "vidspec: stopped" in text and "Traceback" not in text
+    time.sleep(1)
+    assert not marked(mark)
+
+
+@pytest.mark.slow
+def test_the_page_answers_until_ctrl_c(started, tmp_path):
+    """`vidspec studio` with its own server. Catches: a server that outlives its page, or is silent while it starts."""
+    process, terminal, mark = started("vidspec studio --port 0")
+    stdout = tmp_path / "stdout"
+    _, silence = listen(process, terminal, until=lambda: "Ctrl-C" in stdout.read_text())
+    assert silence < SILENCE_S
+    url = re.search(r"http://\S+", stdout.read_text())[0]
+    setup = json.load(urllib.request.urlopen(f"{url}/api/setup"))
+    asked = {"model": setup["model"], "question": setup["question"], "video": data_url(pairs.sample_video())}
+    for side in ("vanilla", "drafts"):
+        body, headers = json.dumps(asked).encode(), {studio.GUARD: "1"}
+        request = urllib.request.Request(f"{url}/api/ask?side={side}", body, headers)
+        lines = [line for line in urllib.request.urlopen(request).read().decode().splitlines() if "record" in line]
+        kinds = [kind for line in lines for step in json.loads(line[6:])["vidspec_record"] for kind in step["kinds"]]
+        assert kinds and any(kinds) == (side == "drafts")
+    num_processes = len(marked(mark))
+    os.kill(process.pid, signal.SIGINT)
+    text, _ = listen(process, terminal)
+    print(f"{num_processes} processes before Ctrl-C, {stdout.read_text()!r}")
+    assert process.wait(20) == 130 and "Traceback" not in text and num_processes > 1
     time.sleep(1)
     assert not marked(mark)
 

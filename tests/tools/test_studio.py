@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.tools import pairs, studio
 
 httpx = pytest.importorskip("httpx")
@@ -14,6 +15,7 @@ ADMIN = "the-operator's"
 GUARD = {studio.GUARD: "1"}
 VIDEO = "data:video/mp4;base64,AAAA"
 ASKED = {"model": "target", "question": "what?", "video": VIDEO}
+KNOBS = VidSpecConfig(model="draft", num_speculative_tokens=25, draft_shape="auto").flat()
 
 
 class Server:
@@ -33,7 +35,7 @@ class Server:
                 self.limit = body[studio.LIMIT]
             if body and "pruner" in body:
                 return httpx.Response(400, json={"error": "no such pruner"})
-            return httpx.Response(200, json={"pruner": "specvlm", studio.LIMIT: 5})
+            return httpx.Response(200, json=KNOBS)
         if key not in ("a", "b"):
             return httpx.Response(401, json={"error": "Unauthorized"})
         if request.url.path == "/v1/models":
@@ -119,6 +121,15 @@ def test_knobs_are_changed_by_the_operators_route(page):
     refused = page(Server(), admin_key=ADMIN).post("/api/knobs", headers=GUARD, json={"pruner": "x"})
     assert (refused.status_code, refused.json()["error"]) == (400, "no such pruner")
     assert page(Server()).post("/api/knobs", headers=GUARD, json={studio.LIMIT: 0}).status_code == 403
+
+
+def test_the_page_is_told_what_holds_and_which_shapes_there_are(page):
+    """The route tells what was configured. Catches: a knob that a reload of the page takes back."""
+    it = page(Server(), admin_key=ADMIN)
+    told = it.post("/api/knobs", headers=GUARD, json={"draft_shape": "chain", studio.LIMIT: 3}).json()
+    for knobs in (told, it.get("/api/setup", headers={"Authorization": "Bearer a"}).json()["knobs"]):
+        assert (knobs["draft_shape"], knobs[studio.LIMIT], knobs["most"]) == ("chain", 3, 25)
+        assert knobs["shapes"] == ["auto", "chain", "tree-static"]
 
 
 def test_frames_are_those_that_the_server_samples(page):

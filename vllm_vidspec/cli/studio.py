@@ -13,7 +13,9 @@ def studio(
     ] = None,
     vanilla: Annotated[str | None, typer.Option(metavar="URL", help="One without vidspec, to compare with.")] = None,
     family: options.Family = "qwen2.5-vl",
-    draft_shape: Annotated[str, typer.Option(help="Of the bundled pair: chain, tree-static, tree-adaptive.")] = "chain",
+    draft_shape: Annotated[
+        str, typer.Option(help="Of the bundled pair: chain, tree-static, tree-adaptive; auto: the page may change it.")
+    ] = "chain",
     num_speculative_tokens: Annotated[
         int | None, typer.Option(help="Of the bundled pair: draft tokens per verify step.")
     ] = None,
@@ -37,11 +39,12 @@ def studio(
         "ready": lambda of: out.print(f"The server is ready after {of['seconds']:.0f} s."),
         "page": lambda of: out.print(f"Open [bold]{of['url']}[/bold] in a browser; Ctrl-C ends it."),
     }
-    with out.status("starting") as shown:
+    with running.console(stderr=True).status("starting") as shown:
 
         def tell(what: str, of: dict[str, Any]) -> None:
+            shown.stop()
             said[what](of)
-            if what == "page":
-                shown.stop()
+            if what == "server":
+                shown.start()
 
         page.run(options.pick(page.Show, given), tell)

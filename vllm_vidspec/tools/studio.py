@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_vidspec import assets
-from vllm_vidspec.config import REQUEST_LAMBDA, REQUEST_RECORD, REQUEST_SCORER
+from vllm_vidspec.config import AUTO, REQUEST_LAMBDA, REQUEST_RECORD, REQUEST_SCORER, VidSpecConfig
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.names import PRUNERS
 from vllm_vidspec.tools import pairs
@@ -30,7 +30,7 @@ from vllm_vidspec.tools.user_files import read_video
 
 ADMIN_KEY = "VIDSPEC_ADMIN_KEY"
 KNOBS = "/vidspec/knobs"
-LIMIT = "num_speculative_tokens"
+LIMIT, SHAPE = "num_speculative_tokens", "draft_shape"
 GUARD = "x-vidspec-studio"  # on every request that does something: another site's script cannot send it
 MAX_BYTES = 96 << 20  # of a request; a video of 64 MiB as text
 _ANSWER = {"max_tokens": 256, "temperature": 0.0}
@@ -77,7 +77,8 @@ class Studio:
     ):
         self._server, self._vanilla = server.rstrip("/"), vanilla and vanilla.rstrip("/")
         self._admin, self._num_frames, self._is_own = admin_key, num_frames, is_own
-        self._limit: int | None = None  # what the page has set
+        # What the page has set of the knobs of which the route tells what was configured.
+        self._set: dict[str, Any] = {LIMIT: None, SHAPE: None}
         self._turn = asyncio.Lock()  # of the server's answers, while some are without drafts
 
     @property
@@ -120,8 +121,7 @@ class Studio:
                 "server": self._server,
                 "model": models.json()["data"][0]["id"],
                 "vanilla": self._way,
-                "knobs": knobs.json() if knobs is not None and knobs.status_code == 200 else None,
-                "limit": self._limit,
+                "knobs": self._holding(knobs.json()) if knobs is not None and knobs.status_code == 200 else None,
                 "pruners": list(PRUNERS),
                 "frames": self._num_frames,
                 "question": pairs.DEFAULT_QUESTION,
@@ -142,7 +142,7 @@ class Studio:
             return _refused(str(error))
 
     async def knobs(self, request: Any) -> Any:
-        """Change knobs by the operator's route; return what it answers."""
+        """Change knobs by the operator's route; return those that hold then, or its refusal."""
         try:
             changes = _object(await _body(request))
         except VidSpecError as error:
@@ -151,9 +151,19 @@ class Studio:
             return _refused(f"nothing can be changed: {ADMIN_KEY} is not set", 403)
         async with self._turn:
             answer = await self._change(changes)
-        if answer.status_code == 200 and LIMIT in changes:
-            self._limit = changes[LIMIT]
-        return _json(answer.json(), answer.status_code)
+        if answer.status_code != 200:
+            return _json(answer.json(), answer.status_code)
+        self._set |= {name: changes[name] for name in self._set.keys() & changes.keys()}
+        return _json(self._holding(answer.json()))
+
+    def _holding(self, knobs: dict[str, Any]) -> dict[str, Any]:
+        """Return knobs as they hold, given what the route tells; `most` draft tokens, and `shapes` to choose from."""
+        try:
+            shapes = VidSpecConfig.checked(knobs, {}).choosable_shapes
+        except VidSpecError:  # a server of another version
+            shapes = ()
+        held = {name: value for name, value in self._set.items() if value is not None}
+        return {**knobs, "most": knobs[LIMIT], "shapes": shapes, **held}
 
     async def _change(self, changes: dict[str, Any]) -> Any:
         async with self._client() as client:
@@ -218,7 +228,7 @@ class Studio:
             yield
         finally:
             with anyio.CancelScope(shield=True):
-                await self._change({LIMIT: self._limit})
+                await self._change({LIMIT: self._set[LIMIT]})
 
     def _bearer(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._admin}"}
@@ -368,6 +378,7 @@ def _own_server(show: Show) -> Iterator[VllmServer]:
 def own_args(show: Show, port: int) -> list[str]:
     """Return what follows `vllm serve` on the bundled pair: requests may be recorded, and loose."""
     spec: dict[str, Any] = {"request_scorers": ["strict", "loose", "fly"], "lambda_max": 1.0, "request_records": True}
-    if show.num_speculative_tokens:
-        spec["num_speculative_tokens"] = show.num_speculative_tokens
+    # `auto` between a chain and the static tree.
+    shape = "tree-static" if show.draft_shape == AUTO else show.draft_shape
+    spec["num_speculative_tokens"] = show.num_speculative_tokens or pairs.num_speculative_tokens(shape)
     return pairs.serve_args(show.family, "draft", port=port, drafting=show.draft_shape, **spec)
