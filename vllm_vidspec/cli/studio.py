@@ -24,16 +24,17 @@ def studio(
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; 0: a free one.")] = 8010,
     log_dir: Annotated[str | None, typer.Option(help="Folder for the server's log.")] = None,
+    json_path: options.Json = None,
 ) -> None:
     """Watch drafts on a local page: which tokens were drafted, what the draft saw of the video, how fast it is.
 
     With a server of your own, VIDSPEC_ADMIN_KEY lets the page change its knobs, and "request_records": true in its
-    speculative configuration lets it colour tokens.
+    speculative configuration lets it colour tokens. The result is the page's address, once it is served.
     """
     given = locals()
     from vllm_vidspec.tools import studio as page
 
-    out = running.console()
+    out = running.console(stderr=json_path == "-")
     said = {
         "server": lambda of: out.print("Starting the bundled pair…"),
         "ready": lambda of: out.print(f"The server is ready after {of['seconds']:.0f} s."),
@@ -46,5 +47,7 @@ def studio(
             said[what](of)
             if what == "server":
                 shown.start()
+            elif what == "page":
+                running.write_json(json_path, of)
 
         page.run(options.pick(page.Show, given), tell)
