@@ -216,6 +216,8 @@ def test_the_page_shows_what_the_server_has_recorded(page, browser, tmp_path):
     kinds = check_colours(driver, page, "drafts", KEYS[0])
     assert kinds.count(1) > kinds.count(0) > 0
     assert "identical" in run(driver, "return document.getElementById('verdict').textContent")
+    check_keyboard(driver)
+    assert run(driver, ELSEWHERE) == [], "the page loads nothing from anywhere else"
     # A slider by keyboard: frames, and steps.
     run(driver, "document.getElementById('at').focus()")
     ActionChains(driver).send_keys(Keys.HOME + Keys.ARROW_RIGHT * 6).perform()
@@ -241,6 +243,28 @@ def test_the_page_shows_what_the_server_has_recorded(page, browser, tmp_path):
       it.getBoundingClientRect().right > innerWidth + 1).map(it => it.outerHTML.slice(0, 80))"""
     assert run(driver, wide) == []
     check_contrast(driver)
+
+
+ELSEWHERE = """
+return performance.getEntriesByType('resource').map(it => it.name)
+  .filter(it => it.startsWith('http') && new URL(it).origin !== location.origin);
+"""
+
+
+def check_keyboard(driver):
+    """Tab reaches all that there is to use, in the order of the page."""
+    from selenium.webdriver import ActionChains, Keys
+
+    focused = """const it = document.activeElement;
+      return it.id || it.name || it.dataset.view || it.className || it.tagName"""
+    run(driver, "document.getElementById('theme').focus()")
+    reached = [run(driver, focused)]
+    for _ in range(24):
+        ActionChains(driver).send_keys(Keys.TAB).perform()
+        reached.append(run(driver, focused))
+    order = "theme file bundled kept at pruner lambda_loose apply question ask key vanilla-step drafts-step"
+    places = [reached.index(name) for name in order.split()]
+    assert places == sorted(places)
 
 
 CONTRAST = """

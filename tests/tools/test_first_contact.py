@@ -154,24 +154,34 @@ def test_ctrl_c_leaves_no_process(example, times, started):
 
 @pytest.mark.slow
 def test_the_page_answers_until_ctrl_c(started, tmp_path):
-    """`vidspec studio` with its own server. Catches: a server that outlives its page, or is silent while it starts."""
-    process, terminal, mark = started("vidspec studio --port 0")
+    """`vidspec studio` with its own server. Catches: a server that outlives its page, or is silent while it starts; a
+    shape that changes in words.
+    """
+    process, terminal, mark = started("vidspec studio --port 0 --draft-shape auto")
     stdout, result = tmp_path / "stdout", tmp_path / "result.json"
     _, silence = listen(process, terminal, until=lambda: "Ctrl-C" in stdout.read_text() and result.exists())
     assert silence < SILENCE_S and "\x1b" not in stdout.read_text()
     url = json.loads(result.read_text())["url"]
-    setup = json.load(urllib.request.urlopen(f"{url}/api/setup"))
+
+    def said(path, **body):
+        request = urllib.request.Request(url + path, json.dumps(body).encode() if body else None, {studio.GUARD: "1"})
+        return urllib.request.urlopen(request).read().decode()
+
+    setup, drafted, texts = json.loads(said("/api/setup")), {}, set()
     asked = {"model": setup["model"], "question": setup["question"], "video": data_url(pairs.sample_video())}
-    for side in ("vanilla", "drafts"):
-        body, headers = json.dumps(asked).encode(), {studio.GUARD: "1"}
-        request = urllib.request.Request(f"{url}/api/ask?side={side}", body, headers)
-        lines = [line for line in urllib.request.urlopen(request).read().decode().splitlines() if "record" in line]
-        kinds = [kind for line in lines for step in json.loads(line[6:])["vidspec_record"] for kind in step["kinds"]]
-        assert kinds and any(kinds) == (side == "drafts")
+    for shape in ("", "auto", "chain", "tree-static"):
+        if shape:
+            assert json.loads(said("/api/knobs", draft_shape=shape))["draft_shape"] == shape
+        lines = said(f"/api/ask?side={'drafts' if shape else 'vanilla'}", **asked).splitlines()
+        steps = [step for line in lines if "record" in line for step in json.loads(line[6:])["vidspec_record"]]
+        assert any(any(step["kinds"]) for step in steps) == bool(shape), "drafts were accepted"
+        drafted[shape] = {step["drafted"] for step in steps} - {0}
+        texts.add("".join(text for step in steps for text in step["text"]))
+    assert not drafted[""] and max(drafted["chain"]) <= 8 and drafted["tree-static"] == {25} and len(texts) == 1
     num_processes = len(marked(mark))
     os.kill(process.pid, signal.SIGINT)
     text, _ = listen(process, terminal)
-    print(f"{num_processes} processes before Ctrl-C, {stdout.read_text()!r}")
+    print(f"{num_processes} processes before Ctrl-C, {stdout.read_text()!r}, drafted: {drafted}")
     assert process.wait(20) == 130 and "Traceback" not in text and num_processes > 1
     time.sleep(1)
     assert not marked(mark)
