@@ -343,3 +343,8 @@ def test_knobs_change_what_comes_next(page, browser):
     assert seen["num_kept"] == steps * rows * columns // 2 and seen["scores"] is None
     run(driver, "document.querySelector('[name=pruner]').value = 'uv'; document.getElementById('apply').click()")
     wait(driver, "return document.getElementById('knobnote').textContent.includes('does not observe')")
+    assert run(driver, "return document.querySelector('[name=draft_shape]').disabled"), "it was started with a chain"
+    assert "starts with draft_shape auto" in run(driver, "return document.getElementById('when').textContent")
+    choices = "showKnobs({...studio.knobs, shapes: ['auto', 'chain', 'tree-static']});"
+    choices += "return [...document.querySelector('[name=draft_shape]:enabled').options].map(it => it.value)"
+    assert run(driver, choices) == ["auto", "chain", "tree-static"]
