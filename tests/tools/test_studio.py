@@ -5,6 +5,7 @@ import json
 import pytest
 
 from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs, studio
 
 httpx = pytest.importorskip("httpx")
@@ -138,6 +139,21 @@ def test_frames_are_those_that_the_server_samples(page):
     found = it.post("/api/frames", headers=GUARD, content=it.get("/api/sample").content).json()["frames"]
     assert len(found) == 7 and all(url.startswith("data:image/png;base64,") for url in found)
     assert "is it a video" in it.post("/api/frames", headers=GUARD, content=b"no video").json()["error"]
+
+
+def test_a_server_that_is_not_there_is_one_line(page):
+    """Catches: an error page that the browser cannot read."""
+
+    def gone(request):
+        raise httpx.ConnectError("refused")
+
+    it = page(gone, admin_key=ADMIN)
+    for answer in (it.get("/api/setup"), it.post("/api/knobs", headers=GUARD, json={studio.LIMIT: 0})):
+        assert (answer.status_code, answer.json()["error"]) == (502, "no server answers at http://server (refused)")
+    with pytest.raises(VidSpecError, match="--vanilla: 'ftp://x' is no address"):
+        studio.Studio("127.0.0.1:8000/v1", "ftp://x")
+    with pytest.raises(VidSpecError, match="got 'treee'"):
+        studio.own_args(studio.Show(draft_shape="treee"), 1234)
 
 
 def test_its_own_server_records_and_may_be_loose():

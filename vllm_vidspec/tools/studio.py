@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm_vidspec import assets
-from vllm_vidspec.config import AUTO, REQUEST_LAMBDA, REQUEST_RECORD, REQUEST_SCORER, VidSpecConfig
+from vllm_vidspec.config import AUTO, REQUEST_LAMBDA, REQUEST_RECORD, REQUEST_SCORER, VidSpecConfig, parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.names import PRUNERS
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.processes import VllmServer, free_port
 from vllm_vidspec.tools.progress import Report, silent
+from vllm_vidspec.tools.status import address
 from vllm_vidspec.tools.user_files import read_video
 
 ADMIN_KEY = "VIDSPEC_ADMIN_KEY"
@@ -75,7 +76,8 @@ class Studio:
     def __init__(
         self, server: str, vanilla: str | None = None, admin_key: str = "", num_frames: int = 32, is_own: bool = False
     ):
-        self._server, self._vanilla = server.rstrip("/"), vanilla and vanilla.rstrip("/")
+        self._server = address(server)
+        self._vanilla = None if vanilla is None else address(vanilla, "--vanilla")
         self._admin, self._num_frames, self._is_own = admin_key, num_frames, is_own
         # What the page has set of the knobs of which the route tells what was configured.
         self._set: dict[str, Any] = {LIMIT: None, SHAPE: None}
@@ -111,9 +113,12 @@ class Studio:
 
     async def setup(self, request: Any) -> Any:
         """Tell what there is to choose from; the server's answer where it refuses the caller's key."""
-        async with self._client() as client:
-            models = await client.get(f"{self._server}/v1/models", headers=_authorization(request))
-            knobs = await client.get(self._server + KNOBS, headers=self._bearer()) if self._admin else None
+        try:
+            async with self._client() as client:
+                models = await client.get(f"{self._server}/v1/models", headers=_authorization(request))
+                knobs = await client.get(self._server + KNOBS, headers=self._bearer()) if self._admin else None
+        except _http_error() as error:
+            return _refused(f"no server answers at {self._server} ({error})", 502)
         if models.status_code != 200:
             return _refused(f"the server answers {models.status_code}: does it need a key?", models.status_code)
         return _json(
@@ -149,8 +154,11 @@ class Studio:
             return _refused(str(error))
         if not self._admin:
             return _refused(f"nothing can be changed: {ADMIN_KEY} is not set", 403)
-        async with self._turn:
-            answer = await self._change(changes)
+        try:
+            async with self._turn:
+                answer = await self._change(changes)
+        except _http_error() as error:
+            return _refused(f"no server answers at {self._server} ({error})", 502)
         if answer.status_code != 200:
             return _json(answer.json(), answer.status_code)
         self._set |= {name: changes[name] for name in self._set.keys() & changes.keys()}
@@ -381,4 +389,5 @@ def own_args(show: Show, port: int) -> list[str]:
     # `auto` between a chain and the static tree.
     shape = "tree-static" if show.draft_shape == AUTO else show.draft_shape
     spec["num_speculative_tokens"] = show.num_speculative_tokens or pairs.num_speculative_tokens(shape)
+    parse_config(pairs.speculative_config(show.family, "draft", drafting=show.draft_shape, **spec))  # before it starts
     return pairs.serve_args(show.family, "draft", port=port, drafting=show.draft_shape, **spec)
