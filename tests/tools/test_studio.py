@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.config import VidSpecConfig, parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs, studio
 
@@ -161,3 +161,6 @@ def test_its_own_server_records_and_may_be_loose():
     spec = json.loads(args[args.index("--speculative-config") + 1])
     assert spec["request_records"] and "loose" in spec["request_scorers"] and spec["draft"] == "tree-static"
     assert spec["num_speculative_tokens"] == pairs.num_speculative_tokens("tree-static")
+    args = studio.own_args(studio.Show(draft_shape="auto"), 1234)
+    config, _ = parse_config(json.loads(args[args.index("--speculative-config") + 1]))
+    assert config.choosable_shapes == ("auto", "chain", "tree-static")

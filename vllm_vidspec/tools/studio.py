@@ -386,8 +386,9 @@ def _own_server(show: Show) -> Iterator[VllmServer]:
 def own_args(show: Show, port: int) -> list[str]:
     """Return what follows `vllm serve` on the bundled pair: requests may be recorded, and loose."""
     spec: dict[str, Any] = {"request_scorers": ["strict", "loose", "fly"], "lambda_max": 1.0, "request_records": True}
-    # `auto` between a chain and the static tree.
-    shape = "tree-static" if show.draft_shape == AUTO else show.draft_shape
+    shape = show.draft_shape
+    if shape == AUTO:  # between a chain and the static tree, by the controller
+        shape, spec["adaptive_tokens"] = "tree-static", True
     spec["num_speculative_tokens"] = show.num_speculative_tokens or pairs.num_speculative_tokens(shape)
     parse_config(pairs.speculative_config(show.family, "draft", drafting=show.draft_shape, **spec))  # before it starts
     return pairs.serve_args(show.family, "draft", port=port, drafting=show.draft_shape, **spec)
