@@ -13,6 +13,7 @@ import functools
 import http.server
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -75,7 +76,8 @@ def attempt(index: str, python: str, extra: str, commands: Sequence[Sequence[str
     """Install into an empty environment of one Python and run commands in it, until one fails.
 
     Returns:
-        A row for each step: `step`, `status` (None: stopped after the limit), `seconds`, `last` (its last line).
+        A row for each step: `step`, `status` (None: stopped after the limit), `seconds`, `last` (its last line that
+        tells something).
     """
     rows: list[dict] = []
     with tempfile.TemporaryDirectory(prefix="vidspec-empty-") as folder:
@@ -104,12 +106,12 @@ def _timed(words: list[str], name: str, folder: str, limit_s: float) -> dict:
     except FileNotFoundError as error:
         status, text = 127, str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("WARNING")]
-    errors = [line for line in lines if line.startswith(("ERROR", "vidspec:"))]
+    telling = [line for line in lines if re.search(r"^ERROR|^vidspec:|\bfail\b|identical answers", line)]
     return {
         "step": name,
         "status": status,
         "seconds": round(time.monotonic() - begun, 1),
-        "last": " ".join((errors or lines or ["-"])[-1].split())[:160],
+        "last": " ".join((telling or lines or ["-"])[-1].split())[:160],
     }
 
 

@@ -82,10 +82,19 @@ def test_answers_are_vanillas_whatever_is_decided(reference, is_async, shape):
     """Every sampling parameter and kind of prompt in one batch, then videos alone; nobody loses speculation."""
     knobs = {"drafting": "auto", "num_speculative_tokens": 12} if shape == "auto" else {}
     mixed, videos = reference(QWEN, "mixed"), reference(QWEN, "videos")
-    with adaptive(is_async, **knobs) as engine, steps(engine):
+    with adaptive(is_async, **knobs) as engine, steps(engine) as seen:
         outputs, counted = engine.measured(harness.mixed_batch(QWEN))
         assert_same_answers(mixed, outputs)
         assert skipped(counted) == {} and counted["accepted_tokens"] > 0
+        for shape in ("chain", "tree-adaptive", "auto") if knobs else ():  # an operator's choice
+            engine.retune(draft_shape=shape)
+            engine.idle()
+            seen.clear()
+            outputs, counted = engine.measured(harness.videos(QWEN, 8))
+            assert_same_answers(videos, outputs)
+            assert skipped(counted) == {} and counted["accepted_tokens"] > 0
+            drafted = {decision.option.shape for decision, *_ in seen} - {"none"}
+            assert drafted == {shape} or (shape == "auto" and drafted)
         for _ in range(3):
             outputs, counted = engine.measured(harness.videos(QWEN, 8))
             assert_same_answers(videos, outputs)

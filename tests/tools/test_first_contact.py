@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 import uuid
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from tools.common import ROOT, invoke, refuses
 from tools.test_cli import commands
 from tools.test_status import server, serving, sound  # noqa: F401 - fixtures
 from vllm_vidspec.cli import app, running
+from vllm_vidspec.tools import pairs, studio
+from vllm_vidspec.tools.demo import data_url
 
 COMMANDS = dict(commands(typer.main.get_command(app)))
 EXAMPLES = [
@@ -36,7 +39,7 @@ MARK = "VIDSPEC_FIRST_CONTACT"
 def test_every_command_has_an_example_and_json():
     for name, command in COMMANDS.items():
         assert re.search(rf"^  vidspec {name}( |$)", command.epilog or "", re.MULTILINE), name
-        assert name == PAGE or "--json" in [option for one in command.params for option in one.opts], name
+        assert "--json" in [option for one in command.params for option in one.opts], name
 
 
 @pytest.mark.parametrize("example", [example for example in EXAMPLES if example.split()[1] in CHEAP])
@@ -76,7 +79,7 @@ def _start(example, folder):
     (folder / "vllm_vidspec").symlink_to(ROOT / "vllm_vidspec")
     mark, (ours, theirs) = uuid.uuid4().hex, pty.openpty()
     command = [sys.executable, "-m", "vllm_vidspec.cli", *shlex.split(example)[1:]]
-    if "--json" not in command and PAGE not in command:
+    if "--json" not in command:
         command += ["--json", "result.json"]
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/kernels", "TERM": "xterm", MARK: mark}
     options = {"cwd": folder, "env": env, "stderr": theirs, "start_new_session": True}
@@ -145,6 +148,41 @@ def test_ctrl_c_leaves_no_process(example, times, started):
     text += listen(process, terminal)[0]
     assert process.wait(20) in (130, -signal.SIGINT), text[-2000:]  # a second one may meet the end
     assert "vidspec: stopped" in text and "Traceback" not in text
+    time.sleep(1)
+    assert not marked(mark)
+
+
+@pytest.mark.slow
+def test_the_page_answers_until_ctrl_c(started, tmp_path):
+    """`vidspec studio` with its own server. Catches: a server that outlives its page, or is silent while it starts; a
+    shape that changes in words.
+    """
+    process, terminal, mark = started("vidspec studio --port 0 --draft-shape auto")
+    stdout, result = tmp_path / "stdout", tmp_path / "result.json"
+    _, silence = listen(process, terminal, until=lambda: "Ctrl-C" in stdout.read_text() and result.exists())
+    assert silence < SILENCE_S and "\x1b" not in stdout.read_text()
+    url = json.loads(result.read_text())["url"]
+
+    def said(path, **body):
+        request = urllib.request.Request(url + path, json.dumps(body).encode() if body else None, {studio.GUARD: "1"})
+        return urllib.request.urlopen(request).read().decode()
+
+    setup, drafted, texts = json.loads(said("/api/setup")), {}, set()
+    asked = {"model": setup["model"], "question": setup["question"], "video": data_url(pairs.sample_video())}
+    for shape in ("", "auto", "chain", "tree-static"):
+        if shape:
+            assert json.loads(said("/api/knobs", draft_shape=shape))["draft_shape"] == shape
+        lines = said(f"/api/ask?side={'drafts' if shape else 'vanilla'}", **asked).splitlines()
+        steps = [step for line in lines if "record" in line for step in json.loads(line[6:])["vidspec_record"]]
+        assert any(any(step["kinds"]) for step in steps) == bool(shape), "drafts were accepted"
+        drafted[shape] = {step["drafted"] for step in steps} - {0}
+        texts.add("".join(text for step in steps for text in step["text"]))
+    assert not drafted[""] and max(drafted["chain"]) <= 8 and drafted["tree-static"] == {25} and len(texts) == 1
+    num_processes = len(marked(mark))
+    os.kill(process.pid, signal.SIGINT)
+    text, _ = listen(process, terminal)
+    print(f"{num_processes} processes before Ctrl-C, {stdout.read_text()!r}, drafted: {drafted}")
+    assert process.wait(20) == 130 and "Traceback" not in text and num_processes > 1
     time.sleep(1)
     assert not marked(mark)
 

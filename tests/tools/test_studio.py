@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from vllm_vidspec.config import VidSpecConfig, parse_config
+from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs, studio
 
 httpx = pytest.importorskip("httpx")
@@ -14,6 +16,7 @@ ADMIN = "the-operator's"
 GUARD = {studio.GUARD: "1"}
 VIDEO = "data:video/mp4;base64,AAAA"
 ASKED = {"model": "target", "question": "what?", "video": VIDEO}
+KNOBS = VidSpecConfig(model="draft", num_speculative_tokens=25, draft_shape="auto").flat()
 
 
 class Server:
@@ -33,7 +36,7 @@ class Server:
                 self.limit = body[studio.LIMIT]
             if body and "pruner" in body:
                 return httpx.Response(400, json={"error": "no such pruner"})
-            return httpx.Response(200, json={"pruner": "specvlm", studio.LIMIT: 5})
+            return httpx.Response(200, json=KNOBS)
         if key not in ("a", "b"):
             return httpx.Response(401, json={"error": "Unauthorized"})
         if request.url.path == "/v1/models":
@@ -121,6 +124,15 @@ def test_knobs_are_changed_by_the_operators_route(page):
     assert page(Server()).post("/api/knobs", headers=GUARD, json={studio.LIMIT: 0}).status_code == 403
 
 
+def test_the_page_is_told_what_holds_and_which_shapes_there_are(page):
+    """The route tells what was configured. Catches: a knob that a reload of the page takes back."""
+    it = page(Server(), admin_key=ADMIN)
+    told = it.post("/api/knobs", headers=GUARD, json={"draft_shape": "chain", studio.LIMIT: 3}).json()
+    for knobs in (told, it.get("/api/setup", headers={"Authorization": "Bearer a"}).json()["knobs"]):
+        assert (knobs["draft_shape"], knobs[studio.LIMIT], knobs["most"]) == ("chain", 3, 25)
+        assert knobs["shapes"] == ["auto", "chain", "tree-static"]
+
+
 def test_frames_are_those_that_the_server_samples(page):
     pytest.importorskip("cv2")
     it = page(Server(), num_frames=7)
@@ -129,8 +141,26 @@ def test_frames_are_those_that_the_server_samples(page):
     assert "is it a video" in it.post("/api/frames", headers=GUARD, content=b"no video").json()["error"]
 
 
+def test_a_server_that_is_not_there_is_one_line(page):
+    """Catches: an error page that the browser cannot read."""
+
+    def gone(request):
+        raise httpx.ConnectError("refused")
+
+    it = page(gone, admin_key=ADMIN)
+    for answer in (it.get("/api/setup"), it.post("/api/knobs", headers=GUARD, json={studio.LIMIT: 0})):
+        assert (answer.status_code, answer.json()["error"]) == (502, "no server answers at http://server (refused)")
+    with pytest.raises(VidSpecError, match="--vanilla: 'ftp://x' is no address"):
+        studio.Studio("127.0.0.1:8000/v1", "ftp://x")
+    with pytest.raises(VidSpecError, match="got 'treee'"):
+        studio.own_args(studio.Show(draft_shape="treee"), 1234)
+
+
 def test_its_own_server_records_and_may_be_loose():
     args = studio.own_args(studio.Show(draft_shape="tree-static"), 1234)
     spec = json.loads(args[args.index("--speculative-config") + 1])
     assert spec["request_records"] and "loose" in spec["request_scorers"] and spec["draft"] == "tree-static"
     assert spec["num_speculative_tokens"] == pairs.num_speculative_tokens("tree-static")
+    args = studio.own_args(studio.Show(draft_shape="auto"), 1234)
+    config, _ = parse_config(json.loads(args[args.index("--speculative-config") + 1]))
+    assert config.choosable_shapes == ("auto", "chain", "tree-static")

@@ -6,9 +6,10 @@ from typing import Any
 
 from pydantic import ValidationError, field_validator, model_validator
 
-from vllm_vidspec.config.fields import Fields
+from vllm_vidspec.config.fields import AUTO, Fields
 from vllm_vidspec.config.schedule import NONE, Cap, Plan, PlanRow, capped, check_table, without_gaps
 from vllm_vidspec.config.spelling import explain, flatten, grouped
+from vllm_vidspec.errors import VidSpecError, quoted
 
 METHOD = "vidspec"
 SELF = "self"
@@ -173,6 +174,21 @@ class VidSpecConfig(Fields):
             VidSpecError: One line naming the wrong key or value.
         """
         return self.checked(self.flat() | flatten(knobs), knobs)
+
+    @property
+    def choosable_shapes(self) -> tuple[str, ...]:
+        """The values that `draft_shape` may change to while the engine runs, `auto` first; none where it is fixed."""
+        return (AUTO, *sorted(self.shapes)) if self._is_free and self.adaptive_tokens else ()
+
+    def of_shape(self, shape: Any) -> "VidSpecConfig":
+        """Return this configuration with drafts of one of its `choosable_shapes` alone; a VidSpecError for another."""
+        if not self.choosable_shapes:
+            raise VidSpecError("draft_shape cannot change while the engine runs: start it with auto")
+        if shape not in self.choosable_shapes:
+            known = ", ".join(self.choosable_shapes)
+            raise VidSpecError(f"draft_shape: {known} while the engine runs, got {quoted(shape)}")
+        most = min(self.num_speculative_tokens, MAX_AUTO_CHAIN) if shape == "chain" else self.num_speculative_tokens
+        return self.changed({"draft_shape": shape, "num_speculative_tokens": most})
 
     def summary(self) -> str:
         """Return the active configuration as one line for the start-up log."""

@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm_vidspec.config import METHOD, VidSpecConfig
 from vllm_vidspec.engine.compat.scheduler import RETUNE
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.scheduling import LIMIT
+from vllm_vidspec.engine.scheduling import HERE
 from vllm_vidspec.errors import VidSpecError
 
 logger = init_logger("vllm.vidspec")
@@ -71,8 +71,8 @@ class AdminRoutes:
         """Change knobs, all or none; a VidSpecError of one line for the client, before anything reaches the engine."""
         knobs = Knobs(first)
         (now, *_) = await self._engine.collective_rpc("vidspec_knobs")
-        knobs.current = knobs.current.changed({name: value for name, value in now.items() if name != LIMIT})
-        knobs.retune({name: value for name, value in changes.items() if name != LIMIT})
+        knobs.current = knobs.current.changed({name: value for name, value in now.items() if name not in HERE})
+        knobs.retune({name: value for name, value in changes.items() if name not in HERE})
         try:
             await self._engine.collective_rpc(RETUNE, args=(changes,))
         except Exception as error:  # what the engine refuses comes back as text

@@ -1,8 +1,9 @@
 """SchedulerSide: our part beside vLLM's scheduler, which sees every step of every request and decides for all ranks.
 
 It decides how many draft tokens a step proposes: the number that an operator has set, none for a while after the draft
-has failed too often, what pays (`adaptive_tokens`, see `control.py`). And with which pruner a request's prompt is
-pruned (`pruner: auto`). Ranks follow the scheduler's output: no collective is needed.
+has failed too often, what pays (`adaptive_tokens`, see `control.py`), in the shape that an operator has set. And with
+which pruner a request's prompt is pruned (`pruner: auto`). Ranks follow the scheduler's output, so no collective is
+needed.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ logger = init_logger("vllm.vidspec")
 # In `extra_args` of a request on its way to the workers; a client's own value is overwritten or ignored.
 _WAY = "_vidspec_way"
 _SAVE_EVERY = 64  # requests between two saves
-LIMIT = "num_speculative_tokens"  # the knob that is changed here and not in the workers
+LIMIT, SHAPE = HERE = ("num_speculative_tokens", "draft_shape")  # knobs that are changed here and not in the workers
 _POLL_S = 0.2  # between two readings of the worker's counters
 
 
@@ -51,15 +52,14 @@ class SchedulerSide:
     def __init__(self, scheduler: Any, vllm_config: Any):
         config = VidSpecConfig(**vllm_config.additional_config[METHOD])
         self._scheduler = scheduler
-        self._most = config.num_speculative_tokens
+        self._config, self._vllm_config, self._most = config, vllm_config, config.num_speculative_tokens
         self._file = open_for(vllm_config)
         self._ways = _Ways(config, self._file) if len(config.prune.variants) > 1 else None
         # vLLM's own table of tokens by batch size; None: always K.
         self._table: list[int] | None = scheduler.dynamic_sd_lookup
         # Data-parallel engines need one number of tokens in every step.
         self._is_alone = vllm_config.parallel_config.data_parallel_size == 1
-        is_adaptive = config.adaptive_tokens and self._is_alone
-        self._control = SchedulerControl(config, scheduler, vllm_config, self._file) if is_adaptive else None
+        self._control = self._controlled(config) if config.adaptive_tokens and self._is_alone else None
         self._limit: int | None = None  # what an operator has set
         self._breaker = _Breaker(config, self._file) if self._is_alone and self._file is not None else None
         self._publish()
@@ -92,34 +92,39 @@ class SchedulerSide:
 
     @contextlib.contextmanager
     def retuned(self, knobs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Apply the knob that is changed here, `num_speculative_tokens`: the most draft tokens of a step from the next
-        one on, 0 for none, null for as many as was configured.
+        """Apply the knobs that are changed here, from the next step on: `num_speculative_tokens`, the most draft tokens
+        of a step, 0 for none, null for as many as was configured; and `draft_shape`, one that the engine can draft.
 
         Yields:
             The other knobs, for the workers; if they fail, nothing changes here.
 
         Raises:
-            VidSpecError: It is not in 0 to K, or this engine cannot change it.
+            VidSpecError: The number is not in 0 to K, or this engine cannot change it or the shape.
         """
-        left = dict(knobs)
-        has_limit, most = LIMIT in left, left.pop(LIMIT, None)
-        if has_limit:
-            self._check(most)
+        left = {name: value for name, value in knobs.items() if name not in HERE}
+        if LIMIT in knobs:
+            self._check(knobs[LIMIT])
+        if not self._is_alone and (fixed := [name for name in HERE if name in knobs]):
+            raise VidSpecError(f"{fixed[0]} cannot change while data-parallel engines run")
+        control = self._controlled(self._config.of_shape(knobs[SHAPE])) if SHAPE in knobs else self._control
         yield left
-        if has_limit:
-            self._limit = most
+        self._control = control
+        if LIMIT in knobs:
+            self._limit = knobs[LIMIT]
             self._publish()
         if self._ways is not None and "pruner" in flatten(left):
             # With one fixed pruner nothing is chosen here, and nothing learned.
             self._ways.is_on = flatten(left)["pruner"] == AUTO
+
+    def _controlled(self, config: VidSpecConfig) -> SchedulerControl:
+        """Return a controller that has learned nothing yet; requests that run get what it drafts for all."""
+        return SchedulerControl(config, self._scheduler, self._vllm_config, self._file)
 
     def _check(self, most: Any) -> None:
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or not 0 <= most <= self._most):
             raise VidSpecError(
                 f"num_speculative_tokens: between 0 and {self._most} while the engine runs, got {most!r}"
             )
-        if not self._is_alone:
-            raise VidSpecError("num_speculative_tokens cannot change while data-parallel engines run")
 
     @property
     def _most_now(self) -> int | None:

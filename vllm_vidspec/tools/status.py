@@ -97,13 +97,18 @@ def result(server: str, reading: Reading, gained: Reading | None = None) -> dict
     }
 
 
-def read(server: str) -> Reading:
-    """Read a server's /metrics; what clients append to its address (`/v1`, `/metrics`) may be there."""
+def address(server: str, option: str = "--server") -> str:
+    """Return a server's address; what clients append to it (`/v1`, `/metrics`) may be there, and `http://` left out."""
     url = (server if "://" in server else f"http://{server}").rstrip("/")
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise VidSpecError(f"--server: {server!r} is no address such as http://127.0.0.1:8000")
-    url = url.removesuffix("/metrics").removesuffix("/v1") + "/metrics"
+        raise VidSpecError(f"{option}: {server!r} is no address such as http://127.0.0.1:8000")
+    return url.removesuffix("/metrics").removesuffix("/v1")
+
+
+def read(server: str) -> Reading:
+    """Read a server's /metrics."""
+    url = address(server) + "/metrics"
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
             text = answer.read().decode(errors="replace")

@@ -20,17 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from vllm_vidspec import assets
-from vllm_vidspec.config import REQUEST_LAMBDA, REQUEST_RECORD, REQUEST_SCORER
+from vllm_vidspec.config import AUTO, REQUEST_LAMBDA, REQUEST_RECORD, REQUEST_SCORER, VidSpecConfig, parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.names import PRUNERS
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.processes import VllmServer, free_port
 from vllm_vidspec.tools.progress import Report, silent
+from vllm_vidspec.tools.status import address
 from vllm_vidspec.tools.user_files import read_video
 
 ADMIN_KEY = "VIDSPEC_ADMIN_KEY"
 KNOBS = "/vidspec/knobs"
-LIMIT = "num_speculative_tokens"
+LIMIT, SHAPE = "num_speculative_tokens", "draft_shape"
 GUARD = "x-vidspec-studio"  # on every request that does something: another site's script cannot send it
 MAX_BYTES = 96 << 20  # of a request; a video of 64 MiB as text
 _ANSWER = {"max_tokens": 256, "temperature": 0.0}
@@ -75,9 +76,11 @@ class Studio:
     def __init__(
         self, server: str, vanilla: str | None = None, admin_key: str = "", num_frames: int = 32, is_own: bool = False
     ):
-        self._server, self._vanilla = server.rstrip("/"), vanilla and vanilla.rstrip("/")
+        self._server = address(server)
+        self._vanilla = None if vanilla is None else address(vanilla, "--vanilla")
         self._admin, self._num_frames, self._is_own = admin_key, num_frames, is_own
-        self._limit: int | None = None  # what the page has set
+        # What the page has set of the knobs of which the route tells what was configured.
+        self._set: dict[str, Any] = {LIMIT: None, SHAPE: None}
         self._turn = asyncio.Lock()  # of the server's answers, while some are without drafts
 
     @property
@@ -110,9 +113,12 @@ class Studio:
 
     async def setup(self, request: Any) -> Any:
         """Tell what there is to choose from; the server's answer where it refuses the caller's key."""
-        async with self._client() as client:
-            models = await client.get(f"{self._server}/v1/models", headers=_authorization(request))
-            knobs = await client.get(self._server + KNOBS, headers=self._bearer()) if self._admin else None
+        try:
+            async with self._client() as client:
+                models = await client.get(f"{self._server}/v1/models", headers=_authorization(request))
+                knobs = await client.get(self._server + KNOBS, headers=self._bearer()) if self._admin else None
+        except _http_error() as error:
+            return _refused(f"no server answers at {self._server} ({error})", 502)
         if models.status_code != 200:
             return _refused(f"the server answers {models.status_code}: does it need a key?", models.status_code)
         return _json(
@@ -120,8 +126,7 @@ class Studio:
                 "server": self._server,
                 "model": models.json()["data"][0]["id"],
                 "vanilla": self._way,
-                "knobs": knobs.json() if knobs is not None and knobs.status_code == 200 else None,
-                "limit": self._limit,
+                "knobs": self._holding(knobs.json()) if knobs is not None and knobs.status_code == 200 else None,
                 "pruners": list(PRUNERS),
                 "frames": self._num_frames,
                 "question": pairs.DEFAULT_QUESTION,
@@ -142,18 +147,31 @@ class Studio:
             return _refused(str(error))
 
     async def knobs(self, request: Any) -> Any:
-        """Change knobs by the operator's route; return what it answers."""
+        """Change knobs by the operator's route; return those that hold then, or its refusal."""
         try:
             changes = _object(await _body(request))
         except VidSpecError as error:
             return _refused(str(error))
         if not self._admin:
             return _refused(f"nothing can be changed: {ADMIN_KEY} is not set", 403)
-        async with self._turn:
-            answer = await self._change(changes)
-        if answer.status_code == 200 and LIMIT in changes:
-            self._limit = changes[LIMIT]
-        return _json(answer.json(), answer.status_code)
+        try:
+            async with self._turn:
+                answer = await self._change(changes)
+        except _http_error() as error:
+            return _refused(f"no server answers at {self._server} ({error})", 502)
+        if answer.status_code != 200:
+            return _json(answer.json(), answer.status_code)
+        self._set |= {name: changes[name] for name in self._set.keys() & changes.keys()}
+        return _json(self._holding(answer.json()))
+
+    def _holding(self, knobs: dict[str, Any]) -> dict[str, Any]:
+        """Return knobs as they hold, given what the route tells; `most` draft tokens, and `shapes` to choose from."""
+        try:
+            shapes = VidSpecConfig.checked(knobs, {}).choosable_shapes
+        except VidSpecError:  # a server of another version
+            shapes = ()
+        held = {name: value for name, value in self._set.items() if value is not None}
+        return {**knobs, "most": knobs[LIMIT], "shapes": shapes, **held}
 
     async def _change(self, changes: dict[str, Any]) -> Any:
         async with self._client() as client:
@@ -218,7 +236,7 @@ class Studio:
             yield
         finally:
             with anyio.CancelScope(shield=True):
-                await self._change({LIMIT: self._limit})
+                await self._change({LIMIT: self._set[LIMIT]})
 
     def _bearer(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._admin}"}
@@ -368,6 +386,9 @@ def _own_server(show: Show) -> Iterator[VllmServer]:
 def own_args(show: Show, port: int) -> list[str]:
     """Return what follows `vllm serve` on the bundled pair: requests may be recorded, and loose."""
     spec: dict[str, Any] = {"request_scorers": ["strict", "loose", "fly"], "lambda_max": 1.0, "request_records": True}
-    if show.num_speculative_tokens:
-        spec["num_speculative_tokens"] = show.num_speculative_tokens
+    shape = show.draft_shape
+    if shape == AUTO:  # between a chain and the static tree, by the controller
+        shape, spec["adaptive_tokens"] = "tree-static", True
+    spec["num_speculative_tokens"] = show.num_speculative_tokens or pairs.num_speculative_tokens(shape)
+    parse_config(pairs.speculative_config(show.family, "draft", drafting=show.draft_shape, **spec))  # before it starts
     return pairs.serve_args(show.family, "draft", port=port, drafting=show.draft_shape, **spec)

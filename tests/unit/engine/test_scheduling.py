@@ -104,6 +104,25 @@ def test_wrong_numbers_are_refused(world, most):
         pytest.fail("it was entered")
 
 
+def test_the_shape_changes_among_those_that_the_engine_drafts(world):
+    """Catches: a shape that nothing was captured for, longer chains than it drafts, a shape that stays after `auto`."""
+    it = world(draft_shape="auto", adaptive_tokens=True, num_speculative_tokens=25)
+    every = it.side._control._controller.options
+    for shapes in ({"chain"}, {"tree-static"}, {"auto", "chain", "tree-static"}):
+        with it.side.retuned({"draft_shape": min(shapes), "prune_ratio": 0.5}) as left:
+            assert left == {"prune_ratio": 0.5}
+        expected = tuple(option for option in every if option.shape in shapes | {"none"})
+        assert it.side._control._controller.options == expected
+    for other, shape, line in (
+        (it, "tree-adaptive", "draft_shape: auto, chain, tree-static while"),
+        (it, [1], "draft_shape: auto, chain, tree-static while"),
+        (world(), "chain", "start it with auto"),
+        (world(draft_shape="auto", adaptive_tokens=True, data_parallel=2), "chain", "data-parallel"),
+    ):
+        with pytest.raises(VidSpecError, match=line), other.side.retuned({"draft_shape": shape}):
+            pytest.fail("it was entered")
+
+
 def test_a_draft_that_fails_too_often_rests(world):
     """Three failures within a minute: off for the cool-down, then on, and three more; the operator's wish stays."""
     it = world(max_draft_failures=3, failure_window_s=60.0, cooldown_s=30.0)
