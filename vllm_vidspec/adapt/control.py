@@ -236,6 +236,8 @@ class Controller:
         """Return what is drafted, and `[n]` bool for whom."""
         if not len(slots):
             return (self.options[0] if most is None else REST), np.zeros(0, dtype=bool)
+        if not self._may_draft[slots].any():
+            return REST, np.zeros(len(slots), dtype=bool)
         batch = self._batch(slots)
         situation = self._situations.setdefault(batch.place, Situation())
         places = np.arange(len(self.options)) if most is None else np.flatnonzero(self._num_tokens <= most)
