@@ -87,7 +87,9 @@ def test_answers_are_vanillas_whatever_is_decided(reference, is_async, shape):
         assert_same_answers(mixed, outputs)
         assert skipped(counted) == {} and counted["accepted_tokens"] > 0
         for shape in ("chain", "tree-adaptive", "auto") if knobs else ():  # an operator's choice
-            engine.retune(draft_shape=shape)
+            engine.begin(harness.videos(QWEN, 8), steps=8)
+            engine.retune(draft_shape=shape)  # while they run
+            assert engine.finish() == [answer for (answer,) in harness.token_ids(videos)]
             engine.idle()
             seen.clear()
             outputs, counted = engine.measured(harness.videos(QWEN, 8))

@@ -348,3 +348,31 @@ def test_knobs_change_what_comes_next(page, browser):
     choices = "showKnobs({...studio.knobs, shapes: ['auto', 'chain', 'tree-static']});"
     choices += "return [...document.querySelector('[name=draft_shape]:enabled').options].map(it => it.value)"
     assert run(driver, choices) == ["auto", "chain", "tree-static"]
+
+
+DROPPED = """
+const carried = new DataTransfer();
+fetch('/api/sample').then(answer => answer.blob()).then(blob => {
+  carried.items.add(new File([blob], 'dropped.mp4', { type: 'video/mp4' }));
+  document.getElementById('drop').dispatchEvent(new DragEvent('drop', { dataTransfer: carried, cancelable: true }));
+});
+"""
+
+
+def test_a_video_of_ones_own_is_chosen_or_dropped_and_loosened_drafts_have_their_colour(page, browser, tmp_path):
+    """A draft that hardly sees the video errs, and the scorer lets it. Catches: the bundled video asked about."""
+    world.write_mp4(world.held_out(1).frames[:20], tmp_path / "b.mp4")
+    page.heard.clear()
+    driver = browser(page.url, key=KEYS[1])
+    driver.find_element("id", "file").send_keys(str(tmp_path / "b.mp4"))
+    wait(driver, "return document.getElementById('videoname').textContent === 'b.mp4, 20 frames'")
+    for name, value in {"pruner": "random", "prune_ratio": 0.95, "scorer": "loose", "lambda_loose": 1}.items():
+        run(driver, "document.querySelector(`[name=${arguments[0]}]`).value = arguments[1]", name, value)
+    run(driver, "document.getElementById('apply').click()")
+    wait(driver, "return document.getElementById('changes').children.length > 3")
+    run(driver, "document.getElementById('ask').click()")
+    answered(driver)
+    assert check_colours(driver, page, "drafts", KEYS[1]).count(2) > 0
+    assert run(driver, "return studio.pruned.grid[0]") == 10
+    run(driver, DROPPED)
+    wait(driver, "return document.getElementById('videoname').textContent === 'dropped.mp4, 32 frames'")

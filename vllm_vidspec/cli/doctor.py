@@ -25,12 +25,12 @@ def doctor(
     from vllm_vidspec.doctor import run_checks
     from vllm_vidspec.tools import tables
 
-    console = running.console(stderr=json_path == "-")
+    console, progress = running.console(stderr=json_path == "-"), running.console(stderr=True)
     if fix:
         from vllm_vidspec.setup.fixups import FixupError, apply_fixups
 
         try:
-            with console.status("repairing the environment"):
+            with progress.status("repairing the environment"):
                 done = apply_fixups()
         except FixupError as error:
             raise VidSpecError(str(error)) from None
@@ -38,7 +38,7 @@ def doctor(
             console.print(f"{item.name}: {item.detail}" + (" (changed)" if item.changed else ""))
         if any(item.changed for item in done):
             raise typer.Exit(_doctor_anew(target, draft, json_path))
-    with console.status("checking"):
+    with progress.status("checking"):
         checks = run_checks(target=target, draft=draft)
     running.write_json(json_path, {"checks": [asdict(check) for check in checks]})
     if json_path != "-":
