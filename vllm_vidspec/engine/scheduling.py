@@ -80,8 +80,7 @@ class SchedulerSide:
 
     def observe(self, scheduler_output: Any, output: Any) -> None:
         """Take in the output of a step."""
-        carried = compat.carried_of(output)
-        if carried is not None and self._file is not None:
+        if self._file is not None and (carried := compat.told_with(output).carried):
             self._file.take_in(carried)
         if self._ways is not None:
             self._ways.observe(scheduler_output, output)

@@ -6,20 +6,29 @@ from typing import Any, NamedTuple
 from vllm_vidspec.adapt import Decision
 from vllm_vidspec.config import METHOD, REQUEST_RECORD
 from vllm_vidspec.engine.compat.contract import wrap
-from vllm_vidspec.metrics.carried import Carried
+from vllm_vidspec.metrics.counts import Changes
 
 RETUNE = "vidspec_retune"  # the workers' method that changes knobs
 # What travels with vLLM's own dataclasses: with a new request its salt and whether it is drafted for, with a step what
-# is drafted (`Decision`), with its output what was (`StepReport`), what was counted on another host, and the records
-# of requests that ask.
-_SALT, _IS_SHOWN, _DECISION, _REPORT, _CARRIED, _RECORDS = (
-    "_vidspec_cache_salt",
-    "_vidspec_is_shown",
-    "_vidspec_decision",
-    "_vidspec_report",
-    "_vidspec_carried",
-    "_vidspec_records",
-)
+# is drafted (`Decision`), with its output what came of it (`Told`).
+_SALT, _IS_SHOWN, _DECISION, _TOLD = (f"_vidspec_{what}" for what in ("cache_salt", "is_shown", "decision", "told"))
+
+
+class StepReport(NamedTuple):
+    """What the worker reports of a step to the scheduler."""
+
+    drafted: frozenset[str] = frozenset()  # Requests whose drafts were verified in it; no vLLM's placeholders
+    reading: frozenset[str] = frozenset()  # Requests of whose prompts the draft has prefilled a part in it
+    reading_s: float = 0.0  # Host time of that
+    skipped: tuple[str, ...] = ()  # Requests that run without speculation for good, reported once
+
+
+class Told(NamedTuple):
+    """What a step's output brings along."""
+
+    report: StepReport | None = None
+    carried: Changes | None = None  # what was counted on another host
+    records: dict[str, dict[str, Any]] | None = None  # by request id, of requests that ask for one
 
 
 def hook_scheduler(attach: Callable) -> None:
@@ -108,7 +117,7 @@ class _Patches:
         if scheduler._vidspec_side is not None:
             scheduler._vidspec_side.observe(scheduler_output, model_runner_output)
         outputs = original(scheduler, scheduler_output, model_runner_output)
-        if records := getattr(model_runner_output, _RECORDS, None):
+        if records := told_with(model_runner_output).records:
             _hand_over(records, outputs)
         return outputs
 
@@ -143,22 +152,19 @@ def decision_of(scheduler_output: Any) -> Decision | None:
     return getattr(scheduler_output, _DECISION, None)
 
 
-def attach(output: Any, report: "StepReport | None", carried: Carried | None) -> None:
-    """Attach to vLLM's `ModelRunnerOutput` what there is to tell of a step."""
-    if report is not None:
-        setattr(output, _REPORT, report)
-    if carried is not None:
-        setattr(output, _CARRIED, carried)
+def attach(output: Any, *told: Any) -> None:
+    """Attach to vLLM's `ModelRunnerOutput` what there is to tell of a step: the fields of `Told`."""
+    setattr(output, _TOLD, Told(*told))
 
 
-def carried_of(output: Any) -> Carried | None:
-    """Return what vLLM's `ModelRunnerOutput` carries of counts; None where there are none."""
-    return getattr(output, _CARRIED, None)
+def told_with(output: Any) -> Told:
+    """Return what came with vLLM's `ModelRunnerOutput`."""
+    return getattr(output, _TOLD, Told())
 
 
-def attach_records(output: Any, records: dict[str, dict[str, Any]]) -> None:
-    """Attach what a step says of requests that ask, by request id, to vLLM's `ModelRunnerOutput`."""
-    setattr(output, _RECORDS, records)
+def report_of(output: Any) -> StepReport:
+    """Return the report of vLLM's `ModelRunnerOutput`; an empty one where it has none."""
+    return told_with(output).report or StepReport()
 
 
 def _hand_over(records: dict[str, dict[str, Any]], outputs: Any) -> None:
@@ -170,20 +176,3 @@ def _hand_over(records: dict[str, dict[str, Any]], outputs: Any) -> None:
             if (record := records.get(output.request_id)) is not None and output.new_token_ids:
                 record["tokens"] = list(output.new_token_ids)
                 output.kv_transfer_params = {**(output.kv_transfer_params or {}), REQUEST_RECORD: record}
-
-
-def report_of(output: Any) -> "StepReport":
-    """Return the report of vLLM's `ModelRunnerOutput`; an empty one where it has none."""
-    return getattr(output, _REPORT, _NO_REPORT)
-
-
-class StepReport(NamedTuple):
-    """What the worker reports of a step to the scheduler."""
-
-    drafted: frozenset[str]  # Requests whose drafts were verified in it; vLLM's placeholders do not count
-    reading: frozenset[str]  # Requests of whose prompts the draft has prefilled a part in it
-    reading_s: float  # Host time of that
-    skipped: tuple[str, ...]  # Requests that run without speculation for good, reported once
-
-
-_NO_REPORT = StepReport(frozenset(), frozenset(), 0.0, ())

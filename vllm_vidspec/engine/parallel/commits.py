@@ -22,6 +22,7 @@ from vidspec_kernels import NO_STREAM, STALE, WINDOW_INFO_SIZE, copy_committed_s
 from vllm_vidspec import metrics
 from vllm_vidspec.engine.backend import Step
 from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.metrics.counts import changes
 from vllm_vidspec.parallel import PAGE, Tables, WindowRule
 
 logger = init_logger("vllm.vidspec")
@@ -119,14 +120,9 @@ class Commits:
             if count:
                 self._counters.add(name, count)
                 self._counts[name] = 0
-        now = self._tables.counters.copy()
-        for slot in np.flatnonzero(now != self._published).tolist():
-            name = metrics.NAMES[slot]
-            if name in metrics.GAUGES:
-                self._counters.set(name, int(now[slot]))
-            else:
-                self._counters.add(name, int(now[slot] - self._published[slot]))
-        self._published = now
+        before, self._published = self._published, self._tables.counters.copy()
+        for name, value in changes(before, self._published).items():
+            (self._counters.set if name in metrics.GAUGES else self._counters.add)(name, value)
 
     # ---- to the host -----------------------------------------------------------------------------------------------
 

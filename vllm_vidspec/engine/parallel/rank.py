@@ -16,14 +16,12 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_vidspec import metrics
 from vllm_vidspec.engine.draft.drafter import Drafter, no_room_for, without_room
 from vllm_vidspec.engine.draft.messages import Admission, DraftMessage, Drafts, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import messages
 from vllm_vidspec.engine.scheduling import way_of
-
-_SLOT = {name: slot for slot, name in enumerate(metrics.NAMES)}
+from vllm_vidspec.metrics.counts import Counts
 
 
 class Progress(NamedTuple):
@@ -33,20 +31,12 @@ class Progress(NamedTuple):
     refused: list[tuple[int, str, str]]
 
 
-class DrafterCounters:
-    """Stands in the place of `Counters`: what the drafter counts is in the shared tables, `[len(metrics.NAMES)]` int64,
-    and the target publishes it; None on every rank but the first.
-    """
+class DrafterCounters(Counts):
+    """Stands in the place of `Counters`: the first rank counts in the shared tables, and the target publishes it."""
 
     def __init__(self, values: np.ndarray | None):
-        self._values = np.zeros(len(_SLOT), dtype=np.int64) if values is None else values
+        super().__init__(values)
         self._reasons: dict[str, tuple[str, str]] = {}  # by request id
-
-    def add(self, name: str, value: int = 1) -> None:
-        self._values[_SLOT[name]] += value
-
-    def set(self, name: str, value: int) -> None:
-        self._values[_SLOT[name]] = value
 
     def skip(self, reason: str, req_id: str, detail: str) -> None:
         """Note why a request is not drafted for; the target's process counts it."""

@@ -13,7 +13,7 @@ from vllm.utils.torch_utils import current_stream
 from vllm_vidspec import metrics
 from vllm_vidspec.engine.report.acceptance_alarm import AcceptanceAlarm
 from vllm_vidspec.engine.requests import NewRequest, RequestRows
-from vllm_vidspec.metrics.carried import Carried, CarriedCounts
+from vllm_vidspec.metrics.counts import CarriedCounts, Changes, Counts
 from vllm_vidspec.metrics.files import open_for
 from vllm_vidspec.scoring import Tally
 
@@ -47,65 +47,59 @@ class Counters:
         self._published = np.zeros(len(self._host), dtype=np.int64)
         positions = (f"accepted_at_pos_{i}" for i in range(num_speculative_tokens))
         self._file_slots = metrics.slots_of((*_TOTALS, *positions))  # of each total
-        self._file = self._open(vllm_config)
+        # Where counts go, and those by request where a response is to tell its own; the first rank is the one writer.
+        is_first, file = get_tensor_model_parallel_rank() == 0, None
+        if is_first and not vllm_config.parallel_config.node_rank_within_dp:  # on a further node nobody reads a file
+            file = open_for(vllm_config)
+        self._file: Counts | None = (file or CarriedCounts()) if is_first else None
+        level = vllm_config.observability_config.per_request_spec_decode_metrics
+        self._by_request = None if level == "none" else file
         self._logged: set[str] = set()
         self._alarm = AcceptanceAlarm()
-        self._is_paused = False
-        # What a response says of its own request, where the server was asked for that.
-        level = vllm_config.observability_config.per_request_spec_decode_metrics
-        self.counts_requests = isinstance(self._file, metrics.MetricsFile) and level != "none"
+        self.is_paused = False  # whether nothing is counted: what runs is nobody's request
         self._slots = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] in the file, by persistent row
         self._held: dict[str, int] = {}  # slots of requests that have not finished, running or preempted
         self._pending: list[tuple[np.ndarray, torch.Tensor]] = []  # slots and counts of the step in flight
 
-    @staticmethod
-    def _open(vllm_config: Any) -> metrics.MetricsFile | CarriedCounts | None:
-        """Return the file, or what takes counts to it from another host; on the first rank alone: it has one writer."""
-        if get_tensor_model_parallel_rank() != 0:
-            return None
-        if vllm_config.parallel_config.node_rank_within_dp:  # whose server made a file that nobody reads
-            return CarriedCounts()
-        return open_for(vllm_config) or CarriedCounts()
-
     @property
-    def is_paused(self) -> bool:
-        """Whether nothing is counted: what runs is nobody's request."""
-        return self._is_paused
+    def counts_requests(self) -> bool:
+        return self._by_request is not None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Count nothing, log nothing and give no request a slot within: vLLM's warm-up steps real requests."""
         self.flush()
-        totals, self._is_paused = self._totals.clone(), True
+        totals, self.is_paused = self._totals.clone(), True
         try:
             yield
         finally:
             self._totals.copy_(totals)
             self._pending.clear()
-            self._is_paused = False
+            self.is_paused = False
 
     def tally(self, idx_mapping: torch.Tensor) -> Tally:
         """Return what the scorer is to count of `[num_reqs]` int64 persistent rows of a verify step."""
         by_kind = None
-        if self.counts_requests and not self._is_paused:
+        if self._by_request is not None and not self.is_paused:
             by_kind = self._totals.new_empty(len(idx_mapping), len(metrics.KINDS))
         return Tally(idx_mapping, self._requests.has_draft, self._totals, by_kind, known=self._launches)
 
     def counted(self, idx_mapping_np: np.ndarray, tally: Tally) -> None:
-        """Take note of a tally that has been made, for `[num_reqs]` persistent rows."""
+        """Take note of a tally that has been made, for `[num_reqs]` persistent rows; its copy to the host begins."""
         self._has_news = True
         if tally.by_kind is not None:
-            self._count_requests(idx_mapping_np, tally.by_kind)
+            host = torch.empty_like(tally.by_kind, device="cpu", pin_memory=self._on_gpu)
+            host.copy_(tally.by_kind, non_blocking=True)
+            self._pending.append((self._slots[idx_mapping_np], host))
 
     # ---- by request ------------------------------------------------------------------------------------------------
 
     def begin_request(self, request: NewRequest) -> None:
         """Count a request's draft tokens from here on. One that was preempted goes on where it was."""
-        if self.counts_requests and not self._is_paused:
-            assert isinstance(self._file, metrics.MetricsFile)
+        if self._by_request is not None and not self.is_paused:
             req_id = request.req_id
             if req_id not in self._held:
-                self._held[req_id] = self._file.begin_request(req_id, self._held.values())
+                self._held[req_id] = self._by_request.begin_request(req_id, self._held.values())
             self._slots[request.req_state_idx] = self._held[req_id]
 
     def end_requests(self, req_ids: Iterable[str]) -> None:
@@ -113,34 +107,27 @@ class Counters:
         for req_id in req_ids:
             self._held.pop(req_id, None)
 
-    def _count_requests(self, idx_mapping_np: np.ndarray, counts: torch.Tensor) -> None:
-        """Begin to copy `[num_reqs, 3]` counts of a step, or of a slice of its batch, to the host."""
-        host = torch.empty_like(counts, device="cpu", pin_memory=self._on_gpu)
-        host.copy_(counts, non_blocking=True)
-        self._pending.append((self._slots[idx_mapping_np], host))
-
     def publisher(self) -> Callable[[], None] | None:
         """Return what publishes the step's counts once the device is done with it, None if nothing was counted."""
-        pending, self._pending = self._pending, []
-        if not pending:
+        file, pending, self._pending = self._by_request, self._pending, []
+        if file is None or not pending:
             return None
 
         def publish() -> None:
-            assert isinstance(self._file, metrics.MetricsFile)
             for slots, counts in pending:
-                self._file.add_to_requests(slots, counts.numpy())
+                file.add_to_requests(slots, counts.numpy())
 
         return publish
 
-    def carried(self) -> Carried | None:
+    def carried(self) -> Changes | None:
         """Return what a step's output is to carry to the server; None where its file is here, or for nothing."""
-        return self._file.take() if isinstance(self._file, CarriedCounts) else None
+        return None if self._file is None else self._file.take()
 
     # ---- totals ----------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Publish what has been counted; on a GPU what a copy has brought by now, and begin the next copy."""
-        if self._file is None or self._is_paused:
+        if self._file is None or self.is_paused:
             return
         if self._copied is None:
             if self._has_news:
@@ -169,18 +156,18 @@ class Counters:
 
     def add(self, name: str, value: int = 1) -> None:
         """Add to a host-side counter."""
-        if self._file is not None and not self._is_paused:
+        if self._file is not None and not self.is_paused:
             self._file.add(name, value)
 
     def set(self, name: str, value: int) -> None:
         """Set a gauge."""
-        if self._file is not None and not self._is_paused:
+        if self._file is not None and not self.is_paused:
             self._file.set(name, value)
 
     def skip(self, reason: str, req_id: str, detail: str) -> None:
         """Count a request that runs without speculation, and log the first of each reason."""
         self.add(f"skipped_{reason}")
-        if reason not in self._logged and not self._is_paused:
+        if reason not in self._logged and not self.is_paused:
             self._logged.add(reason)
             logger.warning(
                 "vidspec: request %s runs without speculation: %s (further ones are only counted)", req_id, detail
