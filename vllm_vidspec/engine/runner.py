@@ -34,7 +34,6 @@ from vllm_vidspec.engine.report.request_records import RequestRecorder
 from vllm_vidspec.engine.requests import NewRequest, Phase, RequestRows
 from vllm_vidspec.engine.scheduling import way_of
 from vllm_vidspec.engine.verify.step import VerifyStep
-from vllm_vidspec.errors import VidSpecError
 
 
 class VidSpecModelRunner(GPUModelRunner):
@@ -260,11 +259,3 @@ class VidSpecModelRunner(GPUModelRunner):
 
     def retune(self, changes: dict[str, Any]) -> None:
         self.knobs.retune(changes)
-
-    def watch(self, on: bool) -> list[dict[str, Any]]:
-        if self.knobs.current.is_parallel:
-            raise VidSpecError("pruning traces are unavailable with parallel drafting")
-        return self.speculator.backend.drafter.prefills.watch(on)
-
-    def watch_scores(self, on: bool) -> list[dict[str, Any]]:
-        return self.rejection_sampler.watch(on)

@@ -33,11 +33,6 @@ class EarlierStage(GPUModelRunner):
     def retune(self, changes: dict[str, Any]) -> None:
         self.knobs.retune(changes)
 
-    def watch(self, on: bool) -> list[dict[str, Any]]:
-        return []
-
-    watch_scores = watch
-
 
 def is_last() -> bool:
     return get_pp_group().is_last_rank

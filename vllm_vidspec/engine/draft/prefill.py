@@ -10,8 +10,7 @@ follows from what the host knows, so tensor-parallel ranks take the same ones.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -57,9 +56,9 @@ class DraftPrefill:
         self._jobs: dict[int, PrefillJob] = {}  # by row
         self._queue: dict[int, PrefillJob] = {}  # by row, those that are not read whole, in order
         self._failed: list[int] = []  # rows, of the step that runs
-        # What was chosen and why, for tools that look at pruning; None while nobody looks.
-        self._watched: list[dict[str, Any]] | None = None
         self.recorder: RequestRecorder | None = None  # where requests may ask what was chosen
+        # Of a tool that looks on: called with a job and what stays of each item.
+        self.on_pruned: Callable[[PrefillJob, list[torch.Tensor]], None] | None = None
 
     # ---- admission: host only --------------------------------------------------------------------------------------
 
@@ -152,12 +151,6 @@ class DraftPrefill:
     @property
     def is_reading(self) -> bool:
         return bool(self._queue)
-
-    def watch(self, on: bool) -> list[dict[str, Any]]:
-        """Return what was pruned since watching began, and go on watching or not; see `worker.vidspec_watch`."""
-        watched, self._watched = self._watched or [], [] if on else None
-        self.vision.keeps_looks = on
-        return watched
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -284,15 +277,10 @@ class DraftPrefill:
         media = [embeds for embeds in job.media if embeds is not None]
         job.embeds = torch.cat(media) if media else None
         job.media = []
-        units = job.plan.units
         if self.recorder is not None:
-            self.recorder.pruned(job.req_state_idx, units, kept, job.scores, job.is_borrowed)
-        if self._watched is not None:
-            looks = [look for look in job.looks if look is not None]
-            embeddings = [unit.joined(looks) for unit in units] if len(looks) == len(job.looks) else None
-            grids, indices = tuple(unit.grid for unit in units), tuple(unit.merged(kept) for unit in units)
-            record = {"req_id": job.req_id, "grids": grids, "kept_indices": indices}
-            self._watched.append(record | {"scores": job.scores, "embeddings": embeddings})
+            self.recorder.pruned(job.req_state_idx, job.plan.units, kept, job.scores, job.is_borrowed)
+        if self.on_pruned is not None:
+            self.on_pruned(job, kept)
 
     def _embed(self, pieces: list[PrefillPiece], starts: np.ndarray, text: torch.Tensor) -> torch.Tensor:
         """Return the pieces' input embeddings `[num_tokens, hidden_size]`; `starts` says where each begins."""
