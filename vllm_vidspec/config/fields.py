@@ -215,11 +215,7 @@ class TreeKnobs(Group):
 
     @property
     def static_paths(self) -> tuple[Path, ...]:
-        """The static tree's rank paths.
-
-        Raises:
-            VidSpecError: `paths` is no tree.
-        """
+        """The static tree's rank paths; a VidSpecError if `paths` is no tree."""
         return SPECVLM_PATHS if self.paths is None else parse_paths(self.paths)
 
 

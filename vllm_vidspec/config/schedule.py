@@ -27,11 +27,7 @@ class PlanRow(NamedTuple):
 
 
 def check_table(table: Sequence[tuple[int, int, str, int]], max_tokens: int) -> None:
-    """Refuse a `draft_table` whose rows do not follow each other from batch size 1 on, or draft too many tokens.
-
-    Raises:
-        ValueError: One line naming the row.
-    """
+    """Refuse a `draft_table` whose rows do not follow each other from batch size 1 on, or draft too many tokens."""
     end = 0
     for first, last, shape, num_tokens in table:
         if first != end + 1 or last < first:
@@ -44,11 +40,7 @@ def check_table(table: Sequence[tuple[int, int, str, int]], max_tokens: int) -> 
 
 
 def without_gaps(caps: Sequence[Cap]) -> tuple[Cap, ...]:
-    """Return vLLM's schedule in order, each row up to the next: vLLM extends a row over the gap after it.
-
-    Raises:
-        ValueError: Batch sizes that have two rows, or the first of which has none.
-    """
+    """Return vLLM's schedule in order, each row up to the next: vLLM extends a row over the gap after it."""
     rows = sorted(caps)
     if not rows or rows[0][0] != 1:
         raise ValueError("batch sizes must begin at 1")

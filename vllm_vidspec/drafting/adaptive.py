@@ -55,12 +55,6 @@ class AdaptiveTree:
     - With lookahead, step t's plan for t + 1 is made in `finish`: the host then knows the batch's largest depth
       without waiting for the device. History that `begin` adds takes effect with the plan that follows it.
     - Without lookahead the root's distribution shapes its own tree, and every step takes D_max draft forwards.
-
-    Args:
-        max_num_reqs: Most requests of a batch, and persistent rows.
-        max_nodes: K = N_max, the most draft nodes of a tree, in [1, 64].
-        device: Where the tensors live.
-        knobs: All but its `paths` and `fill`.
     """
 
     needs_log_probs = True

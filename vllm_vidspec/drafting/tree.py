@@ -20,12 +20,7 @@ class DraftTree(TreeTables):
     """The trees of a batch, one batch row each; allocated once and filled in place, so that CUDA graphs can read it.
 
     A column past `num_nodes` holds a leaf under the root that is never accepted: token -1, parent 0, depth 1, its own
-    bit, log-probability -inf. Reading it is harmless.
-
-    Args:
-        max_num_reqs: Most requests of a batch.
-        max_nodes: K, the most draft nodes of a tree, in [1, 64].
-        device: Where the buffers live.
+    bit, log-probability -inf. Reading it is harmless. K is `max_nodes`, the most draft nodes of a tree, in [1, 64].
 
     Attributes:
         tokens: int64 [max_num_reqs, K + 1]. Policies leave column 0 alone; it starts as -1.
@@ -40,8 +35,7 @@ class DraftTree(TreeTables):
 
     def __init__(self, max_num_reqs: int, max_nodes: int, device: torch.device | str):
         assert 1 <= max_nodes <= MAX_NODES, f"max_nodes must be in [1, {MAX_NODES}], got {max_nodes}"
-        self.max_num_reqs = max_num_reqs
-        self.max_nodes = max_nodes
+        self.max_num_reqs, self.max_nodes = max_num_reqs, max_nodes
         log_probs = torch.tensor([0.0] + [-torch.inf] * max_nodes, dtype=torch.float32, device=device)
         self.empty = TreeTemplate(*topology_tables([0] * max_nodes, device), log_probs)
         tokens = torch.full((max_num_reqs, max_nodes + 1), -1, dtype=torch.int64, device=device)
@@ -148,14 +142,9 @@ class TreePolicy(Protocol):
 
 
 def topology_tables(parents: list[int], device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tables of a tree that is given by its parents.
+    """Return the tables of a tree that is given by the parents of its nodes 1 to K, each smaller than its child.
 
-    Args:
-        parents: [K], parent of nodes 1 to K, each smaller than its child.
-        device: Where the tables live.
-
-    Returns:
-        int32 [K + 1] parents, the root's -1; int32 [K + 1] depths; int64 [K + 1] ancestors, see `DraftTree`.
+    They are int32 [K + 1] parents, the root's -1; int32 [K + 1] depths; int64 [K + 1] ancestors, see `DraftTree`.
     """
     depths, words = [0], [0]
     for node, parent in enumerate(parents, start=1):

@@ -2,7 +2,7 @@
 is told of.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 
 from vllm_vidspec.adapt import Decision
 from vllm_vidspec.config import Plan
-from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Request
+from vllm_vidspec.engine.requests import DraftBatch, Request, RowTable
 
 
 class Step(NamedTuple):
@@ -39,9 +39,7 @@ class Step(NamedTuple):
         decision: Decision | None = None,
         most: int | None = None,
     ) -> "Step":
-        """Read a step from vLLM's batch, a decision made beside the scheduler, and the `most` drafts that vLLM has room
-        for; nothing here waits for the device.
-        """
+        """Read a step from vLLM's batch, without a wait for the device; vLLM has room for `most` drafts."""
         rests, is_undrafted = None, not plan.num_tokens
         if decision is not None:
             is_undrafted |= not decision.option.num_tokens
@@ -61,8 +59,8 @@ class Step(NamedTuple):
         return cls(batch, computed >= batch.prefill_len_np, bound, num_sampled, plan, rests, is_undrafted)
 
 
-class DraftBackend:
-    """What a step asks for. A `RowTable`: `add` and `remove` begin and end what it keeps of a row's request."""
+class DraftBackend(RowTable):
+    """What a step asks for; `add` and `remove` begin and end what it keeps of a row's request."""
 
     reads_at_rest = False  # whether prompts are read while nothing is drafted, as it costs the target nothing
     # Requests whose prompts were read in the last step, and the host's time for them.
@@ -94,7 +92,6 @@ class DraftBackend:
         vLLM's encoder cache is the target's, None for one without media. While it is profiling, nothing is reserved
         yet: allocate the least with which graphs can be captured.
         """
-        raise NotImplementedError
 
     def capture(self) -> None:
         """Capture the parts of a draft step."""
@@ -103,26 +100,13 @@ class DraftBackend:
         """Return `[num_reqs, K]` zeros for a step of vLLM's warm-up; where it profiles memory, run at the largest."""
         raise NotImplementedError
 
-    # ---- both ends of a request's life -----------------------------------------------------------------------------
-
-    def add(self, request: NewRequest) -> None:
-        """Take note of a request that has just got its row; its prompt waits in `RequestRows`."""
-        raise NotImplementedError
-
-    def remove(self, req_state_idx: int) -> None:
-        """Free all that a row's request holds; harmless where nothing is known of it."""
-        raise NotImplementedError
-
-    def active_rows(self) -> Iterable[int]:
-        """Return the rows of which it holds something; a row may come twice."""
-        raise NotImplementedError
+    # ---- requests --------------------------------------------------------------------------------------------------
 
     def give_up_all(self) -> None:
         """Give up every running request, because the memory of the draft's KV is about to be lost."""
 
     def forget_media(self) -> None:
         """Drop the draft's vision embeddings: weights have changed, or the memory that holds them has."""
-        raise NotImplementedError
 
     # ---- a step, in order ------------------------------------------------------------------------------------------
 
@@ -134,14 +118,10 @@ class DraftBackend:
         return None
 
     def start(self, step: Step, rows: np.ndarray, requests: list[Request]) -> None:
-        """Queue requests for their draft prefill: those whose guidance has just come, and of the `[n]` rows of the step
-        that may start those that wait for blocks.
-        """
-        raise NotImplementedError
+        """Queue requests for their draft prefill, and of the `[n]` rows that may start those that wait for blocks."""
 
     def prefill(self, step: Step) -> None:
         """Reserve what the step needs, and read a bounded piece of the prompts in the queue."""
-        raise NotImplementedError
 
     def propose(self, step: Step, batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Draft for a batch; return `[num_reqs, K]` int64 drafts, zeros for requests without, and `[num_drafted]` how

@@ -47,14 +47,10 @@ def version_problem() -> str | None:
 
 
 def translate(args: Any) -> VidSpecConfig | None:
-    """Turn `method: vidspec` into a vLLM draft model with our worker, in vLLM's `EngineArgs`; a second call on the same
-    object changes nothing.
+    """Turn `method: vidspec` into a vLLM draft model with our worker, in vLLM's `EngineArgs`; None for other methods.
 
-    Returns:
-        Our configuration, or None when another method (or none) is asked for.
-
-    Raises:
-        VidSpecError: A wrong knob, an unsupported vLLM, a missing model or an incompatible pair.
+    A second call on the same object changes nothing. A VidSpecError names a wrong knob, an unsupported vLLM, a missing
+    model or an incompatible pair.
     """
     raw = _requested(args)
     if raw is None:
@@ -81,9 +77,7 @@ def translate(args: Any) -> VidSpecConfig | None:
 
 
 def finish(vllm_config: Any, config: VidSpecConfig) -> None:
-    """Check the configuration that vLLM built, open the counters and say what is active; a VidSpecError if the target
-    needs something that the draft cannot follow.
-    """
+    """Check the configuration that vLLM built (`refusals`), open the counters and say what is active."""
     has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
     if has_stages and platforms.current_platform.is_cpu():  # where vLLM turns it off, whatever was asked for
         vllm_config.scheduler_config.async_scheduling = True

@@ -58,6 +58,7 @@ class RowTable(Protocol):
 
     def active_rows(self) -> Iterable[int]:
         """Return the rows of which it holds something that `remove` gives back; a row may come twice."""
+        return ()
 
 
 class Phase(IntEnum):
@@ -185,9 +186,7 @@ class RequestRows:
     def publish(
         self, idx_mapping: torch.Tensor, req_ids: Sequence[str], draft_batch: DraftBatch, num_nodes: torch.Tensor | None
     ) -> None:
-        """Note which of a step's requests have a draft in flight from here on, and the nodes of their trees on the
-        device, `[n]` int; None for chains.
-        """
+        """Note which of a step's requests have a draft in flight from here on; of trees `[n]` nodes, on the device."""
         if draft_batch is not self._published:
             self._published, rows_np, is_drafted = draft_batch, draft_batch.rows_np, draft_batch.is_drafted
             self.in_flight = frozenset(req_ids[place] for place in draft_batch.places_np.tolist())

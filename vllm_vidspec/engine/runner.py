@@ -256,6 +256,3 @@ class VidSpecModelRunner(GPUModelRunner):
 
     def uncounted(self) -> contextlib.AbstractContextManager:
         return self.counters.paused()
-
-    def retune(self, changes: dict[str, Any]) -> None:
-        self.knobs.retune(changes)

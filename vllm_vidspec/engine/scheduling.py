@@ -41,12 +41,7 @@ def way_of(sampling: Any) -> int:
 
 
 class SchedulerSide:
-    """Our part beside one scheduler.
-
-    Args:
-        scheduler: vLLM's.
-        vllm_config: vLLM's.
-    """
+    """Our part beside one scheduler of vLLM's."""
 
     def __init__(self, scheduler: Any, vllm_config: Any):
         config = VidSpecConfig(**vllm_config.additional_config[METHOD])
@@ -92,13 +87,9 @@ class SchedulerSide:
     @contextlib.contextmanager
     def retuned(self, knobs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Apply the knob that is changed here, `num_speculative_tokens`: the most draft tokens of a step from the next
-        one on, 0 for none, null for as many as was configured.
+        one on, 0 to K, null for as many as was configured.
 
-        Yields:
-            The other knobs, for the workers; if they fail, nothing changes here.
-
-        Raises:
-            VidSpecError: It is not in 0 to K, or this engine cannot change it.
+        Yields the other knobs, for the workers; if they fail, nothing changes here.
         """
         left = dict(knobs)
         has_limit, most = LIMIT in left, left.pop(LIMIT, None)
@@ -144,20 +135,12 @@ class SchedulerSide:
 
 
 class _Breaker:
-    """Switches speculation off for a while after `max_draft_failures` failures of the draft within a window.
-
-    Args:
-        config: Ours.
-        file: The engine's counters, among them the worker's failures.
-
-    Attributes:
-        is_open: Whether it is off.
-    """
+    """Switches speculation off for a while after `max_draft_failures` failures of the draft within a window."""
 
     def __init__(self, config: VidSpecConfig, file: metrics.MetricsFile):
-        self._file = file
+        self._file = file  # which counts the worker's failures
         self._most, self._window_s, self._rest_s = config.max_draft_failures, config.failure_window_s, config.cooldown_s
-        self.is_open = False
+        self.is_open = False  # whether speculation is off
         self._failures: deque[float] = deque()
         self._num_known = 0
         self._until = self._next_poll = 0.0
@@ -194,12 +177,7 @@ class _Breaker:
 
 
 class _Ways:
-    """`pruner: auto`: gives each request a pruner, and learns from how many tokens its verify steps emit.
-
-    Args:
-        config: Ours.
-        file: The engine's counters, or None.
-    """
+    """`pruner: auto`: gives each request a pruner, and learns from how many tokens its verify steps emit."""
 
     def __init__(self, config: VidSpecConfig, file: metrics.MetricsFile | None):
         self._prune, self._num_drafts, self._file = config.prune, config.num_speculative_tokens, file

@@ -30,9 +30,6 @@ class EarlierStage(GPUModelRunner):
     def forget_kv(self) -> None:
         """Nothing of ours lies in this stage's KV memory."""
 
-    def retune(self, changes: dict[str, Any]) -> None:
-        self.knobs.retune(changes)
-
 
 def is_last() -> bool:
     return get_pp_group().is_last_rank

@@ -90,7 +90,7 @@ class VidSpecWorker:
 
     def vidspec_retune(self, knobs: dict[str, Any]) -> None:
         """Change knobs of pruning and scoring between requests; see `Knobs.retune`; over `collective_rpc`."""
-        self.model_runner.retune(knobs)
+        self.model_runner.knobs.retune(knobs)
 
 
 class VidSpecGPUWorker(VidSpecWorker, Worker):

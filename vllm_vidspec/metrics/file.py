@@ -69,10 +69,7 @@ class MetricsFile(Counts):
     def create(cls, path: str | os.PathLike[str] | None = None) -> "MetricsFile":
         """Make a zeroed file at `path`, by default a new one in the temporary directory, and map it.
 
-        The creating process unlinks it when it exits.
-
-        Raises:
-            VidSpecError: The folder is full, read-only or absent.
+        This process unlinks it when it exits. A VidSpecError where the folder is full, read-only or absent.
         """
         words = np.zeros(_NUM_WORDS, dtype="<i8")
         words[:3] = (_MAGIC, VERSION, len(NAMES))

@@ -97,9 +97,7 @@ def cost_hint(target: Weights, draft: Weights, num_forwards: int = USUAL_FORWARD
 def stored_weights(config: Mapping[str, Any], quantization: str | None = None) -> Weights | None:
     """Return what a Hugging Face configuration, as JSON has it, says of a checkpoint; None where it cannot be told.
 
-    Args:
-        config: As JSON has it.
-        quantization: What vLLM quantises as it loads, or calls the checkpoint's own.
+    `quantization` is what vLLM quantises as it loads, or calls the checkpoint's own.
     """
     try:
         decoder = Decoder.of(config)

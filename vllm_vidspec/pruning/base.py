@@ -52,9 +52,7 @@ class Pruner:
     def __call__(self, inputs: PruneInputs) -> Tensor:
         """Return the kept tokens: int64 [num_keep], ascending, unique, in [0, grid.num_tokens); on `inputs.device`.
 
-        Raises:
-            ValueError: The inputs do not fit the grid or each other, are not finite, or are needed and missing; all
-                that is given is checked, needed or not.
+        A ValueError for inputs that do not fit the grid or each other, are not finite, or are needed and missing.
         """
         try:
             self._check(inputs)

@@ -38,11 +38,7 @@ class PruneUnit:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def split(self, kept_indices: torch.Tensor) -> list[torch.Tensor]:
-        """Return the kept tokens of each of its items, `[k_i]` int64; some may be empty.
-
-        Args:
-            kept_indices: `[num_keep]` int64 on the CPU, ascending, in `[0, num_tokens)`.
-        """
+        """Return the kept tokens of each of its items, `[k_i]` int64, of ascending `[num_keep]` int64 on the CPU."""
         if len(self.places) == 1:
             return [kept_indices]
         size = self.num_tokens // len(self.places)
@@ -59,17 +55,16 @@ class PruneUnit:
 def pruned_together(
     modalities: Sequence[str], where: Sequence[torch.Tensor], sizes: Sequence[Hashable], knobs: PruneKnobs
 ) -> list[tuple[range, str]]:
-    """Find the runs of images that count as one video each: consecutive images of one size, with at most
+    """Return which items are pruned together, each in one range, and as what: "image" or "video".
+
+    A run of images counts as one video (`frames_as_video`): consecutive images of one size, with at most
     `MAX_TEXT_BETWEEN` tokens of text between one and the next.
 
     Args:
         modalities: Of the prompt's items, in its order: "image" or "video".
         where: Per item the prompt indices `[m_i]` int64 of its embeddings, ascending.
         sizes: Per item a value that is equal for two images of one size.
-        knobs: `frames_as_video`.
-
-    Returns:
-        Which items are pruned together, each in one range, and as what: "image" or "video".
+        knobs: Of the pruner.
     """
 
     def continues_run(i: int) -> bool:

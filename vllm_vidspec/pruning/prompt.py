@@ -101,9 +101,6 @@ def plan_prompt(
         knobs: Pruner, ratios, what counts as a video and the position rule.
         item_grid: `(modality, data, num_tokens) -> grid`, the family's geometry.
         full_positions: `(token_ids, features) -> ([num_axes, num_tokens] int64, delta)` of the full prompt.
-
-    Raises:
-        UnsupportedPrompt: A feature's pixels are gone, or it is no image or video; nothing would be kept.
     """
     items = []
     for feature in features:
@@ -153,11 +150,7 @@ def choose_kept(
 ) -> torch.Tensor:
     """Return the kept embeddings of a unit, `[num_keep]` int64 on the CPU; uniform where guidance is missing.
 
-    Args:
-        unit: The image, video or run of images.
-        knobs: Its pruner.
-        scores: The target's guidance, float32 `[m]` on the CPU, or None.
-        embeddings: The draft's own `[m, hidden_size]`, for the pruners that compare them, or None.
+    That is float32 `[m]` scores on the CPU; pruners that compare embeddings take the draft's own, `[m, hidden_size]`.
     """
     pruner = get_pruner(knobs.pruner)
     if not unit.is_choice or (pruner.needs & SCORE_NEEDS and scores is None):

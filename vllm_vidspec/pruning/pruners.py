@@ -17,11 +17,7 @@ _GROUP = 4  # frames of a DyCoke group
 
 
 def get_pruner(name: str) -> Pruner:
-    """Return the pruner of that name.
-
-    Raises:
-        VidSpecError: No such pruner; the line names the nearest one and all known ones.
-    """
+    """Return the pruner of that name; a VidSpecError names the nearest one and all known ones."""
     if name not in ALL_PRUNERS:
         raise VidSpecError(f"unknown pruner {name!r}{nearest(name, PRUNERS)}; known: {', '.join(PRUNERS)}")
     return ALL_PRUNERS[name]
@@ -63,14 +59,8 @@ def top_p_size(ordered_scores: Tensor, lambda_r: float) -> int:
     """Return the size of the smallest prefix whose sum reaches `lambda_r` times the total (SpecVLM eq. 6).
 
     Summed in float64, where 25,000 float32 scores lose nothing that a threshold could notice, and on the CPU, because
-    CUDA's floating point prefix sum may differ from run to run, hence from rank to rank.
-
-    Args:
-        ordered_scores: float32 [n], descending, finite, >= 0; any device.
-        lambda_r: In [0, 1].
-
-    Returns:
-        The size, in [0, n]: 0 for `lambda_r` 0 or a total of 0; for `lambda_r` 1 the number of positive scores.
+    CUDA's floating point prefix sum may differ from run to run, hence from rank to rank. The scores are float32 [n],
+    descending, finite, >= 0. The size is 0 for `lambda_r` 0 or a total of 0, for 1 the number of positive scores.
     """
     ordered_scores = ordered_scores.cpu()
     if lambda_r == 1.0:  # exactly, even where a tiny score no longer changes the float64 sum
@@ -167,15 +157,8 @@ def novelty(features: Tensor, tokens: Tensor, references: Tensor) -> Tensor:
     """Return 1 - cosine between each token and its reference.
 
     As half the squared distance of the unit vectors, which is exact where they are equal and precise where they nearly
-    are. A zero vector has cosine 0 with any other, and 1 with another zero vector: nothing changed.
-
-    Args:
-        features: float16, bfloat16 or float32 [num_tokens, dim], finite, any strides.
-        tokens: int64 [n], rows of `features`.
-        references: int64 [n], the row that each is compared with.
-
-    Returns:
-        float64 [n], in [0, 2] up to rounding, never NaN.
+    are. A zero vector has cosine 0 with any other, and 1 with another zero vector: nothing changed. Tokens and
+    references are int64 [n] rows of `features` [num_tokens, dim]; the result is float64 [n], in [0, 2] up to rounding.
     """
     squares = torch.zeros(len(features), dtype=torch.float64, device=features.device)
     for columns in features.split(_COLUMNS, dim=1):

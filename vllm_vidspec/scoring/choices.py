@@ -23,10 +23,8 @@ class Choice(NamedTuple):
 def choose(extra_args: dict[str, Any] | None, knobs: ScoreKnobs, has_records: bool = True) -> Choice:
     """Return the scorer and lambda of a request: of its `extra_args` (the API's `vllm_xargs`), else the server's.
 
-    `has_records` says whether it may ask for a record of itself.
-
-    Raises:
-        VidSpecError: A wrong name or value, or more than the server allows: one line for the client.
+    A VidSpecError, one line for the client, for a wrong name or value, or more than the server allows; `has_records`
+    says whether that may be a record of itself.
     """
     asked = {key: value for key, value in (extra_args or {}).items() if key.startswith(PREFIX)}
     if unknown := sorted(asked.keys() - set(_KEYS)):

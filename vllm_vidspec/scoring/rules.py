@@ -51,11 +51,9 @@ def score(inputs: ScoreInputs) -> Scored:
 
 
 def top_entropy(logits: Tensor, top_k: int = 0) -> Tensor:
-    """Return the part of each row's entropy that comes from its most likely tokens: vLLM's own measure for FLy.
+    """Return the part of each row's entropy, `[n]` float32 nats, that its `top_k` likeliest tokens make; 0: all.
 
-    Args:
-        logits: `[n, vocab_size]` float; -inf is a token that cannot be sampled. top_k: How many tokens, with the
-        probabilities that they have among all; 0: all. The result is `[n]` float32 nats.
+    It is vLLM's own measure for FLy: they have the probabilities that they have among all.
     """
     logits = logits.float()
     if not 0 < top_k < logits.shape[1]:

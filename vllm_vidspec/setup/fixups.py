@@ -58,12 +58,7 @@ def probe_import(module: str) -> str | None:
 def apply_fixups(site_packages: Path | None = None, probe: Probe = probe_import) -> list[FixupResult]:
     """Apply every fix-up that `site_packages`, by default the running interpreter's, needs; return one result for each.
 
-    Args:
-        site_packages: Folder to repair.
-        probe: A module's import error in one line, None if it can be imported.
-
-    Raises:
-        FixupError: site-packages cannot be written, or a package could not be uninstalled.
+    `probe` returns a module's import error in one line, None if it can be imported.
     """
     site = site_packages or default_site_packages()
     version = installed_version(CPU_ENGINE, site)

@@ -16,12 +16,9 @@ from vllm_vidspec.engine.cpu import batch_kernels, kernels
 
 @contextlib.contextmanager
 def cpu_model_runner(make: Callable) -> Iterator[None]:
-    """Make `CPUWorker.init_device` build our runner.
+    """Let `CPUWorker.init_device` build the runner that `make` returns, given the arguments of vLLM's.
 
     Why: it imports `CPUModelRunner` inside the function, with no method to override (the GPU worker has one).
-
-    Args:
-        make: As vLLM's class is called; it returns ours, a subclass.
     """
     import vllm.v1.worker.cpu.model_runner as module
 
@@ -96,13 +93,10 @@ def twin_of(name: str) -> Callable:
 
 
 def _apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_bitmask) -> None:
-    """Torch version of vLLM's grammar mask: bit v of row m allows token v at logits row (request, position) of m.
+    """Torch version of vLLM's grammar mask, in place on `[num_logits, vocab_size]` float logits.
 
-    Args:
-        logits: `[num_logits, vocab_size]` float, masked in place.
-        input_batch: vLLM's batch.
-        grammar_req_ids: Requests with a grammar, in bitmask order.
-        grammar_bitmask: `[num_masks, ceil(vocab_size / 32)]` int32 numpy.
+    Bit v of row m of the `[num_masks, ceil(vocab_size / 32)]` int32 mask allows token v at logits row (request,
+    position) of m; `grammar_req_ids` are in its order.
     """
     from vllm.v1.worker.gpu.structured_outputs import _build_grammar_mapping
 

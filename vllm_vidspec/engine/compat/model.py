@@ -62,11 +62,9 @@ def observe_attention(layer: Any, observer: Callable, is_observed: Callable[[], 
     on one layer's implementation object, and runs inside vLLM's opaque attention operator, hence under torch.compile
     and piecewise graphs too.
 
-    Args:
-        layer: vLLM's `Attention`.
-        observer: Reads only. `lse` is float32 `[num_heads, num_tokens]`, the log-sum-exp of each row, or None where the
-            backend does not tell it: not FlashAttention 2 or 3, or not in one call.
-        is_observed: Whether there is anything to observe in the forward that runs; the usual decode step has nothing.
+    The observer reads only. `lse` is float32 `[num_heads, num_tokens]`, the log-sum-exp of each row, or None where the
+    backend does not tell it: not FlashAttention 2 or 3, or not in one call. `is_observed` says whether there is
+    anything to observe in the forward that runs; the usual decode step has nothing.
     """
     original = layer.impl.forward
     expect_parameters(original, *_ATTENTION_FORWARD)
@@ -90,9 +88,6 @@ def intercept_attention(layer: Any, interceptor: Callable) -> None:
 
     Why: vLLM's backends know no tree masks (upstream removed tree attention, #42121). As with `observe_attention` only
     this layer object changes. What the interceptor does not compute itself it leaves to `original`.
-
-    Raises:
-        VidSpecError: The backend writes its cache inside `forward`, so that it cannot be left out.
     """
     original = layer.impl.forward
     expect_parameters(original, *_ATTENTION_FORWARD)
@@ -127,10 +122,8 @@ def adjust_positions(model_state: Any, adjust: Callable, dummy: Callable) -> Non
     Why: tree nodes need the position of their depth, and the positions in the batch must stay: slots, the sampler and
     vLLM's own bookkeeping read them. Dummy runs are covered too, so that captured graphs see the same buffer.
 
-    Args:
-        model_state: The runner's; two methods are wrapped on the object. adjust: `(input_batch, positions)`,
-        `[num_tokens]` or `[num_axes, num_tokens]` -> those to use, before every forward. dummy: Number of tokens ->
-        positions of a forward that is captured, where the model has 1-D positions.
+    `adjust` turns `(input_batch, positions)`, `[num_tokens]` or `[num_axes, num_tokens]`, into those to use, before
+    every forward; `dummy` gives as many of a forward that is captured, where the model has 1-D positions.
     """
     prepare_inputs, prepare_dummy_inputs = model_state.prepare_inputs, model_state.prepare_dummy_inputs
     expect_parameters(prepare_inputs, "input_batch", "req_states")
@@ -192,9 +185,6 @@ def expose_hidden_states(target: Any, layers: tuple[int, ...]) -> None:
 
     Why: vLLM offers this to its own methods only, by their names. LLaVA-OneVision passes its language model's result
     through, but does not declare so; the decoder inside does. Layer 0 is the embeddings, i what layer i - 1 puts out.
-
-    Raises:
-        VidSpecError: Its decoder cannot.
     """
     language_model = target.get_language_model() if hasattr(target, "get_language_model") else target
     decoder = getattr(language_model, "model", language_model)

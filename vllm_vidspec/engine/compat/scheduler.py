@@ -168,9 +168,7 @@ def report_of(output: Any) -> StepReport:
 
 
 def _hand_over(records: dict[str, dict[str, Any]], outputs: Any) -> None:
-    """Put each request's record beside its own new tokens, in the one field of `EngineCoreOutput` that passes any dict
-    on to whoever has sent the request; `api.show_request_records` takes it out there.
-    """
+    """Put each request's record beside its own new tokens, where `api.show_request_records` takes it out."""
     for client in outputs.values():
         for output in client.outputs:
             if (record := records.get(output.request_id)) is not None and output.new_token_ids:

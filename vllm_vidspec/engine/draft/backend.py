@@ -35,6 +35,9 @@ from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Phase, Request, RequestRows
 from vllm_vidspec.engine.tree_attention import TreeAttention, make_attention
 
+# Of one step: what was proposed, and for which places of the batch; None for all.
+_Proposals = list[tuple[Drafts, torch.Tensor | None]]
+
 
 class LocalBackend(DraftBackend):
     """See `DraftBackend`."""
@@ -186,7 +189,7 @@ class LocalBackend(DraftBackend):
         # What the draft has surely read: its last step began at the length that the target's own began at, of which the
         # host knows a bound, since the scheduler may run ahead of the verification of K drafts.
         was_committed = step.batch.num_computed_tokens_np[indices] - self._knobs.current.num_speculative_tokens
-        self.drafter.requeue(rows, was_committed)
+        self.drafter.prefills.requeue(rows, was_committed)
         self._requests.enter(rows, Phase.PREFILLING)
 
     def _are_in(self, step: Step, *phases: Phase) -> np.ndarray:
@@ -263,7 +266,7 @@ class LocalBackend(DraftBackend):
             self._requeue(step, batch.places_np)
             return
         start = time.monotonic()
-        if self.drafter.is_reading:
+        if self.drafter.prefills.is_reading:
             in_queue = np.flatnonzero(step.active(self._are_in(step, Phase.PREFILLING)))
             if len(in_queue):
                 self.reading = frozenset(step.batch.req_ids[i] for i in in_queue.tolist())
@@ -310,12 +313,11 @@ class LocalBackend(DraftBackend):
     # ---- draft -----------------------------------------------------------------------------------------------------
 
     def propose(self, step: Step, batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not step.plan.num_tokens:
-            if step.is_undrafted:
-                self._counters.add("undrafted_steps")
-            return self._draft_tokens[: step.batch.num_reqs].zero_(), None
-        proposals = []  # type: ignore[var-annotated]
-        self._failures.run("drafting", self._draft, step, batch.places_np, batch, proposals)
+        proposals: _Proposals = []
+        if step.plan.num_tokens:
+            self._failures.run("drafting", self._draft, step, batch.places_np, batch, proposals)
+        elif step.is_undrafted:
+            self._counters.add("undrafted_steps")
         if not proposals:
             return self._draft_tokens[: step.batch.num_reqs].zero_(), None
         drafts, picked = proposals[0]
@@ -331,13 +333,7 @@ class LocalBackend(DraftBackend):
             self._picked = (batch, async_tensor_h2d(batch.places_np, device=self._device))
         return self._picked[1]
 
-    def _draft(
-        self,
-        step: Step,
-        places_np: np.ndarray,
-        batch: DraftBatch,
-        proposals: list[tuple[Drafts, torch.Tensor | None]],
-    ) -> None:
+    def _draft(self, step: Step, places_np: np.ndarray, batch: DraftBatch, proposals: _Proposals) -> None:
         # The usual step is of the whole batch, and uploads nothing.
         picked = None if batch.is_whole else self._places_of(batch)
         num_verified = step.batch.num_draft_tokens_per_req

@@ -108,9 +108,7 @@ class Drafter:
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
     def add(self, message: PrefillMessage, num_tokens: int = 0) -> Admission:
-        """Take a request in, if there is room; one that will not be drafted for is counted by reason. `num_tokens`
-        bounds its committed length, where that is past the prompt by now.
-        """
+        """Take a request in, if there is room. `num_tokens` bounds its length, where that is past the prompt by now."""
         outcome = self.prefills.add(message, num_tokens)
         if outcome == Admission.ADMITTED:
             self.enter(message.req_state_idx)
@@ -121,13 +119,6 @@ class Drafter:
         self._capacity_limit[req_state_idx] = -1
         if self.trees is not None:
             self.trees.policy.reset_rows(np.array([req_state_idx]))
-
-    def requeue(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
-        self.prefills.requeue(idx_mapping_np, num_tokens)
-
-    @property
-    def is_reading(self) -> bool:
-        return self.prefills.is_reading
 
     def prefill(self, step: PrefillStep) -> Prefilled:
         start = time.perf_counter()
@@ -143,23 +134,17 @@ class Drafter:
 
         What the target's context has no room for is never committed, so it is no reason.
         """
-        dropped = self.kv.num_dropped_np[idx_mapping_np]
-        longest = np.minimum(num_tokens_upper_bound + self._num_speculative_tokens, self._max_model_len)
+        dropped, wanted = self.kv.num_dropped_np[idx_mapping_np], num_tokens_upper_bound + self._num_speculative_tokens
+        longest = np.minimum(wanted, self._max_model_len)
         has_entries = longest - dropped <= self.model.max_model_len
         has_positions = longest + self.kv.pos_delta_np[idx_mapping_np] <= self.model.num_positions
-        return has_entries & has_positions & (self._num_slots(num_tokens_upper_bound, dropped) <= self.kv.num_slots)
-
-    def _num_slots(self, num_tokens_upper_bound: np.ndarray, num_dropped: np.ndarray) -> np.ndarray:
-        """Return `[n]` entries that the next step wants."""
-        return num_tokens_upper_bound - num_dropped + self._num_speculative_tokens
+        return has_entries & has_positions & (wanted - dropped <= self.kv.num_slots)
 
     def reserve(self, idx_mapping_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> np.ndarray:
-        """Make room for the next step, and send the step's tables; return `[n]` bool, False where the pool is full.
-        Called once a step, see `DraftKV.apply`.
-        """
+        """Make room for the next step, once a step, and send its tables; return `[n]` bool, False: the pool is full."""
         kv, model, longest = self.kv, self.model, self._max_model_len
         dropped, delta = kv.num_dropped_np[idx_mapping_np], kv.pos_delta_np[idx_mapping_np]
-        fits = kv.reserve(idx_mapping_np, self._num_slots(num_tokens_upper_bound, dropped))
+        fits = kv.reserve(idx_mapping_np, num_tokens_upper_bound + self._num_speculative_tokens - dropped)
         kv.apply()
         # Up to which bound of the committed length the next step has entries and a context.
         ends = np.stack((model.max_model_len + dropped, model.num_positions - delta))
@@ -286,9 +271,7 @@ class Drafter:
         )
 
     def _plans(self, is_processed: bool) -> Iterator[tuple[int, Plan]]:
-        """Yield padded numbers of requests with what their steps may draft: the plan of as many requests or more, as
-        some of a batch may not be drafted for.
-        """
+        """Yield padded numbers of requests with what as many, or more of which some are not drafted for, may draft."""
         config, plans = self._knobs.current, self._knobs.current.plans
         if config.adaptive_tokens:  # any batch size may be given any of them
             for plan in config.choices(has_graphs=True):
@@ -342,11 +325,8 @@ def without_room(
     is_held, model = drafter.holds(idx_mapping_np, num_tokens_upper_bound), drafter.model
     for i in np.flatnonzero(~is_held).tolist():
         limits = f"context of {model.max_model_len} tokens and {model.num_positions} positions"
-        yield (
-            i,
-            "too_long",
-            f"it is longer than the draft's {limits}, or than its KV pool of {drafter.kv.num_slots} tokens",
-        )
+        pool = f"its KV pool of {drafter.kv.num_slots} tokens"
+        yield i, "too_long", f"it is longer than the draft's {limits}, or than {pool}"
     held = np.flatnonzero(is_held)
     fits = drafter.reserve(idx_mapping_np[held], num_tokens_upper_bound[held])
     for i in held[~fits].tolist():

@@ -39,9 +39,7 @@ class DraftMemory:
 
     @classmethod
     def plan(cls, config: VidSpecConfig, vllm_config: Any, model: DraftModel, available_bytes: int) -> "DraftMemory":
-        """Choose the sizes, given the KV memory of this rank, target and draft together; a VidSpecError where a knob
-        asks for too much, or for too little for one request.
-        """
+        """Choose the sizes, given the KV memory of this rank, target and draft together (`DraftBackend.reserve`)."""
         vision, shows = config.pool.encoder_bytes, bool(_shown(vllm_config))
         if vision is None:
             vision = int(pool.VISION_SHARE * available_bytes) if shows else 0

@@ -182,10 +182,9 @@ class DraftModel:
         return self.family.num_media_levels(self.hf_config)
 
     def make_vision_cache(self, num_bytes: int) -> VisionCache:
-        """Allocate a cache of vision embeddings, as large as the smallest that any tensor-parallel rank asks for."""
-        model_config = self.config.model_config
-        width = self.num_media_levels * model_config.get_inputs_embeds_size()
-        return VisionCache(_smallest_of_ranks(num_bytes), width, model_config.dtype, self.device)
+        """Allocate a cache of vision embeddings, of so many bytes a rank."""
+        width = self.num_media_levels * self.config.model_config.get_inputs_embeds_size()
+        return VisionCache(_smallest_of_ranks(num_bytes), width, self.dtype, self.device)
 
     @functools.cached_property
     def block_size(self) -> int:
@@ -210,9 +209,7 @@ class DraftModel:
         return groups
 
     def init_kv(self, num_bytes: int, allocation: AbstractContextManager) -> int:
-        """Allocate the KV cache of so many bytes a rank, inside `allocation`, and bind it; return the number of blocks:
-        the smallest of the tensor-parallel ranks', so that all allocate alike.
-        """
+        """Allocate the KV cache of so many bytes a rank, inside `allocation`, and bind it; return its blocks."""
         num_blocks = _smallest_of_ranks(num_bytes // self.bytes_per_block)
         with set_current_vllm_config(self.config):
             groups = self._kv_groups()

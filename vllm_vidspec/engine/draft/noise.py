@@ -77,7 +77,7 @@ class CoupledSampler:
         self._sampler, self._noise = sampler, noise
         salt = DRAFT_NOISE_SALT if noise == "independent" else 0
         self.noise = Noise(gumbel_noised, _noise_on_host, salt, sampler.use_fp64_gumbel)
-        self._scratch: SampleScratch | None = None
+        self._scratch: SampleScratch  # of `reserve`, which comes first
         # What vLLM's processors ask of every row, the same in every step: its place among drafts, the longest text.
         self._place = torch.empty(0, dtype=torch.int32)
         # Temperatures with zeros where top-k leaves one token: on the host, and the same on the device.
@@ -114,9 +114,7 @@ class CoupledSampler:
         return self._sampler.sampling_states.seeds.gpu
 
     def needs_processors(self, rows_np: np.ndarray) -> bool:
-        """Whether the logits of any of `[n]` persistent rows need more than a temperature and noise; host tables only.
-        Parameters so mild that drafts stand as often without them are the target's alone.
-        """
+        """Whether logits of any of `[n]` persistent rows need more than temperature and noise; host tables only."""
         sampler, states = self._sampler, self._sampler.sampling_states
         if self._noise == "greedy":
             return False
@@ -148,41 +146,20 @@ class CoupledSampler:
 
     # ---- inside a captured step --------------------------------------------------------------------------------------
 
-    def draw_into(
-        self,
-        logits: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        pos: Tensor,
-        *,
-        is_processed: bool = False,
-        **out: Any,
-    ) -> None:
-        """Draw a token of every row as the kernel `draw` says; no decision here depends on a request. Logits that come
-        from `process` have the temperature already.
-        """
-        assert self._scratch is not None, "reserve comes first"
-        out |= {"scratch": self._scratch, "apply_temperature": not is_processed}
-        draw(logits, temperature, seeds, pos, self.noise, **out)
+    def draw_into(self, *rows: Tensor, is_processed: bool = False, **out: Any) -> None:
+        """Draw a token of every row as the kernel `draw` says; no decision here depends on a request.
 
-    def candidates_into(
-        self,
-        logits: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        pos: Tensor,
-        *,
-        is_processed: bool = False,
-        **out: Any,
-    ) -> None:
+        `rows` are logits, which have the temperature already if they come from `process`, temperatures, seeds and
+        positions.
+        """
+        draw(*rows, self.noise, scratch=self._scratch, apply_temperature=not is_processed, **out)
+
+    def candidates_into(self, *rows: Tensor, is_processed: bool = False, **out: Any) -> None:
         """Choose candidates of every row as the kernel `candidates` says; see `draw_into`."""
-        assert self._scratch is not None, "reserve comes first"
-        out |= {"scratch": self._scratch, "apply_temperature": not is_processed}
-        candidates(logits, temperature, seeds, pos, self.noise, **out)
+        candidates(*rows, self.noise, scratch=self._scratch, apply_temperature=not is_processed, **out)
 
     def warm_up(self, dtype: torch.dtype, draws: bool, needs_log_probs: bool | None) -> None:
         """Compile and load what is launched on logits of a dtype: draws, and candidates unless that is None."""
-        assert self._scratch is not None, "reserve comes first"
         if draws:
             warm_up.warm_draw(self.noise, self._scratch, dtype)
         if needs_log_probs is not None:

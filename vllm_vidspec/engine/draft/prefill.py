@@ -122,9 +122,7 @@ class DraftPrefill:
         return job
 
     def _as_seen(self, item: PromptItem, positions: torch.Tensor) -> PromptItem:
-        """Return an item with what the target has kept of it, given the `[num_axes, num_tokens]` positions of a prompt;
-        an UnsupportedPrompt if nobody can tell.
-        """
+        """Return an item with what the target has kept of it, given `[num_axes, num_tokens]` positions of a prompt."""
         if item.feature.modality != "video":
             return item
         data = {key: element.data for key, element in item.feature.data.items()}

@@ -111,9 +111,7 @@ class TreeDrafter:
         self._grow(num_reqs, max_nodes, level, None)
 
     def _finish(self, num_reqs: int, max_nodes: int) -> None:
-        """End the trees, and say what is proposed: an unused column is never scheduled, or verified as a leaf that is
-        as good as any.
-        """
+        """End the trees, and say what is proposed: unused columns are not scheduled, or as good a leaf as any."""
         tree, rows = self.policy.tree, self._buffers.step.rows[:num_reqs]
         self.policy.finish(self.fills, rows=rows, max_nodes=max_nodes)
         torch.clamp(tree.tokens[:num_reqs, 1:], min=0, out=self._buffers.drafts[:num_reqs])

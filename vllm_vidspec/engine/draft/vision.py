@@ -97,9 +97,7 @@ class DraftVision:
             self._counters.set("draft_encoder_bytes_used", self.cache.num_used_bytes)
 
     def encode_ahead(self, items: dict[str, PromptItem]) -> bool:
-        """Encode a step's share of a prompt's items for the cache, by name; who is done, failed or cannot be kept is
-        taken out. Return whether any is left.
-        """
+        """Encode a step's share of items, by name, for the cache; return whether any is left in `items` to encode."""
         parts: list[Part] = []
         left = self.model.max_encoder_tokens
         for name, item in list(items.items()):
@@ -233,9 +231,7 @@ class DraftVision:
         return True
 
     def _assign(self, job: PrefillJob, i: int, start: int, embeddings: torch.Tensor) -> None:
-        """Give an item's embeddings `[m, hidden_size]`, from `start` on, to a request, which keeps what it has chosen
-        of them.
-        """
+        """Give an item's embeddings `[m, hidden_size]`, from `start` on, to a request, which keeps its choice."""
         try:
             kept, end = job.kept[i], start + len(embeddings)
             if kept is not None:

@@ -46,10 +46,7 @@ class WaitingRoom:
 
     def pop_ready(self, rows_np: np.ndarray, kv: DraftKV) -> list[Request]:
         """Return the deferred requests of `[n]` rows that may try again, if blocks have come free since; they leave."""
-        if kv.num_free_blocks <= self._num_free:
-            return []
-        deferred = self._deferred()
-        if not deferred:
+        if kv.num_free_blocks <= self._num_free or not (deferred := self._deferred()):
             return []
         self._num_free = kv.num_free_blocks
         present = set(rows_np.tolist())

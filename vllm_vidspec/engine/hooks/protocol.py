@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.requests import NewRequest
+from vllm_vidspec.engine.requests import NewRequest, RowTable
 
 logger = init_logger("vllm.vidspec")
 
@@ -24,7 +24,7 @@ class Forward(NamedTuple):
     aux_hidden_states: list[torch.Tensor] | None
 
 
-class TargetHook:
+class TargetHook(RowTable):
     """Observes the target's requests and forwards; what a hook has no use for, it leaves as it is here."""
 
     loss: str  # what an exception costs, for the log
@@ -40,21 +40,11 @@ class TargetHook:
         sleeps.
         """
 
-    def add(self, request: NewRequest) -> None:
-        """Take a request in."""
-
     def before_forward(self, batch: Any) -> None:
         """Plan a step, given vLLM's `InputBatch`."""
 
     def after_forward(self, forward: Forward) -> None:
         """Collect what the step showed."""
-
-    def remove(self, req_state_idx: int) -> None:
-        """Forget a row's request; harmless where nothing is known of it."""
-
-    def active_rows(self) -> Iterable[int]:
-        """Return the rows of which it holds something that `remove` gives back."""
-        return ()
 
     def forget_kv(self) -> None:
         """Give up what lies in KV memory, because its contents are about to be lost."""
@@ -65,14 +55,13 @@ class TargetHook:
 
 
 class Guard:
-    """Says what becomes of an exception in a hook that only observes: `on_draft_error: raise` lets it through, and the
-    agreement ends the engine where other ranks would wait for this one.
+    """Says what becomes of an exception in a hook that only observes: `on_draft_error: raise` lets it through.
+
+    The agreement ends the engine then where other ranks would wait for this one.
     """
 
     def __init__(self, knobs: Knobs, agreement: Agreement, loss: str):
-        self._knobs = knobs
-        self._agreement = agreement
-        self._loss = loss
+        self._knobs, self._agreement, self._loss = knobs, agreement, loss
         self._has_failed = False
 
     def survive(self, error: Exception) -> None:

@@ -122,9 +122,7 @@ class Channel:
                     os.close(packet.memory)
 
     def receive(self) -> list[Any]:
-        """Return the messages that have come; without the other end, or with one that says what is none, `is_closed`
-        holds afterwards.
-        """
+        """Return the messages that have come; `is_closed` afterwards if the other end is gone, or makes no sense."""
         messages = []
         while not self.is_closed:
             try:

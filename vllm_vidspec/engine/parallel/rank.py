@@ -120,9 +120,7 @@ class DrafterRank:
         self._mirror.add(message)
 
     def look(self, message: messages.Look) -> bool:
-        """Encode a bounded part of what a request brings, so that its prompt need not wait for that; return whether
-        there is more.
-        """
+        """Encode a bounded part of what a request brings, before its prompt; return whether there is more."""
         arrived = self._arrived.get(message.req_state_idx)
         return arrived is not None and self.drafter.prefills.encode_ahead(self._prompt(arrived))
 
@@ -153,7 +151,7 @@ class DrafterRank:
         self._knobs.change(self._knobs.current.changed(json.loads(message.knobs)))
 
     def requeue(self, message: messages.Requeue) -> None:
-        self.drafter.requeue(message.rows, message.num_fed)
+        self.drafter.prefills.requeue(message.rows, message.num_fed)
 
     def read(self, message: messages.Read) -> Progress:
         self._mirror.apply()
@@ -196,9 +194,7 @@ class DrafterRank:
         return drafts.tokens[:, 0].cpu().numpy()
 
     def _reserve(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[list[tuple[int, str, str]], np.ndarray]:
-        """Make room for `[n]` rows, and a token past them; return those without, why, and a line for each; and `[n]`
-        bool of those with.
-        """
+        """Make room for `[n]` rows and a token each; return those without, why and a line, and `[n]` bool: with."""
         without = list(without_room(self.drafter, rows, lengths))
         keeps = np.ones(len(rows), dtype=bool)
         keeps[[i for i, *_ in without]] = False

@@ -147,10 +147,8 @@ def available_bytes(free: int, total: int, utilization: float, config: VidSpecCo
     """Return the KV memory that the drafter may take of a GPU.
 
     A device of its own is used up to the target's utilization. One that the target has, too, says nothing of what is
-    for whom: `draft_kv_bytes` does, and what is free (with the draft's weights on the device) must hold that.
-
-    Raises:
-        VidSpecError: It is less than is asked for, or nothing.
+    for whom: `draft_kv_bytes` does, and what is free (with the draft's weights on the device) must hold that; else a
+    VidSpecError.
     """
     if (pool := config.pool.kv_bytes) is None:
         available = free - int((1 - utilization) * total)

@@ -22,12 +22,9 @@ class AcceptanceAlarm:
         self._is_armed = True
 
     def observe(self, num_steps: int, num_accepted: int) -> bool:
-        """Take in new verify steps that had drafts, and the draft tokens accepted in them, over all requests.
+        """Take in new verify steps with drafts; return whether they complete a window that accepted nearly none.
 
         A line is logged where acceptance falls from sound to near zero.
-
-        Returns:
-            Whether they complete a window in which nearly none were accepted.
         """
         self._steps += num_steps
         self._accepted += num_accepted

@@ -128,9 +128,7 @@ class CoupledVerifier(RejectionSampler):
         return processed_logits, scored.sampled, scored.num_sampled
 
     def _judge(self, part: VerifySlice, target_tokens: torch.Tensor, logits: torch.Tensor) -> Scored:
-        """Return which of a slice's drafts stand, given what the target samples and the logits that it samples from;
-        counters, watch and trees are told.
-        """
+        """Return which of a slice's drafts stand, given what the target samples and from which logits; tell others."""
         looseness = None
         if self._rules is not None and self._rules.any_loose(part.idx_mapping_np):
             looseness = self._rules.looseness(part, target_tokens, logits)
