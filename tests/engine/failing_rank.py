@@ -15,7 +15,7 @@ def inject(worker, point: str, ranks: tuple[int, ...]) -> None:
     from vllm_vidspec.engine.hooks import state_store
 
     runner, parts = worker.model_runner, worker.model_runner.parts
-    kinds = parts.guidance._kinds
+    kinds = {kind.need: kind for kind in parts.guidance.kinds}
     owner, name = {
         "observe": (kinds["attention"], "observe"),
         "take": (kinds["attention"], "take"),

@@ -52,6 +52,7 @@ class RowTable(Protocol):
 
     def add(self, request: NewRequest) -> None:
         """Take a request in that has just got its row."""
+        return
 
     def remove(self, req_state_idx: int) -> None:
         """Forget a row, whose request has ended or lost it; harmless where nothing is known of it."""

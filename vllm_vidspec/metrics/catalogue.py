@@ -94,19 +94,14 @@ BY_LABEL: dict[str, tuple[str, str, tuple[str, ...] | range, str]] = {
         *(STRICT_REASONS, "strict_{}"),
     ),
     "skipped_requests": ("Requests run without speculation.", "reason", SKIP_REASONS, "skipped_{}"),
-    "auto_requests": ("Requests that pruner auto has learned from.", "pruner", PRUNERS, "auto_requests_{}"),
-    "auto_verify_steps": (
-        "Verify steps of the requests that pruner auto has learned from.",
-        "pruner",
-        PRUNERS,
-        "auto_verify_steps_{}",
-    ),
-    "auto_tokens": (
-        "Tokens that the verify steps emitted which pruner auto has learned from.",
-        "pruner",
-        PRUNERS,
-        "auto_tokens_{}",
-    ),
+    **{
+        f"auto_{what}": (f"{text} pruner auto has learned from.", "pruner", PRUNERS, f"auto_{what}_{{}}")
+        for what, text in (
+            ("requests", "Requests that"),
+            ("verify_steps", "Verify steps of the requests that"),
+            ("tokens", "Tokens that the verify steps emitted which"),
+        )
+    },
     **{
         metric: (text, "class", CLASS_LABELS, name)
         for metric, text, name in (

@@ -52,14 +52,11 @@ class View:
 
     def _loading(self, label: str) -> None:
         self._bars.update(self._task, description=f"loading {label}", note="")
-        self._say(f"loading {label}")
+        if self._bars.disable:
+            self._bars.console.print(f"loading {label}", markup=False, highlight=False)
 
     def _measuring(self) -> None:
         self._bars.update(self._task, description="measuring")
 
     def _measured(self, note: str = "") -> None:
         self._bars.update(self._task, advance=1, note=note)
-
-    def _say(self, line: str) -> None:
-        if self._bars.disable:
-            self._bars.console.print(line, markup=False, highlight=False)

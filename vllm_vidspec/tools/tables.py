@@ -104,11 +104,6 @@ def number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def times(value: float | None) -> str:
-    """Return a speedup, or a dash for None."""
-    return "-" if value is None else f"{value:.2f}x"
-
-
 def percent(value: float | None) -> str:
     """Return a share as a percentage, or a dash for None; 100 % only where it is exactly 1."""
     if value is None:

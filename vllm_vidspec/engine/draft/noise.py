@@ -146,17 +146,22 @@ class CoupledSampler:
 
     # ---- inside a captured step --------------------------------------------------------------------------------------
 
-    def draw_into(self, *rows: Tensor, is_processed: bool = False, **out: Any) -> None:
+    def draw_into(
+        self, logits: Tensor, temperature: Tensor, seeds: Tensor, pos: Tensor, is_processed: bool = False, **out: Any
+    ) -> None:
         """Draw a token of every row as the kernel `draw` says; no decision here depends on a request.
 
-        `rows` are logits, which have the temperature already if they come from `process`, temperatures, seeds and
-        positions.
+        Logits that come from `process` have the temperature already.
         """
-        draw(*rows, self.noise, scratch=self._scratch, apply_temperature=not is_processed, **out)
+        out |= {"scratch": self._scratch, "apply_temperature": not is_processed}
+        draw(logits, temperature, seeds, pos, self.noise, **out)
 
-    def candidates_into(self, *rows: Tensor, is_processed: bool = False, **out: Any) -> None:
+    def candidates_into(
+        self, logits: Tensor, temperature: Tensor, seeds: Tensor, pos: Tensor, is_processed: bool = False, **out: Any
+    ) -> None:
         """Choose candidates of every row as the kernel `candidates` says; see `draw_into`."""
-        candidates(*rows, self.noise, scratch=self._scratch, apply_temperature=not is_processed, **out)
+        out |= {"scratch": self._scratch, "apply_temperature": not is_processed}
+        candidates(logits, temperature, seeds, pos, self.noise, **out)
 
     def warm_up(self, dtype: torch.dtype, draws: bool, needs_log_probs: bool | None) -> None:
         """Compile and load what is launched on logits of a dtype: draws, and candidates unless that is None."""
