@@ -107,9 +107,6 @@ class AdaptiveTree:
     def depth(self, max_nodes: int) -> int:
         return len(self._shape(max_nodes).widths)
 
-    def width(self, level: int, max_nodes: int) -> int:
-        return self._shape(max_nodes).widths[level]
-
     def num_levels(self, rows_np: np.ndarray, max_nodes: int) -> int:
         deepest = self.knobs.depth_max
         if self.knobs.lookahead and len(rows_np) > 0:
@@ -138,7 +135,7 @@ class AdaptiveTree:
         return growth.frontier_of(num_reqs, width)
 
     def frontier(self, level: int, num_reqs: int, max_nodes: int) -> tuple[Tensor, Tensor]:
-        return self.growth.frontier_of(num_reqs, self.width(level, max_nodes))
+        return self.growth.frontier_of(num_reqs, self._shape(max_nodes).widths[level])
 
     def send(self, rows_np: np.ndarray) -> None:
         """Send the planned depths with lookahead; the deeper levels are still to run, so the copy arrives in time."""

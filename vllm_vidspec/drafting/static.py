@@ -100,9 +100,6 @@ class StaticTree:
     def depth(self, max_nodes: int) -> int:
         return len(self._tables(max_nodes).levels)
 
-    def width(self, level: int, max_nodes: int) -> int:
-        return self._tables(max_nodes).frontiers[level].shape[1]
-
     def num_levels(self, rows_np: np.ndarray, max_nodes: int) -> int:
         return self.depth(max_nodes)
 

@@ -72,13 +72,11 @@ class TreePolicy(Protocol):
     """
 
     tree: DraftTree  # The buffers
-    max_nodes: int  # K, the most draft nodes of a tree
-    max_depth: int  # The most levels of a tree, hence of draft forwards in a step
     num_candidates: int  # C, candidates that `extend` wants for each frontier node
     max_frontier: int  # The most nodes of a request that one draft forward feeds
     needs_log_probs: bool  # Whether `extend` looks at the candidates' log-probabilities
     has_fixed_levels: bool  # Whether `num_levels` follows from `max_nodes` alone: all levels fit one graph
-    # Whether `extend` may return fewer columns than `width` says, where counting needs no synchronisation: on the CPU.
+    # Whether `extend` may return fewer columns than `frontier`, where counting needs no synchronisation: on the CPU.
     # Set it False where steps are captured.
     trims: bool
 
@@ -93,9 +91,6 @@ class TreePolicy(Protocol):
 
     def depth(self, max_nodes: int) -> int:
         """Return the most that `num_levels` says under this budget; >= 1."""
-
-    def width(self, level: int, max_nodes: int) -> int:
-        """Return F, the columns of the frontier that is fed on a level below `depth(max_nodes)`; 1 on level 0."""
 
     def num_levels(self, rows_np: np.ndarray, max_nodes: int) -> int:
         """Return the draft forwards of the step that begins, the root's included, in [1, depth(max_nodes)]."""
@@ -122,7 +117,7 @@ class TreePolicy(Protocol):
         Returns:
             int64 [R, F'] nodes that the next forward feeds, 0 = none at this place, and their tokens; None where
             `depth(max_nodes)` is reached. Column 0 is the greedy node while the request's greedy path still grows. F'
-            is `width(level + 1, max_nodes)`, or fewer with `trims`. Both are views of persistent buffers, one per
+            is that of `frontier`, or fewer with `trims`. Both are views of persistent buffers, one per
             level, R and `max_nodes`, overwritten by the next call.
         """
 

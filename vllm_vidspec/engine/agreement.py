@@ -50,20 +50,13 @@ class Agreement:
     def __init__(self, group: Any, patience_s: float = _PATIENCE_S, failed_patience_s: float = _FAILED_PATIENCE_S):
         self._group = group
         self._rank, self._size = group.rank_in_group, group.world_size
+        self.is_first, self.is_alone = self._rank == 0, self._size == 1
         self._peers = [rank for rank in range(self._size) if rank != self._rank]
         self.patience_s, self.failed_patience_s = patience_s, failed_patience_s
         self._num_steps = 0  # so far, the same on all ranks
         self._running: list[int] = []  # numbers of the steps that are being run, the outermost first
         self._phase = ""  # of the innermost if it is run with care, else ""
         self._is_torn = False  # whether an exception now would leave the others in a collective
-
-    @property
-    def is_first(self) -> bool:
-        return self._rank == 0
-
-    @property
-    def is_alone(self) -> bool:
-        return self._size == 1
 
     def run(self, phase: str, step: Callable[..., None], *args: Any, is_careful: bool = True) -> Exception | None:
         """Run a step that all ranks take together; return why it failed, on all of them alike, or None.
@@ -114,9 +107,7 @@ class Agreement:
         self._is_torn = False
 
     def all_ranks_and(self, phase: str, flags: Sequence[bool]) -> list[bool]:
-        """Return, for each of the ranks' flags, whether it is set on all of them; a few 100 us, none for no flags.
-        OthersFailed is raised if a rank has failed in the careful step that this one is in.
-        """
+        """Return for each flag whether all ranks have set it, in a few 100 us; OthersFailed as in `collective`."""
         if self.is_alone:
             return list(flags)
         settled: list[bool] = []

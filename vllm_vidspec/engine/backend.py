@@ -75,9 +75,7 @@ class DraftBackend(RowTable):
     # ---- set-up, in vLLM's order -----------------------------------------------------------------------------------
 
     def reserve(self, available_bytes: int) -> int:
-        """Return how many bytes of a rank's KV memory the draft takes; a VidSpecError where a knob asks for too much,
-        or for too little for one request.
-        """
+        """Return how many bytes of a rank's KV memory the draft takes; a VidSpecError for too many, or too few."""
         return 0
 
     def make_graphs(self, cudagraph_mode: Any) -> Any:

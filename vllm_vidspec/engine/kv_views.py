@@ -111,9 +111,7 @@ def cache_scales(layer: Any, query: torch.Tensor) -> Scales:
 
 
 def distinct_views(layers: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor, int, bool]]:
-    """Return keys, values, the number of query heads and whether queries come in float8, of attention layers; of those
-    that are alike only one's.
-    """
+    """Return keys, values, query heads and whether queries come in float8, of attention layers; of equal ones once."""
     found = {}
     for layer in layers:
         keys, values = cache_views(layer.kv_cache, layer)

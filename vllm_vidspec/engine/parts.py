@@ -117,9 +117,7 @@ class RunnerParts:
 def make_guidance(
     knobs: Knobs, target: torch.nn.Module, vllm_config: Any, counters: Counters, agreement: Agreement
 ) -> Guidance | GuidanceByWay | None:
-    """Install what the configured pruner needs on the loaded target, None if it needs nothing of it; a VidSpecError if
-    the target's attention backend or model class cannot be observed, or a layer does not exist.
-    """
+    """Install what the configured pruner needs on the loaded target; None if it needs nothing of it."""
     needs, kinds = needs_of(knobs.current.prune), list[Guidance]()
     if "attention" in needs:
         kinds.append(AttentionGuidance(knobs, vllm_config, counters, agreement))

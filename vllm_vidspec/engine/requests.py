@@ -113,9 +113,7 @@ class RequestRows:
         self.num_skips = 0  # requests that were ever skipped
 
     def register(self, *tables: RowTable, drafting: Iterable[Any] = ()) -> None:
-        """Tell tables of every row's ends from here on, in the order of registration; the `remove` of what serves
-        drafts alone is also called for a row that is skipped.
-        """
+        """Tell tables of every row's ends, in this order; `drafting` ones `remove` a row that is skipped, too."""
         self._tables.extend(tables)
         self._drafting_tables.extend(drafting)
 

@@ -104,16 +104,13 @@ def keep_block_table(builder: Any) -> None:
 
     Why: FlashInfer's keeps it in the form of each kernel that it plans, if at all; its cache is paged as the others'.
     """
-    build = builder.build
-    expect_parameters(build, "common_prefix_len", "common_attn_metadata")
 
-    @functools.wraps(build)
-    def keep(common_prefix_len, common_attn_metadata, *args, **kwargs):
+    def keep(build, common_prefix_len, common_attn_metadata, *args, **kwargs):
         metadata = build(common_prefix_len, common_attn_metadata, *args, **kwargs)
         metadata.block_table = common_attn_metadata.block_table_tensor
         return metadata
 
-    builder.build = keep
+    wrap(builder, "build", keep, "common_prefix_len", "common_attn_metadata")
 
 
 def adjust_positions(model_state: Any, adjust: Callable, dummy: Callable) -> None:
@@ -125,19 +122,17 @@ def adjust_positions(model_state: Any, adjust: Callable, dummy: Callable) -> Non
     `adjust` turns `(input_batch, positions)`, `[num_tokens]` or `[num_axes, num_tokens]`, into those to use, before
     every forward; `dummy` gives as many of a forward that is captured, where the model has 1-D positions.
     """
-    prepare_inputs, prepare_dummy_inputs = model_state.prepare_inputs, model_state.prepare_dummy_inputs
-    expect_parameters(prepare_inputs, "input_batch", "req_states")
-    expect_parameters(prepare_dummy_inputs, "num_reqs", "num_tokens")
 
-    def prepare(input_batch, req_states):
+    def prepare(prepare_inputs, input_batch, req_states):
         inputs = prepare_inputs(input_batch, req_states)
         return {**inputs, "positions": adjust(input_batch, inputs.get("positions", input_batch.positions))}
 
-    def prepare_dummy(num_reqs, num_tokens):
+    def prepare_dummy(prepare_dummy_inputs, num_reqs, num_tokens):
         inputs = prepare_dummy_inputs(num_reqs, num_tokens)
         return inputs if "positions" in inputs else {**inputs, "positions": dummy(num_tokens)}
 
-    model_state.prepare_inputs, model_state.prepare_dummy_inputs = prepare, prepare_dummy
+    wrap(model_state, "prepare_inputs", prepare, "input_batch", "req_states")
+    wrap(model_state, "prepare_dummy_inputs", prepare_dummy, "num_reqs", "num_tokens")
 
 
 def observe_attention_metadata(model_state: Any, observe: Callable) -> None:
@@ -146,16 +141,14 @@ def observe_attention_metadata(model_state: Any, observe: Callable) -> None:
     Why: a whole forward that is captured calls our layers once, and must then do what every replay needs. Nothing else
     tells it from other dummy runs. It is called before every forward that attends: run, captured or replayed.
     """
-    prepare_attn = model_state.prepare_attn
-    expect_parameters(prepare_attn, "input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "for_capture")
 
-    @functools.wraps(prepare_attn)
-    def prepare(input_batch, *args, for_capture=False, **kwargs):
+    def prepare(prepare_attn, input_batch, *args, for_capture=False, **kwargs):
         metadata = prepare_attn(input_batch, *args, for_capture=for_capture, **kwargs)
         observe(input_batch, metadata, for_capture)
         return metadata
 
-    model_state.prepare_attn = prepare
+    names = ("input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "for_capture")
+    wrap(model_state, "prepare_attn", prepare, *names)
 
 
 def take_over_pixels(model_state: Any, share: Callable) -> None:
@@ -168,16 +161,13 @@ def take_over_pixels(model_state: Any, share: Callable) -> None:
     encoder = getattr(model_state, "encoder_runner", None)
     if encoder is None:
         return
-    prepare_mm_inputs = encoder.prepare_mm_inputs
-    expect_parameters(prepare_mm_inputs, "scheduled_encoder_inputs")
 
-    @functools.wraps(prepare_mm_inputs)
-    def prepare(scheduled_encoder_inputs):
+    def prepare(prepare_mm_inputs, scheduled_encoder_inputs):
         identifiers, items = prepare_mm_inputs(scheduled_encoder_inputs)
         shared = share(identifiers, [item for _, item in items])
         return identifiers, [(modality, item) for (modality, _), item in zip(items, shared, strict=True)]
 
-    encoder.prepare_mm_inputs = prepare
+    wrap(encoder, "prepare_mm_inputs", prepare, "scheduled_encoder_inputs")
 
 
 def expose_hidden_states(target: Any, layers: tuple[int, ...]) -> None:
@@ -212,14 +202,11 @@ def intercept_penalties(penalties: Any, penalise: Callable[[torch.Tensor, Any], 
     processors, between the bias and all that follows, must stay. It works in place, on float32
     `[num_logits, vocab_size]`; see vLLM's `LogitsContext`.
     """
-    apply = penalties.apply
-    expect_parameters(apply, "logits", "ctx")
 
-    @functools.wraps(apply)
-    def apply_to_paths(logits, ctx):
+    def apply_to_paths(apply, logits, ctx):
         return logits if penalise(logits, ctx) else apply(logits, ctx)
 
-    penalties.apply = apply_to_paths
+    wrap(penalties, "apply", apply_to_paths, "logits", "ctx")
 
 
 @contextlib.contextmanager

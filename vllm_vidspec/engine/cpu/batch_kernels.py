@@ -158,9 +158,7 @@ def flatten_sampled(grid, k) -> None:
 
 
 def bilinear_pos_embed(grid, k) -> None:
-    """Of Qwen3-VL's tower: interpolate `[NUM_GRID ** 2, HIDDEN_DIM]` float32 into `[t * H * W, HIDDEN_DIM]`, in the
-    order of merged patches.
-    """
+    """Interpolate `[NUM_GRID ** 2, HIDDEN_DIM]` float32 into `[t * H * W, HIDDEN_DIM]`, in merged patches' order."""
     place = np.arange(k.H * k.W)
     block, local = place // k.M_SIZE**2, place % k.M_SIZE**2
     row, col = (

@@ -11,18 +11,10 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.backend import DraftBackend, Step
+from vllm_vidspec.engine.draft import messages
 from vllm_vidspec.engine.draft.drafter import Drafter, without_room
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, mode_of_draft
 from vllm_vidspec.engine.draft.memory import DraftMemory
-from vllm_vidspec.engine.draft.messages import (
-    Admission,
-    Committed,
-    DraftMessage,
-    Drafts,
-    Placed,
-    PrefillMessage,
-    PrefillStep,
-)
 from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.draft.waiting import WaitingRoom
@@ -36,7 +28,7 @@ from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Phase, Request,
 from vllm_vidspec.engine.tree_attention import TreeAttention, make_attention
 
 # Of one step: what was proposed, and for which places of the batch; None for all.
-_Proposals = list[tuple[Drafts, torch.Tensor | None]]
+_Proposals = list[tuple[messages.Drafts, torch.Tensor | None]]
 
 
 class LocalBackend(DraftBackend):
@@ -56,7 +48,7 @@ class LocalBackend(DraftBackend):
         counters: Counters,
         agreement: Agreement,
         failures: DraftFailures,
-        placed: Callable[[int, int], Placed] | None = None,  # by row and length, if the target prunes videos itself
+        placed: Callable[[int, int], messages.Placed] | None = None,  # by row and length, if the target prunes videos
         pixels: SharedPixels | None = None,  # None where the draft's tower is shown nothing
     ):
         self.draft_model = draft_model
@@ -111,7 +103,7 @@ class LocalBackend(DraftBackend):
                 layers, model.config, self._device, num_rows=2, in_trees=config.in_trees, whose="draft"
             )
         path = None if self._trees is None else self._trees.path
-        committed = Committed(states.total_len.gpu, states.all_token_ids.gpu, states.last_sampled_tokens, path)
+        committed = messages.Committed(states.total_len.gpu, states.all_token_ids.gpu, states.last_sampled_tokens, path)
         shares = config.is_self_draft and encoder_cache is not None
         self._drafter = Drafter(
             model,
@@ -217,33 +209,35 @@ class LocalBackend(DraftBackend):
         starters = self._room.pop_ready(rows, self.drafter.kv) + requests
         bounds = dict(zip(step.batch.idx_mapping_np.tolist(), step.bound.tolist(), strict=True))
         answers = [self._queue(request, bounds[request.new.req_state_idx], step) for request in starters]
-        is_agreed = self._agreement.all_ranks_and("draft prefill", [it != Admission.REFUSED for it in answers])
+        is_agreed = self._agreement.all_ranks_and("draft prefill", [it != messages.Admission.REFUSED for it in answers])
         for request, answer, is_fine_everywhere in zip(starters, answers, is_agreed, strict=True):
             row = request.new.req_state_idx
             if not is_fine_everywhere:
-                self._requests.skip(row, "refused" if answer == Admission.REFUSED else "draft_error")
-                if answer != Admission.REFUSED:
+                self._requests.skip(row, "refused" if answer == messages.Admission.REFUSED else "draft_error")
+                if answer != messages.Admission.REFUSED:
                     self._counters.skip("draft_error", request.new.req_id, "the draft failed on another rank")
-            elif answer == Admission.ADMITTED:
+            elif answer == messages.Admission.ADMITTED:
                 self._requests.start(row, Phase.PREFILLING)
                 self._room.mark_admitted(request)
             elif not self._room.defer(request, self.drafter.kv):
                 self._requests.skip(row, "pool_full")
 
-    def _queue(self, request: Request, bound: int, step: Step) -> Admission:
+    def _queue(self, request: Request, bound: int, step: Step) -> messages.Admission:
         """Hand the drafter a request; those that rest leave the pool for it where that is full."""
         if request.message is None:
             request.message = self._message(request)
         outcome = self.drafter.add(request.message, bound)
-        if outcome == Admission.FULL and self._release_resting(step):
+        if outcome == messages.Admission.FULL and self._release_resting(step):
             outcome = self.drafter.add(request.message, bound)
         return outcome
 
-    def _message(self, request: Request) -> PrefillMessage:
+    def _message(self, request: Request) -> messages.PrefillMessage:
         new, row = request.new, request.new.req_state_idx
         scores, outcome = (None, ()) if request.guided is None else request.guided
         placed = None if self._placed is None else self._placed(row, len(new.token_ids))
-        return PrefillMessage(new.req_id, row, new.token_ids, new.features, scores, outcome, placed, new.prune_variant)
+        return messages.PrefillMessage(
+            new.req_id, row, new.token_ids, new.features, scores, outcome, placed, new.prune_variant
+        )
 
     def _release_resting(self, step: Step) -> bool:
         """Give up the draft KV of a step's requests that rest; return whether there was any."""
@@ -302,7 +296,7 @@ class LocalBackend(DraftBackend):
 
     def _read(self, step: Step, indices: np.ndarray) -> None:
         rows = step.batch.idx_mapping_np[indices]
-        done = self.drafter.prefill(PrefillStep(rows, step.bound[indices], self._req_states.all_token_ids.gpu))
+        done = self.drafter.prefill(messages.PrefillStep(rows, step.bound[indices], self._req_states.all_token_ids.gpu))
         self._requests.enter(done.ready, Phase.DRAFTING)
         if self._pixels is not None:
             for row in done.ready:
@@ -342,7 +336,7 @@ class LocalBackend(DraftBackend):
         was_verified = had_rows & self._requests.was_drafted(batch)
         if self._trees is not None and step.plan.shape != "chain":
             self._trees.expect(batch.drafted_np)
-        message = DraftMessage(
+        message = messages.DraftMessage(
             batch_rows=step.batch.idx_mapping,
             picked=picked,
             idx_mapping_np=batch.drafted_np,

@@ -14,20 +14,12 @@ from vidspec_kernels import StepTables, begin_step, warm_up
 from vllm_vidspec.config import Plan
 from vllm_vidspec.drafting import make_policy
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.draft import messages
 from vllm_vidspec.engine.draft.chains import ChainDrafter
 from vllm_vidspec.engine.draft.forwards import DraftBuffers, Forwards
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, Part, Run
 from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.memory import DraftMemory, max_slots_per_request
-from vllm_vidspec.engine.draft.messages import (
-    Admission,
-    Committed,
-    DraftMessage,
-    Drafts,
-    Prefilled,
-    PrefillMessage,
-    PrefillStep,
-)
 from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler, Processed
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
@@ -56,7 +48,7 @@ class Drafter:
         max_num_reqs: int,
         max_model_len: int,
         agreement: Agreement,
-        committed: Committed,
+        committed: messages.Committed,
         graphs: DraftGraphs,
         attention: TreeAttention | None,  # for trees, and the two tokens fed first where the layers' own is slow
         shared: Mapping[str, torch.Tensor],  # the target's own, by identifier, where it drafts for itself; else empty
@@ -96,7 +88,7 @@ class Drafter:
         self._draft_batch: object | None = None
         self._is_processed = False
         # Of the last step, for `go_on`: requests, padding included, processors, drafts; and how many tokens may follow.
-        self._step: tuple[int, Processed | None, Drafts] | None = None
+        self._step: tuple[int, Processed | None, messages.Drafts] | None = None
         self._num_more = 0
         self.chains = ChainDrafter(forwards, sample, graphs, max_run > 0) if "chain" in config.shapes else None
         self.trees = None if policy is None else TreeDrafter(forwards, sample, graphs, policy, fills_trees, take_trees)
@@ -107,10 +99,10 @@ class Drafter:
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
-    def add(self, message: PrefillMessage, num_tokens: int = 0) -> Admission:
+    def add(self, message: messages.PrefillMessage, num_tokens: int = 0) -> messages.Admission:
         """Take a request in, if there is room. `num_tokens` bounds its length, where that is past the prompt by now."""
         outcome = self.prefills.add(message, num_tokens)
-        if outcome == Admission.ADMITTED:
+        if outcome == messages.Admission.ADMITTED:
             self.enter(message.req_state_idx)
         return outcome
 
@@ -120,7 +112,7 @@ class Drafter:
         if self.trees is not None:
             self.trees.policy.reset_rows(np.array([req_state_idx]))
 
-    def prefill(self, step: PrefillStep) -> Prefilled:
+    def prefill(self, step: messages.PrefillStep) -> messages.Prefilled:
         start = time.perf_counter()
         done = self.prefills.step(step)
         self.counters.add("draft_prefill_us", int(1e6 * (time.perf_counter() - start)))
@@ -157,7 +149,7 @@ class Drafter:
         """Return whether `holds` and `reserve` have nothing to do for `[n]` rows: for most steps a look at a table."""
         return not (num_tokens_upper_bound > self._capacity_limit[idx_mapping_np]).any()
 
-    def draft(self, message: DraftMessage) -> Drafts:
+    def draft(self, message: messages.DraftMessage) -> messages.Drafts:
         start = time.perf_counter()
         buffers, rows_np = self.buffers, message.idx_mapping_np
         if message.draft_batch is None or message.draft_batch is not self._draft_batch:
@@ -175,7 +167,7 @@ class Drafter:
             tree = self.trees.policy.tree
             num_forwards, is_graph = self.trees.draft(num_reqs, num_drafts, rows_np, processed)
         self._count(num_forwards, is_graph, start)
-        found = Drafts(rows, drafts, tree)
+        found = messages.Drafts(rows, drafts, tree)
         self._step, self._num_more = (num_reqs, processed, found), self._max_run
         return found
 
@@ -183,7 +175,7 @@ class Drafter:
         """Return whether `go_on` can follow: the `[n]` rows are the last step's, whose tokens so many are now."""
         return self._num_more > 0 and self.has_room(idx_mapping_np, num_tokens_upper_bound)
 
-    def go_on(self) -> Drafts:
+    def go_on(self) -> messages.Drafts:
         """Draw one token more behind the last of each of the last step's chains; it is in the first column."""
         assert self.chains is not None and self._step is not None
         start = time.perf_counter()
@@ -308,7 +300,7 @@ def _free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
-def no_room_for(message: PrefillMessage) -> str:
+def no_room_for(message: messages.PrefillMessage) -> str:
     """Return what to say of a request whose prompt the pool has no room for."""
     return f"the draft's KV pool has no room for its prompt of {len(message.token_ids)} tokens, pruned"
 

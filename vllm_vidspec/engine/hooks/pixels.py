@@ -53,9 +53,7 @@ class SharedPixels:
         return [row for row, wanted in self._wanted.items() if not wanted.isdisjoint(self._items)]
 
     def on_device(self, feature: Any, is_first: bool) -> Any:
-        """Return a feature of vLLM's for the draft's tower: with pixels on the device, if they are kept; copies are
-        counted once, while the tower has seen nothing of it yet.
-        """
+        """Return a feature for the draft's tower, with pixels on the device if they are kept; copies are counted."""
         item = self._items.get(feature.identifier)
         if item is not None:
             feature = copy.copy(feature)

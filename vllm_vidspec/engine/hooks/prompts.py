@@ -146,9 +146,7 @@ class Guidance(TargetHook):
         self._remembered.clear()
 
     def _finish(self, prompt: ObservedPrompt, observed: list[torch.Tensor | None]) -> Guided:
-        """Return a request's scores, of each item those `[m_i]` of this prefill, or remembered ones where it did not
-        compute them; say what came of it.
-        """
+        """Return a request's scores, of each item those `[m_i]` of this prefill or else remembered ones."""
         pairs = list(zip(prompt.keys, observed, strict=True))
         scores = [self._remembered.get(key) if fresh is None else fresh for key, fresh in pairs]
         for key, fresh in pairs:

@@ -73,9 +73,7 @@ class PathSampler:
     def sample(
         self, part: VerifySlice, logits: torch.Tensor, input_ids: torch.Tensor, bound_np: np.ndarray, **options: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `[num_logits]` int64 tokens and `[num_logits, vocab_size]` processed logits, as vLLM's sampler does,
-        given `[num_reqs]` its bound of each sequence's length.
-        """
+        """Return `[num_logits]` int64 tokens and `[num_logits, vocab_size]` processed logits, as vLLM's sampler."""
         in_segments = np.zeros(len(part.idx_mapping_np), dtype=bool)
         if part.shapes is not None:
             in_segments = self._needs_segments(part.idx_mapping_np)
@@ -125,9 +123,7 @@ class PathSampler:
     def _segments(
         part: VerifySlice, logits: torch.Tensor, input_ids: torch.Tensor, rows: torch.Tensor, length: int
     ) -> tuple[torch.Tensor, ...]:
-        """Return `[n * length]` logits, persistent rows, positions, input tokens and places in the chain, of segments
-        that end in `[n]` int64 rows of logits.
-        """
+        """Return `[n * length]` logits, rows, positions, tokens and places of segments that end in `[n]` rows."""
         assert part.shapes is not None
         req_state_idx, node = part.expanded_idx_mapping[rows], part.nodes[rows].long()
         first = rows - node  # the root's row
