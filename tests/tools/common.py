@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 from typer.testing import CliRunner
 
+from vidspec_tools import captioned
 from vidspec_tools.bench import acceptance
 from vidspec_tools.captions import ATTRIBUTE_WORDS
 from vllm_vidspec.cli import app
@@ -119,7 +120,7 @@ def sweep(**given):
 @functools.cache
 def caption_of(i):
     """The caption of a held-out video, which is drawn once."""
-    return world.held_out(i).caption
+    return captioned.held_out(i).caption
 
 
 def answer_captions(session, command, **counters):
