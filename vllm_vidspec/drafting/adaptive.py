@@ -170,13 +170,11 @@ class AdaptiveTree:
 
 
 class _Shape(NamedTuple):
-    """What a step's launches take from its budget: the budget that counts, and by level the frontier's columns, and how
-    many columns the levels above have; the last entry is of all.
-    """
+    """What a step's launches take from its budget."""
 
-    budget: int
-    widths: tuple[int, ...]
-    first_parents: tuple[int, ...]
+    budget: int  # that counts
+    widths: tuple[int, ...]  # by level the frontier's columns
+    first_parents: tuple[int, ...]  # by level how many columns those above have; the last entry is of all
 
 
 class _HostCopy:

@@ -143,14 +143,10 @@ class StaticTree:
                 for node, (path, parent) in enumerate(zip(topology.paths, topology.parents, strict=True), start=1)
                 if parent in frontier
             }
-            levels.append(
-                PlacedLevel(
-                    torch.tensor(list(source.values()), dtype=torch.int64, device=device),
-                    torch.tensor(list(source), dtype=torch.int64, device=device),
-                    torch.tensor([source[node] for node in following], dtype=torch.int64, device=device),
-                    torch.zeros(max_num_reqs, len(following), dtype=torch.int64, device=device),
-                )
-            )
+            places = (list(source.values()), list(source), [source[node] for node in following])
+            taken, nodes, fed_on = (torch.tensor(it, dtype=torch.int64, device=device) for it in places)
+            tokens = torch.zeros(max_num_reqs, len(following), dtype=torch.int64, device=device)
+            levels.append(PlacedLevel(taken, nodes, fed_on, tokens))
             fed.append(torch.tensor(frontier, device=device).repeat(max_num_reqs, 1))
         num_nodes = len(topology.paths)
         parents = [*topology.parents, *[0] * (self.max_nodes - num_nodes)]  # leaves under the root past the nodes

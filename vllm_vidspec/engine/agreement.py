@@ -94,9 +94,7 @@ class Agreement:
             self._phase, self._is_torn = outer
 
     def collective(self) -> contextlib.AbstractContextManager[None]:
-        """Return what collectives are entered under; in a careful step all ranks are ready for them first, or
-        OthersFailed is raised where it is entered.
-        """
+        """Return what collectives are entered under: all ranks of a careful step are ready then, or OthersFailed."""
         return self._together() if self._phase else _FREELY
 
     @contextlib.contextmanager

@@ -74,9 +74,7 @@ class Phase(IntEnum):
 
 
 class DraftBatch(NamedTuple):
-    """Who of a batch is drafted for. One object as long as neither the batch nor any row has changed, so that what
-    follows from these rows alone can be kept beside it, and is compared by `is`.
-    """
+    """Who of a batch is drafted for: one object, compared by `is`, while neither the batch nor any row has changed."""
 
     rows_np: np.ndarray  # [num_reqs] persistent rows of the batch
     places_np: np.ndarray  # [n] int64 places in the batch of the requests that are drafted for
@@ -96,8 +94,7 @@ class RequestRows:
         self.phase = self._phase.view()  # [max_num_reqs]; `enter` and `skip` write
         self.phase.flags.writeable = False
         self.skip_reason: list[str | None] = [None] * max_num_reqs  # why a row is SKIPPED
-        # [max_num_reqs] whether the row's scheduled draft tokens are real (vLLM pads rows without drafts), and the same
-        # on the host, which knows it a step earlier
+        # [max_num_reqs] whether a row's scheduled drafts are real (vLLM pads), and on the host, which knows earlier
         self.has_draft = torch.zeros(max_num_reqs, dtype=torch.bool, device=device)
         self.has_draft_np = np.zeros(max_num_reqs, dtype=bool)
         self.is_tree = np.zeros(max_num_reqs, dtype=bool)  # [max_num_reqs] shape of the draft in flight

@@ -117,7 +117,6 @@ class SchedulerSide:
         return 0 if self._breaker is not None and self._breaker.is_open else self._limit
 
     def _publish(self) -> None:
-        """Write the limit that holds now into vLLM's table."""
         most = self._most_now
         table = self._table
         if most is not None:

@@ -76,13 +76,11 @@ class PromptPlan:
 
 @dataclass(frozen=True)
 class PrunedPrompt:
-    """A pruned prompt: `[num_kept]` int32 token ids, those of visual tokens too; `[num_axes, num_kept]` int64 rope
-    positions; `[num_media]` int64, where the visual tokens are, ascending.
-    """
+    """A pruned prompt."""
 
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    media_at: torch.Tensor
+    token_ids: torch.Tensor  # `[num_kept]` int32, those of visual tokens too
+    positions: torch.Tensor  # `[num_axes, num_kept]` int64 rope positions
+    media_at: torch.Tensor  # `[num_media]` int64, where the visual tokens are, ascending
 
 
 def plan_prompt(
@@ -138,11 +136,7 @@ def prune(plan: PromptPlan, kept_indices: Sequence[torch.Tensor]) -> PrunedPromp
         positions = torch.arange(plan.num_kept).expand(plan.num_axes, -1)
     else:
         positions = plan.positions[:, keep].to(torch.int64)
-    return PrunedPrompt(
-        token_ids=plan.token_ids[keep],
-        positions=positions,
-        media_at=is_media[keep].nonzero()[:, 0],
-    )
+    return PrunedPrompt(plan.token_ids[keep], positions, media_at=is_media[keep].nonzero()[:, 0])
 
 
 def choose_kept(

@@ -78,7 +78,6 @@ def default_uv_layer(num_layers: int) -> int:
 
 
 def _select_top_k(inputs: PruneInputs) -> Tensor:
-    """Keep the highest scores. Of equal ones the lower index wins."""
     return top_k_indices(inputs.scores, inputs.num_keep)
 
 

@@ -76,15 +76,13 @@ class SceneFact:
 
 @dataclass(frozen=True)
 class Track:
-    """What is to be seen of an object from frame `start` on: its centres int `path` [visible, 2] as (x, y), its colour
-    in each of these frames, and which of them is the first of what its event says.
-    """
+    """What is to be seen of an object."""
 
     fact: ObjectFact
-    start: int
-    path: np.ndarray
-    colors: list[str]
-    ending: int
+    start: int  # the first frame
+    path: np.ndarray  # int [visible, 2], its centres as (x, y)
+    colors: list[str]  # in each of these frames
+    ending: int  # which of them is the first of what its event says
 
 
 @dataclass(frozen=True)

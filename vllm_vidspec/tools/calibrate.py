@@ -151,7 +151,6 @@ def _measure_uv(calibration: Calibration, report: Report) -> tuple[list[Measurem
 
 
 def _ask(session: EngineSession, calibration: Calibration, knobs: dict[str, Any], **setting: Any) -> Measurement:
-    """Measure one setting."""
     answer = session.ask(answer_command(knobs, max_tokens=calibration.max_tokens))
     counters, num_prompts = answer["metrics"], len(answer["token_ids"])
     if counters["guided_prompts"] < num_prompts:

@@ -76,7 +76,6 @@ def run(demo: Demo, report: Report = silent) -> dict[str, Any]:
 def _serve_and_ask(
     demo: Demo, name: str, draft: str | None, video: Path, log_path: Path, report: Report
 ) -> dict[str, Any]:
-    """Run one server for one question."""
     port = demo.port or free_port()
     spec = demo.spec if draft is not None else {}
     args = pairs.serve_args(demo.family, draft, target=demo.target, port=port, **spec)

@@ -25,12 +25,10 @@ class EngineSession:
     program: ClassVar[tuple[str, ...]] = ("-m", "vllm_vidspec.tools.session_job")
 
     def __init__(self, job: dict[str, Any]) -> None:
-        """Prepare; nothing starts yet."""
         self.job = job
         self.ready: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
-        """Start the engine and wait until it has loaded."""
         with contextlib.ExitStack() as stack:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vidspec-engine-")))
             read_end, write_end = os.pipe()
@@ -51,7 +49,6 @@ class EngineSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the engine, whatever happened."""
         self._resources.close()
 
     def ask(self, command: dict[str, Any], report: Report = silent) -> dict[str, Any]:

@@ -62,7 +62,6 @@ class LoggedProcess:
     """A process with an engine in a group of its own: what it writes goes to a file, and it is ended whole."""
 
     def __init__(self, log_path: Path) -> None:
-        """Prepare; nothing starts yet."""
         self.log_path = log_path
         self.process: subprocess.Popen | None = None
 

@@ -44,7 +44,6 @@ class View:
         self._task = bars.add_task("starting", total=None, note="")
 
     def __call__(self, event: str, fields: dict[str, Any]) -> None:
-        """Take one event."""
         getattr(self, f"_{event}")(**fields)
 
     def _plan(self, total: int) -> None:

@@ -77,11 +77,9 @@ class DemoView:
     """Shows the events of `demo.run`: a spinner until a server's answer begins, then the answer as it streams."""
 
     def __init__(self, bars: Progress, console: Console) -> None:
-        """Draw on `bars`; answers go to `console`."""
         self._bars, self._console = bars, console
 
     def __call__(self, event: str, fields: dict[str, Any]) -> None:
-        """Take one event."""
         if event == "server":
             self._name = fields["name"]
             self._task = self._bars.add_task(f"starting vllm serve ({self._name})", total=None, note="")

@@ -102,16 +102,9 @@ def _apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_b
 
     if not grammar_req_ids:
         return
-    mapping = torch.tensor(
-        _build_grammar_mapping(
-            input_batch.req_ids,
-            grammar_req_ids,
-            input_batch.cu_num_logits_np,
-            input_batch.num_draft_tokens_per_req,
-            self.num_bonus_tokens,
-            self.mask_stride,
-        )
-    )  # [num_masks], req_idx * mask_stride + position
+    counts = (input_batch.cu_num_logits_np, input_batch.num_draft_tokens_per_req, self.num_bonus_tokens)
+    mapping = _build_grammar_mapping(input_batch.req_ids, grammar_req_ids, *counts, self.mask_stride)
+    mapping = torch.tensor(mapping)  # [num_masks], req_idx * mask_stride + position
     rows = input_batch.cu_num_logits[mapping // self.mask_stride] + mapping % self.mask_stride
     words = torch.from_numpy(grammar_bitmask.copy())
     bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1  # [num_masks, words, 32]

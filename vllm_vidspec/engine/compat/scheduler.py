@@ -64,15 +64,11 @@ def hook_scheduler(attach: Callable) -> None:
 
 
 class _Patches:
-    """What runs around vLLM's functions, each of which comes first among the arguments.
-
-    Attributes:
-        ours: Whether this process's engine, of which there is one at a time, uses our method.
-        side: What is attached to its scheduler.
-    """
+    """What runs around vLLM's functions, each of which comes first among the arguments."""
 
     def __init__(self, attach: Callable):
-        self._attach, self.ours, self.side = attach, False, None
+        self._attach, self.side = attach, None  # what is attached to the scheduler
+        self.ours = False  # whether this process's engine, of which there is one at a time, uses our method
 
     def init(self, original, scheduler, vllm_config, *args, **kwargs):
         self.ours = METHOD in (vllm_config.additional_config or {})

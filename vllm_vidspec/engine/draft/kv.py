@@ -84,9 +84,7 @@ class DraftKV:
         self._pos_delta.stage_write_elem(req_state_idx, pos_delta)
 
     def reserve(self, idx_mapping_np: np.ndarray, num_slots: np.ndarray) -> np.ndarray:
-        """Make `[n]` rows hold at least `[n]` entries each; only rows that need another block are visited. Return `[n]`
-        bool, False where the pool or the row's table is full; such a row keeps what it had.
-        """
+        """Make `[n]` rows hold `[n]` entries each; return `[n]` bool, False where the pool or a row's table is full."""
         fits = np.ones(len(idx_mapping_np), dtype=bool)
         for i in np.flatnonzero(num_slots > self.capacity_np[idx_mapping_np]):
             fits[i] = self._extend(int(idx_mapping_np[i]), int(num_slots[i]))

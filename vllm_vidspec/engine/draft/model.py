@@ -272,9 +272,7 @@ class DraftModel:
         return self._run(embeds, positions, metadata, build_slot_mappings_by_layer(slot_mappings, self._kv_config))
 
     def profile(self) -> None:
-        """Run the largest forwards, so that the memory profile (and compilation) sees the draft: the tower over the
-        encoder's budget, the language model without attention, the choice of candidates from a block of logits.
-        """
+        """Run the largest forwards, so that the memory profile (and compilation) sees the draft."""
         multimodal = self.target_config.model_config.multimodal_config
         held: list[torch.Tensor] = []  # as many of the largest items as a step may hold
         if multimodal is not None and not multimodal.skip_mm_profiling:
@@ -290,9 +288,7 @@ class DraftModel:
         del held
 
     def warm_up(self) -> None:
-        """Compile DeepGEMM's kernels of layers with block-FP8 weights, as vLLM does for the target: else the first
-        video waits seconds for each shape. Shapes that both models have are compiled once.
-        """
+        """Compile DeepGEMM's kernels of block-FP8 layers, as vLLM does for the target: else the first video waits."""
         from vllm import envs
         from vllm.model_executor.warmup.deep_gemm_warmup import deep_gemm_warmup
         from vllm.utils.deep_gemm import is_deep_gemm_supported

@@ -67,9 +67,7 @@ def own_cache(layer: Any) -> Any:
 
 
 def follow(config: VllmConfig, target: VllmConfig) -> None:
-    """Take what vLLM settles of the target's cache once models are loaded (the block size, the layout, the number of
-    blocks), but for the type, and for a layout that was resolved for the draft alone.
-    """
+    """Take what vLLM settles of the target's cache once models are loaded, but for its type and a layout of our own."""
     own, theirs = config.cache_config, target.cache_config
     if own is not theirs:
         config.cache_config = copy.copy(theirs)

@@ -165,9 +165,7 @@ class HiddenStateGuidance(Guidance):
 
 
 def _place(indices: torch.Tensor, device: torch.device) -> torch.Tensor | slice:
-    """Return what picks `[n]` ascending indices, on the host, of a tensor on `device`: where they follow each other, as
-    those of a video do in most families, a slice, which copies nothing.
-    """
+    """Return what picks `[n]` ascending host indices of a tensor: of adjacent ones a slice, which copies nothing."""
     first, last = int(indices[0]), int(indices[-1])
     if last - first + 1 == len(indices):
         return slice(first, last + 1)

@@ -143,7 +143,6 @@ class Counters:
             self._has_news, self._is_copying = False, True
 
     def _publish(self) -> None:
-        """Add to the file what the totals on the host have gained."""
         assert self._file is not None
         gained = self._host_np - self._published
         num_steps = int(gained[_DRAFTS])

@@ -60,9 +60,7 @@ class CoupledVerifier(RejectionSampler):
         self._step = VerifyStep()
 
     def profile(self, logits: torch.Tensor) -> None:
-        """Take, and give back, what a verify step takes beside its `[num_logits, vocab_size]` logits: the float32 copy
-        of one chunk, in which sampling parameters are applied, and as much again for nodes whose path is laid out.
-        """
+        """Take and give back what a verify step takes beside its logits: a float32 chunk, and again for paths."""
         chunk = logits[: get_max_chunk_logits(logits.shape[1])]
         processed = torch.empty_like(chunk, dtype=torch.float32)
         paths = torch.empty_like(processed)
@@ -105,18 +103,8 @@ class CoupledVerifier(RejectionSampler):
             shapes = self._trees.shapes(idx_mapping)
             # The noise is keyed by depth: vanilla would have reached the node after that many tokens.
             pos = pos + (shapes.depths[expanded_idx_mapping, expanded_local_pos] - expanded_local_pos)
-        part = VerifySlice(
-            idx_mapping,
-            idx_mapping_np,
-            cu_num_logits,
-            num_logits_np,
-            expanded_idx_mapping,
-            expanded_local_pos,
-            pos,
-            verify_draft_sampled,
-            relevance,
-            shapes,
-        )
+        rows = (expanded_idx_mapping, expanded_local_pos, pos, verify_draft_sampled, relevance)
+        part = VerifySlice(idx_mapping, idx_mapping_np, cu_num_logits, num_logits_np, *rows, shapes)
         target_tokens, processed_logits = self.paths.sample(
             part, logits, draft_sampled, seq_lens_upper_bound_np, return_logprobs=return_logprobs
         )
