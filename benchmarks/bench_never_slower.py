@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -40,7 +41,9 @@ from vidspec_tools.bench.session import BenchSession
 from vidspec_tools.bench.trials import VANILLA_VARIANT, Variant, Workload
 from vidspec_tools.pages.never_slower import line, table
 from vllm_vidspec import assets
-from vllm_vidspec.adapt import REST, Controller, Option, class_label
+from vllm_vidspec.config import parse_config
+from vllm_vidspec.engine.compat import scheduler as compat
+from vllm_vidspec.engine.control import SchedulerControl
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.progress import silent
 from vllm_vidspec.tools.provenance import provenance
@@ -243,32 +246,42 @@ def measure(
 
 
 def decision_us(num_reqs: int = 64, steps_per_arrival: int = 3, num_steps: int = 2000) -> dict[str, float]:
-    """Return mean microseconds of `decide` while it learns (200 steps), then, and of `observe`."""
-    chains = tuple(Option("chain", k, k, True) for k in (5, 3, 2, 1))
-    controller, random = Controller((*chains, REST), 2 * num_reqs, False), np.random.default_rng(0)
-    req_ids = [f"request-{i}" for i in range(num_reqs)]
-    for req_id in req_ids:
-        controller.add(req_id, class_label(256, 0), (), 300, 80)
-    last, spent = None, np.zeros((2, num_steps))
-    for step in range(num_steps):
-        if step % steps_per_arrival == 0:  # one ends, and another comes
-            controller.remove(req_ids[0])
-            req_ids = [*req_ids[1:], f"request-{num_reqs + step}"]
-            controller.add(req_ids[-1], class_label(256, 0), (), 300, 80)
+    """Return mean microseconds a step of the scheduler's hooks: while it learns (200 steps), then; with what a request
+    takes that comes, a share of it in each step.
+    """
+    config = parse_config({"model": "draft", "num_speculative_tokens": 5})[0]
+    scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=num_reqs))
+    control, random = SchedulerControl(config, scheduler, SimpleNamespace(), None), np.random.default_rng(0)
+    video = SimpleNamespace(modality="video", mm_position=SimpleNamespace(length=256))
+    sampling = SimpleNamespace(temperature=0.0)
+    req_ids, spent, last = list[str](), np.zeros(num_steps), 0
+    for number in range(num_steps):
+        new = (
+            [f"request-{number}-{i}" for i in range(1 if number else num_reqs)]
+            if number % steps_per_arrival == 0
+            else []
+        )
+        ended = set(req_ids[: len(new)]) if number else set()
+        req_ids = [*req_ids[len(ended) :], *new]
+        requests = [
+            SimpleNamespace(request_id=req_id, mm_features=[video], sampling_params=sampling, num_tokens=300)
+            for req_id in new
+        ]
+        step = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(req_ids, 1), finished_req_ids=ended)
+        step.scheduled_new_reqs, step.total_num_scheduled_tokens = new, len(req_ids) * (1 + last)
+        step.scheduled_spec_decode_tokens = {req_id: [0] * last for req_id in req_ids} if last else {}
+        accepted = np.minimum(random.geometric(0.3, len(req_ids)) - 1, last).tolist()
+        output = SimpleNamespace(req_ids=req_ids, sampled_token_ids=[[0] * (1 + each) for each in accepted])
+        compat.attach(output, compat.StepReport(frozenset(req_ids if last else ()), frozenset(), 0.0, ()), None)
         begin = time.thread_time()
-        decision = controller.decide(req_ids)
-        spent[0, step] = time.thread_time() - begin
-        drafted = np.full(num_reqs, last.option.num_tokens if last is not None else 0)
-        accepted = np.minimum(random.geometric(0.3, num_reqs) - 1, drafted)
-        seconds = 0.01 + 2e-3 * decision.option.num_levels + 1e-4 * num_reqs * decision.option.num_tokens
-        seconds *= float(np.exp(random.normal(0, 0.1)))
-        is_steady = last is not None and last.number == decision.number
-        begin = time.thread_time()
-        controller.observe(decision, req_ids, drafted, 1 + accepted, True, seconds, is_steady)
-        spent[1, step] = time.thread_time() - begin
-        last = decision
-    decided, observed = 1e6 * spent
-    return {"decide, learning": decided[:200].mean(), "decide": decided[200:].mean(), "observe": observed.mean()}
+        for request in requests:
+            control.is_shown(request, 0)
+        decision = control.plan(step, None)
+        setattr(step, compat._DECISION, decision)
+        control.observe(step, output)
+        spent[number] = time.thread_time() - begin
+        last = decision.option.num_tokens
+    return {"a step, learning": 1e6 * spent[:200].mean(), "a step": 1e6 * spent[200:].mean()}
 
 
 def main() -> None:

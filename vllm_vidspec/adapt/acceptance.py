@@ -25,7 +25,6 @@ class AcceptanceTable:
 
     def __init__(self, num_slots: int, num_positions: int):
         self.num_positions = num_positions
-        self._positions = np.arange(num_positions)
         # [2, ..., K + 1] verified and accepted tokens: of chains by position; last, steps and accepted tokens of trees.
         self._own = np.zeros((2, num_slots, num_positions + 1))
         self._of_class = np.zeros((2, _MOST_CLASSES, num_positions + 1))
@@ -39,27 +38,34 @@ class AcceptanceTable:
         self.classes[slot] = min(class_index, _MOST_CLASSES - 1)
 
     def observe(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray, is_chain: bool) -> None:
-        """Take in a verify step.
+        """Take in what was verified in some steps that followed one another; all of it is of one age.
 
         Args:
-            slots: `[n]` int64, distinct.
-            drafted: `[n]` draft tokens that were verified of each.
+            slots: `[n]` int64, a slot once for each step.
+            drafted: `[n]` draft tokens that were verified of it, at least 1.
             accepted: `[n]` how many of them were accepted.
             is_chain: Whether they were chains; trees otherwise.
         """
-        gained = np.zeros((2, len(slots), self.num_positions + 1))
+        num_steps = np.bincount(slots, minlength=len(self.classes))
+        gained = np.zeros_like(self._own)
         if is_chain:
-            num_accepted = accepted[:, None]
-            np.less(self._positions, np.minimum(num_accepted + 1, drafted[:, None]), out=gained[0, :, :-1])
-            np.less(self._positions, num_accepted, out=gained[1, :, :-1])
+            gained[0, :, :-1] = self._reached(slots, np.minimum(accepted + 1, drafted))
+            gained[1, :, :-1] = self._reached(slots, accepted)
         else:
-            gained[0, :, -1], gained[1, :, -1] = 1.0, accepted
-        self._own[:, slots] = _REQUEST_DECAY * self._own[:, slots] + gained
-        classes = self.classes[slots]
-        counts = np.bincount(classes)
-        for c in np.flatnonzero(counts).tolist():
-            mine = gained if counts[c] == len(classes) else gained[:, classes == c]
-            self._of_class[:, c] = 0.5 ** (counts[c] / _HALF_LIFE) * self._of_class[:, c] + mine.sum(axis=1)
+            gained[0, :, -1] = num_steps
+            gained[1, :, -1] = np.bincount(slots, accepted, minlength=len(self.classes))
+        self._own *= _REQUEST_DECAY ** num_steps[:, None]
+        self._own += gained
+        of_class = np.bincount(self.classes, num_steps)
+        for c in np.flatnonzero(of_class).tolist():
+            self._of_class[:, c] *= 0.5 ** (of_class[c] / _HALF_LIFE)
+            self._of_class[:, c] += gained[:, self.classes == c].sum(axis=1)
+
+    def _reached(self, slots: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Return `[num_slots, K]`: how many of a slot's `[n]` lengths reach beyond each position."""
+        num = self.num_positions + 1
+        of_length = np.bincount(slots * num + lengths, minlength=len(self.classes) * num).reshape(-1, num)
+        return of_length[:, :0:-1].cumsum(axis=1)[:, ::-1]
 
     def tries(self, class_index: int) -> float:
         """Return how many recent verify steps of a class are known."""

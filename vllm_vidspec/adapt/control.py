@@ -18,12 +18,14 @@ import numpy as np
 from vllm_vidspec.adapt.acceptance import AcceptanceTable
 from vllm_vidspec.adapt.classes import Ended, RequestClass
 from vllm_vidspec.adapt.costs import FEATURES, StepCosts
-from vllm_vidspec.adapt.options import REST, Decision, Option
+from vllm_vidspec.adapt.options import REST, Decision, Option, StepKind
 from vllm_vidspec.adapt.trials import Situation, Trials
 
 _DECIDE_FIRST, _DECIDE_LAST = 4, 64  # steps between two decisions about a batch: ever more while they are alike
 _FEW, _FOLLOW = 4, 16  # where fewer than one in so many has come or gone, a decision holds for so many steps more
 _MEASURE_EVERY = 4  # steps of a kind that is known, of which one is measured
+_TOGETHER = 16  # steps that are taken in together, at most: a step's work evicts this code from the caches
+_GAIN_HOLDS = 16  # steps for which what a class gains is not asked again
 _STICKY = 1.25  # by how much a request's drafts must be worth more than they cost until it changes what it gets
 _MARGIN = 1.02  # by how much an option must be faster than the one in use, or drafting for some than for all
 _LEAST_KNOWN = 6.0  # verify steps of a class before it may rest
@@ -83,6 +85,12 @@ class Controller:
         self._left, self._wait, self._limit, self._unmeasured = 0, _DECIDE_FIRST, -1, 0
         self._is_measured = False  # what the last step measured is known
         self._usual_size = 0.0  # requests of a step, the mean of late
+        # What is yet to be taken in: steps, alike ones together (their kind, `[n]` tokens of each step, seconds of each
+        # that is timed), and requests that have ended.
+        self._waiting: list[tuple[StepKind, list[np.ndarray], list[float]]] = []
+        self._ending: list[str] = []
+        self._num_steps = self._num_waiting = 0
+        self._ended: list[Ended] = []
         self._rest_sizes: set[int] = set()  # classes of batch size of which a step without drafts was measured
 
     # ---- a request's life ------------------------------------------------------------------------------------------
@@ -97,6 +105,8 @@ class Controller:
             num_tokens: Of its prompt.
             num_draft_tokens: Of its prompt as the draft would see it.
         """
+        if req_id in self._ending or not self._free:
+            self.learn()
         if req_id in self._slots:  # it was preempted
             return bool(self._may_draft[self._slots[req_id]])
         if not self._free:
@@ -115,15 +125,21 @@ class Controller:
         self._may_draft[slot] = self._is_shown(self.classes[index], index, slot)
         return bool(self._may_draft[slot])
 
-    def remove(self, req_id: str) -> Ended | None:
-        """Forget a request that has ended, and learn from its length; None if nobody has taken it in."""
-        slot = self._slots.pop(req_id, None)
-        if slot is None:
-            return None
+    def remove(self, req_ids: Iterable[str]) -> None:
+        """Forget requests that have ended, and learn from their lengths."""
+        self._ending.extend(req_id for req_id in req_ids if req_id in self._slots)
+
+    def take_ended(self) -> list[Ended]:
+        """Return what there is to tell of the requests that have ended and were not told of yet."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _end(self, req_id: str) -> None:
+        slot = self._slots.pop(req_id)
         self._free.append(slot)
         known = self.classes[self.acceptance.classes[slot]]
         known.learn(int(self._tokens[slot]), float(self._start_s[slot]))
-        return Ended(known.label, int(self._verify_steps[slot]), int(self._verify_tokens[slot]))
+        self._ended.append(Ended(known.label, int(self._verify_steps[slot]), int(self._verify_tokens[slot])))
 
     def cannot_draft(self, req_ids: Iterable[str]) -> None:
         """Take note of requests that run without speculation for good."""
@@ -142,15 +158,18 @@ class Controller:
         if self.acceptance.tries(index) < _LEAST_KNOWN or not self.costs.is_fitted:
             known.rests = False
             return True
-        gain, level_s = self._gain(known, slot)
-        if known.rests and gain <= 1.0:
+        if known.gain_at < self._num_steps:
+            self.learn()
+            known.gain, known.most_s = self._gain(known, slot)
+            known.gain_at = self._num_steps + _GAIN_HOLDS
+        if known.rests and known.gain <= 1.0:
             known.since_probe += 1
-            if known.since_probe < _PROBE_EVERY or not self._trials.pay(known.start_s + _PROBE_STEPS * level_s):
+            if known.since_probe < _PROBE_EVERY or not self._trials.pay(known.start_s + _PROBE_STEPS * known.most_s):
                 return False
             known.since_probe, self._probe_left[slot] = 0, _PROBE_STEPS
             return True
-        if known.rests or gain < _SLOWER:  # it changes
-            known.rests, known.since_probe = not known.rests, 0
+        if known.rests or known.gain < _SLOWER:  # it changes
+            known.rests, known.since_probe, known.gain_at = not known.rests, 0, -1
             if known.rests:
                 self.acceptance.forget(index)
         return not known.rests
@@ -173,11 +192,6 @@ class Controller:
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
-    @property
-    def steps_left(self) -> int:
-        """How many more steps a decision holds while the batch stays the same: `observe` may be as late."""
-        return self._left
-
     def decide(self, req_ids: list[str], most: int | None = None) -> Decision:
         """Return what the requests that a step decodes are to get.
 
@@ -195,6 +209,7 @@ class Controller:
                 self._left = min(self._left, _FOLLOW)
                 slots = self._last[1]
                 return self._decided(self._decision.option, self._is_drafted[slots] & self._may_draft[slots])
+        self.learn()
         self._wait = min(2 * self._wait, _DECIDE_LAST) if is_alike else _DECIDE_FIRST
         self._chosen_for = frozenset(req_ids)
         self._left, self._limit = self._wait, limit
@@ -285,64 +300,82 @@ class Controller:
         margin = np.where(self._is_drafted[batch.slots], 1 / _STICKY, _STICKY)
         return (lengths * token_s > margin * each_s) | (self._probe_left[batch.slots] > 0)
 
-    def observe(
-        self,
-        decision: Decision,
-        req_ids: list[str],
-        drafted: np.ndarray,
-        num_tokens: np.ndarray,
-        is_chain: bool,
-        seconds: float | None,
-        is_steady: bool = True,
-        reading: frozenset[str] = frozenset(),
-        reading_s: float = 0.0,
-        num_steps: int = 1,
-        is_real: np.ndarray | None = None,
-    ) -> None:
-        """Take in the output of a step, or of several steps that were alike.
+    def observe(self, kind: StepKind, num_tokens: np.ndarray, seconds: float | None) -> None:
+        """Take note of the output of a step, and of several at a time take them in.
 
         Args:
-            decision: What it drafted by, for the step after it.
-            req_ids: Its requests.
-            drafted: `[n]` draft tokens that were verified of each, placeholders included; 0 where there was none.
-            num_tokens: `[n]` tokens that each has got.
-            is_chain: Whether the verified drafts were chains.
+            kind: What it is told of; the same object as of the step before if they are alike.
+            num_tokens: `[n]` tokens that each request has got.
             seconds: How long it took; None where it has read prompts.
-            is_steady: Whether the step before it drafted by the same decision, so that it has verified what it says.
-            reading: Requests of whose prompts the draft has prefilled a part in this step.
-            reading_s: Host time of that.
-            num_steps: How many there were; `seconds` is what each took.
-            is_real: `[n]` bool: whose draft tokens were more than placeholders; None: all were.
         """
-        slots = self._slots_of(req_ids)
-        is_known = slots >= 0
-        if not is_known.all():
-            slots, drafted, num_tokens = slots[is_known], drafted[is_known], num_tokens[is_known]
-            is_real = None if is_real is None else is_real[is_known]
-        self._tokens[slots] += num_tokens
-        had = (drafted > 0) & (num_tokens > 0)  # placeholders cost as much as real draft tokens
-        real = had if is_real is None else had & is_real
-        if real.any():
-            some = slots[real]
-            self.acceptance.observe(some, drafted[real], num_tokens[real] - 1, is_chain)
-            self._probe_left[some] = np.maximum(self._probe_left[some] - 1, 0)
-            self._verify_steps[some] += 1
-            self._verify_tokens[some] += num_tokens[real]
-        self._left -= num_steps
-        self._usual_size += _NEW_SIZE * (len(slots) - self._usual_size)
-        place = self._places.get(decision.option, self._places[REST])
-        if reading:
-            if seconds is not None:
-                reading_s = max(reading_s, seconds - self._step(self._batch(slots), place, had).seconds[0])
-            starting = self._slots_of(reading)
+        timed = [] if seconds is None else [seconds]
+        if self._waiting and self._waiting[-1][0] is kind and bool(self._waiting[-1][2]) == bool(timed):
+            self._waiting[-1][1].append(num_tokens)
+            self._waiting[-1][2].extend(timed)
+        else:
+            self._waiting.append((kind, [num_tokens], timed))
+        self._left -= 1
+        self._num_steps += 1
+        self._num_waiting += 1
+        if self._num_waiting >= _TOGETHER:
+            self.learn()
+
+    def learn(self) -> None:
+        """Take in the steps that wait for it, and the ends of requests."""
+        steps = [(kind, self._slots_of(kind.req_ids), np.array(those), each) for kind, those, each in self._waiting]
+        for is_chain in (True, False):
+            self._count([of_kind for of_kind in steps if of_kind[0].is_chain == is_chain], is_chain)
+        for of_kind in steps:
+            self._time(*of_kind)
+        for req_id in self._ending:
+            self._end(req_id)
+        self._waiting.clear()
+        self._ending.clear()
+        self._num_waiting = 0
+
+    def _count(self, steps: list[tuple[StepKind, np.ndarray, np.ndarray, list[float]]], is_chain: bool) -> None:
+        """Learn what was accepted, given steps of chains or of trees: their kind, `[n]` slots, `[s, n]` tokens."""
+        if not steps:
+            return
+        slots = np.concatenate([np.tile(slots, len(those)) for _, slots, those, _ in steps])
+        tokens = np.concatenate([those.ravel() for _, _, those, _ in steps])
+        # Placeholders are no draft tokens.
+        drafted = np.concatenate([np.tile(kind.drafted * kind.is_real, len(those)) for kind, _, those, _ in steps])
+        is_verified, num_slots = (slots >= 0) & (drafted > 0) & (tokens > 0), len(self._tokens)
+        self._tokens += np.bincount(slots + 1, tokens, num_slots + 1)[1:].astype(np.int64)
+        if not is_verified.any():
+            return
+        slots, tokens = slots[is_verified], tokens[is_verified]
+        self.acceptance.observe(slots, drafted[is_verified], tokens - 1, is_chain)
+        verified = np.bincount(slots, minlength=num_slots)
+        self._probe_left = np.maximum(self._probe_left - verified, 0)
+        self._verify_steps += verified
+        self._verify_tokens += np.bincount(slots, tokens, num_slots).astype(np.int64)
+
+    def _time(self, kind: StepKind, slots: np.ndarray, num_tokens: np.ndarray, seconds: list[float]) -> None:
+        """Learn how long steps of a kind took, given `[n]` slots, `[s, n]` tokens, and the seconds that are known."""
+        had = (kind.drafted > 0) & num_tokens.any(axis=0)  # placeholders cost as much as real draft tokens
+        if (slots < 0).any():
+            slots, had = slots[slots >= 0], had[slots >= 0]
+        self._usual_size += (1 - (1 - _NEW_SIZE) ** len(num_tokens)) * (len(slots) - self._usual_size)
+        place = self._places.get(kind.decision.option, self._places[REST])
+        if kind.reading:
+            reading_s = kind.reading_s
+            if seconds:
+                reading_s = max(reading_s, seconds[0] - self._step(self._batch(slots), place, had).seconds[0])
+            starting = self._slots_of(kind.reading)
             starting = starting[starting >= 0]
             self._start_s[starting] += reading_s / max(len(starting), 1)
-        if seconds is not None:
-            self._trials.elapsed_s += num_steps * seconds
-            self._unmeasured += num_steps
-            if reading or self._unmeasured >= _MEASURE_EVERY or not self._is_measured:
-                is_alike = is_steady and not reading and (decision.option.num_tokens > 0) == had.any()
-                self._measure(place, slots, had, seconds, is_alike)
+        if not seconds:
+            return
+        self._trials.elapsed_s += sum(seconds)
+        self._unmeasured += len(seconds)
+        is_alike = kind.is_steady and not kind.reading and (kind.decision.option.num_tokens > 0) == had.any()
+        if not self._is_measured or kind.reading:
+            for each_s in seconds:
+                self._measure(place, slots, had, each_s, is_alike)
+        elif self._unmeasured >= _MEASURE_EVERY:
+            self._measure(place, slots, had, sorted(seconds)[len(seconds) // 2], is_alike)
 
     def _measure(self, place: int, slots: np.ndarray, drafted: np.ndarray, seconds: float, is_alike: bool) -> None:
         """Let the costs learn of a step.

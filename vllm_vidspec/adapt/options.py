@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 
 class Option(NamedTuple):
     """What a step may draft for those of its requests that do not rest."""
@@ -22,3 +24,16 @@ class Decision(NamedTuple):
     resting: frozenset[str]  # Requests that get nothing
     number: int  # Of the decision; steps of one number are alike
     pads: bool  # Whether those that get nothing have as many rows as the others
+
+
+class StepKind(NamedTuple):
+    """What the controller is told of a step; steps that follow one another and are alike share one."""
+
+    decision: Decision  # What it drafted by, for the step after it
+    req_ids: list[str]  # Its requests
+    drafted: np.ndarray  # `[n]` draft tokens that it verified of each, placeholders included; 0 where there was none
+    is_chain: bool = True  # Whether the verified drafts were chains
+    is_steady: bool = True  # Whether the step before drafted by the same decision, so that it verified what that says
+    reading: frozenset[str] = frozenset()  # Requests of whose prompts the draft has prefilled a part in this step
+    reading_s: float = 0.0  # Host time of that
+    is_real: np.ndarray | bool = True  # `[n]` or of all: whose draft tokens were more than placeholders

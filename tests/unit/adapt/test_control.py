@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from vllm_vidspec.adapt import REST, Controller, Decision, Option, class_label
+from vllm_vidspec.adapt import REST, Controller, Decision, Option, StepKind, class_label
 from vllm_vidspec.adapt import control as module
 from vllm_vidspec.names import CLASS_LABELS
 
@@ -119,9 +119,8 @@ class SimulatedEngine:
         seconds += reading_s
         self.seconds += seconds
         is_steady = self._last is not None and self._last.number == decision.number
-        measured_s = seconds if self._last else None
-        reading = frozenset(starters)
-        self.controller.observe(decision, ids, drafted, 1 + accepted, True, measured_s, is_steady, reading, reading_s)
+        kind = StepKind(decision, ids, drafted, True, is_steady, frozenset(starters), reading_s)
+        self.controller.observe(kind, 1 + accepted, seconds if self._last else None)
         self._last = decision
         self.decisions.append(decision)
         for req_id, request, gained in zip(ids, requests, (1 + accepted).tolist(), strict=True):
@@ -129,7 +128,7 @@ class SimulatedEngine:
             request.left -= gained
             request.context += gained / 1e3
             if request.left <= 0:
-                self.controller.remove(req_id)
+                self.controller.remove([req_id])
                 del self.running[req_id]
         return decision
 
@@ -275,10 +274,9 @@ def test_a_tree_is_chosen_where_it_gains_more():
     for _ in range(300):
         decision = controller.decide(["a"])
         verified = REST if last is None else last.option
-        drafted, num_tokens = np.array([verified.num_tokens]), np.array([tokens[verified]])
         is_steady = last is not None and last.number == decision.number
-        seconds = 0.010 + 0.001 * decision.option.num_levels
-        controller.observe(decision, ["a"], drafted, num_tokens, verified.is_prefix, seconds, is_steady)
+        kind = StepKind(decision, ["a"], np.array([verified.num_tokens]), verified.is_prefix, is_steady)
+        controller.observe(kind, np.array([tokens[verified]]), 0.010 + 0.001 * decision.option.num_levels)
         last = decision
     assert last.option == tree
 

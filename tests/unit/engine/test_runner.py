@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from vllm.v1.outputs import DraftTokenIds
 
+from vllm_vidspec.adapt import Controller
 from vllm_vidspec.config import VidSpecConfig, parse_config
 from vllm_vidspec.engine import control as module
 from vllm_vidspec.engine.compat.scheduler import _DECISION, StepReport, attach
@@ -57,7 +58,7 @@ def decisions(monkeypatch, num_steps, sampled, num_requests=1):
 def test_placeholders_cost_rows_and_are_not_rejected_drafts(monkeypatch):
     """Rows scheduled for drafts which have not come: their time is learned, and no acceptance."""
     control, _ = decisions(monkeypatch, 20, lambda number, rows: (1, False))
-    control._take_in()
+    control._controller.learn()
     assert control._controller.acceptance.tries(0) == 0
     assert any(record.x[4] > 0 for record in control._controller.costs._records.values())
 
@@ -68,13 +69,19 @@ def test_steps_that_wait_change_no_decision(monkeypatch):
     def sampled(number, rows):
         return 1 + (rows if number // 40 % 2 else min(rows, number % 3)), rows > 0
 
-    late = decisions(monkeypatch, 400, sampled, num_requests=2)
-    monkeypatch.setattr(module, "_WAITING_STEPS", 1)
-    prompt = decisions(monkeypatch, 400, sampled, num_requests=2)
-    assert late[1] == prompt[1] and len(set(late[1])) > 2
-    assert [vars(known) for known in late[0]._controller.classes] == [
-        vars(known) for known in prompt[0]._controller.classes
-    ]
+    known = []  # at each choice and gain: steps that it does not know of
+    for name in ("_choose", "_gain"):
+        original = getattr(Controller, name)
+
+        def asked(self, *args, _original=original):
+            known.append(self._num_waiting + len(self._ending))
+            return _original(self, *args)
+
+        monkeypatch.setattr(Controller, name, asked)
+    control, found = decisions(monkeypatch, 400, sampled, num_requests=2)
+    assert len(known) > 50 and not any(known) and len(set(found)) > 2
+    control._controller.learn()
+    assert sum(ended.verify_steps for ended in control._controller.take_ended()) <= 2 * 25
 
 
 @pytest.mark.parametrize(("has_stages", "expected"), [(False, {"other"}), (True, {"drafted"})])
