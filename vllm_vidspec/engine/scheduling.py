@@ -87,9 +87,13 @@ class SchedulerSide:
     @contextlib.contextmanager
     def retuned(self, knobs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Apply the knob that is changed here, `num_speculative_tokens`: the most draft tokens of a step from the next
-        one on, 0 to K, null for as many as was configured.
+        one on, 0 for none, null for as many as was configured.
 
-        Yields the other knobs, for the workers; if they fail, nothing changes here.
+        Yields:
+            The other knobs, for the workers; if they fail, nothing changes here.
+
+        Raises:
+            VidSpecError: It is not in 0 to K, or this engine cannot change it.
         """
         left = dict(knobs)
         has_limit, most = LIMIT in left, left.pop(LIMIT, None)
