@@ -11,6 +11,8 @@ Changes = dict[str, int]
 class Counts:
     """Counters and gauges of one writer, `[len(NAMES)]` int64; `KeyError` for a name outside `NAMES`."""
 
+    has_requests = False  # whether counts are kept by request, too
+
     def __init__(self, values: np.ndarray | None = None) -> None:
         self._values: np.ndarray = np.zeros(len(NAMES), dtype=np.int64) if values is None else values
 

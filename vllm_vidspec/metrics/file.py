@@ -44,6 +44,8 @@ class MetricsFile(Counts):
     it ends: a file that nobody holds is a leftover. Once mapped, the file may be deleted: the mapping stays.
     """
 
+    has_requests = True
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Map the file that another process created; VidSpecError if it is absent, not ours or of another layout."""
         self.path = str(path)

@@ -33,8 +33,6 @@ from vllm_vidspec.engine.tree_attention import TreeAttention
 logger = init_logger("vllm.vidspec")
 
 UNBOUNDED = 1 << 60
-# `batch_rows`, `picked`, `num_sampled` and `was_verified` of a `DraftMessage`.
-_Batch = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
 
 
 class Drafter:
@@ -157,7 +155,7 @@ class Drafter:
         if message.draft_batch is None or message.draft_batch is not self._draft_batch:
             self._draft_batch, self._is_processed = message.draft_batch, self._sample.needs_processors(rows_np)
         num_reqs = self._graphs.size_for(len(rows_np), self._width(message.shape), self._is_processed)
-        self._begin(num_reqs, (message.batch_rows, message.picked, message.num_sampled, message.was_verified))
+        self._begin(message.batch_rows, message.picked, message.num_sampled, message.was_verified, num_reqs)
         rows, drafts = buffers.of(len(rows_np))
         processed = Processed(self._sample, rows, rows_np) if self._is_processed else None
         num_drafts, tree, num_forwards = message.max_drafts, None, max(1, message.max_drafts)
@@ -194,10 +192,16 @@ class Drafter:
             self.counters.add("draft_eager_steps")
         self.counters.add("draft_decode_us", int(1e6 * (time.perf_counter() - start)))
 
-    def _begin(self, num_reqs: int, batch: _Batch) -> None:
-        """Begin a step of so many requests, padding included."""
+    def _begin(
+        self,
+        batch_rows: torch.Tensor,
+        picked: torch.Tensor | None,
+        num_sampled: torch.Tensor,
+        was_verified: torch.Tensor | None,
+        num_reqs: int,
+    ) -> None:
         begin_step(
-            *batch,
+            *(batch_rows, picked, num_sampled, was_verified),
             *(self._sample.temperature, self._sample.seeds, self._tables, self.buffers.step),
             size=num_reqs,
             block_size=self.kv.block_size,
@@ -241,7 +245,7 @@ class Drafter:
         nobody = self.buffers.step.rows[:0]
 
         def prepare(key: Part) -> Run:
-            self._begin(key.num_tokens, (nobody, None, nobody.int(), None))
+            self._begin(nobody, None, nobody.int(), None, key.num_tokens)
             return parts[key]
 
         start, before = time.perf_counter(), _free_bytes(self.model.device)

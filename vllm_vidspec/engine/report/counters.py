@@ -47,19 +47,26 @@ class Counters:
         self._published = np.zeros(len(self._host), dtype=np.int64)
         positions = (f"accepted_at_pos_{i}" for i in range(num_speculative_tokens))
         self._file_slots = metrics.slots_of((*_TOTALS, *positions))  # of each total
-        # Where counts go, and those by request where a response is to tell its own; the first rank is the one writer.
-        is_first, file = get_tensor_model_parallel_rank() == 0, None
-        if is_first and not vllm_config.parallel_config.node_rank_within_dp:  # on a further node nobody reads a file
-            file = open_for(vllm_config)
-        self._file: Counts | None = (file or CarriedCounts()) if is_first else None
+        self._file = self._open(vllm_config)
+        # What a response says of its own request, where the server was asked for that.
         level = vllm_config.observability_config.per_request_spec_decode_metrics
-        self._by_request = None if level == "none" else file
+        is_asked = self._file is not None and self._file.has_requests and level != "none"
+        self._by_request: Any = self._file if is_asked else None
         self._logged: set[str] = set()
         self._alarm = AcceptanceAlarm()
         self.is_paused = False  # whether nothing is counted: what runs is nobody's request
         self._slots = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] in the file, by persistent row
         self._held: dict[str, int] = {}  # slots of requests that have not finished, running or preempted
         self._pending: list[tuple[np.ndarray, torch.Tensor]] = []  # slots and counts of the step in flight
+
+    @staticmethod
+    def _open(vllm_config: Any) -> Counts | None:
+        """Return the file, or what takes counts to it from another host; on the first rank alone: it has one writer."""
+        if get_tensor_model_parallel_rank() != 0:
+            return None
+        if vllm_config.parallel_config.node_rank_within_dp:  # whose server made a file that nobody reads
+            return CarriedCounts()
+        return open_for(vllm_config) or CarriedCounts()
 
     @property
     def counts_requests(self) -> bool:
@@ -85,12 +92,10 @@ class Counters:
         return Tally(idx_mapping, self._requests.has_draft, self._totals, by_kind, known=self._launches)
 
     def counted(self, idx_mapping_np: np.ndarray, tally: Tally) -> None:
-        """Take note of a tally that has been made, for `[num_reqs]` persistent rows; its copy to the host begins."""
+        """Take note of a tally that has been made, for `[num_reqs]` persistent rows."""
         self._has_news = True
         if tally.by_kind is not None:
-            host = torch.empty_like(tally.by_kind, device="cpu", pin_memory=self._on_gpu)
-            host.copy_(tally.by_kind, non_blocking=True)
-            self._pending.append((self._slots[idx_mapping_np], host))
+            self._count_requests(idx_mapping_np, tally.by_kind)
 
     # ---- by request ------------------------------------------------------------------------------------------------
 
@@ -106,6 +111,12 @@ class Counters:
         """Let the slots of requests that have finished, or were aborted, be the next ones', in their turn."""
         for req_id in req_ids:
             self._held.pop(req_id, None)
+
+    def _count_requests(self, idx_mapping_np: np.ndarray, counts: torch.Tensor) -> None:
+        """Begin to copy `[num_reqs, 3]` counts of a step, or of a slice of its batch, to the host."""
+        host = torch.empty_like(counts, device="cpu", pin_memory=self._on_gpu)
+        host.copy_(counts, non_blocking=True)
+        self._pending.append((self._slots[idx_mapping_np], host))
 
     def publisher(self) -> Callable[[], None] | None:
         """Return what publishes the step's counts once the device is done with it, None if nothing was counted."""
