@@ -1,5 +1,6 @@
 """The adaptive tree (SAGE): deep and narrow where the draft is sure, shallow and wide where it is not."""
 
+import functools
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -80,8 +81,10 @@ class AdaptiveTree:
             max_parents=1 + (self.max_depth - 1) * self.max_frontier, max_frontier=self.max_frontier,
         )  # fmt: skip
         self._host_depths = _HostCopy(max_num_reqs + 1, tree.device)
-        self._shapes: dict[int, _Shape] = {}  # by budget
-        self._leaves: dict[tuple[int, int], Leaves] = {}  # by (requests, parents), both bounded
+        self._shapes = functools.cache(self._shape_of)  # by budget
+        # By requests and frontier nodes, the candidates that were not taken: always the same objects.
+        leftover = self.growth.leftover
+        self._leaves = functools.cache(lambda reqs, parents: Leaves(*(part[:reqs, :parents] for part in leftover)))
         self.reset_rows(np.arange(max_num_reqs + 1))
 
     def reset_rows(self, rows_np: np.ndarray) -> None:
@@ -145,28 +148,21 @@ class AdaptiveTree:
     def finish(self, fill: bool, *, rows: Tensor, max_nodes: int) -> None:
         num_reqs, growth, shape = len(rows), self.growth, self._shape(max_nodes)
         # The candidates of all levels; those of levels that this step did not run were cleared by `begin`.
-        leaves = self._leaves_of(num_reqs, shape.first_parents[-1]) if fill else None
+        leaves = self._leaves(num_reqs, shape.first_parents[-1]) if fill else None
         tree_finish(
             self.tree, num_reqs, next_free=growth.next_free, leaves=leaves, max_nodes=shape.budget,
             plans=self._plans if self.knobs.lookahead else None, rows=rows,
         )  # fmt: skip
 
-    def _leaves_of(self, num_reqs: int, num_parents: int) -> Leaves:
-        """Return the unused candidates of so many requests and frontier nodes; always the same object."""
-        key = (num_reqs, num_parents)
-        if key not in self._leaves:
-            self._leaves[key] = Leaves(*(part[:num_reqs, :num_parents] for part in self.growth.leftover))
-        return self._leaves[key]
-
     def _shape(self, max_nodes: int) -> "_Shape":
+        return self._shapes(max(0, min(max_nodes, self.max_nodes)))
+
+    def _shape_of(self, budget: int) -> "_Shape":
         """Return what follows from a budget: a frontier is the greedy node, and at most all nodes off its path."""
-        budget = max(0, min(max_nodes, self.max_nodes))
-        if budget not in self._shapes:
-            max_others, widths = budget - min(self.knobs.depth_min, budget), [1]
-            while len(widths) < min(self.max_depth, budget):
-                widths.append(min(self.max_frontier, widths[-1] * self.num_candidates, 1 + max_others))
-            self._shapes[budget] = _Shape(budget, tuple(widths), tuple(accumulate(widths, initial=0)))
-        return self._shapes[budget]
+        max_others, widths = budget - min(self.knobs.depth_min, budget), [1]
+        while len(widths) < min(self.max_depth, budget):
+            widths.append(min(self.max_frontier, widths[-1] * self.num_candidates, 1 + max_others))
+        return _Shape(budget, tuple(widths), tuple(accumulate(widths, initial=0)))
 
 
 class _Shape(NamedTuple):

@@ -1,5 +1,6 @@
 """The static tree (SpecVLM): one topology for every request and step; only the tokens change."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -85,7 +86,7 @@ class StaticTree:
         frontiers = self.topology.frontiers()
         self.max_depth = len(frontiers)
         self.max_frontier = max(map(len, frontiers))
-        self._by_budget: dict[int, _BudgetTables] = {}  # by budget
+        self._of_budget = functools.cache(self._make_tables)
         self.prepare(self.max_nodes)
 
     def reset_rows(self, rows_np: np.ndarray) -> None:
@@ -128,12 +129,10 @@ class StaticTree:
         """Do nothing: the number of nodes was set as the step began."""
 
     def _tables(self, max_nodes: int) -> _BudgetTables:
-        budget = max(0, min(max_nodes, len(self.topology.paths)))
-        if budget not in self._by_budget:
-            self._by_budget[budget] = self._make_tables(self.topology.cut(budget))
-        return self._by_budget[budget]
+        return self._of_budget(max(0, min(max_nodes, len(self.topology.paths))))
 
-    def _make_tables(self, topology: Topology) -> _BudgetTables:
+    def _make_tables(self, budget: int) -> _BudgetTables:
+        topology = self.topology.cut(budget)
         tree, levels, fed, frontiers = self.tree, [], [], topology.frontiers()
         device, max_num_reqs = tree.device, tree.max_num_reqs
         for frontier, following in zip(frontiers, [*frontiers[1:], []], strict=True):

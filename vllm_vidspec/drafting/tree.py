@@ -148,10 +148,6 @@ def topology_tables(parents: list[int], device: torch.device | str) -> tuple[Ten
     return (
         torch.tensor([-1, *parents], dtype=torch.int32, device=device),
         torch.tensor(depths, dtype=torch.int32, device=device),
-        torch.tensor([_as_int64(word) for word in words], dtype=torch.int64, device=device),
+        # Node 64's bit is the sign.
+        torch.from_numpy(np.array(words, dtype=np.uint64).view(np.int64)).to(device),
     )
-
-
-def _as_int64(word: int) -> int:
-    """Return the signed number with the same 64 bits: node 64's bit is the sign."""
-    return word - (1 << 64) if word >= 1 << 63 else word

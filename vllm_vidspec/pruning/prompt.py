@@ -49,10 +49,6 @@ class PromptPlan:
     units: tuple[PruneUnit, ...]  # The items that are pruned together, in the same order; every item is in one unit
     pos_delta: int  # Rope position minus logical position of the tokens after the prompt
 
-    def unit_of(self, i: int) -> PruneUnit:
-        """Return the unit of an item."""
-        return next(unit for unit in self.units if i in unit.places)
-
     @property
     def num_tokens(self) -> int:
         """Of the full prompt."""

@@ -37,11 +37,6 @@ class FixupResult:
     detail: str
 
 
-def default_site_packages() -> Path:
-    """Return the site-packages folder of the running interpreter."""
-    return Path(sysconfig.get_path("purelib"))
-
-
 def installed_version(name: str, site_packages: Path | None = None) -> str | None:
     """Return the version of distribution `name` in `site_packages`, or where this interpreter imports from, or None."""
     for dist in metadata.distributions(name=name, path=[str(site_packages)] if site_packages else sys.path):
@@ -60,7 +55,7 @@ def apply_fixups(site_packages: Path | None = None, probe: Probe = probe_import)
 
     `probe` returns a module's import error in one line, None if it can be imported.
     """
-    site = site_packages or default_site_packages()
+    site = site_packages or Path(sysconfig.get_path("purelib"))
     version = installed_version(CPU_ENGINE, site)
     if version is None:
         return [FixupResult("engine", False, f"{CPU_ENGINE} is not installed, nothing to repair")]

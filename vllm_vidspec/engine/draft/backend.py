@@ -218,7 +218,8 @@ class LocalBackend(DraftBackend):
                     self._counters.skip("draft_error", request.new.req_id, "the draft failed on another rank")
             elif answer == messages.Admission.ADMITTED:
                 self._requests.start(row, Phase.PREFILLING)
-                self._room.mark_admitted(request)
+                if request.num_attempts:  # it has found room after it had waited
+                    self._counters.add("resumed_drafts")
             elif not self._room.defer(request, self.drafter.kv):
                 self._requests.skip(row, "pool_full")
 

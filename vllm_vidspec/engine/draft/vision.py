@@ -256,7 +256,7 @@ class DraftVision:
         Items are encoded in the order of the queue, so of one unit at most whole embeddings wait for the next step.
         """
         assert job.knobs is not None
-        unit = job.plan.unit_of(i)
+        unit = next(unit for unit in job.plan.units if i in unit.places)
         seen = [job.media[place] for place in unit.places]
         if any(media is None for media in seen):
             return

@@ -53,11 +53,6 @@ class WaitingRoom:
         ready = [request.new.req_state_idx for request in deferred if request.new.req_state_idx in present]
         return [self._requests.unstarted.pop(row) for row in ready]
 
-    def mark_admitted(self, request: Request) -> None:
-        """Count a request that has found room after it had waited."""
-        if request.num_attempts:
-            self._counters.add("resumed_drafts")
-
     def hold(self, req_state_idx: int) -> None:
         """Let a request wait with its blocks, which it has outgrown."""
         if self._requests.phase[req_state_idx] == Phase.PREFILL_STALLED:

@@ -30,12 +30,6 @@ class _StatePrompt(ObservedPrompt):
         self.order = torch.cat(self.items)  # [m] prompt indices, on the host
         self.observed = torch.zeros(len(self.order), dtype=torch.bool)  # [m] states kept, on the host
 
-    def text_ids(self) -> torch.Tensor:
-        """Return `[num_tokens - m]` int32 ids of its text, on the host."""
-        is_text = torch.ones(self.num_tokens, dtype=torch.bool)
-        is_text[self.order] = False
-        return torch.tensor(self.token_ids, dtype=torch.int32)[is_text]
-
 
 class HiddenStateGuidance(Guidance):
     """UV-Prune (ParallelVLM eq. 2-4): how much closer a visual token comes to the text between layers 0 and `uv_layer`.
@@ -119,7 +113,9 @@ class HiddenStateGuidance(Guidance):
             if not is_observed:
                 prompt.missed = prompt.missed or "error"  # of another rank
                 continue
-            ids = async_tensor_h2d(prompt.text_ids(), device=self.device)
+            is_text = torch.ones(prompt.num_tokens, dtype=torch.bool)
+            is_text[prompt.order] = False
+            ids = async_tensor_h2d(torch.tensor(prompt.token_ids, dtype=torch.int32)[is_text], device=self.device)
             with self._agreement.collective():
                 text = self._embed(ids)
             prompt.text_low = uv_text_sum(text)

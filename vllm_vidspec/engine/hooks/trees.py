@@ -8,6 +8,7 @@ This hook writes: positions and masks of the forward's tree nodes, and the accep
 survived, because the answer would be wrong.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -57,7 +58,7 @@ class TargetTrees(TargetHook):
         self._rows = torch.arange(max_num_reqs, device=device)
         # Models with 1-D positions read the batch's own buffer, which must not change: they get a copy.
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
-        self._steps: dict[tuple[int, int, bool], TreeStep] = {}  # by (requests, query rows of each, whether all trees)
+        self._step_of = functools.cache(self._make_step)
         self._planned: TreeStep | None = None  # what the layers of the batch in flight do
         self._batch: Any = None  # the batch in flight, where it holds a tree
         self._block_table: torch.Tensor  # [num_reqs, max_blocks] int32 of the last forward's layers
@@ -122,19 +123,12 @@ class TargetTrees(TargetHook):
         among them come out as they were.
         """
         num_cols = self.ancestors.shape[1]
-        is_whole_batch = max_query_len <= num_cols
-        key = (batch.num_reqs, max_query_len if is_whole_batch else num_cols, is_whole_batch)
-        if key not in self._steps:
-            self._steps[key] = TreeStep(
-                rows=self._rows[: batch.num_reqs],
-                query_start=self.places.query_start,
-                num_queries=self.places.num_queries,
-                prefix_lens=self.places.prefix_lens,
-                masks=self.places.masks,
-                max_queries=key[1],
-                is_whole_batch=is_whole_batch,
-            )
-        return self._steps[key]
+        return self._step_of(batch.num_reqs, min(max_query_len, num_cols), max_query_len <= num_cols)
+
+    def _make_step(self, num_reqs: int, max_queries: int, is_whole_batch: bool) -> TreeStep:
+        places, rows = self.places, self._rows[:num_reqs]
+        where = (places.query_start, places.num_queries, places.prefix_lens, places.masks)
+        return TreeStep(rows, *where, max_queries, is_whole_batch)
 
     def _observe(self, batch: Any, metadata: dict[str, Any], for_capture: bool) -> None:
         """Plan the layers' part of a forward; a captured one is planned for whatever batch it may be replayed on."""
