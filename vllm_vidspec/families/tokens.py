@@ -17,11 +17,8 @@ def check_tokens(
 ) -> None:
     """Refuse a draft whose token ids mean something else than the target's; both are directories or Hugging Face names.
 
-    A token that one of them lacks, such as a tool's marker of a later release, is harmless: it is never drafted.
-    Without a `tokenizer.json` in both there is nothing to compare.
-
-    Raises:
-        VidSpecError: One line with the first id whose token differs.
+    The VidSpecError has the first id whose token differs. A token that one of them lacks, such as a later release's
+    marker, is harmless: it is never drafted. Without a `tokenizer.json` in both there is nothing to compare.
     """
     paths = _find(target, target_revision), _find(draft, draft_revision)
     if paths[0] is None or paths[1] is None or paths[0].read_bytes() == paths[1].read_bytes():

@@ -58,13 +58,8 @@ def pruned_together(
     """Return which items are pruned together, each in one range, and as what: "image" or "video".
 
     A run of images counts as one video (`frames_as_video`): consecutive images of one size, with at most
-    `MAX_TEXT_BETWEEN` tokens of text between one and the next.
-
-    Args:
-        modalities: Of the prompt's items, in its order: "image" or "video".
-        where: Per item the prompt indices `[m_i]` int64 of its embeddings, ascending.
-        sizes: Per item a value that is equal for two images of one size.
-        knobs: Of the pruner.
+    `MAX_TEXT_BETWEEN` tokens of text between one and the next. `where` are the prompt indices `[m_i]` int64 of each
+    item's embeddings, ascending; `sizes` are equal for two images of one size.
     """
 
     def continues_run(i: int) -> bool:

@@ -89,12 +89,9 @@ def plan_prompt(
     """Plan the pruning of a prompt, on the host. Every image or video has a budget of its own, and so has a run of
     images that count as one video.
 
-    Args:
-        token_ids: The full prompt, and after a preemption the output so far.
-        features: vLLM's multimodal features in prompt order.
-        knobs: Pruner, ratios, what counts as a video and the position rule.
-        item_grid: `(modality, data, num_tokens) -> grid`, the family's geometry.
-        full_positions: `(token_ids, features) -> ([num_axes, num_tokens] int64, delta)` of the full prompt.
+    `token_ids` are the full prompt, and after a preemption the output so far, `features` vLLM's multimodal features in
+    prompt order. `item_grid`, of `(modality, data, num_tokens)`, is the family's geometry; `full_positions` returns the
+    positions `[num_axes, num_tokens]` int64 of a full prompt, and their delta.
     """
     items = []
     for feature in features:

@@ -14,9 +14,8 @@ _RECORD = "_vidspec_record"  # on vLLM's outputs of requests that ask for one
 def allow_sampling_parameters() -> None:
     """Let requests use `min_p` and `logit_bias` when the speculative method is ours, and check what they ask of it.
 
-    Why: vLLM refuses both for every speculative method. Model Runner V2 applies both at every logits row, and the
-    strict scorer samples through that same code, so here they are exact. What a request asks of our scorers must be
-    refused here, in the API server, as the client's error.
+    Why: vLLM refuses both for every speculative method; Model Runner V2 applies both at every logits row, so here they
+    are exact. What a request asks of our scorers must be refused here, in the API server, as the client's error.
     """
     from vllm.sampling_params import SamplingParams
 
@@ -165,8 +164,8 @@ def hear_request_choices(prefix: str, calls_tools: str, check: Callable) -> None
     client's corrected request would be missed there. In `vllm_xargs` vLLM turns false into 0 and answers other types
     with a list of all that it would have taken, so ours are lifted out before it looks.
 
-    `check` (the last given is used) raises VidSpecError for a request's parameters; all of ours begin with `prefix`,
-    and `calls_tools` is the one that marks requests with tools.
+    `check` (the last given is used) raises VidSpecError for a request's parameters, which all begin with `prefix`;
+    `calls_tools` is the one that marks requests with tools.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat

@@ -1,7 +1,4 @@
-"""Patches of the CPU engine: its runner, and kernels of vLLM that Triton's interpreter cannot run, or not in time.
-
-Imported on the CPU only.
-"""
+"""Patches of the CPU engine alone: its runner, and kernels that Triton's interpreter cannot run, or not in time."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Patches of a loaded target and its runner's parts: attention, positions, hidden states, noise, KV connector.
+"""Patches of a loaded target and its runner's parts: attention, positions, hidden states, noise, connector, stages.
 
 Each sits on one object, so that the draft's and every other engine's stay untouched; `_RowSums` alone sits on a module,
 and does nothing but while a layer observes.
@@ -8,14 +8,17 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.distributed import parallel_state
 
 from vllm_vidspec.engine.compat.contract import NEEDED_VLLM, expect_parameters, wrap
 from vllm_vidspec.errors import VidSpecError
 
 _ATTENTION_FORWARD = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
+_ONE_STAGE = SimpleNamespace(world_size=1, rank_in_group=0, is_first_rank=True, is_last_rank=True)
 
 
 class _RowSums:
@@ -58,9 +61,8 @@ _row_sums = _RowSums()
 def observe_attention(layer: Any, observer: Callable, is_observed: Callable[[], bool] = lambda: True) -> None:
     """Call `observer(layer, query, kv_cache, attn_metadata, lse)` after each forward of a target's attention layer.
 
-    Why: fused attention keeps its weights to itself; q and the paged keys meet here and nowhere else. The wrapper sits
-    on one layer's implementation object, and runs inside vLLM's opaque attention operator, hence under torch.compile
-    and piecewise graphs too.
+    Why: fused attention keeps its weights to itself; q and the paged keys meet here and nowhere else. The wrapper runs
+    inside vLLM's opaque attention operator, hence under torch.compile and piecewise graphs too.
 
     The observer reads only. `lse` is float32 `[num_heads, num_tokens]`, the log-sum-exp of each row, or None where the
     backend does not tell it: not FlashAttention 2 or 3, or not in one call. `is_observed` says whether there is
@@ -187,8 +189,7 @@ def keep_shared_noise(sampler: Any) -> None:
     """Let a runner's sampler draw by vLLM's own kernel, whatever a batch asks for.
 
     Why: on a GPU a batch with top-k or top-p, no greedy request and no seed goes to FlashInfer's sampler, whose noise
-    is not a function of seed, position and token. Then draft and target share none, and no output is what vanilla's
-    own kernel would have drawn. Prompts' first tokens come from the same sampler.
+    is not a function of seed, position and token: draft and target share none. So do prompts' first tokens.
     """
     if not isinstance(getattr(sampler, "use_flashinfer", None), bool):
         raise VidSpecError(f"this vLLM's sampler no longer says use_flashinfer; {NEEDED_VLLM}")
@@ -207,6 +208,21 @@ def intercept_penalties(penalties: Any, penalise: Callable[[torch.Tensor, Any], 
         return logits if penalise(logits, ctx) else apply(logits, ctx)
 
     wrap(penalties, "apply", apply_to_paths, "logits", "ctx")
+
+
+@contextlib.contextmanager
+def one_stage() -> Iterator[None]:
+    """Build or run a model that has no stages.
+
+    Why: vLLM's model classes ask the process's pipeline group which layers they have, and whether embeddings or another
+    stage's states are their input. The target's last stage has few layers and no embeddings, the draft has all of its.
+    """
+    group = parallel_state._PP
+    parallel_state._PP = _ONE_STAGE  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        parallel_state._PP = group
 
 
 @contextlib.contextmanager

@@ -36,15 +36,13 @@ def hook_scheduler(attach: Callable) -> None:
 
     Why: only the scheduler sees every step of every request on the host, and what it decides reaches all ranks with
     its output; vLLM's own extension point, `--scheduler-cls`, is left to the user. The scheduler strips the pixels of
-    images and videos that the prefix cache covers, as the target needs no encoder run for them; the draft has a cache
-    of its own and needs them, as in the second turn of a chat about a video. And the scheduler does not send workers
-    the cache salt that separates tenants, by which our hooks separate what they keep of prompts.
+    media that the prefix cache covers; the draft has a cache of its own and needs them, as in the second turn of a chat
+    about a video. And workers do not get the cache salt, by which our hooks keep tenants' prompts apart.
 
-    Args:
-        attach: `(scheduler, VllmConfig)` -> what has `add(request)`, called before a new request is queued,
-            `is_shown(request)` when it is first scheduled, `plan(scheduler_output)` before the scheduler goes on from
-            a step's plan, which returns the `Decision` of what is drafted, `observe(scheduler_output, output)` after
-            each step, `close()`, and `retuned(knobs)`, entered around the workers' change of what it yields.
+    `attach`, of the scheduler and the VllmConfig, returns what has `add(request)`, called before a new request is
+    queued, `is_shown(request)` when it is first scheduled, `plan(scheduler_output)` before the scheduler goes on from a
+    step's plan, which returns the `Decision` of what is drafted, `observe(scheduler_output, output)` after each step,
+    `close()`, and `retuned(knobs)`, entered around the workers' change of what it yields.
     """
     from vllm.v1.core.sched import output
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler

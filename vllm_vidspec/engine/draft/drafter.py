@@ -121,10 +121,8 @@ class Drafter:
     # ---- draft -----------------------------------------------------------------------------------------------------
 
     def holds(self, idx_mapping_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> np.ndarray:
-        """Return `[n]` bool: the draft's context, which may be shorter than the target's, has room for the next step,
-        and so would the pool have if it had no other request: else there is nothing to wait for.
-
-        What the target's context has no room for is never committed, so it is no reason.
+        """Return `[n]` bool: the draft's context, which may be the shorter one, has room for the next step (as far as
+        the target's has), and so would the pool have if it had no other request: else there is nothing to wait for.
         """
         dropped, wanted = self.kv.num_dropped_np[idx_mapping_np], num_tokens_upper_bound + self._num_speculative_tokens
         longest = np.minimum(wanted, self._max_model_len)

@@ -44,7 +44,7 @@ class DraftGraphs(CudaGraphManager):
     """Runs the parts of draft steps: as a graph where one was captured, else as the function that would be captured.
 
     What a part reads and writes has a fixed address, and no Python number of it follows from a step. vLLM's manager
-    captures, in its pool, with its collectives registered; it also drops the graphs after its memory profile.
+    captures, and drops the graphs after its memory profile.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class DraftGraphs(CudaGraphManager):
         """Return the numbers of requests that have graphs, of steps whose widest forward has `width` tokens of each.
 
         No forward in a graph has more tokens than the target's may have. Steps whose logits are processed have graphs
-        of their own. Of both kinds the one that is not asked for by default has few sizes: its steps are padded
-        further, which costs them little, and graphs cost memory and start-up whether they are replayed or not.
+        of their own. Of both kinds the one that is not asked for by default has few sizes: graphs cost memory and
+        start-up whether they are replayed or not.
         """
         sizes = [size for size in self.sizes if size * width <= self.max_tokens]
         return sizes if is_processed == self._mostly_processed else sparse(sizes)

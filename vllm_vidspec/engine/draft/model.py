@@ -37,7 +37,6 @@ from vllm_vidspec import families
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.compat.moved import get_kv_cache_config_from_groups, get_kv_cache_groups
-from vllm_vidspec.engine.compat.stages import one_stage
 from vllm_vidspec.engine.draft.model_config import (
     draft_config,
     follow,
@@ -54,8 +53,7 @@ from vllm_vidspec.errors import VidSpecError
 def rope_positions(language_model: nn.Module, max_model_len: int) -> int:
     """Return how many rope positions a language model has: the rows of its smallest table, where it has any.
 
-    They are no token counts: under M-RoPE a video's positions follow its duration, so vLLM's tables hold four times as
-    many rows as the context has tokens, and texts use them. A vision tower's tables have other positions.
+    Under M-RoPE a video's positions follow its duration: vLLM's tables have four times the rows of the context.
     """
     tables = (getattr(module, "cos_sin_cache", None) for module in language_model.modules())
     return min((len(table) for table in tables if isinstance(table, torch.Tensor)), default=max_model_len)
@@ -86,11 +84,7 @@ class Layout:
 
 
 class DraftModel:
-    """A model that vLLM's KV manager does not see.
-
-    Its attention layers live in a `static_forward_context` of its own: their KV cache and block tables are the draft's,
-    and the target's memory accounting stays untouched.
-    """
+    """A model that vLLM's KV manager does not see: its layers live in a `static_forward_context` of its own."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_self_draft: bool, agreement: Agreement):
         self.target_config, self.device, self.is_self_draft = vllm_config, device, is_self_draft
@@ -112,7 +106,7 @@ class DraftModel:
         else:
             # No prefix: what a quantised checkpoint leaves out, it names as its own modules are called. The names may
             # be the target's, because everything that looks layers up by name belongs to one configuration.
-            with set_model_tag("draft_model"), one_stage():
+            with set_model_tag("draft_model"), compat.one_stage():
                 self.model = get_model(vllm_config=self.config)
         model_config = self.config.model_config
         self.num_positions = rope_positions(self.model.get_language_model(), model_config.max_model_len)
@@ -303,7 +297,7 @@ class DraftModel:
         with (
             self._agreement.collective(),
             compat.without_kv_connector(),
-            one_stage(),
+            compat.one_stage(),
             set_forward_context(
                 metadata,
                 self.config,

@@ -149,10 +149,7 @@ class CoupledSampler:
     def draw_into(
         self, logits: Tensor, temperature: Tensor, seeds: Tensor, pos: Tensor, is_processed: bool = False, **out: Any
     ) -> None:
-        """Draw a token of every row as the kernel `draw` says; no decision here depends on a request.
-
-        Logits that come from `process` have the temperature already.
-        """
+        """Draw a token of every row, see the kernel `draw`; logits that come from `process` have the temperature."""
         out |= {"scratch": self._scratch, "apply_temperature": not is_processed}
         draw(logits, temperature, seeds, pos, self.noise, **out)
 
