@@ -139,7 +139,7 @@ def answer_captions(session, command, **counters):
     gained = {"strict": 4, "loose": 6, "fly": 5}.get(scorer, 4.5)
     drafted = {"drafts": 100, "draft_tokens": 1000, "accepted_tokens": round(100 * (gained - 1))}
     answer["metrics"] = dict.fromkeys(NAMES, 0) | drafted | counters
-    if command["watch"]:
+    if command.get("watch"):
         answer["captions"] = [
             {
                 "words": caption.split(),

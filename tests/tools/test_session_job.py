@@ -60,7 +60,7 @@ def sampling_params(monkeypatch):
 
 def command(top_n, watch=True):
     knobs = None if top_n is None else {"top_n": top_n}
-    fields = answer_command(knobs, seed=3, watch=watch, temperature=0.5, max_tokens=9)
+    fields = answer_command(knobs, seed=3, temperature=0.5, max_tokens=9) | {"watch": watch}
     return {name: value for name, value in fields.items() if name != "command"}
 
 

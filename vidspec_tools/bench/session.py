@@ -117,7 +117,10 @@ class BenchEngine(Engine):
         return {}
 
     def answer(self, watch: bool = False, **asked: Any) -> dict[str, Any]:
-        """Answer every prompt, and with `watch` return `captions`, too; see `engine_session.answer_command`."""
+        """Answer every prompt (`engine_session.answer_command`); with `watch` return `captions`, too.
+
+        They are `words`, `relevance` and `kinds` of each answer, one of each per token.
+        """
         if not watch:
             return self.answered(**asked)[0] | {"captions": None}
         self.llm.collective_rpc(watching.scores, args=(True,))

@@ -146,9 +146,8 @@ class Engine:
             return None
         return metrics.read_metrics(metrics.path_for(config.instance_id))
 
-    def answer(self, watch: bool = False, **asked: Any) -> dict[str, Any]:
+    def answer(self, **asked: Any) -> dict[str, Any]:
         """Answer every prompt; arguments and answer are those of `engine_session.answer_command`."""
-        assert not watch, "an engine of the benchmarks can be watched"
         return self.answered(**asked)[0]
 
     def answered(
