@@ -76,11 +76,17 @@ class Speculator(BaseSpeculator):
         last_hidden_states,
         aux_hidden_states,
         num_sampled,
-        *_others,  # which vLLM passes to its own speculators
+        num_rejected,
+        last_sampled,  # [max_num_reqs, 1]
+        next_prefill_tokens,
+        temperature,
+        seeds,
+        dp_sync_state=None,
         dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs=None,
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
-        **_options,
     ) -> torch.Tensor:
         """Return `[num_reqs, K]` int64 draft tokens, of trees in node order; requests without speculation have zeros.
 

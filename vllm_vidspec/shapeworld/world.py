@@ -2,8 +2,7 @@
 
 A video has 2-4 scenes. A scene has a patterned background and one or two shapes that move, and that may change colour
 or vanish. What a caption tells is in few video tokens, as in real videos: a shape is small, stays for six frames only,
-and shows how it ends (its last two frames) even more briefly; specks that no caption mentions flicker around it. The
-captions are `vidspec_tools/captioned.py`'s.
+and shows how it ends (its last two frames) even more briefly; specks that no caption mentions flicker around it.
 """
 
 from __future__ import annotations
