@@ -62,9 +62,8 @@ class _AttentionStep:
 class AttentionGuidance(Guidance):
     """SpecVLM eq. 4-5: the attention that each visual token receives from the text after the last visual token.
 
-    Mean over queries, heads and layers of the softmax weight, softmax over all keys. Taken per layer in the attention
-    backend from q and the paged K cache, so that chunks, cached prefixes and several requests in one forward all work:
-    a query is scored in the chunk that computes it, against keys that are in the cache by then, whoever computed them.
+    Mean over queries, heads and layers of the softmax weight, softmax over all keys. A query is scored in the chunk
+    that computes it, against keys that are in the cache by then, whoever computed them.
     """
 
     _kind, need = _AttentionPrompt, "attention"
@@ -177,7 +176,7 @@ class AttentionGuidance(Guidance):
             prompt.num_queries += num_queries
 
     def take(self, req_state_idx: int) -> PendingScores | None:
-        """Send the scores; see `Guidance`. One all-reduce of `[text_start + 1]` floats, whatever was observed."""
+        """Send the scores, see `Guidance`, by one all-reduce of `[text_start + 1]` floats, whatever was observed."""
         prompt = self._prompts.pop(req_state_idx, None)
         if prompt is None:
             return None

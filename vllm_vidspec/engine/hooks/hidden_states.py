@@ -36,9 +36,8 @@ class HiddenStateGuidance(Guidance):
 
     The sum over layers telescopes and the sum over text tokens factors, so two layers are read: at layer 0 the text's
     embeddings are known before the prefill, so a visual token is scored when its chunk passes; at `uv_layer` the text
-    that follows the video is not, so the video's states are kept until the prefill is done: m * hidden_size
-    elements of the model's dtype, bounded by `guidance_bytes` over all requests. Hidden states are replicated over
-    tensor-parallel ranks: nothing is reduced.
+    that follows is not, so the video's states are kept until the prefill is done, bounded by `guidance_bytes` over all
+    requests. Hidden states are replicated over tensor-parallel ranks: nothing is reduced.
     """
 
     _kind, need = _StatePrompt, "uv"

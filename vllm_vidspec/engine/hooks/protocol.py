@@ -1,7 +1,4 @@
-"""TargetHook: what observes the target at work. It reads; if one writes, its own docstring says what and why.
-
-TargetHooks is the list of them, and the one place where each is guarded.
-"""
+"""TargetHook: what observes the target at work. It reads; if one writes, its own docstring says what and why."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -34,10 +31,8 @@ class TargetHook(RowTable):
         return 0
 
     def init_kv(self, runner: Any) -> None:
-        """Take its memory, and refuse a KV cache that it cannot read; called once the target's cache exists.
-
-        The runner's `kv_allocation()` is entered where memory is taken whose contents may be lost while the engine
-        sleeps.
+        """Take its memory, once the target's KV cache exists, and refuse one that it cannot read; inside the runner's
+        `kv_allocation()` where its contents may be lost while the engine sleeps.
         """
 
     def before_forward(self, batch: Any) -> None:
@@ -55,9 +50,8 @@ class TargetHook(RowTable):
 
 
 class Guard:
-    """Says what becomes of an exception in a hook that only observes: `on_draft_error: raise` lets it through.
-
-    The agreement ends the engine then where other ranks would wait for this one.
+    """Says what becomes of an exception in a hook that only observes: `on_draft_error: raise` lets it through, and ends
+    the engine where other ranks would wait for this one.
     """
 
     def __init__(self, knobs: Knobs, agreement: Agreement, loss: str):
@@ -76,9 +70,8 @@ class Guard:
 
 
 class TargetHooks:
-    """Calls all of them, as a table of rows too. An exception in one costs what that one says, never the forward.
-
-    What fails while memory is set up is a refusal, and nobody's to survive.
+    """Calls all of them, as a table of rows too. An exception in one costs what that one says, never the forward; while
+    memory is set up it is a refusal.
     """
 
     def __init__(self, hooks: Sequence[TargetHook], knobs: Knobs, agreement: Agreement):

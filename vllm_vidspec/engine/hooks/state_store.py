@@ -1,8 +1,7 @@
 """StateStore: a paged pool of unit hidden states, by image or video. It knows items, users and room, not requests.
 
-An item is known by everything that its states depend on. It stays, the least recently used first to go, while nobody
-needs the room. With tensor parallelism rank r keeps the tokens i with i % size = r of each item; a share has the same
-room on all ranks, so that all decide alike.
+An item stays, the least recently used first to go, while nobody needs the room. With tensor parallelism rank r keeps
+the tokens i with i % size = r of each item; a share has the same room on all ranks, so that all decide alike.
 """
 
 from collections import OrderedDict

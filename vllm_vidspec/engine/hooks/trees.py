@@ -28,9 +28,8 @@ from vllm_vidspec.scoring import Tally, TreeShapes
 class TargetTrees(TargetHook):
     """Lets the target verify trees in its ordinary forward.
 
-    A tree's nodes take consecutive slots after the root, as a chain's drafts do; what differs is the rope position
-    (root + depth), the attention mask (ancestors only) and, after scoring, that the accepted path's KV must move
-    together.
+    Their nodes take consecutive slots after the root, as a chain's drafts do; what differs is the rope position
+    (root + depth), the attention mask (ancestors only), and that the accepted path's KV must move together.
     """
 
     loss = "trees cannot be verified"
@@ -118,9 +117,8 @@ class TargetTrees(TargetHook):
     def _step(self, batch: Any, max_query_len: int) -> TreeStep:
         """Return what the layers do with a batch of at most so many query rows a request.
 
-        A batch of short requests, the usual decode step, is all tree attention's, however many rows each has. Of any
-        other vLLM's own comes first, and tree attention takes its short requests again: chains and ends of prompts
-        among them come out as they were.
+        A batch of short requests, the usual decode step, is all tree attention's. Of any other vLLM's own comes first,
+        and tree attention takes its short requests again: chains and ends of prompts come out as they were.
         """
         num_cols = self.ancestors.shape[1]
         return self._step_of(batch.num_reqs, min(max_query_len, num_cols), max_query_len <= num_cols)

@@ -1,8 +1,7 @@
 """Channel: messages between two processes over a socket without a name, what is large in memory without a name.
 
-vLLM's own msgpack encoder writes them, tensors and multimodal features among them, and nothing is unpickled. Neither
-memory nor socket has a name in a file system: when both processes are gone, however they went, so is all of it. Sending
-never waits, neither for the other end nor for memory: what is not written or not taken yet stays in the queue here.
+vLLM's own msgpack encoder writes them, and nothing is unpickled. When both processes are gone, however they went, so
+are memory and socket. Sending never waits: what is not written or not taken yet stays in the queue here.
 """
 
 import collections
@@ -69,10 +68,7 @@ class Channel:
         return cls(here, kinds, cores), there
 
     def send(self, message: Any) -> None:
-        """Send a message as soon as the other end takes it; nothing is sent to one that is gone.
-
-        What the message holds must not change until it has come.
-        """
+        """Send a message as soon as the other end, if any, takes it; until then what it holds must not change."""
         if self.is_closed:
             return
         buffers = [memoryview(buffer).cast("B") for buffer in self._encoder.encode(message)]

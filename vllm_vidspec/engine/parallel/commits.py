@@ -161,12 +161,10 @@ class Commits:
 
 
 class SharedStreams:
-    """The drafter's streams as the target's device reads them: the table itself, so that a window is cut from what
-    stands there when the device comes to it.
+    """The drafter's streams as the target's device reads them: the table itself, mapped into the device's addresses, so
+    that a window is cut from what stands there when the device comes to it, a step or two behind the host.
 
-    The host is ahead of a GPU by a step, with asynchronous scheduling by two: the table is mapped into the device's
-    addresses. Where that fails, the device gets copies that are as old as the host is ahead, counted in
-    `window_snapshots`.
+    Where that fails, the device gets copies that are as old as the host is ahead, counted in `window_snapshots`.
     """
 
     def __init__(self, tables: Tables, device: torch.device, counters: Counters):

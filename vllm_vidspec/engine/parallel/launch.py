@@ -83,8 +83,7 @@ def cores_of(config: VidSpecConfig, rank_pid: int) -> Collection[int]:
 def cores_beside(rank_pid: int) -> set[int]:
     """Return the cores that an engine may use beside those of its rank: where a drafter on the CPU has room.
 
-    vLLM binds the rank to cores of its own, and what the rank starts inherits them: a drafter would share them with the
-    target while others are idle, and on a busy machine starve.
+    vLLM binds the rank to cores of its own, and what the rank starts inherits them: a drafter would starve there.
     """
     try:
         with open(f"/proc/{rank_pid}/stat") as file:

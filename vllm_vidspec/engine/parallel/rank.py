@@ -1,7 +1,4 @@
-"""DrafterRank: the draft network and its memory in the drafter's process; it does what the first rank decides.
-
-Every tensor-parallel rank of the drafter runs one, with the same commands in the same order (`Ranks`).
-"""
+"""DrafterRank: the draft network and its memory, on every rank of the drafter; it does what the first rank decides."""
 
 import json
 from collections.abc import Callable
@@ -75,15 +72,12 @@ class TargetMirror:
         self.append(row, 0, message.token_ids)
 
     def apply(self) -> None:
-        """Tell the device of requests that have come since: once for all of them, before anything is drawn or read.
-
-        vLLM stages what it writes in two buffers that take turns. So the device must be done with the last ones.
-        """
+        """Tell the device of requests that have come since: once for all of them, before anything is drawn or read."""
         if not self._staged:
             return
         self._staged.clear()
         if self._told is not None:
-            self._told.synchronize()
+            self._told.synchronize()  # vLLM stages what it writes in two buffers that take turns
         self.states.apply_staged_writes()
         self.sampler.apply_staged_writes()
         if self._told is not None:
@@ -164,10 +158,7 @@ class DrafterRank:
         return Progress(done.ready, refused + [(row, *self._counters.reason_for(names[row])) for row in done.failed])
 
     def draw(self, message: messages.Draw) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
-        """Draw a token of each row; return `[m]` int64 of the rows that are not refused, and those that are.
-
-        A draw that goes on from the last one needs nothing but another forward: what it starts from is on the device.
-        """
+        """Draw a token of each row; return `[m]` int64 of the rows that are not refused, and those that are."""
         self._mirror.apply()
         if message.goes_on and self.drafter.can_go_on(message.rows, message.lengths):
             return self._first(self.drafter.go_on()), []

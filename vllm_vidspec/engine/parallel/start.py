@@ -144,11 +144,8 @@ def _available_bytes(vllm_config: Any, config: VidSpecConfig, model: DraftModel)
 
 
 def available_bytes(free: int, total: int, utilization: float, config: VidSpecConfig) -> int:
-    """Return the KV memory that the drafter may take of a GPU.
-
-    A device of its own is used up to the target's utilization. One that the target has, too, says nothing of what is
-    for whom: `draft_kv_bytes` does, and what is free (with the draft's weights on the device) must hold that; else a
-    VidSpecError.
+    """Return the KV memory that the drafter may take of a GPU: up to the target's utilization, or by `draft_kv_bytes`,
+    which what is free must hold; else a VidSpecError.
     """
     if (pool := config.pool.kv_bytes) is None:
         available = free - int((1 - utilization) * total)

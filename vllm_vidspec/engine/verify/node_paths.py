@@ -24,9 +24,8 @@ class PathSampler:
     vLLM's kernels take the drafts before a logits row from the rows before it, which holds for chains. Penalties are
     one launch in their place among vLLM's processors (`path_penalties`), with a path's tokens found along `parents`.
     Whoever else looks back (bad words, thinking budgets, custom processors) gets a segment of rows for each of its
-    nodes, the path laid out as a chain that ends in it, and only the last row of the segment is of interest: the
-    arithmetic stays vLLM's, bit for bit, for such requests alone, so many segments at a time that their logits take no
-    more than MAX_PATH_BYTES in float32 (one segment where one takes more), and once more where they are bfloat16.
+    nodes, the path laid out as a chain that ends in it, whose last row counts: the arithmetic stays vLLM's, bit for
+    bit. So many segments run at a time that their float32 logits take MAX_PATH_BYTES at most, or one.
     """
 
     def __init__(self, sampler: Sampler, max_depth: int):

@@ -21,9 +21,8 @@ class CoupledVerifier(RejectionSampler):
     """Samples the target at every draft position exactly as vanilla would, and lets a scorer say which drafts stand.
 
     vLLM's noise is a function of (request seed, position of the input token, token id), so the target's sample at a
-    draft position is the token that vanilla vLLM would have drawn there: the output is vanilla's, token for token, at
-    any temperature with the strict scorer. In a tree a node's position is its depth past the root, whatever its slot.
-    Logprobs, chunking over large vocabularies and grammar-invalid drafts are vLLM's own code, inherited.
+    draft position is the token that vanilla vLLM would have drawn there, at any temperature. A tree node's position is
+    its depth past the root. Logprobs, chunks of large vocabularies and grammars are vLLM's own code, inherited.
     """
 
     def __init__(
