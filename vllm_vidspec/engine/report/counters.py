@@ -11,7 +11,6 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import current_stream
 
 from vllm_vidspec import metrics
-from vllm_vidspec.engine.report.acceptance_alarm import AcceptanceAlarm
 from vllm_vidspec.engine.requests import NewRequest, RequestRows
 from vllm_vidspec.metrics.counts import CarriedCounts, Changes, Counts
 from vllm_vidspec.metrics.files import open_for
@@ -21,6 +20,15 @@ logger = init_logger("vllm.vidspec")
 
 _TOTALS = ("drafts", "draft_tokens", "accepted_tokens", "draft_depth", *(f"{kind}_tokens" for kind in metrics.KINDS))
 _DRAFTS, _ACCEPTED = _TOTALS.index("drafts"), _TOTALS.index("accepted_tokens")
+
+# Verify steps with drafts, of all requests together, that are judged at once: two short answers' worth when nothing
+# stands. The mean over so many varies by about a tenth of a token.
+WINDOW = 128
+# Draft tokens that must stand per verify step. Speculation pays if more stand than its forwards cost in forwards
+# of the target: at five forwards of a tenth of its cost, half a token. Sound drafts have one and more stand.
+LOW = 0.5
+# The log speaks again only after a window as good as this.
+SOUND = 1.0
 
 
 class Counters:
@@ -182,3 +190,31 @@ class Counters:
             logger.warning(
                 "vidspec: request %s runs without speculation: %s (further ones are only counted)", req_id, detail
             )
+
+
+class AcceptanceAlarm:
+    """Says when drafts have stopped to stand, whatever the cause: judges an engine's verify steps window by window."""
+
+    def __init__(self) -> None:
+        self._steps = self._accepted = 0
+        self._is_armed = True
+
+    def observe(self, num_steps: int, num_accepted: int) -> bool:
+        """Take in new verify steps with drafts; return whether they complete a window that accepted nearly none.
+
+        A line is logged where acceptance falls from sound to near zero.
+        """
+        self._steps += num_steps
+        self._accepted += num_accepted
+        if self._steps < WINDOW:
+            return False
+        mean, self._steps, self._accepted = self._accepted / self._steps, 0, 0
+        if mean < LOW and self._is_armed:
+            logger.warning(
+                "vidspec: draft acceptance is near zero (%.2f per verify step over the last %d or more): speculation "
+                "costs more than it gains; see docs/troubleshooting.md, few drafts are accepted",
+                mean,
+                WINDOW,
+            )
+        self._is_armed = mean >= SOUND or (self._is_armed and mean >= LOW)
+        return mean < LOW
