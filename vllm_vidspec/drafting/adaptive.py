@@ -11,7 +11,7 @@ from torch import Tensor
 from vidspec_kernels import Leaves, PlanRules, TreeGrowBuffers, TreePlans, tree_begin, tree_finish, tree_grow, tree_plan
 from vidspec_kernels.warm_up import warm_adaptive_trees
 from vllm_vidspec.config import TreeKnobs
-from vllm_vidspec.drafting.tree import DraftTree
+from vllm_vidspec.drafting.tree import DraftTree, TreePolicy
 
 
 def log_thresholds(knobs: TreeKnobs) -> Tensor:
@@ -40,7 +40,7 @@ def width_bounds(knobs: TreeKnobs, num_candidates: int) -> Tensor:
     return bounds.float()
 
 
-class AdaptiveTree:
+class AdaptiveTree(TreePolicy):
     """A `TreePolicy` that grows each request's tree to its confidence and history (SAGE, section 3; METHODS 2).
 
     From confidence alpha a tree gets its depth D = floor(D_min + alpha (D_r - D_min)) (eq. 10) and its first width
@@ -100,9 +100,6 @@ class AdaptiveTree:
         plans.depths.index_fill_(0, rows, depth)
         plans.widths.index_fill_(0, rows, width)
         self._host_depths.read()[rows_np] = depth
-
-    def prepare(self, max_nodes: int) -> None:
-        """Do nothing: budgets are numbers here."""
 
     def warm_up(self, fill: bool) -> None:
         warm_adaptive_trees(self.growth, self.tree.empty, self.knobs.lookahead, fill)

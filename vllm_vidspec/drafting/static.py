@@ -11,7 +11,7 @@ from torch import Tensor
 from vidspec_kernels import PlacedLevel, TreeTemplate, tree_begin, tree_place
 from vidspec_kernels.warm_up import warm_static_trees
 from vllm_vidspec.config.paths import SPECVLM_PATHS, Path, parse_paths
-from vllm_vidspec.drafting.tree import DraftTree, topology_tables
+from vllm_vidspec.drafting.tree import DraftTree, TreePolicy, topology_tables
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _BudgetTables:
     fed: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
-class StaticTree:
+class StaticTree(TreePolicy):
     """A `TreePolicy` whose topology is fixed (SpecVLM, section 3; EAGLE-style), by default SpecVLM's 25 nodes.
 
     Parents, depths, masks and the number of nodes are constants of a budget, copied into the buffers as a step begins;
@@ -89,9 +89,6 @@ class StaticTree:
         self._of_budget = functools.cache(self._make_tables)
         self.prepare(self.max_nodes)
 
-    def reset_rows(self, rows_np: np.ndarray) -> None:
-        """Do nothing: a fixed topology keeps no state."""
-
     def prepare(self, max_nodes: int) -> None:
         self._tables(max_nodes)
 
@@ -121,12 +118,6 @@ class StaticTree:
                 tables.frontiers[level][:num_reqs], tables.levels[level - 1].fed_tokens[:num_reqs]
             )  # fmt: skip
         return tables.fed[num_reqs, level]
-
-    def send(self, rows_np: np.ndarray) -> None:
-        """Do nothing: the host knows the levels."""
-
-    def finish(self, fill: bool, *, rows: Tensor, max_nodes: int) -> None:
-        """Do nothing: the number of nodes was set as the step began."""
 
     def _tables(self, max_nodes: int) -> _BudgetTables:
         return self._of_budget(max(0, min(max_nodes, len(self.topology.paths))))

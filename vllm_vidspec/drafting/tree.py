@@ -45,7 +45,7 @@ class DraftTree(TreeTables):
 
 
 class TreePolicy(Protocol):
-    """Decides which nodes the trees of a batch get.
+    """Decides which nodes the trees of a batch get; what a policy has no use for, it leaves as it is here.
 
     The engine's drafter drives it, one step at a time:
 
@@ -82,9 +82,11 @@ class TreePolicy(Protocol):
 
     def reset_rows(self, rows_np: np.ndarray) -> None:
         """Clear the state of these rows, `[n]` int64 on the host, for requests that start or resume on them."""
+        return
 
     def prepare(self, max_nodes: int) -> None:
         """Upload the tables of this budget; else the first such step does so, with a host-device synchronisation."""
+        return
 
     def warm_up(self, fill: bool) -> None:
         """Compile and load what steps launch on CUDA; `fill` as they will give it to `finish`."""
@@ -126,14 +128,16 @@ class TreePolicy(Protocol):
 
     def send(self, rows_np: np.ndarray) -> None:
         """Start the copy that the next step's `num_levels` needs on the host, after level 0; never captured."""
+        return
 
     def finish(self, fill: bool, *, rows: Tensor, max_nodes: int) -> None:
         """End the step: set `tree.num_nodes`.
 
         `fill` appends, where a tree has fewer nodes than the step allows, the most probable of the candidates that were
         not taken, as leaves, best first: for async scheduling, which fixes the number of drafts. A fixed topology
-        appends none.
+        appends none, and has set the number as the step began.
         """
+        return
 
 
 def topology_tables(parents: list[int], device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
