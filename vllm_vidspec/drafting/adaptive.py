@@ -50,7 +50,7 @@ class AdaptiveTree(TreePolicy):
 
     - The rank-0 path always reaches depth D: thresholds do not bind it, and its nodes are reserved in the budget. A
       draft that equals its target then has D tokens accepted in every step.
-    - D and W are whole numbers, rounded down. Before its first measurement a request has alpha 0.5.
+    - Before its first measurement a request has alpha 0.5.
     - Trees grow by levels, not depth first, since a level is one draft forward. Within one, better paths come first,
       and at most `max_frontier` = W_max nodes go on to the next (the paper bounds the number of nodes only).
     - With lookahead, step t's plan for t + 1 is made in `finish`: the host then knows the batch's largest depth
@@ -173,9 +173,8 @@ class _Shape(NamedTuple):
 class _HostCopy:
     """Planned depths `[max_num_reqs]` on the host: sent after a step's first forward, read as the next step drafts.
 
-    Reading waits for the copy. The wait is necessary: the host decides how many forwards a step has, and all
-    tensor-parallel ranks must decide alike, so none may act on what happens to have arrived. It leaves no device idle:
-    the deeper levels of that draft and the target's whole forward are queued behind the copy.
+    Reading waits for the copy: the host decides how many forwards a step has, and all tensor-parallel ranks alike. That
+    leaves no device idle: the deeper levels of that draft and the target's whole forward are queued behind the copy.
     """
 
     def __init__(self, max_num_reqs: int, device: torch.device):

@@ -63,8 +63,7 @@ class StaticTree(TreePolicy):
 
     Parents, depths, masks and the number of nodes are constants of a budget, copied into the buffers as a step begins;
     then it writes tokens only, and never `tree.log_probs`. A step with a budget below the topology gets its first
-    nodes, and runs only the forwards that these need. It keeps no state of a request, and `finish` appends nothing.
-    `max_nodes` is K, the width of the buffers, by default the number of paths; a topology that is larger is cut.
+    nodes, and the forwards that these need. `max_nodes` is K, the width of the buffers; a larger topology is cut.
     """
 
     needs_log_probs = False

@@ -62,13 +62,11 @@ class TreePolicy(Protocol):
     `rows` are int64 [R] persistent rows (`req_state_idx`), each once; batch row r of `tree` belongs to `rows[r]`. They
     may end with rows `max_num_reqs`, one past the last: padding, whose trees are garbage and harm no other. `rows_np`
     are the rows on the host, without padding. `max_nodes` is how many draft nodes each tree may have in this step; more
-    than K counts as K. No method waits for device work of the same step. A request's tree does not depend on the
-    others.
+    than K counts as K. No method waits for device work of the same step. Requests' trees do not depend on each other.
 
     `begin`, `extend` and `finish` can be captured in CUDA graphs, one by one or together, once `prepare` was called for
     their `max_nodes`: what they launch depends on R, `level`, `max_nodes` and `fill` alone, nothing is copied
-    between host and device, and what one passes to the next is at a fixed address. Captures for other R or `max_nodes`
-    may alternate from step to step.
+    between host and device, and what one passes to the next is at a fixed address.
     """
 
     tree: DraftTree  # The buffers
@@ -76,9 +74,7 @@ class TreePolicy(Protocol):
     max_frontier: int  # The most nodes of a request that one draft forward feeds
     needs_log_probs: bool  # Whether `extend` looks at the candidates' log-probabilities
     has_fixed_levels: bool  # Whether `num_levels` follows from `max_nodes` alone: all levels fit one graph
-    # Whether `extend` may return fewer columns than `frontier`, where counting needs no synchronisation: on the CPU.
-    # Set it False where steps are captured.
-    trims: bool
+    trims: bool  # Whether `extend` may return fewer columns than `frontier`: on the CPU, where counting costs no wait
 
     def reset_rows(self, rows_np: np.ndarray) -> None:
         """Clear the state of these rows, `[n]` int64 on the host, for requests that start or resume on them."""
@@ -100,8 +96,7 @@ class TreePolicy(Protocol):
     def begin(self, rows: Tensor, num_accepted: Tensor, max_nodes: int) -> None:
         """Start a step: update state by the last acceptance, and empty the trees of batch rows 0 to R - 1.
 
-        `num_accepted` are int32 [R] accepted draft tokens, without the target's own; -1: no verify step, the history
-        stays.
+        `num_accepted` are int32 [R] accepted draft tokens, without the target's own; -1 where none were verified.
         """
 
     def extend(
@@ -114,13 +109,11 @@ class TreePolicy(Protocol):
             log_probs: float32 [R * F, C], of each frontier node's candidates, descending, <= 0; row-major over the
                 frontier [R, F] that the previous call returned. Entries where it had no node are not used.
             token_ids: int64 [R * F, C], distinct in a row.
-            rows: See the class, and there `max_nodes`.
 
         Returns:
             int64 [R, F'] nodes that the next forward feeds, 0 = none at this place, and their tokens; None where
             `depth(max_nodes)` is reached. Column 0 is the greedy node while the request's greedy path still grows. F'
-            is that of `frontier`, or fewer with `trims`. Both are views of persistent buffers, one per
-            level, R and `max_nodes`, overwritten by the next call.
+            is that of `frontier`, or fewer with `trims`. Both are views of buffers that the next call overwrites.
         """
 
     def frontier(self, level: int, num_reqs: int, max_nodes: int) -> tuple[Tensor, Tensor]:
@@ -133,9 +126,8 @@ class TreePolicy(Protocol):
     def finish(self, fill: bool, *, rows: Tensor, max_nodes: int) -> None:
         """End the step: set `tree.num_nodes`.
 
-        `fill` appends, where a tree has fewer nodes than the step allows, the most probable of the candidates that were
-        not taken, as leaves, best first: for async scheduling, which fixes the number of drafts. A fixed topology
-        appends none, and has set the number as the step began.
+        `fill` appends, where a tree has fewer nodes than the step allows, the most probable candidates that were not
+        taken, as leaves, best first: for async scheduling, which fixes the number of drafts. A fixed topology has none.
         """
         return
 

@@ -1,11 +1,9 @@
 """Agreement: the ranks of a tensor-parallel group decide alike about what failed on one of them, or end at once.
 
-An exception is one rank's, the collectives that it would skip are everyone's: the others would wait in them for good,
-and a rank that drafts for a request while another does not breaks every later step. So before a step that is not taken
-at every decode step enters a collective, the ranks tell each other over the CPU group that they are ready; if one is
-not, all leave the step alike. What fails past that point, or while decoding, cannot be left by one rank alone: either
-all ranks have failed at the same place, or the process ends with one line that names the rank, and vLLM's executor
-ends the engine. It touches torch.distributed and nothing else.
+An exception is one rank's, the collectives that it would skip are everyone's: the others would wait in them for good.
+So before a step that is not taken at every decode step enters a collective, the ranks tell each other over the CPU
+group that they are ready; if one is not, all leave the step alike. What fails past that point, or while decoding, is
+left by all ranks at the same place, or the process ends with one line that names the rank, and so vLLM the engine.
 """
 
 import contextlib
@@ -61,9 +59,8 @@ class Agreement:
     def run(self, phase: str, step: Callable[..., None], *args: Any, is_careful: bool = True) -> Exception | None:
         """Run a step that all ranks take together; return why it failed, on all of them alike, or None.
 
-        Before the collectives of a careful step, which it enters under `collective` only, ranks wait for each other, so
-        that one rank's failure is survived; it may run others, outside its collectives: what fails in those is theirs.
-        Any other step, taken at every decode step, costs nothing while all is well.
+        Before the collectives of a careful step, which it enters under `collective` only, ranks wait for each other; it
+        may run others outside of these. Any other step costs nothing while all is well.
         """
         if self.is_alone:
             try:
@@ -114,10 +111,7 @@ class Agreement:
         return settled
 
     def abort(self, reason: str) -> NoReturn:
-        """End this process, so that no rank waits for it.
-
-        An exception would not do: vLLM logs it, and the other ranks stay in their collective.
-        """
+        """End this process, so that no rank waits for it: an exception vLLM would log, and the others would wait on."""
         logger.critical("vidspec: rank %d of %d ends the engine: %s", self._rank, self._size, reason)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -85,10 +85,8 @@ class DraftBackend(RowTable):
     def init_kv(
         self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
     ) -> None:
-        """Allocate what was reserved, inside `allocation()`, and be ready; a VidSpecError if it cannot draft.
-
-        vLLM's encoder cache is the target's, None for one without media. While it is profiling, nothing is reserved
-        yet: allocate the least with which graphs can be captured.
+        """Allocate what was reserved, inside `allocation()`, and be ready; a VidSpecError if it cannot draft. While it
+        is profiling, nothing is reserved yet: allocate the least with which graphs can be captured.
         """
 
     def capture(self) -> None:

@@ -29,10 +29,8 @@ from vllm_vidspec.pruning import needs_of
 
 
 class RunnerParts:
-    """What we add to a runner, built in order once the target's weights are there.
-
-    The order matters in one place: a draft that shares the target's weights must not share its hooks, so it is
-    loaded before they are.
+    """What we add to a runner, built in order once the target's weights are there: a draft that shares these must not
+    share their hooks, so it is loaded before them.
     """
 
     def __init__(self, runner: Any):

@@ -1,8 +1,7 @@
 """RequestRows: the one owner of what each persistent row is doing.
 
 A request enters with `add` and leaves with `remove`: one call each, whatever it was (finished, aborted, preempted, or
-about to be added again). Every table that knows something of a row registers here, so that none is cleaned at another
-time than the others.
+about to be added again). Every table that knows something of a row registers here, and hears of both.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,8 +41,7 @@ class Request:
     new: NewRequest
     pending: Any = None  # its scores on their way to the host (`PendingScores`), while they are
     guided: Any = None  # what guides its pruning (`Guided`), once that is here
-    # what the drafter is told of it (`PrefillMessage`), once it was told in vain: the pool was full
-    message: Any = None
+    message: Any = None  # what the drafter is told of it (`PrefillMessage`), once the pool was full
     num_attempts: int = 0  # how often it has found the pool full
 
 

@@ -100,12 +100,9 @@ class VidSpecModelRunner(GPUModelRunner):
 
     @torch.inference_mode()
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
-        """Profile a step's end as vLLM does, with a row of logits for each request; then with those of a verify step.
-
-        Not on a CPU, where vLLM sizes the KV cache without a profile.
-        """
+        """Profile a step's end as vLLM does, with a row of logits a request; then with those of a verify step."""
         super()._dummy_sampler_run(hidden_states)
-        if hidden_states.device.type != "cpu":
+        if hidden_states.device.type != "cpu":  # where vLLM sizes the KV cache without a profile
             num_rows = min(self.max_num_reqs * (self.num_speculative_steps + 1), self.max_num_tokens)
             logits = self.model.compute_logits(hidden_states.new_zeros(num_rows, hidden_states.shape[1]))
             self.rejection_sampler.profile(logits)
@@ -236,10 +233,8 @@ class VidSpecModelRunner(GPUModelRunner):
         return scheduler.StepReport(verified, reading, self.speculator.backend.reading_s, skipped)
 
     def take_draft_token_ids(self):
-        """Offer what was drafted: nothing for requests without speculation, a tree's nodes and no more.
-
-        A scheduler that runs ahead asks for a grammar's sake once the next step has begun, which may have ended a
-        request that was drafted for: its drafts are nobody's any more.
+        """Offer what was drafted: nothing for requests without speculation, or that have ended in a step that has begun
+        since (a scheduler that runs ahead asks late), and a tree's nodes and no more.
         """
         if self._was_at_rest:
             return None  # vLLM still has those of an earlier step

@@ -1,7 +1,6 @@
 """Pipeline stages of the target: vLLM's runner before the last, ours on the last, where the draft is.
 
-vLLM sends to the earlier stages what was sampled, and what was drafted: tokens, and nothing that says that they are a
-tree. What an earlier stage has seen of a prompt, embeddings and attention, stays there.
+vLLM sends to the earlier ones tokens, and nothing that says that drafts are a tree; nor do they send what they observe.
 """
 
 import contextlib

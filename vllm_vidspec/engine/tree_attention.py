@@ -1,7 +1,6 @@
 """Attention of trees and chains inside vLLM's layers: masks where a forward holds them, vLLM's own backend elsewhere.
 
-Trees need it for their masks. Chains get it where a layer's own backend would let one program walk all keys of a
-request that has several query rows (`compat.backends`): a chain is a tree of width 1.
+Chains, trees of width 1, get it where a layer's own backend would not split their keys (`compat.backends`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -33,11 +32,9 @@ class TreeStep:
     query_start: torch.Tensor  # [>= n] int32 its first query row
     num_queries: torch.Tensor  # [>= n] int32 its query rows; 0: it is no tree
     prefix_lens: torch.Tensor  # [>= n] int32 KV entries that all its rows attend to, the root's included
-    # [>= n, >= max_queries] int64; bit j: the row attends to entry prefix_lens + j (tree node j + 1)
-    masks: torch.Tensor
+    masks: torch.Tensor  # [>= n, >= max_queries] int64; bit j: the row attends to entry prefix_lens + j (node j + 1)
     max_queries: int  # most query rows of a tree
-    # whether every row of the forward belongs to a tree, so that vLLM's own attention can stay out
-    is_whole_batch: bool
+    is_whole_batch: bool  # whether every row of the forward is a tree's, so that vLLM's own attention can stay out
 
 
 class TreeAttention:

@@ -1,5 +1,4 @@
-"""vLLM's GPU worker with our model runner, and what it shares with the CPU worker: the draft's KV pool is reserved
-before the target's cache is sized.
+"""vLLM's GPU worker with our model runner, and what it shares with the CPU worker.
 
 Nothing of vLLM's CPU engine may be imported here: its import replaces torch.cuda's streams, events and copies.
 """

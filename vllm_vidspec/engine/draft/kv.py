@@ -26,8 +26,7 @@ from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
 from vidspec_kernels import CacheList
 
-# A row that needs a block gets so many more, while half of the pool is free: each growth costs a step some uploads. All
-# rows' together are at most an eighth of the pool.
+# A row that needs a block gets so many more, while half of the pool is free; all rows' are an eighth of it at most.
 _MOST_AHEAD, _AHEAD_SHARE = 16, 8
 NULL_BLOCK = 0  # never handed out; tokens whose KV is already there write here
 
@@ -59,8 +58,7 @@ class DraftKV:
         self.pos_delta = self._pos_delta.gpu  # [max_num_reqs] int64 rope position minus logical position of the text
         self.num_dropped_np = np.zeros(max_num_reqs, dtype=np.int64)  # the same two on the host; `add` writes both
         self.pos_delta_np = np.zeros(max_num_reqs, dtype=np.int64)
-        # [max_num_reqs + 1] nodes of the last drafts that were fed, so that their entries stand: bit j - 1 is node j;
-        # the last row is that of a batch's padding
+        # [max_num_reqs + 1] nodes of the last drafts whose entries stand, bit j - 1 node j; the last row is padding's
         self.fed = torch.zeros(max_num_reqs + 1, dtype=torch.int64, device=device)
 
     @property

@@ -64,8 +64,7 @@ class Committed(NamedTuple):
     num_tokens: torch.Tensor  # [max_num_reqs] int32 committed length, the target's last token included
     text: torch.Tensor  # [max_num_reqs, max_model_len] int32 committed text
     last_sampled: torch.Tensor  # [max_num_reqs, 1] int64 its last token
-    # [max_num_reqs, K + 1] int32 nodes of the last trees that stand, from output 1 on; None where only chains are
-    # drafted
+    # [max_num_reqs, K + 1] int32 nodes of the last trees that stand, from output 1 on; None where drafts are chains
     path: torch.Tensor | None
 
 
@@ -80,8 +79,7 @@ class DraftMessage(NamedTuple):
     was_verified: torch.Tensor | None
     max_drafts: int  # draft tokens to propose at most
     shape: str = "chain"  # in which shape ("chain", "tree-static", "tree-adaptive")
-    # the identity of these rows: what a callee derives from them holds while this is the same object. None: it never
-    # holds.
+    # the identity of these rows: what a callee derives from them holds while this is the same object, None: never
     draft_batch: object | None = None
 
 

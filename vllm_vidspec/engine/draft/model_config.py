@@ -44,9 +44,8 @@ def draft_config(base: VllmConfig, is_self_draft: bool) -> VllmConfig:
 
 
 def _media_config(target: Any) -> Any:
-    """Return the draft's multimodal configuration: the target's, for which its pixels are made, with its
-    `--mm-encoder-*` flags; but without the scales that were measured on the target's own tower, and without
-    `--video-pruning-rate`: the draft sees what the target has kept, not a choice of its own.
+    """Return the draft's multimodal configuration: the target's, for which its pixels are made, but without the scales
+    that were measured on the target's tower, and without `--video-pruning-rate`: the draft sees what the target kept.
     """
     if target is None:
         return None

@@ -1,11 +1,10 @@
 """DraftPrefill: chunked prefill of the draft's pruned prompts from a FIFO queue; until then requests go undrafted.
 
-Requests queue in the order of their admission. A step runs at most what vLLM lets the target's own prefill run
-in one: the vision tower over the encoder budget's tokens (`DraftVision`), the language model over the token budget. So
-a draft keeps its target's pace, and a long video holds nobody's decode up. The target commits text meanwhile: the last
-piece of a prefill catches up on it. How much there is the host knows as a bound only (async scheduling); what is fed
-past the committed text is stale like any rejected draft, and is overwritten before it is looked at. Every decision
-follows from what the host knows, so tensor-parallel ranks take the same ones.
+A step runs at most what vLLM lets the target's own prefill run in one: the vision tower over the encoder budget's
+tokens (`DraftVision`), the language model over the token budget. So a long video holds nobody's decode up. The target
+commits text meanwhile: the last piece of a prefill catches up on it. How much there is the host knows as a bound only
+(async scheduling); what is fed past the committed text is stale like any rejected draft. Every decision follows from
+what the host knows, so tensor-parallel ranks take the same ones.
 """
 
 import contextlib
@@ -63,10 +62,7 @@ class DraftPrefill:
     # ---- admission: host only --------------------------------------------------------------------------------------
 
     def add(self, message: PrefillMessage, num_tokens: int = 0) -> Admission:
-        """Put a request in the queue and stage its blocks; one that cannot be drafted for is counted by reason.
-
-        Whatever is wrong with a prompt costs that request alone. See `Drafter.add`.
-        """
+        """Put a request in the queue and stage its blocks (`Drafter.add`); one that is refused is counted by reason."""
         try:
             job = self._plan(message)
         except UnsupportedPrompt as reason:

@@ -20,8 +20,7 @@ class PrefillJob:
     scores: list[torch.Tensor] | None  # the target's guidance by what is pruned together (`PromptPlan.units`), or None
     # by item which embeddings stay, None until that is known
     kept: list[torch.Tensor | None] = field(default_factory=list)
-    # by item those embeddings [k_i, hidden_size], None until the tower has made them; all of them while the choice
-    # waits for other items of its unit
+    # by item those embeddings [k_i, hidden_size], None until they are made; all while its unit's choice waits
     media: list[torch.Tensor | None] = field(default_factory=list)
     # by item all its embeddings on the host, for tools that look at pruning
     looks: list[torch.Tensor | None] = field(default_factory=list)
@@ -31,8 +30,7 @@ class PrefillJob:
     num_done: int = 0  # KV entries that the draft has
     knobs: PruneKnobs | None = None  # by which it is pruned; None of text alone
     is_borrowed: bool = False  # whether some scores are those of an earlier prompt
-    # by item that is encoded in parts how many embeddings have been made, and those of them that stay; of items that no
-    # cache can gather
+    # by item that is encoded in parts and no cache can gather: how many embeddings are made, and those that stay
     gathered: dict[int, tuple[int, list[torch.Tensor]]] = field(default_factory=dict)
     # items by name that are encoded before what guides the pruning is known
     ahead: dict[str, PromptItem] = field(default_factory=dict)

@@ -21,9 +21,8 @@ class TreeDrafter:
 
     Node i of a tree has KV entry root + i, whatever its depth: the same layout as on the target's side.
 
-    A graph holds a level: place its nodes, run the draft, find candidates, let the policy choose. Levels of which a
-    policy knows beforehand how many there are, are one graph. In the last part of a step `take`, who verifies trees,
-    is told their shapes by `[R]` persistent rows, padding's among them.
+    A graph holds a level: place its nodes, run the draft, find candidates, let the policy choose; or all of them, where
+    the policy knows their number beforehand. Last `take`, who verifies trees, is told their shapes by `[R]` rows.
     """
 
     def __init__(

@@ -64,10 +64,7 @@ class DraftVision:
     # ---- what a step encodes ---------------------------------------------------------------------------------------
 
     def encode_missing(self, due: list[PrefillJob]) -> None:
-        """Get vision embeddings that the first requests in the queue lack.
-
-        No further down the queue than the language model can come in this step, so that few embeddings wait for it.
-        """
+        """Get vision embeddings that requests in the queue lack, as far as the language model can come in this step."""
         wanted: dict[tuple[str, int], tuple[Part, list[tuple[PrefillJob, int]]]] = {}  # by content and start: for whom
         left, ahead = self.model.max_encoder_tokens, 0
         for job in due:
@@ -251,10 +248,7 @@ class DraftVision:
             self._fail(job, error)
 
     def _select_tokens(self, job: PrefillJob, i: int) -> None:
-        """Choose what is kept of an item and of all that is pruned with it, once they are all there.
-
-        Items are encoded in the order of the queue, so of one unit at most whole embeddings wait for the next step.
-        """
+        """Choose what is kept of an item and of all that is pruned with it, once they are all there."""
         assert job.knobs is not None
         unit = next(unit for unit in job.plan.units if i in unit.places)
         seen = [job.media[place] for place in unit.places]

@@ -24,9 +24,8 @@ class _Item:
 class VisionCache:
     """Keeps whole items, the least recently used of which makes way for a new one.
 
-    Rows are copied out as soon as they are asked for, so no item is in use for longer than a call, and any can make
-    way. What is kept follows from the order of calls alone: it is the same on all ranks of a tensor-parallel group.
-    Less than a page of bytes keeps nothing.
+    Rows are copied out as they are asked for, so that any item can make way. What is kept follows from the order of
+    calls alone: it is the same on all tensor-parallel ranks. Less than a page of bytes keeps nothing.
     """
 
     def __init__(self, num_bytes: int, hidden_size: int, dtype: torch.dtype, device: torch.device):

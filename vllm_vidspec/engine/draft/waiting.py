@@ -1,8 +1,7 @@
 """WaitingRoom: requests that found the draft's KV pool full. They go on when there is room.
 
-Requests whose prompt did not fit hold no blocks, and keep their prompt, pixels and all. Requests that outgrew their
-blocks keep them, and go on reading where they were. Where all that could draft waits for room, nobody will make any:
-then the one that holds the most gives up for good. Every decision follows from the pool, so ranks take the same ones.
+Requests whose prompt did not fit hold no blocks; those that outgrew theirs keep them, and go on reading where they
+were. Where all that could draft wait, nobody will make room: then the one that holds the most gives up for good.
 """
 
 from typing import Any

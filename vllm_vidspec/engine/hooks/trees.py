@@ -1,11 +1,9 @@
 """The target's side of tree drafts: their shapes by persistent row, what its forward needs, and its KV afterwards.
 
 What a forward needs lies in memory whose addresses stay (`TreePlaces`, the model's positions), and one launch before it
-writes all of it. So a whole forward can be one CUDA graph: it holds tree attention whatever is drafted, and a chain is
-a tree of width 1. Where only chains are drafted, this is here for the attention alone, on backends that it outruns.
-
-This hook writes: positions and masks of the forward's tree nodes, and the accepted paths' KV. Its failures are not
-survived, because the answer would be wrong.
+writes all of it. So a whole forward can be one CUDA graph, whatever is drafted: a chain is a tree of width 1. This hook
+writes: positions and masks of the forward's tree nodes, and the accepted paths' KV; its failures are not survived,
+because the answer would be wrong.
 """
 
 import functools

@@ -4,8 +4,7 @@
     prefill: what the drafter refuses, whether it is there, and what this step has sampled, in the shared tables
     propose: the next window of each stream that agrees with the committed text
 
-Nothing here waits for the drafter: a stream that is short or out of date means fewer drafts. Nor does anything here
-look at streams: the target's device does, when it comes to it.
+Nothing here waits for the drafter, or looks at streams, as the target's device does: a short one means fewer drafts.
 """
 
 import dataclasses

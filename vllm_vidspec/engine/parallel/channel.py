@@ -53,9 +53,8 @@ class Channel:
         end.setblocking(False)
         self._encoder, self._decoder = MsgpackEncoder(), MsgpackDecoder(kinds)
         self._line: collections.deque[_Packet] = collections.deque()
-        # A video's pixels are many megabytes, whose pages a kernel takes a while to find: a thread of its own writes
-        # them, on the drafter's cores where these are known, and the target's step goes on. It also sends, so that the
-        # socket and the line are used by one at a time.
+        # A video's pixels are many megabytes: a thread of its own writes them, on the drafter's cores where these are
+        # known, and sends them; socket and line are used by one at a time.
         self._lock = threading.RLock()
         self._cores = cores
         self._writer: ThreadPoolExecutor | None = None

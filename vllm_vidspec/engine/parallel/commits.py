@@ -1,8 +1,7 @@
 """The target's end of the shared tables: what a step has sampled goes in, what the drafter streams is read.
 
-On the CPU engine that is a copy. On a GPU the tokens are on the device when the host is at this point: they are copied
-into pinned memory behind what is queued, and a thread that waits for that writes them down. So the drafter knows of a
-step as soon as the host can, and the target's loop waits for nothing. Streams the device reads where they lie.
+On a GPU the tokens are copied into pinned memory behind what is queued, and a thread that waits for that writes them
+down. So the drafter knows of a step as soon as the host can, and the target's loop waits for nothing.
 """
 
 import queue

@@ -169,8 +169,7 @@ class DrafterRank:
             if not len(message.rows):
                 return np.zeros(0, dtype=np.int64), refused
         rows = self._mirror.place(message)
-        # As if the target had accepted the token before the root, which `begin_step` then feeds; `fed` forgets that it
-        # was proposed.
+        # As if the target had accepted the token before the root, which `begin_step` feeds; `fed` forgets that one.
         if message.missing.any():
             num_sampled = async_tensor_h2d(1 + message.missing.astype(np.int32), device=rows.device)
             self.drafter.kv.fed[rows] = 0

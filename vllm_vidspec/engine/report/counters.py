@@ -21,14 +21,11 @@ logger = init_logger("vllm.vidspec")
 _TOTALS = ("drafts", "draft_tokens", "accepted_tokens", "draft_depth", *(f"{kind}_tokens" for kind in metrics.KINDS))
 _DRAFTS, _ACCEPTED = _TOTALS.index("drafts"), _TOTALS.index("accepted_tokens")
 
-# Verify steps with drafts, of all requests together, that are judged at once: two short answers' worth when nothing
-# stands. The mean over so many varies by about a tenth of a token.
+# Verify steps with drafts that are judged at once: the mean over so many varies by about a tenth of a token.
 WINDOW = 128
-# Draft tokens that must stand per verify step. Speculation pays if more stand than its forwards cost in forwards
-# of the target: at five forwards of a tenth of its cost, half a token. Sound drafts have one and more stand.
+# Draft tokens that must stand per verify step: what speculation costs, at five forwards of a tenth of the target's.
 LOW = 0.5
-# The log speaks again only after a window as good as this.
-SOUND = 1.0
+SOUND = 1.0  # the log speaks again only after a window as good as this
 
 
 class Counters:
@@ -200,10 +197,7 @@ class AcceptanceAlarm:
         self._is_armed = True
 
     def observe(self, num_steps: int, num_accepted: int) -> bool:
-        """Take in new verify steps with drafts; return whether they complete a window that accepted nearly none.
-
-        A line is logged where acceptance falls from sound to near zero.
-        """
+        """Take in new verify steps with drafts; return whether they complete a window that accepted nearly none."""
         self._steps += num_steps
         self._accepted += num_accepted
         if self._steps < WINDOW:

@@ -31,10 +31,7 @@ class RequestMetrics(RequestSpecDecodeMetrics):
 
 
 class RequestMetricsReader:
-    """Adds to a finished request's statistics what the worker counted for it.
-
-    It runs where vLLM hands outputs to all requests, so it never raises: figures are not worth an answer.
-    """
+    """Adds to a finished request's statistics what the worker counted for it; never raises: no figure is worth that."""
 
     def __init__(self, files: CounterFiles):
         self._files = files
@@ -55,9 +52,8 @@ class RequestMetricsReader:
 
 
 class PublishingOutput(AsyncModelRunnerOutput):
-    """A step's output that publishes our counts when the device has finished it, before anybody sees the tokens.
-
-    It brings the scheduler what there is to tell of the step (`compat.scheduler.Told`).
+    """A step's output that publishes our counts when the device has finished it, before anybody sees the tokens, and
+    brings the scheduler what there is to tell of the step (`compat.scheduler.Told`).
     """
 
     def __init__(
