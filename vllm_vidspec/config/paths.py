@@ -1,7 +1,6 @@
 """Static draft trees as rank paths: SpecVLM's, and the check of a user's; plain Python.
 
-A rank path names a node by what it is at each level: 010 is the best child of the second-best child of the best child
-of the root.
+A rank path names a node: 010 is the best child of the second-best child of the best child of the root.
 """
 
 from collections.abc import Sequence

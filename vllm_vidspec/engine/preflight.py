@@ -49,8 +49,7 @@ def version_problem() -> str | None:
 def translate(args: Any) -> VidSpecConfig | None:
     """Turn `method: vidspec` into a vLLM draft model with our worker, in vLLM's `EngineArgs`; None for other methods.
 
-    A second call on the same object changes nothing. A VidSpecError names a wrong knob, an unsupported vLLM, a missing
-    model or an incompatible pair.
+    A second call changes nothing. A VidSpecError names a wrong knob, an unsupported vLLM or an incompatible pair.
     """
     raw = _requested(args)
     if raw is None:
@@ -273,9 +272,8 @@ def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
 def choose_backend(vllm_config: Any, reader: kv_views.Reader) -> None:
     """Let vLLM use the best attention backend that `reader` reads, where its own first choice is another.
 
-    Why: on some GPUs (compute capability 10) that is FlashInfer, of which guidance reads the cache, and whose place
-    tree attention does not take: it plans its work on the host, batch by batch. A VidSpecError where the user named
-    such a one, or this device has no other.
+    Why: on some GPUs (compute capability 10) that is FlashInfer, which plans its work on the host, batch by batch, so
+    that tree attention cannot take its place. A VidSpecError where the user named it, or this device has no other.
     """
     attention = vllm_config.attention_config
     if attention.backend_per_kind or not platforms.current_platform.is_cuda():

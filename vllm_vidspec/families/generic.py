@@ -23,8 +23,7 @@ _MARKER = re.compile(r"(?<!bos)(?<!eos)(?<!pad)_token_(id|index)$")
 class GenericAdapter(FamilyAdapter):
     """One architecture without an adapter of its own, known by its name. See `FamilyAdapter`.
 
-    No grid is known, so that pruning goes by the order of an item's tokens, and no way to cut a video, so that a step
-    encodes it whole. Embeddings go where vLLM puts them, and positions are those that vLLM computes.
+    No grid is known, so that pruning goes by the order of an item's tokens, and a step encodes a video whole.
     """
 
     embeds_by_itself = True

@@ -5,11 +5,7 @@ from vllm_vidspec.families.layouts import PatchGrids
 
 
 class GlmVAdapter(PatchGrids):
-    """The GLM-V family. See `FamilyAdapter`.
-
-    A video's placeholders are split by frame, between markers and the frame's time as text: each frame has positions of
-    an image, and image tokens.
-    """
+    """The GLM-V family, whose videos are split by frame, each with an image's tokens. See `FamilyAdapter`."""
 
     name = "glm-v"
     architectures = frozenset(f"{kind}ForConditionalGeneration" for kind in ("Glm4v", "Glm4vMoe", "GlmOcr"))

@@ -11,10 +11,7 @@ _PACE = Field("tokens per second", ("vision_config.tokens_per_second",))
 
 
 class QwenVLAdapter(PatchGrids):
-    """A generation of Qwen's models. See `FamilyAdapter`.
-
-    Qwen3-VL writes each frame's time as text between the frames of a video; that text is not the item's embeddings.
-    """
+    """A generation of Qwen's models. See `FamilyAdapter`."""
 
     # Target and draft see the same token ids and the same patchified pixels, and share coordinates in M-RoPE.
     shared = (

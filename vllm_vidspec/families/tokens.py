@@ -1,7 +1,6 @@
 """Whether the same token ids mean the same to two checkpoints; reads `tokenizer.json`, no weights, no vLLM.
 
-Checkpoints of one family share their tokenizer, and pad their embeddings to different numbers of rows (151,936 in
-Qwen2.5-VL-3B, 152,064 in the larger ones). Only the tokens have to agree.
+Checkpoints of one family share their tokenizer, and pad their embeddings to different numbers of rows.
 """
 
 from collections.abc import Mapping

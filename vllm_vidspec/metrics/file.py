@@ -38,10 +38,8 @@ class MetricsFile(Counts):
     """One file of int64 counters: a single writer adds, any process reads.
 
     Each value is one aligned 8-byte word, so a reader sees the old or the new value and never a mixture. Two writers
-    would lose counts: an engine has a file of its own, and only its tensor-parallel rank 0 counts.
-
-    Whoever has the file mapped holds a shared lock on it, which the system takes back when the process ends, however
-    it ends: a file that nobody holds is a leftover. Once mapped, the file may be deleted: the mapping stays.
+    would lose counts: an engine has a file of its own, and only its tensor-parallel rank 0 counts. Whoever has the file
+    mapped holds a shared lock on it: one that nobody holds is a leftover. Once mapped, it may be deleted.
     """
 
     has_requests = True
@@ -105,10 +103,7 @@ class MetricsFile(Counts):
                 (self.set if name in GAUGES else self.add)(name, value)
 
     def begin_request(self, req_id: str, busy: Container[int]) -> int:
-        """Return the slot of a new request, the oldest that is not `busy`; its counts begin at zero.
-
-        An earlier request of the same id is forgotten: a client may use one twice.
-        """
+        """Return the slot of a new request, the oldest that is not `busy`; an earlier one of its id is forgotten."""
         while self._next_request in busy:
             self._next_request = (self._next_request + 1) % _NUM_REQUESTS
         slot, self._next_request = self._next_request, (self._next_request + 1) % _NUM_REQUESTS
@@ -193,8 +188,7 @@ def _digest(req_id: str) -> int:
 def path_for(instance_id: str, engine: int = 0) -> Path:
     """Return where a data-parallel engine (0 where there is one) of the server of this id keeps its counters.
 
-    Derived, not stored: vLLM hashes `additional_config` into its compile cache, where a random path would miss each
-    time.
+    Derived, not stored: vLLM hashes `additional_config` into its compile cache, which a random path would miss.
     """
     return Path(tempfile.gettempdir()) / f"vidspec-{os.getuid()}-{instance_id}-{engine}.i64"
 

@@ -80,10 +80,7 @@ def draft_share(target: Weights, draft: Weights, num_forwards: int) -> float:
 
 
 def cost_hint(target: Weights, draft: Weights, num_forwards: int = USUAL_FORWARDS) -> str | None:
-    """Return a line on a draft with 16-bit weights whose step of so many forwards reads more than `DEAR`; else None.
-
-    Of a target that drafts for itself nothing is said.
-    """
+    """Return a line on a draft, not the target itself, of 16 bits whose step reads more than `DEAR`; else None."""
     share = draft_share(target, draft, num_forwards)
     if draft == target or draft.layer_bytes < WEIGHT_BYTES or share <= DEAR:
         return None

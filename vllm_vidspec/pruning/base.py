@@ -22,8 +22,7 @@ class PruneInputs:
     num_keep: int  # Exact number of tokens to keep, in [0, grid.num_tokens]
     # float32 [grid.num_tokens], finite, higher = more important; None where there is no guidance.
     scores: Tensor | None = None
-    # float16, bfloat16 or float32 [grid.num_tokens, dim >= 1], finite: the vision tower's embeddings of the item's
-    # tokens, on the device of `scores` where both are given. Strides are free.
+    # float16, bfloat16 or float32 [grid.num_tokens, dim >= 1], finite, on the device of `scores`: tower's embeddings
     features: Tensor | None = None
     lambda_r: float = 0.4  # Share of the total score that SpecVLM's stage I retains, in [0, 1]
     seed: int = 0  # Seed of a random choice; the same seed, grid and budget give the same tokens on every device

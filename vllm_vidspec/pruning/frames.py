@@ -8,9 +8,8 @@ import torch
 from vllm_vidspec.config import PruneKnobs
 from vllm_vidspec.pruning.grid import TokenGrid
 
-# Text between two frames of a video, in tokens, at most. A chat template puts two markers and a newline there, and a
-# client a label such as "Frame 12 (0:01:12.5):", whose digits may be a token each. More than that is text about the
-# images themselves, which are then no frames.
+# Text between two frames of a video, in tokens, at most: a chat template's markers, and a client's label such as "Frame
+# 12 (0:01:12.5):". More than that is text about the images themselves, which are then no frames.
 MAX_TEXT_BETWEEN = 16
 
 
@@ -85,11 +84,7 @@ def pruned_together(
 
 
 def run_grid(image: TokenGrid, num_images: int) -> TokenGrid:
-    """Return the layout of a run of images of one layout, a frame each.
-
-    An image of unknown geometry is a row of tokens, and so is one that has more than the rows of a frame. Temporal
-    pruners compare a token with the same place in another frame, which such rows of one length have as well.
-    """
+    """Return the layout of a run of images of one layout, a frame each, or where it is no frame's a row each."""
     if image.num_frames == 1 and image.num_trailing == 0:
         return TokenGrid(num_images, image.height, image.width)
     return TokenGrid(num_images, 1, image.num_tokens)

@@ -1,8 +1,4 @@
-"""Every pruner by its name in the configuration: grid, scores or features -> kept_indices (METHODS 1). Pure torch.
-
-Those that follow the target (SpecVLM, ParallelVLM), SpecVLM's score-free baselines, and its temporal ones, after
-FastVID (frame level) and DyCoke (token level), each with the exact budget.
-"""
+"""Every pruner by its name in the configuration: grid, scores or features -> kept_indices (METHODS 1). Pure torch."""
 
 import torch
 from torch import Tensor
@@ -42,10 +38,7 @@ def linspace_indices(num_candidates: int, num_keep: int, device: torch.device | 
 
 
 def descending_order(scores: Tensor) -> Tensor:
-    """Return int64 [n] that sorts float [n] scores from highest to lowest; of equal ones the lower index comes first.
-
-    Scores are without NaN; the order is the same on every device.
-    """
+    """Return int64 [n] that sorts float [n] scores without NaN, highest first, of equal ones the lower index first."""
     # + 0.0 turns -0.0 into 0.0: a radix sort on the bits may tell them apart.
     return (scores + 0.0).sort(descending=True, stable=True).indices
 
@@ -58,9 +51,8 @@ def top_k_indices(scores: Tensor, num_keep: int) -> Tensor:
 def top_p_size(ordered_scores: Tensor, lambda_r: float) -> int:
     """Return the size of the smallest prefix whose sum reaches `lambda_r` times the total (SpecVLM eq. 6).
 
-    Summed in float64, where 25,000 float32 scores lose nothing that a threshold could notice, and on the CPU, because
-    CUDA's floating point prefix sum may differ from run to run, hence from rank to rank. The scores are float32 [n],
-    descending, finite, >= 0. The size is 0 for `lambda_r` 0 or a total of 0, for 1 the number of positive scores.
+    Summed in float64, and on the CPU, because CUDA's floating point prefix sum may differ from rank to rank. The scores
+    are float32 [n], descending, finite, >= 0. The size is 0 for `lambda_r` 0 or a total of 0, for 1 the positive ones'.
     """
     ordered_scores = ordered_scores.cpu()
     if lambda_r == 1.0:  # exactly, even where a tiny score no longer changes the float64 sum
@@ -230,8 +222,7 @@ ALL_PRUNERS = {
     pruner.name: pruner
     for pruner in (
         Pruner("none", _select_none),
-        # `attention` and `uv` are one rule on two measurements: SpecVLM's guidance (eq. 5) without stage II, its
-        # ablation; and ParallelVLM's UV-Prune (eq. 2-4), whose scores may be negative.
+        # `attention` and `uv` are one rule: SpecVLM's guidance without stage II, and UV-Prune, which may be negative.
         Pruner("specvlm", _select_specvlm, needs=frozenset({"attention"}), refuses_negative=True),
         Pruner("attention", _select_top_k, needs=frozenset({"attention"})),
         Pruner("uv", _select_top_k, needs=frozenset({"uv"})),

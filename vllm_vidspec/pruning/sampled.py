@@ -1,7 +1,6 @@
 """Which video tokens are left where the target itself prunes videos (`--video-pruning-rate`). Pure torch.
 
-vLLM decides that inside the target's forward and does not report it; but every kept token has the rope position of its
-place in the video, from which the places follow.
+vLLM does not report it; but every kept token has the rope position of its place in the video.
 """
 
 import torch

@@ -49,10 +49,8 @@ def choose(extra_args: dict[str, Any] | None, knobs: ScoreKnobs, has_records: bo
 
 
 def strict_reason(sampling: Any) -> str | None:
-    """Return why a request of these `SamplingParams` is always verified strictly (one of `STRICT_REASONS`), or None.
-
-    A grammar, a tool-call parser, a stop string and a reader of log-probabilities all take the output for the target's
-    own, token by token.
+    """Return why a request is always verified strictly (one of `STRICT_REASONS`), or None: it has a reader that takes
+    the output for the target's own, token by token.
     """
     if sampling.structured_outputs is not None:
         return "structured"

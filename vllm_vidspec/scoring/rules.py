@@ -41,20 +41,15 @@ def score(inputs: ScoreInputs) -> Scored:
     """Accept the longest path, of equals the first, of drafts that are exact or may mismatch (LVSpec eq. 9-11; FLy).
 
     Under `strict`, and without looseness, that is the longest path from the root that the target itself samples, which
-    is lossless at every temperature. Every emitted token is then the target's own sample under vanilla's own noise: the
-    accepted drafts because they equal it, and the one after them because it is emitted in the rejected draft's place
+    is lossless at every temperature: every emitted token is then the target's own sample under vanilla's own noise
     (Gumbel-max coupling; Daliri, Musco, Suresh 2025, "Coupling without communication and drafter-invariant speculative
-    decoding"). An accepted mismatch emits the draft's token, whose KV is the one that both models hold; what follows it
-    is the target's sample given that token.
+    decoding"). An accepted mismatch emits the draft's token; what follows it is the target's sample given that token.
     """
     return Scored(*accept(*inputs))
 
 
 def top_entropy(logits: Tensor, top_k: int = 0) -> Tensor:
-    """Return the part of each row's entropy, `[n]` float32 nats, that its `top_k` likeliest tokens make; 0: all.
-
-    It is vLLM's own measure for FLy: they have the probabilities that they have among all.
-    """
+    """Return the part of each row's entropy, `[n]` float32 nats, that its `top_k` likeliest tokens make; 0: all."""
     logits = logits.float()
     if not 0 < top_k < logits.shape[1]:
         return torch.special.entr(logits.softmax(dim=1)).sum(dim=1)

@@ -243,22 +243,15 @@ def reasons(counters: dict[str, int], prefix: str) -> str:
 
 
 def choose(measurements: Sequence[Measurement]) -> Measurement:
-    """Return the first measurement that is as good as the best one.
-
-    As good: its acceptance length is at least what the best one's would be with one more verify step for the same
-    tokens. Greedy answers do not depend on the draft, so a difference of one step in all is no reason to leave an
-    earlier candidate.
-    """
+    """Return the first measurement that is as good as the best one: that would be with one more verify step in all."""
     best = max(measurements, key=lambda row: row.acceptance_length)
     good_enough = best.acceptance_length * best.num_drafts / (best.num_drafts + 1)
     return next(row for row in measurements if row.acceptance_length >= good_enough)
 
 
 def layer_sets(num_layers: int) -> tuple[LayerSet, ...]:
-    """Return the candidates for `guidance_layers`, at most ten: the paper's choice first.
-
-    All, the first half, the second half and the last quarter; then every single layer where there are at most six,
-    otherwise the other quarters.
+    """Return the candidates for `guidance_layers`, the paper's first: all, each half and the last quarter; then every
+    single layer where there are at most six, otherwise the other quarters.
     """
     layers, half = tuple(range(num_layers)), num_layers // 2
     quarters = [layers[i * num_layers // 4 : (i + 1) * num_layers // 4] for i in range(4)]

@@ -24,10 +24,7 @@ _PYTHON_ERROR = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Interru
 
 
 def last_error_line(log: str) -> str:
-    """Return the one line of an engine's log that says why it stopped.
-
-    Our own `vidspec:` line comes first, then the last line that names a Python exception, then the last line of all.
-    """
+    """Return the line of an engine's log that says why it stopped: our own, an exception's, or the last of all."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for pattern in (_OURS, _PYTHON_ERROR):
         hits = [

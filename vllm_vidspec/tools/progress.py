@@ -30,12 +30,8 @@ def bars(console: Console) -> Iterator[Progress]:
 
 
 class View:
-    """Shows the events of a tool: a bar over its measurements.
-
-    plan: `total`, the measurements to come.
-    loading: `label`, what starts now.
-    measuring: what was loading is there.
-    measured: one of the total is done; `note` says what came out.
+    """Shows the events of a tool, a bar over its measurements: how many there will be (`plan`), what starts now
+    (`loading`), that it is there (`measuring`), and that one is done, with what came out (`measured`).
     """
 
     def __init__(self, bars: Progress) -> None:

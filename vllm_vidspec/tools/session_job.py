@@ -93,8 +93,7 @@ def _own_requests(prompts: dict[str, Any]) -> list[Any]:
 class Engine:
     """An engine and the questions it is asked; each of its commands takes the fields of a line and returns an answer's.
 
-    `requests` are a prompt per video, or with `is_chat` a conversation; `report` is called with "progress" (`done`
-    requests); `job` see `_answers`.
+    `requests` are a prompt per video, or with `is_chat` a conversation; `job` see `_answers`.
     """
 
     commands: ClassVar[tuple[str, ...]] = ("answer",)

@@ -31,12 +31,9 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Reading:
-    """What a server showed at one time: our counters and vLLM's figures, which may be empty, by engine.
+    """What a server showed at one time: our counters and vLLM's figures, which may be empty, by engine."""
 
-    `at` is of a clock that does not jump, in seconds.
-    """
-
-    at: float
+    at: float  # seconds of a clock that does not jump
     engines: scrape.Engines
     vllm: scrape.Engines
 

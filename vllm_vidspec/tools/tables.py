@@ -23,10 +23,7 @@ def by_columns(
     style: Callable[[Any], str | None] = lambda row: None,
     **options: Any,
 ) -> Table:
-    """Return a table of `rows`, each shown by every column; `options` are further ones of rich's Table.
-
-    The first `num_words` columns hold words and are left-aligned; the others hold numbers. `style` is a row's.
-    """
+    """Return a table of `rows`, each shown by every column, the first `num_words` left-aligned; `style` is a row's."""
     table = Table(**{"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), **options})
     for index, head in enumerate(columns):
         table.add_column(head, justify="left" if index < num_words else "right", no_wrap=True)

@@ -13,10 +13,7 @@ from vllm_vidspec.engine.cpu import batch_kernels, kernels
 
 @contextlib.contextmanager
 def cpu_model_runner(make: Callable) -> Iterator[None]:
-    """Let `CPUWorker.init_device` build the runner that `make` returns, given the arguments of vLLM's.
-
-    Why: it imports `CPUModelRunner` inside the function, with no method to override (the GPU worker has one).
-    """
+    """Let `CPUWorker.init_device` build the runner that `make` returns; it has no method for that to override."""
     import vllm.v1.worker.cpu.model_runner as module
 
     original = module.CPUModelRunner
@@ -92,8 +89,7 @@ def twin_of(name: str) -> Callable:
 def _apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_bitmask) -> None:
     """Torch version of vLLM's grammar mask, in place on `[num_logits, vocab_size]` float logits.
 
-    Bit v of row m of the `[num_masks, ceil(vocab_size / 32)]` int32 mask allows token v at logits row (request,
-    position) of m; `grammar_req_ids` are in its order.
+    Bit v of row m of the `[num_masks, ceil(vocab_size / 32)]` int32 mask allows token v at m's logits row.
     """
     from vllm.v1.worker.gpu.structured_outputs import _build_grammar_mapping
 

@@ -64,9 +64,8 @@ def observe_attention(layer: Any, observer: Callable, is_observed: Callable[[], 
     Why: fused attention keeps its weights to itself; q and the paged keys meet here and nowhere else. The wrapper runs
     inside vLLM's opaque attention operator, hence under torch.compile and piecewise graphs too.
 
-    The observer reads only. `lse` is float32 `[num_heads, num_tokens]`, the log-sum-exp of each row, or None where the
-    backend does not tell it: not FlashAttention 2 or 3, or not in one call. `is_observed` says whether there is
-    anything to observe in the forward that runs; the usual decode step has nothing.
+    `lse` is float32 `[num_heads, num_tokens]`, the log-sum-exp of each row, or None where the backend does not tell it.
+    `is_observed` says whether there is anything to observe in the forward that runs: seldom in a decode step.
     """
     original = layer.impl.forward
     expect_parameters(original, *_ATTENTION_FORWARD)
@@ -245,8 +244,7 @@ def without_kv_connector() -> Iterator[None]:
 def without_drafts(runner: Any) -> Iterator[None]:
     """Let a runner go through a step as one without speculation does.
 
-    Why: vLLM writes, picks and keeps draft tokens of every step, which takes a tiny model's step 2 % longer, though
-    nobody has drafted any.
+    Why: vLLM writes, picks and keeps draft tokens of every step, which takes a tiny model's step 2 % longer.
     """
     speculator, num_steps = runner.speculator, runner.num_speculative_steps
     runner.speculator, runner.num_speculative_steps = None, 0

@@ -300,10 +300,7 @@ def no_room_for(message: messages.PrefillMessage) -> str:
 def without_room(
     drafter: Drafter, idx_mapping_np: np.ndarray, num_tokens_upper_bound: np.ndarray
 ) -> Iterator[tuple[int, str, str]]:
-    """Make room for the next step of `[n]` rows; yield those of them without any, why, and what to say of each.
-
-    What is too long is yielded first, and its blocks, if the caller frees them, are there for the others.
-    """
+    """Make room for the next step of `[n]` rows; yield those without any, why, and what to say; too long ones first."""
     if drafter.has_room(idx_mapping_np, num_tokens_upper_bound):
         return
     is_held, model = drafter.holds(idx_mapping_np, num_tokens_upper_bound), drafter.model

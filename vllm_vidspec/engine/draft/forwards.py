@@ -73,7 +73,7 @@ class Forwards:
     def roots(self, num_reqs: int) -> None:
         """Feed the committed text's last two tokens of each request, the second of which is the root: see `kv`.
 
-        So the batch has one shape whatever was accepted, and the host need not know.
+        So the batch has one shape, whatever was accepted.
         """
         step = self.buffers.step
         if self._kv.caches is not None:

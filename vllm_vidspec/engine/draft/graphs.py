@@ -29,8 +29,8 @@ class Part(BatchExecutionDescriptor):
 def mode_of_draft(mode: CUDAGraphMode) -> CUDAGraphMode:
     """Return the draft's mode where vLLM has resolved the target's to `mode`.
 
-    Whether whole forwards can be captured is each backend's own matter: what a target must run in pieces (`-O1`, a KV
-    connector by layers) is none of its draft's. No graphs at all is the user's word, or vLLM's last one, for both.
+    What a target must run in pieces (`-O1`, a KV connector by layers) is none of its draft's. No graphs at all is the
+    user's word, or vLLM's last one, for both.
     """
     return CUDAGraphMode.FULL_DECODE_ONLY if mode else CUDAGraphMode.NONE
 

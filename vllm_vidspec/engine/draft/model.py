@@ -104,8 +104,7 @@ class DraftModel:
             ours, theirs = (it.compilation_config.static_forward_context for it in (self.config, self.target_config))
             ours.update({name: own_cache(layer) for name, layer in theirs.items()})
         else:
-            # No prefix: what a quantised checkpoint leaves out, it names as its own modules are called. The names may
-            # be the target's, because everything that looks layers up by name belongs to one configuration.
+            # No prefix: what a quantised checkpoint leaves out, it names as its own modules are called.
             with set_model_tag("draft_model"), compat.one_stage():
                 self.model = get_model(vllm_config=self.config)
         model_config = self.config.model_config
@@ -344,9 +343,8 @@ class DraftModel:
         return embeds
 
     def encode(self, features: list[Any], frames: Sequence[range | None]) -> list[torch.Tensor]:
-        """Run the draft's vision tower over vLLM's multimodal features, modality by modality; of each over some frames
-        of its grid (see `FamilyAdapter.frames`), None for all of it. Return `[m_i, num_media_levels * hidden_size]` of
-        each, in the order given.
+        """Run the draft's vision tower over vLLM's multimodal features, of each over some frames of its grid (see
+        `FamilyAdapter.frames`), None for all; return `[m_i, num_media_levels * hidden_size]` of each, in their order.
         """
         items = zip(features, frames, strict=True)
         return self._encode([(feature.modality, self._cut(feature.data, some)) for feature, some in items])

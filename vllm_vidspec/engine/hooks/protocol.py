@@ -31,9 +31,7 @@ class TargetHook(RowTable):
         return 0
 
     def init_kv(self, runner: Any) -> None:
-        """Take its memory, once the target's KV cache exists, and refuse one that it cannot read; inside the runner's
-        `kv_allocation()` where its contents may be lost while the engine sleeps.
-        """
+        """Take its memory, in the runner's `kv_allocation()` where it may be lost; refuse a KV cache it cannot read."""
 
     def before_forward(self, batch: Any) -> None:
         """Plan a step, given vLLM's `InputBatch`."""
