@@ -7,8 +7,7 @@ NONE = "none"  # the shape of a step that drafts nothing
 
 Shape = Literal["chain", "tree-static", "tree-adaptive", "none"]
 
-# First batch size, last, most tokens per step: vLLM's `num_speculative_tokens_per_batch_size`.
-Cap = tuple[int, int, int]
+Cap = tuple[int, int, int]  # first batch size, last, most tokens per step: a row of vLLM's own schedule
 
 
 class Plan(NamedTuple):

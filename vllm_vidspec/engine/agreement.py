@@ -22,10 +22,8 @@ from vllm.logger import init_logger
 
 logger = init_logger("vllm.vidspec")
 
-# How long to wait for a rank, far more than ranks ever drift apart and less than vLLM waits for a step (300 s).
-_PATIENCE_S = 120.0
-# How long to wait for the others to have failed at the same place.
-_FAILED_PATIENCE_S = 10.0
+_PATIENCE_S = 120.0  # to wait for a rank: more than ranks drift apart, less than vLLM waits (300 s)
+_FAILED_PATIENCE_S = 10.0  # how long to wait for the others to have failed at the same place
 
 _READY, _DONE, _FAILED, _TORN = range(4)
 _NUM_HEADERS = 5  # int64: steps so far, phase, one of the above, where it failed, number of flags

@@ -22,8 +22,7 @@ class Step(NamedTuple):
     bound: np.ndarray  # [num_reqs] int64 host bound of the committed lengths, the target's last token included
     num_sampled: torch.Tensor  # [num_reqs] int32 accepted drafts and the target's own token
     plan: Plan  # what to draft
-    # [num_reqs] bool: requests that get no drafts in this step, though others may; None: there are none
-    rests: np.ndarray | None = None
+    rests: np.ndarray | None = None  # [num_reqs] bool: requests without drafts in this step; None: there are none
     is_undrafted: bool = False  # whether somebody has decided that drafts do not pay in this step
 
     def active(self, found: np.ndarray) -> np.ndarray:

@@ -86,8 +86,7 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     _warn(vllm_config, config)
     if platforms.current_platform.is_cuda():
         say_hints(vllm_config, config)
-    # pickled for the workers
-    check = functools.partial(choose, knobs=config.score, has_records=config.request_records)
+    check = functools.partial(choose, knobs=config.score, has_records=config.request_records)  # pickled for the workers
     api.mark_as_ours(vllm_config.speculative_config, check)
     api.hear_request_choices(PREFIX, CALLS_TOOLS, check)
     if config.request_records:

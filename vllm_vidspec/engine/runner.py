@@ -69,8 +69,7 @@ class VidSpecModelRunner(GPUModelRunner):
         super().load_model(*args, **kwargs)
         compat.keep_shared_noise(self.sampler)
         weights = (weight.numel() * weight.element_size() for weight in self.model.parameters())
-        # Every step passes all stages, each about as large as this one.
-        num_stages = self.parallel_config.pipeline_parallel_size
+        num_stages = self.parallel_config.pipeline_parallel_size  # a step passes all, each as large as this one
         self.counters.set("target_load_bytes", num_stages * sum(weights))
         with DeviceMemoryProfiler() as profiler:
             self.parts = RunnerParts(self)
@@ -246,8 +245,6 @@ class VidSpecModelRunner(GPUModelRunner):
                 for req_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
             ]
         return drafts
-
-    # ---- tools -----------------------------------------------------------------------------------------------------
 
     def uncounted(self) -> contextlib.AbstractContextManager:
         return self.counters.paused()

@@ -10,8 +10,7 @@ from typing import Any
 from vllm_vidspec.families.base import FamilyAdapter, Field, flat_grid
 from vllm_vidspec.pruning import TokenGrid
 
-# Parts of a config that are a vision tower's, or have one.
-_TOWER = re.compile(r"^(vision|vit|visual|thinker)(_|$)")
+_TOWER = re.compile(r"^(vision|vit|visual|thinker)(_|$)")  # parts of a config that are a vision tower's, or have one
 # What decides how pixels become tokens; sizes of the networks do not.
 _GEOMETRY = re.compile(
     r"patch_size|patch_merge|merge_size|image_size|num_channels|in_chan|downsample|pool|stride|pinpoints|aspect"

@@ -4,8 +4,7 @@ import numpy as np
 
 from vllm_vidspec.metrics.catalogue import GAUGES, NAMES, SLOT
 
-# By name what a counter gained between two readings; of a gauge its value.
-Changes = dict[str, int]
+Changes = dict[str, int]  # by name what a counter gained between two readings; of a gauge its value
 
 
 class Counts:

@@ -20,8 +20,7 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics.catalogue import GAUGES, KINDS, NAMES, SLOT
 from vllm_vidspec.metrics.counts import Changes, Counts
 
-# Of each of the last requests a digest of its id, and counts of its draft tokens by kind.
-_NUM_REQUESTS = 4096
+_NUM_REQUESTS = 4096  # of each of the last requests a digest of its id, and counts of its draft tokens by kind
 
 _MAGIC = int.from_bytes(b"vidspec\0", "little")
 VERSION = 12

@@ -24,8 +24,7 @@ def register_collector(files: Mapping[int, MetricsFile], model_name: str) -> Any
 _registered: dict[str, Any] = {}
 _register_lock = threading.Lock()
 
-# Upper bounds of the histogram: every length of the usual chains and trees, then ever fewer.
-_LENGTHS = (*range(1, 13), 16, 24, 32, 48, 64)
+_LENGTHS = (*range(1, 13), 16, 24, 32, 48, 64)  # upper bounds of the histogram: the usual lengths, then ever fewer
 
 
 class Collector:

@@ -6,10 +6,8 @@ TEXT_SHARE = 0.1  # over the kept share: for text, and for prompts without video
 # The pool has room for so many tokens of one request, if that takes no more than so much of the KV memory.
 LEAST_TOKENS = 8192
 MOST_LEAST_SHARE = 0.1
-# Of the KV memory, for the draft's vision embeddings.
-VISION_SHARE = 0.02
-# Of the KV memory, for pixels that the target has seen and the draft has not: 25,000 tokens of video are 236 MB.
-PIXEL_SHARE = 0.01
+VISION_SHARE = 0.02  # of the KV memory, for the draft's vision embeddings
+PIXEL_SHARE = 0.01  # of the KV memory, for pixels that the draft is to see: 25,000 tokens are 236 MB
 
 
 def pool_bytes(

@@ -12,8 +12,7 @@ class TokenGrid:
     num_frames: int  # Temporal steps T (after temporal patching; 1 for an image)
     height: int  # Token rows of a frame (after spatial merging or pooling)
     width: int  # Token columns of a frame
-    # Tokens after the last frame (LLaVA's `image_newline`). They count towards the budget and belong to the last frame.
-    num_trailing: int = 0
+    num_trailing: int = 0  # Tokens after the last frame, to which they belong (LLaVA's `image_newline`)
 
     def __post_init__(self) -> None:
         if min(self.num_frames, self.height, self.width, self.num_trailing) < 0:

@@ -23,8 +23,7 @@ class PromptItem:
     feature: Any  # vLLM's, with its pixels
     where: torch.Tensor  # `[m]` int64 prompt indices that its embeddings fill
     grid: TokenGrid  # Its layout
-    # Which of the tower's embeddings the target has kept, `[m]` int64; None: all of them.
-    seen: torch.Tensor | None = None
+    seen: torch.Tensor | None = None  # which of the tower's embeddings the target has kept, `[m]` int64; None: all
 
     @property
     def name(self) -> str:
@@ -42,8 +41,7 @@ class PromptPlan:
     """A prompt before any of its items is pruned."""
 
     token_ids: torch.Tensor  # `[num_tokens]` int32, the full prompt, and after a preemption the output so far
-    # `[num_axes, num_tokens]` int64 rope positions of the full prompt; None where the kept tokens are renumbered.
-    positions: torch.Tensor | None
+    positions: torch.Tensor | None  # `[num_axes, num_tokens]` int64, of the full prompt; None where it is renumbered
     num_axes: int  # Of the rope positions
     items: tuple[PromptItem, ...]  # Its images and videos in prompt order
     units: tuple[PruneUnit, ...]  # The items that are pruned together, in the same order; every item is in one unit

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 from vllm_vidspec.config import REQUEST_LAMBDA, REQUEST_RECORD, REQUEST_SCORER, ScoreKnobs
 from vllm_vidspec.errors import VidSpecError, nearest, quoted
 
-# Set by the API server on requests that may call tools, whose output a parser reads.
-CALLS_TOOLS = "vidspec_calls_tools"
+CALLS_TOOLS = "vidspec_calls_tools"  # set by the API server on requests whose output a parser may read
 _KEYS = (REQUEST_SCORER, REQUEST_LAMBDA, REQUEST_RECORD, CALLS_TOOLS)
 PREFIX = "vidspec_"  # of every parameter of ours; an unknown one with this prefix is an error
 

@@ -7,8 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-# What a tool tells whoever listens: an event's name and its fields.
-Report = Callable[[str, dict[str, Any]], None]
+Report = Callable[[str, dict[str, Any]], None]  # what a tool tells whoever listens: an event's name and its fields
 
 
 def silent(event: str, fields: dict[str, Any]) -> None:

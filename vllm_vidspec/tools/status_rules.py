@@ -6,13 +6,10 @@ from typing import Any, Literal
 
 Level = Literal["info", "warn"]
 
-# Fewer verify steps than a window of the alarm say nothing about acceptance.
-MIN_STEPS = 128
+MIN_STEPS = 128  # fewer verify steps than a window of the alarm say nothing about acceptance
 LOW_LENGTH = 1.5  # the alarm's, too: half a draft token per step
-# Requests that run without speculation, of all, that are no accident.
-MANY_REQUESTS = 0.01
-# A position accepted so seldom costs a draft forward in every step and gains next to nothing.
-SELDOM = 0.02
+MANY_REQUESTS = 0.01  # requests that run without speculation, of all, that are no accident
+SELDOM = 0.02  # a position accepted so seldom costs a draft forward in every step and gains next to nothing
 FULL_POOL = 0.95
 LATE = 0.2  # of a parallel drafter's steps
 EAGER = 0.05  # of the batches drafted for

@@ -18,8 +18,7 @@ import torch
 _F32 = np.float32
 _U32 = np.uint32
 DRAFT_NOISE_SALT = 1 << 30
-# Tiles of vLLM's kernels: in what order a float32 sum is added up, and how far a row is padded.
-_SUM_BLOCK, _RANK_BLOCK = 1024, 8192
+_SUM_BLOCK, _RANK_BLOCK = 1024, 8192  # of vLLM's kernels: how a float32 sum is added up, a row padded
 
 
 class Twin:

@@ -13,8 +13,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 logger = init_logger("vllm.vidspec")
 
 Run = Callable[[], object]
-# Sizes of the kind of steps that requests do not ask for by default: each at least so many times the one before.
-_SPARSE = 4
+_SPARSE = 4  # sizes of the kind of steps that is not the default: each so many times the one before
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,6 @@ class VisionCache:
     def can_keep(self, num_rows: int) -> bool:
         return 0 < -(-num_rows // PAGE_ROWS) * PAGE_ROWS <= self._store.shape[0]
 
-    def keep(self, name: str, embeddings: torch.Tensor) -> bool:
-        """Copy an item `[m, hidden_size]` in; return False for one that the whole cache cannot hold."""
-        return self.extend(name, len(embeddings), 0, embeddings)
-
     def extend(self, name: str, num_rows: int, start: int, embeddings: torch.Tensor) -> bool:
         """Copy an item's next rows `[k, hidden_size]` in, from `start` on, 0: anew; return whether they are kept."""
         if start == 0:

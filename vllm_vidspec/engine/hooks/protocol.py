@@ -17,8 +17,7 @@ class Forward(NamedTuple):
     """What a forward of the target left."""
 
     hidden_states: torch.Tensor | None  # [num_tokens, hidden_size] final ones; None where the step ran no forward
-    # [num_tokens, hidden_size] of each layer that was asked for; None where none was
-    aux_hidden_states: list[torch.Tensor] | None
+    aux_hidden_states: list[torch.Tensor] | None  # the same of each layer that was asked for; None where none was
 
 
 class TargetHook(RowTable):

@@ -1,8 +1,7 @@
 """The target's final hidden states of each request's video tokens, kept from prefill for the loose scorer (LVSpec).
 
-An image or video is an item of the store, known by all that it depends on (`content_keys`). So requests that share a
-prefix share an item, and one whose prefill the target took from its prefix cache finds the states there; if they are
-gone, or do not fit, the request is verified strictly, counted by reason. All tensor-parallel ranks decide alike.
+An image or video is an item of the store, known by all that it depends on (`content_keys`): a request whose prefill the
+target took from its prefix cache finds the states there. Else, or if they do not fit, it is verified strictly.
 """
 
 import time

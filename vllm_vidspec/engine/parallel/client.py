@@ -39,8 +39,7 @@ class DrafterClient:
         self._processes: list[subprocess.Popen] = []
         self._channel: Channel | None = None
         self.is_up = False  # whether it has loaded, and not gone since
-        # Starts after the first, whether or not they went well, and how often it has come up.
-        self.num_restarts, self.num_connects = -1, 0
+        self.num_restarts, self.num_connects = -1, 0  # starts after the first, and how often it has come up
         self._num_failures = 0
         self._next_start = 0.0
         self._since = time.monotonic()  # in the present state

@@ -57,8 +57,7 @@ class TargetMirror:
         self.text = torch.zeros(max_num_reqs, model.max_model_len, dtype=torch.int32, device=device)
         self.num_tokens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self._staged: set[int] = set()  # rows whose requests the device is yet to be told of
-        # Of those that it was last.
-        self._told = torch.cuda.Event(blocking=True) if device.type == "cuda" else None
+        self._told = torch.cuda.Event(blocking=True) if device.type == "cuda" else None  # of those that it was last
 
     def add(self, message: messages.Add) -> None:
         """Take a request in; `apply` tells the device."""

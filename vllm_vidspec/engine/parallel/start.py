@@ -30,8 +30,7 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.parallel import Tables
 from vllm_vidspec.planning.pool import VISION_SHARE
 
-# Tokens of a stream that may follow one begun on the device before it is begun anew; as many bits tell what is fed.
-_MAX_RUN = 32
+_MAX_RUN = 32  # most tokens of a stream that follow one begun on the device; as many bits tell what is fed
 _MARGIN_BYTES = 256 << 20  # for graphs, and what a forward takes beyond its profile
 
 

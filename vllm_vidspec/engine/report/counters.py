@@ -21,10 +21,8 @@ logger = init_logger("vllm.vidspec")
 _TOTALS = ("drafts", "draft_tokens", "accepted_tokens", "draft_depth", *(f"{kind}_tokens" for kind in metrics.KINDS))
 _DRAFTS, _ACCEPTED = _TOTALS.index("drafts"), _TOTALS.index("accepted_tokens")
 
-# Verify steps with drafts that are judged at once: the mean over so many varies by about a tenth of a token.
-WINDOW = 128
-# Draft tokens that must stand per verify step: what speculation costs, at five forwards of a tenth of the target's.
-LOW = 0.5
+WINDOW = 128  # verify steps that are judged at once: their mean varies by about a tenth of a token
+LOW = 0.5  # draft tokens that must stand per verify step: the cost of five forwards of a tenth of the target's
 SOUND = 1.0  # the log speaks again only after a window as good as this
 
 

@@ -14,8 +14,7 @@ from vllm_vidspec.engine.verify.step import VerifySlice
 from vllm_vidspec.scoring import TreeShapes
 
 _NUM_NATIVE_PROCESSORS = 3  # logit bias, penalties, bad words
-# Of paths that are laid out at a time, in float32.
-MAX_PATH_BYTES = 256 << 20
+MAX_PATH_BYTES = 256 << 20  # of paths that are laid out at a time, in float32
 
 
 class PathSampler:
