@@ -13,9 +13,8 @@ CALIBRATED_KEYS = frozenset({"lambda_r", "guidance_layers", "uv_layer", "draft_t
 
 
 def parse_config(raw: dict[str, Any]) -> tuple[VidSpecConfig, dict[str, Any]]:
-    """Split a `--speculative-config` dict into our configuration and the keys that vLLM itself understands.
-
-    `method` is ignored, dashes in keys count as underscores. A VidSpecError names the wrong key or value.
+    """Split a `--speculative-config` dict, dashes in keys as underscores, into our configuration and vLLM's own keys;
+    a VidSpecError names the wrong key or value.
     """
     given = {key.replace("-", "_"): value for key, value in raw.items()}
     given.pop("method", None)

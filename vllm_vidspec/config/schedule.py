@@ -51,9 +51,8 @@ def without_gaps(caps: Sequence[Cap]) -> tuple[Cap, ...]:
 
 
 def capped(table: Sequence[tuple[int, int, str, int]], caps: Sequence[Cap] | None) -> tuple[PlanRow, ...]:
-    """Return the plans of a table, each limited to what vLLM's schedule (without gaps, or None) allows.
-
-    The rows `(first, last, shape, tokens)` follow each other from 1 on; the last one holds beyond its end.
+    """Return the plans of a table, each limited to what vLLM's schedule (without gaps, or None) allows; the last row
+    holds beyond its end.
     """
     rows: list[PlanRow] = []
     caps = caps or [(1, 1, max(row[3] for row in table))]

@@ -1,6 +1,4 @@
-"""DraftBackend: the seam for where the draft runs, in the target's process or in one of its own; and the Step that it
-is told of.
-"""
+"""DraftBackend: where the draft runs, in the target's process or in one of its own; and the Step that it is told of."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -46,8 +44,7 @@ class Step(NamedTuple):
             if decision.resting:
                 found = map(decision.resting.__contains__, batch.req_ids)
                 rests = np.fromiter(found, dtype=bool, count=batch.num_reqs)
-        # The same number, from the same plans, but for vLLM's warm-up, and 0 where it knows that no request of the step
-        # can use drafts (from 0.33 on).
+        # From the same plans, but for vLLM's warm-up, and 0 where no request of the step can use drafts (from 0.33 on).
         if most is not None:
             plan = plan._replace(num_tokens=min(plan.num_tokens, most))
         computed = batch.num_computed_tokens_np + batch.num_scheduled_tokens
@@ -119,7 +116,5 @@ class DraftBackend(RowTable):
         """Reserve what the step needs, and read a bounded piece of the prompts in the queue."""
 
     def propose(self, step: Step, batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draft for a batch; return `[num_reqs, K]` int64 drafts, zeros for requests without, and `[num_drafted]` how
-        many of each mean something; None where all K do.
-        """
+        """Return `[num_reqs, K]` int64 drafts, else zeros, and `[num_drafted]` how many of each count; None: all."""
         raise NotImplementedError

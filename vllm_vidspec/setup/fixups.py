@@ -51,10 +51,7 @@ def probe_import(module: str) -> str | None:
 
 
 def apply_fixups(site_packages: Path | None = None, probe: Probe = probe_import) -> list[FixupResult]:
-    """Apply every fix-up that `site_packages`, by default the running interpreter's, needs; return one result for each.
-
-    `probe` returns a module's import error in one line, None if it can be imported.
-    """
+    """Apply every fix-up that `site_packages`, by default this interpreter's, needs; return one result for each."""
     site = site_packages or Path(sysconfig.get_path("purelib"))
     version = installed_version(CPU_ENGINE, site)
     if version is None:
@@ -70,10 +67,7 @@ def apply_fixups(site_packages: Path | None = None, probe: Probe = probe_import)
 
 
 def alias_dist_info(site_packages: Path, engine_version: str) -> FixupResult:
-    """Make `importlib.metadata.version("vllm")` answer `<engine_version>+cpu` in `site_packages`.
-
-    The alias owns nothing but itself (its RECORD lists its own four files): uninstalling it leaves the engine whole.
-    """
+    """Make `importlib.metadata.version("vllm")` answer `<engine_version>+cpu`, by an alias that owns itself alone."""
     version = engine_version if "cpu" in engine_version else f"{engine_version}+cpu"
     target = site_packages / f"vllm-{version}.dist-info"
     files = {

@@ -86,21 +86,17 @@ class Track:
 
 @dataclass(frozen=True)
 class Sample:
-    """One video: uint8 RGB `frames` [NUM_FRAMES, FRAME_SIZE, FRAME_SIZE, 3]; the `facts` of its caption; `tracks` of
-    all objects; int64 `scene_of_frame` [NUM_FRAMES]; and `rng`, by which a caption of it is drawn next.
-    """
+    """One video."""
 
-    frames: np.ndarray
-    facts: tuple[SceneFact, ...]
-    tracks: tuple[Track, ...]
-    scene_of_frame: np.ndarray
-    rng: np.random.Generator
+    frames: np.ndarray  # uint8 RGB [NUM_FRAMES, FRAME_SIZE, FRAME_SIZE, 3]
+    facts: tuple[SceneFact, ...]  # of its caption
+    tracks: tuple[Track, ...]  # of all objects
+    scene_of_frame: np.ndarray  # int64 [NUM_FRAMES]
+    rng: np.random.Generator  # by which a caption of it is drawn next
 
 
 def make_sample(seed: int, brief: bool = True) -> Sample:
-    """Make the video of one seed; equal seeds give equal samples. Where it is not brief, shapes stay for their scene:
-    denser labels, to train a vision tower on.
-    """
+    """Make the video of one seed, the same each time. Where it is not brief, shapes stay for their scene."""
     rng = np.random.default_rng(seed)
     facts = _draw_facts(rng)
     cuts = _draw_cuts(rng, len(facts))

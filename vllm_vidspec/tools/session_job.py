@@ -129,10 +129,7 @@ class Engine:
         return [pairs.media_prompt(family, question, videos=[video], num_frames=num_frames) for video in videos]
 
     def ask(self, sampling: dict[str, Any], seed: int | None = None, indices: Sequence[int] | None = None) -> list[Any]:
-        """Answer requests, all of them by default, in one batch, greedily unless `sampling` says otherwise.
-
-        Request i has `seed` + i.
-        """
+        """Answer requests, by default all, in one batch, by default greedily; request i has `seed` + i."""
         ask = self.llm.chat if self.is_chat else self.llm.generate
         chosen = range(len(self.requests)) if indices is None else indices
         params = [sampling_params(sampling, seed=None if seed is None else seed + i) for i in chosen]

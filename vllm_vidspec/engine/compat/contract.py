@@ -22,10 +22,8 @@ def expect_parameters(function: Callable, *names: str) -> None:
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any], *parameters: str) -> bool:
-    """Replace a function or Triton kernel of a module or class of vLLM's once by `make(original)`.
-
-    The original, which must take these `parameters` (`expect_parameters`), is kept on the replacement. Return whether
-    it was replaced; False where it had been.
+    """Replace a function or Triton kernel once by `make(original)`, which must take `parameters`; return False where it
+    had been replaced. The original is kept on the replacement.
     """
     original = getattr(owner, name)
     if hasattr(original, MARK):

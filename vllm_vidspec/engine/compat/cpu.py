@@ -27,8 +27,7 @@ def cpu_model_runner(make: Callable) -> Iterator[None]:
 def repair_interpreter_kernels() -> None:
     """Replace the two sampling kernels that Triton's interpreter cannot run by torch versions.
 
-    Why: under the interpreter vLLM's top-k/top-p kernel and its grammar-bitmask kernel raise `'int' object has no
-    attribute 'to'`. The first has a torch twin in vLLM itself; the second's specification is one masked fill.
+    Why: its top-k/top-p and grammar-bitmask kernels raise `'int' object has no attribute 'to'` there.
     """
     import vllm.v1.sample.ops.topk_topp_sampler as topk_topp
     from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker

@@ -199,8 +199,7 @@ def intercept_penalties(penalties: Any, penalise: Callable[[torch.Tensor, Any], 
     """Ask `penalise(logits, context)` first whenever a sampler applies penalties; what it answers is whether it did.
 
     Why: vLLM counts the drafts on the rows before a row, which a tree's nodes have others of. The place among its
-    processors, between the bias and all that follows, must stay. It works in place, on float32
-    `[num_logits, vocab_size]`; see vLLM's `LogitsContext`.
+    processors must stay. It works in place, on float32 `[num_logits, vocab_size]`; see vLLM's `LogitsContext`.
     """
 
     def apply_to_paths(apply, logits, ctx):

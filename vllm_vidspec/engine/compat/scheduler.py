@@ -9,8 +9,7 @@ from vllm_vidspec.engine.compat.contract import wrap
 from vllm_vidspec.metrics.counts import Changes
 
 RETUNE = "vidspec_retune"  # the workers' method that changes knobs
-# What travels with vLLM's own dataclasses: with a new request its salt and whether it is drafted for, with a step what
-# is drafted (`Decision`), with its output what came of it (`Told`).
+# With a new request travel its salt and whether it is drafted for, with a step its `Decision`, with its output `Told`.
 _SALT, _IS_SHOWN, _DECISION, _TOLD = (f"_vidspec_{what}" for what in ("cache_salt", "is_shown", "decision", "told"))
 
 

@@ -14,7 +14,7 @@ write over them. Two things are left to do for what was accepted, both on the de
   which nodes have, and the step's first forward feeds the committed text's last two tokens: the older one's copy goes
   to the null block where its entry stands (`begin_step`).
 
-A request that ends, however it ends, gives its blocks back in `remove`; the next owner writes before it reads.
+A request that ends gives its blocks back in `remove`; the next owner writes before it reads.
 """
 
 from collections.abc import Sequence

@@ -19,8 +19,6 @@ TakeTrees = Callable[[torch.Tensor, DraftTree], None]
 class TreeDrafter:
     """Grows trees as a policy says.
 
-    Node i of a tree has KV entry root + i, whatever its depth: the same layout as on the target's side.
-
     A graph holds a level: place its nodes, run the draft, find candidates, let the policy choose; or all of them, where
     the policy knows their number beforehand. Last `take`, who verifies trees, is told their shapes by `[R]` rows.
     """
@@ -50,9 +48,8 @@ class TreeDrafter:
     def draft(
         self, num_reqs: int, max_nodes: int, rows_np: np.ndarray, processed: Processed | None
     ) -> tuple[int, bool]:
-        """Write trees of at most `max_nodes` nodes, and their tokens into the buffers' `drafts`, for `[n]` persistent
-        rows and padding; return the draft's forwards, and whether graphs ran all that can be captured. vLLM's
-        processors, if any request needs them, run between graphs.
+        """Write trees of at most `max_nodes` nodes, and their tokens into the buffers' `drafts`; return the draft's
+        forwards, and whether graphs ran all that can be captured. vLLM's processors, if needed, run between graphs.
         """
         policy, size = self.policy, (num_reqs, max_nodes)
         policy.prepare(max_nodes)

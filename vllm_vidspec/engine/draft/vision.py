@@ -1,9 +1,8 @@
 """DraftVision: the vision embeddings that prompts in the queue lack, from a cache or of the draft's own tower.
 
-A step encodes at most the encoder budget's tokens, as vLLM lets the target's. A video that is longer is encoded some
-frames at a time, where its family's tower looks at each frame by itself, and decode steps go between; what cannot be
-cut is encoded whole. The frames of a video gather in the cache, which shares them once they are all there. Of one that
-the cache cannot hold, each request gathers what it keeps.
+A step encodes at most the encoder budget's tokens. A video that is longer is encoded some frames at a time, where its
+family's tower looks at each frame by itself, else whole. The frames of a video gather in the cache, which shares them
+once they are all there; of one that it cannot hold, each request gathers what it keeps.
 """
 
 from collections.abc import Callable, Mapping

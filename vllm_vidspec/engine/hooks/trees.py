@@ -115,8 +115,7 @@ class TargetTrees(TargetHook):
     def _step(self, batch: Any, max_query_len: int) -> TreeStep:
         """Return what the layers do with a batch of at most so many query rows a request.
 
-        A batch of short requests, the usual decode step, is all tree attention's. Of any other vLLM's own comes first,
-        and tree attention takes its short requests again: chains and ends of prompts come out as they were.
+        One of short requests, as in decode, is all tree attention's; of others it takes those after vLLM's own.
         """
         num_cols = self.ancestors.shape[1]
         return self._step_of(batch.num_reqs, min(max_query_len, num_cols), max_query_len <= num_cols)
