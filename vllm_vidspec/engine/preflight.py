@@ -148,12 +148,7 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
             "forwards; name a dense draft, or use one engine"
         )
     if config.is_parallel:
-        wanted = config.parallel.device or ""
-        if platform.is_cpu() != (wanted == "cpu"):
-            yield f"parallel device {wanted}: the drafter runs on the target's platform, {platform.device_name}"
-        if vllm_config.parallel_config.data_parallel_size > 1:
-            yield "parallel: every data-parallel engine would start its drafter on the same device; use one engine"
-        yield from _drafter_devices(vllm_config, config)
+        yield from _drafters_process(vllm_config, config)
     if config.score.scorers != {"strict"}:
         if is_sharded:
             yield "--enable-batch-sharded-sampling shows a rank its own requests only: use the strict scorer"
@@ -186,12 +181,17 @@ def _without_adapter(model: Any, scheduler: Any) -> Iterator[str]:
             yield f"{families.adapter_for(model.hf_config).name} has no adapter, and cannot do without: {reason}"
 
 
-def _drafter_devices(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
+def _drafters_process(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
+    platform, wanted = platforms.current_platform, config.parallel.device
+    if platform.is_cpu() != (wanted == "cpu"):
+        yield f"parallel device {wanted}: the drafter runs on the target's platform, {platform.device_name}"
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        yield "parallel: every data-parallel engine would start its drafter on the same device; use one engine"
     places = launch.places_of(config)
-    if platforms.current_platform.is_cpu() or not places:
+    if platform.is_cpu() or not places:
         return
     try:
-        launch.check_places(places, platforms.current_platform.device_count())
+        launch.check_places(places, platform.device_count())
     except VidSpecError as error:
         yield str(error)
     if places[0] < vllm_config.parallel_config.world_size and config.pool.kv_bytes is None:

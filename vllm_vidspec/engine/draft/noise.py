@@ -191,7 +191,7 @@ def costs_drafts(
 ) -> np.ndarray:
     """Return `[n]` bool: drafts that ignore these parameters of vLLM's, which have a value a request, stand less often.
 
-    A repetition penalty near 1 costs a nearly greedy request nothing; top-k, top-p and min-p cost a greedy one nothing.
+    A repetition penalty near 1 costs a nearly greedy request nothing, nor do top-k, top-p and min-p a greedy one.
     """
     temperature = np.where(top_k == 1, 0.0, temperature)
     is_cut = (temperature > 0) & ((min_p > 0) | (top_k < LEAST_TOP_K) | (top_p < LEAST_TOP_P))
