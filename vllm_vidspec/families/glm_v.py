@@ -11,10 +11,7 @@ class GlmVAdapter(PatchGrids):
     architectures = frozenset(f"{kind}ForConditionalGeneration" for kind in ("Glm4v", "Glm4vMoe", "GlmOcr"))
     model_types = frozenset({"glm4v", "glm4v_moe", "glm_ocr"})
     shared = (
-        Field("patch size", ("vision_config.patch_size",)),
-        PatchGrids.merge,
-        Field("temporal patch size", ("vision_config.temporal_patch_size",)),
-        Field("number of pixel channels", ("vision_config.in_channels",)),
+        *PatchGrids.patches,
         *(
             Field(f"{modality} {kind}token id", (f"{modality}_{kind.replace(' ', '_')}token_id",))
             for modality in ("image", "video")

@@ -15,6 +15,13 @@ class PatchGrids(FamilyAdapter):
     """Images and videos are (T, H, W) grids of patches; the tower attends within a frame, and merges squares of it."""
 
     merge = Field("spatial merge size", ("vision_config.spatial_merge_size",))
+    # By what pixels become patches, and these tokens.
+    patches = (
+        Field("patch size", ("vision_config.patch_size",)),
+        merge,
+        Field("temporal patch size", ("vision_config.temporal_patch_size",)),
+        Field("number of pixel channels", ("vision_config.in_channels", "vision_config.in_chans")),
+    )
 
     def item_grid(self, modality: str, data: Mapping[str, Any], num_tokens: int, hf_config: Any) -> TokenGrid:
         """Return (T, H / merge, W / merge) from the item's `<modality>_grid_thw`. See `FamilyAdapter`."""

@@ -15,10 +15,7 @@ class QwenVLAdapter(PatchGrids):
 
     # Target and draft see the same token ids and the same patchified pixels, and share coordinates in M-RoPE.
     shared = (
-        Field("patch size", ("vision_config.patch_size",)),
-        PatchGrids.merge,
-        Field("temporal patch size", ("vision_config.temporal_patch_size",)),
-        Field("number of pixel channels", ("vision_config.in_channels", "vision_config.in_chans")),
+        *PatchGrids.patches,
         _PACE,
         Field("image token id", ("image_token_id",)),
         Field("video token id", ("video_token_id",)),

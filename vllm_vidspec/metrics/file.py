@@ -92,6 +92,7 @@ class MetricsFile(Counts):
         return created
 
     def add_all(self, slots: np.ndarray, counts: np.ndarray) -> None:
+        """Add to counters, all at once; see `Counts`."""
         with self.at_once():
             super().add_all(slots, counts)
 
