@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.soak_judge import COMPLETE, REFUSED, SAME, Choice, Reply
+from vidspec_tools import captioned
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
 
@@ -85,7 +86,7 @@ class Traffic:
     def __init__(self, rng: random.Random, max_model_len: int = pairs.MAX_MODEL_LEN):
         self._rng = rng
         self._max_model_len = max_model_len
-        self._words = world.vocabulary()
+        self._words = captioned.vocabulary()
         self._scenes = [world.held_out(i).frames for i in range(_NUM_SCENES)]
         self._urls: dict[tuple[str, int, int], str] = {}
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from vidspec_tools import captioned
 from vllm_vidspec.assets import FAMILIES
 from vllm_vidspec.shapeworld import world
 
@@ -53,7 +54,7 @@ def token_ids(family: str = FAMILIES[0], vocabulary: tuple[str, ...] = ()) -> di
     `vocabulary` is the words of captions; those of shape world if empty.
     """
     words = (*PROMPT_WORDS, *(TIME_WORDS if family == "qwen3-vl" else ()))
-    tokens = ["<unk>", *(vocabulary or world.vocabulary()), *words]
+    tokens = ["<unk>", *(vocabulary or captioned.vocabulary()), *words]
     return {token: i for i, token in enumerate(dict.fromkeys([*tokens, *SPECIAL_TOKENS]))}
 
 

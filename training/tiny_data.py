@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from training import tiny_captioner
 from training.tiny_captioner import Captioner
 from training.tiny_labels import LABELS, labels_of
+from vidspec_tools import captioned
 from vllm_vidspec.shapeworld import world
 
 NUM_CELLS = 16 * tiny_captioner.CELLS  # video tokens that show something
@@ -20,21 +21,21 @@ SUMMARY_SIZES = (*OBJECT_SIZES, 5, 7, 3, 8, 4, 6)
 class Stream:
     """Endless training batches; neighbours in caption length share a batch, to pad less."""
 
-    def __init__(self, captioner: Captioner, seed: int, style: str = world.STYLES[0]) -> None:
+    def __init__(self, captioner: Captioner, seed: int, style: str = captioned.STYLES[0]) -> None:
         self.captioner, self.seed, self.style, self.queue = captioner, seed, style, []
         self.brief = False
 
     def next(self, batch: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], list[world.Sample]]:
         """Returns pixels, captions, labels ([batch, 256] per name and for "scene"), samples."""
         if not self.queue or len(self.queue[0]) != batch:
-            samples = [world.make_sample(self.seed + i, self.brief, self.style) for i in range(2 * batch)]
+            samples = [captioned.make_sample(self.seed + i, self.brief, self.style) for i in range(2 * batch)]
             self.seed += 2 * batch
             samples.sort(key=lambda s: len(s.caption))
             self.queue = [samples[:batch], samples[batch:]]
         return collate(self.captioner, self.queue.pop())
 
 
-def collate(captioner: Captioner, samples: list[world.Sample]):
+def collate(captioner: Captioner, samples: list[captioned.Captioned]):
     """Stack samples into what `Stream.next` returns."""
     pixels = captioner.pixels(np.stack([s.frames for s in samples]))
     ids = [[*captioner.encode(s.caption), captioner.eos] for s in samples]

@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from training.tiny_captioner import Captioner
 from training.tiny_data import OBJECT_SIZES, SUMMARY_SIZES
 from training.tiny_labels import LABELS
+from vidspec_tools import captioned
 from vllm_vidspec.shapeworld import world
 
 FILLER_WEIGHT, EVENT_WEIGHT = 0.3, 2.0  # loss weights; other words have 1
 STRUCTURE_WORDS = ("on", "at", "in", ",", ".", "next", "after", "then", "all")  # they tell layouts and numbers
 # Where wordy captions begin with an object's place ("on") or not ("there"), both must weigh the same.
-ORDER_WORDS = tuple(option.split()[0] for option in world.FILLERS["exists"])
+ORDER_WORDS = tuple(option.split()[0] for option in captioned.FILLERS["exists"])
 UV_LAYER = 3  # of four, as the paper's 20 of 28
 
 
@@ -103,7 +104,7 @@ def caption_loss(
     return (loss * weight).sum() / weight.sum()
 
 
-def token_weights(captioner: Captioner, style: str = world.STYLES[0]) -> torch.Tensor:
+def token_weights(captioner: Captioner, style: str = captioned.STYLES[0]) -> torch.Tensor:
     """Weight of each token in the caption's loss, [vocab]: facts and what tells layouts before fillers."""
     weights = torch.full((len(captioner.ids),), FILLER_WEIGHT)
     named = (world.COLORS, world.BACKGROUNDS, world.PATTERNS, world.SHAPES, world.SIZES, world.MOTIONS, world.POSITIONS)

@@ -36,6 +36,7 @@ from training.tiny_data import (
     summary_labels,
 )
 from training.tiny_losses import AuxiliaryHeads, alignment_loss, caption_loss, token_weights
+from vidspec_tools import captioned
 from vllm_vidspec import assets
 from vllm_vidspec.shapeworld import world
 
@@ -219,7 +220,7 @@ def soft_labels(target: Captioner, seed: int, count: int) -> tuple[torch.Tensor,
     [count, length, vocab_size] and, bool [count, num_video_tokens], which tokens show a shape. A draft that is taught
     the distribution, not its most likely token, agrees with the target at every temperature.
     """
-    pixels, captions, marks, _ = collate(target, [world.make_sample(1_000_000 * seed + i) for i in range(count)])
+    pixels, captions, marks, _ = collate(target, [captioned.make_sample(1_000_000 * seed + i) for i in range(count)])
     kept, labels = torch.arange(target.num_video_tokens), []
     with torch.no_grad(), mixed_precision():
         for lo in range(0, count, 16):
@@ -301,7 +302,7 @@ def main() -> None:
     sub.add_argument("--seed", type=int, default=0)
     sub.add_argument("--vision", help="a checkpoint of this size whose vision tower to begin with")
     sub = command(train, "path")
-    sub.add_argument("--style", choices=world.STYLES, default=world.STYLES[0], help="of the captions")
+    sub.add_argument("--style", choices=captioned.STYLES, default=captioned.STYLES[0], help="of the captions")
     sub.add_argument("--short", action="store_true", help="videos of fewer frames, too, down to none")
     sub.add_argument("--plain", action="store_true", help="without the two losses that teach what guided pruning needs")
     sub.add_argument("--minutes", type=float, default=60, help="time limit; the schedule shrinks to fit")

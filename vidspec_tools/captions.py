@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from vidspec_tools import captioned
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.shapeworld.world import SceneFact
 
@@ -27,13 +28,13 @@ ATTRIBUTE_WORDS = frozenset(
         *(*world.SIZES, *world.MOTIONS, *world.POSITIONS, *world.EVENTS, *world.NUMBERS),
     }
 )
-FILLER_WORDS = frozenset(world.vocabulary()) - {"describe"} - ATTRIBUTE_WORDS  # "describe" is the question's alone
+FILLER_WORDS = frozenset(captioned.vocabulary()) - {"describe"} - ATTRIBUTE_WORDS  # "describe" is the question's alone
 
 # What only the video can tell, by whatever word: also whether another object, another scene or the end comes, and where
 # an object is, which is settled by the first word of its place.
 TELLING_WORDS = ATTRIBUTE_WORDS | {
     *(",", "."),
-    *(option.split()[0] for name in ("next", "closing") for option in world.FILLERS[name]),
+    *(option.split()[0] for name in ("next", "closing") for option in captioned.FILLERS[name]),
     *(option.split()[0] for option in world.POSITIONS.values()),
 }
 
@@ -52,7 +53,7 @@ def parse_caption(text: str) -> list[SceneFact]:
             continue
         objects = []
         for words in clauses:
-            middle = next((i for i, w in enumerate(words) if w in world.FILLERS["that"]), len(words))
+            middle = next((i for i, w in enumerate(words) if w in captioned.FILLERS["that"]), len(words))
             front, back = words[:middle], words[middle:]
             event = _first(back, world.EVENTS)
             position, size, color, shape = (

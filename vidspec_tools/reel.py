@@ -14,15 +14,15 @@ from functools import cache
 
 import numpy as np
 
+from vidspec_tools.captioned import SYNONYM_PROBS
 from vllm_vidspec.shapeworld.world import (
     BACKGROUNDS,
     COLORS,
     PATTERNS,
     SHAPES,
-    SYNONYM_PROBS,
-    _pick,
     _sprite,
     patterned,
+    pick,
 )
 
 FRAME_SIZE, CELL_SIZE, FRAME_RATE = 224, 28, 2.0
@@ -99,11 +99,11 @@ def draw_reel(rng: np.random.Generator, num_pairs: int) -> tuple[Scene, ...]:
     while left:
         fitting = [n for n in SCENE_PAIRS if n == left or left - n >= SCENE_PAIRS[0]]
         length = int(rng.choice(fitting)) if fitting else left
-        color = _pick(rng, COLORS)
-        event = _pick(rng, EVENTS, (0.45, 0.3, 0.25))
-        other = _pick(rng, [c for c in COLORS if c != color]) if event == "turns" else None
-        look = (_pick(rng, BACKGROUNDS), _pick(rng, PATTERNS), _pick(rng, SIZES), color, _pick(rng, SHAPES))
-        scenes.append(Scene(number, length, *look, _pick(rng, POSITIONS), _pick(rng, MOTIONS), event, other))
+        color = pick(rng, COLORS)
+        event = pick(rng, EVENTS, (0.45, 0.3, 0.25))
+        other = pick(rng, [c for c in COLORS if c != color]) if event == "turns" else None
+        look = (pick(rng, BACKGROUNDS), pick(rng, PATTERNS), pick(rng, SIZES), color, pick(rng, SHAPES))
+        scenes.append(Scene(number, length, *look, pick(rng, POSITIONS), pick(rng, MOTIONS), event, other))
         number, left = number + 1, left - length
     return tuple(scenes)
 
@@ -276,7 +276,7 @@ def _look(scenes: tuple[Scene, ...], index: int) -> str:
 
 
 def _tell(rng: np.random.Generator, scene: Scene) -> str:
-    say = {name: _pick(rng, options, SYNONYM_PROBS) for name, options in FILLERS.items()}
+    say = {name: pick(rng, options, SYNONYM_PROBS) for name, options in FILLERS.items()}
     event = f"{scene.event} {scene.new_color}" if scene.new_color else scene.event
     return (
         f"scene {scene.digits} : on a {scene.pattern} {scene.background} {say['background']} {say['exists']} a "

@@ -10,12 +10,10 @@ from pathlib import Path
 
 
 def has_nvidia_gpu(root: Path = Path("/")) -> bool:
-    """Return whether there is an NVIDIA GPU with its driver, in the file system below `root`.
-
-    Under WSL2 every GPU of the host, of whatever make, is behind one node; NVIDIA's driver comes with a library.
-    """
+    """Return whether there is an NVIDIA GPU with its driver, in the file system below `root`."""
     if (root / "dev/nvidiactl").exists():
         return True
+    # Under WSL2 every GPU of the host, of whatever make, is behind one node; NVIDIA's driver comes with a library.
     folders = ("usr/lib/wsl/lib", "usr/lib/*-linux-gnu", "usr/lib64")
     return (root / "dev/dxg").exists() and any(any(root.glob(f"{folder}/libcuda.so*")) for folder in folders)
 

@@ -43,9 +43,7 @@ def _fail_unless(good: bool, name: str, detail: str, remedy: str) -> Check:
 def run_checks(target: str | None = None, draft: str | None = None) -> list[Check]:
     """Look at everything that vidspec needs in order to run, in the order in which one would repair it.
 
-    Args:
-        target: Target model, a path or a Hugging Face name. Default: the bundled pairs are checked.
-        draft: Draft model of that target, or "self", which is the default.
+    `target` is a path or a Hugging Face name, `draft` one, too, or "self"; without a target the bundled pairs are.
     """
     checks = [found for name, check in _CHECKS for found in _guarded(name, check)]
     if target is not None:

@@ -18,17 +18,12 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 def quoted(value: Any, longest: int = 60) -> str:
     """Return a value from outside in one line of at most `longest` characters, however long or deep it is."""
-    try:
-        text = repr(value[:longest]) if isinstance(value, str) else _abridged(longest).repr(value)
-    except (ValueError, RecursionError):  # Python refuses to print very large integers
-        text = f"{type(value).__name__} of too many digits"
-    return text if len(text) <= longest else text[: longest - 3] + "..."
-
-
-def _abridged(longest: int) -> reprlib.Repr:
-    """Return a `repr` that visits no more of a value than it could show."""
-    short = reprlib.Repr()
+    short = reprlib.Repr()  # which visits no more of a value than it could show
     short.maxlist = short.maxtuple = short.maxdict = short.maxset = max(6, longest // 16)
     short.maxstring = short.maxother = max(30, longest // 2)
     short.maxlong = max(40, longest // 2)
-    return short
+    try:
+        text = repr(value[:longest]) if isinstance(value, str) else short.repr(value)
+    except (ValueError, RecursionError):  # Python refuses to print very large integers
+        text = f"{type(value).__name__} of too many digits"
+    return text if len(text) <= longest else text[: longest - 3] + "..."

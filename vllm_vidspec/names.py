@@ -4,8 +4,7 @@ PRUNERS = (
     *("none", "specvlm", "attention", "uv", "uniform", "random"),
     *("window:front", "window:middle", "window:end", "frame", "fastvid", "dycoke"),
 )
-# The target's thread that writes large messages for the parallel drafter; it runs on the drafter's cores.
-WRITER_THREAD = "vidspec-channel"
+WRITER_THREAD = "vidspec-channel"  # of the target's process, on the drafter's cores: it writes large messages
 # Classes of requests: text alone, or images or videos of up to about this many tokens.
 CLASS_SIZES = ("256", "512", "1k", "2k", "4k", "8k", "16k", "32k")
 CLASS_LABELS = ("text", *(f"{kind}_{size}" for kind in ("image", "video") for size in CLASS_SIZES))

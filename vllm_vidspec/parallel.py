@@ -52,8 +52,7 @@ class Tables:
     """One piece of shared memory, seen as arrays by the target's process and the drafter's.
 
     Every array has one writer. A row's values are written before the number that says how many of them count, and read
-    after it; whoever reads a row in the middle of that gets a wrong draft, and no more. What a stream's reader needs
-    lies together: `gather_draft_windows` reads it when it runs, on a GPU through a mapping of this memory.
+    after it. What a stream's reader, `gather_draft_windows`, needs lies together: a GPU reads a mapping of this memory.
     """
 
     # Written by the target:
@@ -108,9 +107,7 @@ class Tables:
         self.epoch[req_state_idx] = -1
 
     def commit(self, idx_mapping_np: np.ndarray, lengths: np.ndarray, tails: np.ndarray) -> None:
-        """Append to the committed texts of `[n]` rows, up to `[n]` int64 lengths; `tails` `[n, t]` int32 are the last
-        tokens of each text, among them all that are new.
-        """
+        """Append to the texts of `[n]` rows, up to `[n]` lengths, the new ones of their last tokens, `[n, t]` int32."""
         cols = lengths[:, None] - np.arange(tails.shape[1], 0, -1)
         rows = np.broadcast_to(idx_mapping_np[:, None], cols.shape)
         is_new = (cols >= 0) & (cols >= self.committed[idx_mapping_np, None])
@@ -148,10 +145,8 @@ class Streams:
     """What the drafter thinks comes next, by persistent row, and how that follows what the target commits.
 
     A row's text is what the target has committed and, behind it, the stream. The drafter draws on at its end. When the
-    target has committed more, either the stream said the same, and goes on as it is (the paper's post-verify mode,
-    whose accepted length grows without bound), or it is cut at the first token that differs and goes on from the
-    target's own (pre-verify: what the target verifies next begins with the first token drawn after that). ParallelVLM,
-    section 4.
+    target has committed more, either the stream said the same, and goes on as it is (the paper's post-verify mode), or
+    it is cut at the first token that differs and goes on from the target's own (pre-verify). ParallelVLM, section 4.
     """
 
     def __init__(self, tables: Tables):
@@ -274,19 +269,15 @@ _NUM_BUCKETS = 12  # batch sizes 1, 2, 3-4, 5-8, ...
 
 
 def running_mean(mean: float, new: float) -> float:
-    """Return a mean of times that a new one has entered; 0 stands for none yet.
-
-    A step takes what it usually takes: one that a prompt or a pause has stretched says little.
-    """
+    """Return a mean of times that a new one has entered, as `_MOST_TIMES` the mean at most; 0: none yet."""
     return mean + _NEW_SHARE * (min(new, _MOST_TIMES * mean) - mean) if mean else new
 
 
 class WindowRule:
     """How many tokens the target verifies a step, K (`most`) at most.
 
-    The paper's window is c* = T_t / T_d: what the draft draws while the target verifies (ParallelVLM section 4.3). It
-    rounds down where few drafts stand and up where most do; here the acceptance rate is added before rounding down,
-    which does both. Batch sizes are told apart by powers of two.
+    The paper's window is c* = T_t / T_d, what the draft draws while the target verifies (ParallelVLM section 4.3),
+    rounded down where few drafts stand and up where most do: the acceptance rate is added before rounding down.
     """
 
     def __init__(self, most: int):

@@ -7,8 +7,7 @@ def register() -> None:
     """Teach this vLLM process `--speculative-config '{"method": "vidspec", ...}'`.
 
     vLLM logs and skips a plugin that raises, which would hide a wrong version behind "unknown method"; so the hook is
-    installed regardless and complains, in one line, when the method is used. The other patches are of the front end,
-    of the scheduler, and on the CPU engine of kernels that Triton's interpreter runs.
+    installed regardless and complains, in one line, when the method is used.
     """
     from vllm_vidspec.engine import preflight, scheduling
     from vllm_vidspec.engine.compat import api, config, scheduler

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from vidspec_tools import captioned
 from vllm_vidspec.shapeworld import world
 
 HERE = Path(__file__).resolve().parent
@@ -29,7 +30,7 @@ def main() -> int:
     (out / "videos").mkdir(parents=True, exist_ok=True)
     entries, docs = [], []
     for i in range(options.videos):
-        sample, path = world.held_out(i), out / "videos" / f"{i:03d}.mp4"
+        sample, path = captioned.held_out(i), out / "videos" / f"{i:03d}.mp4"
         world.write_mp4(sample.frames, path)
         turns = [{"from": "human", "value": LONG_QUESTION}, {"from": "gpt", "value": sample.caption}]
         entries.append({"id": f"{i:03d}", "video": str(path), "conversations": turns})

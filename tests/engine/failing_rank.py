@@ -4,6 +4,7 @@ import json
 import time
 
 from tests.engine import harness, ranks
+from vidspec_tools import watching
 
 LOOSE = {"extra_args": {"vidspec_scorer": "loose", "vidspec_lambda": 1.0}}
 
@@ -14,7 +15,7 @@ def inject(worker, point: str, ranks: tuple[int, ...]) -> None:
     from vllm_vidspec.engine.hooks import state_store
 
     runner, parts = worker.model_runner, worker.model_runner.parts
-    kinds = parts.guidance._kinds
+    kinds = {kind.need: kind for kind in parts.guidance.kinds}
     owner, name = {
         "observe": (kinds["attention"], "observe"),
         "take": (kinds["attention"], "take"),
@@ -71,7 +72,7 @@ def main() -> None:
 
     def ask(name: str, **more) -> None:
         outputs, gained = engine.measured([(prompt, {"max_tokens": 24, **arguments, **more})])
-        watched = llm.collective_rpc("vidspec_watch", args=(True, True))
+        watched = llm.collective_rpc(watching.pruning, args=(True, True))
         found = {"token_ids": harness.token_ids(outputs)[0][0], "counters": gained}
         result[name] = found | ranks.seen(outputs, watched)
 
@@ -80,7 +81,7 @@ def main() -> None:
         ask(f"{point} {sum(failing)}" if len(failing) == 1 else f"{point} both", **more)
         llm.collective_rpc(heal)
 
-    llm.collective_rpc("vidspec_watch", args=(True, True))
+    llm.collective_rpc(watching.pruning, args=(True, True))
     hit("observe")  # the first, so that nothing is remembered of the video
     ask("strict")
     # After each of these the draft has to look again.

@@ -12,6 +12,7 @@ from unittest import mock
 
 import numpy as np
 
+from vidspec_tools import watching
 from vllm_vidspec import metrics
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
@@ -129,14 +130,14 @@ class Engine:
             self.retune(**before)
 
     @contextlib.contextmanager
-    def watched(self, what: str = "watch") -> Iterator[list[dict]]:
-        """Yield a list that holds, afterwards, what was pruned, or with "watch_scores" what became of every token."""
+    def watched(self, what: Any = watching.pruning) -> Iterator[list[dict]]:
+        """Yield a list that holds, afterwards, what was pruned, or with `scores` what became of every token."""
         records: list[dict] = []
-        self.llm.collective_rpc(f"vidspec_{what}", args=(True,))
+        self.llm.collective_rpc(what, args=(True,))
         try:
             yield records
         finally:
-            records += self.llm.collective_rpc(f"vidspec_{what}", args=(False,))[0]
+            records += self.llm.collective_rpc(what, args=(False,))[0]
 
     @contextlib.contextmanager
     def preemptions(self) -> Iterator[list]:

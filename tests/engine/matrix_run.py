@@ -20,6 +20,7 @@ from tests.engine.conftest import QUESTION
 from tests.engine.harness import QWEN, Engine
 from tests.engine.matrix import LOSSY, SEVERAL, UNTRAINED_FAMILIES, Batch, Cell
 from tests.engine.test_parallel import PARALLEL, let_drafts_come
+from vidspec_tools import watching
 from vllm_vidspec import metrics
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.engine import preflight
@@ -183,7 +184,7 @@ def run(engine: Engine, batch: Batch, first_seed: int) -> Answered:
     ids = [str(llm.request_counter.counter + i) for i in range(len(requests))]
     before, outputs = engine.counters(), {}
     with (
-        engine.watched("watch_scores") as records,
+        engine.watched(watching.scores) as records,
         _drafted(engine) as drafted,
         _chunks(engine, len(ids)) if settings["prefill"] == "chunked" else contextlib.nullcontext() as chunks,
         engine.preemptions() as preempted,

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from tests.engine import harness
+from vidspec_tools import watching
 from vllm_vidspec.adapt import REST
 from vllm_vidspec.tools import pairs
 
@@ -39,10 +40,10 @@ def ask_all(engine: harness.Engine) -> dict[str, dict]:
     tell = engine.llm.collective_rpc
 
     def ask(num_requests: int = 8, **more: Any) -> dict:
-        tell("vidspec_watch", args=(True,))
-        tell("vidspec_watch_scores", args=(True,))
+        tell(watching.pruning, args=(True,))
+        tell(watching.scores, args=(True,))
         outputs, counted = engine.measured([(prompt, {**args, **more}) for prompt, args in requests[:num_requests]])
-        pruned, scored = tell("vidspec_watch", args=(False, True)), tell("vidspec_watch_scores", args=(False,))
+        pruned, scored = tell(watching.pruning, args=(False, True)), tell(watching.scores, args=(False,))
         for rank in (*pruned, *scored):  # in the order of the prompts, not of the batch
             rank.sort(key=lambda record: int(record["req_id"].split("-")[0]))
         return {"token_ids": harness.token_ids(outputs), "counters": counted, "scored": scored} | seen(outputs, pruned)

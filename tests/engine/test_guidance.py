@@ -105,9 +105,9 @@ def test_guidance_layers_are_the_ones_asked_for():
             engine.retune(guidance_layers=[0])
             engine.generate([request])
         with pytest.raises(VidSpecError, match="layers 0 to 3"):
-            engine.runner.retune({"guidance_layers": [4]})
+            engine.runner.knobs.retune({"guidance_layers": [4]})
         with pytest.raises(VidSpecError, match="num_speculative_tokens cannot change"):
-            engine.runner.retune({"num_speculative_tokens": 2})
+            engine.runner.knobs.retune({"num_speculative_tokens": 2})
     reference, is_visual, _ = float64.run(family, list(outputs[0].prompt_token_ids), [video])
     for record, layers in zip(records, ((1, 3), (0,)), strict=True):
         expected = float64.attention_scores(reference, is_visual, layers)

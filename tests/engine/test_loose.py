@@ -14,6 +14,7 @@ from tests.engine import float64, harness
 from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import LLAVA, NO_CACHE, QWEN, QWEN3, assert_same_answers, token_ids
 from vidspec_kernels import LooseTables
+from vidspec_tools import watching
 from vllm_vidspec.engine.hooks import state_store, visual_states
 from vllm_vidspec.engine.verify import rules
 from vllm_vidspec.errors import VidSpecError
@@ -46,7 +47,7 @@ def check(engine: harness.Engine, num_videos: int = 4, **sampling) -> dict:
     """Caption videos and let the reference read them back; return the counters."""
     engine.idle()
     forget_states(engine)
-    with engine.watched("watch_scores") as records:
+    with engine.watched(watching.scores) as records:
         outputs, counted = engine.measured(harness.videos(engine.family, num_videos, max_tokens=80, **sampling))
     assert counted["loosened_tokens"] + counted["shifted_tokens"] > 0
     kinds = [kind for record in records for kind in record["kinds"]]
@@ -95,7 +96,7 @@ def test_lambda_one_accepts_everything(engine):
 def protected_words_kept(engine: harness.Engine) -> None:
     """With lambda = 1, no mismatch puts a protected word in or leaves one out; nor ends the text, nor runs past it."""
     words = ["red", "small", "left", "."]
-    with engine.retuned(protected_tokens=words), engine.watched("watch_scores") as records:
+    with engine.retuned(protected_tokens=words), engine.watched(watching.scores) as records:
         outputs, counted = engine.measured(
             harness.videos(engine.family, 8, max_tokens=200, temperature=1.0, **asking("loose", 1.0))
         )
@@ -219,7 +220,7 @@ def test_relevance_in_every_situation(name):
         harness.async_scheduling() if is_ahead else contextlib.nullcontext(),
         harness.engine(family, "draft", **OPEN | shape, overrides=NO_CACHE | overrides) as running,
         running.preemptions() as preempted,
-        running.watched("watch_scores") as records,
+        running.watched(watching.scores) as records,
     ):
         outputs, counted = running.measured(harness.videos(family, 5, max_tokens=130, ignore_eos=True))
     assert bool(preempted) == is_ahead and counted["relevance_prompts"] == 5 + len(preempted)
@@ -231,7 +232,7 @@ def test_relevance_in_every_situation(name):
 def check_two_videos(engine: harness.Engine, tolerance: float = 1e-4) -> None:
     videos = harness.shown(2)
     prompt = pairs.media_prompt(engine.family, "describe the video", videos=videos)
-    with engine.watched("watch_scores") as records:
+    with engine.watched(watching.scores) as records:
         outputs, counted = engine.measured([(prompt, {"temperature": 0.0})])
     assert counted["relevance_tokens"] == counted["visual_tokens_full"]
     float64.check_loose(engine.family, outputs, [videos], records, tolerance=tolerance)
@@ -259,7 +260,7 @@ def test_cached_prefix():
     with harness.engine(QWEN, "draft", **OPEN) as running:
         _, counted = running.measured([first])
         assert counted["relevance_prompts"] == 0
-        with running.watched("watch_scores") as records:
+        with running.watched(watching.scores) as records:
             outputs, counted = running.measured([second])
         assert outputs[0].num_cached_tokens > 200
         assert counted["relevance_prompts"] == counted["relevance_reused"] == 1

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 from typer.testing import CliRunner
 
+from vidspec_tools import captioned
 from vidspec_tools.bench import acceptance
 from vidspec_tools.captions import ATTRIBUTE_WORDS
 from vllm_vidspec.cli import app
@@ -119,7 +120,7 @@ def sweep(**given):
 @functools.cache
 def caption_of(i):
     """The caption of a held-out video, which is drawn once."""
-    return world.held_out(i).caption
+    return captioned.held_out(i).caption
 
 
 def answer_captions(session, command, **counters):
@@ -138,7 +139,7 @@ def answer_captions(session, command, **counters):
     gained = {"strict": 4, "loose": 6, "fly": 5}.get(scorer, 4.5)
     drafted = {"drafts": 100, "draft_tokens": 1000, "accepted_tokens": round(100 * (gained - 1))}
     answer["metrics"] = dict.fromkeys(NAMES, 0) | drafted | counters
-    if command["watch"]:
+    if command.get("watch"):
         answer["captions"] = [
             {
                 "words": caption.split(),

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from vidspec_tools import watching
 from vidspec_tools.bench import session
 from vidspec_tools.bench.session import BenchEngine
 from vllm_vidspec import metrics
@@ -22,11 +23,12 @@ class FakeLLM:
         self.llm_engine = SimpleNamespace(vllm_config=config)
         self.counters, self.calls, self.last = dict.fromkeys(NAMES, 0), [], 1
 
-    def collective_rpc(self, name, args):
+    def collective_rpc(self, method, args):
+        name = getattr(method, "__name__", method)
         self.calls.append((name, *args))
         if name == "vidspec_retune":
             self.last = args[0]["top_n"]
-        if name == "vidspec_watch_scores" and not args[0]:
+        if name == "scores" and not args[0]:
             return [
                 [
                     # Watched past the end of the answer; vLLM's suffix on the id; not in the requests' order.
@@ -58,7 +60,7 @@ def sampling_params(monkeypatch):
 
 def command(top_n, watch=True):
     knobs = None if top_n is None else {"top_n": top_n}
-    fields = answer_command(knobs, seed=3, watch=watch, temperature=0.5, max_tokens=9)
+    fields = answer_command(knobs, seed=3, temperature=0.5, max_tokens=9) | {"watch": watch}
     return {name: value for name, value in fields.items() if name != "command"}
 
 
@@ -68,7 +70,7 @@ def test_a_batch_is_retuned_watched_and_counted_by_itself(monkeypatch, sampling_
     engine = BenchEngine(llm, ["a", "b", "c"])
     answers = [engine.answer(**command(top_n)) for top_n in (1, 2)]
     generate = ("generate", ["a", "b", "c"], [(3, 0.5, 9), (4, 0.5, 9), (5, 0.5, 9)])
-    watch = [("vidspec_watch_scores", on) for on in (True, False)]
+    watch = [("scores", on) for on in (True, False)]
     assert llm.calls == [
         *(watch[0], ("vidspec_retune", {"top_n": 1}), generate, watch[1]),
         *(watch[0], ("vidspec_retune", {"top_n": 2}), generate, watch[1]),
@@ -94,7 +96,7 @@ def test_vanilla_is_neither_retuned_nor_watched(sampling_params):
 
 def test_what_was_watched_must_be_what_was_said():
     llm = FakeLLM()
-    (watched,) = llm.collective_rpc("vidspec_watch_scores", (False,))
+    (watched,) = llm.collective_rpc(watching.scores, (False,))
     outputs = llm.generate([], [], False)
     watched[0]["tokens"][1] = 9
     with pytest.raises(VidSpecError, match="not the tokens of the answer"):

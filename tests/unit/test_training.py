@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from training import tiny_captioner, tiny_data, tiny_losses, train_tiny
+from vidspec_tools import captioned
 from vllm_vidspec import assets
 from vllm_vidspec.shapeworld import world
 
@@ -71,8 +72,12 @@ def test_words_that_compete_weigh_the_same():
     """Catches: an order of clauses that a loss prefers."""
     captioner = tiny_captioner.load(assets.checkpoint("qwen2.5-vl", "draft"))
     weights = tiny_losses.token_weights(captioner, "wordy")
-    first = {o.split()[0] for o in (*world.POSITIONS.values(), *world.FILLERS["exists"])}
-    for competing in (first, {",", "."}, *({o.split()[0] for o in world.FILLERS[name]} for name in ("lead", "aside"))):
+    first = {o.split()[0] for o in (*world.POSITIONS.values(), *captioned.FILLERS["exists"])}
+    for competing in (
+        first,
+        {",", "."},
+        *({o.split()[0] for o in captioned.FILLERS[name]} for name in ("lead", "aside")),
+    ):
         assert len({weights[captioner.ids[word]].item() for word in competing}) == 1
 
 

@@ -154,10 +154,10 @@ class Quality:
         return {"llm": llm, "prompts": prompts}
 
     def command(self, temperature: float, setting: Setting | None = None) -> dict[str, Any]:
-        """Return what an engine is asked; with a setting the pair's, of which what it watches is wanted, too."""
+        """Return what an engine is asked; with a setting the pair's, which is watched, too."""
         knobs = None if setting is None else setting.knobs(self.telling)
         sampling = {"temperature": temperature, "max_tokens": self.max_tokens}
-        return answer_command(knobs, seed=self.seed, watch=setting is not None, **sampling)
+        return answer_command(knobs, seed=self.seed, **sampling) | {"watch": setting is not None}
 
 
 def check(quality: Quality) -> None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from vidspec_tools import reel
+from vidspec_tools import reel, watching
 from vllm_vidspec import metrics
 from vllm_vidspec.config import METHOD
 from vllm_vidspec.errors import VidSpecError
@@ -117,21 +117,24 @@ class BenchEngine(Engine):
         return {}
 
     def answer(self, watch: bool = False, **asked: Any) -> dict[str, Any]:
-        """Answer every prompt, and with `watch` return `captions`, too; see `engine_session.answer_command`."""
+        """Answer every prompt (`engine_session.answer_command`); with `watch` return `captions`, too.
+
+        They are `words`, `relevance` and `kinds` of each answer, one of each per token.
+        """
         if not watch:
             return self.answered(**asked)[0] | {"captions": None}
-        self.llm.collective_rpc("vidspec_watch_scores", args=(True,))
+        self.llm.collective_rpc(watching.scores, args=(True,))
         answer, outputs = self.answered(**asked)
-        watched = self.llm.collective_rpc("vidspec_watch_scores", args=(False,))[0]
+        watched = self.llm.collective_rpc(watching.scores, args=(False,))[0]
         return answer | {"captions": _watched_captions(self.llm.get_tokenizer(), outputs, watched)}
 
     def look(self, path: str) -> dict[str, Any]:
         """Save to `path` how the first item of every prompt was pruned, and what was measured of it for that."""
         import torch
 
-        self.llm.collective_rpc("vidspec_watch", args=(True,))
+        self.llm.collective_rpc(watching.pruning, args=(True,))
         self.ask({"max_tokens": 2})  # after a first token that is also the last one, nothing is drafted
-        watched = self.llm.collective_rpc("vidspec_watch", args=(False,))[0]
+        watched = self.llm.collective_rpc(watching.pruning, args=(False,))[0]
         records = [
             {
                 "grid": (grid.num_frames, grid.height, grid.width, grid.num_trailing),

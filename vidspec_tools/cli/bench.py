@@ -66,7 +66,7 @@ def acceptance(
     presence_penalty: options.Values = "0",
     frequency_penalty: options.Values = "0",
     repetition_penalty: options.Values = "1",
-    seed: shared.Seed = 0,
+    seed: options.Seed = 0,
     seeded: Annotated[bool, typer.Option("--seeded/--unseeded", help="Whether requests carry a seed.")] = True,
     requests: Annotated[int, typer.Option(min=1, help="Held-out videos, one request each.")] = 8,
     max_tokens: shared.MaxTokens = 256,
@@ -95,7 +95,7 @@ def acceptance(
     axes = {
         name: [None]
         if given[name] is None
-        else shared.values("--" + name.replace("_", "-"), given[name], kinds.get(name, float))
+        else options.values("--" + name.replace("_", "-"), given[name], kinds.get(name, float))
         for name in bench.AXES
     }
     own_seed = seed if seeded else None
@@ -140,7 +140,7 @@ def quality(
     requests: Annotated[int, typer.Option(min=1, help="Held-out videos, one caption each.")] = 64,
     batch_size: options.BatchSize = 16,
     max_tokens: Annotated[int, typer.Option(min=2, help="Longest caption in tokens.")] = 256,
-    seed: shared.Seed = 0,
+    seed: options.Seed = 0,
     knob: options.Knobs = None,
     plot_path: Annotated[str | None, options.plot("Draw what is kept by acceptance length")] = None,
     json_path: shared.Json = None,
@@ -162,10 +162,10 @@ def quality(
     from vidspec_tools.views import quality as view
 
     swept = {
-        field: tuple(shared.values("--" + name.removesuffix("_loose").replace("_", "-"), given[name], kind))
+        field: tuple(options.values("--" + name.removesuffix("_loose").replace("_", "-"), given[name], kind))
         for name, (field, kind) in _SWEPT.items()
     }
-    shifts = shared.values("--position-shift", position_shift, str)
+    shifts = options.values("--position-shift", position_shift, str)
     if wrong := [text for text in shifts if text not in ("on", "off")]:
         raise VidSpecError(f"--position-shift: {wrong[0]!r} is neither on nor off")
     swept["position_shifts"] = tuple(text == "on" for text in shifts)
@@ -187,7 +187,7 @@ def paper(
     max_tokens: Annotated[int | None, typer.Option(min=2, help="Longest answer in tokens. Default: 128.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds; each has its own videos. Default: 5.")] = None,
     temperature: options.Temperature = 0.0,
-    seed: shared.Seed = 0,
+    seed: options.Seed = 0,
     draft_device: options.DraftDevice = "cpu",
     knob: options.Knobs = None,
     json_path: shared.Json = None,
@@ -212,9 +212,9 @@ def paper(
     what = shared.pick(
         bench.PaperBenchmark,
         given,
-        families=tuple(shared.values("--family", family, str)),
-        inflate=tuple(shared.values("--inflate", inflate, float)),
-        methods=bench.ALL if methods == "all" else tuple(shared.values("--methods", methods, str)),
+        families=tuple(options.values("--family", family, str)),
+        inflate=tuple(options.values("--inflate", inflate, float)),
+        methods=bench.ALL if methods == "all" else tuple(options.values("--methods", methods, str)),
         knobs=options.knobs(knob),
         **{name: default if given[name] is None else given[name] for name, default in usual.items()},
     )
@@ -237,7 +237,7 @@ def speed(
     max_tokens: shared.MaxTokensOfTwo = 128,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; each has videos of its own.")] = 5,
     temperature: options.Temperature = 0.0,
-    seed: shared.Seed = 0,
+    seed: options.Seed = 0,
     draft_device: options.DraftDevice = "cpu",
     knob: options.Knobs = None,
     json_path: shared.Json = None,
@@ -257,8 +257,8 @@ def speed(
     what = shared.pick(
         bench.Benchmark,
         given,
-        families=tuple(shared.values("--family", family, str)),
-        inflate=tuple(shared.values("--inflate", inflate, float)),
+        families=tuple(options.values("--family", family, str)),
+        inflate=tuple(options.values("--inflate", inflate, float)),
         knobs=options.knobs(knob),
     )
     measure(bench, what, given, versus.speed_tables)

@@ -18,6 +18,19 @@ def plot(words: str) -> Any:
     return typer.Option("--plot", metavar="PATH", help=f"{words}: a .png or .svg file.")
 
 
+def values(option: str, text: str, kind: type) -> list[Any]:
+    """Parse the comma-separated values of an option."""
+    try:
+        found = [kind(part.strip()) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise VidSpecError(f"{option}: {text!r} is not a list of {kind.__name__} values") from None
+    if not found:
+        raise VidSpecError(f"{option}: no value given")
+    return found
+
+
+Video = Annotated[str | None, typer.Argument(help="A video file. Default: the bundled one.")]
+Seed = Annotated[int, typer.Option(help="Request i samples with seed + i.")]
 Values = Annotated[str, sweep("")]
 Families = Annotated[str, sweep("qwen2.5-vl, llava-onevision.")]
 Temperature = Annotated[float, typer.Option(help="Of all requests.")]

@@ -4,11 +4,12 @@ from typing import Annotated
 
 import typer
 
+from vidspec_tools.cli import options as own
 from vllm_vidspec.cli import options, running
 
 
 def show_pruning(
-    video: options.Video = None,
+    video: own.Video = None,
     pruner: Annotated[
         str, typer.Option(help="Comma-separated; one row each.")
     ] = "uniform,random,specvlm,attention,uv,dycoke",
@@ -32,7 +33,7 @@ def show_pruning(
     from vidspec_tools.pictures import show_pruning as pruning
     from vllm_vidspec.tools import progress
 
-    pruners = tuple(options.values("--pruner", pruner, str))
+    pruners = tuple(own.values("--pruner", pruner, str))
     what = options.pick(pruning.Show, given, pruners=pruners, engine_args=options.engine_args(engine_args, dtype))
     result = running.with_bars(pruning.run, what, progress.View)
     running.write_json(json_path, result)

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from vidspec_tools.cli.options import values
 from vllm_vidspec.cli import options, running
 from vllm_vidspec.errors import VidSpecError
 
@@ -68,13 +69,13 @@ def plan(
     agreement: Agreement | None = None
     ratios: tuple[float, ...] = question.RATIOS
     if acceptance is not None:
-        shares = options.values("--acceptance", acceptance, float)
+        shares = values("--acceptance", acceptance, float)
         agreement, ratios = agreement_of_positions(shares, RUNNER_UP), (0.9,)
     if prune_ratio is not None:
-        ratios = tuple(options.values("--prune-ratio", prune_ratio, float))
+        ratios = tuple(values("--prune-ratio", prune_ratio, float))
     shapes = {"target": target_shape, "draft": draft_shape, "gpu": gpus.gpu_named(gpu)}
     what = options.pick(question.Question, given, **shapes, prune_ratios=ratios, agreement=agreement)
-    batches = options.values("--batch", batch, int)
+    batches = values("--batch", batch, int)
     if min(batches) < 1:
         raise VidSpecError("--batch: each must be at least 1")
     question.check(what)

@@ -9,8 +9,8 @@ from vidspec_tools.pictures import contact_sheet
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.calibrate import Subject
 from vllm_vidspec.tools.progress import Report, silent
-from vllm_vidspec.tools.subject import Subject
 from vllm_vidspec.tools.user_files import check_output, read_video
 
 if TYPE_CHECKING:

@@ -16,6 +16,11 @@ _COLORS = (
 Style = tuple[str, str]  # colour and marker
 
 
+def times(value: float | None) -> str:
+    """Return a speedup, or a dash for None."""
+    return "-" if value is None else f"{value:.2f}x"
+
+
 def check_figure(path: str, option: str = "cannot draw") -> None:
     """Refuse a figure that cannot be drawn: a place or name that is none, or no matplotlib."""
     check_output(path, option, SUFFIXES, SUFFIXES)

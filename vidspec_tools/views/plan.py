@@ -6,7 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vllm_vidspec.tools.tables import Columns, by_columns, number, times
+from vidspec_tools.views.figures import times
+from vllm_vidspec.tools.tables import Columns, by_columns, number
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:

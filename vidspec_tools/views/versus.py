@@ -6,7 +6,8 @@ from typing import Any
 from rich.table import Table
 
 from vidspec_tools.bench.rows import PHASES, SPREAD
-from vllm_vidspec.tools.tables import Columns, by_columns, number, percent, times
+from vidspec_tools.views.figures import times
+from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]

@@ -16,11 +16,7 @@ SAMPLE_VIDEO: Path = _ROOT / "sample.mp4"
 
 
 def checkpoint(family: str, role: str) -> Path:
-    """Directory of a bundled checkpoint in Hugging Face layout; one of `CLONE_ONLY` may be missing, and has no `far`.
-
-    Raises:
-        ValueError: an unknown family or role.
-    """
+    """Folder of a bundled checkpoint in Hugging Face layout; one of `CLONE_ONLY` may be missing, and has no `far`."""
     if family in CLONE_ONLY and role in PAIR:
         return _CLONE_ROOT / family / role
     if family not in FAMILIES or role not in ROLES:

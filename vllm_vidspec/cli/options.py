@@ -16,7 +16,6 @@ Family = Annotated[str, typer.Option(help="Bundled pair: qwen2.5-vl or llava-one
 OwnTarget = Annotated[str | None, typer.Option(help="A target of your own in place of the bundled pair.")]
 OwnDraft = Annotated[str | None, typer.Option(help="Its draft: a checkpoint, or 'self'.")]
 BenchTarget = Annotated[str | None, typer.Option(help="A checkpoint in place of the bundled target.")]
-Video = Annotated[str | None, typer.Argument(help="A video file. Default: the bundled one.")]
 Question = Annotated[str, typer.Option(help="What to ask about the video.")]
 PruneRatio = Annotated[float, typer.Option(help="Share of the video tokens that the draft does not see.")]
 NumTokens = Annotated[int, typer.Option(help="Draft tokens per verify step.")]
@@ -27,7 +26,6 @@ Dtype = Annotated[
     typer.Option(help="As of `vllm serve`: auto, float32, bfloat16. Default: the bundled pairs' is float32."),
 ]
 EngineArgs = Annotated[str, typer.Option(metavar="JSON", help="More arguments of vllm.LLM, as an object.")]
-Seed = Annotated[int, typer.Option(help="Request i samples with seed + i.")]
 Json = Annotated[
     str | None,
     typer.Option("--json", metavar="PATH", help="Write the result as JSON to a file, or '-' for standard output."),
@@ -38,17 +36,6 @@ def pick(kind: type[T], given: Mapping[str, Any], **more: Any) -> T:
     """Return a dataclass whose fields are the options of the same name, and `more`."""
     names = [field.name for field in dataclasses.fields(kind) if field.name in given]  # type: ignore[arg-type]
     return kind(**{name: given[name] for name in names} | more)
-
-
-def values(option: str, text: str, kind: type) -> list[Any]:
-    """Parse the comma-separated values of an option."""
-    try:
-        found = [kind(part.strip()) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise VidSpecError(f"{option}: {text!r} is not a list of {kind.__name__} values") from None
-    if not found:
-        raise VidSpecError(f"{option}: no value given")
-    return found
 
 
 def engine_args(text: str, dtype: str | None) -> dict[str, Any]:

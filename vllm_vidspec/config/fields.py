@@ -29,8 +29,7 @@ PROTECTED_TOKENS = (
 MAX_CORES = 4096  # of a machine
 
 ScorerName = Literal["strict", "loose", "fly", "fly-entropy", "random"]
-# Keys of a request's `vllm_xargs`.
-REQUEST_SCORER, REQUEST_LAMBDA, REQUEST_RECORD = "vidspec_scorer", "vidspec_lambda", "vidspec_record"
+REQUEST_SCORER, REQUEST_LAMBDA, REQUEST_RECORD = "vidspec_scorer", "vidspec_lambda", "vidspec_record"  # of `vllm_xargs`
 
 
 def _known(pruner: str) -> str:
@@ -215,11 +214,7 @@ class TreeKnobs(Group):
 
     @property
     def static_paths(self) -> tuple[Path, ...]:
-        """The static tree's rank paths.
-
-        Raises:
-            VidSpecError: `paths` is no tree.
-        """
+        """The static tree's rank paths; a VidSpecError if `paths` is no tree."""
         return SPECVLM_PATHS if self.paths is None else parse_paths(self.paths)
 
 

@@ -28,11 +28,7 @@ class VidSpecConfig(Fields):
 
     @classmethod
     def checked(cls, flat: dict[str, Any], given: Mapping[str, Any]) -> "VidSpecConfig":
-        """Return the configuration of fields by their flat names.
-
-        Raises:
-            VidSpecError: One line for all that is wrong, in the spelling of `given`.
-        """
+        """Return the configuration of fields by flat names; a VidSpecError says all that is wrong, as `given` does."""
         try:
             return cls(**flat)
         except ValidationError as error:
@@ -135,8 +131,7 @@ class VidSpecConfig(Fields):
     def choices(self, has_graphs: bool) -> tuple[Plan, ...]:
         """Return the plans that the controller chooses from besides none: trees first, then chains, long before short.
 
-        Args:
-            has_graphs: Whether each number of tokens takes CUDA graphs: then chains are whole or half.
+        Where each number of tokens takes CUDA graphs, chains are whole or half.
         """
         plans = {row.plan for row in self.plans if row.plan.num_tokens}
         trees = sorted(plan for plan in plans if plan.shape != "chain")
@@ -168,11 +163,7 @@ class VidSpecConfig(Fields):
         return flatten(self.model_dump())
 
     def changed(self, knobs: Mapping[str, Any]) -> "VidSpecConfig":
-        """Return this configuration with some knobs changed, however spelled; no calibration is read again.
-
-        Raises:
-            VidSpecError: One line naming the wrong key or value.
-        """
+        """Return this configuration with some knobs changed, however spelled; no calibration is read again."""
         return self.checked(self.flat() | flatten(knobs), knobs)
 
     @property

@@ -13,12 +13,8 @@ CALIBRATED_KEYS = frozenset({"lambda_r", "guidance_layers", "uv_layer", "draft_t
 
 
 def parse_config(raw: dict[str, Any]) -> tuple[VidSpecConfig, dict[str, Any]]:
-    """Split a `--speculative-config` dict into our configuration and the keys that vLLM itself understands.
-
-    `method` is ignored, dashes in keys count as underscores.
-
-    Raises:
-        VidSpecError: One line naming the wrong key or value, with the nearest known name.
+    """Split a `--speculative-config` dict, dashes in keys as underscores, into our configuration and vLLM's own keys;
+    a VidSpecError names the wrong key or value.
     """
     given = {key.replace("-", "_"): value for key, value in raw.items()}
     given.pop("method", None)
@@ -30,11 +26,7 @@ def parse_config(raw: dict[str, Any]) -> tuple[VidSpecConfig, dict[str, Any]]:
 
 
 def _read_calibration(path: Any) -> dict[str, Any]:
-    """Return the fields that a calibration file sets.
-
-    Raises:
-        VidSpecError: The file is missing, is no JSON object or has other keys than `vidspec calibrate` writes.
-    """
+    """Return the fields that a calibration file sets; a VidSpecError for one that `vidspec calibrate` did not write."""
     # Unprintable characters in a path would break the line; any other path is shown as it is.
     shown = path if isinstance(path, str) and path.isprintable() and len(path) <= MAX_MESSAGE else quoted(path)
     not_ours = VidSpecError(f"speculative config: calibration: {shown} is not a file of `vidspec calibrate`")

@@ -1,7 +1,6 @@
 """Static draft trees as rank paths: SpecVLM's, and the check of a user's; plain Python.
 
-A rank path names a node by what it is at each level: 010 is the best child of the second-best child of the best child
-of the root.
+A rank path names a node: 010 is the best child of the second-best child of the best child of the root.
 """
 
 from collections.abc import Sequence
@@ -27,12 +26,9 @@ SPECVLM_PATHS: tuple[Path, ...] = tuple(
 
 
 def parse_paths(paths: Sequence[Sequence[int]]) -> tuple[Path, ...]:
-    """Return a user's tree, one rank path a node, as tuples in the order given.
+    """Return a user's tree, one rank path a node, as tuples in the order given; a VidSpecError names what is wrong.
 
     There are 1 to 64 of them, each once, with every prefix of each; siblings have the ranks 0 to c - 1, c <= 64.
-
-    Raises:
-        VidSpecError: The paths are no such tree; one line that says which path is wrong.
     """
     parsed = tuple(_parse_path(path) for path in paths)
     if not parsed:

@@ -7,8 +7,7 @@ NONE = "none"  # the shape of a step that drafts nothing
 
 Shape = Literal["chain", "tree-static", "tree-adaptive", "none"]
 
-# First batch size, last, most tokens per step: vLLM's `num_speculative_tokens_per_batch_size`.
-Cap = tuple[int, int, int]
+Cap = tuple[int, int, int]  # first batch size, last, most tokens per step: a row of vLLM's own schedule
 
 
 class Plan(NamedTuple):
@@ -27,11 +26,7 @@ class PlanRow(NamedTuple):
 
 
 def check_table(table: Sequence[tuple[int, int, str, int]], max_tokens: int) -> None:
-    """Refuse a `draft_table` whose rows do not follow each other from batch size 1 on, or draft too many tokens.
-
-    Raises:
-        ValueError: One line naming the row.
-    """
+    """Refuse a `draft_table` whose rows do not follow each other from batch size 1 on, or draft too many tokens."""
     end = 0
     for first, last, shape, num_tokens in table:
         if first != end + 1 or last < first:
@@ -44,11 +39,7 @@ def check_table(table: Sequence[tuple[int, int, str, int]], max_tokens: int) -> 
 
 
 def without_gaps(caps: Sequence[Cap]) -> tuple[Cap, ...]:
-    """Return vLLM's schedule in order, each row up to the next: vLLM extends a row over the gap after it.
-
-    Raises:
-        ValueError: Batch sizes that have two rows, or the first of which has none.
-    """
+    """Return vLLM's schedule in order, each row up to the next: vLLM extends a row over the gap after it."""
     rows = sorted(caps)
     if not rows or rows[0][0] != 1:
         raise ValueError("batch sizes must begin at 1")
@@ -60,9 +51,8 @@ def without_gaps(caps: Sequence[Cap]) -> tuple[Cap, ...]:
 
 
 def capped(table: Sequence[tuple[int, int, str, int]], caps: Sequence[Cap] | None) -> tuple[PlanRow, ...]:
-    """Return the plans of a table, each limited to what vLLM's schedule (without gaps, or None) allows.
-
-    The rows `(first, last, shape, tokens)` follow each other from 1 on; the last one holds beyond its end.
+    """Return the plans of a table, each limited to what vLLM's schedule (without gaps, or None) allows; the last row
+    holds beyond its end.
     """
     rows: list[PlanRow] = []
     caps = caps or [(1, 1, max(row[3] for row in table))]

@@ -30,11 +30,7 @@ _MAX_KEY, _MAX_VALUE, _MAX_PARTS = 60, 120, 6
 
 
 def flatten(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields by their flat names, however they are spelled.
-
-    Raises:
-        VidSpecError: An unknown key, a group that is no object, or a field that is set twice.
-    """
+    """Return fields by their flat names, however they are spelled; a VidSpecError for an unknown one, or twice one."""
     flat: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     unknown = []
@@ -51,11 +47,7 @@ def flatten(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def grouped(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same fields with each in its group.
-
-    Raises:
-        ValueError: A number that no field takes.
-    """
+    """Return the same fields with each in its group."""
     groups: dict[str, Any] = {}
     for flat, value in flatten(given).items():
         _refuse_senseless(flat, value)

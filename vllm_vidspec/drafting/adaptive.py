@@ -1,5 +1,6 @@
 """The adaptive tree (SAGE): deep and narrow where the draft is sure, shallow and wide where it is not."""
 
+import functools
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from vidspec_kernels import Leaves, PlanRules, TreeGrowBuffers, TreePlans, tree_begin, tree_finish, tree_grow, tree_plan
 from vidspec_kernels.warm_up import warm_adaptive_trees
 from vllm_vidspec.config import TreeKnobs
-from vllm_vidspec.drafting.tree import DraftTree
+from vllm_vidspec.drafting.tree import DraftTree, TreePolicy
 
 
 def log_thresholds(knobs: TreeKnobs) -> Tensor:
@@ -39,7 +40,7 @@ def width_bounds(knobs: TreeKnobs, num_candidates: int) -> Tensor:
     return bounds.float()
 
 
-class AdaptiveTree:
+class AdaptiveTree(TreePolicy):
     """A `TreePolicy` that grows each request's tree to its confidence and history (SAGE, section 3; METHODS 2).
 
     From confidence alpha a tree gets its depth D = floor(D_min + alpha (D_r - D_min)) (eq. 10) and its first width
@@ -49,18 +50,12 @@ class AdaptiveTree:
 
     - The rank-0 path always reaches depth D: thresholds do not bind it, and its nodes are reserved in the budget. A
       draft that equals its target then has D tokens accepted in every step.
-    - D and W are whole numbers, rounded down. Before its first measurement a request has alpha 0.5.
+    - Before its first measurement a request has alpha 0.5.
     - Trees grow by levels, not depth first, since a level is one draft forward. Within one, better paths come first,
       and at most `max_frontier` = W_max nodes go on to the next (the paper bounds the number of nodes only).
     - With lookahead, step t's plan for t + 1 is made in `finish`: the host then knows the batch's largest depth
       without waiting for the device. History that `begin` adds takes effect with the plan that follows it.
     - Without lookahead the root's distribution shapes its own tree, and every step takes D_max draft forwards.
-
-    Args:
-        max_num_reqs: Most requests of a batch, and persistent rows.
-        max_nodes: K = N_max, the most draft nodes of a tree, in [1, 64].
-        device: Where the tensors live.
-        knobs: All but its `paths` and `fill`.
     """
 
     needs_log_probs = True
@@ -86,8 +81,10 @@ class AdaptiveTree:
             max_parents=1 + (self.max_depth - 1) * self.max_frontier, max_frontier=self.max_frontier,
         )  # fmt: skip
         self._host_depths = _HostCopy(max_num_reqs + 1, tree.device)
-        self._shapes: dict[int, _Shape] = {}  # by budget
-        self._leaves: dict[tuple[int, int], Leaves] = {}  # by (requests, parents), both bounded
+        self._shapes = functools.cache(self._shape_of)  # by budget
+        # By requests and frontier nodes, the candidates that were not taken: always the same objects.
+        leftover = self.growth.leftover
+        self._leaves = functools.cache(lambda reqs, parents: Leaves(*(part[:reqs, :parents] for part in leftover)))
         self.reset_rows(np.arange(max_num_reqs + 1))
 
     def reset_rows(self, rows_np: np.ndarray) -> None:
@@ -104,17 +101,11 @@ class AdaptiveTree:
         plans.widths.index_fill_(0, rows, width)
         self._host_depths.read()[rows_np] = depth
 
-    def prepare(self, max_nodes: int) -> None:
-        """Do nothing: budgets are numbers here."""
-
     def warm_up(self, fill: bool) -> None:
         warm_adaptive_trees(self.growth, self.tree.empty, self.knobs.lookahead, fill)
 
     def depth(self, max_nodes: int) -> int:
         return len(self._shape(max_nodes).widths)
-
-    def width(self, level: int, max_nodes: int) -> int:
-        return self._shape(max_nodes).widths[level]
 
     def num_levels(self, rows_np: np.ndarray, max_nodes: int) -> int:
         deepest = self.knobs.depth_max
@@ -144,7 +135,7 @@ class AdaptiveTree:
         return growth.frontier_of(num_reqs, width)
 
     def frontier(self, level: int, num_reqs: int, max_nodes: int) -> tuple[Tensor, Tensor]:
-        return self.growth.frontier_of(num_reqs, self.width(level, max_nodes))
+        return self.growth.frontier_of(num_reqs, self._shape(max_nodes).widths[level])
 
     def send(self, rows_np: np.ndarray) -> None:
         """Send the planned depths with lookahead; the deeper levels are still to run, so the copy arrives in time."""
@@ -154,46 +145,36 @@ class AdaptiveTree:
     def finish(self, fill: bool, *, rows: Tensor, max_nodes: int) -> None:
         num_reqs, growth, shape = len(rows), self.growth, self._shape(max_nodes)
         # The candidates of all levels; those of levels that this step did not run were cleared by `begin`.
-        leaves = self._leaves_of(num_reqs, shape.first_parents[-1]) if fill else None
+        leaves = self._leaves(num_reqs, shape.first_parents[-1]) if fill else None
         tree_finish(
             self.tree, num_reqs, next_free=growth.next_free, leaves=leaves, max_nodes=shape.budget,
             plans=self._plans if self.knobs.lookahead else None, rows=rows,
         )  # fmt: skip
 
-    def _leaves_of(self, num_reqs: int, num_parents: int) -> Leaves:
-        """Return the unused candidates of so many requests and frontier nodes; always the same object."""
-        key = (num_reqs, num_parents)
-        if key not in self._leaves:
-            self._leaves[key] = Leaves(*(part[:num_reqs, :num_parents] for part in self.growth.leftover))
-        return self._leaves[key]
-
     def _shape(self, max_nodes: int) -> "_Shape":
+        return self._shapes(max(0, min(max_nodes, self.max_nodes)))
+
+    def _shape_of(self, budget: int) -> "_Shape":
         """Return what follows from a budget: a frontier is the greedy node, and at most all nodes off its path."""
-        budget = max(0, min(max_nodes, self.max_nodes))
-        if budget not in self._shapes:
-            max_others, widths = budget - min(self.knobs.depth_min, budget), [1]
-            while len(widths) < min(self.max_depth, budget):
-                widths.append(min(self.max_frontier, widths[-1] * self.num_candidates, 1 + max_others))
-            self._shapes[budget] = _Shape(budget, tuple(widths), tuple(accumulate(widths, initial=0)))
-        return self._shapes[budget]
+        max_others, widths = budget - min(self.knobs.depth_min, budget), [1]
+        while len(widths) < min(self.max_depth, budget):
+            widths.append(min(self.max_frontier, widths[-1] * self.num_candidates, 1 + max_others))
+        return _Shape(budget, tuple(widths), tuple(accumulate(widths, initial=0)))
 
 
 class _Shape(NamedTuple):
-    """What a step's launches take from its budget: the budget that counts, and by level the frontier's columns, and how
-    many columns the levels above have; the last entry is of all.
-    """
+    """What a step's launches take from its budget."""
 
-    budget: int
-    widths: tuple[int, ...]
-    first_parents: tuple[int, ...]
+    budget: int  # that counts
+    widths: tuple[int, ...]  # by level the frontier's columns
+    first_parents: tuple[int, ...]  # by level how many columns those above have; the last entry is of all
 
 
 class _HostCopy:
     """Planned depths `[max_num_reqs]` on the host: sent after a step's first forward, read as the next step drafts.
 
-    Reading waits for the copy. The wait is necessary: the host decides how many forwards a step has, and all
-    tensor-parallel ranks must decide alike, so none may act on what happens to have arrived. It leaves no device idle:
-    the deeper levels of that draft and the target's whole forward are queued behind the copy.
+    Reading waits for the copy: the host decides how many forwards a step has, and all tensor-parallel ranks alike. That
+    leaves no device idle: the deeper levels of that draft and the target's whole forward are queued behind the copy.
     """
 
     def __init__(self, max_num_reqs: int, device: torch.device):

@@ -1,5 +1,6 @@
 """The static tree (SpecVLM): one topology for every request and step; only the tokens change."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from vidspec_kernels import PlacedLevel, TreeTemplate, tree_begin, tree_place
 from vidspec_kernels.warm_up import warm_static_trees
 from vllm_vidspec.config.paths import SPECVLM_PATHS, Path, parse_paths
-from vllm_vidspec.drafting.tree import DraftTree, topology_tables
+from vllm_vidspec.drafting.tree import DraftTree, TreePolicy, topology_tables
 
 
 @dataclass(frozen=True)
@@ -57,21 +58,12 @@ class _BudgetTables:
     fed: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
-class StaticTree:
+class StaticTree(TreePolicy):
     """A `TreePolicy` whose topology is fixed (SpecVLM, section 3; EAGLE-style), by default SpecVLM's 25 nodes.
 
     Parents, depths, masks and the number of nodes are constants of a budget, copied into the buffers as a step begins;
     then it writes tokens only, and never `tree.log_probs`. A step with a budget below the topology gets its first
-    nodes, and runs only the forwards that these need. It keeps no state of a request, and `finish` appends nothing.
-
-    Args:
-        max_num_reqs: Most requests of a batch.
-        device: Where the tensors live.
-        paths: Rank paths of the topology.
-        max_nodes: K, the width of the buffers; by default the number of paths. A topology that is larger is cut.
-
-    Raises:
-        VidSpecError: The paths are no tree.
+    nodes, and the forwards that these need. `max_nodes` is K, the width of the buffers; a larger topology is cut.
     """
 
     needs_log_probs = False
@@ -93,11 +85,8 @@ class StaticTree:
         frontiers = self.topology.frontiers()
         self.max_depth = len(frontiers)
         self.max_frontier = max(map(len, frontiers))
-        self._by_budget: dict[int, _BudgetTables] = {}  # by budget
+        self._of_budget = functools.cache(self._make_tables)
         self.prepare(self.max_nodes)
-
-    def reset_rows(self, rows_np: np.ndarray) -> None:
-        """Do nothing: a fixed topology keeps no state."""
 
     def prepare(self, max_nodes: int) -> None:
         self._tables(max_nodes)
@@ -107,9 +96,6 @@ class StaticTree:
 
     def depth(self, max_nodes: int) -> int:
         return len(self._tables(max_nodes).levels)
-
-    def width(self, level: int, max_nodes: int) -> int:
-        return self._tables(max_nodes).frontiers[level].shape[1]
 
     def num_levels(self, rows_np: np.ndarray, max_nodes: int) -> int:
         return self.depth(max_nodes)
@@ -132,19 +118,11 @@ class StaticTree:
             )  # fmt: skip
         return tables.fed[num_reqs, level]
 
-    def send(self, rows_np: np.ndarray) -> None:
-        """Do nothing: the host knows the levels."""
-
-    def finish(self, fill: bool, *, rows: Tensor, max_nodes: int) -> None:
-        """Do nothing: the number of nodes was set as the step began."""
-
     def _tables(self, max_nodes: int) -> _BudgetTables:
-        budget = max(0, min(max_nodes, len(self.topology.paths)))
-        if budget not in self._by_budget:
-            self._by_budget[budget] = self._make_tables(self.topology.cut(budget))
-        return self._by_budget[budget]
+        return self._of_budget(max(0, min(max_nodes, len(self.topology.paths))))
 
-    def _make_tables(self, topology: Topology) -> _BudgetTables:
+    def _make_tables(self, budget: int) -> _BudgetTables:
+        topology = self.topology.cut(budget)
         tree, levels, fed, frontiers = self.tree, [], [], topology.frontiers()
         device, max_num_reqs = tree.device, tree.max_num_reqs
         for frontier, following in zip(frontiers, [*frontiers[1:], []], strict=True):
@@ -154,14 +132,10 @@ class StaticTree:
                 for node, (path, parent) in enumerate(zip(topology.paths, topology.parents, strict=True), start=1)
                 if parent in frontier
             }
-            levels.append(
-                PlacedLevel(
-                    torch.tensor(list(source.values()), dtype=torch.int64, device=device),
-                    torch.tensor(list(source), dtype=torch.int64, device=device),
-                    torch.tensor([source[node] for node in following], dtype=torch.int64, device=device),
-                    torch.zeros(max_num_reqs, len(following), dtype=torch.int64, device=device),
-                )
-            )
+            places = (list(source.values()), list(source), [source[node] for node in following])
+            taken, nodes, fed_on = (torch.tensor(it, dtype=torch.int64, device=device) for it in places)
+            tokens = torch.zeros(max_num_reqs, len(following), dtype=torch.int64, device=device)
+            levels.append(PlacedLevel(taken, nodes, fed_on, tokens))
             fed.append(torch.tensor(frontier, device=device).repeat(max_num_reqs, 1))
         num_nodes = len(topology.paths)
         parents = [*topology.parents, *[0] * (self.max_nodes - num_nodes)]  # leaves under the root past the nodes

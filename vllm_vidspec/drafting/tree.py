@@ -20,12 +20,7 @@ class DraftTree(TreeTables):
     """The trees of a batch, one batch row each; allocated once and filled in place, so that CUDA graphs can read it.
 
     A column past `num_nodes` holds a leaf under the root that is never accepted: token -1, parent 0, depth 1, its own
-    bit, log-probability -inf. Reading it is harmless.
-
-    Args:
-        max_num_reqs: Most requests of a batch.
-        max_nodes: K, the most draft nodes of a tree, in [1, 64].
-        device: Where the buffers live.
+    bit, log-probability -inf. Reading it is harmless. K is `max_nodes`, the most draft nodes of a tree, in [1, 64].
 
     Attributes:
         tokens: int64 [max_num_reqs, K + 1]. Policies leave column 0 alone; it starts as -1.
@@ -40,8 +35,7 @@ class DraftTree(TreeTables):
 
     def __init__(self, max_num_reqs: int, max_nodes: int, device: torch.device | str):
         assert 1 <= max_nodes <= MAX_NODES, f"max_nodes must be in [1, {MAX_NODES}], got {max_nodes}"
-        self.max_num_reqs = max_num_reqs
-        self.max_nodes = max_nodes
+        self.max_num_reqs, self.max_nodes = max_num_reqs, max_nodes
         log_probs = torch.tensor([0.0] + [-torch.inf] * max_nodes, dtype=torch.float32, device=device)
         self.empty = TreeTemplate(*topology_tables([0] * max_nodes, device), log_probs)
         tokens = torch.full((max_num_reqs, max_nodes + 1), -1, dtype=torch.int64, device=device)
@@ -51,7 +45,7 @@ class DraftTree(TreeTables):
 
 
 class TreePolicy(Protocol):
-    """Decides which nodes the trees of a batch get.
+    """Decides which nodes the trees of a batch get; what a policy has no use for, it leaves as it is here.
 
     The engine's drafter drives it, one step at a time:
 
@@ -68,31 +62,27 @@ class TreePolicy(Protocol):
     `rows` are int64 [R] persistent rows (`req_state_idx`), each once; batch row r of `tree` belongs to `rows[r]`. They
     may end with rows `max_num_reqs`, one past the last: padding, whose trees are garbage and harm no other. `rows_np`
     are the rows on the host, without padding. `max_nodes` is how many draft nodes each tree may have in this step; more
-    than K counts as K. No method waits for device work of the same step. A request's tree does not depend on the
-    others.
+    than K counts as K. No method waits for device work of the same step. Requests' trees do not depend on each other.
 
     `begin`, `extend` and `finish` can be captured in CUDA graphs, one by one or together, once `prepare` was called for
     their `max_nodes`: what they launch depends on R, `level`, `max_nodes` and `fill` alone, nothing is copied
-    between host and device, and what one passes to the next is at a fixed address. Captures for other R or `max_nodes`
-    may alternate from step to step.
+    between host and device, and what one passes to the next is at a fixed address.
     """
 
     tree: DraftTree  # The buffers
-    max_nodes: int  # K, the most draft nodes of a tree
-    max_depth: int  # The most levels of a tree, hence of draft forwards in a step
     num_candidates: int  # C, candidates that `extend` wants for each frontier node
     max_frontier: int  # The most nodes of a request that one draft forward feeds
     needs_log_probs: bool  # Whether `extend` looks at the candidates' log-probabilities
     has_fixed_levels: bool  # Whether `num_levels` follows from `max_nodes` alone: all levels fit one graph
-    # Whether `extend` may return fewer columns than `width` says, where counting needs no synchronisation: on the CPU.
-    # Set it False where steps are captured.
-    trims: bool
+    trims: bool  # Whether `extend` may return fewer columns than `frontier`: on the CPU, where counting costs no wait
 
     def reset_rows(self, rows_np: np.ndarray) -> None:
         """Clear the state of these rows, `[n]` int64 on the host, for requests that start or resume on them."""
+        return
 
     def prepare(self, max_nodes: int) -> None:
         """Upload the tables of this budget; else the first such step does so, with a host-device synchronisation."""
+        return
 
     def warm_up(self, fill: bool) -> None:
         """Compile and load what steps launch on CUDA; `fill` as they will give it to `finish`."""
@@ -100,17 +90,13 @@ class TreePolicy(Protocol):
     def depth(self, max_nodes: int) -> int:
         """Return the most that `num_levels` says under this budget; >= 1."""
 
-    def width(self, level: int, max_nodes: int) -> int:
-        """Return F, the columns of the frontier that is fed on a level below `depth(max_nodes)`; 1 on level 0."""
-
     def num_levels(self, rows_np: np.ndarray, max_nodes: int) -> int:
         """Return the draft forwards of the step that begins, the root's included, in [1, depth(max_nodes)]."""
 
     def begin(self, rows: Tensor, num_accepted: Tensor, max_nodes: int) -> None:
         """Start a step: update state by the last acceptance, and empty the trees of batch rows 0 to R - 1.
 
-        `num_accepted` are int32 [R] accepted draft tokens, without the target's own; -1: no verify step, the history
-        stays.
+        `num_accepted` are int32 [R] accepted draft tokens, without the target's own; -1 where none were verified.
         """
 
     def extend(
@@ -123,13 +109,11 @@ class TreePolicy(Protocol):
             log_probs: float32 [R * F, C], of each frontier node's candidates, descending, <= 0; row-major over the
                 frontier [R, F] that the previous call returned. Entries where it had no node are not used.
             token_ids: int64 [R * F, C], distinct in a row.
-            rows: See the class, and there `max_nodes`.
 
         Returns:
             int64 [R, F'] nodes that the next forward feeds, 0 = none at this place, and their tokens; None where
             `depth(max_nodes)` is reached. Column 0 is the greedy node while the request's greedy path still grows. F'
-            is `width(level + 1, max_nodes)`, or fewer with `trims`. Both are views of persistent buffers, one per
-            level, R and `max_nodes`, overwritten by the next call.
+            is that of `frontier`, or fewer with `trims`. Both are views of buffers that the next call overwrites.
         """
 
     def frontier(self, level: int, num_reqs: int, max_nodes: int) -> tuple[Tensor, Tensor]:
@@ -137,25 +121,21 @@ class TreePolicy(Protocol):
 
     def send(self, rows_np: np.ndarray) -> None:
         """Start the copy that the next step's `num_levels` needs on the host, after level 0; never captured."""
+        return
 
     def finish(self, fill: bool, *, rows: Tensor, max_nodes: int) -> None:
         """End the step: set `tree.num_nodes`.
 
-        `fill` appends, where a tree has fewer nodes than the step allows, the most probable of the candidates that were
-        not taken, as leaves, best first: for async scheduling, which fixes the number of drafts. A fixed topology
-        appends none.
+        `fill` appends, where a tree has fewer nodes than the step allows, the most probable candidates that were not
+        taken, as leaves, best first: for async scheduling, which fixes the number of drafts. A fixed topology has none.
         """
+        return
 
 
 def topology_tables(parents: list[int], device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tables of a tree that is given by its parents.
+    """Return the tables of a tree that is given by the parents of its nodes 1 to K, each smaller than its child.
 
-    Args:
-        parents: [K], parent of nodes 1 to K, each smaller than its child.
-        device: Where the tables live.
-
-    Returns:
-        int32 [K + 1] parents, the root's -1; int32 [K + 1] depths; int64 [K + 1] ancestors, see `DraftTree`.
+    They are int32 [K + 1] parents, the root's -1; int32 [K + 1] depths; int64 [K + 1] ancestors, see `DraftTree`.
     """
     depths, words = [0], [0]
     for node, parent in enumerate(parents, start=1):
@@ -164,10 +144,6 @@ def topology_tables(parents: list[int], device: torch.device | str) -> tuple[Ten
     return (
         torch.tensor([-1, *parents], dtype=torch.int32, device=device),
         torch.tensor(depths, dtype=torch.int32, device=device),
-        torch.tensor([_as_int64(word) for word in words], dtype=torch.int64, device=device),
+        # Node 64's bit is the sign.
+        torch.from_numpy(np.array(words, dtype=np.uint64).view(np.int64)).to(device),
     )
-
-
-def _as_int64(word: int) -> int:
-    """Return the signed number with the same 64 bits: node 64's bit is the sign."""
-    return word - (1 << 64) if word >= 1 << 63 else word

@@ -1,11 +1,9 @@
 """Agreement: the ranks of a tensor-parallel group decide alike about what failed on one of them, or end at once.
 
-An exception is one rank's, the collectives that it would skip are everyone's: the others would wait in them for good,
-and a rank that drafts for a request while another does not breaks every later step. So before a step that is not taken
-at every decode step enters a collective, the ranks tell each other over the CPU group that they are ready; if one is
-not, all leave the step alike. What fails past that point, or while decoding, cannot be left by one rank alone: either
-all ranks have failed at the same place, or the process ends with one line that names the rank, and vLLM's executor
-ends the engine. It touches torch.distributed and nothing else.
+An exception is one rank's, the collectives that it would skip are everyone's: the others would wait in them for good.
+So before a step that is not taken at every decode step enters a collective, the ranks tell each other over the CPU
+group that they are ready; if one is not, all leave the step alike. What fails past that point, or while decoding, is
+left by all ranks at the same place, or the process ends with one line that names the rank, and so vLLM the engine.
 """
 
 import contextlib
@@ -24,10 +22,8 @@ from vllm.logger import init_logger
 
 logger = init_logger("vllm.vidspec")
 
-# How long to wait for a rank, far more than ranks ever drift apart and less than vLLM waits for a step (300 s).
-_PATIENCE_S = 120.0
-# How long to wait for the others to have failed at the same place.
-_FAILED_PATIENCE_S = 10.0
+_PATIENCE_S = 120.0  # to wait for a rank: more than ranks drift apart, less than vLLM waits (300 s)
+_FAILED_PATIENCE_S = 10.0  # how long to wait for the others to have failed at the same place
 
 _READY, _DONE, _FAILED, _TORN = range(4)
 _NUM_HEADERS = 5  # int64: steps so far, phase, one of the above, where it failed, number of flags
@@ -50,6 +46,7 @@ class Agreement:
     def __init__(self, group: Any, patience_s: float = _PATIENCE_S, failed_patience_s: float = _FAILED_PATIENCE_S):
         self._group = group
         self._rank, self._size = group.rank_in_group, group.world_size
+        self.is_first, self.is_alone = self._rank == 0, self._size == 1
         self._peers = [rank for rank in range(self._size) if rank != self._rank]
         self.patience_s, self.failed_patience_s = patience_s, failed_patience_s
         self._num_steps = 0  # so far, the same on all ranks
@@ -57,20 +54,11 @@ class Agreement:
         self._phase = ""  # of the innermost if it is run with care, else ""
         self._is_torn = False  # whether an exception now would leave the others in a collective
 
-    @property
-    def is_first(self) -> bool:
-        return self._rank == 0
-
-    @property
-    def is_alone(self) -> bool:
-        return self._size == 1
-
     def run(self, phase: str, step: Callable[..., None], *args: Any, is_careful: bool = True) -> Exception | None:
         """Run a step that all ranks take together; return why it failed, on all of them alike, or None.
 
-        Before the collectives of a careful step, which it enters under `collective` only, ranks wait for each other, so
-        that one rank's failure is survived; it may run others, outside its collectives: what fails in those is theirs.
-        Any other step, taken at every decode step, costs nothing while all is well.
+        Before the collectives of a careful step, which it enters under `collective` only, ranks wait for each other; it
+        may run others outside of these. Any other step costs nothing while all is well.
         """
         if self.is_alone:
             try:
@@ -101,9 +89,7 @@ class Agreement:
             self._phase, self._is_torn = outer
 
     def collective(self) -> contextlib.AbstractContextManager[None]:
-        """Return what collectives are entered under; in a careful step all ranks are ready for them first, or
-        OthersFailed is raised where it is entered.
-        """
+        """Return what collectives are entered under: all ranks of a careful step are ready then, or OthersFailed."""
         return self._together() if self._phase else _FREELY
 
     @contextlib.contextmanager
@@ -114,9 +100,7 @@ class Agreement:
         self._is_torn = False
 
     def all_ranks_and(self, phase: str, flags: Sequence[bool]) -> list[bool]:
-        """Return, for each of the ranks' flags, whether it is set on all of them; a few 100 us, none for no flags.
-        OthersFailed is raised if a rank has failed in the careful step that this one is in.
-        """
+        """Return for each flag whether all ranks have set it, in a few 100 us; OthersFailed as in `collective`."""
         if self.is_alone:
             return list(flags)
         settled: list[bool] = []
@@ -125,10 +109,7 @@ class Agreement:
         return settled
 
     def abort(self, reason: str) -> NoReturn:
-        """End this process, so that no rank waits for it.
-
-        An exception would not do: vLLM logs it, and the other ranks stay in their collective.
-        """
+        """End this process, so that no rank waits for it: an exception vLLM would log, and the others would wait on."""
         logger.critical("vidspec: rank %d of %d ends the engine: %s", self._rank, self._size, reason)
         sys.stdout.flush()
         sys.stderr.flush()

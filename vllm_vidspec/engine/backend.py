@@ -1,8 +1,6 @@
-"""DraftBackend: the seam for where the draft runs, in the target's process or in one of its own; and the Step that it
-is told of.
-"""
+"""DraftBackend: where the draft runs, in the target's process or in one of its own; and the Step that it is told of."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -11,7 +9,7 @@ import torch
 
 from vllm_vidspec.adapt import Decision
 from vllm_vidspec.config import Plan
-from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Request
+from vllm_vidspec.engine.requests import DraftBatch, Request, RowTable
 
 
 class Step(NamedTuple):
@@ -22,8 +20,7 @@ class Step(NamedTuple):
     bound: np.ndarray  # [num_reqs] int64 host bound of the committed lengths, the target's last token included
     num_sampled: torch.Tensor  # [num_reqs] int32 accepted drafts and the target's own token
     plan: Plan  # what to draft
-    # [num_reqs] bool: requests that get no drafts in this step, though others may; None: there are none
-    rests: np.ndarray | None = None
+    rests: np.ndarray | None = None  # [num_reqs] bool: requests without drafts in this step; None: there are none
     is_undrafted: bool = False  # whether somebody has decided that drafts do not pay in this step
 
     def active(self, found: np.ndarray) -> np.ndarray:
@@ -39,9 +36,7 @@ class Step(NamedTuple):
         decision: Decision | None = None,
         most: int | None = None,
     ) -> "Step":
-        """Read a step from vLLM's batch, a decision made beside the scheduler, and the `most` drafts that vLLM has room
-        for; nothing here waits for the device.
-        """
+        """Read a step from vLLM's batch, without a wait for the device; vLLM has room for `most` drafts."""
         rests, is_undrafted = None, not plan.num_tokens
         if decision is not None:
             is_undrafted |= not decision.option.num_tokens
@@ -49,8 +44,7 @@ class Step(NamedTuple):
             if decision.resting:
                 found = map(decision.resting.__contains__, batch.req_ids)
                 rests = np.fromiter(found, dtype=bool, count=batch.num_reqs)
-        # The same number, from the same plans, but for vLLM's warm-up, and 0 where it knows that no request of the step
-        # can use drafts (from 0.33 on).
+        # From the same plans, but for vLLM's warm-up, and 0 where no request of the step can use drafts (from 0.33 on).
         if most is not None:
             plan = plan._replace(num_tokens=min(plan.num_tokens, most))
         computed = batch.num_computed_tokens_np + batch.num_scheduled_tokens
@@ -61,8 +55,8 @@ class Step(NamedTuple):
         return cls(batch, computed >= batch.prefill_len_np, bound, num_sampled, plan, rests, is_undrafted)
 
 
-class DraftBackend:
-    """What a step asks for. A `RowTable`: `add` and `remove` begin and end what it keeps of a row's request."""
+class DraftBackend(RowTable):
+    """What a step asks for; `add` and `remove` begin and end what it keeps of a row's request."""
 
     reads_at_rest = False  # whether prompts are read while nothing is drafted, as it costs the target nothing
     # Requests whose prompts were read in the last step, and the host's time for them.
@@ -77,9 +71,7 @@ class DraftBackend:
     # ---- set-up, in vLLM's order -----------------------------------------------------------------------------------
 
     def reserve(self, available_bytes: int) -> int:
-        """Return how many bytes of a rank's KV memory the draft takes; a VidSpecError where a knob asks for too much,
-        or for too little for one request.
-        """
+        """Return how many bytes of a rank's KV memory the draft takes; a VidSpecError for too many, or too few."""
         return 0
 
     def make_graphs(self, cudagraph_mode: Any) -> Any:
@@ -89,12 +81,9 @@ class DraftBackend:
     def init_kv(
         self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
     ) -> None:
-        """Allocate what was reserved, inside `allocation()`, and be ready; a VidSpecError if it cannot draft.
-
-        vLLM's encoder cache is the target's, None for one without media. While it is profiling, nothing is reserved
-        yet: allocate the least with which graphs can be captured.
+        """Allocate what was reserved, inside `allocation()`, and be ready; a VidSpecError if it cannot draft. While it
+        is profiling, nothing is reserved yet: allocate the least with which graphs can be captured.
         """
-        raise NotImplementedError
 
     def capture(self) -> None:
         """Capture the parts of a draft step."""
@@ -103,26 +92,13 @@ class DraftBackend:
         """Return `[num_reqs, K]` zeros for a step of vLLM's warm-up; where it profiles memory, run at the largest."""
         raise NotImplementedError
 
-    # ---- both ends of a request's life -----------------------------------------------------------------------------
-
-    def add(self, request: NewRequest) -> None:
-        """Take note of a request that has just got its row; its prompt waits in `RequestRows`."""
-        raise NotImplementedError
-
-    def remove(self, req_state_idx: int) -> None:
-        """Free all that a row's request holds; harmless where nothing is known of it."""
-        raise NotImplementedError
-
-    def active_rows(self) -> Iterable[int]:
-        """Return the rows of which it holds something; a row may come twice."""
-        raise NotImplementedError
+    # ---- requests --------------------------------------------------------------------------------------------------
 
     def give_up_all(self) -> None:
         """Give up every running request, because the memory of the draft's KV is about to be lost."""
 
     def forget_media(self) -> None:
         """Drop the draft's vision embeddings: weights have changed, or the memory that holds them has."""
-        raise NotImplementedError
 
     # ---- a step, in order ------------------------------------------------------------------------------------------
 
@@ -134,17 +110,11 @@ class DraftBackend:
         return None
 
     def start(self, step: Step, rows: np.ndarray, requests: list[Request]) -> None:
-        """Queue requests for their draft prefill: those whose guidance has just come, and of the `[n]` rows of the step
-        that may start those that wait for blocks.
-        """
-        raise NotImplementedError
+        """Queue requests for their draft prefill, and of the `[n]` rows that may start those that wait for blocks."""
 
     def prefill(self, step: Step) -> None:
         """Reserve what the step needs, and read a bounded piece of the prompts in the queue."""
-        raise NotImplementedError
 
     def propose(self, step: Step, batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draft for a batch; return `[num_reqs, K]` int64 drafts, zeros for requests without, and `[num_drafted]` how
-        many of each mean something; None where all K do.
-        """
+        """Return `[num_reqs, K]` int64 drafts, else zeros, and `[num_drafted]` how many of each count; None: all."""
         raise NotImplementedError

@@ -28,10 +28,7 @@ class DraftFailures:
     def run(
         self, phase: str, part: Callable[..., None], step: Step, indices: np.ndarray, *args, is_careful: bool = False
     ) -> None:
-        """Run `part(step, indices, *args)` for some of a step's requests.
-
-        `is_careful`: see `Agreement.run`. What is run at every decode step is not.
-        """
+        """Run `part(step, indices, *args)` for some of a step's requests; `is_careful` see `Agreement.run`."""
         if not len(indices):
             return
         error = self._agreement.run(phase, part, step, indices, *args, is_careful=is_careful)

@@ -7,8 +7,7 @@ from vllm_vidspec.config import AUTO, VidSpecConfig, flatten
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import SCORE_NEEDS, needs_of
 
-# What may change while the engine runs: pruning always, to what is observed; verification where any request can be
-# loose.
+# What may change while the engine runs: pruning, to what is observed; verification where a request can be loose.
 _PRUNING = {"pruner", "lambda_r", "guidance_layers", "prune_ratio", "image_prune_ratio", "frames_as_video"}
 _RULES = {
     *("scorer", "lambda_loose", "top_n", "position_shift", "relevance_rows"),

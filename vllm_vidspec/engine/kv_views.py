@@ -19,17 +19,11 @@ _FP8_DTYPES = ("fp8", "fp8_e4m3")  # e4m3, in a cache of bytes
 
 
 class Reader(NamedTuple):
-    """What of ours reads a model's KV cache.
+    """What of ours reads a model's KV cache."""
 
-    Attributes:
-        what: How a refusal calls it.
-        way_out: What else there is to do.
-        backends: Whose caches it reads.
-    """
-
-    what: str
-    way_out: str
-    backends: tuple[str, ...] = BACKENDS
+    what: str  # how a refusal calls it
+    way_out: str  # what else there is to do
+    backends: tuple[str, ...] = BACKENDS  # whose caches it reads
 
 
 def attention_layers(vllm_config: VllmConfig) -> dict[str, Attention]:
@@ -98,9 +92,7 @@ def cache_views(kv_cache: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch
 
 
 def cache_scales(layer: Any, query: torch.Tensor) -> Scales:
-    """Return what a layer's query, and the keys and values in its cache, are to be multiplied by; see
-    `vidspec_kernels.Scales`. They are vLLM's own tensors, which hold one number or one of each KV head.
-    """
+    """Return what a layer's query, keys and values are to be multiplied by (`Scales`): one number, or one a KV head."""
     if layer.kv_cache_dtype not in _FP8_DTYPES:
         return NO_SCALES
     own, heads = (layer._k_scale, layer._v_scale), layer.impl.num_kv_heads
@@ -111,9 +103,7 @@ def cache_scales(layer: Any, query: torch.Tensor) -> Scales:
 
 
 def distinct_views(layers: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor, int, bool]]:
-    """Return keys, values, the number of query heads and whether queries come in float8, of attention layers; of those
-    that are alike only one's.
-    """
+    """Return keys, values, query heads and whether queries come in float8, of attention layers; of equal ones once."""
     found = {}
     for layer in layers:
         keys, values = cache_views(layer.kv_cache, layer)

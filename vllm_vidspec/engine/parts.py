@@ -29,10 +29,8 @@ from vllm_vidspec.pruning import needs_of
 
 
 class RunnerParts:
-    """What we add to a runner, built in order once the target's weights are there.
-
-    The order matters in one place: a draft that shares the target's weights must not share its hooks, so it is
-    loaded before they are.
+    """What we add to a runner, built in order once the target's weights are there: a draft that shares these must not
+    share their hooks, so it is loaded before them.
     """
 
     def __init__(self, runner: Any):
@@ -117,9 +115,7 @@ class RunnerParts:
 def make_guidance(
     knobs: Knobs, target: torch.nn.Module, vllm_config: Any, counters: Counters, agreement: Agreement
 ) -> Guidance | GuidanceByWay | None:
-    """Install what the configured pruner needs on the loaded target, None if it needs nothing of it; a VidSpecError if
-    the target's attention backend or model class cannot be observed, or a layer does not exist.
-    """
+    """Install what the configured pruner needs on the loaded target; None if it needs nothing of it."""
     needs, kinds = needs_of(knobs.current.prune), list[Guidance]()
     if "attention" in needs:
         kinds.append(AttentionGuidance(knobs, vllm_config, counters, agreement))

@@ -47,14 +47,9 @@ def version_problem() -> str | None:
 
 
 def translate(args: Any) -> VidSpecConfig | None:
-    """Turn `method: vidspec` into a vLLM draft model with our worker, in vLLM's `EngineArgs`; a second call on the same
-    object changes nothing.
+    """Turn `method: vidspec` into a vLLM draft model with our worker, in vLLM's `EngineArgs`; None for other methods.
 
-    Returns:
-        Our configuration, or None when another method (or none) is asked for.
-
-    Raises:
-        VidSpecError: A wrong knob, an unsupported vLLM, a missing model or an incompatible pair.
+    A second call changes nothing. A VidSpecError names a wrong knob, an unsupported vLLM or an incompatible pair.
     """
     raw = _requested(args)
     if raw is None:
@@ -81,9 +76,7 @@ def translate(args: Any) -> VidSpecConfig | None:
 
 
 def finish(vllm_config: Any, config: VidSpecConfig) -> None:
-    """Check the configuration that vLLM built, open the counters and say what is active; a VidSpecError if the target
-    needs something that the draft cannot follow.
-    """
+    """Check the configuration that vLLM built (`refusals`), open the counters and say what is active."""
     has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
     if has_stages and platforms.current_platform.is_cpu():  # where vLLM turns it off, whatever was asked for
         vllm_config.scheduler_config.async_scheduling = True
@@ -93,8 +86,7 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     _warn(vllm_config, config)
     if platforms.current_platform.is_cuda():
         say_hints(vllm_config, config)
-    # pickled for the workers
-    check = functools.partial(choose, knobs=config.score, has_records=config.request_records)
+    check = functools.partial(choose, knobs=config.score, has_records=config.request_records)  # pickled for the workers
     api.mark_as_ours(vllm_config.speculative_config, check)
     api.hear_request_choices(PREFIX, CALLS_TOOLS, check)
     if config.request_records:
@@ -156,12 +148,7 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
             "forwards; name a dense draft, or use one engine"
         )
     if config.is_parallel:
-        wanted = config.parallel.device or ""
-        if platform.is_cpu() != (wanted == "cpu"):
-            yield f"parallel device {wanted}: the drafter runs on the target's platform, {platform.device_name}"
-        if vllm_config.parallel_config.data_parallel_size > 1:
-            yield "parallel: every data-parallel engine would start its drafter on the same device; use one engine"
-        yield from _drafter_devices(vllm_config, config)
+        yield from _drafters_process(vllm_config, config)
     if config.score.scorers != {"strict"}:
         if is_sharded:
             yield "--enable-batch-sharded-sampling shows a rank its own requests only: use the strict scorer"
@@ -194,12 +181,17 @@ def _without_adapter(model: Any, scheduler: Any) -> Iterator[str]:
             yield f"{families.adapter_for(model.hf_config).name} has no adapter, and cannot do without: {reason}"
 
 
-def _drafter_devices(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
+def _drafters_process(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
+    platform, wanted = platforms.current_platform, config.parallel.device
+    if platform.is_cpu() != (wanted == "cpu"):
+        yield f"parallel device {wanted}: the drafter runs on the target's platform, {platform.device_name}"
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        yield "parallel: every data-parallel engine would start its drafter on the same device; use one engine"
     places = launch.places_of(config)
-    if platforms.current_platform.is_cpu() or not places:
+    if platform.is_cpu() or not places:
         return
     try:
-        launch.check_places(places, platforms.current_platform.device_count())
+        launch.check_places(places, platform.device_count())
     except VidSpecError as error:
         yield str(error)
     if places[0] < vllm_config.parallel_config.world_size and config.pool.kv_bytes is None:
@@ -279,9 +271,8 @@ def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
 def choose_backend(vllm_config: Any, reader: kv_views.Reader) -> None:
     """Let vLLM use the best attention backend that `reader` reads, where its own first choice is another.
 
-    Why: on some GPUs (compute capability 10) that is FlashInfer, of which guidance reads the cache, and whose place
-    tree attention does not take: it plans its work on the host, batch by batch. A VidSpecError where the user named
-    such a one, or this device has no other.
+    Why: on some GPUs (compute capability 10) that is FlashInfer, which plans its work on the host, batch by batch, so
+    that tree attention cannot take its place. A VidSpecError where the user named it, or this device has no other.
     """
     attention = vllm_config.attention_config
     if attention.backend_per_kind or not platforms.current_platform.is_cuda():

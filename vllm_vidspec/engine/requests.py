@@ -1,8 +1,7 @@
 """RequestRows: the one owner of what each persistent row is doing.
 
 A request enters with `add` and leaves with `remove`: one call each, whatever it was (finished, aborted, preempted, or
-about to be added again). Every table that knows something of a row registers here, so that none is cleaned at another
-time than the others.
+about to be added again). Every table that knows something of a row registers here, and hears of both.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,8 +41,7 @@ class Request:
     new: NewRequest
     pending: Any = None  # its scores on their way to the host (`PendingScores`), while they are
     guided: Any = None  # what guides its pruning (`Guided`), once that is here
-    # what the drafter is told of it (`PrefillMessage`), once it was told in vain: the pool was full
-    message: Any = None
+    message: Any = None  # what the drafter is told of it (`PrefillMessage`), once the pool was full
     num_attempts: int = 0  # how often it has found the pool full
 
 
@@ -52,12 +50,14 @@ class RowTable(Protocol):
 
     def add(self, request: NewRequest) -> None:
         """Take a request in that has just got its row."""
+        return
 
     def remove(self, req_state_idx: int) -> None:
         """Forget a row, whose request has ended or lost it; harmless where nothing is known of it."""
 
     def active_rows(self) -> Iterable[int]:
         """Return the rows of which it holds something that `remove` gives back; a row may come twice."""
+        return ()
 
 
 class Phase(IntEnum):
@@ -72,9 +72,7 @@ class Phase(IntEnum):
 
 
 class DraftBatch(NamedTuple):
-    """Who of a batch is drafted for. One object as long as neither the batch nor any row has changed, so that what
-    follows from these rows alone can be kept beside it, and is compared by `is`.
-    """
+    """Who of a batch is drafted for: one object, compared by `is`, while neither the batch nor any row has changed."""
 
     rows_np: np.ndarray  # [num_reqs] persistent rows of the batch
     places_np: np.ndarray  # [n] int64 places in the batch of the requests that are drafted for
@@ -94,8 +92,7 @@ class RequestRows:
         self.phase = self._phase.view()  # [max_num_reqs]; `enter` and `skip` write
         self.phase.flags.writeable = False
         self.skip_reason: list[str | None] = [None] * max_num_reqs  # why a row is SKIPPED
-        # [max_num_reqs] whether the row's scheduled draft tokens are real (vLLM pads rows without drafts), and the same
-        # on the host, which knows it a step earlier
+        # [max_num_reqs] whether a row's scheduled drafts are real (vLLM pads), and on the host, which knows earlier
         self.has_draft = torch.zeros(max_num_reqs, dtype=torch.bool, device=device)
         self.has_draft_np = np.zeros(max_num_reqs, dtype=bool)
         self.is_tree = np.zeros(max_num_reqs, dtype=bool)  # [max_num_reqs] shape of the draft in flight
@@ -111,9 +108,7 @@ class RequestRows:
         self.num_skips = 0  # requests that were ever skipped
 
     def register(self, *tables: RowTable, drafting: Iterable[Any] = ()) -> None:
-        """Tell tables of every row's ends from here on, in the order of registration; the `remove` of what serves
-        drafts alone is also called for a row that is skipped.
-        """
+        """Tell tables of every row's ends, in this order; `drafting` ones `remove` a row that is skipped, too."""
         self._tables.extend(tables)
         self._drafting_tables.extend(drafting)
 
@@ -185,9 +180,7 @@ class RequestRows:
     def publish(
         self, idx_mapping: torch.Tensor, req_ids: Sequence[str], draft_batch: DraftBatch, num_nodes: torch.Tensor | None
     ) -> None:
-        """Note which of a step's requests have a draft in flight from here on, and the nodes of their trees on the
-        device, `[n]` int; None for chains.
-        """
+        """Note which of a step's requests have a draft in flight from here on; of trees `[n]` nodes, on the device."""
         if draft_batch is not self._published:
             self._published, rows_np, is_drafted = draft_batch, draft_batch.rows_np, draft_batch.is_drafted
             self.in_flight = frozenset(req_ids[place] for place in draft_batch.places_np.tolist())

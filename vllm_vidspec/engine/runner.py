@@ -34,7 +34,6 @@ from vllm_vidspec.engine.report.request_records import RequestRecorder
 from vllm_vidspec.engine.requests import NewRequest, Phase, RequestRows
 from vllm_vidspec.engine.scheduling import way_of
 from vllm_vidspec.engine.verify.step import VerifyStep
-from vllm_vidspec.errors import VidSpecError
 
 
 class VidSpecModelRunner(GPUModelRunner):
@@ -70,8 +69,7 @@ class VidSpecModelRunner(GPUModelRunner):
         super().load_model(*args, **kwargs)
         compat.keep_shared_noise(self.sampler)
         weights = (weight.numel() * weight.element_size() for weight in self.model.parameters())
-        # Every step passes all stages, each about as large as this one.
-        num_stages = self.parallel_config.pipeline_parallel_size
+        num_stages = self.parallel_config.pipeline_parallel_size  # a step passes all, each as large as this one
         self.counters.set("target_load_bytes", num_stages * sum(weights))
         with DeviceMemoryProfiler() as profiler:
             self.parts = RunnerParts(self)
@@ -101,12 +99,9 @@ class VidSpecModelRunner(GPUModelRunner):
 
     @torch.inference_mode()
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
-        """Profile a step's end as vLLM does, with a row of logits for each request; then with those of a verify step.
-
-        Not on a CPU, where vLLM sizes the KV cache without a profile.
-        """
+        """Profile a step's end as vLLM does, with a row of logits a request; then with those of a verify step."""
         super()._dummy_sampler_run(hidden_states)
-        if hidden_states.device.type != "cpu":
+        if hidden_states.device.type != "cpu":  # where vLLM sizes the KV cache without a profile
             num_rows = min(self.max_num_reqs * (self.num_speculative_steps + 1), self.max_num_tokens)
             logits = self.model.compute_logits(hidden_states.new_zeros(num_rows, hidden_states.shape[1]))
             self.rejection_sampler.profile(logits)
@@ -237,10 +232,8 @@ class VidSpecModelRunner(GPUModelRunner):
         return scheduler.StepReport(verified, reading, self.speculator.backend.reading_s, skipped)
 
     def take_draft_token_ids(self):
-        """Offer what was drafted: nothing for requests without speculation, a tree's nodes and no more.
-
-        A scheduler that runs ahead asks for a grammar's sake once the next step has begun, which may have ended a
-        request that was drafted for: its drafts are nobody's any more.
+        """Offer what was drafted: nothing for requests without speculation, or that have ended in a step that has begun
+        since (a scheduler that runs ahead asks late), and a tree's nodes and no more.
         """
         if self._was_at_rest:
             return None  # vLLM still has those of an earlier step
@@ -253,18 +246,5 @@ class VidSpecModelRunner(GPUModelRunner):
             ]
         return drafts
 
-    # ---- tools -----------------------------------------------------------------------------------------------------
-
     def uncounted(self) -> contextlib.AbstractContextManager:
         return self.counters.paused()
-
-    def retune(self, changes: dict[str, Any]) -> None:
-        self.knobs.retune(changes)
-
-    def watch(self, on: bool) -> list[dict[str, Any]]:
-        if self.knobs.current.is_parallel:
-            raise VidSpecError("pruning traces are unavailable with parallel drafting")
-        return self.speculator.backend.drafter.prefills.watch(on)
-
-    def watch_scores(self, on: bool) -> list[dict[str, Any]]:
-        return self.rejection_sampler.watch(on)

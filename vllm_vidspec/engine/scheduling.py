@@ -42,12 +42,7 @@ def way_of(sampling: Any) -> int:
 
 
 class SchedulerSide:
-    """Our part beside one scheduler.
-
-    Args:
-        scheduler: vLLM's.
-        vllm_config: vLLM's.
-    """
+    """Our part beside one scheduler of vLLM's."""
 
     def __init__(self, scheduler: Any, vllm_config: Any):
         config = VidSpecConfig(**vllm_config.additional_config[METHOD])
@@ -80,8 +75,7 @@ class SchedulerSide:
 
     def observe(self, scheduler_output: Any, output: Any) -> None:
         """Take in the output of a step."""
-        carried = compat.carried_of(output)
-        if carried is not None and self._file is not None:
+        if self._file is not None and (carried := compat.told_with(output).carried):
             self._file.take_in(carried)
         if self._ways is not None:
             self._ways.observe(scheduler_output, output)
@@ -132,7 +126,6 @@ class SchedulerSide:
         return 0 if self._breaker is not None and self._breaker.is_open else self._limit
 
     def _publish(self) -> None:
-        """Write the limit that holds now into vLLM's table."""
         most = self._most_now
         table = self._table
         if most is not None:
@@ -150,20 +143,12 @@ class SchedulerSide:
 
 
 class _Breaker:
-    """Switches speculation off for a while after `max_draft_failures` failures of the draft within a window.
-
-    Args:
-        config: Ours.
-        file: The engine's counters, among them the worker's failures.
-
-    Attributes:
-        is_open: Whether it is off.
-    """
+    """Switches speculation off for a while after `max_draft_failures` failures of the draft within a window."""
 
     def __init__(self, config: VidSpecConfig, file: metrics.MetricsFile):
-        self._file = file
+        self._file = file  # which counts the worker's failures
         self._most, self._window_s, self._rest_s = config.max_draft_failures, config.failure_window_s, config.cooldown_s
-        self.is_open = False
+        self.is_open = False  # whether speculation is off
         self._failures: deque[float] = deque()
         self._num_known = 0
         self._until = self._next_poll = 0.0
@@ -200,12 +185,7 @@ class _Breaker:
 
 
 class _Ways:
-    """`pruner: auto`: gives each request a pruner, and learns from how many tokens its verify steps emit.
-
-    Args:
-        config: Ours.
-        file: The engine's counters, or None.
-    """
+    """`pruner: auto`: gives each request a pruner, and learns from how many tokens its verify steps emit."""
 
     def __init__(self, config: VidSpecConfig, file: metrics.MetricsFile | None):
         self._prune, self._num_drafts, self._file = config.prune, config.num_speculative_tokens, file

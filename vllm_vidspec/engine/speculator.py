@@ -45,8 +45,7 @@ class Speculator(BaseSpeculator):
         self._knobs, self._requests, self._guidance = knobs, requests, guidance
         self._counters, self._failures = counters, failures
         self.backend = backend
-        # The controller's, of the step that runs; None: `knobs` say what a batch size drafts.
-        self.decision: Decision | None = None
+        self.decision: Decision | None = None  # the controller's, of the step that runs; None: as `knobs` say
         self.graphs: Any = None  # vLLM's memory profile looks for managers among our attributes, and drops them
 
     @property

@@ -1,7 +1,6 @@
 """Pipeline stages of the target: vLLM's runner before the last, ours on the last, where the draft is.
 
-vLLM sends to the earlier stages what was sampled, and what was drafted: tokens, and nothing that says that they are a
-tree. What an earlier stage has seen of a prompt, embeddings and attention, stays there.
+vLLM sends to the earlier ones tokens, and nothing that says that drafts are a tree; nor do they send what they observe.
 """
 
 import contextlib
@@ -29,14 +28,6 @@ class EarlierStage(GPUModelRunner):
 
     def forget_kv(self) -> None:
         """Nothing of ours lies in this stage's KV memory."""
-
-    def retune(self, changes: dict[str, Any]) -> None:
-        self.knobs.retune(changes)
-
-    def watch(self, on: bool) -> list[dict[str, Any]]:
-        return []
-
-    watch_scores = watch
 
 
 def is_last() -> bool:

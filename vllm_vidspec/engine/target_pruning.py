@@ -1,7 +1,4 @@
-"""A target that prunes videos itself (`--video-pruning-rate`): whether it does, and where it has put a prompt.
-
-Reads vLLM's rope state and changes nothing.
-"""
+"""A target that prunes videos itself (`--video-pruning-rate`): whether it does, and where it has put a prompt."""
 
 from collections.abc import Callable
 from typing import Any

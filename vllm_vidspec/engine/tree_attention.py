@@ -1,7 +1,6 @@
 """Attention of trees and chains inside vLLM's layers: masks where a forward holds them, vLLM's own backend elsewhere.
 
-Trees need it for their masks. Chains get it where a layer's own backend would let one program walk all keys of a
-request that has several query rows (`compat.backends`): a chain is a tree of width 1.
+Chains, trees of width 1, get it where a layer's own backend would not split their keys (`compat.backends`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,21 +13,14 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from vidspec_kernels import CacheList, TreeAttentionScratch, tree_attention, warm_up
+from vllm_vidspec.engine import kv_views
 from vllm_vidspec.engine.compat import backends
 from vllm_vidspec.engine.compat import model as compat
-from vllm_vidspec.engine.kv_views import (
-    Reader,
-    cache_scales,
-    cache_views,
-    check_layout,
-    check_readable,
-    distinct_views,
-)
 from vllm_vidspec.errors import VidSpecError
 
 logger = init_logger("vllm.vidspec")
 
-READER = Reader("tree attention", "use draft chain")
+READER = kv_views.Reader("tree attention", "use draft chain")
 _SLOW = "chains are slow at long contexts"
 
 
@@ -40,11 +32,9 @@ class TreeStep:
     query_start: torch.Tensor  # [>= n] int32 its first query row
     num_queries: torch.Tensor  # [>= n] int32 its query rows; 0: it is no tree
     prefix_lens: torch.Tensor  # [>= n] int32 KV entries that all its rows attend to, the root's included
-    # [>= n, >= max_queries] int64; bit j: the row attends to entry prefix_lens + j (tree node j + 1)
-    masks: torch.Tensor
+    masks: torch.Tensor  # [>= n, >= max_queries] int64; bit j: the row attends to entry prefix_lens + j (node j + 1)
     max_queries: int  # most query rows of a tree
-    # whether every row of the forward belongs to a tree, so that vLLM's own attention can stay out
-    is_whole_batch: bool
+    is_whole_batch: bool  # whether every row of the forward is a tree's, so that vLLM's own attention can stay out
 
 
 class TreeAttention:
@@ -55,7 +45,7 @@ class TreeAttention:
         self.scratch = TreeAttentionScratch(max((layer.impl.head_size for layer in self.layers), default=1), device)
         self.step: TreeStep | None = None  # of the forward that runs next
         for layer in self.layers:
-            check_readable(layer, READER)
+            kv_views.check_readable(layer, READER)
             compat.intercept_attention(layer, self._forward)
 
     def outruns(self, num_rows: int) -> bool:
@@ -64,13 +54,13 @@ class TreeAttention:
 
     def warm_up(self, block_table: torch.Tensor, dtype: torch.dtype, max_queries: int) -> None:
         """Prepare every variant of 1 to `max_queries` rows a request, of outputs of a dtype."""
-        for keys, values, num_heads, is_fp8 in distinct_views(self.layers):
+        for keys, values, num_heads, is_fp8 in kv_views.distinct_views(self.layers):
             warm_up.warm_tree_attention(keys, values, block_table, num_heads, is_fp8, dtype, max_queries, self.scratch)
 
     def caches(self) -> CacheList:
         """Return every layer's keys and values, for compaction; the caches must exist."""
-        check_layout(self.layers, READER)
-        return CacheList([cache_views(layer.kv_cache, layer) for layer in self.layers])
+        kv_views.check_layout(self.layers, READER)
+        return CacheList([kv_views.cache_views(layer.kv_cache, layer) for layer in self.layers])
 
     def _forward(
         self,
@@ -95,7 +85,7 @@ class TreeAttention:
         shape = (-1, impl.num_heads, impl.head_size)
         tree_attention(
             query.view(shape),
-            *cache_views(kv_cache, layer),
+            *kv_views.cache_views(kv_cache, layer),
             metadata.block_table,
             step.rows,
             step.query_start,
@@ -104,7 +94,7 @@ class TreeAttention:
             step.masks,
             output.view(shape),
             scale=impl.scale,
-            scales=cache_scales(layer, query),
+            scales=kv_views.cache_scales(layer, query),
             max_queries=step.max_queries,
             scratch=self.scratch,
         )
@@ -140,7 +130,7 @@ def make_attention(
 
 def _obstacles(layer: Any, config: VllmConfig) -> Iterator[str]:
     try:
-        check_readable(layer, READER._replace(way_out=_SLOW))
+        kv_views.check_readable(layer, READER._replace(way_out=_SLOW))
     except VidSpecError as error:
         yield str(error)
     if envs.VLLM_BATCH_INVARIANT:

@@ -1,5 +1,4 @@
-"""vLLM's GPU worker with our model runner, and what it shares with the CPU worker: the draft's KV pool is reserved
-before the target's cache is sized.
+"""vLLM's GPU worker with our model runner, and what it shares with the CPU worker.
 
 Nothing of vLLM's CPU engine may be imported here: its import replaces torch.cuda's streams, events and copies.
 """
@@ -85,36 +84,12 @@ class VidSpecWorker:
         self.model_runner.forget_kv()
         super().discard(tags)  # type: ignore[misc]
 
-    def vidspec_watch(self, on: bool, as_lists: bool = False) -> list[dict[str, Any]]:
-        """Return what was pruned since watching began, and go on watching or not; for tools, over `collective_rpc`.
-
-        Per prompt `req_id`, and per image, video or run of images that are pruned as one `grids`, `kept_indices`,
-        `scores`, `embeddings` (None if not measured). With `as_lists` only indices and scores, as numbers: an engine in
-        another process cannot send tensors.
-        """
-        watched = self.model_runner.watch(on)
-        if not as_lists:
-            return watched
-        return [
-            {"req_id": record["req_id"]}
-            | {name: [item.tolist() for item in record[name] or ()] for name in ("kept_indices", "scores")}
-            for record in watched
-        ]
-
-    def vidspec_watch_scores(self, on: bool) -> list[dict[str, Any]]:
-        """Return what became of every token since watching began, and go on watching or not; over `collective_rpc`.
-
-        Per request `req_id`, and per output token `tokens`, `relevance` (None if not measured) and `kinds`: 0 the
-        target's own, 1 an exact draft, 2 a loosened one, 3 a shifted one.
-        """
-        return self.model_runner.watch_scores(on)
-
     def vidspec_knobs(self) -> dict[str, Any]:
         return self.model_runner.knobs.current.flat()
 
     def vidspec_retune(self, knobs: dict[str, Any]) -> None:
         """Change knobs of pruning and scoring between requests; see `Knobs.retune`; over `collective_rpc`."""
-        self.model_runner.retune(knobs)
+        self.model_runner.knobs.retune(knobs)
 
 
 class VidSpecGPUWorker(VidSpecWorker, Worker):

@@ -10,14 +10,10 @@ _MAX_SHOWN_CHARS = 60
 
 
 class Field(NamedTuple):
-    """One property that a target and its draft must share; one that neither config has is equal.
-
-    `paths` are dotted attribute paths, of which the first that is present counts: families and versions name
-    differently.
-    """
+    """One property that a target and its draft must share; one that neither config has is equal."""
 
     label: str
-    paths: tuple[str, ...]
+    paths: tuple[str, ...]  # dotted attributes, of which the first that is present counts: versions name differently
     default: Any = None
 
 
@@ -45,47 +41,34 @@ class FamilyAdapter(ABC):
     architectures: frozenset[str]
     model_types: frozenset[str]
     shared: tuple[Field, ...]
-    # Whether embeddings go into a prompt by vLLM's own way, whatever the model makes of them beside; it costs a wait
-    # for the device in each forward of a prefill. Otherwise we put them in their tokens' places.
+    # Whether embeddings go into a prompt by vLLM's own way, which waits for the device; else we put them there.
     embeds_by_itself = False
     # Where a config has the heads of the vision tower, and the decoder layers that it feeds (deepstack).
     vision_heads = Field("vision heads", ("vision_config.num_heads", "vision_config.num_attention_heads"))
     deepstack = Field("deepstack layers", ("vision_config.deepstack_visual_indexes",), default=())
 
     def num_media_levels(self, hf_config: Any) -> int:
-        """Return how many embeddings the vision tower makes of a visual token, side by side.
-
-        The first is its input embedding; each other goes to the output of a decoder layer, in the forward that follows.
-        """
+        """Return how many embeddings the tower makes of a visual token: its input's, and those of decoder layers."""
         return 1 + len(read_field(hf_config, self.deepstack))
 
     @abstractmethod
     def item_grid(self, modality: str, data: Mapping[str, Any], num_tokens: int, hf_config: Any) -> TokenGrid:
-        """Return how the embedding tokens of one multimodal item ("video" or "image") are laid out.
+        """Return how the embedding tokens of one multimodal item ("video" or "image") are laid out; never raise.
 
-        Args:
-            modality: "video" or "image".
-            data: The item's processor outputs, e.g. `video_grid_thw` [3]; may lack any key.
-            num_tokens: Embedding tokens of the item, as counted in the prompt.
-            hf_config: The draft's config, whose vision geometry `check_pair` holds equal to the target's.
-
-        Returns:
-            A grid of exactly `num_tokens` tokens; one row of them (`flat_grid`) where there is no grid, or it is
-            unknown or does not fit. Never raises.
+        `data` are the item's processor outputs, e.g. `video_grid_thw` [3], and may lack any key, `num_tokens` its
+        tokens as counted in the prompt, `hf_config` is the draft's, whose vision geometry `check_pair` holds equal to
+        the target's. Where there is no grid of exactly so many tokens, it is one row of them (`flat_grid`).
         """
 
     def frames(self, modality: str, data: Mapping[str, Any], hf_config: Any) -> TokenGrid | None:
         """Return the grid of a video, before any `--video-pruning-rate`, if the tower can encode it a few frames at a
-        time; None for an item that it must encode whole.
-
-        The tower's attention must stay within a frame of the grid, and the pixels must be laid out by the grid.
+        time, as its attention stays within a frame, and pixels are laid out by the grid; None for any other item.
         """
         return None
 
     def some_frames(self, data: Mapping[str, Any], frames: range) -> dict[str, Any]:
-        """Return the processor outputs of a video that differ for a subset of its frames.
-
-        From them the tower makes the embeddings of these frames, in order, and the grid's trailing tokens again.
+        """Return the processor outputs of a video that differ for some of its frames: the tower makes the embeddings of
+        these, in order, and the grid's trailing tokens again.
         """
         raise NotImplementedError
 

@@ -10,8 +10,7 @@ from typing import Any
 from vllm_vidspec.families.base import FamilyAdapter, Field, flat_grid
 from vllm_vidspec.pruning import TokenGrid
 
-# Parts of a config that are a vision tower's, or have one.
-_TOWER = re.compile(r"^(vision|vit|visual|thinker)(_|$)")
+_TOWER = re.compile(r"^(vision|vit|visual|thinker)(_|$)")  # parts of a config that are a vision tower's, or have one
 # What decides how pixels become tokens; sizes of the networks do not.
 _GEOMETRY = re.compile(
     r"patch_size|patch_merge|merge_size|image_size|num_channels|in_chan|downsample|pool|stride|pinpoints|aspect"
@@ -23,8 +22,7 @@ _MARKER = re.compile(r"(?<!bos)(?<!eos)(?<!pad)_token_(id|index)$")
 class GenericAdapter(FamilyAdapter):
     """One architecture without an adapter of its own, known by its name. See `FamilyAdapter`.
 
-    No grid is known, so that pruning goes by the order of an item's tokens, and no way to cut a video, so that a step
-    encodes it whole. Embeddings go where vLLM puts them, and positions are those that vLLM computes.
+    No grid is known, so that pruning goes by the order of an item's tokens, and a step encodes a video whole.
     """
 
     embeds_by_itself = True

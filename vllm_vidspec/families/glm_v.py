@@ -5,20 +5,13 @@ from vllm_vidspec.families.layouts import PatchGrids
 
 
 class GlmVAdapter(PatchGrids):
-    """The GLM-V family. See `FamilyAdapter`.
-
-    A video's placeholders are split by frame, between markers and the frame's time as text: each frame has positions of
-    an image, and image tokens.
-    """
+    """The GLM-V family, whose videos are split by frame, each with an image's tokens. See `FamilyAdapter`."""
 
     name = "glm-v"
     architectures = frozenset(f"{kind}ForConditionalGeneration" for kind in ("Glm4v", "Glm4vMoe", "GlmOcr"))
     model_types = frozenset({"glm4v", "glm4v_moe", "glm_ocr"})
     shared = (
-        Field("patch size", ("vision_config.patch_size",)),
-        PatchGrids.merge,
-        Field("temporal patch size", ("vision_config.temporal_patch_size",)),
-        Field("number of pixel channels", ("vision_config.in_channels",)),
+        *PatchGrids.patches,
         *(
             Field(f"{modality} {kind}token id", (f"{modality}_{kind.replace(' ', '_')}token_id",))
             for modality in ("image", "video")

@@ -14,10 +14,7 @@ _DOWNSAMPLE = Field("downsample ratio", ("downsample_ratio",))
 
 
 class InternVLAdapter(SquareFrames):
-    """The InternVL family. See `FamilyAdapter`.
-
-    Text between the frames of a video counts them. An image is tiles and a thumbnail, side by side.
-    """
+    """The InternVL family, whose images are tiles and a thumbnail, side by side. See `FamilyAdapter`."""
 
     name = "internvl"
     architectures = frozenset({"InternVLForConditionalGeneration"})

@@ -12,12 +12,16 @@ PIXELS, GRID = "pixel_values_videos", "video_grid_thw"
 
 
 class PatchGrids(FamilyAdapter):
-    """Images and videos are (T, H, W) grids of patches, told by the processor, of which the tower merges squares.
-
-    Its attention, windows and positions stay within a frame of the grid.
-    """
+    """Images and videos are (T, H, W) grids of patches; the tower attends within a frame, and merges squares of it."""
 
     merge = Field("spatial merge size", ("vision_config.spatial_merge_size",))
+    # By what pixels become patches, and these tokens.
+    patches = (
+        Field("patch size", ("vision_config.patch_size",)),
+        merge,
+        Field("temporal patch size", ("vision_config.temporal_patch_size",)),
+        Field("number of pixel channels", ("vision_config.in_channels", "vision_config.in_chans")),
+    )
 
     def item_grid(self, modality: str, data: Mapping[str, Any], num_tokens: int, hf_config: Any) -> TokenGrid:
         """Return (T, H / merge, W / merge) from the item's `<modality>_grid_thw`. See `FamilyAdapter`."""
@@ -48,12 +52,9 @@ class PatchGrids(FamilyAdapter):
 
 
 class SquareFrames(FamilyAdapter):
-    """Videos are frames of one size, `[num_frames, channels, height, width]`, and the tower knows one frame each.
+    """Videos are frames `[num_frames, channels, height, width]` of `side` x `side` tokens; the tower knows one each."""
 
-    A frame comes to `side` x `side` tokens; `num_trailing` tokens follow the last.
-    """
-
-    num_trailing = 0
+    num_trailing = 0  # tokens that follow the last
 
     def side(self, hf_config: Any) -> int:
         """Return the tokens of a frame's row and column, 0 where the config does not tell."""

@@ -11,10 +11,7 @@ _PIXELS, _SIZES = "video_pixel_values", "video_tgt_sizes"
 
 
 class MiniCPMVAdapter(FamilyAdapter):
-    """The MiniCPM-V family whose language model has full attention. See `FamilyAdapter`.
-
-    A checkpoint brings its configuration and processor as code: vLLM needs `--trust-remote-code`.
-    """
+    """The MiniCPM-V family with full attention, whose code needs `--trust-remote-code`. See `FamilyAdapter`."""
 
     name = "minicpm-v"
     architectures = frozenset({"MiniCPMV"})

@@ -21,10 +21,7 @@ def known_families() -> tuple[FamilyAdapter, ...]:
 
 def adapter_for(hf_config: Any) -> FamilyAdapter:
     """Return the adapter of a Hugging Face config, by its `architectures`, or `model_type` where it names none; a
-    generic one for any other model with a vision tower.
-
-    Raises:
-        VidSpecError: It has none, or no name; the line names the families that have an adapter.
+    generic one for any other model with a vision tower, and a VidSpecError where there is none.
     """
     architectures = tuple(getattr(hf_config, "architectures", None) or ())
     model_type = getattr(hf_config, "model_type", None)
@@ -44,11 +41,7 @@ def adapter_for(hf_config: Any) -> FamilyAdapter:
 
 
 def check_pair(target_hf: Any, draft_hf: Any) -> FamilyAdapter:
-    """Return the common adapter of a pair, or refuse a draft that cannot draft for the target.
-
-    Raises:
-        VidSpecError: One line: an unsupported family, two different ones, or every property in which the two differ.
-    """
+    """Return the common adapter of a pair; a VidSpecError names a family, or every property in which the two differ."""
     target, draft = adapter_for(target_hf), adapter_for(draft_hf)
     if target.name != draft.name:
         raise VidSpecError(
@@ -62,11 +55,7 @@ def check_pair(target_hf: Any, draft_hf: Any) -> FamilyAdapter:
 
 
 def check_ranks(draft_hf: Any, num_ranks: int) -> None:
-    """Refuse a draft whose heads the tensor-parallel ranks cannot share. It runs on as many ranks as the target.
-
-    Raises:
-        VidSpecError: One line naming the sizes that would do.
-    """
+    """Refuse a draft whose heads the tensor-parallel ranks cannot share; the VidSpecError names sizes that would do."""
     text = draft_hf.get_text_config()
     heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
     vision_heads = read_field(draft_hf, adapter_for(draft_hf).vision_heads) or num_ranks  # unknown: vLLM will say

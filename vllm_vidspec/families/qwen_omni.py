@@ -8,27 +8,25 @@ from vllm_vidspec.families.base import Field
 from vllm_vidspec.families.layouts import PatchGrids
 
 
-def _of_thinker(label: str, *paths: str) -> Field:
-    return Field(label, tuple(f"thinker_config.{path}" for path in paths))
+def _of_thinker(field: Field) -> Field:
+    return field._replace(paths=tuple(f"thinker_config.{path}" for path in field.paths))
 
 
 class QwenOmniAdapter(PatchGrids):
     """A generation of Qwen's Omni models. See `FamilyAdapter`."""
 
-    merge = _of_thinker("spatial merge size", "vision_config.spatial_merge_size")
-    vision_heads = _of_thinker("vision heads", "vision_config.num_heads")
-    deepstack = _of_thinker("deepstack layers", "vision_config.deepstack_visual_indexes")._replace(default=())
+    merge = _of_thinker(PatchGrids.merge)
+    vision_heads = _of_thinker(PatchGrids.vision_heads)
+    deepstack = _of_thinker(PatchGrids.deepstack)
     shared = (
-        _of_thinker("patch size", "vision_config.patch_size"),
-        merge,
-        _of_thinker("temporal patch size", "vision_config.temporal_patch_size"),
-        _of_thinker("number of pixel channels", "vision_config.in_channels", "vision_config.in_chans"),
+        *map(_of_thinker, PatchGrids.patches),
         # What vLLM multiplies a video's seconds by: the one in Qwen2.5-Omni, the other in Qwen3-Omni.
-        _of_thinker("tokens per second", "vision_config.tokens_per_second")._replace(default=25),
-        _of_thinker("positions per second", "position_id_per_seconds"),
-        _of_thinker("image token id", "image_token_id", "image_token_index"),
-        _of_thinker("video token id", "video_token_id", "video_token_index"),
-        _of_thinker("audio token id", "audio_token_id", "audio_token_index"),
+        _of_thinker(Field("tokens per second", ("vision_config.tokens_per_second",), default=25)),
+        _of_thinker(Field("positions per second", ("position_id_per_seconds",))),
+        *(
+            _of_thinker(Field(f"{modality} token id", (f"{modality}_token_id", f"{modality}_token_index")))
+            for modality in ("image", "video", "audio")
+        ),
     )
 
     def __init__(self, name: str, model_type: str, architectures: set[str]):

@@ -11,17 +11,11 @@ _PACE = Field("tokens per second", ("vision_config.tokens_per_second",))
 
 
 class QwenVLAdapter(PatchGrids):
-    """A generation of Qwen's models. See `FamilyAdapter`.
-
-    Qwen3-VL writes each frame's time as text between the frames of a video; that text is not the item's embeddings.
-    """
+    """A generation of Qwen's models. See `FamilyAdapter`."""
 
     # Target and draft see the same token ids and the same patchified pixels, and share coordinates in M-RoPE.
     shared = (
-        Field("patch size", ("vision_config.patch_size",)),
-        PatchGrids.merge,
-        Field("temporal patch size", ("vision_config.temporal_patch_size",)),
-        Field("number of pixel channels", ("vision_config.in_channels", "vision_config.in_chans")),
+        *PatchGrids.patches,
         _PACE,
         Field("image token id", ("image_token_id",)),
         Field("video token id", ("video_token_id",)),

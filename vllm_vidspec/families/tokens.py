@@ -1,7 +1,6 @@
 """Whether the same token ids mean the same to two checkpoints; reads `tokenizer.json`, no weights, no vLLM.
 
-Checkpoints of one family share their tokenizer, and pad their embeddings to different numbers of rows (151,936 in
-Qwen2.5-VL-3B, 152,064 in the larger ones). Only the tokens have to agree.
+Checkpoints of one family share their tokenizer, and pad their embeddings to different numbers of rows.
 """
 
 from collections.abc import Mapping
@@ -17,11 +16,8 @@ def check_tokens(
 ) -> None:
     """Refuse a draft whose token ids mean something else than the target's; both are directories or Hugging Face names.
 
-    A token that one of them lacks, such as a tool's marker of a later release, is harmless: it is never drafted.
-    Without a `tokenizer.json` in both there is nothing to compare.
-
-    Raises:
-        VidSpecError: One line with the first id whose token differs.
+    The VidSpecError has the first id whose token differs. A token that one of them lacks, such as a later release's
+    marker, is harmless: it is never drafted. Without a `tokenizer.json` in both there is nothing to compare.
     """
     paths = _find(target, target_revision), _find(draft, draft_revision)
     if paths[0] is None or paths[1] is None or paths[0].read_bytes() == paths[1].read_bytes():

@@ -94,19 +94,14 @@ BY_LABEL: dict[str, tuple[str, str, tuple[str, ...] | range, str]] = {
         *(STRICT_REASONS, "strict_{}"),
     ),
     "skipped_requests": ("Requests run without speculation.", "reason", SKIP_REASONS, "skipped_{}"),
-    "auto_requests": ("Requests that pruner auto has learned from.", "pruner", PRUNERS, "auto_requests_{}"),
-    "auto_verify_steps": (
-        "Verify steps of the requests that pruner auto has learned from.",
-        "pruner",
-        PRUNERS,
-        "auto_verify_steps_{}",
-    ),
-    "auto_tokens": (
-        "Tokens that the verify steps emitted which pruner auto has learned from.",
-        "pruner",
-        PRUNERS,
-        "auto_tokens_{}",
-    ),
+    **{
+        f"auto_{what}": (f"{text} pruner auto has learned from.", "pruner", PRUNERS, f"auto_{what}_{{}}")
+        for what, text in (
+            ("requests", "Requests that"),
+            ("verify_steps", "Verify steps of the requests that"),
+            ("tokens", "Tokens that the verify steps emitted which"),
+        )
+    },
     **{
         metric: (text, "class", CLASS_LABELS, name)
         for metric, text, name in (
@@ -156,10 +151,8 @@ def difference(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 def summarize(values: dict[str, int]) -> dict[str, float | int | None]:
     """Turn counters, a snapshot or the `difference` of two, into the figures that this project reports.
 
-    Returns:
-        `acceptance_length` (mean tokens a verify step emits, the target's own included) and `acceptance_rate`
-        (accepted / drafted), None where nothing was drafted; `num_drafts`; `draft_kv_bytes` that the draft's prompts
-        took and `full_draft_kv_bytes` that they would take unpruned.
+    `acceptance_length` is the mean of tokens that a verify step emits, the target's own included, `acceptance_rate`
+    accepted / drafted, both None where nothing was drafted; `full_draft_kv_bytes` is what unpruned prompts would take.
     """
     drafts, drafted, accepted = values["drafts"], values["draft_tokens"], values["accepted_tokens"]
     token_bytes, text = values["draft_kv_bytes_per_token"], values["text_tokens"]

@@ -17,11 +17,10 @@ from typing import IO
 import numpy as np
 
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics.carried import Carried
-from vllm_vidspec.metrics.catalogue import KINDS, NAMES, SLOT
+from vllm_vidspec.metrics.catalogue import GAUGES, KINDS, NAMES, SLOT
+from vllm_vidspec.metrics.counts import Changes, Counts
 
-# Of each of the last requests a digest of its id, and counts of its draft tokens by kind.
-_NUM_REQUESTS = 4096
+_NUM_REQUESTS = 4096  # of each of the last requests a digest of its id, and counts of its draft tokens by kind
 
 _MAGIC = int.from_bytes(b"vidspec\0", "little")
 VERSION = 12
@@ -34,15 +33,15 @@ _NUM_WORDS = _HEADER + _REFUSAL_BYTES // 8 + len(NAMES) + _NUM_REQUESTS * _REQUE
 _NUM_BYTES = 8 * _NUM_WORDS
 
 
-class MetricsFile:
+class MetricsFile(Counts):
     """One file of int64 counters: a single writer adds, any process reads.
 
     Each value is one aligned 8-byte word, so a reader sees the old or the new value and never a mixture. Two writers
-    would lose counts: an engine has a file of its own, and only its tensor-parallel rank 0 counts.
-
-    Whoever has the file mapped holds a shared lock on it, which the system takes back when the process ends, however
-    it ends: a file that nobody holds is a leftover. Once mapped, the file may be deleted: the mapping stays.
+    would lose counts: an engine has a file of its own, and only its tensor-parallel rank 0 counts. Whoever has the file
+    mapped holds a shared lock on it: one that nobody holds is a leftover. Once mapped, it may be deleted.
     """
+
+    has_requests = True
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Map the file that another process created; VidSpecError if it is absent, not ours or of another layout."""
@@ -60,7 +59,8 @@ class MetricsFile:
             raise VidSpecError(f"metrics file {self.path}: written by another version of vllm_vidspec")
         text_end = _HEADER + _REFUSAL_BYTES // 8
         self._refusal = self._words[_HEADER:text_end].view(np.uint8)  # [_REFUSAL_BYTES] UTF-8, zeros behind it
-        self._values, requests = np.split(self._words[text_end:], [len(NAMES)])
+        values, requests = np.split(self._words[text_end:], [len(NAMES)])
+        super().__init__(values)
         self._requests = requests.reshape(_NUM_REQUESTS, _REQUEST_WORDS)
         self._next_request = 0
 
@@ -68,10 +68,7 @@ class MetricsFile:
     def create(cls, path: str | os.PathLike[str] | None = None) -> "MetricsFile":
         """Make a zeroed file at `path`, by default a new one in the temporary directory, and map it.
 
-        The creating process unlinks it when it exits.
-
-        Raises:
-            VidSpecError: The folder is full, read-only or absent.
+        This process unlinks it when it exits. A VidSpecError where the folder is full, read-only or absent.
         """
         words = np.zeros(_NUM_WORDS, dtype="<i8")
         words[:3] = (_MAGIC, VERSION, len(NAMES))
@@ -94,32 +91,19 @@ class MetricsFile:
             raise VidSpecError(f"metrics file: {folder} takes no file ({error})") from None
         return created
 
-    def add(self, name: str, value: int = 1) -> None:
-        """Add to one counter; `KeyError` for a name outside `NAMES`."""
-        self._values[SLOT[name]] += value
-
-    def set(self, name: str, value: int) -> None:
-        """Set one gauge; `KeyError` for a name outside `NAMES`."""
-        self._values[SLOT[name]] = value
-
     def add_all(self, slots: np.ndarray, counts: np.ndarray) -> None:
-        """Add `[n]` integers to the counters in `[n]` distinct `slots_of` them; readers see all of it or nothing."""
+        """Add to counters, all at once; see `Counts`."""
         with self.at_once():
-            self._values[slots] += counts
+            super().add_all(slots, counts)
 
-    def take_in(self, carried: Carried) -> None:
+    def take_in(self, carried: Changes) -> None:
         """Write what a worker of another host has counted; readers see all of it or nothing."""
         with self.at_once():
-            for name, count in carried.counts.items():
-                self.add(name, count)
-            for name, value in carried.gauges.items():
-                self.set(name, value)
+            for name, value in carried.items():
+                (self.set if name in GAUGES else self.add)(name, value)
 
     def begin_request(self, req_id: str, busy: Container[int]) -> int:
-        """Return the slot of a new request, the oldest that is not `busy`; its counts begin at zero.
-
-        An earlier request of the same id is forgotten: a client may use one twice.
-        """
+        """Return the slot of a new request, the oldest that is not `busy`; an earlier one of its id is forgotten."""
         while self._next_request in busy:
             self._next_request = (self._next_request + 1) % _NUM_REQUESTS
         slot, self._next_request = self._next_request, (self._next_request + 1) % _NUM_REQUESTS
@@ -173,7 +157,7 @@ class MetricsFile:
 
 
 def slots_of(names: Iterable[str]) -> np.ndarray:
-    """Return `[n]` places of counters in a file, for `MetricsFile.add_all`; `KeyError` for a name outside `NAMES`."""
+    """Return `[n]` places of counters, for `Counts.add_all`."""
     return np.array([SLOT[name] for name in names])
 
 
@@ -204,8 +188,7 @@ def _digest(req_id: str) -> int:
 def path_for(instance_id: str, engine: int = 0) -> Path:
     """Return where a data-parallel engine (0 where there is one) of the server of this id keeps its counters.
 
-    Derived, not stored: vLLM hashes `additional_config` into its compile cache, where a random path would miss each
-    time.
+    Derived, not stored: vLLM hashes `additional_config` into its compile cache, which a random path would miss.
     """
     return Path(tempfile.gettempdir()) / f"vidspec-{os.getuid()}-{instance_id}-{engine}.i64"
 

@@ -9,12 +9,7 @@ from vllm_vidspec.metrics.file import MetricsFile
 
 
 def register_collector(files: Mapping[int, MetricsFile], model_name: str) -> Any:
-    """Expose the files on prometheus_client's default registry, which vLLM serves on /metrics; return the collector.
-
-    Args:
-        files: By index of the engine.
-        model_name: As vLLM labels its own metrics.
-    """
+    """Expose the files, by engine, on prometheus_client's default registry, which vLLM serves on /metrics."""
     from prometheus_client import REGISTRY
 
     with _register_lock:
@@ -29,16 +24,14 @@ def register_collector(files: Mapping[int, MetricsFile], model_name: str) -> Any
 _registered: dict[str, Any] = {}
 _register_lock = threading.Lock()
 
-# Upper bounds of the histogram: every length of the usual chains and trees, then ever fewer.
-_LENGTHS = (*range(1, 13), 16, 24, 32, 48, 64)
+_LENGTHS = (*range(1, 13), 16, 24, 32, 48, 64)  # upper bounds of the histogram: the usual lengths, then ever fewer
 
 
 class Collector:
     """A prometheus_client custom collector that reads the files at every scrape."""
 
     def __init__(self, files: Mapping[int, MetricsFile], model_name: str) -> None:
-        self._files = files
-        self._model_name = model_name
+        self._files, self._model_name = files, model_name
 
     def describe(self) -> Iterator[Any]:
         """Return nothing: registering must not read the files."""

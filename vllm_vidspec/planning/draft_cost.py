@@ -80,10 +80,7 @@ def draft_share(target: Weights, draft: Weights, num_forwards: int) -> float:
 
 
 def cost_hint(target: Weights, draft: Weights, num_forwards: int = USUAL_FORWARDS) -> str | None:
-    """Return a line on a draft with 16-bit weights whose step of so many forwards reads more than `DEAR`; else None.
-
-    Of a target that drafts for itself nothing is said.
-    """
+    """Return a line on a draft, not the target itself, of 16 bits whose step reads more than `DEAR`; else None."""
     share = draft_share(target, draft, num_forwards)
     if draft == target or draft.layer_bytes < WEIGHT_BYTES or share <= DEAR:
         return None
@@ -97,9 +94,7 @@ def cost_hint(target: Weights, draft: Weights, num_forwards: int = USUAL_FORWARD
 def stored_weights(config: Mapping[str, Any], quantization: str | None = None) -> Weights | None:
     """Return what a Hugging Face configuration, as JSON has it, says of a checkpoint; None where it cannot be told.
 
-    Args:
-        config: As JSON has it.
-        quantization: What vLLM quantises as it loads, or calls the checkpoint's own.
+    `quantization` is what vLLM quantises as it loads, or calls the checkpoint's own.
     """
     try:
         decoder = Decoder.of(config)

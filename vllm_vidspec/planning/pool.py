@@ -2,17 +2,12 @@
 
 import math
 
-# A draft that holds less of its requests than the target does runs out first; this margin over the kept share pays for
-# text, and for prompts without video.
-TEXT_SHARE = 0.1
-# Whatever the share comes to, the pool has room for so many tokens of one request, a long text without a video, if that
-# takes no more than so much of the KV memory. What is longer runs without drafts.
+TEXT_SHARE = 0.1  # over the kept share: for text, and for prompts without video
+# The pool has room for so many tokens of one request, if that takes no more than so much of the KV memory.
 LEAST_TOKENS = 8192
 MOST_LEAST_SHARE = 0.1
-# Of the KV memory, for the draft's vision embeddings.
-VISION_SHARE = 0.02
-# Of the KV memory, for pixels that the target has seen and the draft has not: 25,000 tokens of video are 236 MB.
-PIXEL_SHARE = 0.01
+VISION_SHARE = 0.02  # of the KV memory, for the draft's vision embeddings
+PIXEL_SHARE = 0.01  # of the KV memory, for pixels that the draft is to see: 25,000 tokens are 236 MB
 
 
 def pool_bytes(
@@ -20,10 +15,9 @@ def pool_bytes(
 ) -> int:
     """Return the bytes of a pool that holds the pruned copy of all that the target's cache holds beside it.
 
-    And at least one request of `LEAST_TOKENS`, or a pruned one of the longest context, as far as `MOST_LEAST_SHARE`
-    goes, with the block that nobody gets. `available_bytes` is a rank's KV memory, target and draft together; `kept` is
-    the share of a prompt's visual tokens that the draft sees, `max_tokens` the longest request, `block` tokens a KV
-    block.
+    And at least one request of `LEAST_TOKENS`, or a pruned one of the longest context, `max_tokens`, as far as
+    `MOST_LEAST_SHARE` goes, with the block that nobody gets. `available_bytes` is a rank's KV memory, target and draft
+    together; `kept` is the share of a prompt's visual tokens that the draft sees, `block` tokens a KV block.
     """
     share = min(1.0, kept + TEXT_SHARE)
     by_share = int(available_bytes * share * draft_token_bytes / (target_token_bytes + share * draft_token_bytes))

@@ -20,10 +20,8 @@ class PruneInputs:
 
     grid: TokenGrid  # Layout of the item
     num_keep: int  # Exact number of tokens to keep, in [0, grid.num_tokens]
-    # float32 [grid.num_tokens], finite, higher = more important; None where there is no guidance.
-    scores: Tensor | None = None
-    # float16, bfloat16 or float32 [grid.num_tokens, dim >= 1], finite: the vision tower's embeddings of the item's
-    # tokens, on the device of `scores` where both are given. Strides are free.
+    scores: Tensor | None = None  # float32 [grid.num_tokens], finite, higher = more important; None: no guidance
+    # float16, bfloat16 or float32 [grid.num_tokens, dim >= 1], finite, on the device of `scores`: tower's embeddings
     features: Tensor | None = None
     lambda_r: float = 0.4  # Share of the total score that SpecVLM's stage I retains, in [0, 1]
     seed: int = 0  # Seed of a random choice; the same seed, grid and budget give the same tokens on every device
@@ -34,8 +32,7 @@ class PruneInputs:
         return next((one.device for one in (self.scores, self.features) if one is not None), torch.device("cpu"))
 
 
-# inputs -> kept_indices on inputs.device; the inputs are already checked and num_keep >= 1.
-SelectFn = Callable[[PruneInputs], Tensor]
+SelectFn = Callable[[PruneInputs], Tensor]  # of checked inputs with num_keep >= 1; returns the kept indices
 
 
 @dataclass(frozen=True)
@@ -44,17 +41,13 @@ class Pruner:
 
     name: str  # The name in the configuration
     select: SelectFn  # Returns the kept indices of checked inputs with a positive budget
-    # What must be measured for it: "attention" or "uv" scores, or "features"; empty for nothing.
-    needs: frozenset[str] = frozenset()
-    # Whether negative scores are an error, because sums of them mean nothing to `select`.
-    refuses_negative: bool = False
+    needs: frozenset[str] = frozenset()  # what is measured for it: "attention" or "uv" scores, or "features"
+    refuses_negative: bool = False  # whether negative scores are an error: sums of them mean nothing to `select`
 
     def __call__(self, inputs: PruneInputs) -> Tensor:
         """Return the kept tokens: int64 [num_keep], ascending, unique, in [0, grid.num_tokens); on `inputs.device`.
 
-        Raises:
-            ValueError: The inputs do not fit the grid or each other, are not finite, or are needed and missing; all
-                that is given is checked, needed or not.
+        A ValueError for inputs that do not fit the grid or each other, are not finite, or are needed and missing.
         """
         try:
             self._check(inputs)

@@ -8,9 +8,8 @@ import torch
 from vllm_vidspec.config import PruneKnobs
 from vllm_vidspec.pruning.grid import TokenGrid
 
-# Text between two frames of a video, in tokens, at most. A chat template puts two markers and a newline there, and a
-# client a label such as "Frame 12 (0:01:12.5):", whose digits may be a token each. More than that is text about the
-# images themselves, which are then no frames.
+# Text between two frames of a video, in tokens, at most: a chat template's markers, and a client's label such as "Frame
+# 12 (0:01:12.5):". More than that is text about the images themselves, which are then no frames.
 MAX_TEXT_BETWEEN = 16
 
 
@@ -38,11 +37,7 @@ class PruneUnit:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def split(self, kept_indices: torch.Tensor) -> list[torch.Tensor]:
-        """Return the kept tokens of each of its items, `[k_i]` int64; some may be empty.
-
-        Args:
-            kept_indices: `[num_keep]` int64 on the CPU, ascending, in `[0, num_tokens)`.
-        """
+        """Return the kept tokens of each of its items, `[k_i]` int64, of ascending `[num_keep]` int64 on the CPU."""
         if len(self.places) == 1:
             return [kept_indices]
         size = self.num_tokens // len(self.places)
@@ -59,17 +54,11 @@ class PruneUnit:
 def pruned_together(
     modalities: Sequence[str], where: Sequence[torch.Tensor], sizes: Sequence[Hashable], knobs: PruneKnobs
 ) -> list[tuple[range, str]]:
-    """Find the runs of images that count as one video each: consecutive images of one size, with at most
-    `MAX_TEXT_BETWEEN` tokens of text between one and the next.
+    """Return which items are pruned together, each in one range, and as what: "image" or "video".
 
-    Args:
-        modalities: Of the prompt's items, in its order: "image" or "video".
-        where: Per item the prompt indices `[m_i]` int64 of its embeddings, ascending.
-        sizes: Per item a value that is equal for two images of one size.
-        knobs: `frames_as_video`.
-
-    Returns:
-        Which items are pruned together, each in one range, and as what: "image" or "video".
+    A run of images counts as one video (`frames_as_video`): consecutive images of one size, with at most
+    `MAX_TEXT_BETWEEN` tokens of text between one and the next. `where` are the prompt indices `[m_i]` int64 of each
+    item's embeddings, ascending; `sizes` are equal for two images of one size.
     """
 
     def continues_run(i: int) -> bool:
@@ -95,11 +84,7 @@ def pruned_together(
 
 
 def run_grid(image: TokenGrid, num_images: int) -> TokenGrid:
-    """Return the layout of a run of images of one layout, a frame each.
-
-    An image of unknown geometry is a row of tokens, and so is one that has more than the rows of a frame. Temporal
-    pruners compare a token with the same place in another frame, which such rows of one length have as well.
-    """
+    """Return the layout of a run of images of one layout, a frame each, or where it is no frame's a row each."""
     if image.num_frames == 1 and image.num_trailing == 0:
         return TokenGrid(num_images, image.height, image.width)
     return TokenGrid(num_images, 1, image.num_tokens)

@@ -7,17 +7,12 @@ from math import floor
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """The layout of one item's tokens: frame-major, raster order inside a frame, then trailing tokens.
-
-    Raises:
-        ValueError: An extent is negative.
-    """
+    """The layout of one item's tokens: frame-major, raster order inside a frame, then trailing tokens."""
 
     num_frames: int  # Temporal steps T (after temporal patching; 1 for an image)
     height: int  # Token rows of a frame (after spatial merging or pooling)
     width: int  # Token columns of a frame
-    # Tokens after the last frame (LLaVA's `image_newline`). They count towards the budget and belong to the last frame.
-    num_trailing: int = 0
+    num_trailing: int = 0  # Tokens after the last frame, to which they belong (LLaVA's `image_newline`)
 
     def __post_init__(self) -> None:
         if min(self.num_frames, self.height, self.width, self.num_trailing) < 0:
@@ -40,9 +35,6 @@ def budget(num_tokens: int, prune_ratio: float) -> int:
     (1 - prune_ratio) * num_tokens rounded down, because the draft's memory is promised as an upper bound; with the
     ratio taken as the decimal that the user wrote: binary floating point would turn 10 tokens at 0.9 into 0.99... and
     keep none (as SpecVLM's code does). Where the budget is positive at all, at least one token stays.
-
-    Raises:
-        ValueError: `num_tokens` is negative or `prune_ratio` is outside [0, 1] or NaN.
     """
     if num_tokens < 0:
         raise ValueError(f"num_tokens must be >= 0, got {num_tokens}")

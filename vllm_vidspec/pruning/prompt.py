@@ -23,8 +23,7 @@ class PromptItem:
     feature: Any  # vLLM's, with its pixels
     where: torch.Tensor  # `[m]` int64 prompt indices that its embeddings fill
     grid: TokenGrid  # Its layout
-    # Which of the tower's embeddings the target has kept, `[m]` int64; None: all of them.
-    seen: torch.Tensor | None = None
+    seen: torch.Tensor | None = None  # which of the tower's embeddings the target has kept, `[m]` int64; None: all
 
     @property
     def name(self) -> str:
@@ -42,16 +41,11 @@ class PromptPlan:
     """A prompt before any of its items is pruned."""
 
     token_ids: torch.Tensor  # `[num_tokens]` int32, the full prompt, and after a preemption the output so far
-    # `[num_axes, num_tokens]` int64 rope positions of the full prompt; None where the kept tokens are renumbered.
-    positions: torch.Tensor | None
+    positions: torch.Tensor | None  # `[num_axes, num_tokens]` int64, of the full prompt; None where it is renumbered
     num_axes: int  # Of the rope positions
     items: tuple[PromptItem, ...]  # Its images and videos in prompt order
     units: tuple[PruneUnit, ...]  # The items that are pruned together, in the same order; every item is in one unit
     pos_delta: int  # Rope position minus logical position of the tokens after the prompt
-
-    def unit_of(self, i: int) -> PruneUnit:
-        """Return the unit of an item."""
-        return next(unit for unit in self.units if i in unit.places)
 
     @property
     def num_tokens(self) -> int:
@@ -76,13 +70,11 @@ class PromptPlan:
 
 @dataclass(frozen=True)
 class PrunedPrompt:
-    """A pruned prompt: `[num_kept]` int32 token ids, those of visual tokens too; `[num_axes, num_kept]` int64 rope
-    positions; `[num_media]` int64, where the visual tokens are, ascending.
-    """
+    """A pruned prompt."""
 
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    media_at: torch.Tensor
+    token_ids: torch.Tensor  # `[num_kept]` int32, those of visual tokens too
+    positions: torch.Tensor  # `[num_axes, num_kept]` int64 rope positions
+    media_at: torch.Tensor  # `[num_media]` int64, where the visual tokens are, ascending
 
 
 def plan_prompt(
@@ -95,15 +87,9 @@ def plan_prompt(
     """Plan the pruning of a prompt, on the host. Every image or video has a budget of its own, and so has a run of
     images that count as one video.
 
-    Args:
-        token_ids: The full prompt, and after a preemption the output so far.
-        features: vLLM's multimodal features in prompt order.
-        knobs: Pruner, ratios, what counts as a video and the position rule.
-        item_grid: `(modality, data, num_tokens) -> grid`, the family's geometry.
-        full_positions: `(token_ids, features) -> ([num_axes, num_tokens] int64, delta)` of the full prompt.
-
-    Raises:
-        UnsupportedPrompt: A feature's pixels are gone, or it is no image or video; nothing would be kept.
+    `token_ids` are the full prompt, and after a preemption the output so far, `features` vLLM's multimodal features in
+    prompt order. `item_grid`, of `(modality, data, num_tokens)`, is the family's geometry; `full_positions` returns the
+    positions `[num_axes, num_tokens]` int64 of a full prompt, and their delta.
     """
     items = []
     for feature in features:
@@ -141,11 +127,7 @@ def prune(plan: PromptPlan, kept_indices: Sequence[torch.Tensor]) -> PrunedPromp
         positions = torch.arange(plan.num_kept).expand(plan.num_axes, -1)
     else:
         positions = plan.positions[:, keep].to(torch.int64)
-    return PrunedPrompt(
-        token_ids=plan.token_ids[keep],
-        positions=positions,
-        media_at=is_media[keep].nonzero()[:, 0],
-    )
+    return PrunedPrompt(plan.token_ids[keep], positions, media_at=is_media[keep].nonzero()[:, 0])
 
 
 def choose_kept(
@@ -153,11 +135,7 @@ def choose_kept(
 ) -> torch.Tensor:
     """Return the kept embeddings of a unit, `[num_keep]` int64 on the CPU; uniform where guidance is missing.
 
-    Args:
-        unit: The image, video or run of images.
-        knobs: Its pruner.
-        scores: The target's guidance, float32 `[m]` on the CPU, or None.
-        embeddings: The draft's own `[m, hidden_size]`, for the pruners that compare them, or None.
+    That is float32 `[m]` scores on the CPU; pruners that compare embeddings take the draft's own, `[m, hidden_size]`.
     """
     pruner = get_pruner(knobs.pruner)
     if not unit.is_choice or (pruner.needs & SCORE_NEEDS and scores is None):

@@ -1,8 +1,4 @@
-"""Every pruner by its name in the configuration: grid, scores or features -> kept_indices (METHODS 1). Pure torch.
-
-Those that follow the target (SpecVLM, ParallelVLM), SpecVLM's score-free baselines, and its temporal ones, after
-FastVID (frame level) and DyCoke (token level), each with the exact budget.
-"""
+"""Every pruner by its name in the configuration: grid, scores or features -> kept_indices (METHODS 1). Pure torch."""
 
 import torch
 from torch import Tensor
@@ -17,11 +13,7 @@ _GROUP = 4  # frames of a DyCoke group
 
 
 def get_pruner(name: str) -> Pruner:
-    """Return the pruner of that name.
-
-    Raises:
-        VidSpecError: No such pruner; the line names the nearest one and all known ones.
-    """
+    """Return the pruner of that name; a VidSpecError names the nearest one and all known ones."""
     if name not in ALL_PRUNERS:
         raise VidSpecError(f"unknown pruner {name!r}{nearest(name, PRUNERS)}; known: {', '.join(PRUNERS)}")
     return ALL_PRUNERS[name]
@@ -46,10 +38,7 @@ def linspace_indices(num_candidates: int, num_keep: int, device: torch.device | 
 
 
 def descending_order(scores: Tensor) -> Tensor:
-    """Return int64 [n] that sorts float [n] scores from highest to lowest; of equal ones the lower index comes first.
-
-    Scores are without NaN; the order is the same on every device.
-    """
+    """Return int64 [n] that sorts float [n] scores without NaN, highest first, of equal ones the lower index first."""
     # + 0.0 turns -0.0 into 0.0: a radix sort on the bits may tell them apart.
     return (scores + 0.0).sort(descending=True, stable=True).indices
 
@@ -62,15 +51,8 @@ def top_k_indices(scores: Tensor, num_keep: int) -> Tensor:
 def top_p_size(ordered_scores: Tensor, lambda_r: float) -> int:
     """Return the size of the smallest prefix whose sum reaches `lambda_r` times the total (SpecVLM eq. 6).
 
-    Summed in float64, where 25,000 float32 scores lose nothing that a threshold could notice, and on the CPU, because
-    CUDA's floating point prefix sum may differ from run to run, hence from rank to rank.
-
-    Args:
-        ordered_scores: float32 [n], descending, finite, >= 0; any device.
-        lambda_r: In [0, 1].
-
-    Returns:
-        The size, in [0, n]: 0 for `lambda_r` 0 or a total of 0; for `lambda_r` 1 the number of positive scores.
+    Summed in float64, and on the CPU, because CUDA's floating point prefix sum may differ from rank to rank. The scores
+    are float32 [n], descending, finite, >= 0. The size is 0 for `lambda_r` 0 or a total of 0, for 1 the positive ones'.
     """
     ordered_scores = ordered_scores.cpu()
     if lambda_r == 1.0:  # exactly, even where a tiny score no longer changes the float64 sum
@@ -88,7 +70,6 @@ def default_uv_layer(num_layers: int) -> int:
 
 
 def _select_top_k(inputs: PruneInputs) -> Tensor:
-    """Keep the highest scores. Of equal ones the lower index wins."""
     return top_k_indices(inputs.scores, inputs.num_keep)
 
 
@@ -167,15 +148,8 @@ def novelty(features: Tensor, tokens: Tensor, references: Tensor) -> Tensor:
     """Return 1 - cosine between each token and its reference.
 
     As half the squared distance of the unit vectors, which is exact where they are equal and precise where they nearly
-    are. A zero vector has cosine 0 with any other, and 1 with another zero vector: nothing changed.
-
-    Args:
-        features: float16, bfloat16 or float32 [num_tokens, dim], finite, any strides.
-        tokens: int64 [n], rows of `features`.
-        references: int64 [n], the row that each is compared with.
-
-    Returns:
-        float64 [n], in [0, 2] up to rounding, never NaN.
+    are. A zero vector has cosine 0 with any other, and 1 with another zero vector: nothing changed. Tokens and
+    references are int64 [n] rows of `features` [num_tokens, dim]; the result is float64 [n], in [0, 2] up to rounding.
     """
     squares = torch.zeros(len(features), dtype=torch.float64, device=features.device)
     for columns in features.split(_COLUMNS, dim=1):
@@ -248,8 +222,7 @@ ALL_PRUNERS = {
     pruner.name: pruner
     for pruner in (
         Pruner("none", _select_none),
-        # `attention` and `uv` are one rule on two measurements: SpecVLM's guidance (eq. 5) without stage II, its
-        # ablation; and ParallelVLM's UV-Prune (eq. 2-4), whose scores may be negative.
+        # `attention` and `uv` are one rule: SpecVLM's guidance without stage II, and UV-Prune, which may be negative.
         Pruner("specvlm", _select_specvlm, needs=frozenset({"attention"}), refuses_negative=True),
         Pruner("attention", _select_top_k, needs=frozenset({"attention"})),
         Pruner("uv", _select_top_k, needs=frozenset({"uv"})),

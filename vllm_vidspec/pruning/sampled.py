@@ -1,7 +1,6 @@
 """Which video tokens are left where the target itself prunes videos (`--video-pruning-rate`). Pure torch.
 
-vLLM decides that inside the target's forward and does not report it; but every kept token has the rope position of its
-place in the video, from which the places follow.
+vLLM does not report it; but every kept token has the rope position of its place in the video.
 """
 
 import torch
@@ -12,14 +11,9 @@ from vllm_vidspec.pruning.grid import TokenGrid
 def kept_places(positions: torch.Tensor, grid: TokenGrid, ticks_per_frame: float) -> torch.Tensor | None:
     """Return the places `[m]` int64 in the whole video of the tokens that were kept, ascending; None for other tokens.
 
-    Frames that share a position (several a tick) are distinguished by the order of the tokens alone: a place may then
-    be that of an earlier frame of the same tick.
-
-    Args:
-        positions: `[3, m]` int64 rope positions (time, row, column) of the kept tokens, in their order. The first
-            frame is kept whole, as vLLM does, so that the least of each is where the video begins.
-        grid: Of the whole video.
-        ticks_per_frame: Rope positions from a frame to the next; vLLM cuts each frame's to an integer.
+    `positions` are the `[3, m]` int64 rope positions (time, row, column) of the kept tokens, in their order: vLLM keeps
+    the first frame whole, so the least of each is where the video begins. `ticks_per_frame` are those from a frame to
+    the next; vLLM cuts each frame's to an integer, so a place may be that of an earlier frame of the same tick.
     """
     if positions.shape[0] != 3 or not positions.shape[1]:
         return None

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 from vllm_vidspec.config import REQUEST_LAMBDA, REQUEST_RECORD, REQUEST_SCORER, ScoreKnobs
 from vllm_vidspec.errors import VidSpecError, nearest, quoted
 
-# Set by the API server on requests that may call tools, whose output a parser reads.
-CALLS_TOOLS = "vidspec_calls_tools"
+CALLS_TOOLS = "vidspec_calls_tools"  # set by the API server on requests whose output a parser may read
 _KEYS = (REQUEST_SCORER, REQUEST_LAMBDA, REQUEST_RECORD, CALLS_TOOLS)
 PREFIX = "vidspec_"  # of every parameter of ours; an unknown one with this prefix is an error
 
@@ -23,10 +22,8 @@ class Choice(NamedTuple):
 def choose(extra_args: dict[str, Any] | None, knobs: ScoreKnobs, has_records: bool = True) -> Choice:
     """Return the scorer and lambda of a request: of its `extra_args` (the API's `vllm_xargs`), else the server's.
 
-    `has_records` says whether it may ask for a record of itself.
-
-    Raises:
-        VidSpecError: A wrong name or value, or more than the server allows: one line for the client.
+    A VidSpecError, one line for the client, for a wrong name or value, or more than the server allows; `has_records`
+    says whether that may be a record of itself.
     """
     asked = {key: value for key, value in (extra_args or {}).items() if key.startswith(PREFIX)}
     if unknown := sorted(asked.keys() - set(_KEYS)):
@@ -51,10 +48,8 @@ def choose(extra_args: dict[str, Any] | None, knobs: ScoreKnobs, has_records: bo
 
 
 def strict_reason(sampling: Any) -> str | None:
-    """Return why a request of these `SamplingParams` is always verified strictly (one of `STRICT_REASONS`), or None.
-
-    A grammar, a tool-call parser, a stop string and a reader of log-probabilities all take the output for the target's
-    own, token by token.
+    """Return why a request is always verified strictly (one of `STRICT_REASONS`), or None: it has a reader that takes
+    the output for the target's own, token by token.
     """
     if sampling.structured_outputs is not None:
         return "structured"

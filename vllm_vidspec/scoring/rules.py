@@ -14,10 +14,8 @@ RULES = {"strict": 0, "loose": LOWEST, "random": LOWEST, "fly": WINDOW, "fly-ent
 class ScoreInputs(NamedTuple):
     """One verify step of a batch; a request has a logits row for its root (the last committed token) and each draft."""
 
-    # `[num_logits]` int64, what the target samples after the row's input token, under vanilla's noise.
-    target_tokens: Tensor
-    # `[num_logits]` int32 input token of each row; a draft token of -1 is invalid and never accepted.
-    draft_tokens: Tensor
+    target_tokens: Tensor  # `[num_logits]` int64 samples of the target after each row, under vanilla's noise
+    draft_tokens: Tensor  # `[num_logits]` int32 input token of each row; -1 is invalid and never accepted
     cu_num_logits: Tensor  # `[num_reqs + 1]` int32, where each request's rows begin
     max_drafts: int  # K, the most drafts that a request can have
     trees: TreeShapes | None = None  # The drafts' shapes; None where all are chains
@@ -30,8 +28,7 @@ class Scored(NamedTuple):
 
     sampled: Tensor  # `[num_reqs, K + 1]` int64 emitted tokens, zeros past `num_sampled`
     num_sampled: Tensor  # `[num_reqs]` int32, accepted drafts + 1
-    # `[num_reqs, K + 1]` int32: the node behind output j, and j itself past the accepted ones; None for chains.
-    path: Tensor | None = None
+    path: Tensor | None = None  # `[num_reqs, K + 1]` int32 node behind output j, past the accepted j; None: chains
     # `[num_reqs, K + 1]` int8: why output j was accepted: 1 it is exact, 2 loosened, 3 shifted; 0: it is the target's
     # own token, or there is none. None where all accepted drafts are exact.
     kinds: Tensor | None = None
@@ -41,22 +38,15 @@ def score(inputs: ScoreInputs) -> Scored:
     """Accept the longest path, of equals the first, of drafts that are exact or may mismatch (LVSpec eq. 9-11; FLy).
 
     Under `strict`, and without looseness, that is the longest path from the root that the target itself samples, which
-    is lossless at every temperature. Every emitted token is then the target's own sample under vanilla's own noise: the
-    accepted drafts because they equal it, and the one after them because it is emitted in the rejected draft's place
+    is lossless at every temperature: every emitted token is then the target's own sample under vanilla's own noise
     (Gumbel-max coupling; Daliri, Musco, Suresh 2025, "Coupling without communication and drafter-invariant speculative
-    decoding"). An accepted mismatch emits the draft's token, whose KV is the one that both models hold; what follows it
-    is the target's sample given that token.
+    decoding"). An accepted mismatch emits the draft's token; what follows it is the target's sample given that token.
     """
     return Scored(*accept(*inputs))
 
 
 def top_entropy(logits: Tensor, top_k: int = 0) -> Tensor:
-    """Return the part of each row's entropy that comes from its most likely tokens: vLLM's own measure for FLy.
-
-    Args:
-        logits: `[n, vocab_size]` float; -inf is a token that cannot be sampled. top_k: How many tokens, with the
-        probabilities that they have among all; 0: all. The result is `[n]` float32 nats.
-    """
+    """Return the part of each row's entropy, `[n]` float32 nats, that its `top_k` likeliest tokens make; 0: all."""
     logits = logits.float()
     if not 0 < top_k < logits.shape[1]:
         return torch.special.entr(logits.softmax(dim=1)).sum(dim=1)

@@ -22,10 +22,7 @@ def pack_ids(ids: Iterable[int], num_words: int) -> np.ndarray:
 def ids_of_words(
     words: Iterable[str], with_digits: bool, vocab: Mapping[str, int], text_of: Callable[[str], str]
 ) -> set[int]:
-    """Return the ids of the tokens that are one of some words, with or without a space around it, in any case.
-
-    `with_digits` counts every token with a digit too; `text_of` turns a token of `vocab` into its text.
-    """
+    """Return the ids of the tokens that are one of some words, in any case, spaces aside, or that have a digit."""
     wanted, ids = {word.strip().lower() for word in words}, set()
     for token, i in vocab.items():
         text = text_of(token).strip().lower()

@@ -37,11 +37,6 @@ class FixupResult:
     detail: str
 
 
-def default_site_packages() -> Path:
-    """Return the site-packages folder of the running interpreter."""
-    return Path(sysconfig.get_path("purelib"))
-
-
 def installed_version(name: str, site_packages: Path | None = None) -> str | None:
     """Return the version of distribution `name` in `site_packages`, or where this interpreter imports from, or None."""
     for dist in metadata.distributions(name=name, path=[str(site_packages)] if site_packages else sys.path):
@@ -56,16 +51,8 @@ def probe_import(module: str) -> str | None:
 
 
 def apply_fixups(site_packages: Path | None = None, probe: Probe = probe_import) -> list[FixupResult]:
-    """Apply every fix-up that `site_packages`, by default the running interpreter's, needs; return one result for each.
-
-    Args:
-        site_packages: Folder to repair.
-        probe: A module's import error in one line, None if it can be imported.
-
-    Raises:
-        FixupError: site-packages cannot be written, or a package could not be uninstalled.
-    """
-    site = site_packages or default_site_packages()
+    """Apply every fix-up that `site_packages`, by default this interpreter's, needs; return one result for each."""
+    site = site_packages or Path(sysconfig.get_path("purelib"))
     version = installed_version(CPU_ENGINE, site)
     if version is None:
         return [FixupResult("engine", False, f"{CPU_ENGINE} is not installed, nothing to repair")]
@@ -80,10 +67,7 @@ def apply_fixups(site_packages: Path | None = None, probe: Probe = probe_import)
 
 
 def alias_dist_info(site_packages: Path, engine_version: str) -> FixupResult:
-    """Make `importlib.metadata.version("vllm")` answer `<engine_version>+cpu` in `site_packages`.
-
-    The alias owns nothing but itself (its RECORD lists its own four files): uninstalling it leaves the engine whole.
-    """
+    """Make `importlib.metadata.version("vllm")` answer `<engine_version>+cpu`, by an alias that owns itself alone."""
     version = engine_version if "cpu" in engine_version else f"{engine_version}+cpu"
     target = site_packages / f"vllm-{version}.dist-info"
     files = {

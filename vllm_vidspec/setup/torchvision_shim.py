@@ -1,9 +1,8 @@
 """Lets `import torchvision` succeed beside a CPU-only torch; copied into site-packages, touches `sys.meta_path` only.
 
 The registry's torchvision wheel is a CUDA build: its C++ operators do not load beside a CPU torch, and its import then
-fails on `register_fake("torchvision::nms")`. The schemas of those operators are all that the pure-Python transforms
-(and with them the video processors) need. A `.pth` file calls `install()` at interpreter start, which must stay cheap:
-torch is imported only when torchvision is.
+fails on `register_fake("torchvision::nms")`. Their schemas are all that video processors need. A `.pth` file calls
+`install()` at interpreter start, which must stay cheap: torch is imported only when torchvision is.
 """
 
 import sys

@@ -1,12 +1,8 @@
-"""Generator of short synthetic videos with captions ("shape world"); numpy only, touches nothing outside itself.
+"""Generator of short synthetic videos ("shape world"); numpy only, touches nothing outside itself.
 
 A video has 2-4 scenes. A scene has a patterned background and one or two shapes that move, and that may change colour
 or vanish. What a caption tells is in few video tokens, as in real videos: a shape is small, stays for six frames only,
 and shows how it ends (its last two frames) even more briefly; specks that no caption mentions flicker around it.
-
-Its caption says all of it in a small closed vocabulary, with filler phrases that have synonyms of skewed probability:
-visual anchors and linguistic filler, as in real captions. One frame of words serves every motion and one clause every
-event, so that no early filler word commits a later fact. There are three styles of captions (STYLES).
 """
 
 from __future__ import annotations
@@ -54,27 +50,6 @@ LAYOUTS = (("left", "right"), ("top", "bottom"), ("middle",))
 EVENTS = ("remains", "turns", "vanishes")
 NUMBERS = ("one", "two", "three", "four")
 
-SYNONYM_PROBS = (0.6, 0.25, 0.15)
-FILLERS = {
-    "opening": ("the video shows", "this clip opens with", "at first we see"),
-    "next": ("next", "after that", "then"),
-    "arrives": ("comes", "we see", "there follows"),
-    "background": ("background", "backdrop", "setting"),
-    "exists": ("there is", "we find", "appears"),
-    "that": ("that", "which"),
-    "goes": ("goes", "travels", "heads"),
-    "and": ("and then", "and later", "and finally"),
-    "closing": ("in total the clip has", "all in all we saw", "in the end we saw"),
-    # Of wordy captions alone: before an object, and after it.
-    "lead": ("later in the clip", "and in this video", "with the setting"),
-    "aside": ("with this setting", "and see the clip", "later in the video"),
-}
-STYLES = ("usual", "flat", "wordy")
-"""How captions are put. `usual`: synonyms of skewed probability. `flat`: synonyms are equally likely, so what a model
-makes its favourites is its own. `wordy`: flat, with about three tokens of filler for each that tells a fact, and an
-object's place before or after its look: what is uncertain is how to say it.
-"""
-
 
 @dataclass(frozen=True)
 class ObjectFact:
@@ -100,48 +75,28 @@ class SceneFact:
 
 @dataclass(frozen=True)
 class Track:
-    """What is to be seen of an object from frame `start` on: its centres int `path` [visible, 2] as (x, y), its colour
-    in each of these frames, and which of them is the first of what its event says.
-    """
+    """What is to be seen of an object."""
 
     fact: ObjectFact
-    start: int
-    path: np.ndarray
-    colors: list[str]
-    ending: int
+    start: int  # the first frame
+    path: np.ndarray  # int [visible, 2], its centres as (x, y)
+    colors: list[str]  # in each of these frames
+    ending: int  # which of them is the first of what its event says
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One video: uint8 RGB `frames` [NUM_FRAMES, FRAME_SIZE, FRAME_SIZE, 3]; a `caption` of words of `vocabulary()`,
-    separated by single spaces, and the `facts` that it tells; `tracks` of all objects; int64 `scene_of_frame`
-    [NUM_FRAMES].
-    """
+    """One video."""
 
-    frames: np.ndarray
-    caption: str
-    facts: tuple[SceneFact, ...]
-    tracks: tuple[Track, ...]
-    scene_of_frame: np.ndarray
+    frames: np.ndarray  # uint8 RGB [NUM_FRAMES, FRAME_SIZE, FRAME_SIZE, 3]
+    facts: tuple[SceneFact, ...]  # of its caption
+    tracks: tuple[Track, ...]  # of all objects
+    scene_of_frame: np.ndarray  # int64 [NUM_FRAMES]
+    rng: np.random.Generator  # by which a caption of it is drawn next
 
 
-@cache
-def vocabulary() -> tuple[str, ...]:
-    """All words a caption or the usual question can contain, in a fixed order."""
-    texts = [w for options in FILLERS.values() for w in options]
-    texts += [*POSITIONS.values(), *COLORS, *BACKGROUNDS, *PATTERNS, *SHAPES, *SIZES, *MOTIONS, *EVENTS, *NUMBERS]
-    texts += [QUESTION, "a", "scenes", ".", ","]
-    return tuple(dict.fromkeys(" ".join(texts).split()))
-
-
-def make_sample(seed: int, brief: bool = True, style: str = STYLES[0]) -> Sample:
-    """Make the video of one seed; equal seeds give equal samples.
-
-    Args:
-        seed: Which video.
-        brief: False lets every shape stay for its whole scene: denser labels, to train a vision tower on.
-        style: Of STYLES, the caption's.
-    """
+def make_sample(seed: int, brief: bool = True) -> Sample:
+    """Make the video of one seed, the same each time. Where it is not brief, shapes stay for their scene."""
     rng = np.random.default_rng(seed)
     facts = _draw_facts(rng)
     cuts = _draw_cuts(rng, len(facts))
@@ -152,7 +107,7 @@ def make_sample(seed: int, brief: bool = True, style: str = STYLES[0]) -> Sample
         frames[start:end], found = _render_scene(rng, scene, end - start, brief)
         tracks += [replace(track, start=start + track.start) for track in found]
         scene_of_frame[start:end] = scene_idx
-    return Sample(frames, _write_caption(rng, facts, style), facts, tuple(tracks), scene_of_frame)
+    return Sample(frames, facts, tuple(tracks), scene_of_frame, rng)
 
 
 def held_out(i: int) -> Sample:
@@ -169,16 +124,16 @@ def _draw_facts(rng: np.random.Generator) -> tuple[SceneFact, ...]:
     scenes: list[SceneFact] = []
     for layout in layouts:
         previous = scenes[-1].background if scenes else None
-        background = _pick(rng, [b for b in BACKGROUNDS if b != previous])
+        background = pick(rng, [b for b in BACKGROUNDS if b != previous])
         objects = tuple(_draw_object(rng, position) for position in layout)
-        scenes.append(SceneFact(background, _pick(rng, PATTERNS), objects))
+        scenes.append(SceneFact(background, pick(rng, PATTERNS), objects))
     return tuple(scenes)
 
 
 def _draw_object(rng: np.random.Generator, position: str) -> ObjectFact:
-    size, color, shape, motion = (_pick(rng, options) for options in (SIZES, COLORS, SHAPES, MOTIONS))
-    event = _pick(rng, EVENTS, (0.45, 0.3, 0.25))
-    new_color = _pick(rng, [c for c in COLORS if c != color]) if event == "turns" else None
+    size, color, shape, motion = (pick(rng, options) for options in (SIZES, COLORS, SHAPES, MOTIONS))
+    event = pick(rng, EVENTS, (0.45, 0.3, 0.25))
+    new_color = pick(rng, [c for c in COLORS if c != color]) if event == "turns" else None
     return ObjectFact(position, size, color, shape, motion, event, new_color)
 
 
@@ -224,7 +179,7 @@ def _draw_specks(rng: np.random.Generator, frames: np.ndarray, noise: np.ndarray
     for first in range(0, len(frames), 2):
         for x, y in rng.integers(SPECK_RADIUS, FRAME_SIZE - SPECK_RADIUS, (SPECKS_PER_FRAME, 2)):
             box = (slice(y - SPECK_RADIUS, y + SPECK_RADIUS + 1), slice(x - SPECK_RADIUS, x + SPECK_RADIUS + 1))
-            color = np.array(COLORS[_pick(rng, COLORS)], np.int16)
+            color = np.array(COLORS[pick(rng, COLORS)], np.int16)
             for i in range(first, min(first + 2, len(frames))):
                 frames[i][box][mask] = color + noise[i][box][mask]
 
@@ -245,31 +200,6 @@ def _draw_path(rng: np.random.Generator, fact: ObjectFact, length: int) -> np.nd
     return np.round(path).astype(int)
 
 
-def _write_caption(rng: np.random.Generator, facts: tuple[SceneFact, ...], style: str) -> str:
-    def say(name: str) -> str:
-        options = FILLERS[name]
-        probs = SYNONYM_PROBS if len(options) == 3 else (0.7, 0.3)
-        return _pick(rng, options, probs if style == "usual" else None)
-
-    words: list[str] = []
-    for scene_idx, scene in enumerate(facts):
-        words += [say("next"), say("arrives")] if scene_idx else [say("opening")]
-        words += ["a", scene.pattern, scene.background, say("background")]
-        for fact in scene.objects:
-            words += [","]
-            place, look = [POSITIONS[fact.position]], [say("exists"), "a", fact.size, fact.color, fact.shape]
-            if style == "wordy":
-                words += [say("lead"), *(place + look if rng.random() < 0.5 else look + place)]
-            else:
-                words += place + look
-            words += [say("that"), say("goes"), fact.motion, say("and"), fact.event]
-            words += [fact.new_color] if fact.new_color else []
-            words += [say("aside")] if style == "wordy" else []
-        words += ["."]
-    words += [say("closing"), NUMBERS[len(facts) - 1], "scenes", "."]
-    return " ".join(words)
-
-
 def write_mp4(frames: np.ndarray, path: str | Path, fps: float = FRAME_RATE) -> None:
     """Write uint8 RGB frames [num_frames, height, width, 3] as an mp4 file (needs opencv)."""
     import cv2
@@ -283,7 +213,8 @@ def write_mp4(frames: np.ndarray, path: str | Path, fps: float = FRAME_RATE) -> 
     writer.release()
 
 
-def _pick(rng: np.random.Generator, options, probs=None) -> str:
+def pick(rng: np.random.Generator, options, probs=None) -> str:
+    """Draw one of some words."""
     return list(options)[rng.choice(len(options), p=probs)]
 
 

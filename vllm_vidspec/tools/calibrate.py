@@ -1,17 +1,18 @@
 """`vidspec calibrate`: the pruning knobs of a pair, chosen by measured acceptance length; engines are subprocesses."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from vllm_vidspec.config import METHOD, SELF, VidSpecConfig, parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import summarize
+from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.engine_session import EngineSession, answer_command
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
-from vllm_vidspec.tools.subject import Subject, reasons
-from vllm_vidspec.tools.user_files import check_output
+from vllm_vidspec.tools.user_files import check_output, check_video
 
 PRUNERS = ("specvlm", "uv")
 LAMBDAS = tuple(i / 10 for i in range(1, 10))  # of `lambda_r`, besides 0 and 1
@@ -20,6 +21,71 @@ PLOT_SUFFIXES = (".pdf", ".png", ".svg")
 _FEW_LAYERS = 6
 
 LayerSet = Literal["all"] | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What tools ask an engine: a pair of models, videos and a question; the same words for all of them."""
+
+    family: str = "qwen2.5-vl"  # The bundled pair, unless `target` is given
+    target: str | None = None  # A target of the user's own
+    draft: str | None = None  # Its draft, or "self"; None: the bundled draft of `family`
+    question: str = pairs.DEFAULT_QUESTION  # What is asked about each video; guidance depends on it
+    prune_ratio: float = 0.9  # Share of the video tokens that the draft does not see
+    num_speculative_tokens: int = 5  # Draft tokens per verify step
+    engine_args: dict[str, Any] = field(default_factory=dict)  # `LLM` arguments that replace ours
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """The videos: `videos` (files) or `held_out` (indices of shape-world videos)."""
+        raise NotImplementedError
+
+    @property
+    def pair(self) -> dict[str, str | None]:
+        """The target and the draft as results name them."""
+        if self.target is not None:
+            return {"target": self.target, "draft": self.draft}
+        return {"target": f"{self.family}/target", "draft": self.draft or f"{self.family}/draft"}
+
+    def llm_kwargs(self, **spec: Any) -> dict[str, Any]:
+        """Return the arguments of the engine; `spec` adds knobs of VidSpecConfig."""
+        spec = {"prune_ratio": self.prune_ratio, "num_speculative_tokens": self.num_speculative_tokens} | spec
+        # A measurement without drafts would say nothing, and what is measured is one setting.
+        fixed: dict[str, Any] = {"on_draft_error": "raise", "adaptive_tokens": False}
+        spec = fixed | spec
+        if self.target is None:
+            draft = {None: "draft", SELF: "target"}.get(self.draft, self.draft)
+            return pairs.llm_kwargs(self.family, draft, overrides=self.engine_args, **spec)
+        return {
+            "model": self.target,
+            "limit_mm_per_prompt": {"video": 1},
+            "seed": 0,
+            "speculative_config": {"method": METHOD, "model": self.draft, **spec},
+            **self.engine_args,
+        }
+
+    def job(self, **spec: Any) -> dict[str, Any]:
+        """Return what `session_job` reads first; `spec` as in `llm_kwargs`."""
+        prompts = {"family": None if self.target else self.family, "question": self.question}
+        return {"llm": self.llm_kwargs(**spec), "prompts": prompts | self.source}
+
+    def config(self, **spec: Any) -> VidSpecConfig:
+        """Return the validated knobs of the engine."""
+        return parse_config(self.llm_kwargs(**spec)["speculative_config"])[0]
+
+    def check(self) -> None:
+        """Refuse a pair or videos that are not there, or engine arguments that have options of their own."""
+        if self.target is not None and self.draft is None:
+            raise VidSpecError("--target needs --draft, a checkpoint or 'self'")
+        if self.target is None:
+            pairs.pair_for(self.family)
+        for role, path in (("target", self.target), ("draft", self.draft)):
+            if path is not None and path.startswith(("/", ".")) and not Path(path).exists():
+                raise VidSpecError(f"--{role}: no such checkpoint: {path}")
+        if fixed := sorted({"model", "speculative_config"} & set(self.engine_args)):
+            raise VidSpecError(f"--engine-args: {fixed[0]} has options of its own")
+        for video in self.source.get("videos", ()):
+            check_video(video)
 
 
 @dataclass(frozen=True)
@@ -151,7 +217,6 @@ def _measure_uv(calibration: Calibration, report: Report) -> tuple[list[Measurem
 
 
 def _ask(session: EngineSession, calibration: Calibration, knobs: dict[str, Any], **setting: Any) -> Measurement:
-    """Measure one setting."""
     answer = session.ask(answer_command(knobs, max_tokens=calibration.max_tokens))
     counters, num_prompts = answer["metrics"], len(answer["token_ids"])
     if counters["guided_prompts"] < num_prompts:
@@ -172,23 +237,21 @@ def _ask(session: EngineSession, calibration: Calibration, knobs: dict[str, Any]
     )
 
 
-def choose(measurements: Sequence[Measurement]) -> Measurement:
-    """Return the first measurement that is as good as the best one.
+def reasons(counters: dict[str, int], prefix: str) -> str:
+    """Return which of the counters that begin with `prefix` have counted, by the rest of their names: "pool_full"."""
+    return ", ".join(name.removeprefix(prefix) for name, value in counters.items() if name.startswith(prefix) and value)
 
-    As good: its acceptance length is at least what the best one's would be with one more verify step for the same
-    tokens. Greedy answers do not depend on the draft, so a difference of one step in all is no reason to leave an
-    earlier candidate.
-    """
+
+def choose(measurements: Sequence[Measurement]) -> Measurement:
+    """Return the first measurement that is as good as the best one: that would be with one more verify step in all."""
     best = max(measurements, key=lambda row: row.acceptance_length)
     good_enough = best.acceptance_length * best.num_drafts / (best.num_drafts + 1)
     return next(row for row in measurements if row.acceptance_length >= good_enough)
 
 
 def layer_sets(num_layers: int) -> tuple[LayerSet, ...]:
-    """Return the candidates for `guidance_layers`, at most ten: the paper's choice first.
-
-    All, the first half, the second half and the last quarter; then every single layer where there are at most six,
-    otherwise the other quarters.
+    """Return the candidates for `guidance_layers`, the paper's first: all, each half and the last quarter; then every
+    single layer where there are at most six, otherwise the other quarters.
     """
     layers, half = tuple(range(num_layers)), num_layers // 2
     quarters = [layers[i * num_layers // 4 : (i + 1) * num_layers // 4] for i in range(4)]

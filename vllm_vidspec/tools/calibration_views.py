@@ -59,9 +59,8 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: str | Path) -> None:
-    """Draw acceptance length over `lambda_r`, a line for each layer set (or over `uv_layer`); mark the choice.
-
-    Of a set that was not searched only the ends are known. Needs matplotlib; the path's suffix names the format.
+    """Draw acceptance length over `lambda_r`, a line for each layer set (or over `uv_layer`), by matplotlib; mark the
+    choice. Of a set that was not searched only the ends are known.
     """
     from matplotlib.figure import Figure
 

@@ -44,10 +44,7 @@ class Answer:
 
 
 def run(demo: Demo, report: Report = silent) -> dict[str, Any]:
-    """Serve twice, ask the same question, compare.
-
-    `report` is called with "server" (`name`), "ready" (`seconds`), "text" (`delta`) and "answered".
-    """
+    """Serve twice, ask the same question, compare; `report` gets "server", "ready", "text" and "answered"."""
     config = pairs.speculative_config(demo.family, demo.draft, **demo.spec)
     parse_config(config)
     video = Path(demo.video or pairs.sample_video())
@@ -76,7 +73,6 @@ def run(demo: Demo, report: Report = silent) -> dict[str, Any]:
 def _serve_and_ask(
     demo: Demo, name: str, draft: str | None, video: Path, log_path: Path, report: Report
 ) -> dict[str, Any]:
-    """Run one server for one question."""
     port = demo.port or free_port()
     spec = demo.spec if draft is not None else {}
     args = pairs.serve_args(demo.family, draft, target=demo.target, port=port, **spec)
@@ -108,10 +104,7 @@ def ask(
     on_text: Callable[[str], None] = lambda _: None,
     **sampling: Any,
 ) -> Answer:
-    """Ask one question, maybe about an mp4 file, over the OpenAI API, and stream the answer to `on_text`.
-
-    `sampling` are further request fields; the temperature is 0 by default.
-    """
+    """Ask one question, maybe about an mp4 file, and stream the answer to `on_text`; greedily by default."""
     import openai
 
     client = openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=600)

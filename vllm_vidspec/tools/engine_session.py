@@ -25,12 +25,10 @@ class EngineSession:
     program: ClassVar[tuple[str, ...]] = ("-m", "vllm_vidspec.tools.session_job")
 
     def __init__(self, job: dict[str, Any]) -> None:
-        """Prepare; nothing starts yet."""
         self.job = job
         self.ready: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
-        """Start the engine and wait until it has loaded."""
         with contextlib.ExitStack() as stack:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vidspec-engine-")))
             read_end, write_end = os.pipe()
@@ -51,7 +49,6 @@ class EngineSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the engine, whatever happened."""
         self._resources.close()
 
     def ask(self, command: dict[str, Any], report: Report = silent) -> dict[str, Any]:
@@ -74,19 +71,10 @@ class EngineSession:
         self._engine.end()
 
 
-def answer_command(
-    knobs: dict[str, Any] | None = None, *, seed: int | None = None, watch: bool = False, **sampling: Any
-) -> dict[str, Any]:
-    """Return the command to answer every prompt once, in one batch.
+def answer_command(knobs: dict[str, Any] | None = None, *, seed: int | None = None, **sampling: Any) -> dict[str, Any]:
+    """Return the command to answer every prompt once, in one batch; `knobs` of VidSpecConfig hold from here on.
 
-    It is answered with `seconds`, `texts` and `token_ids` (one of each per prompt), `metrics` (our counters' gain; None
-    for vanilla) and `captions`.
-
-    Args:
-        knobs: Of VidSpecConfig, to be in force from here on; None: those that are.
-        seed: Request i samples with `seed` + i; None: unseeded.
-        watch: Whether to return `captions`: `words`, `relevance` and `kinds` of each answer, one of each per token; of
-            engines that can be watched alone.
-        sampling: Arguments of SamplingParams; the temperature is 0 by default.
+    It is answered with `seconds`, `texts` and `token_ids` (one of each per prompt), and `metrics` (our counters' gain;
+    None for vanilla). Request i samples with `seed` + i, by `sampling`, at temperature 0 by default.
     """
-    return {"command": "answer", "knobs": knobs, "seed": seed, "watch": watch, "sampling": sampling}
+    return {"command": "answer", "knobs": knobs, "seed": seed, "sampling": sampling}

@@ -92,10 +92,7 @@ def checkpoint(family: str, role: str) -> str:
 
 
 def calibration(family: str) -> Path:
-    """Return what `vidspec calibrate` found for a bundled pair; its target is used with it, unless a knob is given.
-
-    The plain pair has none: it is there to show what happens to who does not calibrate.
-    """
+    """Return what `vidspec calibrate` found for a bundled pair, for its target's use; the plain pair has none."""
     return Path(checkpoint(family, "target")).with_name("calibration.json")
 
 
@@ -113,11 +110,8 @@ def sample_video() -> Path:
 def speculative_config(family: str, draft: str, *, drafting: str = "chain", **spec: Any) -> dict[str, Any]:
     """Return the `speculative_config` of one configuration; `spec` is any knob of VidSpecConfig beside DEFAULT_SPEC.
 
-    Args:
-        family: Whose bundled draft is meant.
-        draft: "draft" (the bundled draft), "far" (the one that is wrong more often), "target" (the target drafts for
-            itself) or a path.
-        drafting: The draft's shape, VidSpecConfig's knob `draft`.
+    `draft` is "draft" (the bundled one of the family), "far" (one that is wrong more often), "target" (the target
+    drafts for itself) or a path; `drafting` is the draft's shape, VidSpecConfig's knob `draft`.
     """
     model = SELF if draft == "target" else checkpoint(family, draft) if draft in ("draft", assets.FAR) else draft
     shape = {"draft": drafting, **TREE_SPEC.get(drafting, {})}
@@ -134,14 +128,8 @@ def llm_kwargs(
 ) -> dict[str, Any]:
     """Return the arguments of an in-process `vllm.LLM` on a bundled pair, or on another `target` in its place.
 
-    They are fp32, eager, with a fixed KV cache, so that two engines on one machine behave alike.
-
-    Args:
-        family: One of FAMILIES.
-        draft: None for vanilla; otherwise as in `speculative_config`.
-        target: A checkpoint in place of the bundled target.
-        overrides: `LLM` arguments that replace ours.
-        spec: Knobs of VidSpecConfig; `draft`, the draft's shape, is spelled `drafting` here.
+    They are fp32, eager, with a fixed KV cache, so that two engines on one machine behave alike. `draft` is None for
+    vanilla, otherwise as in `speculative_config`, as `spec` is; `overrides` are `LLM` arguments that replace ours.
     """
     pair_for(family)
     kwargs: dict[str, Any] = {
@@ -173,8 +161,7 @@ def serve_args(
 ) -> list[str]:
     """Return what follows `vllm serve` on a bundled pair; the same engine as `llm_kwargs`, four sequences at most.
 
-    `overrides` are `LLM` arguments in their Python spelling, of which False or None leaves a flag out; the rest is as
-    there.
+    `overrides` are `LLM` arguments in their Python spelling, of which False or None leaves a flag out.
     """
     kwargs = llm_kwargs(family, draft, target=target, **spec)
     kwargs |= {"max_num_seqs": 4, "media_io_kwargs": {"video": {"num_frames": pair_for(family).num_frames}}}
@@ -208,10 +195,8 @@ def chat_prompt(family: str, question: str, media: Sequence[str] = ()) -> str:
 
 
 def sample_frames(family: str, frames: np.ndarray, num_frames: int | None = None) -> tuple[np.ndarray, dict[str, Any]]:
-    """Sample a video as vLLM's loader does, and describe it as that loader does.
-
-    From `[total_frames, height, width, 3]` uint8, RGB, at FRAME_RATE to `[min(total_frames, num_frames), height, width,
-    3]` uint8 and the metadata; `num_frames` is the pair's where it is None.
+    """Sample `[total_frames, height, width, 3]` uint8, RGB, at FRAME_RATE, as vLLM's loader does; return `num_frames`
+    (by default the pair's, all if there are fewer) and the metadata.
     """
     total = len(frames)
     indices = np.linspace(0, total - 1, min(total, num_frames or pair_for(family).num_frames), dtype=int)
@@ -239,10 +224,7 @@ def media_prompt(
     images: Sequence[np.ndarray] = (),
     num_frames: int | None = None,
 ) -> dict[str, Any]:
-    """Return one prompt of `LLM.generate` with any number of videos, then images, then the question.
-
-    Videos are `[num_frames, height, width, 3]` uint8, RGB, images `[height, width, 3]`.
-    """
+    """Return one prompt of `LLM.generate`: videos `[num_frames, height, width, 3]` uint8, RGB, images, the question."""
     text = chat_prompt(family, question, ["video"] * len(videos) + ["image"] * len(images))
     data: dict[str, Any] = {}
     if videos:

@@ -24,10 +24,7 @@ _PYTHON_ERROR = re.compile(r"(?:^|\s)((?:[\w.]+\.)?\w*(?:Error|Exception|Interru
 
 
 def last_error_line(log: str) -> str:
-    """Return the one line of an engine's log that says why it stopped.
-
-    Our own `vidspec:` line comes first, then the last line that names a Python exception, then the last line of all.
-    """
+    """Return the line of an engine's log that says why it stopped: our own, an exception's, or the last of all."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for pattern in (_OURS, _PYTHON_ERROR):
         hits = [
@@ -62,7 +59,6 @@ class LoggedProcess:
     """A process with an engine in a group of its own: what it writes goes to a file, and it is ended whole."""
 
     def __init__(self, log_path: Path) -> None:
-        """Prepare; nothing starts yet."""
         self.log_path = log_path
         self.process: subprocess.Popen | None = None
 

@@ -7,8 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-# What a tool tells whoever listens: an event's name and its fields.
-Report = Callable[[str, dict[str, Any]], None]
+Report = Callable[[str, dict[str, Any]], None]  # what a tool tells whoever listens: an event's name and its fields
 
 
 def silent(event: str, fields: dict[str, Any]) -> None:
@@ -30,12 +29,8 @@ def bars(console: Console) -> Iterator[Progress]:
 
 
 class View:
-    """Shows the events of a tool: a bar over its measurements.
-
-    plan: `total`, the measurements to come.
-    loading: `label`, what starts now.
-    measuring: what was loading is there.
-    measured: one of the total is done; `note` says what came out.
+    """Shows the events of a tool, a bar over its measurements: how many there will be (`plan`), what starts now
+    (`loading`), that it is there (`measuring`), and that one is done, with what came out (`measured`).
     """
 
     def __init__(self, bars: Progress) -> None:
@@ -44,7 +39,6 @@ class View:
         self._task = bars.add_task("starting", total=None, note="")
 
     def __call__(self, event: str, fields: dict[str, Any]) -> None:
-        """Take one event."""
         getattr(self, f"_{event}")(**fields)
 
     def _plan(self, total: int) -> None:
@@ -52,14 +46,11 @@ class View:
 
     def _loading(self, label: str) -> None:
         self._bars.update(self._task, description=f"loading {label}", note="")
-        self._say(f"loading {label}")
+        if self._bars.disable:
+            self._bars.console.print(f"loading {label}", markup=False, highlight=False)
 
     def _measuring(self) -> None:
         self._bars.update(self._task, description="measuring")
 
     def _measured(self, note: str = "") -> None:
         self._bars.update(self._task, advance=1, note=note)
-
-    def _say(self, line: str) -> None:
-        if self._bars.disable:
-            self._bars.console.print(line, markup=False, highlight=False)

@@ -1,7 +1,6 @@
 """Where a result comes from: code, versions, command line, machine and date; standard library only."""
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_vidspec.devices import has_nvidia_gpu
+from vllm_vidspec.setup.fixups import installed_version
 
 _PACKAGES = ("vllm-vidspec", "vllm", "torch", "transformers", "triton", "numpy")
 
@@ -18,10 +18,11 @@ _PACKAGES = ("vllm-vidspec", "vllm", "torch", "transformers", "triton", "numpy")
 def provenance() -> dict[str, Any]:
     """Return what a reader needs to reproduce a result; `git_sha` is None outside a checkout."""
     sha, dirty = _git_state()
+    versions = {name: version for name in _PACKAGES if (version := installed_version(name)) is not None}
     return {
         "git_sha": sha,
         "git_dirty": dirty,
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions},
         "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "device": _device(),
         "cpu": _cpu_model(),
@@ -39,16 +40,6 @@ def _git_state() -> tuple[str | None, bool | None]:
     sha = _output("git", "-C", str(root), "rev-parse", "HEAD")
     status = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
     return sha or None, None if status is None else bool(status)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _device() -> str:

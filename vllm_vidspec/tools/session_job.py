@@ -93,8 +93,7 @@ def _own_requests(prompts: dict[str, Any]) -> list[Any]:
 class Engine:
     """An engine and the questions it is asked; each of its commands takes the fields of a line and returns an answer's.
 
-    `requests` are a prompt per video, or with `is_chat` a conversation; `report` is called with "progress" (`done`
-    requests); `job` see `_answers`.
+    `requests` are a prompt per video, or with `is_chat` a conversation; `job` see `_answers`.
     """
 
     commands: ClassVar[tuple[str, ...]] = ("answer",)
@@ -130,10 +129,7 @@ class Engine:
         return [pairs.media_prompt(family, question, videos=[video], num_frames=num_frames) for video in videos]
 
     def ask(self, sampling: dict[str, Any], seed: int | None = None, indices: Sequence[int] | None = None) -> list[Any]:
-        """Answer requests, all of them by default, in one batch, greedily unless `sampling` says otherwise.
-
-        Request i has `seed` + i.
-        """
+        """Answer requests, by default all, in one batch, by default greedily; request i has `seed` + i."""
         ask = self.llm.chat if self.is_chat else self.llm.generate
         chosen = range(len(self.requests)) if indices is None else indices
         params = [sampling_params(sampling, seed=None if seed is None else seed + i) for i in chosen]
@@ -146,9 +142,8 @@ class Engine:
             return None
         return metrics.read_metrics(metrics.path_for(config.instance_id))
 
-    def answer(self, watch: bool = False, **asked: Any) -> dict[str, Any]:
+    def answer(self, **asked: Any) -> dict[str, Any]:
         """Answer every prompt; arguments and answer are those of `engine_session.answer_command`."""
-        assert not watch, "an engine of the benchmarks can be watched"
         return self.answered(**asked)[0]
 
     def answered(

@@ -9,16 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from vllm_vidspec import metrics
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics import (
-    GUIDANCE_FALLBACKS,
-    MAX_POSITIONS,
-    NAMES,
-    SKIP_REASONS,
-    STRICT_REASONS,
-    difference,
-    summarize,
-)
 from vllm_vidspec.names import CLASS_LABELS
 from vllm_vidspec.tools import scrape
 from vllm_vidspec.tools.status_rules import advise
@@ -39,12 +31,9 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Reading:
-    """What a server showed at one time: our counters and vLLM's figures, which may be empty, by engine.
+    """What a server showed at one time: our counters and vLLM's figures, which may be empty, by engine."""
 
-    `at` is of a clock that does not jump, in seconds.
-    """
-
-    at: float
+    at: float  # seconds of a clock that does not jump
     engines: scrape.Engines
     vllm: scrape.Engines
 
@@ -52,7 +41,7 @@ class Reading:
         """Return what was gained since an earlier reading; None where the server was started anew in between."""
         if self.engines.keys() != before.engines.keys():
             return None
-        engines = {name: difference(before.engines[name], values) for name, values in self.engines.items()}
+        engines = {name: metrics.difference(before.engines[name], values) for name, values in self.engines.items()}
         vllm = {name: _gained(before.vllm.get(name, {}), values) for name, values in self.vllm.items()}
         gains: list[Mapping[str, float]] = [*engines.values(), *vllm.values()]
         if any(value < 0 for values in gains for value in values.values()):
@@ -135,10 +124,10 @@ def parse(text: str, server: str = "the server", at: float | None = None) -> Rea
 
 def figures(ours: Mapping[str, int], vllm: Mapping[str, float]) -> Figures:
     """Turn counters into what an operator looks at, as `--json` prints it; ratios without a denominator are None."""
-    values = dict.fromkeys(NAMES, 0) | dict(ours)
+    values = dict.fromkeys(metrics.NAMES, 0) | dict(ours)
     drafts = values["drafts"]
-    summary = summarize(values)
-    stood = [values[f"accepted_at_pos_{i}"] for i in range(MAX_POSITIONS)]
+    summary = metrics.summarize(values)
+    stood = [values[f"accepted_at_pos_{i}"] for i in range(metrics.MAX_POSITIONS)]
     num_positions = max((i + 1 for i, count in enumerate(stood) if count), default=0)
     seconds = {phase: values[name] / 1e6 for phase, name in _PHASES.items()}
     blocks, used = values["draft_pool_blocks_total"], values["draft_pool_blocks_used"]
@@ -151,9 +140,9 @@ def figures(ours: Mapping[str, int], vllm: Mapping[str, float]) -> Figures:
         "accepted_by_position": [count / drafts for count in stood[:num_positions]] if drafts else [],
         "prompts": values["prompts"],
         "guided_prompts": values["guided_prompts"],
-        "skipped_requests": {reason: values[f"skipped_{reason}"] for reason in SKIP_REASONS},
-        "unguided_prompts": {reason: values[f"unguided_{reason}"] for reason in GUIDANCE_FALLBACKS},
-        "strict_requests": {reason: values[f"strict_{reason}"] for reason in STRICT_REASONS},
+        "skipped_requests": {reason: values[f"skipped_{reason}"] for reason in metrics.SKIP_REASONS},
+        "unguided_prompts": {reason: values[f"unguided_{reason}"] for reason in metrics.GUIDANCE_FALLBACKS},
+        "strict_requests": {reason: values[f"strict_{reason}"] for reason in metrics.STRICT_REASONS},
         "pool": {
             "blocks": blocks,
             "used_blocks": used,

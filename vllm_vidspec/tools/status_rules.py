@@ -6,13 +6,10 @@ from typing import Any, Literal
 
 Level = Literal["info", "warn"]
 
-# Fewer verify steps than a window of the alarm say nothing about acceptance.
-MIN_STEPS = 128
+MIN_STEPS = 128  # fewer verify steps than a window of the alarm say nothing about acceptance
 LOW_LENGTH = 1.5  # the alarm's, too: half a draft token per step
-# Requests that run without speculation, of all, that are no accident.
-MANY_REQUESTS = 0.01
-# A position accepted so seldom costs a draft forward in every step and gains next to nothing.
-SELDOM = 0.02
+MANY_REQUESTS = 0.01  # requests that run without speculation, of all, that are no accident
+SELDOM = 0.02  # a position accepted so seldom costs a draft forward in every step and gains next to nothing
 FULL_POOL = 0.95
 LATE = 0.2  # of a parallel drafter's steps
 EAGER = 0.05  # of the batches drafted for
@@ -109,38 +106,25 @@ def last_positions(figures: dict[str, Any]) -> Iterator[Advice]:
         yield Advice("last_positions", "warn", found, f"lower num_speculative_tokens to {useful}")
 
 
-def _by_reason(
-    prefix: str, counts: dict[str, int], requests: int, found: str, remedies: dict[str, str]
-) -> Iterator[Advice]:
-    """Say what to do about what happened to more than a few of the requests, by reason."""
-    for reason, count in counts.items():
-        rule = f"{prefix}_{reason}"
-        if count and (rule in _NEVER_RIGHT or count > MANY_REQUESTS * requests):
-            remedy = remedies.get(reason, "see this reason in docs/metrics.md")
-            words = found.format(count=count, requests=requests)
-            yield Advice(rule, "info" if rule in _NOBODYS_FAULT else "warn", f"{words}: {reason}", remedy)
-
-
-def skipped_requests(figures: dict[str, Any]) -> Iterator[Advice]:
-    """Say what to do about requests that run without speculation."""
-    skipped = figures["skipped_requests"]
+def less_than_asked_for(figures: dict[str, Any]) -> Iterator[Advice]:
+    """Say what to do where more than a few requests were not drafted for, guided or scored as configured."""
+    skipped, prompts = figures["skipped_requests"], figures["prompts"]
     # One that is skipped after its prompt was read is in both, so the share is a little low.
-    requests = figures["prompts"] + sum(skipped.values())
-    found = "{count} of about {requests} requests ran without speculation"
-    yield from _by_reason("skipped", skipped, requests, found, _SKIPPED)
-
-
-def unguided_prompts(figures: dict[str, Any]) -> Iterator[Advice]:
-    """Say what it means that prompts were pruned uniformly."""
-    found = "{count} of {requests} prompts were pruned uniformly, guidance scores unavailable"
-    yield from _by_reason("unguided", figures["unguided_prompts"], figures["prompts"], found, _UNGUIDED)
-
-
-def strict_requests(figures: dict[str, Any]) -> Iterator[Advice]:
-    """Say what keeps requests strict where the scorer is loose; what a request asks for itself is its own affair."""
-    counts = {reason: figures["strict_requests"].get(reason, 0) for reason in _STRICT}
-    found = "{count} requests were verified strictly though their scorer is loose"
-    yield from _by_reason("strict", counts, 0, found, _STRICT)
+    requests = prompts + sum(skipped.values())
+    # What a request asks for itself is its own affair.
+    strict = {reason: figures["strict_requests"].get(reason, 0) for reason in _STRICT}
+    unguided = figures["unguided_prompts"]
+    for prefix, counts, of, found, remedies in (
+        ("skipped", skipped, requests, f"of about {requests} requests ran without speculation", _SKIPPED),
+        ("unguided", unguided, prompts, f"of {prompts} prompts were pruned uniformly, guidance unavailable", _UNGUIDED),
+        ("strict", strict, 0, "requests were verified strictly though their scorer is loose", _STRICT),
+    ):
+        for reason, count in counts.items():
+            rule = f"{prefix}_{reason}"
+            if count and (rule in _NEVER_RIGHT or count > MANY_REQUESTS * of):
+                remedy = remedies.get(reason, "see this reason in docs/metrics.md")
+                level: Level = "info" if rule in _NOBODYS_FAULT else "warn"
+                yield Advice(rule, level, f"{count} {found}: {reason}", remedy)
 
 
 def full_pool(figures: dict[str, Any]) -> Iterator[Advice]:
@@ -181,9 +165,7 @@ RULES: tuple[Rule, ...] = (
     nothing_drafted,
     few_accepted,
     last_positions,
-    skipped_requests,
-    unguided_prompts,
-    strict_requests,
+    less_than_asked_for,
     full_pool,
     late_drafter,
     eager_steps,

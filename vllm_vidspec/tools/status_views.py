@@ -43,7 +43,6 @@ _ROWS: dict[str, Callable[[Figures], str | None]] = {
 
 
 def _by_class(classes: dict[str, Figures]) -> str | None:
-    """Return what is drafted for each class of requests."""
     if not classes:
         return None
     return ", ".join(
@@ -93,7 +92,6 @@ def _by_position(shares: list[float]) -> str:
 
 
 def _shares(seconds: dict[str, float]) -> str | None:
-    """Return each phase's share of the time."""
     total = sum(seconds.values())
     if not total:
         return None

@@ -23,10 +23,7 @@ def by_columns(
     style: Callable[[Any], str | None] = lambda row: None,
     **options: Any,
 ) -> Table:
-    """Return a table of `rows`, each shown by every column; `options` are further ones of rich's Table.
-
-    The first `num_words` columns hold words and are left-aligned; the others hold numbers. `style` is a row's.
-    """
+    """Return a table of `rows`, each shown by every column, the first `num_words` left-aligned; `style` is a row's."""
     table = Table(**{"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), **options})
     for index, head in enumerate(columns):
         table.add_column(head, justify="left" if index < num_words else "right", no_wrap=True)
@@ -77,11 +74,9 @@ class DemoView:
     """Shows the events of `demo.run`: a spinner until a server's answer begins, then the answer as it streams."""
 
     def __init__(self, bars: Progress, console: Console) -> None:
-        """Draw on `bars`; answers go to `console`."""
         self._bars, self._console = bars, console
 
     def __call__(self, event: str, fields: dict[str, Any]) -> None:
-        """Take one event."""
         if event == "server":
             self._name = fields["name"]
             self._task = self._bars.add_task(f"starting vllm serve ({self._name})", total=None, note="")
@@ -102,11 +97,6 @@ class DemoView:
 def number(value: float | None, digits: int) -> str:
     """Return a number, or a dash for None."""
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def times(value: float | None) -> str:
-    """Return a speedup, or a dash for None."""
-    return "-" if value is None else f"{value:.2f}x"
 
 
 def percent(value: float | None) -> str:

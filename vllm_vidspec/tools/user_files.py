@@ -22,10 +22,7 @@ def check_video(path: str | os.PathLike[str], is_decoded: bool = True) -> None:
 def check_output(
     path: str | os.PathLike[str], option: str = "--out", suffixes: Collection[str] = (), drawn: Collection[str] = ()
 ) -> None:
-    """Refuse a path that cannot be written in the end.
-
-    `option` names it; `suffixes` are those that it may have (none: any), `drawn` those of them that need matplotlib.
-    """
+    """Refuse a path that cannot be written, or ends in none of `suffixes`, of which `drawn` need matplotlib."""
     path = Path(path)
     if path.is_dir():
         raise VidSpecError(f"cannot write {path}: it is a folder")
@@ -50,10 +47,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def read_video(path: str | os.PathLike[str], num_frames: int | None = None) -> np.ndarray:
-    """Decode the frames that vLLM's loader samples, `[<= num_frames, height, width, 3]` uint8, RGB; needs opencv.
-
-    They are evenly spaced, both ends included; a shorter video gives all it has, and so does None.
-    """
+    """Decode the frames that vLLM's loader samples, `[<= num_frames, height, width, 3]` uint8, RGB; all for None."""
     import cv2
 
     check_video(path)

@@ -70,7 +70,7 @@ def drive(policy, rows, candidates_of, max_nodes=64, fill=False, num_accepted=No
             frontier, tokens = result
             assert frontier.dtype == tokens.dtype == torch.int64
             assert frontier.shape == tokens.shape and frontier.shape[0] == len(rows)
-            width = policy.width(level + 1, max_nodes)
+            width = policy.frontier(level + 1, len(rows), max_nodes)[0].shape[1]
             assert frontier.shape[1] == width or (policy.trims and 1 <= frontier.shape[1] <= width)
             assert width <= policy.max_frontier
             at_nodes = policy.tree.tokens[: len(rows)].gather(1, frontier)

@@ -19,9 +19,9 @@ def make_guidance(kind: type[Guidance], monkeypatch, **more) -> Guidance:
     counters = fakes.Counts()
     if kind is AttentionGuidance:
         layer = SimpleNamespace(impl=SimpleNamespace(num_heads=1, head_size=HIDDEN, scale=1.0))
-        monkeypatch.setattr(attention, "attention_layers", lambda config: {"layers.0": layer})
+        monkeypatch.setattr(attention.kv_views, "attention_layers", lambda config: {"layers.0": layer})
         monkeypatch.setattr(attention, "get_tensor_model_parallel_world_size", lambda: 1)
-        monkeypatch.setattr(attention, "check_readable", lambda *_: None)
+        monkeypatch.setattr(attention.kv_views, "check_readable", lambda *_: None)
         monkeypatch.setattr(attention.compat, "observe_attention", lambda *_: None)
         model = SimpleNamespace(get_total_num_hidden_layers=lambda: 1)
         vllm_config = SimpleNamespace(model_config=model, device_config=SimpleNamespace(device=CPU))

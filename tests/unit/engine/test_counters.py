@@ -13,10 +13,9 @@ from vllm_vidspec.scoring import ScoreInputs, score
 
 pytest.importorskip("vllm")
 from vllm_vidspec.engine import worker
-from vllm_vidspec.engine.report import acceptance_alarm, server_counters
 from vllm_vidspec.engine.report import counters as counters_module
-from vllm_vidspec.engine.report.acceptance_alarm import WINDOW, AcceptanceAlarm
-from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.report import server_counters
+from vllm_vidspec.engine.report.counters import WINDOW, AcceptanceAlarm, Counters
 from vllm_vidspec.engine.requests import NewRequest, RequestRows
 
 prometheus_client = pytest.importorskip("prometheus_client")
@@ -111,7 +110,7 @@ def test_a_preempted_request_keeps_its_figures(server):
 
 def test_the_alarm_speaks_once_and_is_armed_by_a_sound_window(monkeypatch):
     """Catches: a line per window, an alarm that a single good answer re-arms, one that never speaks again."""
-    alarm, said = AcceptanceAlarm(), hear_warnings(monkeypatch, acceptance_alarm)
+    alarm, said = AcceptanceAlarm(), hear_warnings(monkeypatch, counters_module)
     assert not alarm.observe(WINDOW - 1, 0), "a window is not full"
     assert alarm.observe(1, 0) and len(said) == 1
     assert alarm.observe(WINDOW, WINDOW // 4) and len(said) == 1

@@ -178,13 +178,14 @@ def test_the_cache_drops_what_was_used_longest_ago():
     items = {name: torch.randn(size, HIDDEN) for name, size in (("a", 65), ("b", 64), ("c", 1), ("d", 100))}
     assert cache.num_bytes == 4 * PAGE_ROWS * HIDDEN * 4
     for name in "abc":
-        assert cache.keep(name, items[name])
+        assert cache.extend(name, len(items[name]), 0, items[name])
     assert cache.num_used_bytes == cache.num_bytes
-    assert not cache.keep("huge", torch.zeros(4 * PAGE_ROWS + 1, HIDDEN))
+    huge = torch.zeros(4 * PAGE_ROWS + 1, HIDDEN)
+    assert not cache.extend("huge", len(huge), 0, huge)
     chosen = np.array([0, 64])
     assert torch.equal(cache.read("a", 65, chosen), items["a"][chosen])
     assert cache.read("a", 64) is None, "another size is another item"
-    assert cache.keep("d", items["d"])  # needs two pages: b and c go, a was read since
+    assert cache.extend("d", len(items["d"]), 0, items["d"])  # needs two pages: b and c go, a was read since
     assert cache.read("b", 64) is None and cache.read("c", 1) is None
     for name in "ad":
         assert torch.equal(cache.read(name, len(items[name])), items[name])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from training.tiny_labels import LABELS, labels_of
+from vidspec_tools import captioned
 from vidspec_tools.captions import (
     accuracies,
     auc,
@@ -20,14 +21,14 @@ SEEDS = range(8)
 
 
 @pytest.fixture(scope="module")
-def samples() -> list[world.Sample]:
-    return [world.held_out(i) for i in SEEDS]
+def samples() -> list[captioned.Captioned]:
+    return [captioned.held_out(i) for i in SEEDS]
 
 
-def test_samples(samples: list[world.Sample]) -> None:
+def test_samples(samples: list[captioned.Captioned]) -> None:
     """Shapes, dtypes and ranges; a closed vocabulary; captions that say all their facts; and what is to be seen."""
-    cells, vocabulary = (world.NUM_FRAMES, world.GRID_SIZE**2), set(world.vocabulary())
-    assert len(world.vocabulary()) == len(vocabulary) <= 1024
+    cells, vocabulary = (world.NUM_FRAMES, world.GRID_SIZE**2), set(captioned.vocabulary())
+    assert len(captioned.vocabulary()) == len(vocabulary) <= 1024
     for sample in samples:
         assert sample.frames.shape == (32, 112, 112, 3) and sample.frames.dtype == np.uint8
         labels = labels_of(sample)
@@ -51,13 +52,13 @@ def test_samples(samples: list[world.Sample]) -> None:
             assert world.VISIBLE_FRAMES <= shown <= world.VISIBLE_FRAMES * len(scene.objects)
 
 
-@pytest.mark.parametrize("style", world.STYLES[1:])
-def test_other_styles_say_the_same_facts(samples: list[world.Sample], style: str) -> None:
+@pytest.mark.parametrize("style", captioned.STYLES[1:])
+def test_other_styles_say_the_same_facts(samples: list[captioned.Captioned], style: str) -> None:
     """Catches: a filler that reads as a fact, a word that no tokenizer has, a style that changes what is to be seen."""
-    styled = [world.make_sample(world.HELD_OUT_SEED + seed, style=style) for seed in SEEDS]
+    styled = [captioned.make_sample(world.HELD_OUT_SEED + seed, style=style) for seed in SEEDS]
     for ours, usual in zip(styled, samples, strict=True):
         assert ours.facts == usual.facts and np.array_equal(ours.frames, usual.frames)
-        assert ours.caption != usual.caption and set(ours.caption.split()) <= set(world.vocabulary())
+        assert ours.caption != usual.caption and set(ours.caption.split()) <= set(captioned.vocabulary())
         assert parse_caption(ours.caption) == list(ours.facts)
 
 

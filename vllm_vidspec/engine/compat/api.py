@@ -14,9 +14,8 @@ _RECORD = "_vidspec_record"  # on vLLM's outputs of requests that ask for one
 def allow_sampling_parameters() -> None:
     """Let requests use `min_p` and `logit_bias` when the speculative method is ours, and check what they ask of it.
 
-    Why: vLLM refuses both for every speculative method. Model Runner V2 applies both at every logits row, and the
-    strict scorer samples through that same code, so here they are exact. What a request asks of our scorers must be
-    refused here, in the API server, as the client's error.
+    Why: vLLM refuses both for every speculative method; Model Runner V2 applies both at every logits row, so here they
+    are exact. What a request asks of our scorers must be refused here, in the API server, as the client's error.
     """
     from vllm.sampling_params import SamplingParams
 
@@ -74,11 +73,8 @@ def show_request_records(field: str, make: Callable[[Any], Any]) -> None:
 
     Why: vLLM passes what the engine says of a step on in types of its own; a record travels in `kv_transfer_params`
     (`scheduler._hand_over`), is taken out of it here, where an output becomes a client's, and reaches the response
-    beside it. In a stream each chunk has the steps since the last; of `n` answers, as vLLM's own figures, there are
-    none.
-
-    `make(state)` is the record of one answer, given vLLM's `RequestState`: `add` takes a step in, `take` returns what
-    is new.
+    beside it. In a stream each chunk has the steps since the last; of `n` answers there are none. `make(state)` is the
+    record of one answer, given vLLM's `RequestState`: `add` takes a step in, `take` returns what is new.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -161,12 +157,10 @@ def hear_request_choices(prefix: str, calls_tools: str, check: Callable) -> None
 
     Why: vLLM forwards `vllm_xargs` and drops other unknown fields, where clients that use `extra_body` put ours; and
     whether a parser for tool calls reads the output is known to the API server alone. What is wrong is refused before
-    the prompt is rendered: once a video is, the front end believes that the engine holds it, and the same video in the
-    client's corrected request would be missed there. In `vllm_xargs` vLLM turns false into 0 and answers other types
-    with a list of all that it would have taken, so ours are lifted out before it looks.
-
-    `check` (the last given is used) raises VidSpecError for a request's parameters; all of ours begin with `prefix`,
-    and `calls_tools` is the one that marks requests with tools.
+    the prompt is rendered: else the front end believes that the engine holds its video, and would leave it out of the
+    corrected request. In `vllm_xargs` vLLM turns false into 0 and answers other types with a list of all that it would
+    have taken, so ours are lifted out before it looks. `check` (the last given is used) raises VidSpecError for
+    parameters, which all begin with `prefix`; `calls_tools` is the one that marks requests with tools.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat

@@ -10,9 +10,8 @@ UNBOUNDED = 1 << 30
 def max_split_rows(layer: Any) -> int:
     """Return up to how many query rows of a request a layer's backend shares the request's keys out among programs.
 
-    Beyond, one program walks all keys of a query head: a verify step then takes several times what a decode step does
-    at long contexts, whatever the number of rows. FlashAttention 2 splits keys, and packs the heads of a KV head, for
-    single rows alone; vLLM's Triton kernel names its bound where it has one above 1.
+    Beyond, one program walks all keys of a query head: at long contexts a verify step then takes several times what a
+    decode step does. FlashAttention 2 splits keys for single rows alone; vLLM's Triton kernel names its bound.
     """
     impl, name = layer.impl, layer.get_attn_backend().get_name()
     if name == "FLASH_ATTN":

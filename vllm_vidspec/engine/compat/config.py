@@ -59,9 +59,8 @@ def hook_engine_config(translate: Callable, finish: Callable) -> None:
 def install_error_line(refusal: Callable[[], str | None]) -> None:
     """Print an uncaught `VidSpecError` of a `vllm` command, or a worker's `refusal`, as one line, not a stack trace.
 
-    Why: a wrong knob is the user's to mend, and vLLM's own start-up prints some forty lines of frames around it. What a
-    worker refuses reaches the server as "Engine core initialization failed", a hundred lines below the reason. Python
-    programs that use `LLM(...)` keep their traceback.
+    Why: vLLM's own start-up prints some forty lines of frames around a wrong knob, and what a worker refuses reaches
+    the server as "Engine core initialization failed". Python programs that use `LLM(...)` keep their traceback.
     """
     is_server = os.path.basename(sys.argv[0]) in ("vllm", "api_server.py")
     if not is_server or getattr(sys.excepthook, "_vidspec", False):

@@ -13,11 +13,7 @@ NEEDED_VLLM = f"vllm_vidspec needs vLLM {' or '.join(SUPPORTED_VLLM)}"
 
 
 def expect_parameters(function: Callable, *names: str) -> None:
-    """Check that a vLLM function or kernel still takes the parameters we rely on, in this order.
-
-    Raises:
-        VidSpecError: Upstream renamed or moved one of them.
-    """
+    """Check that a vLLM function or kernel still takes the parameters we rely on, in this order, or refuse it."""
     function = getattr(function, "fn", function)  # what a Triton kernel was made of
     found = [name for name in inspect.signature(function).parameters if name in names]
     if found != list(names):
@@ -26,16 +22,8 @@ def expect_parameters(function: Callable, *names: str) -> None:
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any], *parameters: str) -> bool:
-    """Replace an attribute once, and keep the original on the replacement.
-
-    Args:
-        owner: A module or class of vLLM's.
-        name: Of a function or a Triton kernel.
-        make: The original -> its replacement.
-        parameters: What the original must take; see `expect_parameters`, and what it raises.
-
-    Returns:
-        Whether it was replaced; False where it had been.
+    """Replace a function or Triton kernel once by `make(original)`, which must take `parameters`; return False where it
+    had been replaced. The original is kept on the replacement.
     """
     original = getattr(owner, name)
     if hasattr(original, MARK):

@@ -1,7 +1,4 @@
-"""Patches of the CPU engine: its runner, and kernels of vLLM that Triton's interpreter cannot run, or not in time.
-
-Imported on the CPU only.
-"""
+"""Patches of the CPU engine alone: its runner, and kernels that Triton's interpreter cannot run, or not in time."""
 
 import contextlib
 import functools
@@ -16,13 +13,7 @@ from vllm_vidspec.engine.cpu import batch_kernels, kernels
 
 @contextlib.contextmanager
 def cpu_model_runner(make: Callable) -> Iterator[None]:
-    """Make `CPUWorker.init_device` build our runner.
-
-    Why: it imports `CPUModelRunner` inside the function, with no method to override (the GPU worker has one).
-
-    Args:
-        make: As vLLM's class is called; it returns ours, a subclass.
-    """
+    """Let `CPUWorker.init_device` build the runner that `make` returns; it has no method for that to override."""
     import vllm.v1.worker.cpu.model_runner as module
 
     original = module.CPUModelRunner
@@ -36,8 +27,7 @@ def cpu_model_runner(make: Callable) -> Iterator[None]:
 def repair_interpreter_kernels() -> None:
     """Replace the two sampling kernels that Triton's interpreter cannot run by torch versions.
 
-    Why: under the interpreter vLLM's top-k/top-p kernel and its grammar-bitmask kernel raise `'int' object has no
-    attribute 'to'`. The first has a torch twin in vLLM itself; the second's specification is one masked fill.
+    Why: its top-k/top-p and grammar-bitmask kernels raise `'int' object has no attribute 'to'` there.
     """
     import vllm.v1.sample.ops.topk_topp_sampler as topk_topp
     from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
@@ -96,28 +86,17 @@ def twin_of(name: str) -> Callable:
 
 
 def _apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_bitmask) -> None:
-    """Torch version of vLLM's grammar mask: bit v of row m allows token v at logits row (request, position) of m.
+    """Torch version of vLLM's grammar mask, in place on `[num_logits, vocab_size]` float logits.
 
-    Args:
-        logits: `[num_logits, vocab_size]` float, masked in place.
-        input_batch: vLLM's batch.
-        grammar_req_ids: Requests with a grammar, in bitmask order.
-        grammar_bitmask: `[num_masks, ceil(vocab_size / 32)]` int32 numpy.
+    Bit v of row m of the `[num_masks, ceil(vocab_size / 32)]` int32 mask allows token v at m's logits row.
     """
     from vllm.v1.worker.gpu.structured_outputs import _build_grammar_mapping
 
     if not grammar_req_ids:
         return
-    mapping = torch.tensor(
-        _build_grammar_mapping(
-            input_batch.req_ids,
-            grammar_req_ids,
-            input_batch.cu_num_logits_np,
-            input_batch.num_draft_tokens_per_req,
-            self.num_bonus_tokens,
-            self.mask_stride,
-        )
-    )  # [num_masks], req_idx * mask_stride + position
+    counts = (input_batch.cu_num_logits_np, input_batch.num_draft_tokens_per_req, self.num_bonus_tokens)
+    mapping = _build_grammar_mapping(input_batch.req_ids, grammar_req_ids, *counts, self.mask_stride)
+    mapping = torch.tensor(mapping)  # [num_masks], req_idx * mask_stride + position
     rows = input_batch.cu_num_logits[mapping // self.mask_stride] + mapping % self.mask_stride
     words = torch.from_numpy(grammar_bitmask.copy())
     bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1  # [num_masks, words, 32]

@@ -1,4 +1,4 @@
-"""Patches of a loaded target and its runner's parts: attention, positions, hidden states, noise, KV connector.
+"""Patches of a loaded target and its runner's parts: attention, positions, hidden states, noise, connector, stages.
 
 Each sits on one object, so that the draft's and every other engine's stay untouched; `_RowSums` alone sits on a module,
 and does nothing but while a layer observes.
@@ -8,14 +8,17 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.distributed import parallel_state
 
 from vllm_vidspec.engine.compat.contract import NEEDED_VLLM, expect_parameters, wrap
 from vllm_vidspec.errors import VidSpecError
 
 _ATTENTION_FORWARD = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
+_ONE_STAGE = SimpleNamespace(world_size=1, rank_in_group=0, is_first_rank=True, is_last_rank=True)
 
 
 class _RowSums:
@@ -58,15 +61,11 @@ _row_sums = _RowSums()
 def observe_attention(layer: Any, observer: Callable, is_observed: Callable[[], bool] = lambda: True) -> None:
     """Call `observer(layer, query, kv_cache, attn_metadata, lse)` after each forward of a target's attention layer.
 
-    Why: fused attention keeps its weights to itself; q and the paged keys meet here and nowhere else. The wrapper sits
-    on one layer's implementation object, and runs inside vLLM's opaque attention operator, hence under torch.compile
-    and piecewise graphs too.
+    Why: fused attention keeps its weights to itself; q and the paged keys meet here and nowhere else. The wrapper runs
+    inside vLLM's opaque attention operator, hence under torch.compile and piecewise graphs too.
 
-    Args:
-        layer: vLLM's `Attention`.
-        observer: Reads only. `lse` is float32 `[num_heads, num_tokens]`, the log-sum-exp of each row, or None where the
-            backend does not tell it: not FlashAttention 2 or 3, or not in one call.
-        is_observed: Whether there is anything to observe in the forward that runs; the usual decode step has nothing.
+    `lse` is float32 `[num_heads, num_tokens]`, the log-sum-exp of each row, or None where the backend does not tell it.
+    `is_observed` says whether there is anything to observe in the forward that runs: seldom in a decode step.
     """
     original = layer.impl.forward
     expect_parameters(original, *_ATTENTION_FORWARD)
@@ -90,9 +89,6 @@ def intercept_attention(layer: Any, interceptor: Callable) -> None:
 
     Why: vLLM's backends know no tree masks (upstream removed tree attention, #42121). As with `observe_attention` only
     this layer object changes. What the interceptor does not compute itself it leaves to `original`.
-
-    Raises:
-        VidSpecError: The backend writes its cache inside `forward`, so that it cannot be left out.
     """
     original = layer.impl.forward
     expect_parameters(original, *_ATTENTION_FORWARD)
@@ -109,16 +105,13 @@ def keep_block_table(builder: Any) -> None:
 
     Why: FlashInfer's keeps it in the form of each kernel that it plans, if at all; its cache is paged as the others'.
     """
-    build = builder.build
-    expect_parameters(build, "common_prefix_len", "common_attn_metadata")
 
-    @functools.wraps(build)
-    def keep(common_prefix_len, common_attn_metadata, *args, **kwargs):
+    def keep(build, common_prefix_len, common_attn_metadata, *args, **kwargs):
         metadata = build(common_prefix_len, common_attn_metadata, *args, **kwargs)
         metadata.block_table = common_attn_metadata.block_table_tensor
         return metadata
 
-    builder.build = keep
+    wrap(builder, "build", keep, "common_prefix_len", "common_attn_metadata")
 
 
 def adjust_positions(model_state: Any, adjust: Callable, dummy: Callable) -> None:
@@ -127,24 +120,20 @@ def adjust_positions(model_state: Any, adjust: Callable, dummy: Callable) -> Non
     Why: tree nodes need the position of their depth, and the positions in the batch must stay: slots, the sampler and
     vLLM's own bookkeeping read them. Dummy runs are covered too, so that captured graphs see the same buffer.
 
-    Args:
-        model_state: The runner's; two methods are wrapped on the object. adjust: `(input_batch, positions)`,
-        `[num_tokens]` or `[num_axes, num_tokens]` -> those to use, before every forward. dummy: Number of tokens ->
-        positions of a forward that is captured, where the model has 1-D positions.
+    `adjust` turns `(input_batch, positions)`, `[num_tokens]` or `[num_axes, num_tokens]`, into those to use, before
+    every forward; `dummy` gives as many of a forward that is captured, where the model has 1-D positions.
     """
-    prepare_inputs, prepare_dummy_inputs = model_state.prepare_inputs, model_state.prepare_dummy_inputs
-    expect_parameters(prepare_inputs, "input_batch", "req_states")
-    expect_parameters(prepare_dummy_inputs, "num_reqs", "num_tokens")
 
-    def prepare(input_batch, req_states):
+    def prepare(prepare_inputs, input_batch, req_states):
         inputs = prepare_inputs(input_batch, req_states)
         return {**inputs, "positions": adjust(input_batch, inputs.get("positions", input_batch.positions))}
 
-    def prepare_dummy(num_reqs, num_tokens):
+    def prepare_dummy(prepare_dummy_inputs, num_reqs, num_tokens):
         inputs = prepare_dummy_inputs(num_reqs, num_tokens)
         return inputs if "positions" in inputs else {**inputs, "positions": dummy(num_tokens)}
 
-    model_state.prepare_inputs, model_state.prepare_dummy_inputs = prepare, prepare_dummy
+    wrap(model_state, "prepare_inputs", prepare, "input_batch", "req_states")
+    wrap(model_state, "prepare_dummy_inputs", prepare_dummy, "num_reqs", "num_tokens")
 
 
 def observe_attention_metadata(model_state: Any, observe: Callable) -> None:
@@ -153,16 +142,14 @@ def observe_attention_metadata(model_state: Any, observe: Callable) -> None:
     Why: a whole forward that is captured calls our layers once, and must then do what every replay needs. Nothing else
     tells it from other dummy runs. It is called before every forward that attends: run, captured or replayed.
     """
-    prepare_attn = model_state.prepare_attn
-    expect_parameters(prepare_attn, "input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "for_capture")
 
-    @functools.wraps(prepare_attn)
-    def prepare(input_batch, *args, for_capture=False, **kwargs):
+    def prepare(prepare_attn, input_batch, *args, for_capture=False, **kwargs):
         metadata = prepare_attn(input_batch, *args, for_capture=for_capture, **kwargs)
         observe(input_batch, metadata, for_capture)
         return metadata
 
-    model_state.prepare_attn = prepare
+    names = ("input_batch", "cudagraph_mode", "block_tables", "slot_mappings", "for_capture")
+    wrap(model_state, "prepare_attn", prepare, *names)
 
 
 def take_over_pixels(model_state: Any, share: Callable) -> None:
@@ -175,16 +162,13 @@ def take_over_pixels(model_state: Any, share: Callable) -> None:
     encoder = getattr(model_state, "encoder_runner", None)
     if encoder is None:
         return
-    prepare_mm_inputs = encoder.prepare_mm_inputs
-    expect_parameters(prepare_mm_inputs, "scheduled_encoder_inputs")
 
-    @functools.wraps(prepare_mm_inputs)
-    def prepare(scheduled_encoder_inputs):
+    def prepare(prepare_mm_inputs, scheduled_encoder_inputs):
         identifiers, items = prepare_mm_inputs(scheduled_encoder_inputs)
         shared = share(identifiers, [item for _, item in items])
         return identifiers, [(modality, item) for (modality, _), item in zip(items, shared, strict=True)]
 
-    encoder.prepare_mm_inputs = prepare
+    wrap(encoder, "prepare_mm_inputs", prepare, "scheduled_encoder_inputs")
 
 
 def expose_hidden_states(target: Any, layers: tuple[int, ...]) -> None:
@@ -192,9 +176,6 @@ def expose_hidden_states(target: Any, layers: tuple[int, ...]) -> None:
 
     Why: vLLM offers this to its own methods only, by their names. LLaVA-OneVision passes its language model's result
     through, but does not declare so; the decoder inside does. Layer 0 is the embeddings, i what layer i - 1 puts out.
-
-    Raises:
-        VidSpecError: Its decoder cannot.
     """
     language_model = target.get_language_model() if hasattr(target, "get_language_model") else target
     decoder = getattr(language_model, "model", language_model)
@@ -207,8 +188,7 @@ def keep_shared_noise(sampler: Any) -> None:
     """Let a runner's sampler draw by vLLM's own kernel, whatever a batch asks for.
 
     Why: on a GPU a batch with top-k or top-p, no greedy request and no seed goes to FlashInfer's sampler, whose noise
-    is not a function of seed, position and token. Then draft and target share none, and no output is what vanilla's
-    own kernel would have drawn. Prompts' first tokens come from the same sampler.
+    is not a function of seed, position and token: draft and target share none. So do prompts' first tokens.
     """
     if not isinstance(getattr(sampler, "use_flashinfer", None), bool):
         raise VidSpecError(f"this vLLM's sampler no longer says use_flashinfer; {NEEDED_VLLM}")
@@ -219,17 +199,28 @@ def intercept_penalties(penalties: Any, penalise: Callable[[torch.Tensor, Any], 
     """Ask `penalise(logits, context)` first whenever a sampler applies penalties; what it answers is whether it did.
 
     Why: vLLM counts the drafts on the rows before a row, which a tree's nodes have others of. The place among its
-    processors, between the bias and all that follows, must stay. It works in place, on float32
-    `[num_logits, vocab_size]`; see vLLM's `LogitsContext`.
+    processors must stay. It works in place, on float32 `[num_logits, vocab_size]`; see vLLM's `LogitsContext`.
     """
-    apply = penalties.apply
-    expect_parameters(apply, "logits", "ctx")
 
-    @functools.wraps(apply)
-    def apply_to_paths(logits, ctx):
+    def apply_to_paths(apply, logits, ctx):
         return logits if penalise(logits, ctx) else apply(logits, ctx)
 
-    penalties.apply = apply_to_paths
+    wrap(penalties, "apply", apply_to_paths, "logits", "ctx")
+
+
+@contextlib.contextmanager
+def one_stage() -> Iterator[None]:
+    """Build or run a model that has no stages.
+
+    Why: vLLM's model classes ask the process's pipeline group which layers they have, and whether embeddings or another
+    stage's states are their input. The target's last stage has few layers and no embeddings, the draft has all of its.
+    """
+    group = parallel_state._PP
+    parallel_state._PP = _ONE_STAGE  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        parallel_state._PP = group
 
 
 @contextlib.contextmanager
@@ -252,8 +243,7 @@ def without_kv_connector() -> Iterator[None]:
 def without_drafts(runner: Any) -> Iterator[None]:
     """Let a runner go through a step as one without speculation does.
 
-    Why: vLLM writes, picks and keeps draft tokens of every step, which takes a tiny model's step 2 % longer, though
-    nobody has drafted any.
+    Why: vLLM writes, picks and keeps draft tokens of every step, which takes a tiny model's step 2 % longer.
     """
     speculator, num_steps = runner.speculator, runner.num_speculative_steps
     runner.speculator, runner.num_speculative_steps = None, 0

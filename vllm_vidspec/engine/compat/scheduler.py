@@ -6,20 +6,28 @@ from typing import Any, NamedTuple
 from vllm_vidspec.adapt import Decision
 from vllm_vidspec.config import METHOD, REQUEST_RECORD
 from vllm_vidspec.engine.compat.contract import wrap
-from vllm_vidspec.metrics.carried import Carried
+from vllm_vidspec.metrics.counts import Changes
 
 RETUNE = "vidspec_retune"  # the workers' method that changes knobs
-# What travels with vLLM's own dataclasses: with a new request its salt and whether it is drafted for, with a step what
-# is drafted (`Decision`), with its output what was (`StepReport`), what was counted on another host, and the records
-# of requests that ask.
-_SALT, _IS_SHOWN, _DECISION, _REPORT, _CARRIED, _RECORDS = (
-    "_vidspec_cache_salt",
-    "_vidspec_is_shown",
-    "_vidspec_decision",
-    "_vidspec_report",
-    "_vidspec_carried",
-    "_vidspec_records",
-)
+# With a new request travel its salt and whether it is drafted for, with a step its `Decision`, with its output `Told`.
+_SALT, _IS_SHOWN, _DECISION, _TOLD = (f"_vidspec_{what}" for what in ("cache_salt", "is_shown", "decision", "told"))
+
+
+class StepReport(NamedTuple):
+    """What the worker reports of a step to the scheduler."""
+
+    drafted: frozenset[str] = frozenset()  # Requests whose drafts were verified in it; no vLLM's placeholders
+    reading: frozenset[str] = frozenset()  # Requests of whose prompts the draft has prefilled a part in it
+    reading_s: float = 0.0  # Host time of that
+    skipped: tuple[str, ...] = ()  # Requests that run without speculation for good, reported once
+
+
+class Told(NamedTuple):
+    """What a step's output brings along."""
+
+    report: StepReport | None = None
+    carried: Changes | None = None  # what was counted on another host
+    records: dict[str, dict[str, Any]] | None = None  # by request id, of requests that ask for one
 
 
 def hook_scheduler(attach: Callable) -> None:
@@ -27,15 +35,13 @@ def hook_scheduler(attach: Callable) -> None:
 
     Why: only the scheduler sees every step of every request on the host, and what it decides reaches all ranks with
     its output; vLLM's own extension point, `--scheduler-cls`, is left to the user. The scheduler strips the pixels of
-    images and videos that the prefix cache covers, as the target needs no encoder run for them; the draft has a cache
-    of its own and needs them, as in the second turn of a chat about a video. And the scheduler does not send workers
-    the cache salt that separates tenants, by which our hooks separate what they keep of prompts.
+    media that the prefix cache covers; the draft has a cache of its own and needs them, as in the second turn of a chat
+    about a video. And workers do not get the cache salt, by which our hooks keep tenants' prompts apart.
 
-    Args:
-        attach: `(scheduler, VllmConfig)` -> what has `add(request)`, called before a new request is queued,
-            `is_shown(request)` when it is first scheduled, `plan(scheduler_output)` before the scheduler goes on from
-            a step's plan, which returns the `Decision` of what is drafted, `observe(scheduler_output, output)` after
-            each step, `close()`, and `retuned(knobs)`, entered around the workers' change of what it yields.
+    `attach`, of the scheduler and the VllmConfig, returns what has `add(request)`, called before a new request is
+    queued, `is_shown(request)` when it is first scheduled, `plan(scheduler_output)` before the scheduler goes on from a
+    step's plan, which returns the `Decision` of what is drafted, `observe(scheduler_output, output)` after each step,
+    `close()`, and `retuned(knobs)`, entered around the workers' change of what it yields.
     """
     from vllm.v1.core.sched import output
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -55,15 +61,11 @@ def hook_scheduler(attach: Callable) -> None:
 
 
 class _Patches:
-    """What runs around vLLM's functions, each of which comes first among the arguments.
-
-    Attributes:
-        ours: Whether this process's engine, of which there is one at a time, uses our method.
-        side: What is attached to its scheduler.
-    """
+    """What runs around vLLM's functions, each of which comes first among the arguments."""
 
     def __init__(self, attach: Callable):
-        self._attach, self.ours, self.side = attach, False, None
+        self._attach, self.side = attach, None  # what is attached to the scheduler
+        self.ours = False  # whether this process's engine, of which there is one at a time, uses our method
 
     def init(self, original, scheduler, vllm_config, *args, **kwargs):
         self.ours = METHOD in (vllm_config.additional_config or {})
@@ -108,7 +110,7 @@ class _Patches:
         if scheduler._vidspec_side is not None:
             scheduler._vidspec_side.observe(scheduler_output, model_runner_output)
         outputs = original(scheduler, scheduler_output, model_runner_output)
-        if records := getattr(model_runner_output, _RECORDS, None):
+        if records := told_with(model_runner_output).records:
             _hand_over(records, outputs)
         return outputs
 
@@ -143,47 +145,25 @@ def decision_of(scheduler_output: Any) -> Decision | None:
     return getattr(scheduler_output, _DECISION, None)
 
 
-def attach(output: Any, report: "StepReport | None", carried: Carried | None) -> None:
-    """Attach to vLLM's `ModelRunnerOutput` what there is to tell of a step."""
-    if report is not None:
-        setattr(output, _REPORT, report)
-    if carried is not None:
-        setattr(output, _CARRIED, carried)
+def attach(output: Any, *told: Any) -> None:
+    """Attach to vLLM's `ModelRunnerOutput` what there is to tell of a step: the fields of `Told`."""
+    setattr(output, _TOLD, Told(*told))
 
 
-def carried_of(output: Any) -> Carried | None:
-    """Return what vLLM's `ModelRunnerOutput` carries of counts; None where there are none."""
-    return getattr(output, _CARRIED, None)
+def told_with(output: Any) -> Told:
+    """Return what came with vLLM's `ModelRunnerOutput`."""
+    return getattr(output, _TOLD, Told())
 
 
-def attach_records(output: Any, records: dict[str, dict[str, Any]]) -> None:
-    """Attach what a step says of requests that ask, by request id, to vLLM's `ModelRunnerOutput`."""
-    setattr(output, _RECORDS, records)
+def report_of(output: Any) -> StepReport:
+    """Return the report of vLLM's `ModelRunnerOutput`; an empty one where it has none."""
+    return told_with(output).report or StepReport()
 
 
 def _hand_over(records: dict[str, dict[str, Any]], outputs: Any) -> None:
-    """Put each request's record beside its own new tokens, in the one field of `EngineCoreOutput` that passes any dict
-    on to whoever has sent the request; `api.show_request_records` takes it out there.
-    """
+    """Put each request's record beside its own new tokens, where `api.show_request_records` takes it out."""
     for client in outputs.values():
         for output in client.outputs:
             if (record := records.get(output.request_id)) is not None and output.new_token_ids:
                 record["tokens"] = list(output.new_token_ids)
                 output.kv_transfer_params = {**(output.kv_transfer_params or {}), REQUEST_RECORD: record}
-
-
-def report_of(output: Any) -> "StepReport":
-    """Return the report of vLLM's `ModelRunnerOutput`; an empty one where it has none."""
-    return getattr(output, _REPORT, _NO_REPORT)
-
-
-class StepReport(NamedTuple):
-    """What the worker reports of a step to the scheduler."""
-
-    drafted: frozenset[str]  # Requests whose drafts were verified in it; vLLM's placeholders do not count
-    reading: frozenset[str]  # Requests of whose prompts the draft has prefilled a part in it
-    reading_s: float  # Host time of that
-    skipped: tuple[str, ...]  # Requests that run without speculation for good, reported once
-
-
-_NO_REPORT = StepReport(frozenset(), frozenset(), 0.0, ())

@@ -1,7 +1,4 @@
-"""Numpy twins of vLLM's kernels that prepare a step's batch and take down what it gave: see `kernels`. CPU engine only.
-
-What this project never asks for, as context parallelism, is left to the kernel.
-"""
+"""Numpy twins of vLLM's kernels that prepare a step's batch and take down what it gave: see `kernels`."""
 
 import ctypes
 
@@ -158,15 +155,11 @@ def flatten_sampled(grid, k) -> None:
 
 
 def bilinear_pos_embed(grid, k) -> None:
-    """Of Qwen3-VL's tower: interpolate `[NUM_GRID ** 2, HIDDEN_DIM]` float32 into `[t * H * W, HIDDEN_DIM]`, in the
-    order of merged patches.
-    """
+    """Interpolate `[NUM_GRID ** 2, HIDDEN_DIM]` float32 into `[t * H * W, HIDDEN_DIM]`, in merged patches' order."""
     place = np.arange(k.H * k.W)
     block, local = place // k.M_SIZE**2, place % k.M_SIZE**2
-    row, col = (
-        block // (k.W // k.M_SIZE) * k.M_SIZE + local // k.M_SIZE,
-        block % (k.W // k.M_SIZE) * k.M_SIZE + local % k.M_SIZE,
-    )
+    row = block // (k.W // k.M_SIZE) * k.M_SIZE + local // k.M_SIZE
+    col = block % (k.W // k.M_SIZE) * k.M_SIZE + local % k.M_SIZE
     h, w = row.astype(_F32) * _F32(k.h_scale), col.astype(_F32) * _F32(k.w_scale)
     low, left = np.floor(h).astype(np.int32), np.floor(w).astype(np.int32)
     high, right = np.minimum(low + 1, k.NUM_GRID - 1), np.minimum(left + 1, k.NUM_GRID - 1)

@@ -1,9 +1,8 @@
 """Vectorised numpy twins of vLLM's Triton kernels for logits, and its noise. CPU engine only.
 
 Triton's interpreter runs one program at a time, some milliseconds each. Each twin is bit-equal to the interpreted
-kernel (tests compare them), so it changes the CPU engine's speed and nothing else: the interpreter computes with numpy,
-too. `penalties` here is the twin of vLLM's `_penalties_kernel`, and so on; rows are `[num_tokens]`, tables
-`[max_num_reqs]`.
+kernel, which computes with numpy, too (tests compare them). `penalties` here is the twin of vLLM's `_penalties_kernel`,
+and so on; rows are `[num_tokens]`, tables `[max_num_reqs]`.
 """
 
 import functools
@@ -19,16 +18,14 @@ import torch
 _F32 = np.float32
 _U32 = np.uint32
 DRAFT_NOISE_SALT = 1 << 30
-# Tiles of vLLM's kernels: in what order a float32 sum is added up, and how far a row is padded.
-_SUM_BLOCK, _RANK_BLOCK = 1024, 8192
+_SUM_BLOCK, _RANK_BLOCK = 1024, 8192  # of vLLM's kernels: how a float32 sum is added up, a row padded
 
 
 class Twin:
     """Stands in for a Triton kernel: `kernel[grid](...)` calls a function once, for the whole grid.
 
-    It takes the grid, and `k`, the kernel's arguments by name (`*_ptr` without the ending) with arrays for tensors; one
-    that takes `logits`, too, gets them as float32. Where it returns False, and for bfloat16, which numpy does not know,
-    the interpreted kernel runs.
+    It takes the grid, and `k`, the kernel's arguments by name (`*_ptr` without the ending) with arrays for tensors, and
+    `logits`, as float32. Where it returns False, and for bfloat16, which numpy lacks, the interpreted kernel runs.
     """
 
     def __init__(self, run: Callable[..., bool | None], interpreted: Any):
@@ -107,9 +104,7 @@ def bias(grid, k) -> bool:
 
 
 def penalties(grid, k) -> None:
-    """Penalise all rows at once: trees verify some thirty a request. `prompt_bin_mask` `[max_num_reqs,
-    ceil(vocab_size / 32)]` int32, `output_bin_counts` `[max_num_reqs, vocab_size]` int32.
-    """
+    """Penalise all rows at once, by int32 `prompt_bin_mask` `[max_num_reqs, vocab_size / 32]` and counts by token."""
     reqs, vocab_size = k.expanded_idx_mapping, k.logits.shape[1]
     asked = (k.repetition_penalty, k.frequency_penalty, k.presence_penalty)
     repetition, frequency, presence = (penalty[reqs].astype(_F32) for penalty in asked)
@@ -137,9 +132,7 @@ def penalties(grid, k) -> None:
 
 
 def bad_words(grid, k) -> None:
-    """Ban the last token of each word whose beginning a row's text ends with. The grid: rows, most words of a request;
-    `bad_word_offsets` `[max_num_reqs, most words + 1]`.
-    """
+    """Ban the last token of each word whose beginning a row's text ends with. The grid: rows, most words of one."""
     reqs, local_pos, ids = k.expanded_idx_mapping, k.expanded_local_pos, k.bad_word_token_ids
     first_row = np.arange(len(reqs)) - local_pos  # of the request
     prompt = k.prompt_len[reqs]
@@ -185,9 +178,7 @@ def ranks(grid, k, logits) -> None:
 
 
 def gumbel_noise(seeds: np.ndarray, positions: np.ndarray, keys: np.ndarray, use_fp64: bool = False) -> np.ndarray:
-    """Return vLLM's stateless Gumbel noise `[n, vocab_size]` float32, or float64 of 53 random bits, by `[n]` int64
-    request seeds and positions of the input tokens, and `[vocab_size]` uint32 token ids.
-    """
+    """Return vLLM's Gumbel noise `[n, vocab_size]` by `[n]` int64 seeds and positions, and uint32 token ids `keys`."""
     if use_fp64:
         words = [_murmur3(seeds, positions, keys, domain).astype(np.uint64) for domain in (_U32(0x9E3779B9), _U32(0))]
         random53 = ((words[0] << np.uint64(32)) | words[1]) >> np.uint64(11)

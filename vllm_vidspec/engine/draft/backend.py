@@ -11,18 +11,10 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.backend import DraftBackend, Step
+from vllm_vidspec.engine.draft import messages
 from vllm_vidspec.engine.draft.drafter import Drafter, without_room
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, mode_of_draft
 from vllm_vidspec.engine.draft.memory import DraftMemory
-from vllm_vidspec.engine.draft.messages import (
-    Admission,
-    Committed,
-    DraftMessage,
-    Drafts,
-    Placed,
-    PrefillMessage,
-    PrefillStep,
-)
 from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.draft.waiting import WaitingRoom
@@ -34,6 +26,9 @@ from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Phase, Request, RequestRows
 from vllm_vidspec.engine.tree_attention import TreeAttention, make_attention
+
+# Of one step: what was proposed, and for which places of the batch; None for all.
+_Proposals = list[tuple[messages.Drafts, torch.Tensor | None]]
 
 
 class LocalBackend(DraftBackend):
@@ -53,7 +48,7 @@ class LocalBackend(DraftBackend):
         counters: Counters,
         agreement: Agreement,
         failures: DraftFailures,
-        placed: Callable[[int, int], Placed] | None = None,  # by row and length, if the target prunes videos itself
+        placed: Callable[[int, int], messages.Placed] | None = None,  # by row and length, if the target prunes videos
         pixels: SharedPixels | None = None,  # None where the draft's tower is shown nothing
     ):
         self.draft_model = draft_model
@@ -108,7 +103,7 @@ class LocalBackend(DraftBackend):
                 layers, model.config, self._device, num_rows=2, in_trees=config.in_trees, whose="draft"
             )
         path = None if self._trees is None else self._trees.path
-        committed = Committed(states.total_len.gpu, states.all_token_ids.gpu, states.last_sampled_tokens, path)
+        committed = messages.Committed(states.total_len.gpu, states.all_token_ids.gpu, states.last_sampled_tokens, path)
         shares = config.is_self_draft and encoder_cache is not None
         self._drafter = Drafter(
             model,
@@ -186,7 +181,7 @@ class LocalBackend(DraftBackend):
         # What the draft has surely read: its last step began at the length that the target's own began at, of which the
         # host knows a bound, since the scheduler may run ahead of the verification of K drafts.
         was_committed = step.batch.num_computed_tokens_np[indices] - self._knobs.current.num_speculative_tokens
-        self.drafter.requeue(rows, was_committed)
+        self.drafter.prefills.requeue(rows, was_committed)
         self._requests.enter(rows, Phase.PREFILLING)
 
     def _are_in(self, step: Step, *phases: Phase) -> np.ndarray:
@@ -214,33 +209,36 @@ class LocalBackend(DraftBackend):
         starters = self._room.pop_ready(rows, self.drafter.kv) + requests
         bounds = dict(zip(step.batch.idx_mapping_np.tolist(), step.bound.tolist(), strict=True))
         answers = [self._queue(request, bounds[request.new.req_state_idx], step) for request in starters]
-        is_agreed = self._agreement.all_ranks_and("draft prefill", [it != Admission.REFUSED for it in answers])
+        is_agreed = self._agreement.all_ranks_and("draft prefill", [it != messages.Admission.REFUSED for it in answers])
         for request, answer, is_fine_everywhere in zip(starters, answers, is_agreed, strict=True):
             row = request.new.req_state_idx
             if not is_fine_everywhere:
-                self._requests.skip(row, "refused" if answer == Admission.REFUSED else "draft_error")
-                if answer != Admission.REFUSED:
+                self._requests.skip(row, "refused" if answer == messages.Admission.REFUSED else "draft_error")
+                if answer != messages.Admission.REFUSED:
                     self._counters.skip("draft_error", request.new.req_id, "the draft failed on another rank")
-            elif answer == Admission.ADMITTED:
+            elif answer == messages.Admission.ADMITTED:
                 self._requests.start(row, Phase.PREFILLING)
-                self._room.mark_admitted(request)
+                if request.num_attempts:  # it has found room after it had waited
+                    self._counters.add("resumed_drafts")
             elif not self._room.defer(request, self.drafter.kv):
                 self._requests.skip(row, "pool_full")
 
-    def _queue(self, request: Request, bound: int, step: Step) -> Admission:
+    def _queue(self, request: Request, bound: int, step: Step) -> messages.Admission:
         """Hand the drafter a request; those that rest leave the pool for it where that is full."""
         if request.message is None:
             request.message = self._message(request)
         outcome = self.drafter.add(request.message, bound)
-        if outcome == Admission.FULL and self._release_resting(step):
+        if outcome == messages.Admission.FULL and self._release_resting(step):
             outcome = self.drafter.add(request.message, bound)
         return outcome
 
-    def _message(self, request: Request) -> PrefillMessage:
+    def _message(self, request: Request) -> messages.PrefillMessage:
         new, row = request.new, request.new.req_state_idx
         scores, outcome = (None, ()) if request.guided is None else request.guided
         placed = None if self._placed is None else self._placed(row, len(new.token_ids))
-        return PrefillMessage(new.req_id, row, new.token_ids, new.features, scores, outcome, placed, new.prune_variant)
+        return messages.PrefillMessage(
+            new.req_id, row, new.token_ids, new.features, scores, outcome, placed, new.prune_variant
+        )
 
     def _release_resting(self, step: Step) -> bool:
         """Give up the draft KV of a step's requests that rest; return whether there was any."""
@@ -263,7 +261,7 @@ class LocalBackend(DraftBackend):
             self._requeue(step, batch.places_np)
             return
         start = time.monotonic()
-        if self.drafter.is_reading:
+        if self.drafter.prefills.is_reading:
             in_queue = np.flatnonzero(step.active(self._are_in(step, Phase.PREFILLING)))
             if len(in_queue):
                 self.reading = frozenset(step.batch.req_ids[i] for i in in_queue.tolist())
@@ -299,7 +297,7 @@ class LocalBackend(DraftBackend):
 
     def _read(self, step: Step, indices: np.ndarray) -> None:
         rows = step.batch.idx_mapping_np[indices]
-        done = self.drafter.prefill(PrefillStep(rows, step.bound[indices], self._req_states.all_token_ids.gpu))
+        done = self.drafter.prefill(messages.PrefillStep(rows, step.bound[indices], self._req_states.all_token_ids.gpu))
         self._requests.enter(done.ready, Phase.DRAFTING)
         if self._pixels is not None:
             for row in done.ready:
@@ -310,12 +308,11 @@ class LocalBackend(DraftBackend):
     # ---- draft -----------------------------------------------------------------------------------------------------
 
     def propose(self, step: Step, batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not step.plan.num_tokens:
-            if step.is_undrafted:
-                self._counters.add("undrafted_steps")
-            return self._draft_tokens[: step.batch.num_reqs].zero_(), None
-        proposals = []  # type: ignore[var-annotated]
-        self._failures.run("drafting", self._draft, step, batch.places_np, batch, proposals)
+        proposals: _Proposals = []
+        if step.plan.num_tokens:
+            self._failures.run("drafting", self._draft, step, batch.places_np, batch, proposals)
+        elif step.is_undrafted:
+            self._counters.add("undrafted_steps")
         if not proposals:
             return self._draft_tokens[: step.batch.num_reqs].zero_(), None
         drafts, picked = proposals[0]
@@ -331,13 +328,7 @@ class LocalBackend(DraftBackend):
             self._picked = (batch, async_tensor_h2d(batch.places_np, device=self._device))
         return self._picked[1]
 
-    def _draft(
-        self,
-        step: Step,
-        places_np: np.ndarray,
-        batch: DraftBatch,
-        proposals: list[tuple[Drafts, torch.Tensor | None]],
-    ) -> None:
+    def _draft(self, step: Step, places_np: np.ndarray, batch: DraftBatch, proposals: _Proposals) -> None:
         # The usual step is of the whole batch, and uploads nothing.
         picked = None if batch.is_whole else self._places_of(batch)
         num_verified = step.batch.num_draft_tokens_per_req
@@ -346,7 +337,7 @@ class LocalBackend(DraftBackend):
         was_verified = had_rows & self._requests.was_drafted(batch)
         if self._trees is not None and step.plan.shape != "chain":
             self._trees.expect(batch.drafted_np)
-        message = DraftMessage(
+        message = messages.DraftMessage(
             batch_rows=step.batch.idx_mapping,
             picked=picked,
             idx_mapping_np=batch.drafted_np,

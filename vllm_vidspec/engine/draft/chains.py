@@ -19,9 +19,7 @@ class ChainDrafter:
         self._views = functools.cache(self._cut)
 
     def draft(self, num_reqs: int, num_drafts: int, processed: Processed | None) -> bool:
-        """Write `num_drafts` tokens of each of `num_reqs` requests, padding included, into `drafts` of the buffers;
-        return whether graphs ran all that can be captured. Processors, if any request needs them, run between graphs.
-        """
+        """Write `num_drafts` tokens of each request into the buffers; return whether graphs ran all that they can."""
         if processed is None:
             return self._graphs.run(*self._whole(num_reqs, num_drafts))
         return self._chain(num_reqs, num_drafts, processed)

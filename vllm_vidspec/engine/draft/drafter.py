@@ -14,20 +14,12 @@ from vidspec_kernels import StepTables, begin_step, warm_up
 from vllm_vidspec.config import Plan
 from vllm_vidspec.drafting import make_policy
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.draft import messages
 from vllm_vidspec.engine.draft.chains import ChainDrafter
 from vllm_vidspec.engine.draft.forwards import DraftBuffers, Forwards
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, Part, Run
 from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.memory import DraftMemory, max_slots_per_request
-from vllm_vidspec.engine.draft.messages import (
-    Admission,
-    Committed,
-    DraftMessage,
-    Drafts,
-    Prefilled,
-    PrefillMessage,
-    PrefillStep,
-)
 from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler, Processed
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
@@ -56,7 +48,7 @@ class Drafter:
         max_num_reqs: int,
         max_model_len: int,
         agreement: Agreement,
-        committed: Committed,
+        committed: messages.Committed,
         graphs: DraftGraphs,
         attention: TreeAttention | None,  # for trees, and the two tokens fed first where the layers' own is slow
         shared: Mapping[str, torch.Tensor],  # the target's own, by identifier, where it drafts for itself; else empty
@@ -96,7 +88,7 @@ class Drafter:
         self._draft_batch: object | None = None
         self._is_processed = False
         # Of the last step, for `go_on`: requests, padding included, processors, drafts; and how many tokens may follow.
-        self._step: tuple[int, Processed | None, Drafts] | None = None
+        self._step: tuple[int, Processed | None, messages.Drafts] | None = None
         self._num_more = 0
         self.chains = ChainDrafter(forwards, sample, graphs, max_run > 0) if "chain" in config.shapes else None
         self.trees = None if policy is None else TreeDrafter(forwards, sample, graphs, policy, fills_trees, take_trees)
@@ -107,12 +99,10 @@ class Drafter:
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
-    def add(self, message: PrefillMessage, num_tokens: int = 0) -> Admission:
-        """Take a request in, if there is room; one that will not be drafted for is counted by reason. `num_tokens`
-        bounds its committed length, where that is past the prompt by now.
-        """
+    def add(self, message: messages.PrefillMessage, num_tokens: int = 0) -> messages.Admission:
+        """Take a request in, if there is room. `num_tokens` bounds its length, where that is past the prompt by now."""
         outcome = self.prefills.add(message, num_tokens)
-        if outcome == Admission.ADMITTED:
+        if outcome == messages.Admission.ADMITTED:
             self.enter(message.req_state_idx)
         return outcome
 
@@ -122,14 +112,7 @@ class Drafter:
         if self.trees is not None:
             self.trees.policy.reset_rows(np.array([req_state_idx]))
 
-    def requeue(self, idx_mapping_np: np.ndarray, num_tokens: np.ndarray) -> None:
-        self.prefills.requeue(idx_mapping_np, num_tokens)
-
-    @property
-    def is_reading(self) -> bool:
-        return self.prefills.is_reading
-
-    def prefill(self, step: PrefillStep) -> Prefilled:
+    def prefill(self, step: messages.PrefillStep) -> messages.Prefilled:
         start = time.perf_counter()
         done = self.prefills.step(step)
         self.counters.add("draft_prefill_us", int(1e6 * (time.perf_counter() - start)))
@@ -138,28 +121,20 @@ class Drafter:
     # ---- draft -----------------------------------------------------------------------------------------------------
 
     def holds(self, idx_mapping_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> np.ndarray:
-        """Return `[n]` bool: the draft's context, which may be shorter than the target's, has room for the next step,
-        and so would the pool have if it had no other request: else there is nothing to wait for.
-
-        What the target's context has no room for is never committed, so it is no reason.
+        """Return `[n]` bool: the draft's context, which may be the shorter one, has room for the next step (as far as
+        the target's has), and so would the pool have if it had no other request: else there is nothing to wait for.
         """
-        dropped = self.kv.num_dropped_np[idx_mapping_np]
-        longest = np.minimum(num_tokens_upper_bound + self._num_speculative_tokens, self._max_model_len)
+        dropped, wanted = self.kv.num_dropped_np[idx_mapping_np], num_tokens_upper_bound + self._num_speculative_tokens
+        longest = np.minimum(wanted, self._max_model_len)
         has_entries = longest - dropped <= self.model.max_model_len
         has_positions = longest + self.kv.pos_delta_np[idx_mapping_np] <= self.model.num_positions
-        return has_entries & has_positions & (self._num_slots(num_tokens_upper_bound, dropped) <= self.kv.num_slots)
-
-    def _num_slots(self, num_tokens_upper_bound: np.ndarray, num_dropped: np.ndarray) -> np.ndarray:
-        """Return `[n]` entries that the next step wants."""
-        return num_tokens_upper_bound - num_dropped + self._num_speculative_tokens
+        return has_entries & has_positions & (wanted - dropped <= self.kv.num_slots)
 
     def reserve(self, idx_mapping_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> np.ndarray:
-        """Make room for the next step, and send the step's tables; return `[n]` bool, False where the pool is full.
-        Called once a step, see `DraftKV.apply`.
-        """
+        """Make room for the next step, once a step, and send its tables; return `[n]` bool, False: the pool is full."""
         kv, model, longest = self.kv, self.model, self._max_model_len
         dropped, delta = kv.num_dropped_np[idx_mapping_np], kv.pos_delta_np[idx_mapping_np]
-        fits = kv.reserve(idx_mapping_np, self._num_slots(num_tokens_upper_bound, dropped))
+        fits = kv.reserve(idx_mapping_np, num_tokens_upper_bound + self._num_speculative_tokens - dropped)
         kv.apply()
         # Up to which bound of the committed length the next step has entries and a context.
         ends = np.stack((model.max_model_len + dropped, model.num_positions - delta))
@@ -172,7 +147,7 @@ class Drafter:
         """Return whether `holds` and `reserve` have nothing to do for `[n]` rows: for most steps a look at a table."""
         return not (num_tokens_upper_bound > self._capacity_limit[idx_mapping_np]).any()
 
-    def draft(self, message: DraftMessage) -> Drafts:
+    def draft(self, message: messages.DraftMessage) -> messages.Drafts:
         start = time.perf_counter()
         buffers, rows_np = self.buffers, message.idx_mapping_np
         if message.draft_batch is None or message.draft_batch is not self._draft_batch:
@@ -190,7 +165,7 @@ class Drafter:
             tree = self.trees.policy.tree
             num_forwards, is_graph = self.trees.draft(num_reqs, num_drafts, rows_np, processed)
         self._count(num_forwards, is_graph, start)
-        found = Drafts(rows, drafts, tree)
+        found = messages.Drafts(rows, drafts, tree)
         self._step, self._num_more = (num_reqs, processed, found), self._max_run
         return found
 
@@ -198,7 +173,7 @@ class Drafter:
         """Return whether `go_on` can follow: the `[n]` rows are the last step's, whose tokens so many are now."""
         return self._num_more > 0 and self.has_room(idx_mapping_np, num_tokens_upper_bound)
 
-    def go_on(self) -> Drafts:
+    def go_on(self) -> messages.Drafts:
         """Draw one token more behind the last of each of the last step's chains; it is in the first column."""
         assert self.chains is not None and self._step is not None
         start = time.perf_counter()
@@ -224,14 +199,8 @@ class Drafter:
         num_reqs: int,
     ) -> None:
         begin_step(
-            batch_rows,
-            picked,
-            num_sampled,
-            was_verified,
-            self._sample.temperature,
-            self._sample.seeds,
-            self._tables,
-            self.buffers.step,
+            *(batch_rows, picked, num_sampled, was_verified),
+            *(self._sample.temperature, self._sample.seeds, self._tables, self.buffers.step),
             size=num_reqs,
             block_size=self.kv.block_size,
             max_position=self.model.num_positions - 1,
@@ -286,9 +255,7 @@ class Drafter:
         )
 
     def _plans(self, is_processed: bool) -> Iterator[tuple[int, Plan]]:
-        """Yield padded numbers of requests with what their steps may draft: the plan of as many requests or more, as
-        some of a batch may not be drafted for.
-        """
+        """Yield padded numbers of requests with what as many, or more of which some are not drafted for, may draft."""
         config, plans = self._knobs.current, self._knobs.current.plans
         if config.adaptive_tokens:  # any batch size may be given any of them
             for plan in config.choices(has_graphs=True):
@@ -325,7 +292,7 @@ def _free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
-def no_room_for(message: PrefillMessage) -> str:
+def no_room_for(message: messages.PrefillMessage) -> str:
     """Return what to say of a request whose prompt the pool has no room for."""
     return f"the draft's KV pool has no room for its prompt of {len(message.token_ids)} tokens, pruned"
 
@@ -333,20 +300,14 @@ def no_room_for(message: PrefillMessage) -> str:
 def without_room(
     drafter: Drafter, idx_mapping_np: np.ndarray, num_tokens_upper_bound: np.ndarray
 ) -> Iterator[tuple[int, str, str]]:
-    """Make room for the next step of `[n]` rows; yield those of them without any, why, and what to say of each.
-
-    What is too long is yielded first, and its blocks, if the caller frees them, are there for the others.
-    """
+    """Make room for the next step of `[n]` rows; yield those without any, why, and what to say; too long ones first."""
     if drafter.has_room(idx_mapping_np, num_tokens_upper_bound):
         return
     is_held, model = drafter.holds(idx_mapping_np, num_tokens_upper_bound), drafter.model
     for i in np.flatnonzero(~is_held).tolist():
         limits = f"context of {model.max_model_len} tokens and {model.num_positions} positions"
-        yield (
-            i,
-            "too_long",
-            f"it is longer than the draft's {limits}, or than its KV pool of {drafter.kv.num_slots} tokens",
-        )
+        pool = f"its KV pool of {drafter.kv.num_slots} tokens"
+        yield i, "too_long", f"it is longer than the draft's {limits}, or than {pool}"
     held = np.flatnonzero(is_held)
     fits = drafter.reserve(idx_mapping_np[held], num_tokens_upper_bound[held])
     for i in held[~fits].tolist():

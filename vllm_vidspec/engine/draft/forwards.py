@@ -1,7 +1,4 @@
-"""Forwards: the draft's forwards of a decode step; every one of them can be captured.
-
-DraftBuffers holds all that a step hands from one launch to the next, at fixed addresses, by batch row.
-"""
+"""Forwards: the draft's forwards of a decode step, each of which can be captured, and the buffers between them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,7 +14,7 @@ from vllm_vidspec.engine.tree_attention import TreeAttention, TreeStep
 
 
 class DraftBuffers:
-    """Buffers of a step, made once. A step of R requests, padding included, uses their first R rows.
+    """What a step hands from launch to launch, at fixed addresses: R requests, with padding, use the first R rows.
 
     A padding row has the persistent row `max_num_reqs`, slot -1, which no kernel writes, and no KV entry to look at: it
     touches nothing. `begin_step` says where padding begins; nothing later needs to know. Below, M is `max_num_reqs`, W
@@ -74,10 +71,9 @@ class Forwards:
         self._first_inputs = buffers.step.input_ids[1::2]
 
     def roots(self, num_reqs: int) -> None:
-        """Feed the committed text's last two tokens of each request, the second of which is the root (`begin_step`).
+        """Feed the committed text's last two tokens of each request, the second of which is the root: see `kv`.
 
-        So the batch has one shape whatever was accepted, and the host need not know. Before it, the accepted nodes of
-        trees move together behind the last step's root.
+        So the batch has one shape, whatever was accepted.
         """
         step = self.buffers.step
         if self._kv.caches is not None:

@@ -13,8 +13,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 logger = init_logger("vllm.vidspec")
 
 Run = Callable[[], object]
-# Sizes of the kind of steps that requests do not ask for by default: each at least so many times the one before.
-_SPARSE = 4
+_SPARSE = 4  # sizes of the kind of steps that is not the default: each so many times the one before
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class Part(BatchExecutionDescriptor):
 def mode_of_draft(mode: CUDAGraphMode) -> CUDAGraphMode:
     """Return the draft's mode where vLLM has resolved the target's to `mode`.
 
-    Whether whole forwards can be captured is each backend's own matter: what a target must run in pieces (`-O1`, a KV
-    connector by layers) is none of its draft's. No graphs at all is the user's word, or vLLM's last one, for both.
+    What a target must run in pieces (`-O1`, a KV connector by layers) is none of its draft's. No graphs at all is the
+    user's word, or vLLM's last one, for both.
     """
     return CUDAGraphMode.FULL_DECODE_ONLY if mode else CUDAGraphMode.NONE
 
@@ -44,7 +43,7 @@ class DraftGraphs(CudaGraphManager):
     """Runs the parts of draft steps: as a graph where one was captured, else as the function that would be captured.
 
     What a part reads and writes has a fixed address, and no Python number of it follows from a step. vLLM's manager
-    captures, in its pool, with its collectives registered; it also drops the graphs after its memory profile.
+    captures, and drops the graphs after its memory profile.
     """
 
     def __init__(
@@ -83,8 +82,8 @@ class DraftGraphs(CudaGraphManager):
         """Return the numbers of requests that have graphs, of steps whose widest forward has `width` tokens of each.
 
         No forward in a graph has more tokens than the target's may have. Steps whose logits are processed have graphs
-        of their own. Of both kinds the one that is not asked for by default has few sizes: its steps are padded
-        further, which costs them little, and graphs cost memory and start-up whether they are replayed or not.
+        of their own. Of both kinds the one that is not asked for by default has few sizes: graphs cost memory and
+        start-up whether they are replayed or not.
         """
         sizes = [size for size in self.sizes if size * width <= self.max_tokens]
         return sizes if is_processed == self._mostly_processed else sparse(sizes)

@@ -14,7 +14,7 @@ write over them. Two things are left to do for what was accepted, both on the de
   which nodes have, and the step's first forward feeds the committed text's last two tokens: the older one's copy goes
   to the null block where its entry stands (`begin_step`).
 
-A request that ends, however it ends, gives its blocks back in `remove`; the next owner writes before it reads.
+A request that ends gives its blocks back in `remove`; the next owner writes before it reads.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,7 @@ from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
 from vidspec_kernels import CacheList
 
-# A row that needs a block gets so many more, while half of the pool is free: each growth costs a step some uploads. All
-# rows' together are at most an eighth of the pool.
+# A row that needs a block gets so many more, while half of the pool is free; all rows' are an eighth of it at most.
 _MOST_AHEAD, _AHEAD_SHARE = 16, 8
 NULL_BLOCK = 0  # never handed out; tokens whose KV is already there write here
 
@@ -59,8 +58,7 @@ class DraftKV:
         self.pos_delta = self._pos_delta.gpu  # [max_num_reqs] int64 rope position minus logical position of the text
         self.num_dropped_np = np.zeros(max_num_reqs, dtype=np.int64)  # the same two on the host; `add` writes both
         self.pos_delta_np = np.zeros(max_num_reqs, dtype=np.int64)
-        # [max_num_reqs + 1] nodes of the last drafts that were fed, so that their entries stand: bit j - 1 is node j;
-        # the last row is that of a batch's padding
+        # [max_num_reqs + 1] nodes of the last drafts whose entries stand, bit j - 1 node j; the last row is padding's
         self.fed = torch.zeros(max_num_reqs + 1, dtype=torch.int64, device=device)
 
     @property
@@ -84,9 +82,7 @@ class DraftKV:
         self._pos_delta.stage_write_elem(req_state_idx, pos_delta)
 
     def reserve(self, idx_mapping_np: np.ndarray, num_slots: np.ndarray) -> np.ndarray:
-        """Make `[n]` rows hold at least `[n]` entries each; only rows that need another block are visited. Return `[n]`
-        bool, False where the pool or the row's table is full; such a row keeps what it had.
-        """
+        """Make `[n]` rows hold `[n]` entries each; return `[n]` bool, False where the pool or a row's table is full."""
         fits = np.ones(len(idx_mapping_np), dtype=bool)
         for i in np.flatnonzero(num_slots > self.capacity_np[idx_mapping_np]):
             fits[i] = self._extend(int(idx_mapping_np[i]), int(num_slots[i]))

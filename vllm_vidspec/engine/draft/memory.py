@@ -39,9 +39,7 @@ class DraftMemory:
 
     @classmethod
     def plan(cls, config: VidSpecConfig, vllm_config: Any, model: DraftModel, available_bytes: int) -> "DraftMemory":
-        """Choose the sizes, given the KV memory of this rank, target and draft together; a VidSpecError where a knob
-        asks for too much, or for too little for one request.
-        """
+        """Choose the sizes, given the KV memory of this rank, target and draft together (`DraftBackend.reserve`)."""
         vision, shows = config.pool.encoder_bytes, bool(_shown(vllm_config))
         if vision is None:
             vision = int(pool.VISION_SHARE * available_bytes) if shows else 0
@@ -66,9 +64,7 @@ class DraftMemory:
 
 
 def table_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel) -> int:
-    """Return a bound of what grows with the number of rows, but for some hundred bytes a row: block tables of the rows
-    and of a batch (`DraftKV`, `StepBuffers`), and the last hidden states of a level's nodes (`DraftBuffers`).
-    """
+    """Return a bound of what grows with the number of rows: block tables, and hidden states of a level's nodes."""
     width = max(level_width(config, shape) for shape in config.shapes)
     max_blocks = -(-_max_slots(config, vllm_config) // model.block_size)
     row = 2 * 4 * max_blocks + width * model.hidden_size * model.dtype.itemsize
@@ -98,7 +94,6 @@ def _max_slots(config: VidSpecConfig, vllm_config: Any) -> int:
 
 
 def _shown(vllm_config: Any) -> list[str]:
-    """Return the modalities of what a target may be shown."""
     multimodal = vllm_config.model_config.multimodal_config
     if multimodal is None:
         return []

@@ -25,8 +25,7 @@ class PrefillMessage:
     req_state_idx: int
     token_ids: list[int]  # prompt, and after a preemption the output so far
     features: list[Any]  # vLLM's multimodal features in prompt order
-    # the target's guidance, one float32 [m] CPU tensor per feature; None where there is none
-    scores: list[torch.Tensor] | None = None
+    scores: list[torch.Tensor] | None = None  # the target's guidance, float32 [m] on the CPU by feature, or None
     outcome: tuple[str, ...] = ()  # counters to add to once the draft is shown the prompt: what came of the guidance
     placed: Placed | None = None  # where the target has put the prompt, if it prunes videos itself; else None
     prune_variant: int = 0  # by which of `PruneKnobs.variants` it is pruned
@@ -45,8 +44,7 @@ class PrefillStep:
     """A step of the running requests, as those of them see it whose prompts the draft has not seen whole."""
 
     idx_mapping_np: np.ndarray  # [num_reqs] int persistent rows
-    # [num_reqs] host bound of their committed lengths, the target's last token included
-    num_tokens_upper_bound: np.ndarray
+    num_tokens_upper_bound: np.ndarray  # [num_reqs] bound of their committed lengths, the last token included
     text: torch.Tensor  # [max_num_reqs, max_model_len] int32 committed text by persistent row, on the device
 
 
@@ -64,8 +62,7 @@ class Committed(NamedTuple):
     num_tokens: torch.Tensor  # [max_num_reqs] int32 committed length, the target's last token included
     text: torch.Tensor  # [max_num_reqs, max_model_len] int32 committed text
     last_sampled: torch.Tensor  # [max_num_reqs, 1] int64 its last token
-    # [max_num_reqs, K + 1] int32 nodes of the last trees that stand, from output 1 on; None where only chains are
-    # drafted
+    # [max_num_reqs, K + 1] int32 nodes of the last trees that stand, from output 1 on; None where drafts are chains
     path: torch.Tensor | None
 
 
@@ -76,19 +73,15 @@ class DraftMessage(NamedTuple):
     picked: torch.Tensor | None  # [n] int64 batch rows of the requests that are drafted for; None: all of them are
     idx_mapping_np: np.ndarray  # [n] their persistent rows on the host
     num_sampled: torch.Tensor  # [num_reqs] int32 drafts of the last step that stand, and the target's own token
-    # [n] bool: the last step had drafts to verify, so that `num_sampled` tells something; None where it does of all
-    was_verified: torch.Tensor | None
+    was_verified: torch.Tensor | None  # [n] bool: the last step had drafts to verify; None where all had
     max_drafts: int  # draft tokens to propose at most
     shape: str = "chain"  # in which shape ("chain", "tree-static", "tree-adaptive")
-    # the identity of these rows: what a callee derives from them holds while this is the same object. None: it never
-    # holds.
-    draft_batch: object | None = None
+    draft_batch: object | None = None  # what is derived from the rows holds while this is the same; None: never
 
 
 class Drafts(NamedTuple):
     """What was proposed; it lives in the drafter's buffers, until its next step."""
 
     rows: torch.Tensor  # [n] int64 persistent rows
-    # [n, K] int64; of chains `max_drafts` columns, of trees as many as there are nodes, mean something
-    tokens: torch.Tensor
+    tokens: torch.Tensor  # [n, K] int64, of which `max_drafts` columns or a tree's nodes mean something
     tree: DraftTree | None = None  # their shapes, by place in `rows`; None for chains

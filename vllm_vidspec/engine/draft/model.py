@@ -37,7 +37,6 @@ from vllm_vidspec import families
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.compat.moved import get_kv_cache_config_from_groups, get_kv_cache_groups
-from vllm_vidspec.engine.compat.stages import one_stage
 from vllm_vidspec.engine.draft.model_config import (
     draft_config,
     follow,
@@ -54,8 +53,7 @@ from vllm_vidspec.errors import VidSpecError
 def rope_positions(language_model: nn.Module, max_model_len: int) -> int:
     """Return how many rope positions a language model has: the rows of its smallest table, where it has any.
 
-    They are no token counts: under M-RoPE a video's positions follow its duration, so vLLM's tables hold four times as
-    many rows as the context has tokens, and texts use them. A vision tower's tables have other positions.
+    Under M-RoPE a video's positions follow its duration: vLLM's tables have four times the rows of the context.
     """
     tables = (getattr(module, "cos_sin_cache", None) for module in language_model.modules())
     return min((len(table) for table in tables if isinstance(table, torch.Tensor)), default=max_model_len)
@@ -86,11 +84,7 @@ class Layout:
 
 
 class DraftModel:
-    """A model that vLLM's KV manager does not see.
-
-    Its attention layers live in a `static_forward_context` of its own: their KV cache and block tables are the draft's,
-    and the target's memory accounting stays untouched.
-    """
+    """A model that vLLM's KV manager does not see: its layers live in a `static_forward_context` of its own."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_self_draft: bool, agreement: Agreement):
         self.target_config, self.device, self.is_self_draft = vllm_config, device, is_self_draft
@@ -110,9 +104,8 @@ class DraftModel:
             ours, theirs = (it.compilation_config.static_forward_context for it in (self.config, self.target_config))
             ours.update({name: own_cache(layer) for name, layer in theirs.items()})
         else:
-            # No prefix: what a quantised checkpoint leaves out, it names as its own modules are called. The names may
-            # be the target's, because everything that looks layers up by name belongs to one configuration.
-            with set_model_tag("draft_model"), one_stage():
+            # No prefix: what a quantised checkpoint leaves out, it names as its own modules are called.
+            with set_model_tag("draft_model"), compat.one_stage():
                 self.model = get_model(vllm_config=self.config)
         model_config = self.config.model_config
         self.num_positions = rope_positions(self.model.get_language_model(), model_config.max_model_len)
@@ -182,10 +175,9 @@ class DraftModel:
         return self.family.num_media_levels(self.hf_config)
 
     def make_vision_cache(self, num_bytes: int) -> VisionCache:
-        """Allocate a cache of vision embeddings, as large as the smallest that any tensor-parallel rank asks for."""
-        model_config = self.config.model_config
-        width = self.num_media_levels * model_config.get_inputs_embeds_size()
-        return VisionCache(_smallest_of_ranks(num_bytes), width, model_config.dtype, self.device)
+        """Allocate a cache of vision embeddings, of so many bytes a rank."""
+        width = self.num_media_levels * self.config.model_config.get_inputs_embeds_size()
+        return VisionCache(_smallest_of_ranks(num_bytes), width, self.dtype, self.device)
 
     @functools.cached_property
     def block_size(self) -> int:
@@ -210,9 +202,7 @@ class DraftModel:
         return groups
 
     def init_kv(self, num_bytes: int, allocation: AbstractContextManager) -> int:
-        """Allocate the KV cache of so many bytes a rank, inside `allocation`, and bind it; return the number of blocks:
-        the smallest of the tensor-parallel ranks', so that all allocate alike.
-        """
+        """Allocate the KV cache of so many bytes a rank, inside `allocation`, and bind it; return its blocks."""
         num_blocks = _smallest_of_ranks(num_bytes // self.bytes_per_block)
         with set_current_vllm_config(self.config):
             groups = self._kv_groups()
@@ -275,9 +265,7 @@ class DraftModel:
         return self._run(embeds, positions, metadata, build_slot_mappings_by_layer(slot_mappings, self._kv_config))
 
     def profile(self) -> None:
-        """Run the largest forwards, so that the memory profile (and compilation) sees the draft: the tower over the
-        encoder's budget, the language model without attention, the choice of candidates from a block of logits.
-        """
+        """Run the largest forwards, so that the memory profile (and compilation) sees the draft."""
         multimodal = self.target_config.model_config.multimodal_config
         held: list[torch.Tensor] = []  # as many of the largest items as a step may hold
         if multimodal is not None and not multimodal.skip_mm_profiling:
@@ -293,9 +281,7 @@ class DraftModel:
         del held
 
     def warm_up(self) -> None:
-        """Compile DeepGEMM's kernels of layers with block-FP8 weights, as vLLM does for the target: else the first
-        video waits seconds for each shape. Shapes that both models have are compiled once.
-        """
+        """Compile DeepGEMM's kernels of block-FP8 layers, as vLLM does for the target: else the first video waits."""
         from vllm import envs
         from vllm.model_executor.warmup.deep_gemm_warmup import deep_gemm_warmup
         from vllm.utils.deep_gemm import is_deep_gemm_supported
@@ -310,7 +296,7 @@ class DraftModel:
         with (
             self._agreement.collective(),
             compat.without_kv_connector(),
-            one_stage(),
+            compat.one_stage(),
             set_forward_context(
                 metadata,
                 self.config,
@@ -357,9 +343,8 @@ class DraftModel:
         return embeds
 
     def encode(self, features: list[Any], frames: Sequence[range | None]) -> list[torch.Tensor]:
-        """Run the draft's vision tower over vLLM's multimodal features, modality by modality; of each over some frames
-        of its grid (see `FamilyAdapter.frames`), None for all of it. Return `[m_i, num_media_levels * hidden_size]` of
-        each, in the order given.
+        """Run the draft's vision tower over vLLM's multimodal features, of each over some frames of its grid (see
+        `FamilyAdapter.frames`), None for all; return `[m_i, num_media_levels * hidden_size]` of each, in their order.
         """
         items = zip(features, frames, strict=True)
         return self._encode([(feature.modality, self._cut(feature.data, some)) for feature, some in items])

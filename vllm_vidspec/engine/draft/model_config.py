@@ -35,8 +35,7 @@ def draft_config(base: VllmConfig, is_self_draft: bool) -> VllmConfig:
     config.model_config.multimodal_config = _media_config(base.model_config.multimodal_config)
     config.parallel_config = copy.copy(speculative.draft_parallel_config)
     config.parallel_config.rank = base.parallel_config.rank
-    # vLLM leaves this open, and a forward of which it is not known that it has no experts is agreed upon by all
-    # data-parallel engines; only those of one process each (VLLM_DP_SIZE) get that far.
+    # vLLM leaves this open, and a forward that may have experts is agreed upon by all data-parallel engines.
     config.parallel_config.is_moe_model = config.model_config.is_moe
     config.load_config = get_pp_safe_draft_load_config(get_draft_load_config(base))
     config.quant_config = VllmConfig.get_quantization_config(config.model_config, config.load_config)
@@ -44,9 +43,8 @@ def draft_config(base: VllmConfig, is_self_draft: bool) -> VllmConfig:
 
 
 def _media_config(target: Any) -> Any:
-    """Return the draft's multimodal configuration: the target's, for which its pixels are made, with its
-    `--mm-encoder-*` flags; but without the scales that were measured on the target's own tower, and without
-    `--video-pruning-rate`: the draft sees what the target has kept, not a choice of its own.
+    """Return the draft's multimodal configuration: the target's, for which its pixels are made, but without the scales
+    that were measured on the target's tower, and without `--video-pruning-rate`: the draft sees what the target kept.
     """
     if target is None:
         return None
@@ -67,9 +65,7 @@ def own_cache(layer: Any) -> Any:
 
 
 def follow(config: VllmConfig, target: VllmConfig) -> None:
-    """Take what vLLM settles of the target's cache once models are loaded (the block size, the layout, the number of
-    blocks), but for the type, and for a layout that was resolved for the draft alone.
-    """
+    """Take what vLLM settles of the target's cache once models are loaded, but for its type and a layout of our own."""
     own, theirs = config.cache_config, target.cache_config
     if own is not theirs:
         config.cache_config = copy.copy(theirs)
@@ -80,8 +76,7 @@ def follow(config: VllmConfig, target: VllmConfig) -> None:
 def of_two_rows(config: VllmConfig, speculative_config: Any) -> VllmConfig:
     """Return the draft's configuration as its metadata builders are to see it: a step may feed two tokens at once.
 
-    Without a word of that FlashInfer takes the first forward of a step for a prefill, which it plans on the host, and
-    bounds of lengths for lengths; vLLM's Triton kernel has scratch memory for half of the rows.
+    Else FlashInfer takes a step's first forward for a prefill, and vLLM's Triton kernel has scratch for half the rows.
     """
     config = copy.copy(config)
     config.speculative_config = copy.copy(speculative_config)

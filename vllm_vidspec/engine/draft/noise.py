@@ -14,8 +14,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vidspec_kernels import Noise, SampleScratch, candidates, draw, warm_up
 
-# Added to positions by vLLM's sampler where a draft's noise is its own (`is_drafting`).
-DRAFT_NOISE_SALT = 1 << 30
+DRAFT_NOISE_SALT = 1 << 30  # added to positions by vLLM's sampler where a draft's noise is its own (`is_drafting`)
 # Up to here drafts that ignore a parameter stand as often, to within a hundredth (benchmarks/bench_draft_parameters.py,
 # docs/architecture.md), and a step of them is one graph.
 MOST_REPETITION, NEARLY_GREEDY = 1.05, 0.01
@@ -77,7 +76,7 @@ class CoupledSampler:
         self._sampler, self._noise = sampler, noise
         salt = DRAFT_NOISE_SALT if noise == "independent" else 0
         self.noise = Noise(gumbel_noised, _noise_on_host, salt, sampler.use_fp64_gumbel)
-        self._scratch: SampleScratch | None = None
+        self._scratch: SampleScratch  # of `reserve`, which comes first
         # What vLLM's processors ask of every row, the same in every step: its place among drafts, the longest text.
         self._place = torch.empty(0, dtype=torch.int32)
         # Temperatures with zeros where top-k leaves one token: on the host, and the same on the device.
@@ -114,9 +113,7 @@ class CoupledSampler:
         return self._sampler.sampling_states.seeds.gpu
 
     def needs_processors(self, rows_np: np.ndarray) -> bool:
-        """Whether the logits of any of `[n]` persistent rows need more than a temperature and noise; host tables only.
-        Parameters so mild that drafts stand as often without them are the target's alone.
-        """
+        """Whether logits of any of `[n]` persistent rows need more than temperature and noise; host tables only."""
         sampler, states = self._sampler, self._sampler.sampling_states
         if self._noise == "greedy":
             return False
@@ -149,40 +146,21 @@ class CoupledSampler:
     # ---- inside a captured step --------------------------------------------------------------------------------------
 
     def draw_into(
-        self,
-        logits: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        pos: Tensor,
-        *,
-        is_processed: bool = False,
-        **out: Any,
+        self, logits: Tensor, temperature: Tensor, seeds: Tensor, pos: Tensor, is_processed: bool = False, **out: Any
     ) -> None:
-        """Draw a token of every row as the kernel `draw` says; no decision here depends on a request. Logits that come
-        from `process` have the temperature already.
-        """
-        assert self._scratch is not None, "reserve comes first"
+        """Draw a token of every row, see the kernel `draw`; logits that come from `process` have the temperature."""
         out |= {"scratch": self._scratch, "apply_temperature": not is_processed}
         draw(logits, temperature, seeds, pos, self.noise, **out)
 
     def candidates_into(
-        self,
-        logits: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        pos: Tensor,
-        *,
-        is_processed: bool = False,
-        **out: Any,
+        self, logits: Tensor, temperature: Tensor, seeds: Tensor, pos: Tensor, is_processed: bool = False, **out: Any
     ) -> None:
         """Choose candidates of every row as the kernel `candidates` says; see `draw_into`."""
-        assert self._scratch is not None, "reserve comes first"
         out |= {"scratch": self._scratch, "apply_temperature": not is_processed}
         candidates(logits, temperature, seeds, pos, self.noise, **out)
 
     def warm_up(self, dtype: torch.dtype, draws: bool, needs_log_probs: bool | None) -> None:
         """Compile and load what is launched on logits of a dtype: draws, and candidates unless that is None."""
-        assert self._scratch is not None, "reserve comes first"
         if draws:
             warm_up.warm_draw(self.noise, self._scratch, dtype)
         if needs_log_probs is not None:
@@ -213,8 +191,7 @@ def costs_drafts(
 ) -> np.ndarray:
     """Return `[n]` bool: drafts that ignore these parameters of vLLM's, which have a value a request, stand less often.
 
-    A repetition penalty near 1 costs a nearly greedy request nothing. A greedy one, and one whose top-k leaves one
-    token, has the best token whatever its top-k, top-p and min-p.
+    A repetition penalty near 1 costs a nearly greedy request nothing, nor do top-k, top-p and min-p a greedy one.
     """
     temperature = np.where(top_k == 1, 0.0, temperature)
     is_cut = (temperature > 0) & ((min_p > 0) | (top_k < LEAST_TOP_K) | (top_p < LEAST_TOP_P))

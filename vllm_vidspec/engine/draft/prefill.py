@@ -1,17 +1,15 @@
 """DraftPrefill: chunked prefill of the draft's pruned prompts from a FIFO queue; until then requests go undrafted.
 
-Requests queue in the order of their admission. A step runs at most what vLLM lets the target's own prefill run
-in one: the vision tower over the encoder budget's tokens (`DraftVision`), the language model over the token budget. So
-a draft keeps its target's pace, and a long video holds nobody's decode up. The target commits text meanwhile: the last
-piece of a prefill catches up on it. How much there is the host knows as a bound only (async scheduling); what is fed
-past the committed text is stale like any rejected draft, and is overwritten before it is looked at. Every decision
-follows from what the host knows, so tensor-parallel ranks take the same ones.
+A step runs at most what vLLM lets the target's own prefill run in one: the vision tower over the encoder budget's
+tokens (`DraftVision`), the language model over the token budget. So a long video holds nobody's decode up. The target
+commits text meanwhile: the last piece of a prefill catches up on it. How much there is the host knows as a bound only
+(async scheduling); what is fed past the committed text is stale like any rejected draft. Every decision follows from
+what the host knows, so tensor-parallel ranks take the same ones.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -57,17 +55,14 @@ class DraftPrefill:
         self._jobs: dict[int, PrefillJob] = {}  # by row
         self._queue: dict[int, PrefillJob] = {}  # by row, those that are not read whole, in order
         self._failed: list[int] = []  # rows, of the step that runs
-        # What was chosen and why, for tools that look at pruning; None while nobody looks.
-        self._watched: list[dict[str, Any]] | None = None
         self.recorder: RequestRecorder | None = None  # where requests may ask what was chosen
+        # Of a tool that looks on: called with a job and what stays of each item.
+        self.on_pruned: Callable[[PrefillJob, list[torch.Tensor]], None] | None = None
 
     # ---- admission: host only --------------------------------------------------------------------------------------
 
     def add(self, message: PrefillMessage, num_tokens: int = 0) -> Admission:
-        """Put a request in the queue and stage its blocks; one that cannot be drafted for is counted by reason.
-
-        Whatever is wrong with a prompt costs that request alone. See `Drafter.add`.
-        """
+        """Put a request in the queue and stage its blocks (`Drafter.add`); one that is refused is counted by reason."""
         try:
             job = self._plan(message)
         except UnsupportedPrompt as reason:
@@ -123,9 +118,7 @@ class DraftPrefill:
         return job
 
     def _as_seen(self, item: PromptItem, positions: torch.Tensor) -> PromptItem:
-        """Return an item with what the target has kept of it, given the `[num_axes, num_tokens]` positions of a prompt;
-        an UnsupportedPrompt if nobody can tell.
-        """
+        """Return an item with what the target has kept of it, given `[num_axes, num_tokens]` positions of a prompt."""
         if item.feature.modality != "video":
             return item
         data = {key: element.data for key, element in item.feature.data.items()}
@@ -152,12 +145,6 @@ class DraftPrefill:
     @property
     def is_reading(self) -> bool:
         return bool(self._queue)
-
-    def watch(self, on: bool) -> list[dict[str, Any]]:
-        """Return what was pruned since watching began, and go on watching or not; see `worker.vidspec_watch`."""
-        watched, self._watched = self._watched or [], [] if on else None
-        self.vision.keeps_looks = on
-        return watched
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -284,15 +271,10 @@ class DraftPrefill:
         media = [embeds for embeds in job.media if embeds is not None]
         job.embeds = torch.cat(media) if media else None
         job.media = []
-        units = job.plan.units
         if self.recorder is not None:
-            self.recorder.pruned(job.req_state_idx, units, kept, job.scores, job.is_borrowed)
-        if self._watched is not None:
-            looks = [look for look in job.looks if look is not None]
-            embeddings = [unit.joined(looks) for unit in units] if len(looks) == len(job.looks) else None
-            grids, indices = tuple(unit.grid for unit in units), tuple(unit.merged(kept) for unit in units)
-            record = {"req_id": job.req_id, "grids": grids, "kept_indices": indices}
-            self._watched.append(record | {"scores": job.scores, "embeddings": embeddings})
+            self.recorder.pruned(job.req_state_idx, job.plan.units, kept, job.scores, job.is_borrowed)
+        if self.on_pruned is not None:
+            self.on_pruned(job, kept)
 
     def _embed(self, pieces: list[PrefillPiece], starts: np.ndarray, text: torch.Tensor) -> torch.Tensor:
         """Return the pieces' input embeddings `[num_tokens, hidden_size]`; `starts` says where each begins."""

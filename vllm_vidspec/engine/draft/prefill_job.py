@@ -18,28 +18,22 @@ class PrefillJob:
     req_state_idx: int
     plan: PromptPlan  # its prompt, until that has been read
     scores: list[torch.Tensor] | None  # the target's guidance by what is pruned together (`PromptPlan.units`), or None
-    # by item which embeddings stay, None until that is known
-    kept: list[torch.Tensor | None] = field(default_factory=list)
-    # by item those embeddings [k_i, hidden_size], None until the tower has made them; all of them while the choice
-    # waits for other items of its unit
+    kept: list[torch.Tensor | None] = field(default_factory=list)  # by item which embeddings stay, None until known
+    # by item those embeddings [k_i, hidden_size], None until they are made; all while its unit's choice waits
     media: list[torch.Tensor | None] = field(default_factory=list)
-    # by item all its embeddings on the host, for tools that look at pruning
-    looks: list[torch.Tensor | None] = field(default_factory=list)
-    # what the draft sees, once every item is there; `embeds` the media of it, [num_media, hidden_size]
-    prompt: PrunedPrompt | None = None
-    embeds: torch.Tensor | None = None
+    looks: list[torch.Tensor | None] = field(default_factory=list)  # by item all of them, for tools that look on
+    prompt: PrunedPrompt | None = None  # what the draft sees, once every item is there
+    embeds: torch.Tensor | None = None  # the media of it, [num_media, hidden_size]
     num_done: int = 0  # KV entries that the draft has
     knobs: PruneKnobs | None = None  # by which it is pruned; None of text alone
     is_borrowed: bool = False  # whether some scores are those of an earlier prompt
-    # by item that is encoded in parts how many embeddings have been made, and those of them that stay; of items that no
-    # cache can gather
+    # by item that is encoded in parts and no cache can gather: how many embeddings are made, and those that stay
     gathered: dict[int, tuple[int, list[torch.Tensor]]] = field(default_factory=dict)
-    # items by name that are encoded before what guides the pruning is known
-    ahead: dict[str, PromptItem] = field(default_factory=dict)
+    ahead: dict[str, PromptItem] = field(default_factory=dict)  # by name: encoded before their guidance is here
 
     def __post_init__(self) -> None:
-        # Where the text after the prompt stands: all that is left to know of one that was read. KV entries of the
-        # prompt, tokens of it that have none; rope position minus logical position of the text, and their axes.
+        # All that is left to know of a prompt that was read: its KV entries, tokens of it that have none; and of the
+        # text after it rope position minus logical position, and their axes.
         self.num_kept, self.num_dropped = self.plan.num_kept, self.plan.num_dropped
         self.pos_delta, self.num_axes = self.plan.pos_delta, self.plan.num_axes
 

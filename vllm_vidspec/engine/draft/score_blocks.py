@@ -1,8 +1,7 @@
 """Logits in blocks of rows, so that a large batch's scores over a large vocabulary never live at once."""
 
-# Float32 scores of one block. A few such blocks live at a time: the model's logits, their processed float32 copy, the
-# temporary of a softmax. Some 440 rows of a vocabulary of 152,064: enough to keep the head's product bound by
-# arithmetic, so blocks cost no time; and a chain for 440 requests is one block.
+# Float32 scores of one block, of which a few live at a time. Some 440 rows of a vocabulary of 152,064: enough to keep
+# the head's product bound by arithmetic, so blocks cost no time.
 SCORE_BYTES = 256 * 2**20
 
 

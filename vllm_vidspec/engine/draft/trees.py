@@ -19,11 +19,8 @@ TakeTrees = Callable[[torch.Tensor, DraftTree], None]
 class TreeDrafter:
     """Grows trees as a policy says.
 
-    Node i of a tree has KV entry root + i, whatever its depth: the same layout as on the target's side.
-
-    A graph holds a level: place its nodes, run the draft, find candidates, let the policy choose. Levels of which a
-    policy knows beforehand how many there are, are one graph. In the last part of a step `take`, who verifies trees,
-    is told their shapes by `[R]` persistent rows, padding's among them.
+    A graph holds a level: place its nodes, run the draft, find candidates, let the policy choose; or all of them, where
+    the policy knows their number beforehand. Last `take`, who verifies trees, is told their shapes by `[R]` rows.
     """
 
     def __init__(
@@ -51,9 +48,8 @@ class TreeDrafter:
     def draft(
         self, num_reqs: int, max_nodes: int, rows_np: np.ndarray, processed: Processed | None
     ) -> tuple[int, bool]:
-        """Write trees of at most `max_nodes` nodes, and their tokens into the buffers' `drafts`, for `[n]` persistent
-        rows and padding; return the draft's forwards, and whether graphs ran all that can be captured. vLLM's
-        processors, if any request needs them, run between graphs.
+        """Write trees of at most `max_nodes` nodes, and their tokens into the buffers' `drafts`; return the draft's
+        forwards, and whether graphs ran all that can be captured. vLLM's processors, if needed, run between graphs.
         """
         policy, size = self.policy, (num_reqs, max_nodes)
         policy.prepare(max_nodes)
@@ -111,9 +107,7 @@ class TreeDrafter:
         self._grow(num_reqs, max_nodes, level, None)
 
     def _finish(self, num_reqs: int, max_nodes: int) -> None:
-        """End the trees, and say what is proposed: an unused column is never scheduled, or verified as a leaf that is
-        as good as any.
-        """
+        """End the trees, and say what is proposed: unused columns are not scheduled, or as good a leaf as any."""
         tree, rows = self.policy.tree, self._buffers.step.rows[:num_reqs]
         self.policy.finish(self.fills, rows=rows, max_nodes=max_nodes)
         torch.clamp(tree.tokens[:num_reqs, 1:], min=0, out=self._buffers.drafts[:num_reqs])

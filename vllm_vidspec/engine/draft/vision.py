@@ -1,9 +1,8 @@
 """DraftVision: the vision embeddings that prompts in the queue lack, from a cache or of the draft's own tower.
 
-A step encodes at most the encoder budget's tokens, as vLLM lets the target's. A video that is longer is encoded some
-frames at a time, where its family's tower looks at each frame by itself, and decode steps go between; what cannot be
-cut is encoded whole. The frames of a video gather in the cache, which shares them once they are all there. Of one that
-the cache cannot hold, each request gathers what it keeps.
+A step encodes at most the encoder budget's tokens. A video that is longer is encoded some frames at a time, where its
+family's tower looks at each frame by itself, else whole. The frames of a video gather in the cache, which shares them
+once they are all there; of one that it cannot hold, each request gathers what it keeps.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,10 +63,7 @@ class DraftVision:
     # ---- what a step encodes ---------------------------------------------------------------------------------------
 
     def encode_missing(self, due: list[PrefillJob]) -> None:
-        """Get vision embeddings that the first requests in the queue lack.
-
-        No further down the queue than the language model can come in this step, so that few embeddings wait for it.
-        """
+        """Get vision embeddings that requests in the queue lack, as far as the language model can come in this step."""
         wanted: dict[tuple[str, int], tuple[Part, list[tuple[PrefillJob, int]]]] = {}  # by content and start: for whom
         left, ahead = self.model.max_encoder_tokens, 0
         for job in due:
@@ -97,9 +93,7 @@ class DraftVision:
             self._counters.set("draft_encoder_bytes_used", self.cache.num_used_bytes)
 
     def encode_ahead(self, items: dict[str, PromptItem]) -> bool:
-        """Encode a step's share of a prompt's items for the cache, by name; who is done, failed or cannot be kept is
-        taken out. Return whether any is left.
-        """
+        """Encode a step's share of items, by name, for the cache; return whether any is left in `items` to encode."""
         parts: list[Part] = []
         left = self.model.max_encoder_tokens
         for name, item in list(items.items()):
@@ -233,9 +227,7 @@ class DraftVision:
         return True
 
     def _assign(self, job: PrefillJob, i: int, start: int, embeddings: torch.Tensor) -> None:
-        """Give an item's embeddings `[m, hidden_size]`, from `start` on, to a request, which keeps what it has chosen
-        of them.
-        """
+        """Give an item's embeddings `[m, hidden_size]`, from `start` on, to a request, which keeps its choice."""
         try:
             kept, end = job.kept[i], start + len(embeddings)
             if kept is not None:
@@ -255,12 +247,9 @@ class DraftVision:
             self._fail(job, error)
 
     def _select_tokens(self, job: PrefillJob, i: int) -> None:
-        """Choose what is kept of an item and of all that is pruned with it, once they are all there.
-
-        Items are encoded in the order of the queue, so of one unit at most whole embeddings wait for the next step.
-        """
+        """Choose what is kept of an item and of all that is pruned with it, once they are all there."""
         assert job.knobs is not None
-        unit = job.plan.unit_of(i)
+        unit = next(unit for unit in job.plan.units if i in unit.places)
         seen = [job.media[place] for place in unit.places]
         if any(media is None for media in seen):
             return

@@ -16,19 +16,16 @@ PAGE_ROWS = 64  # a row is one token's embedding
 
 @dataclass
 class _Item:
-    """An item's pages, how many rows it has, and how many of them are here."""
-
     pages: np.ndarray
     num_rows: int
-    num_here: int = 0
+    num_here: int = 0  # from the first row on
 
 
 class VisionCache:
     """Keeps whole items, the least recently used of which makes way for a new one.
 
-    Rows are copied out as soon as they are asked for, so no item is in use for longer than a call, and any can make
-    way. What is kept follows from the order of calls alone: it is the same on all ranks of a tensor-parallel group.
-    Less than a page of bytes keeps nothing.
+    Rows are copied out as they are asked for, so that any item can make way. What is kept follows from the order of
+    calls alone: it is the same on all tensor-parallel ranks. Less than a page of bytes keeps nothing.
     """
 
     def __init__(self, num_bytes: int, hidden_size: int, dtype: torch.dtype, device: torch.device):
@@ -48,9 +45,7 @@ class VisionCache:
         return self.num_bytes - len(self._free) * self._bytes_per_page
 
     def read(self, name: str, num_rows: int, chosen: np.ndarray | None = None) -> torch.Tensor | None:
-        """Return a copy of an item's rows, or of those that `chosen` `[k]` names, `[k, hidden_size]`; None where the
-        item is not kept, or has another size, and so is not the same.
-        """
+        """Return a copy of an item's rows, or of the `chosen` `[k]`; None where it is not kept, or of another size."""
         if num_rows != self.num_here(name, num_rows):
             return None
         self._items.move_to_end(name)
@@ -68,14 +63,8 @@ class VisionCache:
     def can_keep(self, num_rows: int) -> bool:
         return 0 < -(-num_rows // PAGE_ROWS) * PAGE_ROWS <= self._store.shape[0]
 
-    def keep(self, name: str, embeddings: torch.Tensor) -> bool:
-        """Copy an item `[m, hidden_size]` in; return False for one that the whole cache cannot hold."""
-        return self.extend(name, len(embeddings), 0, embeddings)
-
     def extend(self, name: str, num_rows: int, start: int, embeddings: torch.Tensor) -> bool:
-        """Copy the next rows `[k, hidden_size]` of an item in, from `start` on; 0 begins it anew. Return whether they
-        are kept: not where the whole cache cannot hold the item, or has let go of the rows before.
-        """
+        """Copy an item's next rows `[k, hidden_size]` in, from `start` on, 0: anew; return whether they are kept."""
         if start == 0:
             self.drop(name)
             if not self.can_keep(num_rows):
@@ -104,6 +93,5 @@ class VisionCache:
             self._free.extend(int(page) for page in reversed(item.pages))
 
     def _places(self, pages: np.ndarray, rows: np.ndarray) -> torch.Tensor:
-        """Return where an item's rows are in the store, `[k]` int64 on the device."""
         places = pages[rows // PAGE_ROWS] * PAGE_ROWS + rows % PAGE_ROWS
         return async_tensor_h2d(places, device=self._store.device)

@@ -1,8 +1,7 @@
 """WaitingRoom: requests that found the draft's KV pool full. They go on when there is room.
 
-Requests whose prompt did not fit hold no blocks, and keep their prompt, pixels and all. Requests that outgrew their
-blocks keep them, and go on reading where they were. Where all that could draft waits for room, nobody will make any:
-then the one that holds the most gives up for good. Every decision follows from the pool, so ranks take the same ones.
+Requests whose prompt did not fit hold no blocks; those that outgrew theirs keep them, and go on reading where they
+were. Where all that could draft wait, nobody will make room: then the one that holds the most gives up for good.
 """
 
 from typing import Any
@@ -46,20 +45,12 @@ class WaitingRoom:
 
     def pop_ready(self, rows_np: np.ndarray, kv: DraftKV) -> list[Request]:
         """Return the deferred requests of `[n]` rows that may try again, if blocks have come free since; they leave."""
-        if kv.num_free_blocks <= self._num_free:
-            return []
-        deferred = self._deferred()
-        if not deferred:
+        if kv.num_free_blocks <= self._num_free or not (deferred := self._deferred()):
             return []
         self._num_free = kv.num_free_blocks
         present = set(rows_np.tolist())
         ready = [request.new.req_state_idx for request in deferred if request.new.req_state_idx in present]
         return [self._requests.unstarted.pop(row) for row in ready]
-
-    def mark_admitted(self, request: Request) -> None:
-        """Count a request that has found room after it had waited."""
-        if request.num_attempts:
-            self._counters.add("resumed_drafts")
 
     def hold(self, req_state_idx: int) -> None:
         """Let a request wait with its blocks, which it has outgrown."""

@@ -16,27 +16,20 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vidspec_kernels import guidance_scores
 from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.engine import kv_views
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.hooks.prompts import Guidance, Guided, ObservedPrompt, PendingScores, prefills
 from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.kv_views import (
-    BACKENDS,
-    FLASHINFER,
-    Reader,
-    attention_layers,
-    cache_scales,
-    cache_views,
-    check_layout,
-    check_readable,
-)
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.errors import VidSpecError
 
 logger = init_logger("vllm.vidspec")
 
-READER = Reader("attention guidance", "use a pruner that needs no attention, e.g. uv", (*BACKENDS, FLASHINFER))
+READER = kv_views.Reader(
+    "attention guidance", "use a pruner that needs no attention, e.g. uv", (*kv_views.BACKENDS, kv_views.FLASHINFER)
+)
 
 
 @dataclass(eq=False)
@@ -69,16 +62,15 @@ class _AttentionStep:
 class AttentionGuidance(Guidance):
     """SpecVLM eq. 4-5: the attention that each visual token receives from the text after the last visual token.
 
-    Mean over queries, heads and layers of the softmax weight, softmax over all keys. Taken per layer in the attention
-    backend from q and the paged K cache, so that chunks, cached prefixes and several requests in one forward all work:
-    a query is scored in the chunk that computes it, against keys that are in the cache by then, whoever computed them.
+    Mean over queries, heads and layers of the softmax weight, softmax over all keys. A query is scored in the chunk
+    that computes it, against keys that are in the cache by then, whoever computed them.
     """
 
     _kind, need = _AttentionPrompt, "attention"
 
     def __init__(self, knobs: Knobs, vllm_config: Any, counters: Counters, agreement: Agreement):
         super().__init__(knobs, counters, vllm_config.device_config.device, agreement)
-        layers = {extract_layer_index(name): layer for name, layer in attention_layers(vllm_config).items()}
+        layers = {extract_layer_index(name): layer for name, layer in kv_views.attention_layers(vllm_config).items()}
         # Rank-local heads, and how many of them all ranks have together.
         self._num_heads = next(iter(layers.values())).impl.num_heads * get_tensor_model_parallel_world_size()
         self.attention = layers
@@ -91,16 +83,16 @@ class AttentionGuidance(Guidance):
         self._select(knobs.current)
         knobs.on_change(self._select)
         for index, layer in layers.items():
-            check_readable(layer, READER)
+            kv_views.check_readable(layer, READER)
             compat.observe_attention(layer, functools.partial(self._observe, index), lambda: self._step is not None)
 
     def _select(self, config: VidSpecConfig) -> None:
         self._layers = chosen_layers(config.prune.guidance_layers, self._num_layers, self.attention)
 
     def init_kv(self, runner: Any) -> None:
-        check_layout(self.attention.values(), READER)
+        kv_views.check_layout(self.attention.values(), READER)
         for group in itertools.chain(*runner.attn_groups):
-            if group.backend.get_name() == FLASHINFER:
+            if group.backend.get_name() == kv_views.FLASHINFER:
                 for builder in group.metadata_builders:
                     compat.keep_block_table(builder)
 
@@ -153,7 +145,7 @@ class AttentionGuidance(Guidance):
         impl = layer.impl
         guidance_scores(
             query.view(query.shape[0], impl.num_heads, impl.head_size)[step.query_rows],
-            cache_views(kv_cache, layer)[0],
+            kv_views.cache_views(kv_cache, layer)[0],
             metadata.block_table[step.req_indices],
             step.query_start_loc,
             step.query_pos,
@@ -161,7 +153,7 @@ class AttentionGuidance(Guidance):
             step.out_rows,
             step.num_keys,
             impl.scale,
-            scales=cache_scales(layer, query),
+            scales=kv_views.cache_scales(layer, query),
             lse=lse if lse is None else lse.index_select(1, step.query_rows).T,
             max_queries_per_req=step.max_queries,
         )
@@ -184,7 +176,7 @@ class AttentionGuidance(Guidance):
             prompt.num_queries += num_queries
 
     def take(self, req_state_idx: int) -> PendingScores | None:
-        """Send the scores; see `Guidance`. One all-reduce of `[text_start + 1]` floats, whatever was observed."""
+        """Send the scores, see `Guidance`, by one all-reduce of `[text_start + 1]` floats, whatever was observed."""
         prompt = self._prompts.pop(req_state_idx, None)
         if prompt is None:
             return None
@@ -210,9 +202,7 @@ class AttentionGuidance(Guidance):
 
 
 def chosen_layers(layers: str | tuple[int, ...], num_layers: int, here: Collection[int]) -> frozenset[int]:
-    """Return the layers that `guidance_layers` means in a target of so many, of those that are `here`: a pipeline stage
-    observes its own. A VidSpecError if the target has no such layer, or none is here.
-    """
+    """Return the layers that `guidance_layers` means, of those that are `here`: a pipeline stage observes its own."""
     chosen = range(num_layers) if layers == "all" else layers
     if wrong := [index for index in chosen if not 0 <= int(index) < num_layers]:
         raise VidSpecError(f"guidance_layers: the target has layers 0 to {num_layers - 1}, not {wrong[0]}")

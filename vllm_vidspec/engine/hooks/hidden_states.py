@@ -30,21 +30,14 @@ class _StatePrompt(ObservedPrompt):
         self.order = torch.cat(self.items)  # [m] prompt indices, on the host
         self.observed = torch.zeros(len(self.order), dtype=torch.bool)  # [m] states kept, on the host
 
-    def text_ids(self) -> torch.Tensor:
-        """Return `[num_tokens - m]` int32 ids of its text, on the host."""
-        is_text = torch.ones(self.num_tokens, dtype=torch.bool)
-        is_text[self.order] = False
-        return torch.tensor(self.token_ids, dtype=torch.int32)[is_text]
-
 
 class HiddenStateGuidance(Guidance):
     """UV-Prune (ParallelVLM eq. 2-4): how much closer a visual token comes to the text between layers 0 and `uv_layer`.
 
     The sum over layers telescopes and the sum over text tokens factors, so two layers are read: at layer 0 the text's
     embeddings are known before the prefill, so a visual token is scored when its chunk passes; at `uv_layer` the text
-    that follows the video is not, so the video's states are kept until the prefill is done: m * hidden_size
-    elements of the model's dtype, bounded by `guidance_bytes` over all requests. Hidden states are replicated over
-    tensor-parallel ranks: nothing is reduced.
+    that follows is not, so the video's states are kept until the prefill is done, bounded by `guidance_bytes` over all
+    requests. Hidden states are replicated over tensor-parallel ranks: nothing is reduced.
     """
 
     _kind, need = _StatePrompt, "uv"
@@ -119,7 +112,9 @@ class HiddenStateGuidance(Guidance):
             if not is_observed:
                 prompt.missed = prompt.missed or "error"  # of another rank
                 continue
-            ids = async_tensor_h2d(prompt.text_ids(), device=self.device)
+            is_text = torch.ones(prompt.num_tokens, dtype=torch.bool)
+            is_text[prompt.order] = False
+            ids = async_tensor_h2d(torch.tensor(prompt.token_ids, dtype=torch.int32)[is_text], device=self.device)
             with self._agreement.collective():
                 text = self._embed(ids)
             prompt.text_low = uv_text_sum(text)
@@ -165,9 +160,7 @@ class HiddenStateGuidance(Guidance):
 
 
 def _place(indices: torch.Tensor, device: torch.device) -> torch.Tensor | slice:
-    """Return what picks `[n]` ascending indices, on the host, of a tensor on `device`: where they follow each other, as
-    those of a video do in most families, a slice, which copies nothing.
-    """
+    """Return what picks `[n]` ascending host indices of a tensor: of adjacent ones a slice, which copies nothing."""
     first, last = int(indices[0]), int(indices[-1])
     if last - first + 1 == len(indices):
         return slice(first, last + 1)

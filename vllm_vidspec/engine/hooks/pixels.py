@@ -1,9 +1,8 @@
 """SharedPixels: what the target's encoder has copied to the device stays there until the draft's tower has seen it.
 
-Target and draft look at the same pixels, the draft some steps later. vLLM copies an item when it encodes it and lets go
-of the copy; here the copy is made a moment earlier, by us, in the same way, and vLLM's encoder finds it on the device.
-What is kept has a bound, which is taken out of the KV memory; where a call of the encoder would exceed it, vLLM copies
-as ever, and the draft copies again, which is counted.
+vLLM copies an item when it encodes it and lets go of the copy; here the copy is made a moment earlier, and vLLM's
+encoder finds it on the device. What is kept has a bound, which is taken out of the KV memory; where a call of the
+encoder would exceed it, vLLM copies as ever, and the draft copies again, which is counted.
 """
 
 import copy
@@ -53,9 +52,7 @@ class SharedPixels:
         return [row for row, wanted in self._wanted.items() if not wanted.isdisjoint(self._items)]
 
     def on_device(self, feature: Any, is_first: bool) -> Any:
-        """Return a feature of vLLM's for the draft's tower: with pixels on the device, if they are kept; copies are
-        counted once, while the tower has seen nothing of it yet.
-        """
+        """Return a feature for the draft's tower, with pixels on the device if they are kept; copies are counted."""
         item = self._items.get(feature.identifier)
         if item is not None:
             feature = copy.copy(feature)

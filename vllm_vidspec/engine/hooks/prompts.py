@@ -1,9 +1,8 @@
 """Guidance: observes the target's prefill and scores a prompt's visual tokens for the draft's pruner.
 
-It only reads: the target's own computation, and so its output, stays bit for bit what it was. A request is observed
-over as many prefill chunks as it takes. Scores that a cached prefix hides are those of the last prompt that vLLM would
-share that prefix with (`content_keys`); failing that there is no guidance, which is counted by reason, and the pruner
-is `uniform`.
+A request is observed over as many prefill chunks as it takes. Scores that a cached prefix hides are those of the last
+prompt that vLLM would share that prefix with (`content_keys`); failing that there is no guidance, which is counted by
+reason, and the pruner is `uniform`.
 """
 
 import hashlib
@@ -59,9 +58,8 @@ class Guided(NamedTuple):
 class PendingScores:
     """A prefilled request's scores on their way to the host, without a wait on the critical path.
 
-    On a GPU they are copied into pinned memory, behind what is queued already. Who asks a step later waits for the step
-    before at most, which the host has to wait for anyway. `finish` makes scores of what was measured, if anything was,
-    and says what came of the request.
+    On a GPU they are copied into pinned memory. Who asks a step later waits for the step before at most, which the host
+    has to wait for anyway. `finish` makes scores of what was measured, if anything was.
     """
 
     def __init__(self, measured: torch.Tensor | None, finish: Callable[[Any], Guided]):
@@ -146,9 +144,7 @@ class Guidance(TargetHook):
         self._remembered.clear()
 
     def _finish(self, prompt: ObservedPrompt, observed: list[torch.Tensor | None]) -> Guided:
-        """Return a request's scores, of each item those `[m_i]` of this prefill, or remembered ones where it did not
-        compute them; say what came of it.
-        """
+        """Return a request's scores, of each item those `[m_i]` of this prefill or else remembered ones."""
         pairs = list(zip(prompt.keys, observed, strict=True))
         scores = [self._remembered.get(key) if fresh is None else fresh for key, fresh in pairs]
         for key, fresh in pairs:
@@ -186,12 +182,11 @@ class GuidanceByWay:
 
 
 def content_keys(request: NewRequest, shown: Sequence[Any], ends: Sequence[int]) -> list[bytes]:
-    """Return a digest per image or video shown of all that the target computes up to its end, `[n]` indices of the
-    prompt behind their last tokens, and for whom.
+    """Return a digest per image or video shown of all that the target computes up to its end (`ends` `[n]`: prompt
+    indices behind their last tokens), and for whom.
 
-    vLLM lets requests share a prefix's KV by a chain of hashes over tokens, media, LoRA adapter and `cache_salt`, by
-    which an operator keeps tenants apart. What hooks keep beside that KV is known by the same things, so that nothing
-    goes from one request to another which vLLM's own cache would not share.
+    vLLM lets requests share a prefix's KV by a chain of hashes over tokens, media, LoRA adapter and `cache_salt`; hooks
+    know what they keep beside that KV by the same things, so that no tenant gets what vLLM would not share.
     """
     digest = hashlib.sha256()
 

@@ -1,7 +1,4 @@
-"""TargetHook: what observes the target at work. It reads; if one writes, its own docstring says what and why.
-
-TargetHooks is the list of them, and the one place where each is guarded.
-"""
+"""TargetHook: what observes the target at work. It reads; if one writes, its own docstring says what and why."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +8,7 @@ from vllm.logger import init_logger
 
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.requests import NewRequest
+from vllm_vidspec.engine.requests import NewRequest, RowTable
 
 logger = init_logger("vllm.vidspec")
 
@@ -20,11 +17,10 @@ class Forward(NamedTuple):
     """What a forward of the target left."""
 
     hidden_states: torch.Tensor | None  # [num_tokens, hidden_size] final ones; None where the step ran no forward
-    # [num_tokens, hidden_size] of each layer that was asked for; None where none was
-    aux_hidden_states: list[torch.Tensor] | None
+    aux_hidden_states: list[torch.Tensor] | None  # the same of each layer that was asked for; None where none was
 
 
-class TargetHook:
+class TargetHook(RowTable):
     """Observes the target's requests and forwards; what a hook has no use for, it leaves as it is here."""
 
     loss: str  # what an exception costs, for the log
@@ -34,27 +30,13 @@ class TargetHook:
         return 0
 
     def init_kv(self, runner: Any) -> None:
-        """Take its memory, and refuse a KV cache that it cannot read; called once the target's cache exists.
-
-        The runner's `kv_allocation()` is entered where memory is taken whose contents may be lost while the engine
-        sleeps.
-        """
-
-    def add(self, request: NewRequest) -> None:
-        """Take a request in."""
+        """Take its memory, in the runner's `kv_allocation()` where it may be lost; refuse a KV cache it cannot read."""
 
     def before_forward(self, batch: Any) -> None:
         """Plan a step, given vLLM's `InputBatch`."""
 
     def after_forward(self, forward: Forward) -> None:
         """Collect what the step showed."""
-
-    def remove(self, req_state_idx: int) -> None:
-        """Forget a row's request; harmless where nothing is known of it."""
-
-    def active_rows(self) -> Iterable[int]:
-        """Return the rows of which it holds something that `remove` gives back."""
-        return ()
 
     def forget_kv(self) -> None:
         """Give up what lies in KV memory, because its contents are about to be lost."""
@@ -65,14 +47,12 @@ class TargetHook:
 
 
 class Guard:
-    """Says what becomes of an exception in a hook that only observes: `on_draft_error: raise` lets it through, and the
-    agreement ends the engine where other ranks would wait for this one.
+    """Says what becomes of an exception in a hook that only observes: `on_draft_error: raise` lets it through, and ends
+    the engine where other ranks would wait for this one.
     """
 
     def __init__(self, knobs: Knobs, agreement: Agreement, loss: str):
-        self._knobs = knobs
-        self._agreement = agreement
-        self._loss = loss
+        self._knobs, self._agreement, self._loss = knobs, agreement, loss
         self._has_failed = False
 
     def survive(self, error: Exception) -> None:
@@ -87,9 +67,8 @@ class Guard:
 
 
 class TargetHooks:
-    """Calls all of them, as a table of rows too. An exception in one costs what that one says, never the forward.
-
-    What fails while memory is set up is a refusal, and nobody's to survive.
+    """Calls all of them, as a table of rows too. An exception in one costs what that one says, never the forward; while
+    memory is set up it is a refusal.
     """
 
     def __init__(self, hooks: Sequence[TargetHook], knobs: Knobs, agreement: Agreement):

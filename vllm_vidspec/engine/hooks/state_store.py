@@ -1,8 +1,7 @@
 """StateStore: a paged pool of unit hidden states, by image or video. It knows items, users and room, not requests.
 
-An item is known by everything that its states depend on. It stays, the least recently used first to go, while nobody
-needs the room. With tensor parallelism rank r keeps the tokens i with i % size = r of each item; a share has the same
-room on all ranks, so that all decide alike.
+An item stays, the least recently used first to go, while nobody needs the room. With tensor parallelism rank r keeps
+the tokens i with i % size = r of each item; a share has the same room on all ranks, so that all decide alike.
 """
 
 from collections import OrderedDict
@@ -91,9 +90,7 @@ class StateStore:
         return item
 
     def make(self, key: bytes, num_tokens: int, may_drop: bool) -> Item | None:
-        """Return a new item, without states yet, for one user; None if there is no room, even where items that nobody
-        uses may go for it.
-        """
+        """Return a new item, without states, for one user; None without room, even where unused items may go."""
         count = self._num_blocks(num_tokens)
         idle = [item for item in self._items.values() if item.users == 0] if may_drop else []
         if count > len(self._free) + sum(len(item.blocks) for item in idle):
@@ -165,9 +162,7 @@ class StateStore:
             self.num_blocks_np[req_state_idx], self._is_stale = 0, True
 
     def cosines(self, states: torch.Tensor, batch: Any, top_n: int, max_queries: int) -> torch.Tensor:
-        """Return `[num_logits, top_n]` float32, the largest cosines of states with this rank's part of their videos;
-        one request has `max_queries` of the states at most.
-        """
+        """Return `[num_logits, top_n]` float32, the largest cosines of states with this rank's part of their videos."""
         if self._is_stale:
             async_tensor_h2d(self.num_blocks_np, out=self.num_blocks)
             self._is_stale = False

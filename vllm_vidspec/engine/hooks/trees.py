@@ -1,13 +1,12 @@
 """The target's side of tree drafts: their shapes by persistent row, what its forward needs, and its KV afterwards.
 
 What a forward needs lies in memory whose addresses stay (`TreePlaces`, the model's positions), and one launch before it
-writes all of it. So a whole forward can be one CUDA graph: it holds tree attention whatever is drafted, and a chain is
-a tree of width 1. Where only chains are drafted, this is here for the attention alone, on backends that it outruns.
-
-This hook writes: positions and masks of the forward's tree nodes, and the accepted paths' KV. Its failures are not
-survived, because the answer would be wrong.
+writes all of it. So a whole forward can be one CUDA graph, whatever is drafted: a chain is a tree of width 1. This hook
+writes: positions and masks of the forward's tree nodes, and the accepted paths' KV; its failures are not survived,
+because the answer would be wrong.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,9 +26,8 @@ from vllm_vidspec.scoring import Tally, TreeShapes
 class TargetTrees(TargetHook):
     """Lets the target verify trees in its ordinary forward.
 
-    A tree's nodes take consecutive slots after the root, as a chain's drafts do; what differs is the rope position
-    (root + depth), the attention mask (ancestors only) and, after scoring, that the accepted path's KV must move
-    together.
+    Their nodes take consecutive slots after the root, as a chain's drafts do; what differs is the rope position
+    (root + depth), the attention mask (ancestors only), and that the accepted path's KV must move together.
     """
 
     loss = "trees cannot be verified"
@@ -57,7 +55,7 @@ class TargetTrees(TargetHook):
         self._rows = torch.arange(max_num_reqs, device=device)
         # Models with 1-D positions read the batch's own buffer, which must not change: they get a copy.
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
-        self._steps: dict[tuple[int, int, bool], TreeStep] = {}  # by (requests, query rows of each, whether all trees)
+        self._step_of = functools.cache(self._make_step)
         self._planned: TreeStep | None = None  # what the layers of the batch in flight do
         self._batch: Any = None  # the batch in flight, where it holds a tree
         self._block_table: torch.Tensor  # [num_reqs, max_blocks] int32 of the last forward's layers
@@ -117,24 +115,15 @@ class TargetTrees(TargetHook):
     def _step(self, batch: Any, max_query_len: int) -> TreeStep:
         """Return what the layers do with a batch of at most so many query rows a request.
 
-        A batch of short requests, the usual decode step, is all tree attention's, however many rows each has. Of any
-        other vLLM's own comes first, and tree attention takes its short requests again: chains and ends of prompts
-        among them come out as they were.
+        One of short requests, as in decode, is all tree attention's; of others it takes those after vLLM's own.
         """
         num_cols = self.ancestors.shape[1]
-        is_whole_batch = max_query_len <= num_cols
-        key = (batch.num_reqs, max_query_len if is_whole_batch else num_cols, is_whole_batch)
-        if key not in self._steps:
-            self._steps[key] = TreeStep(
-                rows=self._rows[: batch.num_reqs],
-                query_start=self.places.query_start,
-                num_queries=self.places.num_queries,
-                prefix_lens=self.places.prefix_lens,
-                masks=self.places.masks,
-                max_queries=key[1],
-                is_whole_batch=is_whole_batch,
-            )
-        return self._steps[key]
+        return self._step_of(batch.num_reqs, min(max_query_len, num_cols), max_query_len <= num_cols)
+
+    def _make_step(self, num_reqs: int, max_queries: int, is_whole_batch: bool) -> TreeStep:
+        places, rows = self.places, self._rows[:num_reqs]
+        where = (places.query_start, places.num_queries, places.prefix_lens, places.masks)
+        return TreeStep(rows, *where, max_queries, is_whole_batch)
 
     def _observe(self, batch: Any, metadata: dict[str, Any], for_capture: bool) -> None:
         """Plan the layers' part of a forward; a captured one is planned for whatever batch it may be replayed on."""

@@ -1,8 +1,7 @@
 """The target's final hidden states of each request's video tokens, kept from prefill for the loose scorer (LVSpec).
 
-An image or video is an item of the store, known by all that it depends on (`content_keys`). So requests that share a
-prefix share an item, and one whose prefill the target took from its prefix cache finds the states there; if they are
-gone, or do not fit, the request is verified strictly, counted by reason. All tensor-parallel ranks decide alike.
+An image or video is an item of the store, known by all that it depends on (`content_keys`): a request whose prefill the
+target took from its prefix cache finds the states there. Else, or if they do not fit, it is verified strictly.
 """
 
 import time
@@ -75,10 +74,8 @@ class VisualStates(TargetHook):
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def add(self, request: NewRequest) -> None:
-        """Begin to observe a request, or to share what is known already.
-
-        A strict request is observed as well while there is room, because a loose one may ask about its video next:
-        the target will not compute the states again.
+        """Begin to observe a request, or to share what is known already; while there is room a strict one, too: a loose
+        one may ask about its video next, and the target will not compute the states again.
         """
         features = [feature for feature in request.features if feature.modality in ("image", "video")]
         if not features or request.sampling is None:
@@ -209,10 +206,8 @@ class VisualStates(TargetHook):
 
     def relevance(self, hidden_states: torch.Tensor, batch: Any, max_queries: int) -> torch.Tensor:
         """Return `[num_logits]` float32 visual relevance (LVSpec eq. 8) of a forward's final states `[num_tokens,
-        hidden_size]`; 0 where a request, which has `max_queries` rows at most, has no video.
-
-        NaN everywhere if it could not be measured: a rank that fails still takes part in the gather, so that all ranks
-        are without it and nobody is waited for.
+        hidden_size]`; 0 where a request, which has `max_queries` rows at most, has no video, NaN everywhere if a rank
+        could not measure it: that one still takes part in the gather.
         """
         begin, top_n = time.perf_counter(), self.knobs.current.score.top_n
         try:

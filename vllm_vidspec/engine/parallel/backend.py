@@ -4,11 +4,11 @@
     prefill: what the drafter refuses, whether it is there, and what this step has sampled, in the shared tables
     propose: the next window of each stream that agrees with the committed text
 
-Nothing here waits for the drafter: a stream that is short or out of date means fewer drafts. Nor does anything here
-look at streams: the target's device does, when it comes to it.
+Nothing here waits for the drafter, or looks at streams, as the target's device does: a short one means fewer drafts.
 """
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -89,7 +89,7 @@ class ParallelBackend(DraftBackend):
         self._streams = None if client is None else SharedStreams(client.tables, device, counters)
         # A step's drafts and their window info (`gather_draft_windows`), adjacent: ranks share both at once.
         self._windows = torch.zeros(num_rows * (self._most + 1), dtype=torch.int64, device=device)
-        self._views: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # by number of requests
+        self._outputs = functools.cache(self._views)
         self._asked: tuple[bytes, torch.Tensor] = (b"", self._windows)  # of the last step: uploaded when it changes
         knobs.on_change(self._tell)
 
@@ -270,14 +270,11 @@ class ParallelBackend(DraftBackend):
         known = streams.for_step(batch.idx_mapping, rows)
         gather_draft_windows(known, self._asked[1], batch.idx_mapping, *texts, tokens, info)
 
-    def _outputs(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _views(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return where a step's drafts `[num_reqs, K]` int64 and their window info int32 go, and both as one."""
-        if num_reqs not in self._views:
-            both = self._windows[: num_reqs * (self._most + 1)]
-            tokens, info = both[: num_reqs * self._most], both[num_reqs * self._most :]
-            info = info.view(torch.int32).view(num_reqs, WINDOW_INFO_SIZE)
-            self._views[num_reqs] = (tokens.view(num_reqs, self._most), info, both)
-        return self._views[num_reqs]
+        both = self._windows[: num_reqs * (self._most + 1)]
+        tokens, info = both[: num_reqs * self._most], both[num_reqs * self._most :]
+        return tokens.view(num_reqs, self._most), info.view(torch.int32).view(num_reqs, WINDOW_INFO_SIZE), both
 
     def _share(self, windows: torch.Tensor) -> None:
         if self._group.world_size > 1:

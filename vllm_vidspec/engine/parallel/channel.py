@@ -1,8 +1,7 @@
 """Channel: messages between two processes over a socket without a name, what is large in memory without a name.
 
-vLLM's own msgpack encoder writes them, tensors and multimodal features among them, and nothing is unpickled. Neither
-memory nor socket has a name in a file system: when both processes are gone, however they went, so is all of it. Sending
-never waits, neither for the other end nor for memory: what is not written or not taken yet stays in the queue here.
+vLLM's own msgpack encoder writes them, and nothing is unpickled. When both processes are gone, however they went, so
+are memory and socket. Sending never waits: what is not written or not taken yet stays in the queue here.
 """
 
 import collections
@@ -54,9 +53,8 @@ class Channel:
         end.setblocking(False)
         self._encoder, self._decoder = MsgpackEncoder(), MsgpackDecoder(kinds)
         self._line: collections.deque[_Packet] = collections.deque()
-        # A video's pixels are many megabytes, whose pages a kernel takes a while to find: a thread of its own writes
-        # them, on the drafter's cores where these are known, and the target's step goes on. It also sends, so that the
-        # socket and the line are used by one at a time.
+        # A video's pixels are many megabytes: a thread of its own writes them, on the drafter's cores where these are
+        # known, and sends them; socket and line are used by one at a time.
         self._lock = threading.RLock()
         self._cores = cores
         self._writer: ThreadPoolExecutor | None = None
@@ -69,10 +67,7 @@ class Channel:
         return cls(here, kinds, cores), there
 
     def send(self, message: Any) -> None:
-        """Send a message as soon as the other end takes it; nothing is sent to one that is gone.
-
-        What the message holds must not change until it has come.
-        """
+        """Send a message as soon as the other end, if any, takes it; until then what it holds must not change."""
         if self.is_closed:
             return
         buffers = [memoryview(buffer).cast("B") for buffer in self._encoder.encode(message)]
@@ -122,9 +117,7 @@ class Channel:
                     os.close(packet.memory)
 
     def receive(self) -> list[Any]:
-        """Return the messages that have come; without the other end, or with one that says what is none, `is_closed`
-        holds afterwards.
-        """
+        """Return the messages that have come; `is_closed` afterwards if the other end is gone, or makes no sense."""
         messages = []
         while not self.is_closed:
             try:

@@ -39,8 +39,7 @@ class DrafterClient:
         self._processes: list[subprocess.Popen] = []
         self._channel: Channel | None = None
         self.is_up = False  # whether it has loaded, and not gone since
-        # Starts after the first, whether or not they went well, and how often it has come up.
-        self.num_restarts, self.num_connects = -1, 0
+        self.num_restarts, self.num_connects = -1, 0  # starts after the first, and how often it has come up
         self._num_failures = 0
         self._next_start = 0.0
         self._since = time.monotonic()  # in the present state
@@ -89,7 +88,7 @@ class DrafterClient:
             if self._num_failures and now - self._since > _STABLE_S:
                 self._num_failures = 0
             beat = int(self.tables.beat[0])
-            if beat != self._beat[0] or not self.has_requests:
+            if beat != self._beat[0] or not (self.tables.epoch > 0).any():  # without requests it need not
                 self._beat = (beat, now)
             elif now - self._beat[1] > STALL_S:
                 self._lose(f"it gave no sign of life for {STALL_S:g} s")
@@ -99,10 +98,6 @@ class DrafterClient:
         elif now - self._since > START_S:
             self._lose(f"it was not ready after {START_S:g} s")
         return refused
-
-    @property
-    def has_requests(self) -> bool:
-        return bool((self.tables.epoch > 0).any())
 
     def send(self, message: Any) -> None:
         """Send a message, without waiting; nothing is sent to one that is not up."""

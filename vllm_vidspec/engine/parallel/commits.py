@@ -1,8 +1,7 @@
 """The target's end of the shared tables: what a step has sampled goes in, what the drafter streams is read.
 
-On the CPU engine that is a copy. On a GPU the tokens are on the device when the host is at this point: they are copied
-into pinned memory behind what is queued, and a thread that waits for that writes them down. So the drafter knows of a
-step as soon as the host can, and the target's loop waits for nothing. Streams the device reads where they lie.
+On a GPU the tokens are copied into pinned memory behind what is queued, and a thread that waits for that writes them
+down. So the drafter knows of a step as soon as the host can, and the target's loop waits for nothing.
 """
 
 import queue
@@ -22,6 +21,7 @@ from vidspec_kernels import NO_STREAM, STALE, WINDOW_INFO_SIZE, copy_committed_s
 from vllm_vidspec import metrics
 from vllm_vidspec.engine.backend import Step
 from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.metrics.counts import changes
 from vllm_vidspec.parallel import PAGE, Tables, WindowRule
 
 logger = init_logger("vllm.vidspec")
@@ -119,14 +119,9 @@ class Commits:
             if count:
                 self._counters.add(name, count)
                 self._counts[name] = 0
-        now = self._tables.counters.copy()
-        for slot in np.flatnonzero(now != self._published).tolist():
-            name = metrics.NAMES[slot]
-            if name in metrics.GAUGES:
-                self._counters.set(name, int(now[slot]))
-            else:
-                self._counters.add(name, int(now[slot] - self._published[slot]))
-        self._published = now
+        before, self._published = self._published, self._tables.counters.copy()
+        for name, value in changes(before, self._published).items():
+            (self._counters.set if name in metrics.GAUGES else self._counters.add)(name, value)
 
     # ---- to the host -----------------------------------------------------------------------------------------------
 
@@ -165,12 +160,10 @@ class Commits:
 
 
 class SharedStreams:
-    """The drafter's streams as the target's device reads them: the table itself, so that a window is cut from what
-    stands there when the device comes to it.
+    """The drafter's streams as the target's device reads them: the table itself, mapped into the device's addresses, so
+    that a window is cut from what stands there when the device comes to it, a step or two behind the host.
 
-    The host is ahead of a GPU by a step, with asynchronous scheduling by two: the table is mapped into the device's
-    addresses. Where that fails, the device gets copies that are as old as the host is ahead, counted in
-    `window_snapshots`.
+    Where that fails, the device gets copies that are as old as the host is ahead, counted in `window_snapshots`.
     """
 
     def __init__(self, tables: Tables, device: torch.device, counters: Counters):

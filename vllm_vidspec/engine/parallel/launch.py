@@ -31,10 +31,6 @@ class Plan:
     init_method: str  # where the drafter's ranks meet
     vocab_size: int  # of the target
 
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        return tuple(fd for fd in (self.tables, self.config, self.channel) if fd is not None)
-
 
 def write_memory(data: bytes, name: str) -> int:
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -61,7 +57,7 @@ def start(plan: Plan, environment: dict[str, str]) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", MODULE, json.dumps(asdict(plan))],
         env=environment,
-        pass_fds=plan.descriptors,
+        pass_fds=[fd for fd in (plan.tables, plan.config, plan.channel) if fd is not None],
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # a terminal's interrupt is the server's to handle: it ends us
     )
@@ -80,17 +76,14 @@ def environment_for(config: VidSpecConfig, devices: Sequence[str]) -> dict[str, 
 
 
 def cores_of(config: VidSpecConfig, rank_pid: int) -> Collection[int]:
-    """Return the cores of a drafter that the process `rank_pid` starts, and of what the target does for its drafter
-    alone; none where nothing says which.
-    """
+    """Return the cores of a drafter that `rank_pid` starts, and of the target's work for it; none if nothing says."""
     return config.parallel.cores or (cores_beside(rank_pid) if config.parallel.device == "cpu" else ())
 
 
 def cores_beside(rank_pid: int) -> set[int]:
     """Return the cores that an engine may use beside those of its rank: where a drafter on the CPU has room.
 
-    vLLM binds the rank to cores of its own, and what the rank starts inherits them: a drafter would share them with the
-    target while others are idle, and on a busy machine starve.
+    vLLM binds the rank to cores of its own, and what the rank starts inherits them: a drafter would starve there.
     """
     try:
         with open(f"/proc/{rank_pid}/stat") as file:

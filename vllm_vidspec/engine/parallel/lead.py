@@ -5,8 +5,7 @@
     read a bounded piece of the prompts in the queue, or encode media ahead                  read, look
     draw the next tokens of the shortest streams, all in one batch                           draw
 
-A turn is one forward of decoding, so that what is cut is not drawn on for long. Only the first rank has a lead; it
-hands its decisions to the others as commands.
+A turn is one forward of decoding. Only the first rank has a lead; it hands its decisions to the others as commands.
 """
 
 import time
@@ -21,7 +20,7 @@ from vllm_vidspec.parallel import Streams, Tables, running_mean
 
 _IDLE_S = 0.2  # nobody is there: a message wakes the loop
 # Streams are as far ahead as they may be: how long until their commits are looked at again, at least, and as a share of
-# the time that there has been nothing to do. vLLM tells of a request's end with its next step, which may be long.
+# the time that there has been nothing to do.
 _ALERT_S, _ALERT_SHARE = 100e-6, 0.05
 
 

@@ -1,7 +1,4 @@
-"""What target and drafter say to each other besides the tables: the ends of a request's life, and what goes wrong.
-
-A row and the epoch in which it was given to a request name that request.
-"""
+"""What target and drafter say to each other besides the tables; a row and its epoch there name a request."""
 
 import msgspec
 import numpy as np

@@ -2,8 +2,7 @@
 
     python -m vllm_vidspec.engine.parallel.process PLAN
 
-It is started by the target's first rank and talks to nobody else. It ends when that process says so, closes its socket
-or is gone.
+It is started by the target's first rank, and ends when that process says so, closes its socket or is gone.
 """
 
 import ctypes

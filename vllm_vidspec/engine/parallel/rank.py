@@ -1,7 +1,4 @@
-"""DrafterRank: the draft network and its memory in the drafter's process; it does what the first rank decides.
-
-Every tensor-parallel rank of the drafter runs one, with the same commands in the same order (`Ranks`).
-"""
+"""DrafterRank: the draft network and its memory, on every rank of the drafter; it does what the first rank decides."""
 
 import json
 from collections.abc import Callable
@@ -16,14 +13,12 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_vidspec import metrics
 from vllm_vidspec.engine.draft.drafter import Drafter, no_room_for, without_room
 from vllm_vidspec.engine.draft.messages import Admission, DraftMessage, Drafts, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import messages
 from vllm_vidspec.engine.scheduling import way_of
-
-_SLOT = {name: slot for slot, name in enumerate(metrics.NAMES)}
+from vllm_vidspec.metrics.counts import Counts
 
 
 class Progress(NamedTuple):
@@ -33,20 +28,12 @@ class Progress(NamedTuple):
     refused: list[tuple[int, str, str]]
 
 
-class DrafterCounters:
-    """Stands in the place of `Counters`: what the drafter counts is in the shared tables, `[len(metrics.NAMES)]` int64,
-    and the target publishes it; None on every rank but the first.
-    """
+class DrafterCounters(Counts):
+    """Stands in the place of `Counters`: the first rank counts in the shared tables, and the target publishes it."""
 
     def __init__(self, values: np.ndarray | None):
-        self._values = np.zeros(len(_SLOT), dtype=np.int64) if values is None else values
+        super().__init__(values)
         self._reasons: dict[str, tuple[str, str]] = {}  # by request id
-
-    def add(self, name: str, value: int = 1) -> None:
-        self._values[_SLOT[name]] += value
-
-    def set(self, name: str, value: int) -> None:
-        self._values[_SLOT[name]] = value
 
     def skip(self, reason: str, req_id: str, detail: str) -> None:
         """Note why a request is not drafted for; the target's process counts it."""
@@ -70,8 +57,7 @@ class TargetMirror:
         self.text = torch.zeros(max_num_reqs, model.max_model_len, dtype=torch.int32, device=device)
         self.num_tokens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self._staged: set[int] = set()  # rows whose requests the device is yet to be told of
-        # Of those that it was last.
-        self._told = torch.cuda.Event(blocking=True) if device.type == "cuda" else None
+        self._told = torch.cuda.Event(blocking=True) if device.type == "cuda" else None  # of those that it was last
 
     def add(self, message: messages.Add) -> None:
         """Take a request in; `apply` tells the device."""
@@ -85,15 +71,12 @@ class TargetMirror:
         self.append(row, 0, message.token_ids)
 
     def apply(self) -> None:
-        """Tell the device of requests that have come since: once for all of them, before anything is drawn or read.
-
-        vLLM stages what it writes in two buffers that take turns. So the device must be done with the last ones.
-        """
+        """Tell the device of requests that have come since: once for all of them, before anything is drawn or read."""
         if not self._staged:
             return
         self._staged.clear()
         if self._told is not None:
-            self._told.synchronize()
+            self._told.synchronize()  # vLLM stages what it writes in two buffers that take turns
         self.states.apply_staged_writes()
         self.sampler.apply_staged_writes()
         if self._told is not None:
@@ -130,9 +113,7 @@ class DrafterRank:
         self._mirror.add(message)
 
     def look(self, message: messages.Look) -> bool:
-        """Encode a bounded part of what a request brings, so that its prompt need not wait for that; return whether
-        there is more.
-        """
+        """Encode a bounded part of what a request brings, before its prompt; return whether there is more."""
         arrived = self._arrived.get(message.req_state_idx)
         return arrived is not None and self.drafter.prefills.encode_ahead(self._prompt(arrived))
 
@@ -163,7 +144,7 @@ class DrafterRank:
         self._knobs.change(self._knobs.current.changed(json.loads(message.knobs)))
 
     def requeue(self, message: messages.Requeue) -> None:
-        self.drafter.requeue(message.rows, message.num_fed)
+        self.drafter.prefills.requeue(message.rows, message.num_fed)
 
     def read(self, message: messages.Read) -> Progress:
         self._mirror.apply()
@@ -176,10 +157,7 @@ class DrafterRank:
         return Progress(done.ready, refused + [(row, *self._counters.reason_for(names[row])) for row in done.failed])
 
     def draw(self, message: messages.Draw) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
-        """Draw a token of each row; return `[m]` int64 of the rows that are not refused, and those that are.
-
-        A draw that goes on from the last one needs nothing but another forward: what it starts from is on the device.
-        """
+        """Draw a token of each row; return `[m]` int64 of the rows that are not refused, and those that are."""
         self._mirror.apply()
         if message.goes_on and self.drafter.can_go_on(message.rows, message.lengths):
             return self._first(self.drafter.go_on()), []
@@ -190,8 +168,7 @@ class DrafterRank:
             if not len(message.rows):
                 return np.zeros(0, dtype=np.int64), refused
         rows = self._mirror.place(message)
-        # As if the target had accepted the token before the root, which `begin_step` then feeds; `fed` forgets that it
-        # was proposed.
+        # As if the target had accepted the token before the root, which `begin_step` feeds; `fed` forgets that one.
         if message.missing.any():
             num_sampled = async_tensor_h2d(1 + message.missing.astype(np.int32), device=rows.device)
             self.drafter.kv.fed[rows] = 0
@@ -206,9 +183,7 @@ class DrafterRank:
         return drafts.tokens[:, 0].cpu().numpy()
 
     def _reserve(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[list[tuple[int, str, str]], np.ndarray]:
-        """Make room for `[n]` rows, and a token past them; return those without, why, and a line for each; and `[n]`
-        bool of those with.
-        """
+        """Make room for `[n]` rows and a token each; return those without, why and a line, and `[n]` bool: with."""
         without = list(without_room(self.drafter, rows, lengths))
         keeps = np.ones(len(rows), dtype=bool)
         keeps[[i for i, *_ in without]] = False

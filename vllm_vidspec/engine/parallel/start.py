@@ -30,8 +30,7 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.parallel import Tables
 from vllm_vidspec.planning.pool import VISION_SHARE
 
-# Tokens of a stream that may follow one begun on the device before it is begun anew; as many bits tell what is fed.
-_MAX_RUN = 32
+_MAX_RUN = 32  # most tokens of a stream that follow one begun on the device; as many bits tell what is fed
 _MARGIN_BYTES = 256 << 20  # for graphs, and what a forward takes beyond its profile
 
 
@@ -144,13 +143,8 @@ def _available_bytes(vllm_config: Any, config: VidSpecConfig, model: DraftModel)
 
 
 def available_bytes(free: int, total: int, utilization: float, config: VidSpecConfig) -> int:
-    """Return the KV memory that the drafter may take of a GPU.
-
-    A device of its own is used up to the target's utilization. One that the target has, too, says nothing of what is
-    for whom: `draft_kv_bytes` does, and what is free (with the draft's weights on the device) must hold that.
-
-    Raises:
-        VidSpecError: It is less than is asked for, or nothing.
+    """Return the KV memory that the drafter may take of a GPU: up to the target's utilization, or by `draft_kv_bytes`,
+    which what is free must hold; else a VidSpecError.
     """
     if (pool := config.pool.kv_bytes) is None:
         available = free - int((1 - utilization) * total)

@@ -11,9 +11,8 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import current_stream
 
 from vllm_vidspec import metrics
-from vllm_vidspec.engine.report.acceptance_alarm import AcceptanceAlarm
 from vllm_vidspec.engine.requests import NewRequest, RequestRows
-from vllm_vidspec.metrics.carried import Carried, CarriedCounts
+from vllm_vidspec.metrics.counts import CarriedCounts, Changes, Counts
 from vllm_vidspec.metrics.files import open_for
 from vllm_vidspec.scoring import Tally
 
@@ -21,6 +20,10 @@ logger = init_logger("vllm.vidspec")
 
 _TOTALS = ("drafts", "draft_tokens", "accepted_tokens", "draft_depth", *(f"{kind}_tokens" for kind in metrics.KINDS))
 _DRAFTS, _ACCEPTED = _TOTALS.index("drafts"), _TOTALS.index("accepted_tokens")
+
+WINDOW = 128  # verify steps that are judged at once: their mean varies by about a tenth of a token
+LOW = 0.5  # draft tokens that must stand per verify step: the cost of five forwards of a tenth of the target's
+SOUND = 1.0  # the log speaks again only after a window as good as this
 
 
 class Counters:
@@ -48,18 +51,19 @@ class Counters:
         positions = (f"accepted_at_pos_{i}" for i in range(num_speculative_tokens))
         self._file_slots = metrics.slots_of((*_TOTALS, *positions))  # of each total
         self._file = self._open(vllm_config)
-        self._logged: set[str] = set()
-        self._alarm = AcceptanceAlarm()
-        self._is_paused = False
         # What a response says of its own request, where the server was asked for that.
         level = vllm_config.observability_config.per_request_spec_decode_metrics
-        self.counts_requests = isinstance(self._file, metrics.MetricsFile) and level != "none"
+        is_asked = self._file is not None and self._file.has_requests and level != "none"
+        self._by_request: Any = self._file if is_asked else None
+        self._logged: set[str] = set()
+        self._alarm = AcceptanceAlarm()
+        self.is_paused = False  # whether nothing is counted: what runs is nobody's request
         self._slots = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] in the file, by persistent row
         self._held: dict[str, int] = {}  # slots of requests that have not finished, running or preempted
         self._pending: list[tuple[np.ndarray, torch.Tensor]] = []  # slots and counts of the step in flight
 
     @staticmethod
-    def _open(vllm_config: Any) -> metrics.MetricsFile | CarriedCounts | None:
+    def _open(vllm_config: Any) -> Counts | None:
         """Return the file, or what takes counts to it from another host; on the first rank alone: it has one writer."""
         if get_tensor_model_parallel_rank() != 0:
             return None
@@ -68,26 +72,25 @@ class Counters:
         return open_for(vllm_config) or CarriedCounts()
 
     @property
-    def is_paused(self) -> bool:
-        """Whether nothing is counted: what runs is nobody's request."""
-        return self._is_paused
+    def counts_requests(self) -> bool:
+        return self._by_request is not None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Count nothing, log nothing and give no request a slot within: vLLM's warm-up steps real requests."""
         self.flush()
-        totals, self._is_paused = self._totals.clone(), True
+        totals, self.is_paused = self._totals.clone(), True
         try:
             yield
         finally:
             self._totals.copy_(totals)
             self._pending.clear()
-            self._is_paused = False
+            self.is_paused = False
 
     def tally(self, idx_mapping: torch.Tensor) -> Tally:
         """Return what the scorer is to count of `[num_reqs]` int64 persistent rows of a verify step."""
         by_kind = None
-        if self.counts_requests and not self._is_paused:
+        if self._by_request is not None and not self.is_paused:
             by_kind = self._totals.new_empty(len(idx_mapping), len(metrics.KINDS))
         return Tally(idx_mapping, self._requests.has_draft, self._totals, by_kind, known=self._launches)
 
@@ -101,11 +104,10 @@ class Counters:
 
     def begin_request(self, request: NewRequest) -> None:
         """Count a request's draft tokens from here on. One that was preempted goes on where it was."""
-        if self.counts_requests and not self._is_paused:
-            assert isinstance(self._file, metrics.MetricsFile)
+        if self._by_request is not None and not self.is_paused:
             req_id = request.req_id
             if req_id not in self._held:
-                self._held[req_id] = self._file.begin_request(req_id, self._held.values())
+                self._held[req_id] = self._by_request.begin_request(req_id, self._held.values())
             self._slots[request.req_state_idx] = self._held[req_id]
 
     def end_requests(self, req_ids: Iterable[str]) -> None:
@@ -121,26 +123,25 @@ class Counters:
 
     def publisher(self) -> Callable[[], None] | None:
         """Return what publishes the step's counts once the device is done with it, None if nothing was counted."""
-        pending, self._pending = self._pending, []
-        if not pending:
+        file, pending, self._pending = self._by_request, self._pending, []
+        if file is None or not pending:
             return None
 
         def publish() -> None:
-            assert isinstance(self._file, metrics.MetricsFile)
             for slots, counts in pending:
-                self._file.add_to_requests(slots, counts.numpy())
+                file.add_to_requests(slots, counts.numpy())
 
         return publish
 
-    def carried(self) -> Carried | None:
+    def carried(self) -> Changes | None:
         """Return what a step's output is to carry to the server; None where its file is here, or for nothing."""
-        return self._file.take() if isinstance(self._file, CarriedCounts) else None
+        return None if self._file is None else self._file.take()
 
     # ---- totals ----------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Publish what has been counted; on a GPU what a copy has brought by now, and begin the next copy."""
-        if self._file is None or self._is_paused:
+        if self._file is None or self.is_paused:
             return
         if self._copied is None:
             if self._has_news:
@@ -156,7 +157,6 @@ class Counters:
             self._has_news, self._is_copying = False, True
 
     def _publish(self) -> None:
-        """Add to the file what the totals on the host have gained."""
         assert self._file is not None
         gained = self._host_np - self._published
         num_steps = int(gained[_DRAFTS])
@@ -169,19 +169,44 @@ class Counters:
 
     def add(self, name: str, value: int = 1) -> None:
         """Add to a host-side counter."""
-        if self._file is not None and not self._is_paused:
+        if self._file is not None and not self.is_paused:
             self._file.add(name, value)
 
     def set(self, name: str, value: int) -> None:
         """Set a gauge."""
-        if self._file is not None and not self._is_paused:
+        if self._file is not None and not self.is_paused:
             self._file.set(name, value)
 
     def skip(self, reason: str, req_id: str, detail: str) -> None:
         """Count a request that runs without speculation, and log the first of each reason."""
         self.add(f"skipped_{reason}")
-        if reason not in self._logged and not self._is_paused:
+        if reason not in self._logged and not self.is_paused:
             self._logged.add(reason)
             logger.warning(
                 "vidspec: request %s runs without speculation: %s (further ones are only counted)", req_id, detail
             )
+
+
+class AcceptanceAlarm:
+    """Says when drafts have stopped to stand, whatever the cause: judges an engine's verify steps window by window."""
+
+    def __init__(self) -> None:
+        self._steps = self._accepted = 0
+        self._is_armed = True
+
+    def observe(self, num_steps: int, num_accepted: int) -> bool:
+        """Take in new verify steps with drafts; return whether they complete a window that accepted nearly none."""
+        self._steps += num_steps
+        self._accepted += num_accepted
+        if self._steps < WINDOW:
+            return False
+        mean, self._steps, self._accepted = self._accepted / self._steps, 0, 0
+        if mean < LOW and self._is_armed:
+            logger.warning(
+                "vidspec: draft acceptance is near zero (%.2f per verify step over the last %d or more): speculation "
+                "costs more than it gains; see docs/troubleshooting.md, few drafts are accepted",
+                mean,
+                WINDOW,
+            )
+        self._is_armed = mean >= SOUND or (self._is_armed and mean >= LOW)
+        return mean < LOW

@@ -9,8 +9,8 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 
 from vllm_vidspec import metrics
-from vllm_vidspec.engine.compat.scheduler import StepReport, attach, attach_records
-from vllm_vidspec.metrics.carried import Carried
+from vllm_vidspec.engine.compat.scheduler import StepReport, attach
+from vllm_vidspec.metrics.counts import Changes
 from vllm_vidspec.metrics.files import CounterFiles
 
 logger = init_logger("vllm.vidspec")
@@ -31,10 +31,7 @@ class RequestMetrics(RequestSpecDecodeMetrics):
 
 
 class RequestMetricsReader:
-    """Adds to a finished request's statistics what the worker counted for it.
-
-    It runs where vLLM hands outputs to all requests, so it never raises: figures are not worth an answer.
-    """
+    """Adds to a finished request's statistics what the worker counted for it; never raises: no figure is worth that."""
 
     def __init__(self, files: CounterFiles):
         self._files = files
@@ -56,7 +53,7 @@ class RequestMetricsReader:
 
 class PublishingOutput(AsyncModelRunnerOutput):
     """A step's output that publishes our counts when the device has finished it, before anybody sees the tokens, and
-    brings the scheduler a report, what was counted on another host, and requests' records.
+    brings the scheduler what there is to tell of the step (`compat.scheduler.Told`).
     """
 
     def __init__(
@@ -64,11 +61,11 @@ class PublishingOutput(AsyncModelRunnerOutput):
         inner: AsyncModelRunnerOutput,
         publish: Callable[[], None] | None,
         report: StepReport | None,
-        carried: Carried | None = None,
-        records: Callable[[], dict[str, Any]] | None = None,
+        carried: Changes | None,
+        records: Callable[[], dict[str, Any]] | None,
     ):
-        self._inner, self._publish, self._report, self._carried = inner, publish, report, carried
-        self._records = records
+        self._inner, self._publish = inner, publish
+        self._report, self._carried, self._records = report, carried, records
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the step, then publish."""
@@ -78,9 +75,7 @@ class PublishingOutput(AsyncModelRunnerOutput):
         """Publish a step that the device has finished, and return its output with what it brings."""
         if self._publish is not None:
             self._publish()
-        attach(output, self._report, self._carried)
-        if self._records is not None:
-            attach_records(output, self._records())
+        attach(output, self._report, self._carried, None if self._records is None else self._records())
         return output
 
     def get_kv_connector_output(self) -> KVConnectorOutput | None:

@@ -1,5 +1,4 @@
-"""A Triton backend named "cpu": with it vLLM's Model Runner V2 runs on a machine without a GPU, in Triton's
-interpreter.
+"""A Triton backend named "cpu": with it Model Runner V2 runs on a machine without a GPU, in Triton's interpreter.
 
 It is no part of `engine/cpu`, which a machine with a GPU never imports: Triton finds its backends by their entry points
 (group `triton.backends`) and imports all of them on every machine, while `import triton` is under way. So it may import

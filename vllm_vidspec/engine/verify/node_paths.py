@@ -14,8 +14,7 @@ from vllm_vidspec.engine.verify.step import VerifySlice
 from vllm_vidspec.scoring import TreeShapes
 
 _NUM_NATIVE_PROCESSORS = 3  # logit bias, penalties, bad words
-# Of paths that are laid out at a time, in float32.
-MAX_PATH_BYTES = 256 << 20
+MAX_PATH_BYTES = 256 << 20  # of paths that are laid out at a time, in float32
 
 
 class PathSampler:
@@ -24,9 +23,8 @@ class PathSampler:
     vLLM's kernels take the drafts before a logits row from the rows before it, which holds for chains. Penalties are
     one launch in their place among vLLM's processors (`path_penalties`), with a path's tokens found along `parents`.
     Whoever else looks back (bad words, thinking budgets, custom processors) gets a segment of rows for each of its
-    nodes, the path laid out as a chain that ends in it, and only the last row of the segment is of interest: the
-    arithmetic stays vLLM's, bit for bit, for such requests alone, so many segments at a time that their logits take no
-    more than MAX_PATH_BYTES in float32 (one segment where one takes more), and once more where they are bfloat16.
+    nodes, the path laid out as a chain that ends in it, whose last row counts: the arithmetic stays vLLM's, bit for
+    bit. So many segments run at a time that their float32 logits take MAX_PATH_BYTES at most, or one.
     """
 
     def __init__(self, sampler: Sampler, max_depth: int):
@@ -73,9 +71,7 @@ class PathSampler:
     def sample(
         self, part: VerifySlice, logits: torch.Tensor, input_ids: torch.Tensor, bound_np: np.ndarray, **options: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `[num_logits]` int64 tokens and `[num_logits, vocab_size]` processed logits, as vLLM's sampler does,
-        given `[num_reqs]` its bound of each sequence's length.
-        """
+        """Return `[num_logits]` int64 tokens and `[num_logits, vocab_size]` processed logits, as vLLM's sampler."""
         in_segments = np.zeros(len(part.idx_mapping_np), dtype=bool)
         if part.shapes is not None:
             in_segments = self._needs_segments(part.idx_mapping_np)
@@ -125,9 +121,7 @@ class PathSampler:
     def _segments(
         part: VerifySlice, logits: torch.Tensor, input_ids: torch.Tensor, rows: torch.Tensor, length: int
     ) -> tuple[torch.Tensor, ...]:
-        """Return `[n * length]` logits, persistent rows, positions, input tokens and places in the chain, of segments
-        that end in `[n]` int64 rows of logits.
-        """
+        """Return `[n * length]` logits, rows, positions, tokens and places of segments that end in `[n]` rows."""
         assert part.shapes is not None
         req_state_idx, node = part.expanded_idx_mapping[rows], part.nodes[rows].long()
         first = rows - node  # the root's row

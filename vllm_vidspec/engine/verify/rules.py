@@ -114,9 +114,7 @@ class LooseRules:
         return bool(self._loose) and bool((self._table_np[3, idx_mapping_np] == RELEVANCE).any())
 
     def looseness(self, part: VerifySlice, target_tokens: torch.Tensor, logits: torch.Tensor) -> Looseness:
-        """Return what may stand of the drafts that are verified at once, given what the target samples after each row,
-        `[num_logits]` int64, and the `[num_logits, vocab_size]` logits: -inf where the request forbids a token.
-        """
+        """Return what may stand of a slice's drafts, given `[num_logits]` int64 target samples and their logits."""
         config, (rules, windows, shares, sources) = self._knobs.current, self._on_device()
         seeds, parents = self._sampler.sampling_states.seeds.gpu, None if part.shapes is None else part.shapes.parents
         tables = LooseTables(self.protected, self._ends, sources, seeds, self._launches)
@@ -132,7 +130,6 @@ class LooseRules:
         )
 
     def _on_device(self) -> tuple[torch.Tensor, ...]:
-        """Return `[max_num_reqs]` rules, windows, float32 shares and sources of scores on the device."""
         if self._table is None:
             rules, windows, shares, sources = async_tensor_h2d(self._table_np.copy(), device=self._device)
             self._table = rules, windows, shares.view(torch.float32), sources

@@ -19,16 +19,12 @@ class VerifySlice(NamedTuple):
     nodes: torch.Tensor  # [num_logits] each row's node in the request's draft
     pos: torch.Tensor  # [num_logits] position of each row's input token in the text that it belongs to
     drafts: torch.Tensor  # [num_logits] int32 that input token; -1 where it is an invalid draft
-    # [num_logits] float32 visual relevance of each row's own state, NaN where it could not be measured; None if no
-    # request needs it
-    relevance: torch.Tensor | None
+    relevance: torch.Tensor | None  # [num_logits] float32 of each row's state, NaN: not measured; None: not needed
     shapes: TreeShapes | None  # of the drafts; None where all are chains
 
 
 class VerifyStep:
-    """A batch on its way through the verifier, which vLLM shows it slice by slice, with the `[num_tokens, hidden_size]`
-    final states of its forward; None where nothing is measured on them.
-    """
+    """A batch on its way through the verifier, slice by slice; `[num_tokens, hidden_size]` states to measure on."""
 
     def __init__(self, hidden_states: torch.Tensor | None = None):
         self.hidden_states = hidden_states

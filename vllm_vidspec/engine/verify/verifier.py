@@ -1,9 +1,7 @@
 """Our scorers in vLLM's rejection-sampler slot: verification by shared-noise coupling."""
 
-import itertools
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
@@ -16,7 +14,6 @@ from vllm_vidspec.engine.report.request_records import RequestRecorder
 from vllm_vidspec.engine.verify.node_paths import PathSampler
 from vllm_vidspec.engine.verify.rules import LooseRules
 from vllm_vidspec.engine.verify.step import VerifySlice, VerifyStep
-from vllm_vidspec.metrics import Kind
 from vllm_vidspec.scoring import Scored, ScoreInputs, score
 
 
@@ -24,9 +21,8 @@ class CoupledVerifier(RejectionSampler):
     """Samples the target at every draft position exactly as vanilla would, and lets a scorer say which drafts stand.
 
     vLLM's noise is a function of (request seed, position of the input token, token id), so the target's sample at a
-    draft position is the token that vanilla vLLM would have drawn there: the output is vanilla's, token for token, at
-    any temperature with the strict scorer. In a tree a node's position is its depth past the root, whatever its slot.
-    Logprobs, chunking over large vocabularies and grammar-invalid drafts are vLLM's own code, inherited.
+    draft position is the token that vanilla vLLM would have drawn there, at any temperature. A tree node's position is
+    its depth past the root. Logprobs, chunks of large vocabularies and grammars are vLLM's own code, inherited.
     """
 
     def __init__(
@@ -52,8 +48,8 @@ class CoupledVerifier(RejectionSampler):
         self._score = score  # every request by its own rule; strictly where none may be loose
         self._counters, self._trees, self._rules, self._visual = counters, trees, rules, visual
         self._step = VerifyStep()
-        self._watch: ScoreWatch | None = None
         self._recorder = recorder
+        self.watch: Any = None  # of a tool that looks on: `see(part, scored)` is called as the recorder's
         self.paths = PathSampler(sampler, max_path)
 
     def begin(self, step: VerifyStep) -> None:
@@ -63,20 +59,11 @@ class CoupledVerifier(RejectionSampler):
         self._step = VerifyStep()
 
     def profile(self, logits: torch.Tensor) -> None:
-        """Take, and give back, what a verify step takes beside its `[num_logits, vocab_size]` logits: the float32 copy
-        of one chunk, in which sampling parameters are applied, and as much again for nodes whose path is laid out.
-        """
+        """Take and give back what a verify step takes beside its logits: a float32 chunk, and again for paths."""
         chunk = logits[: get_max_chunk_logits(logits.shape[1])]
         processed = torch.empty_like(chunk, dtype=torch.float32)
         paths = torch.empty_like(processed)
         del processed, paths
-
-    def watch(self, on: bool) -> list[dict[str, Any]]:
-        """Return what became of every token since watching began, and go on watching or not (see `ScoreWatch`)."""
-        records = [] if self._watch is None else self._watch.take()
-        is_predicting = self._rules is not None and self._rules.is_predicting
-        self._watch = ScoreWatch(self.sampler.req_states, is_predicting) if on else None
-        return records
 
     def __call__(
         self,
@@ -91,8 +78,6 @@ class CoupledVerifier(RejectionSampler):
             assert self._step.hidden_states is not None
             relevance = self._visual.relevance(self._step.hidden_states, input_batch, self.num_speculative_steps + 1)
         self._step.open(input_batch.cu_num_logits_np, relevance)
-        if self._watch is not None:
-            self._watch.begin(input_batch.req_ids, input_batch.is_prefilling_np)
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
     def _verify(
@@ -117,18 +102,8 @@ class CoupledVerifier(RejectionSampler):
             shapes = self._trees.shapes(idx_mapping)
             # The noise is keyed by depth: vanilla would have reached the node after that many tokens.
             pos = pos + (shapes.depths[expanded_idx_mapping, expanded_local_pos] - expanded_local_pos)
-        part = VerifySlice(
-            idx_mapping,
-            idx_mapping_np,
-            cu_num_logits,
-            num_logits_np,
-            expanded_idx_mapping,
-            expanded_local_pos,
-            pos,
-            verify_draft_sampled,
-            relevance,
-            shapes,
-        )
+        rows = (expanded_idx_mapping, expanded_local_pos, pos, verify_draft_sampled, relevance)
+        part = VerifySlice(idx_mapping, idx_mapping_np, cu_num_logits, num_logits_np, *rows, shapes)
         target_tokens, processed_logits = self.paths.sample(
             part, logits, draft_sampled, seq_lens_upper_bound_np, return_logprobs=return_logprobs
         )
@@ -140,9 +115,7 @@ class CoupledVerifier(RejectionSampler):
         return processed_logits, scored.sampled, scored.num_sampled
 
     def _judge(self, part: VerifySlice, target_tokens: torch.Tensor, logits: torch.Tensor) -> Scored:
-        """Return which of a slice's drafts stand, given what the target samples and the logits that it samples from;
-        counters, watch and trees are told.
-        """
+        """Return which of a slice's drafts stand, given what the target samples and from which logits; tell others."""
         looseness = None
         if self._rules is not None and self._rules.any_loose(part.idx_mapping_np):
             looseness = self._rules.looseness(part, target_tokens, logits)
@@ -152,10 +125,10 @@ class CoupledVerifier(RejectionSampler):
         rows = (target_tokens, part.drafts, part.cu_num_logits)
         scored = self._score(ScoreInputs(*rows, self.num_speculative_steps, part.shapes, looseness, tally))
         self._counters.counted(part.idx_mapping_np, tally)
-        if self._watch is not None:
-            self._watch.see(part, scored)
         if self._recorder is not None:
             self._recorder.see(part, scored)
+        if self.watch is not None:
+            self.watch.see(part, scored)
         return scored
 
     def _get_logprobs_tensors(self, sampled, num_sampled, logits, *args):
@@ -173,64 +146,3 @@ def _output_order(scored: Scored, part: VerifySlice) -> torch.Tensor:
     req_idx = torch.arange(len(part.num_logits_np), device=first.device)
     req_idx = req_idx.repeat_interleave(first[1:] - first[:-1], output_size=len(part.nodes))  # [num_logits]
     return first[req_idx].long() + scored.path[req_idx, part.nodes]
-
-
-class ScoreWatch:
-    """Records verify steps token by token, on the host: an engine that is watched waits for every step.
-
-    What was emitted without being verified (by a prefill, a step without drafts), and what a preempted request keeps of
-    its last step, is seen in the text. Relevance may be measured on the row that predicts a token, not on its own.
-    """
-
-    def __init__(self, req_states: Any, is_predicting: bool):
-        self._req_states = req_states
-        self._is_predicting = is_predicting
-        self._records: dict[str, dict] = {}
-        self._req_ids: list[str | None] = []
-
-    def begin(self, req_ids: list[str], is_prefilling: np.ndarray) -> None:
-        """Name the requests of the batch whose slices come next, and which of them are still `[num_reqs]` prefilling.
-
-        A prefill verifies nothing: what it samples is seen as the root of the request's next step.
-        """
-        self._req_ids = [None if skip else req_id for req_id, skip in zip(req_ids, is_prefilling, strict=True)]
-
-    def see(self, part: VerifySlice, scored: Scored) -> None:
-        bounds, positions = part.cu_num_logits.tolist(), part.pos.tolist()
-        of_row = [None] * len(positions) if part.relevance is None else part.relevance.tolist()
-        for i, (start, end) in enumerate(itertools.pairwise(bounds)):
-            req_id = self._req_ids[i]
-            if req_id is None or end == start:
-                continue
-            record = self._records.setdefault(req_id, {"tokens": [], "relevance": [], "kinds": []})
-            self._catch_up(record, int(part.idx_mapping_np[i]), positions[start] + 1)
-            count = int(scored.num_sampled[i])
-            exact = [int(Kind.EXACT)] * (count - 1) + [int(Kind.OWN)]
-            kinds = exact if scored.kinds is None else scored.kinds[i, :count].tolist()
-            nodes = list(range(count)) if scored.path is None else scored.path[i, :count].tolist()
-            if self._is_predicting:
-                measured = [of_row[start + node] for node in nodes]
-            else:
-                record["relevance"][-1] = of_row[start]  # the root: the last token of the step before
-                measured = [*(of_row[start + node] for node in nodes[1:]), None]
-            self._append(record, scored.sampled[i, :count].tolist(), measured, kinds)
-        self._req_ids = self._req_ids[len(bounds) - 1 :]
-
-    def _catch_up(self, record: dict, req_state_idx: int, length: int) -> None:
-        """Let a record be that of a text of `length` tokens, prompt included, the root being its last."""
-        prompt_len = int(self._req_states.prompt_len.np[req_state_idx])
-        for values in record.values():
-            del values[length - prompt_len :]
-        known = prompt_len + len(record["tokens"])
-        unseen = self._req_states.all_token_ids.gpu[req_state_idx, known:length].tolist()
-        self._append(record, unseen, [None] * len(unseen), [int(Kind.OWN)] * len(unseen))
-
-    @staticmethod
-    def _append(record: dict, tokens: list[int], relevance: list[float | None], kinds: list[int]) -> None:
-        for name, values in (("tokens", tokens), ("relevance", relevance), ("kinds", kinds)):
-            record[name] += values
-
-    def take(self) -> list[dict]:
-        """Return what was seen, a record per request: `req_id`, `tokens`, `relevance`, `kinds`, and forget it."""
-        records, self._records = self._records, {}
-        return [{"req_id": req_id} | record for req_id, record in records.items()]
