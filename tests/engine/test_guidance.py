@@ -34,8 +34,10 @@ def check_scores(family: str, outputs: list, videos: list[list[np.ndarray]], rec
     assert len(by_req) == len(outputs)
     for output, shown in zip(outputs, videos, strict=True):
         record = by_req[output.request_id.split("-")[0]]
-        for grid, kept in zip(record["grids"], record["kept_indices"], strict=True):
+        for grid, kept, own in zip(record["grids"], record["kept_indices"], record["scores"], strict=True):
             assert len(kept) == budget(grid.num_tokens, 0.9) and torch.equal(kept, kept.unique())
+            # By its own scores, not by those of another video of the prompt.
+            assert layer is None or torch.equal(kept, get_pruner("uv")(PruneInputs(grid, len(kept), own)))
         scores = torch.cat(record["scores"])
         assert float64.guidance_error(scores, family, list(output.prompt_token_ids), shown, layer) <= TOLERANCE
 

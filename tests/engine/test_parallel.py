@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from tests.engine import harness
@@ -42,18 +43,31 @@ def wait_until(is_so: Callable[[], bool], engine: Engine, timeout_s: float = 90.
 
 
 def let_drafts_come(engine: Engine, timeout_s: float = 60.0) -> contextlib.AbstractContextManager:
-    """Before each of the target's steps, wait until all streams are as far ahead as they may be: no clock decides."""
+    """Before each of the target's steps, wait until all streams are as far ahead as they may be: no clock decides.
+    After it the drafter must know of what it has sampled."""
     speculator = engine.speculator
     propose = speculator.propose
 
-    def slow(*args, **kwargs):
+    def slow(batch, *args, **kwargs):
         deadline = time.monotonic() + timeout_s
         while behind := _behind(engine):
             assert time.monotonic() < deadline, f"the drafter has nothing for {behind}"
             time.sleep(0.001)
-        return propose(*args, **kwargs)
+        drafts = propose(batch, *args, **kwargs)
+        assert not (late := _uncommitted(engine, batch.idx_mapping_np)), f"the drafter is not told of {late}"
+        return drafts
 
     return mock.patch.object(speculator, "propose", slow)
+
+
+def _uncommitted(engine: Engine, rows: np.ndarray) -> list[int]:
+    """Return the rows of a step that has just ended of which the drafter's tables lack what it has sampled."""
+    client, states = drafter(engine), engine.runner.req_states
+    if not client.is_up or client.num_connects > engine.speculator.backend._num_connects:
+        return []
+    lengths, tables = states.total_len.gpu.numpy()[rows], client.tables
+    has_begun = (lengths > states.prompt_len.np[rows]) & (tables.epoch[rows] >= 0)
+    return rows[has_begun & (tables.committed[rows] != lengths)].tolist()
 
 
 def _behind(engine: Engine) -> dict[str, str]:

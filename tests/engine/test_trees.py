@@ -21,6 +21,7 @@ from tests.engine.harness import LLAVA, QWEN, Engine, assert_all_stands, assert_
 from vllm_vidspec import metrics
 from vllm_vidspec.engine import tree_attention
 from vllm_vidspec.engine.compat import backends
+from vllm_vidspec.engine.draft.forwards import DraftBuffers
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.scoring import rules as scorers
@@ -28,8 +29,8 @@ from vllm_vidspec.scoring import rules as scorers
 pytestmark = pytest.mark.engine
 
 K = 5  # of chains
-# A caterpillar: each level has a decoy, and the right token after it.
-DECOYS = [[0], [1], [1, 0], [1, 1], [1, 1, 0], [1, 1, 1]]
+# A caterpillar: each level has a decoy, and the right token after it. A decoy has a child, so that the draft reads it.
+DECOYS = [[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]]
 
 
 class Subject(NamedTuple):
@@ -46,7 +47,7 @@ def subject(request, reference) -> Iterator[Subject]:
     for scenario in ("videos", "sampled"):  # one engine at a time
         reference(family, scenario)
     if request.param == "trees":
-        shape = {"drafting": "tree-static", "tree_paths": DECOYS, "num_speculative_tokens": 6}
+        shape = {"drafting": "tree-static", "tree_paths": DECOYS, "num_speculative_tokens": len(DECOYS)}
         with harness.engine(LLAVA, "target", pruner="none", **shape) as engine:
             yield Subject(engine, check_decoys)
     else:
@@ -166,6 +167,16 @@ def leaking_sibling(patch, engine) -> None:
     patch.setattr(TargetTrees, "_place", leaking)
 
 
+def leaking_draft(patch, engine) -> None:
+    """In the draft each node also attends to what the node before it does."""
+    original = DraftBuffers.place
+
+    def leaking(self, num_reqs, level, nodes, tokens, ancestors):
+        original(self, num_reqs, level, nodes, tokens, ancestors | ancestors.roll(1, dims=1))
+
+    patch.setattr(DraftBuffers, "place", leaking)
+
+
 def wrong_branch(patch, engine) -> None:
     """The right tokens stand, but the KV of the first branch is kept."""
     original = scorers.accept
@@ -229,7 +240,7 @@ def never_taken(patch, engine) -> None:
     patch.setattr(tree_attention.TreeAttention, "step", property(lambda self: None, lambda self, step: None), False)
 
 
-TREE_MUTATIONS = [no_depth_positions, no_compaction, leaking_sibling, wrong_branch, noise_by_slot]
+TREE_MUTATIONS = [no_depth_positions, no_compaction, leaking_sibling, leaking_draft, wrong_branch, noise_by_slot]
 CHAIN_MUTATIONS = [shorter_prefix, blind_root, rows_of_the_neighbour, never_taken]
 
 

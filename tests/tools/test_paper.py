@@ -273,6 +273,8 @@ def test_every_method_is_a_row(clocks):
     assert [name for name, spec in given.items() if spec["model"] == "self"] == ["self-SD"]
     said = " ".join(invoke("bench", "paper", "--help").stdout.split())
     assert all(name in said for name in paper.ALL)
+    table = invoke("bench", "paper", *SMALL).stdout
+    assert all(words in table for words in ("the pair as it is", "own token", *paper.ALL[:-1]))
 
 
 @pytest.mark.parametrize(("draft", "model"), [("draft", "draft"), ("target", "self"), ("PATH", "PATH")])
@@ -332,6 +334,8 @@ def test_one_setting_beside_vanilla(clocks):
     assert ours["t_step_ms"] == ours["t_step_ms_p99"] == pytest.approx(1e3 * step_s)
     assert (vanilla["request_ms"], ours["request_ms"]) == pytest.approx((200 + 48 * 40, 200 + 12e3 * step_s))
     assert vanilla["draft_decode_ms"] is None and ours["draft_decode_ms"] == pytest.approx(48 * 4)
-    rows = invoke("bench", "speed", *SMALL, "--parallel", "--inflate", "5", "--json", "-")
-    ours = json.loads(rows.stdout)["rows"][-1]
+    beside = ("bench", "speed", *SMALL, "--parallel", "--inflate", "5")
+    ours = json.loads(invoke(*beside, "--json", "-").stdout)["rows"][-1]
     assert (ours["mode"], ours["num_speculative_tokens"]) == ("parallel", 10)
+    tables = invoke(*beside).stdout
+    assert all(words in tables for words in ("chain of 10", "late", "what drafting takes of a request", "relevance"))
