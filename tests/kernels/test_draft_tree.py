@@ -166,6 +166,18 @@ def test_place_equals_the_loop(device, sizes):
     assert (left[".tree.tokens"][sizes[0]] == 77).all() and (left[".level.fed_tokens"][sizes[0]] == 77).all()
 
 
+def test_place_by_hand(device, impl):
+    """Two requests with two frontier nodes of three candidates: candidates 4, 0 and 2 become nodes 3, 1 and 9."""
+    offered = torch.arange(100, 112, device=device).view(4, 3)
+    level = PlacedLevel(*(torch.tensor(part, device=device) for part in ([4, 0, 2], [3, 1, 9], [2, 4])),
+                        torch.full((3, 2), 77, device=device))  # fmt: skip
+    tree = make_tables(3, 9, device)
+    tree_place(tree, level, 2, offered, impl=impl)
+    expected = [[77, first, 77, first + 4, *[77] * 5, first + 2] for first in (100, 106)]
+    assert tree.tokens.tolist() == [*expected, [77] * 10]
+    assert level.fed_tokens.tolist() == [[102, 104], [108, 110], [77, 77]]
+
+
 def make_chains(num_reqs, max_nodes, num_nodes, device):
     """Tables whose row r is a chain of `num_nodes[r]` nodes, garbage behind."""
     tree = make_tables(num_reqs, max_nodes, device)
@@ -219,6 +231,19 @@ def test_leaves_are_the_best_candidates(device, num_nodes, num_parents, num_cand
         assert left[".tree.num_nodes"][row] == before + count
         assert torch.equal(left[".tree.log_probs"][row, before + 1 : before + count + 1], candidates[:count])
     assert all((left[f".tree.{name}"][len(num_nodes)] == 77).all() for name in ("tokens", "parents", "num_nodes"))
+
+
+def test_leaves_by_hand(device, impl):
+    """A chain of two nodes; of the candidates -2 (twice), -1, -inf and NaN the best three, of equal ones the first."""
+    tree = make_chains(1, 6, [2], device)
+    scores = torch.tensor([[[-2.0, -torch.inf], [torch.nan, -1.0], [-2.0, -3.0]]], device=device)
+    tokens = torch.tensor([[[10, 11], [12, 13], [14, 15]]], device=device)
+    leaves = Leaves(scores, tokens, torch.tensor([[0, 1, 2]], device=device))
+    tree_finish(tree, 1, leaves=leaves, max_nodes=5, impl=impl)
+    assert tree.num_nodes.item() == 5 and tree.tokens[0, 3:].tolist() == [13, 10, 14, 77]
+    assert tree.parents[0, 3:].tolist() == [1, 0, 2, 77] and tree.depths[0, 3:].tolist() == [2, 1, 3, 77]
+    assert tree.ancestors[0, 3:].tolist() == [0b101, 0b1000, 0b10011, 77]
+    assert tree.log_probs[0, 3:].tolist() == [-1.0, -2.0, -2.0, 77.0]
 
 
 @pytest.mark.parametrize("fills", [False, True])

@@ -1,5 +1,4 @@
-"""tree_grow: kernel against loop over whole steps: ties, budgets, numbers that are none; tests/unit/drafting has the
-specification that the loop is held to."""
+"""tree_grow: one literal level, and kernel against loop over whole steps: ties, budgets, numbers that are none."""
 
 import pytest
 import torch
@@ -116,6 +115,36 @@ def nodes_of(buffers, row, nodes):
         node: (columns[0][node], columns[1][node], columns[2][node], columns[3][node] % 2**64, columns[4][node])
         for node in nodes
     }
+
+
+def test_a_hand_computed_level(device, impl):
+    """Catches: the greedy child tested or out of place, a wrong bound, order by place, a parent's mask forgotten."""
+    bounds = torch.full((2, 2, 3), NONE)
+    bounds[1, 1] = torch.tensor([NONE, -1.0, -0.5])  # level 2: rank 1 wants a parent of -1.0, rank 2 one of -0.5
+    thresholds = torch.tensor([[NEVER, NEVER], [NEVER, NEVER], [-1.5, -3.0]])
+    buffers = buffers_for([(2, 1)], device, 3, max_nodes=8, num_levels=2, thresholds=thresholds, bounds=bounds)
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    log_probs = torch.tensor([[-2.0, -1.0, -1.5]], device=device)
+    tokens = torch.tensor([[7, 8, 9]], device=device)
+    start(buffers)
+    tree_grow(buffers, rows, log_probs, tokens, level=0, budget=8, first_parent=0, num_next=3, impl=impl)
+    # The greedy child is below the threshold and stays; -1.5 is not above it.
+    assert buffers.frontier_nodes[0, :3].tolist() == [1, 3, 0] and buffers.frontier_tokens[0, :3].tolist() == [7, 8, 0]
+    assert buffers.frontier_log_probs[0, :3].tolist() == [-2.0, -1.0, NONE]
+    assert nodes_of(buffers, 0, [1, 3]) == {1: (7, 0, 1, 0b001, -2.0), 3: (8, 0, 1, 0b100, -1.0)}
+    log_probs = torch.tensor([[-9.0, -0.5, -0.5], [-1.5, -0.25, -0.5]], device=device)
+    tokens = torch.tensor([[4, 5, 6], [1, 2, 3]], device=device)
+    tree_grow(buffers, rows, log_probs, tokens, level=1, budget=8, first_parent=1, num_next=6, impl=impl)
+    # Of node 1 (-2.0) only the greedy child; of node 3 (-1.0) rank 0 (-2.5) and rank 1 (-1.25), not rank 2.
+    assert not buffers.frontier_nodes.any() and not buffers.frontier_tokens.any()
+    expected = {
+        2: (4, 1, 2, 0b00011, -11.0), 4: (2, 3, 2, 0b01100, -1.25), 5: (1, 3, 2, 0b10100, -2.5), 6: (-1, 0, 1, 32, 0.0)
+    }  # fmt: skip
+    assert nodes_of(buffers, 0, expected) == expected
+    assert buffers.next_free.tolist() == [6]
+    left, left_tokens, left_parents = (part[0, :3].tolist() for part in buffers.leftover)
+    assert left == [[NONE, NONE, -1.5], [NONE, -2.5, -2.5], [NONE, NONE, -1.5]]
+    assert left_tokens == [[7, 8, 9], [4, 5, 6], [1, 2, 3]] and left_parents == [0, 1, 3]
 
 
 @pytest.mark.parametrize("budget", [0, 1, 3, 9, 30, 64])

@@ -1,5 +1,7 @@
 """tree_attention: kernel and reference against a loop over entries, what may not be read or written."""
 
+import math
+
 import pytest
 import torch
 
@@ -28,6 +30,29 @@ IMPLS = ["triton", "torch"]
 def small_shares(monkeypatch):
     """Shares of at least one tile, so that prefixes of a few hundred entries have parts in several programs."""
     monkeypatch.setattr(module, "MIN_UNITS", 1)
+
+
+# ---- literal facts -------------------------------------------------------------------------------------------------
+
+
+def test_equal_keys_by_hand(device, impl):
+    """Equal keys: a row's output is the plain mean of the values it attends to, its LSE log(count) + logit.
+
+    Values are the entry's number. Prefix 0, 1, 2; nodes at entries 3 to 5: row 0 sees none, row 1 node 0, row 2 nodes
+    0 and 2, row 3 all.
+    """
+    case = Case(device, [Request(3, [0, 0b1, 0b101, 0b111])], num_heads=2, num_kv_heads=2)
+    block = case.table[case.rows[0], 0].long()
+    case.keys[block, :6] = 1.0
+    case.values[block, :6] = torch.arange(6.0, device=device)[:, None, None]
+    case.query.fill_(0.5)
+    out, lse = run(case, impl)
+    start, logit = case.starts[0], 32 * 0.5 * 32**-0.5
+    means = [(0 + 1 + 2) / 3, (0 + 1 + 2 + 3) / 4, (0 + 1 + 2 + 3 + 5) / 5, (0 + 1 + 2 + 3 + 4 + 5) / 6]
+    for i, (mean, count) in enumerate(zip(means, [3, 4, 5, 6], strict=True)):
+        assert out[start + i].flatten().tolist() == pytest.approx([mean] * 64, rel=1e-5)
+        assert lse[:, start + i].tolist() == pytest.approx([math.log(count) + logit] * 2, rel=1e-5)
+    assert (out[start - 1] == SENTINEL).all() and (out[start + 4] == SENTINEL).all()
 
 
 @pytest.mark.parametrize("min_units", [1, 10**6])
