@@ -199,8 +199,14 @@ class Drafter:
         num_reqs: int,
     ) -> None:
         begin_step(
-            *(batch_rows, picked, num_sampled, was_verified),
-            *(self._sample.temperature, self._sample.seeds, self._tables, self.buffers.step),
+            batch_rows,
+            picked,
+            num_sampled,
+            was_verified,
+            self._sample.temperature,
+            self._sample.seeds,
+            self._tables,
+            self.buffers.step,
             size=num_reqs,
             block_size=self.kv.block_size,
             max_position=self.model.num_positions - 1,
