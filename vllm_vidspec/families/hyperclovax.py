@@ -11,10 +11,7 @@ class HyperClovaXAdapter(PatchGrids):
     architectures = frozenset({"HCXVisionV2ForCausalLM"})
     model_types = frozenset({"hyperclovax_vision_v2"})
     shared = (
-        Field("patch size", ("vision_config.patch_size",)),
-        PatchGrids.merge,
-        Field("temporal patch size", ("vision_config.temporal_patch_size",)),
-        Field("number of pixel channels", ("vision_config.in_channels", "vision_config.in_chans")),
+        *PatchGrids.patches,
         Field("image token id", ("image_token_id",)),
         Field("video token id", ("video_token_id",)),
     )
