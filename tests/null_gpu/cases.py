@@ -191,6 +191,7 @@ _CONTROLLED = {"adaptive_tokens": True}
 
 _OMNI = "Qwen/Qwen2.5-Omni-7B", "Qwen/Qwen2.5-Omni-3B"
 _OMNI3 = "Qwen/Qwen3-Omni-30B-A3B-Thinking", "Qwen/Qwen3-Omni-30B-A3B-Instruct"
+_NEXT_VIDEO = "llava-hf/LLaVA-NeXT-Video-7B-DPO-hf", "llava-hf/LLaVA-NeXT-Video-7B-hf"
 _INTERNVL = "OpenGVLab/InternVL3_5-8B-HF", "OpenGVLab/InternVL3_5-1B-HF"
 _GLM = "zai-org/GLM-4.6V", "zai-org/GLM-4.6V-Flash"
 
@@ -274,6 +275,8 @@ _ALL = (
     Case("internvl two layers", _STATIC, released=("internvl", *_INTERNVL), overrides=GRAPHS_104, **_SLOW, **_ONE_STEP),
     Case("glm-v two layers", {}, released=("glm-v", *_GLM), **_GRAPHS, **_SLOW, **_ONE_STEP),
     Case("qwen3-omni two layers", {}, released=("qwen3-omni", *_OMNI3), **_GRAPHS, **_SLOW, **_ONE_STEP),
+    Case("llava-next-video two layers", {}, released=("llava-next-video", *_NEXT_VIDEO),
+         overrides=GRAPHS | {"kv_cache_memory_bytes": 256 << 20}, **_SLOW, **_ONE_STEP),
     *_whole("7b", QWEN, 80),
     *_whole("qwen3 8b", QWEN3, 141),
     # The Qwen pair's three vision heads are not for two ranks.
