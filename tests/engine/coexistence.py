@@ -154,10 +154,9 @@ ROWS: tuple[Row, ...] = (
     ),
     works("AWQ", f"{_BOTH}, {_BF16}", "vanilla's", cases.quantised("awq", dtype="bfloat16")),
     works("GPTQ", f"{_BOTH}, {_BF16}", "vanilla's", cases.quantised("gptq", dtype="bfloat16")),
-    *(_cuda(name.upper(), f"{_BOTH}, Marlin", f"chain {name} weights") for name in ("awq", "gptq")),
+    *(_cuda(name.upper(), f"{_BOTH}, Machete", f"chain {name} weights") for name in ("awq", "gptq")),
     _cuda("FP8 weights", f"such checkpoints, {_BOTH}", "chain fp8 weights"),
     _cuda("FP8 weights", f"`--quantization fp8_per_tensor`, {_BOTH}", "chain fp8 as it loads"),
-    _cuda("INT8 weights", f"`--quantization int8_per_channel_weight_only`, {_BOTH}", "chain int8 as it loads"),
     works("FP8 KV cache", "`--kv-cache-dtype fp8`, adaptive trees, pruner `specvlm`", "vanilla's", cases.fp8_cache),
     works(
         *("FP8 KV cache", "a scale of each tensor in the checkpoints, trees, `specvlm`", "vanilla's"),
