@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from tests.engine import minicpm_code
+from tests.engine.random_models import SPREAD, byte_tokenizer, rename, widen
 from vllm_vidspec.tools import pairs
 
-_SPREAD = 0.12
 _TEXT = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
@@ -27,7 +27,7 @@ _TEXT = {
     "head_dim": 32,
     "intermediate_size": 256,
     "max_position_embeddings": 16_384,
-    "initializer_range": _SPREAD,
+    "initializer_range": SPREAD,
 }
 _MAX_PIXELS = 112 * 112 * 16  # of an image or a video, so that vLLM's profile of the largest is small
 _SIZE = {"shortest_edge": 112 * 112, "longest_edge": _MAX_PIXELS}
@@ -66,7 +66,7 @@ def build(name: str, folder: Path, seed: int = 0) -> str:
 
     torch.manual_seed(seed)
     family = FAMILIES[name]
-    tokenizer = _tokenizer(family.tokens)
+    tokenizer = byte_tokenizer(family.tokens)
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in family.tokens.items()}
     end = tokenizer.eos_token_id
     text = _TEXT | {"vocab_size": len(tokenizer), "eos_token_id": end, "bos_token_id": end, "pad_token_id": end}
@@ -75,13 +75,13 @@ def build(name: str, folder: Path, seed: int = 0) -> str:
         family.write(config, folder)
     else:
         model = getattr(transformers, config.architectures[0])(config).float()
-        _widen(model)
+        widen(model)
         model.save_pretrained(folder)
     if family.architecture:
         config.architectures = [family.architecture]
         config.save_pretrained(folder)
     family.processor(tokenizer).save_pretrained(folder)
-    _rename(folder / "model.safetensors", family.released_names)
+    rename(folder / "model.safetensors", family.released_names)
     return str(folder)
 
 
@@ -91,7 +91,7 @@ def write_released(name: str, model: str, num_layers: int, folder: Path) -> str:
     from tests import released
 
     family, config = FAMILIES[name], released.config_of(model)
-    tokenizer = _tokenizer(family.tokens)
+    tokenizer = byte_tokenizer(family.tokens)
     holder = config.get("thinker_config", config)
     for key, token in family.tokens.items():
         for spelling in (key, key.replace("_id", "_index"), key.removeprefix("context_")):
@@ -133,36 +133,6 @@ def prompt(
     return {"prompt": text, "multi_modal_data": data} if data else {"prompt": text}
 
 
-def _tokenizer(special: dict[str, str]) -> Any:
-    """Return a tokenizer of bytes, which reads back exactly what it has written."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    raw.decoder = decoders.ByteLevel()
-    raw.add_special_tokens(["<|end|>", *special.values()])
-    names = {key.removesuffix("_id"): token for key, token in special.items()}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=raw, eos_token="<|end|>", pad_token="<|end|>", extra_special_tokens=names
-    )
-
-
-def _widen(model: Any) -> None:
-    """Give what is not drawn by the initializer's range, such as biases of a router, its spread too."""
-    for name, weight in model.named_parameters():
-        if weight.dim() == 1 and "norm" not in name and "layernorm" not in name:
-            torch.nn.init.normal_(weight.data, std=_SPREAD)
-
-
-def _rename(path: Path, prefixes: dict[str, str]) -> None:
-    weights = load_file(path)
-    for prefix, released in prefixes.items():
-        weights = {name.replace(prefix, released): weight for name, weight in weights.items()}
-    save_file(weights, path, metadata={"format": "pt"})
-
-
 # ---- families --------------------------------------------------------------------------------------------------------
 
 
@@ -179,7 +149,7 @@ def _config(kind: str, text: dict[str, Any], vision: dict[str, Any], **fields: A
     import transformers
 
     make = getattr(transformers, f"{kind}Config")
-    vision |= {"initializer_range": _SPREAD}
+    vision |= {"initializer_range": SPREAD}
     config = make(text_config=text, vision_config=vision, tie_word_embeddings=False, **fields)
     config.architectures = [f"{kind}ForConditionalGeneration"]
     return config
@@ -270,9 +240,9 @@ def _omni(kind: str) -> Callable[[dict[str, int], dict[str, Any]], Any]:
         import transformers
 
         rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 6, 6]}
-        vision = _PATCHES | {"intermediate_size": 128, "initializer_range": _SPREAD}
+        vision = _PATCHES | {"intermediate_size": 128, "initializer_range": SPREAD}
         audio = {"num_mel_bins": _MELS, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
-        audio |= {"d_model": 32, "output_dim": 128, "initializer_range": _SPREAD}
+        audio |= {"d_model": 32, "output_dim": 128, "initializer_range": SPREAD}
         tokens = {name: ids[f"{name}_token_id"] for name in ("image", "video", "audio")}
         if kind == "Qwen3OmniMoe":
             tokens = {f"{name}_token_id": token for name, token in tokens.items()}
@@ -304,7 +274,7 @@ def _write_thinker(config: Any, folder: Path) -> None:
 
     kind = config.architectures[0].replace("For", "ThinkerFor")
     model = getattr(transformers, kind)(config.thinker_config).float()
-    _widen(model)
+    widen(model)
     weights: dict[str, torch.Tensor] = {}
     for name, weight in model.state_dict().items():
         before, are_experts, part = name.partition(".experts.")
@@ -350,7 +320,7 @@ _OMNI = {
 
 def _minicpm(ids: dict[str, int], text: dict[str, Any]) -> Any:
     rope = {"rope_type": "default", "rope_theta": 500.0}
-    vision = _TILES | {"image_size": minicpm_code.SIDE, "patch_size": minicpm_code.PATCH, "initializer_range": _SPREAD}
+    vision = _TILES | {"image_size": minicpm_code.SIDE, "patch_size": minicpm_code.PATCH, "initializer_range": SPREAD}
     config = minicpm_code.MiniCPMVConfig(vision, **text, rope_parameters=rope, tie_word_embeddings=False)
     config.architectures = ["MiniCPMV"]
     config.auto_map = {"AutoConfig": "minicpm_code.MiniCPMVConfig"}
@@ -366,14 +336,14 @@ def _write_minicpm(config: Any, folder: Path) -> None:
     parts = {"llm": transformers.Qwen3ForCausalLM(config), "vpm": Idefics2VisionTransformer(config.vision_config)}
     weights = {}
     for part, model in parts.items():
-        _widen(model)
+        widen(model)
         weights |= {f"{part}.{name}": weight for name, weight in model.float().state_dict().items()}
     shapes = {"query": (config.query_num, size), "proj": (size, size), "kv_proj.weight": (size, kv_size)}
     shapes |= {"attn.in_proj_weight": (3 * size, size), "attn.in_proj_bias": (3 * size,)}
     shapes |= {"attn.out_proj.weight": (size, size), "attn.out_proj.bias": (size,)}
     for norm in ("ln_q", "ln_kv", "ln_post"):
         shapes |= {f"{norm}.weight": (size,), f"{norm}.bias": (size,)}
-    weights |= {f"resampler.{name}": _SPREAD * torch.randn(shape) for name, shape in shapes.items()}
+    weights |= {f"resampler.{name}": SPREAD * torch.randn(shape) for name, shape in shapes.items()}
     for norm in ("ln_q", "ln_kv", "ln_post"):
         weights[f"resampler.{norm}.weight"] += 1
     config.save_pretrained(folder)

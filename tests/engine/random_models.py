@@ -14,7 +14,7 @@ from vllm_vidspec import assets
 
 QWEN2, QWEN3, QWEN3_MOE = NAMES = ("qwen2-vl", "qwen3-vl", "qwen3-vl-moe")
 # Wide enough that other visual features make other tokens likely.
-_SPREAD = 0.12
+SPREAD = 0.12
 _EXPERT_SIZE = 48
 _TEXT = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -69,7 +69,7 @@ def _config(name: str) -> Any:
         "intermediate_size": 256,
         "vocab_size": len(ids),
         "max_position_embeddings": 16_384,
-        "initializer_range": _SPREAD,
+        "initializer_range": SPREAD,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 6, 6]},
         "bos_token_id": ids["<|endoftext|>"],
         "eos_token_id": ids["<|im_end|>"],
@@ -78,7 +78,7 @@ def _config(name: str) -> Any:
     tokens = {f"{kind}_token_id": ids[f"<|{kind}_pad|>"] for kind in ("image", "video")}
     tokens |= {f"vision_{end}_token_id": ids[f"<|vision_{end}|>"] for end in ("start", "end")}
     vision: dict[str, Any] = {"depth": 3, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2}
-    vision |= {"temporal_patch_size": 2, "initializer_range": _SPREAD}
+    vision |= {"temporal_patch_size": 2, "initializer_range": SPREAD}
     kind = "Qwen2VL"
     if name == QWEN2:
         vision |= {"embed_dim": 64, "hidden_size": text["hidden_size"], "mlp_ratio": 2}
@@ -113,3 +113,34 @@ def _processor(name: str) -> Any:
             size={"shortest_edge": 784, "longest_edge": 112 * 112 * 64},
         )
     return kind(bundled.image_processor, bundled.tokenizer, video, bundled.chat_template)
+
+
+def byte_tokenizer(special: dict[str, str]) -> Any:
+    """Return a tokenizer of bytes, which reads back exactly what it has written."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(["<|end|>", *special.values()])
+    names = {key.removesuffix("_id"): token for key, token in special.items()}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<|end|>", pad_token="<|end|>", extra_special_tokens=names
+    )
+
+
+def widen(model: Any) -> None:
+    """Give what is not drawn by the initializer's range, such as biases of a router, its spread too."""
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1 and "norm" not in name and "layernorm" not in name:
+            torch.nn.init.normal_(weight.data, std=SPREAD)
+
+
+def rename(path: Path, prefixes: dict[str, str]) -> None:
+    """Give the weights of a file the names of a released checkpoint, by what names begin with."""
+    weights = load_file(path)
+    for prefix, released in prefixes.items():
+        weights = {name.replace(prefix, released): weight for name, weight in weights.items()}
+    save_file(weights, path, metadata={"format": "pt"})

@@ -58,6 +58,14 @@ def test_of_several_video_frames_to_a_model_frame_the_first_is_drawn():
     assert shown == [32 * frame for frame in range(8)]
 
 
+def test_more_frames_than_columns_are_evenly_spaced_and_said():
+    grid = TokenGrid(64, 2, 2)
+    layout = Layout.fit(grid, 16)
+    assert (layout.frames[0], layout.frames[-1], len(set(layout.frames))) == (0, 63, 16)
+    assert "16 evenly spaced ones shown" in contact_sheet._caption(grid, layout, 1)[0]
+    assert "evenly" not in contact_sheet._caption(GRID, Layout.fit(GRID, 16), 2)[0]
+
+
 def test_positional_bias_and_trailing_tokens():
     grid = TokenGrid(8, 2, 2, num_trailing=1)
     biased = row("attention", (0, 1, 2, 31, 32), grid)
