@@ -30,6 +30,9 @@ class Told(NamedTuple):
     records: dict[str, dict[str, Any]] | None = None  # by request id, of requests that ask for one
 
 
+_NOTHING, _NO_REPORT = Told(), StepReport()
+
+
 def hook_scheduler(attach: Callable) -> None:
     """Attach a part of ours to the scheduler of an engine that uses our method, and send workers more.
 
@@ -152,12 +155,12 @@ def attach(output: Any, *told: Any) -> None:
 
 def told_with(output: Any) -> Told:
     """Return what came with vLLM's `ModelRunnerOutput`."""
-    return getattr(output, _TOLD, Told())
+    return getattr(output, _TOLD, _NOTHING)
 
 
 def report_of(output: Any) -> StepReport:
     """Return the report of vLLM's `ModelRunnerOutput`; an empty one where it has none."""
-    return told_with(output).report or StepReport()
+    return told_with(output).report or _NO_REPORT
 
 
 def _hand_over(records: dict[str, dict[str, Any]], outputs: Any) -> None:
