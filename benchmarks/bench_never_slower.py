@@ -32,6 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+import numpy.ma  # an engine has it; np.median would import it within a decision
 from safetensors.torch import load_file, save_file
 
 from vidspec_tools.bench import interleaved, scaling

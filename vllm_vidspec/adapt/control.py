@@ -11,6 +11,7 @@ Three decisions, none of which changes a token of the output:
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -405,8 +406,7 @@ class Controller:
     # ---- what a step takes -----------------------------------------------------------------------------------------
 
     def _slots_of(self, req_ids: Iterable[str]) -> np.ndarray:
-        find = self._slots.get
-        return np.array([find(req_id, -1) for req_id in req_ids], dtype=np.int64)
+        return np.fromiter(map(self._slots.get, req_ids, repeat(-1)), dtype=np.int64)
 
     def _batch(self, slots: np.ndarray) -> _Batch:
         gained = 1e-3 * self._tokens[slots]

@@ -13,6 +13,10 @@ from vidspec_kernels.warm_up import warm_adaptive_trees
 from vllm_vidspec.config import TreeKnobs
 from vllm_vidspec.drafting.tree import DraftTree, TreePolicy
 
+# What the order of a float32 softmax's sum may add to a log-probability: a path that is certain has one of 0 or just
+# below, and a bound of exactly 0 (eq. 12: P_parent = 1) must not be decided by it.
+_ROUNDING = 1e-5
+
 
 def log_thresholds(knobs: TreeKnobs) -> Tensor:
     """Return what a path's log-probability must exceed: log(threshold * l / D) (SAGE, section 3.2).
@@ -34,7 +38,7 @@ def width_bounds(knobs: TreeKnobs, num_candidates: int) -> Tensor:
     widths = torch.arange(0, knobs.width_max + 1, dtype=torch.float64)[:, None, None]
     levels = torch.arange(1, knobs.depth_max + 1, dtype=torch.float64)[:, None]
     ranks = torch.arange(num_candidates, dtype=torch.float64)
-    bounds = ((ranks + 0.5) * levels / widths - 0.5).clamp(min=0.0).log()  # [width_max + 1, depth_max, C]
+    bounds = ((ranks + 0.5) * levels / widths - 0.5).clamp(min=0.0).log() - _ROUNDING  # [width_max + 1, depth_max, C]
     bounds[:, 0] = torch.where(ranks < widths[:, 0], -torch.inf, torch.inf)
     bounds[:, :, 0] = -torch.inf
     return bounds.float()

@@ -1,6 +1,7 @@
 """SchedulerControl: the controller (`adapt/control.py`) on vLLM's scheduler: how many tokens each step drafts."""
 
 import time
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -143,8 +144,8 @@ class SchedulerControl:
         num_scheduled = scheduler_output.total_num_scheduled_tokens
         key = (decision, last, req_ids, report.drafted, len(drafts), num_scheduled, is_timed)
         if self._alike[0] != key or report.reading:
-            rows = np.array([len(drafts.get(req_id, ())) for req_id in req_ids], dtype=np.int64)
-            is_real = np.array([req_id in report.drafted for req_id in req_ids], dtype=bool)
+            rows = np.fromiter(map(len, map(drafts.get, req_ids, repeat(()))), dtype=np.int64, count=num_reqs)
+            is_real = np.fromiter(map(report.drafted.__contains__, req_ids), dtype=bool, count=num_reqs)
             is_chain = last is None or last.option.is_prefix
             is_steady = last is not None and last.number == decision.number
             kind = StepKind(decision, req_ids, rows, is_chain, is_steady, report.reading, report.reading_s, is_real)

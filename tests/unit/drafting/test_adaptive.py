@@ -196,10 +196,12 @@ def step_with(policy, sureness, rows=(0,), max_nodes=64):
 
 @pytest.mark.parametrize("knobs", [TreeKnobs(), TreeKnobs(depth_min=1, depth_max=20, width_max=32, threshold=0.3)])
 def test_tables_are_the_papers_formulas(knobs):
-    """Catches: a level counted from 0, a bound for the wrong rank, rounding other than half up."""
+    """Catches: a level counted from 0, a bound for the wrong rank, rounding other than half up; trees that depend on
+    the order in which a softmax was summed, which puts a certain parent at 0 or just below."""
     thresholds = adaptive_module.log_thresholds(knobs)
     bounds = adaptive_module.width_bounds(knobs, knobs.width_max)
     assert thresholds.dtype == bounds.dtype == torch.float32
+    assert torch.equal(bounds <= 0.0, bounds <= -2e-6)
     for depth in range(1, knobs.depth_max + 1):
         for level in range(1, depth + 1):
             assert thresholds[depth, level - 1].exp() == pytest.approx(knobs.threshold * level / depth, rel=1e-5)
