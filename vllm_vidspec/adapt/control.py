@@ -130,6 +130,12 @@ class Controller:
         """Forget requests that have ended, and learn from their lengths."""
         self._ending.extend(req_id for req_id in req_ids if req_id in self._slots)
 
+    def remove_all(self) -> None:
+        """Forget every request, and learn from what they got so far."""
+        self.learn()
+        self.remove(list(self._slots))
+        self.learn()
+
     def take_ended(self) -> list[Ended]:
         """Return what there is to tell of the requests that have ended and were not told of yet."""
         ended, self._ended = self._ended, []

@@ -117,10 +117,7 @@ class SchedulerControl:
         self._controller.remove(scheduler_output.finished_req_ids)
         if not req_ids:
             self._controller.learn()
-        for ended in self._controller.take_ended():
-            if self._file is not None:
-                self._file.add(f"steps_{CLASS_LABELS[ended.label]}", ended.verify_steps)
-                self._file.add(f"tokens_{CLASS_LABELS[ended.label]}", ended.verify_tokens)
+        self._count_ended()
         if self._config.has_schedule and req_ids:
             allowed = self._config.plan_for(len(req_ids)).num_tokens
             most = allowed if most is None else min(most, allowed)
@@ -128,6 +125,17 @@ class SchedulerControl:
         if self._file is not None:
             self._file.set("tokens_in_use", decision.option.num_tokens)
         return decision
+
+    def close(self) -> None:
+        """Count what the requests that still run have got so far: another controller takes over."""
+        self._controller.remove_all()
+        self._count_ended()
+
+    def _count_ended(self) -> None:
+        for ended in self._controller.take_ended():
+            if self._file is not None:
+                self._file.add(f"steps_{CLASS_LABELS[ended.label]}", ended.verify_steps)
+                self._file.add(f"tokens_{CLASS_LABELS[ended.label]}", ended.verify_tokens)
 
     def observe(self, scheduler_output: Any, output: Any) -> None:
         """Learn from the output of a step."""

@@ -102,6 +102,8 @@ class SchedulerSide:
             raise VidSpecError(f"{fixed[0]} cannot change while data-parallel engines run")
         control = self._controlled(self._config.of_shape(knobs[SHAPE])) if SHAPE in knobs else self._control
         yield left
+        if self._control is not None and control is not self._control:
+            self._control.close()
         self._control = control
         if LIMIT in knobs:
             self._limit = knobs[LIMIT]

@@ -4,13 +4,16 @@ import json
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 
+from vllm_vidspec.adapt import StepKind
 from vllm_vidspec.config import METHOD, parse_config
 from vllm_vidspec.engine import scheduling
 from vllm_vidspec.engine.scheduling import SchedulerSide, way_of
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import MetricsFile, path_for
+from vllm_vidspec.names import CLASS_LABELS
 
 pytest.importorskip("vllm")
 
@@ -121,6 +124,19 @@ def test_the_shape_changes_among_those_that_the_engine_drafts(world):
     ):
         with pytest.raises(VidSpecError, match=line), other.side.retuned({"draft_shape": shape}):
             pytest.fail("it was entered")
+
+
+def test_a_change_of_shape_loses_no_count(world):
+    """Catches: steps of requests that run, or have just ended, that no counter gets."""
+    it = world(draft_shape="auto", adaptive_tokens=True, num_speculative_tokens=25)
+    controller, reqs = it.side._control._controller, ["ends", "runs"]
+    for req_id in reqs:
+        controller.add(req_id, 1, (), 300, 60)
+    controller.observe(StepKind(controller.decide(reqs), reqs, np.array([5, 5])), np.array([4, 2]), 0.01)
+    controller.remove(["ends"])
+    with it.side.retuned({"draft_shape": "chain"}):
+        pass
+    assert [it.file.value(f"{name}_{CLASS_LABELS[1]}") for name in ("steps", "tokens")] == [2, 6]
 
 
 def test_a_draft_that_fails_too_often_rests(world):
