@@ -158,7 +158,8 @@ def speed(args: argparse.Namespace, data: dict[str, Any]) -> None:
         layers = padding(pads, args.padded_at)
         for tokens in args.tokens:
             key, engines = f"{tokens} {pads:g}", speed_points(args, pads)
-            found = data["speed"].setdefault(key, {"layers": layers, "engines": {}})["engines"]
+            point = data["speed"].setdefault(key, {"engines": {}})
+            point["layers"], found = layers, point["engines"]
             missing = [name for name in engines if name != "vanilla" and (args.again or name not in found)]
             for lo in range(0, len(missing), args.at_once):
                 names = ["vanilla", *missing[lo : lo + args.at_once]]

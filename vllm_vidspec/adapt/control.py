@@ -25,7 +25,7 @@ from vllm_vidspec.adapt.trials import Situation, Trials
 _DECIDE_FIRST, _DECIDE_LAST = 4, 64  # steps between two decisions about a batch: ever more while they are alike
 _FEW, _FOLLOW = 4, 16  # where fewer than one in so many has come or gone, a decision holds for so many steps more
 _MEASURE_EVERY = 4  # steps of a kind that is known, of which one is measured
-_TOGETHER = 16  # steps that are taken in together, at most: a step's work evicts this code from the caches
+_TOGETHER = 64  # steps that are taken in together, at most: a step's work evicts this code from the caches
 _GAIN_HOLDS = 16  # steps for which what a class gains is not asked again
 _STICKY = 1.25  # by how much a request's drafts must be worth more than they cost until it changes what it gets
 _MARGIN = 1.02  # by how much an option must be faster than the one in use, or drafting for some than for all
@@ -91,7 +91,7 @@ class Controller:
         self._waiting: list[tuple[StepKind, list[np.ndarray], list[float]]] = []
         self._ending: list[str] = []
         self._num_steps = self._num_waiting = 0
-        self._ended: list[Ended] = []
+        self.ended: list[Ended] = []  # what there is to tell of the requests that have ended; who tells it empties it
         self._rest_sizes: set[int] = set()  # classes of batch size of which a step without drafts was measured
 
     # ---- a request's life ------------------------------------------------------------------------------------------
@@ -136,17 +136,12 @@ class Controller:
         self.remove(list(self._slots))
         self.learn()
 
-    def take_ended(self) -> list[Ended]:
-        """Return what there is to tell of the requests that have ended and were not told of yet."""
-        ended, self._ended = self._ended, []
-        return ended
-
     def _end(self, req_id: str) -> None:
         slot = self._slots.pop(req_id)
         self._free.append(slot)
         known = self.classes[self.acceptance.classes[slot]]
         known.learn(int(self._tokens[slot]), float(self._start_s[slot]))
-        self._ended.append(Ended(known.label, int(self._verify_steps[slot]), int(self._verify_tokens[slot])))
+        self.ended.append(Ended(known.label, int(self._verify_steps[slot]), int(self._verify_tokens[slot])))
 
     def cannot_draft(self, req_ids: Iterable[str]) -> None:
         """Take note of requests that run without speculation for good."""

@@ -41,6 +41,7 @@ class SchedulerControl:
         # Requests that are preempted keep their slot.
         self._controller = Controller(options, 2 * scheduler.scheduler_config.max_num_seqs, pads)
         self._is_resting: dict[int, bool] = {}  # by place in `Controller.classes`, as logged last
+        self._decision: Decision | None = None  # the last
         # Of the last step's output: when it came, and by what decision.
         self._last: tuple[float, Decision | None] = (0.0, None)
         # Of the last step: by what steps alike are known, what the controller is told of them, whether they are timed.
@@ -114,16 +115,19 @@ class SchedulerControl:
             most: Draft tokens that no request may exceed; None for as many as was configured.
         """
         req_ids = list(scheduler_output.num_scheduled_tokens)
-        self._controller.remove(scheduler_output.finished_req_ids)
+        if scheduler_output.finished_req_ids:
+            self._controller.remove(scheduler_output.finished_req_ids)
         if not req_ids:
             self._controller.learn()
-        self._count_ended()
+        if self._controller.ended:
+            self._count_ended()
         if self._config.has_schedule and req_ids:
             allowed = self._config.plan_for(len(req_ids)).num_tokens
             most = allowed if most is None else min(most, allowed)
         decision = self._controller.decide(req_ids, most)
-        if self._file is not None:
+        if decision is not self._decision and self._file is not None:
             self._file.set("tokens_in_use", decision.option.num_tokens)
+        self._decision = decision
         return decision
 
     def close(self) -> None:
@@ -132,10 +136,11 @@ class SchedulerControl:
         self._count_ended()
 
     def _count_ended(self) -> None:
-        for ended in self._controller.take_ended():
+        for ended in self._controller.ended:
             if self._file is not None:
                 self._file.add(f"steps_{CLASS_LABELS[ended.label]}", ended.verify_steps)
                 self._file.add(f"tokens_{CLASS_LABELS[ended.label]}", ended.verify_tokens)
+        self._controller.ended.clear()
 
     def observe(self, scheduler_output: Any, output: Any) -> None:
         """Learn from the output of a step."""

@@ -103,6 +103,7 @@ class RequestRows:
         self._tables: list[RowTable] = []
         self._drafting_tables: list[Any] = []
         self._draft_batch: DraftBatch | None = None  # of the last step; None once a row has changed
+        self._is_drafting: bool | None = None  # whether any row is; None once a row has changed
         self._published: DraftBatch | None = None  # whose drafts are in flight, all of them and no others of its batch
         self.in_flight: frozenset[str] = frozenset()  # the same by request id
         self.num_skips = 0  # requests that were ever skipped
@@ -141,6 +142,13 @@ class RequestRows:
     def any_in(self, *phases: Phase) -> bool:
         return bool((self._phase & sum(phases)).any())
 
+    @property
+    def is_drafting(self) -> bool:
+        """Whether any row is DRAFTING, asked in every step."""
+        if self._is_drafting is None:
+            self._is_drafting = self.any_in(Phase.DRAFTING)
+        return self._is_drafting
+
     def draft_batch(self, idx_mapping_np: np.ndarray, is_done: np.ndarray) -> DraftBatch:
         """Return which of a step's requests are drafted for: the last step's answer where that has not changed."""
         last, is_done_all = self._draft_batch, bool(is_done.all())
@@ -155,7 +163,7 @@ class RequestRows:
         return found
 
     def enter(self, rows: int | Sequence[int] | np.ndarray, phase: Phase) -> None:
-        self._phase[rows], self._draft_batch = phase, None
+        self._phase[rows], self._draft_batch, self._is_drafting = phase, None, None
 
     def start(self, req_state_idx: int, phase: Phase) -> None:
         self.unstarted.pop(req_state_idx, None)

@@ -186,6 +186,8 @@ class VidSpecModelRunner(GPUModelRunner):
         return output
 
     def sample(self, hidden_states, input_batch, grammar_output):
+        if self._was_at_rest:
+            return super().sample(hidden_states, input_batch, grammar_output)
         self.rejection_sampler.begin(VerifyStep(hidden_states))
         output, num_sampled, num_rejected = super().sample(hidden_states, input_batch, grammar_output)
         self.rejection_sampler.end()
@@ -200,8 +202,9 @@ class VidSpecModelRunner(GPUModelRunner):
         if self._was_at_rest:  # the step costs what it would without us
             self.counters.add("undrafted_steps")
             self.speculator.backend.reading = frozenset()
-            with compat.without_drafts(self):
-                output = super().sample_tokens(grammar_output)
+            output = compat.without_drafts(self, super().sample_tokens, grammar_output)
+            if self.counters.is_settled and self.recorder is None and not self._has_new_skips:
+                return output
         else:
             output = super().sample_tokens(grammar_output)
         self.counters.flush()
@@ -220,10 +223,14 @@ class VidSpecModelRunner(GPUModelRunner):
         batch = self.execute_model_state.input_batch
         return frozenset(itertools.compress(batch.req_ids, self.requests.has_draft_np[batch.idx_mapping_np]))
 
+    @property
+    def _has_new_skips(self) -> bool:
+        return self.requests.num_skips != self._num_told_skips
+
     def _report(self, verified: frozenset[str]) -> scheduler.StepReport | None:
         """Return what the controller beside the scheduler is told of a step; None if there is nothing to tell."""
         reading, skipped = self.speculator.backend.reading, ()
-        if self.requests.num_skips != self._num_told_skips:
+        if self._has_new_skips:
             self._num_told_skips = self.requests.num_skips
             rows = self.req_states.req_id_to_index.items()
             skipped = tuple(req_id for req_id, row in rows if self.requests.phase[row] == Phase.SKIPPED)

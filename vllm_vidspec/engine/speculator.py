@@ -64,7 +64,7 @@ class Speculator(BaseSpeculator):
         """Whether nobody is to be drafted for, and nobody was: then `propose` has nothing to do."""
         if self.backend.reads_at_rest or self.decision is None or self.decision.option.num_tokens:
             return False
-        return not self._requests.in_flight and not self._requests.any_in(Phase.DRAFTING)
+        return not self._requests.in_flight and not self._requests.is_drafting
 
     @torch.inference_mode()
     def propose(

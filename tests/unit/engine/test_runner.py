@@ -81,7 +81,7 @@ def test_steps_that_wait_change_no_decision(monkeypatch):
     control, found = decisions(monkeypatch, 400, sampled, num_requests=2)
     assert len(known) > 50 and not any(known) and len(set(found)) > 2
     control._controller.learn()
-    assert sum(ended.verify_steps for ended in control._controller.take_ended()) <= 2 * 25
+    assert sum(ended.verify_steps for ended in control._controller.ended) <= 2 * 25
 
 
 @pytest.mark.parametrize(("has_stages", "expected"), [(False, {"other"}), (True, {"drafted"})])

@@ -133,6 +133,11 @@ class Counters:
 
         return publish
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that was counted is in a file of this host."""
+        return not (self._has_news or self._is_copying or self._pending or isinstance(self._file, CarriedCounts))
+
     def carried(self) -> Changes | None:
         """Return what a step's output is to carry to the server; None where its file is here, or for nothing."""
         return None if self._file is None else self._file.take()
