@@ -87,7 +87,6 @@ def cpu_seconds() -> float:
 
 
 def programs_per_sm(registers: int, num_warps: int, shared_bytes: int, arch: int) -> int:
-    """Return how many programs a multiprocessor holds."""
     card = ARCHS[arch]
     of_a_warp = -(-registers * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
     by_registers = _REGISTERS // (of_a_warp * num_warps)
@@ -161,7 +160,6 @@ def report(arch: int, cases: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    """Run the report and return its rows."""
     arguments = parser().parse_args(argv)
     # A cache of its own: every binary in it has its row.
     root = Path(tempfile.mkdtemp()) if arguments.cold else Path(knobs.cache.dir) / "vidspec-compile-report-3"
@@ -181,7 +179,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--archs", default=",".join(map(str, ARCHS)), help="sm numbers, comma-separated")
     arguments.add_argument("--cases", default="", help="only cases whose label matches this expression")

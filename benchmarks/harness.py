@@ -48,7 +48,6 @@ class Engine:
         cleanup_dist_env_and_memory()
 
     def counters(self) -> dict[str, int]:
-        """Return all counters as they are now."""
         return metrics.read_metrics(self._path)
 
     def answer(self, prompts: list[Row], **sampling: Any) -> list[list[int]]:
@@ -67,12 +66,10 @@ class Engine:
 
 
 def pair(family: str, **knobs: Any) -> Engine:
-    """Start the bundled pair of a family; knobs as in `pairs.llm_kwargs`."""
     return Engine(pairs.llm_kwargs(family, "draft", **knobs))
 
 
 def videos(family: str, numbers: Iterable[int]) -> list[Row]:
-    """Return prompts with the usual question about held-out videos."""
     return [pairs.video_prompt(family, world.held_out(i).frames) for i in numbers]
 
 

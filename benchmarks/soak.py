@@ -105,7 +105,6 @@ class Memory(threading.Thread):
             self.samples.append((time.monotonic(), size))
 
     def stop(self) -> list[tuple[float, int]]:
-        """Return the samples."""
         self._is_over.set()
         self.join()
         return self.samples
@@ -125,7 +124,6 @@ class Record:
         self.tokens, self.resent = dict.fromkeys(SERVERS, 0), dict.fromkeys(SERVERS, 0)
 
     def add(self, config: str, ask: traffic.Ask, vanilla: list[judge.Reply], ours: list[judge.Reply]) -> None:
-        """Judge what both servers answered to one client."""
         self.kinds[ask.about] += 1
         self.traits.update([*ask.traits, *(["sampled"] if ask.body.get("temperature") else [])])
         if len(vanilla) != len(ours):
@@ -180,7 +178,6 @@ class Soak:
         self.record = Record(say)
 
     def run(self) -> dict[str, Any]:
-        """Serve, send, compare; return the result."""
         options, configs = self._options, []
         with (
             traffic.client_for(CONCURRENCY) as client,
@@ -312,7 +309,6 @@ def wait_idle(client: httpx.Client, server: VllmServer) -> dict[str, int]:
 
 
 def _total(text: str, name: str) -> int:
-    """Return the sum of a metric's samples on a Prometheus page."""
     lines = (line for line in text.splitlines() if line.startswith((name + "{", name + " ")))
     return round(sum(float(line.rsplit(" ", 1)[1]) for line in lines))
 
@@ -324,7 +320,6 @@ def _left(processes: list[psutil.Process]) -> int:
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return the command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=15.0, help="of traffic, starts of servers not counted")
     parser.add_argument("--family", default="qwen2.5-vl", choices=pairs.FAMILIES)

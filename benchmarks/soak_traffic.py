@@ -291,7 +291,6 @@ def _take(reply: Reply, choice: dict[str, Any], message: dict[str, Any]) -> None
 
 @contextlib.contextmanager
 def client_for(concurrency: int) -> Iterator[httpx.Client]:
-    """Yield a client of so many connections."""
     # A connection for each request: a server closes what was idle for five seconds, and a request that is sent on it
     # just then is lost (RemoteProtocolError), vanilla's as ours.
     limits = httpx.Limits(max_connections=2 * concurrency, max_keepalive_connections=0)

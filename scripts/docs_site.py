@@ -31,7 +31,6 @@ def prepare() -> Path:
 
 
 def main() -> None:
-    """Build the site, or serve it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="?", choices=("build", "serve"), default="build")
     what = parser.parse_args().what

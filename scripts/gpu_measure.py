@@ -39,7 +39,6 @@ def kernel_rows(kernel: str, context: Context) -> None:
 def llm_kwargs(
     engine: Engine, where: dict[str, str], sizes: Sizes, batches: tuple[int, ...], dry_run: bool
 ) -> dict[str, Any]:
-    """Return the arguments of `LLM`."""
     from vllm_vidspec.tools import pairs
 
     widths = {rows * batch for batch in batches for rows in (1, engine.num_drafts + 1)}

@@ -42,8 +42,6 @@ def chosen_models(name: str, total: int) -> str:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine of the plan."""
-
     method: str  # What drafts
     num_drafts: int = 0  # K, 0 for vanilla
     depth: int = 0  # The longest path of drafts

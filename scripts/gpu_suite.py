@@ -63,10 +63,7 @@ PLAN: dict[str, tuple[Step, ...]] = {
         Step("two-ranks", 45),
         Step("identity-llava-onevision", 50),
     ),
-    "kernels": (
-        ENVIRONMENT_STEP,
-        *(Step(f"kernel-{name}", _KERNEL_S.get(name, 15)) for name in gpu_plan.KERNELS),
-    ),
+    "kernels": (ENVIRONMENT_STEP, *(Step(f"kernel-{name}", _KERNEL_S.get(name, 15)) for name in gpu_plan.KERNELS)),
     "engines": (ENVIRONMENT_STEP, *(Step(f"engine-{name}", 150) for name in gpu_plan.ENGINES)),
 }
 HALVES = {1: "kernels", 2: "engines"}

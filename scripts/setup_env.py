@@ -40,7 +40,6 @@ class SetupError(RuntimeError):
 
 
 def say(text: str) -> None:
-    """Print one line at once."""
     print(f"[setup] {text}", flush=True)
 
 
@@ -53,7 +52,6 @@ def run(*command: str | Path, cwd: Path | None = None) -> int:
 
 
 def hash_of(wanted: dict) -> str:
-    """Return the hash that names an environment."""
     return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -42,7 +42,6 @@ def cache_folder() -> Path:
 
 
 def num_layers(checkpoint: str | Path) -> int:
-    """Return how many decoder layers a checkpoint has."""
     return _text_config(_read_config(Path(checkpoint)))["num_hidden_layers"]
 
 

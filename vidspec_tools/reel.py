@@ -15,15 +15,7 @@ from functools import cache
 import numpy as np
 
 from vidspec_tools.captioned import SYNONYM_PROBS
-from vllm_vidspec.shapeworld.world import (
-    BACKGROUNDS,
-    COLORS,
-    PATTERNS,
-    SHAPES,
-    _sprite,
-    patterned,
-    pick,
-)
+from vllm_vidspec.shapeworld.world import BACKGROUNDS, COLORS, PATTERNS, SHAPES, _sprite, patterned, pick
 
 FRAME_SIZE, CELL_SIZE, FRAME_RATE = 224, 28, 2.0
 GRID_SIZE = FRAME_SIZE // CELL_SIZE

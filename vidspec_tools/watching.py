@@ -40,10 +40,7 @@ def prompts_of(prefills: Any, on: bool) -> list[dict[str, Any]]:
 
 
 class PruneWatch:
-    """Records how prompts are pruned."""
-
     def __init__(self) -> None:
-        """Begin without any."""
         self.records: list[dict[str, Any]] = []
 
     def __call__(self, job: Any, kept: list[Any]) -> None:
@@ -83,7 +80,6 @@ class ScoreWatch:
     """
 
     def __init__(self, req_states: Any, is_predicting: bool) -> None:
-        """Begin without any, given vLLM's request states."""
         self._req_states, self._is_predicting = req_states, is_predicting
         self.records: dict[str, dict] = {}
 

@@ -63,10 +63,7 @@ def play(tmp_path, monkeypatch):
     worker, out = tmp_path / "worker.py", tmp_path / "out.json"
     worker.write_text(WORKER)
     monkeypatch.setattr(suite, "WORKER", worker)
-    limits = {
-        "sync-debug": 1.0,
-        "engine-chain": 2.0,
-    }  # only a step that hangs reaches its limit, on a busy machine too
+    limits = {"sync-debug": 1.0, "engine-chain": 2.0}  # only a step that hangs reaches its limit, on a busy machine too
     slow = {
         part: tuple(dataclasses.replace(step, timeout_s=limits.get(step.name, 100)) for step in parts)
         for part, parts in suite.PLAN.items()

@@ -18,8 +18,6 @@ WITHOUT_OWN_TOKEN = frozenset({"SpecVLM", "SAGE", "LVSpec"})
 
 @dataclass(frozen=True)
 class Figure:
-    """What a paper publishes of a method."""
-
     paper: str  # which
     pair: str  # draft and target, as papers write them
     tau: float  # its mean accepted length as printed; for ParallelVLM its M

@@ -127,7 +127,6 @@ class Quality:
         return len(self.families) * (2 * len(self.temperatures) + with_drafts)
 
     def spec(self, draft_noise: str, setting: Setting) -> dict[str, Any]:
-        """Return the knobs of an engine."""
         return {
             "num_speculative_tokens": self.num_speculative_tokens,
             "prune_ratio": self.prune_ratio,

@@ -16,8 +16,6 @@ MOST_BATCH = 1024
 
 
 class Planner(Candidates):
-    """Answers one question at any batch size."""
-
     def __init__(self, question: Question):
         super().__init__(question)
         self._by_shape: dict[int, dict[str, Candidate]] = {}
@@ -136,7 +134,6 @@ class Planner(Candidates):
         return " ".join(words)
 
     def _why_not(self, batch: int) -> str:
-        """Return why nothing is drafted at a batch size."""
         if set(self.by_shape(batch)) == {NONE}:
             return "there is no room for the draft"
         return f"no draft gains {_GAIN}: do not speculate there"

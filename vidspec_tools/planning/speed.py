@@ -33,8 +33,6 @@ def window_of(target: float, draft: float, rate: float, most: int) -> int:
 
 @dataclass
 class StreamRun:
-    """What became of a run."""
-
     tokens: int = 0  # emitted, an answer's end observed
     time: float = 0.0  # in the unit of the times
     steps: int = 0  # of the target
@@ -49,7 +47,6 @@ class StreamRun:
         return 1 + self.accepted / self.drafts if self.drafts else 1.0
 
     def speedup(self, target: float) -> float:
-        """Return tokens per time over vanilla's, whose step takes `target`."""
         return self.tokens * target / self.time
 
 
@@ -91,13 +88,7 @@ class _Drafter:
 
 
 def run_streams(
-    agreement: Agreement,
-    window: int,
-    step: float,
-    turn: float,
-    answer: int = 4000,
-    seed: int = 0,
-    most_ahead: int = 24,
+    agreement: Agreement, window: int, step: float, turn: float, answer: int = 4000, seed: int = 0, most_ahead: int = 24
 ) -> StreamRun:
     """Follow a drafter that never stops and a target that verifies what is there (ParallelVLM section 4).
 

@@ -15,7 +15,6 @@ AS_IT_IS = "the pair as it is"
 
 
 def by(rows: Rows, *names: str) -> dict[tuple[Any, ...], list[Row]]:
-    """Return the rows by the values of some columns."""
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(tuple(row[name] for name in names), []).append(row)
@@ -50,12 +49,10 @@ PAPER: Columns = {
 
 
 def paper_caption(row: Row) -> str:
-    """Return how many requests a table is of, and on which pair."""
     return f"{_rounds(row)}; published on VideoDetailCaption, lengths with the target's own token"
 
 
 def paper_tables(rows: Rows) -> list[Table]:
-    """Return the table of each family and ratio."""
     return [
         by_columns(PAPER, group, title=f"{group[0]['family']}: one request at a time", caption=paper_caption(group[0]))
         for group in by(rows, "family", "inflate").values()
@@ -90,7 +87,6 @@ PHASE_TIMES: Columns = {
 
 
 def setting(rows: Rows) -> str:
-    """Return what was measured beside vanilla, in a few words."""
     row = rows[-1]
     place = ", drafter in a process of its own" if row["mode"] == "parallel" else ""
     tokens, ratio = f"{row['num_speculative_tokens']:.0f}", f"{row['prune_ratio']:g}"
