@@ -109,9 +109,7 @@ def rows_of(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
             "flops": case.flops,
             "max_difference": differences.get(impl),
             "note": case.notes.get(impl, ""),
-            "num_threads": torch.get_num_threads(),
             "bandwidth_gb_per_s": round(bandwidth / 1e3, 1),
-            "product_gflop_per_s": round(rate / 1e3, 1),
         }
 
 

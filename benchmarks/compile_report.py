@@ -6,7 +6,7 @@ The project's own wrappers are called with meta tensors, which compile and launc
 names an architecture: so what is compiled is what a launch of these shapes compiles, tile sizes and specialisation
 included. One row is one compiled kernel: registers, bytes spilled (`ptxas -v`), shared memory, how many programs share
 a multiprocessor, and the CPU seconds of a cold compile. Rows are kept beside Triton's own cache, by its keys, which
-cover source, options, target and compiler: `--cold` compiles again.
+cover source, options, target and compiler: an empty TRITON_CACHE_DIR compiles again.
 """
 
 import os
@@ -23,7 +23,6 @@ import json
 import re
 import resource
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,8 +160,7 @@ def report(arch: int, cases: str, folder: Path) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     arguments = parser().parse_args(argv)
-    # A cache of its own: every binary in it has its row.
-    root = Path(tempfile.mkdtemp()) if arguments.cold else Path(knobs.cache.dir) / "vidspec-compile-report-3"
+    root = Path(knobs.cache.dir) / "vidspec-compile-report-3"  # a cache of its own: every binary in it has its row
     knobs.cache.dir, knobs.nvidia.dump_ptxas_log = str(root), True
     folder = root / "rows"
     folder.mkdir(parents=True, exist_ok=True)
@@ -182,7 +180,6 @@ def parser() -> argparse.ArgumentParser:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--archs", default=",".join(map(str, ARCHS)), help="sm numbers, comma-separated")
     arguments.add_argument("--cases", default="", help="only cases whose label matches this expression")
-    arguments.add_argument("--cold", action="store_true", help="compile everything again, in a fresh cache")
     arguments.add_argument("--json", action="store_true", help="print JSON instead of lines")
     return arguments
 

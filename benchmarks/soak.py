@@ -120,8 +120,7 @@ class Record:
         self.traits: Counter[str] = Counter()
         self.bad: dict[str, list[dict[str, Any]]] = {"wrong": [], "error": []}
         self.seconds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in SERVERS}
-        self.busy_s = dict.fromkeys(SERVERS, 0.0)
-        self.tokens, self.resent = dict.fromkeys(SERVERS, 0), dict.fromkeys(SERVERS, 0)
+        self.resent = dict.fromkeys(SERVERS, 0)
 
     def add(self, config: str, ask: traffic.Ask, vanilla: list[judge.Reply], ours: list[judge.Reply]) -> None:
         self.kinds[ask.about] += 1
@@ -136,7 +135,6 @@ class Record:
                 self._note(config, ask, turn, kind, why)
             for name, reply in zip(SERVERS, (got, expected), strict=True):
                 self.resent[name] += reply.resent
-                self.tokens[name] += sum(len(choice.token_ids) for choice in reply.choices.values())
                 if reply.status == 200 and not reply.is_cut:  # a client that leaves decides its own time
                     self.seconds[name][ask.about].append(reply.seconds)
 
@@ -219,10 +217,8 @@ class Soak:
             asks, replies = self._traffic.slice(SLICE), {}
             # In turns, so that neither server always has the machine's caches warm.
             for which in reversed(SERVERS) if number % 2 else SERVERS:
-                start = time.monotonic()
                 send = functools.partial(traffic.send, client, urls[which], is_ours=which == "ours")
                 replies[which] = list(pool.map(send, asks))
-                record.busy_s[which] += time.monotonic() - start
             for ask, expected, got in zip(asks, replies["vanilla"], replies["ours"], strict=True):
                 record.add(name, ask, expected, got)
             bad = {kind: len(found) for kind, found in record.bad.items()}
@@ -271,8 +267,6 @@ class Soak:
             "vanilla_rss_slope_mb_per_min": judge.slope_mb_per_min(vanilla_memory),
             "vanilla_rss_mb_over_time": thinned(vanilla_memory),
             **record.latency(),
-            "busy_s": {name: round(seconds, 1) for name, seconds in record.busy_s.items()},
-            "answer_tokens": record.tokens,
             "resent": record.resent,
             "kinds": dict(sorted(record.kinds.items())),
             "traits": dict(sorted(record.traits.items())),

@@ -94,7 +94,7 @@ def engine_rows(plan: Engine, context: Context) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise SkippedError("vLLM is not installed")
     sizes, batches = Sizes(), gpu_plan.BATCHES
-    name = gpu_plan.chosen_models(context.models, torch.cuda.mem_get_info()[1])
+    name = gpu_plan.chosen_models(torch.cuda.mem_get_info()[1])
     models = gpu_plan.MODELS[name]
     if context.dry_run:
         sizes, batches, models, name = gpu_plan.TINY_SIZES, gpu_plan.TINY_BATCHES, gpu_plan.DRY_RUN_MODELS, "dry-run"

@@ -49,7 +49,6 @@ class Context:
     work_dir: str = ""  # For made-up checkpoints
     # Whether the device computes nothing: checks run, and their results are ignored; measurements are tiny.
     dry_run: bool = False
-    models: str = "auto"  # Of measured engines: "auto" or a key of `gpu_plan.MODELS`
     around: str = ""  # "module:name" of a context manager for engines' steps, "" for none
     write: Callable[[Row], None] = lambda row: None  # Appends a row to the step's record
 

@@ -151,7 +151,7 @@ def run_step(step: Step, args: argparse.Namespace, work_dir: Path, timeout_s: fl
     """Run a step in a process of its own; return its outcome, and the rows that it has written."""
     log, lines, start = work_dir / f"{step.name}.log", work_dir / f"{step.name}.jsonl", time.monotonic()
     lines.unlink(missing_ok=True)
-    context = {"work_dir": str(work_dir), "dry_run": args.dry_run, "models": args.models, "around": args.around}
+    context = {"work_dir": str(work_dir), "dry_run": args.dry_run, "around": args.around}
     command = [sys.executable, str(WORKER), step.name, str(lines), json.dumps(context)]
     ended = run_process(command, log, timeout_s)
     written = read_lines(lines)
@@ -207,7 +207,6 @@ def parse(argv: Sequence[str] | None, parts: Sequence[str], out: str) -> argpars
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", "--out", type=Path, default=Path(out), help="the result")
     parser.add_argument("--only", default="", help="names of steps, with commas; default: all")
-    parser.add_argument("--models", choices=("auto", *gpu_plan.MODELS), default="auto", help="of the measured engines")
     parser.add_argument("--seconds", type=float, help="for all steps together; time-outs scale with it")
     parser.add_argument("--work-dir", help="for logs and made-up checkpoints; default: a new temporary directory")
     parser.add_argument(
