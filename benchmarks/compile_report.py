@@ -101,12 +101,7 @@ def memory_operations(ptx: str) -> list[str]:
 
 
 class Compiler:
-    """Compiles what wrappers prepare, and keeps a row of each.
-
-    Args:
-        arch: A key of ARCHS.
-        folder: Where rows of earlier runs lie.
-    """
+    """Compiles what wrappers prepare, and keeps a row of each; those of earlier runs lie in a folder."""
 
     def __init__(self, arch: int, folder: Path):
         self.arch, self.folder = arch, folder

@@ -23,11 +23,7 @@ Row = dict[str, Any]
 
 
 class Engine:
-    """An engine in this process, and what its counters gain.
-
-    Args:
-        kwargs: Arguments of `LLM`.
-    """
+    """An engine in this process, and what its counters gain."""
 
     def __init__(self, kwargs: dict[str, Any]) -> None:
         from vllm import LLM
@@ -77,12 +73,8 @@ def videos(family: str, numbers: Iterable[int]) -> list[Row]:
 
 
 def command(doc: str | None, measure: Callable[[argparse.Namespace], Iterable[Row]], /, **defaults: Any) -> list[Row]:
-    """Run a benchmark: print its rows as they come, write them with provenance to `--json`, and return them.
-
-    Args:
-        doc: The benchmark's docstring.
-        measure: Options -> rows.
-        defaults: Its options. A list is given with commas.
+    """Run a benchmark: print its rows as they come, write them with provenance to `--json`, and return them. `defaults`
+    are its options; a list is given with commas.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():

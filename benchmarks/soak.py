@@ -161,13 +161,6 @@ class Record:
 
 
 class Soak:
-    """One run; see the module.
-
-    Args:
-        options: The command's.
-        say: Called with each line of the log.
-    """
-
     def __init__(self, options: argparse.Namespace, say: Say):
         self._options, self._say = options, say
         self._folder = Path(options.log_dir or tempfile.mkdtemp(prefix="vidspec-soak-"))

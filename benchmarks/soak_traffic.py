@@ -76,12 +76,7 @@ class Ask:
 
 
 class Traffic:
-    """Draws requests; equal seeds give equal traffic.
-
-    Args:
-        rng: What is drawn from.
-        max_model_len: Of the servers; a prompt that is too long exceeds it.
-    """
+    """Draws requests; equal seeds give equal traffic. A prompt that is too long exceeds the servers' max_model_len."""
 
     def __init__(self, rng: random.Random, max_model_len: int = pairs.MAX_MODEL_LEN):
         self._rng = rng

@@ -133,13 +133,8 @@ def ensure(
 ) -> None:  # fmt: skip
     """Make sure that an environment is complete and points to this clone; one process at a time.
 
-    Args:
-        home: Its folder; a lock and a log lie beside it.
-        venv: The virtual environment in it.
-        engine: What it is for, in its stamp.
-        cost: Printed before it is made.
-        install: Installs everything but this clone, given Python and log.
-        finish: Called with Python when it points to another clone.
+    A lock and a log lie beside `home`. `install` brings everything but this clone, given Python and log; `finish` is
+    called with Python when it points to another clone.
     """
     home.parent.mkdir(parents=True, exist_ok=True)
     python, log = venv / "bin" / "python", home.with_name(f"{home.name}.log")
@@ -222,11 +217,8 @@ def link(venv: Path) -> None:
 
 
 def command(main: Callable[[], object], optional: str = "") -> int:
-    """Run a set-up command, whose interpreter becomes the environment's; what is wrong is one line and status 1.
-
-    Args:
-        main: The command.
-        optional: An environment variable; where it is set, a failure is printed and status 0.
+    """Run a set-up command, whose interpreter becomes the environment's; what is wrong is one line and status 1, or 0
+    where the environment variable `optional` is set.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:

@@ -47,11 +47,7 @@ def build(args: argparse.Namespace) -> None:
 
 
 class Reader:
-    """A model that answers many questions about one video at once.
-
-    Args:
-        path: a checkpoint directory, loaded in fp32.
-    """
+    """A model that answers many questions about one video at once."""
 
     def __init__(self, path: str | Path) -> None:
         self.captioner = tiny_captioner.load(path, reel.vocabulary())

@@ -105,15 +105,10 @@ class Layout:
 
 
 def draw(frames: np.ndarray, grid: "TokenGrid", rows: Sequence[Row], title: str, columns: int = 16) -> "Image":
-    """Draw the contact sheet.
+    """Draw the contact sheet, at most `columns` frames in a row.
 
-    Args:
-        frames: `[num_frames, height, width, 3]` uint8, RGB; as many as the model was shown, which may be several to
-            one frame of its token grid: of those the first is drawn.
-        grid: Layout of the video's tokens.
-        rows: One per pruner.
-        title: The headline.
-        columns: Most frames in a row.
+    Frames are `[num_frames, height, width, 3]` uint8, RGB; as many as the model was shown, which may be several to one
+    frame of its token grid: of those the first is drawn.
     """
     from PIL import Image, ImageDraw, ImageFont
 

@@ -40,15 +40,8 @@ class Placement:
 def forward_seconds(shape: ModelShape, place: Placement, batch: int, rows: int, context: float) -> float:
     """Return what one decode forward takes, in seconds (T_t, T_t^K or T_d of METHODS' speed model).
 
-    Args:
-        shape: The model.
-        place: Where it runs.
-        batch: Requests.
-        rows: Query tokens of each: 1 to decode, K + 1 to verify K drafts.
-        context: Tokens in each request's KV cache.
-
-    Returns:
-        Seconds. It grows with batch, rows and context, and nothing is overlapped but bytes with products.
+    A request has `rows` query tokens, 1 to decode, K + 1 to verify K drafts, and `context` tokens in its KV cache.
+    Nothing is overlapped but bytes with products.
     """
     gpu, ranks, assumed = place.gpu, place.ranks, place.assumed
     bandwidth, flops = gpu.bandwidth * assumed.memory_frac, gpu.flops * assumed.flops_frac

@@ -13,12 +13,7 @@ from vidspec_tools.planning.acceptance import Agreement
 def speedup(length: float, target: float, draft: float, verify: float, overhead: float = 0.0) -> float:
     """Return tokens per second over vanilla's: tau T_t / (gamma T_d + T_t^gamma) (SpecVLM eq. 3, METHODS' speed model).
 
-    Args:
-        length: tau, mean tokens of a step, the target's own included.
-        target: T_t, a decode step of vanilla.
-        draft: gamma T_d: all draft forwards of a step.
-        verify: T_t^gamma, the target's step over the drafts.
-        overhead: What else a step with drafts takes.
+    `length` is tau, `draft` gamma T_d (all draft forwards of a step), `verify` T_t^gamma.
     """
     return length * target / (draft + verify + overhead)
 
@@ -101,7 +96,7 @@ def run_streams(
         step: Time of a step of the target.
         turn: Time of one token of the drafter, whatever goes with it.
         answer: Tokens, behind the first.
-        seed: Of what the drafter gets wrong; the same seed gives the same run.
+        seed: Of what the drafter gets wrong.
         most_ahead: Tokens that a stream may be ahead of what was committed.
     """
     run = StreamRun(tokens=answer)
