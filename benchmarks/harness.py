@@ -69,9 +69,6 @@ def videos(family: str, numbers: Iterable[int]) -> list[Row]:
     return [pairs.video_prompt(family, world.held_out(i).frames) for i in numbers]
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
 def command(doc: str | None, measure: Callable[[argparse.Namespace], Iterable[Row]], /, **defaults: Any) -> list[Row]:
     """Run a benchmark: print its rows as they come, write them with provenance to `--json`, and return them. `defaults`
     are its options; a list is given with commas.

@@ -96,8 +96,6 @@ class Traffic:
                 asks.append(self._draw())
         return asks
 
-    # ---- one request -----------------------------------------------------------------------------------------------
-
     def _draw(self) -> Ask:
         about = self._rng.choices(list(_ABOUT), list(_ABOUT.values()))[0]
         if about == "too long":
@@ -160,8 +158,6 @@ class Traffic:
             return Ask("too long", COMPLETIONS, {**body, "prompt": words}, REFUSED)
         return Ask("too long", CHAT, {**body, "messages": [self._user([], words)]}, REFUSED)
 
-    # ---- contents --------------------------------------------------------------------------------------------------
-
     def _sentence(self, fewest: int, most: int) -> str:
         return " ".join(self._rng.choices(self._words, k=self._rng.randint(fewest, most)))
 
@@ -208,9 +204,6 @@ def _encoded(frame: np.ndarray, form: str) -> str:
     buffer = io.BytesIO()
     Image.fromarray(frame).save(buffer, form)
     return base64.b64encode(buffer.getvalue()).decode()
-
-
-# ---- the client ---------------------------------------------------------------------------------------------------
 
 
 def send(client: httpx.Client, base_url: str, ask: Ask, is_ours: bool) -> list[Reply]:

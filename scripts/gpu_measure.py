@@ -14,8 +14,6 @@ from gpu_plan import FAMILY, KERNELS, Engine, Sizes
 from gpu_steps import Context, Row, SkippedError, Step, engine
 from made_up import write_pair
 
-# ---- kernels ---------------------------------------------------------------------------------------------------------
-
 
 def kernel_rows(kernel: str, context: Context) -> None:
     """Write a row for each size and implementation of a kernel, as `bench_kernels.py` measures it."""
@@ -31,9 +29,6 @@ def kernel_rows(kernel: str, context: Context) -> None:
         for row in bench_kernels.rows_of(case, rounds):
             outcome = "refused" if row["median"] is None else "measured"
             context.write({"outcome": outcome, "reason": row["note"]} | keys | row)
-
-
-# ---- engines ---------------------------------------------------------------------------------------------------------
 
 
 def llm_kwargs(
@@ -94,7 +89,7 @@ def engine_rows(plan: Engine, context: Context) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise SkippedError("vLLM is not installed")
     sizes, batches = Sizes(), gpu_plan.BATCHES
-    name = gpu_plan.chosen_models(torch.cuda.mem_get_info()[1])
+    name = gpu_plan.chosen_models(context.models, torch.cuda.mem_get_info()[1])
     models = gpu_plan.MODELS[name]
     if context.dry_run:
         sizes, batches, models, name = gpu_plan.TINY_SIZES, gpu_plan.TINY_BATCHES, gpu_plan.DRY_RUN_MODELS, "dry-run"

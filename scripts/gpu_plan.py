@@ -11,8 +11,6 @@ BATCHES = (1, 4, 8)
 # Of `benchmarks/kernel_cases`; last the one whose peers compile longest.
 KERNELS = ("draw", "candidates", "guidance_scores", "visual_relevance", "tree_attention")
 
-# ---- engines ---------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Models:
@@ -27,13 +25,16 @@ _DRAFT = "Qwen2.5-VL 7B"
 MODELS = {
     "32b-bf16": Models("Qwen2.5-VL 32B", _DRAFT, False),
     "32b-fp8": Models("Qwen2.5-VL 32B", _DRAFT, True),
+    "72b-fp8": Models("Qwen2.5-VL 72B", _DRAFT, True),
 }
 DRY_RUN_MODELS = Models(None, None, True)
 _BF16_FROM = 120 * 2**30  # bytes of a device that has room for four requests of ours beside weights in bf16
 
 
-def chosen_models(total: int) -> str:
-    """Return a key of MODELS: what leaves room for four requests on a device of `total` bytes."""
+def chosen_models(name: str, total: int) -> str:
+    """Return a key of MODELS: the one named, or what leaves room for four requests on a device of `total` bytes."""
+    if name != "auto":
+        return name
     return "32b-bf16" if total >= _BF16_FROM else "32b-fp8"
 
 

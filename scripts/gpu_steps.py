@@ -49,14 +49,12 @@ class Context:
     work_dir: str = ""  # For made-up checkpoints
     # Whether the device computes nothing: checks run, and their results are ignored; measurements are tiny.
     dry_run: bool = False
+    models: str = "auto"  # Of measured engines: "auto" or a key of `gpu_plan.MODELS`
     around: str = ""  # "module:name" of a context manager for engines' steps, "" for none
     write: Callable[[Row], None] = lambda row: None  # Appends a row to the step's record
 
 
 Step = Callable[[Context], dict[str, Any] | None]  # returns its facts, writes rows, or raises
-
-
-# ---- engines ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -69,9 +67,6 @@ def engine(context: Context, kwargs: dict[str, Any]) -> Iterator[Any]:
 
     with harness.Engine(kwargs) as running, around(context.around):
         yield running
-
-
-# ---- steps -----------------------------------------------------------------------------------------------------------
 
 
 def environment(context: Context) -> dict[str, Any]:

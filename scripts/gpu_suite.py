@@ -91,9 +91,6 @@ def environment() -> dict[str, str]:
     return ENVIRONMENT | dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path)}
 
 
-# ---- one process -----------------------------------------------------------------------------------------------------
-
-
 def run_process(command: Sequence[str], log: Path, timeout_s: float) -> str:
     """Run a command in a process group of its own, its output in `log`, and kill the group after `timeout_s`; return ""
     for exit status 0, else how it ended with its last line of output."""
@@ -144,14 +141,11 @@ def read_lines(path: Path) -> list[Record]:
     return found
 
 
-# ---- steps -----------------------------------------------------------------------------------------------------------
-
-
 def run_step(step: Step, args: argparse.Namespace, work_dir: Path, timeout_s: float) -> Record:
     """Run a step in a process of its own; return its outcome, and the rows that it has written."""
     log, lines, start = work_dir / f"{step.name}.log", work_dir / f"{step.name}.jsonl", time.monotonic()
     lines.unlink(missing_ok=True)
-    context = {"work_dir": str(work_dir), "dry_run": args.dry_run, "around": args.around}
+    context = {"work_dir": str(work_dir), "dry_run": args.dry_run, "models": args.models, "around": args.around}
     command = [sys.executable, str(WORKER), step.name, str(lines), json.dumps(context)]
     ended = run_process(command, log, timeout_s)
     written = read_lines(lines)
@@ -162,9 +156,6 @@ def run_step(step: Step, args: argparse.Namespace, work_dir: Path, timeout_s: fl
             found |= {"outcome": "failed", "reason": f"{ended}, after it had {end['outcome']}"}
     seconds, rows = round(time.monotonic() - start, 2), [line for line in written if line is not end]
     return {"name": step.name, **found, "seconds": seconds, "log": str(log), "rows": rows}
-
-
-# ---- the JSON --------------------------------------------------------------------------------------------------------
 
 
 def report(records: list[Record], args: argparse.Namespace, steps: Sequence[Step]) -> Record:
@@ -199,14 +190,12 @@ def write_json(path: Path, found: Record) -> None:
     partial.replace(path)
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
 def parse(argv: Sequence[str] | None, parts: Sequence[str], out: str) -> argparse.Namespace:
     """Return the command line; by default these parts run and `out` is written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", "--out", type=Path, default=Path(out), help="the result")
     parser.add_argument("--only", default="", help="names of steps, with commas; default: all")
+    parser.add_argument("--models", choices=("auto", *gpu_plan.MODELS), default="auto", help="of the measured engines")
     parser.add_argument("--seconds", type=float, help="for all steps together; time-outs scale with it")
     parser.add_argument("--work-dir", help="for logs and made-up checkpoints; default: a new temporary directory")
     parser.add_argument(

@@ -48,9 +48,6 @@ def run(*command: str | Path, cwd: Path | None = None) -> int:
     return subprocess.run(list(map(str, command)), cwd=cwd, stdin=subprocess.DEVNULL).returncode
 
 
-# ---- what names an environment ---------------------------------------------------------------------------------------
-
-
 def hash_of(wanted: dict) -> str:
     return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -86,9 +83,6 @@ def environments_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vidspec"
 
 
-# ---- making one ------------------------------------------------------------------------------------------------------
-
-
 def pip(python: Path, label: str, log: Path, *args: str) -> None:
     """Run `pip install`; its full output goes to `log`, and to a terminal; SetupError if it fails."""
     say(f"{label} ...")
@@ -98,6 +92,12 @@ def pip(python: Path, label: str, log: Path, *args: str) -> None:
     if run(python, "-m", "pip", "install", *options, *args, cwd=ROOT):
         raise SetupError(f"pip failed while {label}: see above, or its full log {log}")
     say(f"{label}: done in {time.monotonic() - begun:.0f} s")
+
+
+def create(venv: Path) -> None:
+    """Create a virtual environment, or say what is missing."""
+    if run(sys.executable, "-m", "venv", venv):
+        raise SetupError(f"cannot create {venv}: install the venv module (package python3.11-venv)")
 
 
 @contextlib.contextmanager
@@ -148,8 +148,7 @@ def ensure(
             say(f"creating {home} with Python {platform.python_version()}")
             home.mkdir()
             log.write_text("")
-            if run(sys.executable, "-m", "venv", venv):
-                raise SetupError(f"cannot create {venv}: install the venv module (package python3.11-venv)")
+            create(venv)
             install(python, log)
         state = clone_state()
         if stamp is None or stamp.get("clone_state") != state:
@@ -211,9 +210,6 @@ def link(venv: Path) -> None:
     elif target.exists():
         raise SetupError(".venv is a folder of your own; move it away, it has to be a link to the prepared environment")
     target.symlink_to(venv)
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def command(main: Callable[[], object], optional: str = "") -> int:

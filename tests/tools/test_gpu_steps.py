@@ -60,7 +60,8 @@ def test_the_models_are_those_that_a_card_has_room_for():
     """Catches: four requests that do not fit beside weights in bf16, by the sizes of weights and KV caches."""
     sizes = plan.Sizes()
     assert sizes.video_tokens == 25_088, "128 frames, as in the papers"
-    assert [plan.chosen_models(total) for total in (79 * GIB, 139 * GIB)] == ["32b-fp8", "32b-bf16"]
+    assert [plan.chosen_models("auto", total) for total in (79 * GIB, 139 * GIB)] == ["32b-fp8", "32b-bf16"]
+    assert plan.chosen_models("72b-fp8", 79 * GIB) == "72b-fp8"
     for name, total in (("32b-fp8", 79 * GIB), ("32b-bf16", 139 * GIB)):
         target, draft = (made_up.SHAPES[model] for model in (plan.MODELS[name].target, plan.MODELS[name].draft))
         one = sizes.video_tokens * (target.kv_bytes_per_token + draft.kv_bytes_per_token / 10)

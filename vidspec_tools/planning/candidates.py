@@ -64,8 +64,6 @@ class Candidates:
             modelled = self.draft_seconds(1, 1, question.prune_ratios[0], place)
             self._draft_scale = question.draft_ms / 1e3 / modelled
 
-    # ---- times ---------------------------------------------------------------------------------------------------
-
     def target_seconds(self, batch: int, rows: int) -> float:
         """Return T_t of `rows` tokens a request, the host's share included; scaled to what was measured, if it was."""
         asked = self.question
@@ -76,8 +74,6 @@ class Candidates:
         asked = self.question
         context = asked.draft_context(prune_ratio)
         return self._draft_scale * forward_seconds(asked.draft, place, batch, rows, context)
-
-    # ---- candidates ----------------------------------------------------------------------------------------------
 
     def vanilla(self, batch: int) -> Candidate:
         seconds = self.target_seconds(batch, 1)

@@ -38,8 +38,6 @@ class Planner(Candidates):
         fastest = max(found.values(), key=lambda one: one.answer_speedup)
         return fastest if fastest.answer_speedup >= WORTH else found[NONE]
 
-    # ---- limits --------------------------------------------------------------------------------------------------
-
     def most_requests(self) -> int:
         """Return the largest batch whose KV fits beside the target's weights, at most MOST_BATCH; 0: not even one."""
         return _last(lambda batch: self.vanilla(batch).fits, MOST_BATCH)
@@ -82,8 +80,6 @@ class Planner(Candidates):
             return self.parallel(batch, plan.prune_ratio, given, plan.num_tokens).answer_speedup
 
         return bisect(gain, WORTH) if gain(1.0) >= WORTH else None
-
-    # ---- the answer ----------------------------------------------------------------------------------------------
 
     def row(self, batch: int) -> dict[str, Any]:
         """Return the plan of a batch size as plain values; times in ms, memory in bytes a card.

@@ -35,7 +35,6 @@ _TOKENS: Columns = {"tokens\nper s": lambda row: number(row["tokens_per_s"], 1)}
 _LENGTH: Columns = {"accept\nlength": lambda row: number(row["acceptance_length"], 2)}
 _SAME: Columns = {"same\noutput": lambda row: percent(row["identical_frac"])}
 
-# ---- bench paper -----------------------------------------------------------------------------------------------------
 
 PAPER: Columns = {
     "method": lambda row: row["method"],
@@ -58,8 +57,6 @@ def paper_tables(rows: Rows) -> list[Table]:
         for group in by(rows, "family", "inflate").values()
     ]
 
-
-# ---- bench speed -----------------------------------------------------------------------------------------------------
 
 SPEED: Columns = {
     "engine": lambda row: row["method"],
