@@ -69,7 +69,6 @@ def play(tmp_path, monkeypatch):
         for part, parts in suite.PLAN.items()
     }
     monkeypatch.setattr(suite, "PLAN", slow)
-    monkeypatch.setattr(suite, "SECONDS", {name: sum(step.timeout_s for step in parts) for name, parts in slow.items()})
 
     def run(parts, only, *more):
         arguments = ["--out", str(out), "--only", only, "--work-dir", str(tmp_path / "work"), *more]
