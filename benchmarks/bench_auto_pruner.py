@@ -41,7 +41,6 @@ def upside_down() -> Iterator[None]:
 
 
 def start(family: str, tokens: int) -> harness.Engine:
-    """Start a family's pair with `pruner: auto`."""
     if family != assets.LONG:
         return harness.pair(family, pruner="auto", overrides={"enable_prefix_caching": False})
     llm = job(tokens, range(1), {"pruner": "auto", "prune_ratio": 0.9})["llm"]
@@ -49,7 +48,6 @@ def start(family: str, tokens: int) -> harness.Engine:
 
 
 def prompts(family: str, numbers: range, tokens: int) -> list[harness.Row]:
-    """Return requests about held-out videos."""
     if family != assets.LONG:
         return harness.videos(family, numbers)
     reels = (reel.held_out(i, tokens) for i in numbers)
@@ -69,7 +67,6 @@ def ask(engine: harness.Engine, family: str, numbers: range, tokens: int) -> tup
 
 
 def race(family: str, learn: int, measure: int, tokens: int) -> harness.Row:
-    """Return the acceptance lengths of one family's bundled pair."""
     with start(family, tokens) as engine:
         config = engine.llm.llm_engine.vllm_config
         pruners = config.additional_config["vidspec"]["prune"]["auto_pruners"]

@@ -36,8 +36,6 @@ _COPY_BYTES, _PRODUCT_SIZE = 256 * 2**20, 1024
 
 @dataclass
 class Case:
-    """One size of a kernel."""
-
     calls: dict[str, Callable[[], Any]]  # What is measured, by implementation; ours is the first
     num_bytes: int  # What must be read and written
     flops: int = 0  # Operations of its products
@@ -91,7 +89,6 @@ def rates(dtype: torch.dtype, size: int) -> tuple[float, float]:
 
 
 def rows_of(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
-    """Measure a case; yield a row for each implementation."""
     found = {impl: result(case.calls[impl]()).float().clone() for impl, result in case.results.items()}
     differences = {impl: float((result - next(iter(found.values()))).abs().max()) for impl, result in found.items()}
     bandwidth, rate = rates(case.dtype, _PRODUCT_SIZE)
@@ -112,9 +109,7 @@ def rows_of(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
             "flops": case.flops,
             "max_difference": differences.get(impl),
             "note": case.notes.get(impl, ""),
-            "num_threads": torch.get_num_threads(),
             "bandwidth_gb_per_s": round(bandwidth / 1e3, 1),
-            "product_gflop_per_s": round(rate / 1e3, 1),
         }
 
 
@@ -129,7 +124,6 @@ def sizes_of(axes: dict[str, list[Any]], given: list[str]) -> Iterator[dict[str,
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    """Run the benchmarks and return their rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", nargs="*", default=KERNELS, help=f"of {', '.join(KERNELS)}; default: all")
     parser.add_argument("--sizes", nargs="*", default=[], metavar="AXIS=VALUES", help="values, comma-separated")
@@ -154,7 +148,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
 
 
 def show(row: dict[str, Any]) -> None:
-    """Print one row."""
     figures = row["note"] or "median {median:>10} p20 {p20:>10} p80 {p80:>10}".format(**row)
     floor = "floor {floor} us (traffic {traffic}, product {product})".format(**row)
     print(f"{row['kernel']} {row['case']} {row['impl']:>14}: {figures} {floor}", flush=True)

@@ -122,7 +122,6 @@ class Watched:
         engine.runner.execute_model = execute_model
 
     def answer(self, prompt: dict[str, Any]) -> None:
-        """Answer one request."""
         self._watch.take()
         self._begun, self._into = time.perf_counter(), self.prompts
         self._engine.answer([prompt], max_tokens=ANSWER_TOKENS, ignore_eos=True)

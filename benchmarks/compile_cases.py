@@ -97,7 +97,6 @@ def compact(num_drafts: int, num_kv_heads: int, head_size: int, dtype: torch.dty
 def grow_buffers(
     max_width: int, num_candidates: int, num_drafts: int = 64, max_reqs: int = MAX_REQS
 ) -> TreeGrowBuffers:
-    """Return the buffers of adaptive trees."""
     shape = (max_reqs, num_drafts + 1)
     tree = TreeTables(i64(*shape), i32(*shape), i32(*shape), i64(*shape), floats(*shape), i32(max_reqs))
     plans = TreePlans(max_reqs, PlanRules(3, 8, 2, max_width, min(10, num_candidates), 10, 2.0, 3.0), "meta")
@@ -143,8 +142,6 @@ def noise_of_draws(scores, token_ids, seed, pos, USE_FP64: tl.constexpr):
 
 
 def sampling(use_fp64: bool = False) -> kernels.Noise:
-    """Return the noise of the report."""
-
     def reference(seeds: np.ndarray, positions: np.ndarray, token_ids: np.ndarray, _: bool) -> np.ndarray:
         return np.random.default_rng(0).gumbel(size=(len(seeds), len(token_ids)))
 
@@ -162,7 +159,6 @@ MODELS = {
 
 @functools.cache
 def cases() -> tuple[Case, ...]:
-    """Return every launch of the report."""
     found = []
 
     def add(kernel: str, label: str, call: Callable[..., Any], *args: Any, not_on: tuple[int, ...] = (), **kw: Any):

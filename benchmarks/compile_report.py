@@ -6,7 +6,7 @@ The project's own wrappers are called with meta tensors, which compile and launc
 names an architecture: so what is compiled is what a launch of these shapes compiles, tile sizes and specialisation
 included. One row is one compiled kernel: registers, bytes spilled (`ptxas -v`), shared memory, how many programs share
 a multiprocessor, and the CPU seconds of a cold compile. Rows are kept beside Triton's own cache, by its keys, which
-cover source, options, target and compiler: `--cold` compiles again.
+cover source, options, target and compiler: an empty TRITON_CACHE_DIR compiles again.
 """
 
 import os
@@ -23,7 +23,6 @@ import json
 import re
 import resource
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,6 @@ def cpu_seconds() -> float:
 
 
 def programs_per_sm(registers: int, num_warps: int, shared_bytes: int, arch: int) -> int:
-    """Return how many programs a multiprocessor holds."""
     card = ARCHS[arch]
     of_a_warp = -(-registers * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
     by_registers = _REGISTERS // (of_a_warp * num_warps)
@@ -103,12 +101,7 @@ def memory_operations(ptx: str) -> list[str]:
 
 
 class Compiler:
-    """Compiles what wrappers prepare, and keeps a row of each.
-
-    Args:
-        arch: A key of ARCHS.
-        folder: Where rows of earlier runs lie.
-    """
+    """Compiles what wrappers prepare, and keeps a row of each; those of earlier runs lie in a folder."""
 
     def __init__(self, arch: int, folder: Path):
         self.arch, self.folder = arch, folder
@@ -161,10 +154,8 @@ def report(arch: int, cases: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    """Run the report and return its rows."""
     arguments = parser().parse_args(argv)
-    # A cache of its own: every binary in it has its row.
-    root = Path(tempfile.mkdtemp()) if arguments.cold else Path(knobs.cache.dir) / "vidspec-compile-report-3"
+    root = Path(knobs.cache.dir) / "vidspec-compile-report-3"  # a cache of its own: every binary in it has its row
     knobs.cache.dir, knobs.nvidia.dump_ptxas_log = str(root), True
     folder = root / "rows"
     folder.mkdir(parents=True, exist_ok=True)
@@ -181,11 +172,9 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--archs", default=",".join(map(str, ARCHS)), help="sm numbers, comma-separated")
     arguments.add_argument("--cases", default="", help="only cases whose label matches this expression")
-    arguments.add_argument("--cold", action="store_true", help="compile everything again, in a fresh cache")
     arguments.add_argument("--json", action="store_true", help="print JSON instead of lines")
     return arguments
 

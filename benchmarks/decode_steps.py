@@ -89,7 +89,6 @@ class DecodeLoop:
         raise NotAllDraftError(f"the requests do not draft within {max_steps} steps")
 
     def step(self) -> None:
-        """Run one step of the engine."""
         for output in self._engine.step():
             self.num_tokens[output.request_id] = len(output.outputs[0].token_ids)
 

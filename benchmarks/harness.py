@@ -23,11 +23,7 @@ Row = dict[str, Any]
 
 
 class Engine:
-    """An engine in this process, and what its counters gain.
-
-    Args:
-        kwargs: Arguments of `LLM`.
-    """
+    """An engine in this process, and what its counters gain."""
 
     def __init__(self, kwargs: dict[str, Any]) -> None:
         from vllm import LLM
@@ -48,7 +44,6 @@ class Engine:
         cleanup_dist_env_and_memory()
 
     def counters(self) -> dict[str, int]:
-        """Return all counters as they are now."""
         return metrics.read_metrics(self._path)
 
     def answer(self, prompts: list[Row], **sampling: Any) -> list[list[int]]:
@@ -67,25 +62,16 @@ class Engine:
 
 
 def pair(family: str, **knobs: Any) -> Engine:
-    """Start the bundled pair of a family; knobs as in `pairs.llm_kwargs`."""
     return Engine(pairs.llm_kwargs(family, "draft", **knobs))
 
 
 def videos(family: str, numbers: Iterable[int]) -> list[Row]:
-    """Return prompts with the usual question about held-out videos."""
     return [pairs.video_prompt(family, world.held_out(i).frames) for i in numbers]
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
 def command(doc: str | None, measure: Callable[[argparse.Namespace], Iterable[Row]], /, **defaults: Any) -> list[Row]:
-    """Run a benchmark: print its rows as they come, write them with provenance to `--json`, and return them.
-
-    Args:
-        doc: The benchmark's docstring.
-        measure: Options -> rows.
-        defaults: Its options. A list is given with commas.
+    """Run a benchmark: print its rows as they come, write them with provenance to `--json`, and return them. `defaults`
+    are its options; a list is given with commas.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():

@@ -41,7 +41,6 @@ def footage(folder: Path) -> Path:
 
 
 def duration(video: Path) -> float:
-    """Return the seconds that a video lasts."""
     capture = cv2.VideoCapture(str(video))
     return capture.get(cv2.CAP_PROP_FRAME_COUNT) / capture.get(cv2.CAP_PROP_FPS)
 
@@ -73,7 +72,6 @@ def pictured(family: str, video: Path, frames: int, folder: Path) -> list[int]:
 
 
 def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
-    """Yield a row of each family and number of frames."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         video = Path(options.video) if options.video else footage(folder)

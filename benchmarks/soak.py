@@ -105,7 +105,6 @@ class Memory(threading.Thread):
             self.samples.append((time.monotonic(), size))
 
     def stop(self) -> list[tuple[float, int]]:
-        """Return the samples."""
         self._is_over.set()
         self.join()
         return self.samples
@@ -121,11 +120,9 @@ class Record:
         self.traits: Counter[str] = Counter()
         self.bad: dict[str, list[dict[str, Any]]] = {"wrong": [], "error": []}
         self.seconds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in SERVERS}
-        self.busy_s = dict.fromkeys(SERVERS, 0.0)
-        self.tokens, self.resent = dict.fromkeys(SERVERS, 0), dict.fromkeys(SERVERS, 0)
+        self.resent = dict.fromkeys(SERVERS, 0)
 
     def add(self, config: str, ask: traffic.Ask, vanilla: list[judge.Reply], ours: list[judge.Reply]) -> None:
-        """Judge what both servers answered to one client."""
         self.kinds[ask.about] += 1
         self.traits.update([*ask.traits, *(["sampled"] if ask.body.get("temperature") else [])])
         if len(vanilla) != len(ours):
@@ -138,7 +135,6 @@ class Record:
                 self._note(config, ask, turn, kind, why)
             for name, reply in zip(SERVERS, (got, expected), strict=True):
                 self.resent[name] += reply.resent
-                self.tokens[name] += sum(len(choice.token_ids) for choice in reply.choices.values())
                 if reply.status == 200 and not reply.is_cut:  # a client that leaves decides its own time
                     self.seconds[name][ask.about].append(reply.seconds)
 
@@ -165,13 +161,6 @@ class Record:
 
 
 class Soak:
-    """One run; see the module.
-
-    Args:
-        options: The command's.
-        say: Called with each line of the log.
-    """
-
     def __init__(self, options: argparse.Namespace, say: Say):
         self._options, self._say = options, say
         self._folder = Path(options.log_dir or tempfile.mkdtemp(prefix="vidspec-soak-"))
@@ -180,7 +169,6 @@ class Soak:
         self.record = Record(say)
 
     def run(self) -> dict[str, Any]:
-        """Serve, send, compare; return the result."""
         options, configs = self._options, []
         with (
             traffic.client_for(CONCURRENCY) as client,
@@ -222,10 +210,8 @@ class Soak:
             asks, replies = self._traffic.slice(SLICE), {}
             # In turns, so that neither server always has the machine's caches warm.
             for which in reversed(SERVERS) if number % 2 else SERVERS:
-                start = time.monotonic()
                 send = functools.partial(traffic.send, client, urls[which], is_ours=which == "ours")
                 replies[which] = list(pool.map(send, asks))
-                record.busy_s[which] += time.monotonic() - start
             for ask, expected, got in zip(asks, replies["vanilla"], replies["ours"], strict=True):
                 record.add(name, ask, expected, got)
             bad = {kind: len(found) for kind, found in record.bad.items()}
@@ -274,8 +260,6 @@ class Soak:
             "vanilla_rss_slope_mb_per_min": judge.slope_mb_per_min(vanilla_memory),
             "vanilla_rss_mb_over_time": thinned(vanilla_memory),
             **record.latency(),
-            "busy_s": {name: round(seconds, 1) for name, seconds in record.busy_s.items()},
-            "answer_tokens": record.tokens,
             "resent": record.resent,
             "kinds": dict(sorted(record.kinds.items())),
             "traits": dict(sorted(record.traits.items())),
@@ -312,7 +296,6 @@ def wait_idle(client: httpx.Client, server: VllmServer) -> dict[str, int]:
 
 
 def _total(text: str, name: str) -> int:
-    """Return the sum of a metric's samples on a Prometheus page."""
     lines = (line for line in text.splitlines() if line.startswith((name + "{", name + " ")))
     return round(sum(float(line.rsplit(" ", 1)[1]) for line in lines))
 
@@ -324,7 +307,6 @@ def _left(processes: list[psutil.Process]) -> int:
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return the command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=15.0, help="of traffic, starts of servers not counted")
     parser.add_argument("--family", default="qwen2.5-vl", choices=pairs.FAMILIES)

@@ -37,18 +37,10 @@ _LOGPROB_TOLERANCE = 1e-3
 
 
 def verdict(rule: str, num_choices: int, max_tokens: int, vanilla: Reply, ours: Reply) -> tuple[str, str]:
-    """Judge both servers' replies to one request.
+    """Judge both servers' replies to one request for `num_choices` answers.
 
-    Args:
-        rule: SAME: vanilla's tokens. COMPLETE: an answer that ended as it should, of any tokens.
-            REFUSED: a 4xx, the same from both.
-        num_choices: How many answers were asked for.
-        max_tokens: Longest answer.
-        vanilla: Its reply.
-        ours: The reply of the server under test.
-
-    Returns:
-        "" and "", or "wrong" or "error" and why. "error" is anything but an answer where there should be one.
+    SAME: vanilla's tokens. COMPLETE: an answer that ended as it should, of any tokens. REFUSED: a 4xx, the same from
+    both. Returns "" and "", or "wrong" or "error" and why; "error" is anything but an answer where there should be one.
     """
     if rule == REFUSED:
         if all(400 <= reply.status < 500 for reply in (vanilla, ours)) and vanilla.status == ours.status:
@@ -119,11 +111,7 @@ def leaks(idle: Mapping[str, int]) -> dict[str, int]:
 
 
 def slope_mb_per_min(samples: Sequence[tuple[float, int]]) -> float | None:
-    """Return the slope of memory over the second two thirds of the time, by regression, in MB per minute.
-
-    Args:
-        samples: Seconds and bytes. The first third is of caches that fill.
-    """
+    """Return the slope of memory (seconds, bytes) by regression, in MB per minute; caches fill in the first third."""
     if not samples:
         return None
     begin, end = samples[0][0], samples[-1][0]

@@ -76,12 +76,7 @@ class Ask:
 
 
 class Traffic:
-    """Draws requests; equal seeds give equal traffic.
-
-    Args:
-        rng: What is drawn from.
-        max_model_len: Of the servers; a prompt that is too long exceeds it.
-    """
+    """Draws requests; equal seeds give equal traffic. A prompt that is too long exceeds the servers' max_model_len."""
 
     def __init__(self, rng: random.Random, max_model_len: int = pairs.MAX_MODEL_LEN):
         self._rng = rng
@@ -100,8 +95,6 @@ class Traffic:
             else:
                 asks.append(self._draw())
         return asks
-
-    # ---- one request -----------------------------------------------------------------------------------------------
 
     def _draw(self) -> Ask:
         about = self._rng.choices(list(_ABOUT), list(_ABOUT.values()))[0]
@@ -165,8 +158,6 @@ class Traffic:
             return Ask("too long", COMPLETIONS, {**body, "prompt": words}, REFUSED)
         return Ask("too long", CHAT, {**body, "messages": [self._user([], words)]}, REFUSED)
 
-    # ---- contents --------------------------------------------------------------------------------------------------
-
     def _sentence(self, fewest: int, most: int) -> str:
         return " ".join(self._rng.choices(self._words, k=self._rng.randint(fewest, most)))
 
@@ -213,9 +204,6 @@ def _encoded(frame: np.ndarray, form: str) -> str:
     buffer = io.BytesIO()
     Image.fromarray(frame).save(buffer, form)
     return base64.b64encode(buffer.getvalue()).decode()
-
-
-# ---- the client ---------------------------------------------------------------------------------------------------
 
 
 def send(client: httpx.Client, base_url: str, ask: Ask, is_ours: bool) -> list[Reply]:
@@ -291,7 +279,6 @@ def _take(reply: Reply, choice: dict[str, Any], message: dict[str, Any]) -> None
 
 @contextlib.contextmanager
 def client_for(concurrency: int) -> Iterator[httpx.Client]:
-    """Yield a client of so many connections."""
     # A connection for each request: a server closes what was idle for five seconds, and a request that is sent on it
     # just then is lost (RemoteProtocolError), vanilla's as ours.
     limits = httpx.Limits(max_connections=2 * concurrency, max_keepalive_connections=0)

@@ -69,7 +69,6 @@ def users(case: str) -> list[str]:
 
 
 def main() -> int:
-    """Check, and print what does not fit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="a clone of vLLM, or a folder with a `vllm` in it")
     given = parser.parse_args().path.resolve()

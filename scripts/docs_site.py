@@ -23,15 +23,13 @@ def prepare() -> Path:
     with base.alone(venv.with_name(f"{venv.name}.lock"), "another set-up of this environment is running"):
         if base.read_stamp(venv) is None:
             shutil.rmtree(venv, ignore_errors=True)
-            if base.run(sys.executable, "-m", "venv", venv):
-                raise SetupError(f"cannot create {venv}: install the venv module (package python3.11-venv)")
+            base.create(venv)
             base.pip(venv / "bin" / "python", "installing MkDocs", venv.with_name(f"{venv.name}.log"), *wanted)
             (venv / base.STAMP).write_text(json.dumps({"engine": "docs"}))
     return venv / "bin" / "python"
 
 
 def main() -> None:
-    """Build the site, or serve it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="?", choices=("build", "serve"), default="build")
     what = parser.parse_args().what

@@ -49,9 +49,6 @@ def kernels(context: Context) -> dict[str, Any]:
     return {"pytest": lines[-1]}
 
 
-# ---- engines of the bundled pairs ------------------------------------------------------------------------------------
-
-
 def _generate(
     context: Context, running: harness.Engine, prompts: list[Any], max_tokens: int, temperature: float
 ) -> list[list[int]]:
@@ -154,9 +151,6 @@ def sync_debug(context: Context) -> dict[str, Any]:
         facts[shape] = dict(calls)
     expect(min(calls.values()) > 0, "nothing was watched")
     return facts
-
-
-# ---- real shapes, made-up weights ------------------------------------------------------------------------------------
 
 
 def real_shapes(context: Context, drafting: str | None) -> dict[str, Any]:

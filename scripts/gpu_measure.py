@@ -14,8 +14,6 @@ from gpu_plan import FAMILY, KERNELS, Engine, Sizes
 from gpu_steps import Context, Row, SkippedError, Step, engine
 from made_up import write_pair
 
-# ---- kernels ---------------------------------------------------------------------------------------------------------
-
 
 def kernel_rows(kernel: str, context: Context) -> None:
     """Write a row for each size and implementation of a kernel, as `bench_kernels.py` measures it."""
@@ -33,13 +31,9 @@ def kernel_rows(kernel: str, context: Context) -> None:
             context.write({"outcome": outcome, "reason": row["note"]} | keys | row)
 
 
-# ---- engines ---------------------------------------------------------------------------------------------------------
-
-
 def llm_kwargs(
     engine: Engine, where: dict[str, str], sizes: Sizes, batches: tuple[int, ...], dry_run: bool
 ) -> dict[str, Any]:
-    """Return the arguments of `LLM`."""
     from vllm_vidspec.tools import pairs
 
     widths = {rows * batch for batch in batches for rows in (1, engine.num_drafts + 1)}

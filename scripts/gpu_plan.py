@@ -11,8 +11,6 @@ BATCHES = (1, 4, 8)
 # Of `benchmarks/kernel_cases`; last the one whose peers compile longest.
 KERNELS = ("draw", "candidates", "guidance_scores", "visual_relevance", "tree_attention")
 
-# ---- engines ---------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Models:
@@ -42,8 +40,6 @@ def chosen_models(name: str, total: int) -> str:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine of the plan."""
-
     method: str  # What drafts
     num_drafts: int = 0  # K, 0 for vanilla
     depth: int = 0  # The longest path of drafts

@@ -46,8 +46,6 @@ def expect(holds: bool, reason: str) -> None:
 
 @dataclass(frozen=True)
 class Context:
-    """What a step is given."""
-
     work_dir: str = ""  # For made-up checkpoints
     # Whether the device computes nothing: checks run, and their results are ignored; measurements are tiny.
     dry_run: bool = False
@@ -57,9 +55,6 @@ class Context:
 
 
 Step = Callable[[Context], dict[str, Any] | None]  # returns its facts, writes rows, or raises
-
-
-# ---- engines ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -74,11 +69,7 @@ def engine(context: Context, kwargs: dict[str, Any]) -> Iterator[Any]:
         yield running
 
 
-# ---- steps -----------------------------------------------------------------------------------------------------------
-
-
 def environment(context: Context) -> dict[str, Any]:
-    """Describe the machine and the installed versions."""
     import torch
 
     from vllm_vidspec.tools.provenance import provenance
@@ -137,7 +128,6 @@ def run(name: str, context: Context, step: Step | None = None) -> None:
 
 
 def main() -> None:
-    """Run a step."""
     name, lines, options = sys.argv[1:]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent before a hanging step is killed

@@ -63,10 +63,7 @@ PLAN: dict[str, tuple[Step, ...]] = {
         Step("two-ranks", 45),
         Step("identity-llava-onevision", 50),
     ),
-    "kernels": (
-        ENVIRONMENT_STEP,
-        *(Step(f"kernel-{name}", _KERNEL_S.get(name, 15)) for name in gpu_plan.KERNELS),
-    ),
+    "kernels": (ENVIRONMENT_STEP, *(Step(f"kernel-{name}", _KERNEL_S.get(name, 15)) for name in gpu_plan.KERNELS)),
     "engines": (ENVIRONMENT_STEP, *(Step(f"engine-{name}", 150) for name in gpu_plan.ENGINES)),
 }
 HALVES = {1: "kernels", 2: "engines"}
@@ -92,9 +89,6 @@ def environment() -> dict[str, str]:
     """Return the environment of a step: this one's, with the repository first in the path."""
     path = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return ENVIRONMENT | dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path)}
-
-
-# ---- one process -----------------------------------------------------------------------------------------------------
 
 
 def run_process(command: Sequence[str], log: Path, timeout_s: float) -> str:
@@ -147,9 +141,6 @@ def read_lines(path: Path) -> list[Record]:
     return found
 
 
-# ---- steps -----------------------------------------------------------------------------------------------------------
-
-
 def run_step(step: Step, args: argparse.Namespace, work_dir: Path, timeout_s: float) -> Record:
     """Run a step in a process of its own; return its outcome, and the rows that it has written."""
     log, lines, start = work_dir / f"{step.name}.log", work_dir / f"{step.name}.jsonl", time.monotonic()
@@ -165,9 +156,6 @@ def run_step(step: Step, args: argparse.Namespace, work_dir: Path, timeout_s: fl
             found |= {"outcome": "failed", "reason": f"{ended}, after it had {end['outcome']}"}
     seconds, rows = round(time.monotonic() - start, 2), [line for line in written if line is not end]
     return {"name": step.name, **found, "seconds": seconds, "log": str(log), "rows": rows}
-
-
-# ---- the JSON --------------------------------------------------------------------------------------------------------
 
 
 def report(records: list[Record], args: argparse.Namespace, steps: Sequence[Step]) -> Record:
@@ -200,9 +188,6 @@ def write_json(path: Path, found: Record) -> None:
     partial = path.with_name(path.name + ".part")
     partial.write_text(json.dumps(found, indent=1) + "\n")
     partial.replace(path)
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def parse(argv: Sequence[str] | None, parts: Sequence[str], out: str) -> argparse.Namespace:

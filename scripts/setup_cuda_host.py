@@ -51,7 +51,6 @@ def _name(requirement: str) -> str:
 
 
 def environment_key(version: str) -> str:
-    """Return a hash of everything that decides what is installed for a version of vLLM."""
     return base.hash_of(
         {
             "recipe": RECIPE,
@@ -65,7 +64,6 @@ def environment_key(version: str) -> str:
 
 
 def home_of(version: str) -> Path:
-    """Return the folder of a version's environment, made or not."""
     return base.environments_home() / f"cuda-host-{environment_key(version)}"
 
 
@@ -145,7 +143,6 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def _joined(variable: str, *first: str) -> str:
-    """Return a path variable with folders put first."""
     inherited = os.environ.get(variable)
     return ":".join([*first, *([inherited] if inherited else [])])
 

@@ -40,7 +40,6 @@ class SetupError(RuntimeError):
 
 
 def say(text: str) -> None:
-    """Print one line at once."""
     print(f"[setup] {text}", flush=True)
 
 
@@ -49,11 +48,7 @@ def run(*command: str | Path, cwd: Path | None = None) -> int:
     return subprocess.run(list(map(str, command)), cwd=cwd, stdin=subprocess.DEVNULL).returncode
 
 
-# ---- what names an environment ---------------------------------------------------------------------------------------
-
-
 def hash_of(wanted: dict) -> str:
-    """Return the hash that names an environment."""
     return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -88,9 +83,6 @@ def environments_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vidspec"
 
 
-# ---- making one ------------------------------------------------------------------------------------------------------
-
-
 def pip(python: Path, label: str, log: Path, *args: str) -> None:
     """Run `pip install`; its full output goes to `log`, and to a terminal; SetupError if it fails."""
     say(f"{label} ...")
@@ -100,6 +92,12 @@ def pip(python: Path, label: str, log: Path, *args: str) -> None:
     if run(python, "-m", "pip", "install", *options, *args, cwd=ROOT):
         raise SetupError(f"pip failed while {label}: see above, or its full log {log}")
     say(f"{label}: done in {time.monotonic() - begun:.0f} s")
+
+
+def create(venv: Path) -> None:
+    """Create a virtual environment, or say what is missing."""
+    if run(sys.executable, "-m", "venv", venv):
+        raise SetupError(f"cannot create {venv}: install the venv module (package python3.11-venv)")
 
 
 @contextlib.contextmanager
@@ -135,13 +133,8 @@ def ensure(
 ) -> None:  # fmt: skip
     """Make sure that an environment is complete and points to this clone; one process at a time.
 
-    Args:
-        home: Its folder; a lock and a log lie beside it.
-        venv: The virtual environment in it.
-        engine: What it is for, in its stamp.
-        cost: Printed before it is made.
-        install: Installs everything but this clone, given Python and log.
-        finish: Called with Python when it points to another clone.
+    A lock and a log lie beside `home`. `install` brings everything but this clone, given Python and log; `finish` is
+    called with Python when it points to another clone.
     """
     home.parent.mkdir(parents=True, exist_ok=True)
     python, log = venv / "bin" / "python", home.with_name(f"{home.name}.log")
@@ -155,8 +148,7 @@ def ensure(
             say(f"creating {home} with Python {platform.python_version()}")
             home.mkdir()
             log.write_text("")
-            if run(sys.executable, "-m", "venv", venv):
-                raise SetupError(f"cannot create {venv}: install the venv module (package python3.11-venv)")
+            create(venv)
             install(python, log)
         state = clone_state()
         if stamp is None or stamp.get("clone_state") != state:
@@ -220,15 +212,9 @@ def link(venv: Path) -> None:
     target.symlink_to(venv)
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
 def command(main: Callable[[], object], optional: str = "") -> int:
-    """Run a set-up command, whose interpreter becomes the environment's; what is wrong is one line and status 1.
-
-    Args:
-        main: The command.
-        optional: An environment variable; where it is set, a failure is printed and status 0.
+    """Run a set-up command, whose interpreter becomes the environment's; what is wrong is one line and status 1, or 0
+    where the environment variable `optional` is set.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training import tiny_captioner
 from training.tiny_captioner import layer_weights, rms_norm, rotate
-from training.train_tiny import Optimizers, mixed_precision, save, save_in_bf16, untrained
+from training.train_tiny import Optimizers, commands, mixed_precision, save, save_in_bf16, untrained
 from vidspec_tools import reel
 from vllm_vidspec import assets
 
@@ -47,11 +47,7 @@ def build(args: argparse.Namespace) -> None:
 
 
 class Reader:
-    """A model that answers many questions about one video at once.
-
-    Args:
-        path: a checkpoint directory, loaded in fp32.
-    """
+    """A model that answers many questions about one video at once."""
 
     def __init__(self, path: str | Path) -> None:
         self.captioner = tiny_captioner.load(path, reel.vocabulary())
@@ -277,21 +273,16 @@ def export(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    commands = found.add_subparsers(required=True)
-    for function, positional in ((build, ("role",)), (train, ("path",)), (export, ("path", "out"))):
-        sub = commands.add_parser(function.__name__, help=function.__doc__)
-        sub.set_defaults(function=function)
-        for name in positional:
-            sub.add_argument(name, choices=assets.PAIR if name == "role" else None)
-        if function is build:
-            sub.add_argument("--out", required=True)
-            sub.add_argument("--vision", help="a checkpoint whose vision tower to begin with")
-        if function is train:
-            sub.add_argument("--minutes", type=float, required=True, help="of one core")
-            sub.add_argument("--vision-end", type=float, default=VISION_END, help="share that trains the tower")
-        if function is not export:
-            sub.add_argument("--seed", type=int, default=int(function is train))
+    found, command = commands(__doc__)
+    sub = command(build, "role")
+    sub.add_argument("--out", required=True)
+    sub.add_argument("--vision", help="a checkpoint whose vision tower to begin with")
+    sub.add_argument("--seed", type=int, default=0)
+    sub = command(train, "path")
+    sub.add_argument("--minutes", type=float, required=True, help="of one core")
+    sub.add_argument("--vision-end", type=float, default=VISION_END, help="share that trains the tower")
+    sub.add_argument("--seed", type=int, default=1)
+    command(export, "path", "out")
     return found
 
 

@@ -286,17 +286,23 @@ def use_hub_names(path: Path) -> None:
     save_file(weights, path, metadata={"format": "pt"})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    commands = parser.add_subparsers(required=True)
+def commands(doc: str):
+    """Return a parser, and what adds a command to it: a function with the names of its positional arguments."""
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0])
+    group = parser.add_subparsers(required=True)
 
     def command(function, *positional: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(function.__name__, help=function.__doc__)
+        sub = group.add_parser(function.__name__, help=function.__doc__)
         sub.set_defaults(function=function)
         for name in positional:
-            sub.add_argument(name)
+            sub.add_argument(name, choices=assets.ROLES if name == "role" else None)
         return sub
 
+    return parser, command
+
+
+def main() -> None:
+    parser, command = commands(__doc__)
     sub = command(build, "family", "role")
     sub.add_argument("--out", required=True)
     sub.add_argument("--seed", type=int, default=0)

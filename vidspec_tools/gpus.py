@@ -52,7 +52,6 @@ GPUS: dict[str, Gpu] = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return a card by its name."""
     found = GPUS.get(name.strip().lower())
     if found is None:
         raise VidSpecError(f"--gpu: unknown GPU {quoted(name)}; expected one of {', '.join(GPUS)}")

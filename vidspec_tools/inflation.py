@@ -28,7 +28,6 @@ APPENDED = "appended-layers.safetensors"
 OUTPUTS = ("self_attn.o_proj", "mlp.down_proj")
 # A decoder layer's tensor: what comes before its number, the number, its name in the layer.
 _TENSOR = re.compile(r"(.*\blayers\.)(\d+)\.(.+)")
-_HASH_CHUNK_BYTES = 2**24
 
 
 def label(num_appended: int) -> str:
@@ -42,7 +41,6 @@ def cache_folder() -> Path:
 
 
 def num_layers(checkpoint: str | Path) -> int:
-    """Return how many decoder layers a checkpoint has."""
     return _text_config(_read_config(Path(checkpoint)))["num_hidden_layers"]
 
 
@@ -64,10 +62,8 @@ def digest(checkpoint: str | Path) -> str:
     """Return 16 hexadecimal digits that tell a checkpoint's configuration and weights from any other's."""
     folder, found = Path(checkpoint), hashlib.sha256()
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-        found.update(path.name.encode())
         with path.open("rb") as file:
-            while chunk := file.read(_HASH_CHUNK_BYTES):
-                found.update(chunk)
+            found.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
     return found.hexdigest()[:16]
 
 

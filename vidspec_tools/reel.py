@@ -14,16 +14,8 @@ from functools import cache
 
 import numpy as np
 
-from vidspec_tools.captioned import SYNONYM_PROBS
-from vllm_vidspec.shapeworld.world import (
-    BACKGROUNDS,
-    COLORS,
-    PATTERNS,
-    SHAPES,
-    _sprite,
-    patterned,
-    pick,
-)
+from vidspec_tools import captioned
+from vllm_vidspec.shapeworld.world import BACKGROUNDS, COLORS, PATTERNS, SHAPES, _sprite, patterned, pick
 
 FRAME_SIZE, CELL_SIZE, FRAME_RATE = 224, 28, 2.0
 GRID_SIZE = FRAME_SIZE // CELL_SIZE
@@ -40,12 +32,7 @@ EVENTS = ("remains", "turns", "vanishes")
 COUNTS = ("no", "one", "two", "three", "four", "five")
 MAX_TOLD = 5  # scenes that one answer describes
 KINDS = ("number", "look", "after", "last", "first", "which")
-FILLERS = {
-    "background": ("background", "backdrop", "setting"),
-    "exists": ("there is", "we find", "appears"),
-    "goes": ("goes", "travels", "heads"),
-    "and": ("and then", "and later", "and finally"),
-}
+FILLERS = {name: captioned.FILLERS[name] for name in ("background", "exists", "goes", "and")}
 FACTS = ("scene", "background", "pattern", "size", "color", "shape", "position", "motion", "event", "new_color")
 HELD_OUT_SEED = 50_000_000  # training seeds stay below
 LABELS = dict(color=9, shape=7, size=3, direction=6, faded=2, background=6, pattern=3, quarter=5, digit=11)
@@ -276,7 +263,7 @@ def _look(scenes: tuple[Scene, ...], index: int) -> str:
 
 
 def _tell(rng: np.random.Generator, scene: Scene) -> str:
-    say = {name: pick(rng, options, SYNONYM_PROBS) for name, options in FILLERS.items()}
+    say = {name: pick(rng, options, captioned.SYNONYM_PROBS) for name, options in FILLERS.items()}
     event = f"{scene.event} {scene.new_color}" if scene.new_color else scene.event
     return (
         f"scene {scene.digits} : on a {scene.pattern} {scene.background} {say['background']} {say['exists']} a "

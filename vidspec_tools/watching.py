@@ -36,21 +36,17 @@ def prompts_of(prefills: Any, on: bool) -> list[dict[str, Any]]:
     """Return what a `DraftPrefill` has pruned since watching began; see `pruning`."""
     watch, prefills.on_pruned = prefills.on_pruned, PruneWatch() if on else None
     prefills.vision.keeps_looks = on
-    return [] if watch is None else watch.records
+    return list(watch or ())
 
 
-class PruneWatch:
-    """Records how prompts are pruned."""
-
-    def __init__(self) -> None:
-        """Begin without any."""
-        self.records: list[dict[str, Any]] = []
+class PruneWatch(list):
+    """The records of what was pruned."""
 
     def __call__(self, job: Any, kept: list[Any]) -> None:
         """Take in a `PrefillJob` whose items are all there, and what stays of each, `[k_i]` int64."""
         units, looks = job.plan.units, [look for look in job.looks if look is not None]
         is_seen = len(looks) == len(job.looks)
-        self.records.append(
+        self.append(
             {
                 "req_id": job.req_id,
                 "grids": tuple(unit.grid for unit in units),
@@ -83,7 +79,6 @@ class ScoreWatch:
     """
 
     def __init__(self, req_states: Any, is_predicting: bool) -> None:
-        """Begin without any, given vLLM's request states."""
         self._req_states, self._is_predicting = req_states, is_predicting
         self.records: dict[str, dict] = {}
 

@@ -15,7 +15,6 @@ NUM_CANDIDATES = 10
 
 
 def case(temperature: float, num_reqs: int, vocab_size: int, width: int) -> Case:
-    """Return the case of this batch size."""
     generator = torch.Generator().manual_seed(0)
     num_rows = num_reqs * width
     logits = torch.randn(num_rows, vocab_size, generator=generator).to(DEVICE, torch.bfloat16)

@@ -239,7 +239,6 @@ def bind(inputs: Inputs) -> tuple[dict[str, Bound], dict[str, str]]:
 
 
 def case(shape: str, context: int, num_reqs: int, nodes: int) -> Case:
-    """Return the case, with the peers that run here and why the others do not."""
     num_heads, num_kv_heads, head_size = map(int, shape.split("x"))
     inputs = Inputs(context, num_reqs, nodes, num_heads, num_kv_heads, head_size)
     bound, notes = bind(inputs)

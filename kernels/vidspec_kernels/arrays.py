@@ -37,7 +37,6 @@ def check(device: torch.device, **tensors: tuple[Any, ...]) -> None:
 
 
 def check_contiguous(device: torch.device, **tensors: tuple[Any, ...]) -> None:
-    """Assert what `check` does, and that the tensors are contiguous."""
     check(device, **tensors)
     for name, (tensor, *_) in tensors.items():
         assert tensor is None or tensor.is_contiguous(), f"{name}: expected contiguous rows"

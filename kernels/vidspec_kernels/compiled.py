@@ -26,7 +26,6 @@ class Loop:
         ]
 
     def bind(self, *args: Any) -> Callable[..., Any]:
-        """Return the loop with its first arguments given."""
         return functools.partial(self.run, *self._arrays(args))
 
     def __call__(self, *args: Any) -> Any:

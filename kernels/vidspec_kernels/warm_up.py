@@ -19,17 +19,14 @@ from vidspec_kernels.float8 import FP8
 
 
 def i32(*shape: int) -> Tensor:
-    """Return an int32 meta tensor of a shape."""
     return torch.empty(shape, dtype=torch.int32, device="meta")
 
 
 def i64(*shape: int) -> Tensor:
-    """Return an int64 meta tensor of a shape."""
     return torch.empty(shape, dtype=torch.int64, device="meta")
 
 
 def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a meta tensor of a shape and dtype."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -91,7 +88,6 @@ def warm_accept(num_drafts: int, max_reqs: int, in_trees: bool, is_loose: bool, 
 def accept_once(
     num_drafts: int, max_reqs: int, in_trees: bool, is_loose: bool, by_request: bool = False, keeps: bool = False
 ) -> None:
-    """Prepare one variant of `accept`."""
     rows, trees, looseness = num_drafts + 1, None, None
     if in_trees:
         trees = kernels.TreeShapes(i64(1), i32(max_reqs, rows), i32(max_reqs, rows), i64(max_reqs, rows))
@@ -204,7 +200,6 @@ def grow_once(buffers: kernels.TreeGrowBuffers, width: int) -> None:
 
 
 def finish_once(growth: kernels.TreeGrowBuffers, adopts: bool, fills: bool) -> None:
-    """Prepare one variant of `tree_finish`."""
     growth = growth.as_meta()
     leaves = kernels.Leaves(*(part[:1] for part in growth.leftover)) if fills else None
     kernels.tree_finish(

@@ -18,8 +18,6 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import MetricsFile
 from vllm_vidspec.tools import pairs, user_files
 
-# ---- the speculative configuration -----------------------------------------------------------------------------------
-
 _VALID = {"model": "draft", "num_speculative_tokens": 25}
 _WORDS = ("chain", "tree-static", "tree-adaptive", "auto", "none", "uv", "loose", "self", "cpu", "cuda:1", "all", "fp8")
 _SMALL = st.one_of(st.sampled_from(_WORDS), st.lists(st.integers(-1, 9), max_size=5), st.booleans(), NUMBERS)
@@ -77,9 +75,6 @@ def check_config(asked: dict[str, Any]) -> str:
     return "accepted"
 
 
-# ---- calibration files -----------------------------------------------------------------------------------------------
-
-
 def _dumped(value: Any) -> bytes:
     try:
         return json.dumps(value).encode()
@@ -127,9 +122,6 @@ def check_calibration(content: bytes | str) -> str:
     return "accepted"
 
 
-# ---- counter files ---------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _whole_file() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
@@ -159,9 +151,6 @@ def check_counters(content: bytes) -> str:
         assert refusal is None or len(refusal) <= 1024
         file.refuse("x\ny" * 1000)
     return "accepted"
-
-
-# ---- media files of the tools ---------------------------------------------------------------------------------------
 
 
 _HEADERS = [b"\xff\xd8\xff\xe0\0\x10JFIF\0", b"\x89PNG\r\n\x1a\n", b"\0\0\0 ftypisom", b""]

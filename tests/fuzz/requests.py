@@ -17,8 +17,6 @@ from vllm_vidspec.config import ScoreKnobs
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose
 
-# ---- a request's own knobs -------------------------------------------------------------------------------------------
-
 _SERVERS = (
     {},
     {"scorer": "loose"},
@@ -54,9 +52,6 @@ def check_choice(given: tuple[dict, dict]) -> str:
         return "refused"
     assert choice.scorer in knobs.scorers and 0 <= choice.share <= max(knobs.lambda_loose, knobs.max_lambda)
     return "accepted"
-
-
-# ---- bodies of API requests ------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -119,9 +114,6 @@ async def _guarded(serving: Any, request: Any) -> None:
         await serving.create_chat_completion(Stub(), request, None)
     except Reached:
         return
-
-
-# ---- the drafter's channel -------------------------------------------------------------------------------------------
 
 
 class _Bomb:

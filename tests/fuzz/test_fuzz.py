@@ -1,4 +1,4 @@
-"""Every fuzz target; `vidspec_tools.pages.measure --only fuzz` tries more inputs."""
+"""Every fuzz target; `VIDSPEC_PROPERTY_TIMES=20 pytest tests/fuzz` tries more inputs."""
 
 import pytest
 

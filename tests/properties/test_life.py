@@ -13,13 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import event
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from tests.fuzz.running import drawing
 from tests.properties import life

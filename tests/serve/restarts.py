@@ -100,9 +100,6 @@ def _wait(is_there: Callable[[], bool], what: str) -> float:
     return time.monotonic() - start
 
 
-# ---- killed processes ------------------------------------------------------------------------------------------------
-
-
 def killed(folder: Path, victim: str, stops: bool = True, alike: int = 1, **overrides: Any) -> str:
     """Kill -9 a process ("" is the API server), the last of so many `alike`, while it answers; the next server finds
     nothing left of it."""
@@ -144,9 +141,6 @@ def of_ray(folder: Path) -> str:
     """Kill a rank that Ray has placed: Ray's own processes end with the server, too."""
     with mock.patch.dict(os.environ, ray_on_cpu.environment(folder, 2)):
         return killed(folder, "ray::RayWorkerProc", alike=2, tensor_parallel_size=2, distributed_executor_backend="ray")
-
-
-# ---- a host that lacks something ------------------------------------------------------------------------------------
 
 
 def two_servers(folder: Path) -> str:

@@ -32,10 +32,7 @@ FAMILY = "qwen2.5-vl"
 QUESTION = pairs.DEFAULT_QUESTION
 MAX_TOKENS = 80
 ADMIN_KEY = "the-operator's"
-SAMPLINGS = [
-    {"temperature": 0.0},
-    {"temperature": 1.0, "top_p": 0.9, "seed": 7},
-]
+SAMPLINGS = [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9, "seed": 7}]
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import sys
 import time
 import urllib.request
 import uuid
-from pathlib import Path
 
+import psutil
 import pytest
 import typer.main
 
@@ -93,14 +93,7 @@ def _start(example, folder):
 
 def marked(mark):
     """Return the processes that carry a mark."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"{MARK}={mark}".encode() in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-        except OSError:  # it has ended
-            continue
-    return found
+    return [one.pid for one in psutil.process_iter(["environ"]) if (one.info["environ"] or {}).get(MARK) == mark]
 
 
 def listen(process, terminal, until=lambda: False):

@@ -63,16 +63,12 @@ def play(tmp_path, monkeypatch):
     worker, out = tmp_path / "worker.py", tmp_path / "out.json"
     worker.write_text(WORKER)
     monkeypatch.setattr(suite, "WORKER", worker)
-    limits = {
-        "sync-debug": 1.0,
-        "engine-chain": 2.0,
-    }  # only a step that hangs reaches its limit, on a busy machine too
+    limits = {"sync-debug": 1.0, "engine-chain": 2.0}  # only a step that hangs reaches its limit, on a busy machine too
     slow = {
         part: tuple(dataclasses.replace(step, timeout_s=limits.get(step.name, 100)) for step in parts)
         for part, parts in suite.PLAN.items()
     }
     monkeypatch.setattr(suite, "PLAN", slow)
-    monkeypatch.setattr(suite, "SECONDS", {name: sum(step.timeout_s for step in parts) for name, parts in slow.items()})
 
     def run(parts, only, *more):
         arguments = ["--out", str(out), "--only", only, "--work-dir", str(tmp_path / "work"), *more]

@@ -31,10 +31,6 @@ def original(tmp_path):
     return shutil.copytree(pairs.checkpoint("llava-onevision", "target"), tmp_path / "original")
 
 
-def text_config(folder):
-    return json.loads((folder / "config.json").read_text())["text_config"]
-
-
 @pytest.mark.parametrize("family", pairs.FAMILIES)
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_appended_layers_cost_and_say_nothing(tmp_path, family, role):
@@ -56,15 +52,6 @@ def test_appended_layers_cost_and_say_nothing(tmp_path, family, role):
         twin = before[name.replace(f"layers.{number}.", f"layers.{(number - count) % count}.")]
         assert tensor.shape == twin.shape and tensor.dtype == twin.dtype
         assert is_output or torch.equal(tensor, twin)
-    config = text_config(copy)
-    d, inner, heads, kv_heads = (
-        config[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    )
-    kv = d // heads * kv_heads
-    # Biases of q, k and v, or Qwen3's norms of q and k; two norms.
-    small = 2 * d // heads if family == "qwen3-vl" else d + 2 * kv
-    numbers_per_layer = 2 * d * d + 2 * d * kv + small + 3 * d * inner + 2 * d
-    assert sum(tensor.nbytes for tensor in new.values()) == 5 * 2 * numbers_per_layer
 
 
 @pytest.mark.parametrize("family", pairs.FAMILIES)

@@ -59,8 +59,7 @@ def test_one_engine_per_family_and_noise(sessions):
     what = Quality(families=FAMILIES, temperatures=(0.0, 1.0), draft_noises=("shared", "independent"), **SMALL)
     totals, measured = [], []
     result = quality.run(
-        what,
-        lambda event, fields: (totals.append(fields.get("total")), measured.append(fields.get("note"))),
+        what, lambda event, fields: (totals.append(fields.get("total")), measured.append(fields.get("note")))
     )
     rows = result["rows"]
     assert len(rows) == what.num_batches == totals[0] == len([row for row in measured if row])

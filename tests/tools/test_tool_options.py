@@ -105,7 +105,12 @@ OF_ONE = {
         ("--knob lambda_lose=1", "did you mean 'lambda_loose'?"),
     ),
     "plan": (
-        ("--target Qwen2.5-VL-1B", "--target: no model 'Qwen2.5-VL-1B' is known"),
+        ("--target InternVL3-8B", "--target: no model 'InternVL3-8B' is known"),
+        ("--target 72B", "--target: no model '72B' is known"),
+        ("--target Qwen2.5-VL-13B", "there are Qwen2.5-VL 3B, Qwen2.5-VL 7B"),
+        ("--target Qwen2.5-VL-72B-Instruct-AWQ", "--target: 'Qwen2.5-VL-72B-Instruct-AWQ' is quantised"),
+        ("--target /", "--target: / has no config.json"),
+        ("--draft 8B", "--draft: no model '8B' is known"),
         ("--draft Qwen3-VL-2B", "--draft: Qwen3-VL 2B is of the family qwen3-vl"),
         ("--gpu v100", "--gpu: unknown GPU 'v100'; expected one of a100"),
         ("--draft-quantization fp4", "--draft-quantization 'fp4' is none of fp8_per_tensor, int4"),

@@ -149,27 +149,24 @@ def acceptance_length(match: list[list[bool]], num_speculative_tokens: int = 5) 
     return sum(map(len, match)) / steps
 
 
-def test_a_sighted_draft_beats_a_blind_one(family_run) -> None:
+def agreements(family_run, role: str) -> list[list[list[bool]]]:
+    """Return the agreement of a draft that sees the whole video, a tenth of it, and nothing."""
     family, _, pixels, outputs = family_run
-    draft = tiny_captioner.load(assets.checkpoint(family, "draft"))
+    draft = tiny_captioner.load(assets.checkpoint(family, role))
     num_tokens = draft.num_video_tokens
-    full, tenth, blind = (
-        acceptance_length(agreement(draft, pixels, outputs, kept))
-        for kept in (torch.arange(num_tokens), uniform_kept(num_tokens, 0.1), torch.arange(0))
-    )
+    seen = (torch.arange(num_tokens), uniform_kept(num_tokens, 0.1), torch.arange(0))
+    return [agreement(draft, pixels, outputs, kept) for kept in seen]
+
+
+def test_a_sighted_draft_beats_a_blind_one(family_run) -> None:
+    full, tenth, blind = map(acceptance_length, agreements(family_run, "draft"))
     assert full > tenth + 0.1 and tenth > blind + 0.3
     assert 4.0 <= full <= 5.6
 
 
 def test_the_far_draft_is_wrong_as_often_as_large_models_drafts(family_run) -> None:
     """Catches: a far draft that is near, one that only ever saw whole videos, one that is right without looking."""
-    family, _, pixels, outputs = family_run
-    draft = tiny_captioner.load(assets.checkpoint(family, assets.FAR))
-    num_tokens = draft.num_video_tokens
-    full, tenth, blind = (
-        np.mean(np.concatenate(agreement(draft, pixels, outputs, kept)))
-        for kept in (torch.arange(num_tokens), uniform_kept(num_tokens, 0.1), torch.arange(0))
-    )
+    full, tenth, blind = (np.mean(np.concatenate(found)) for found in agreements(family_run, assets.FAR))
     assert 0.70 <= full <= 0.83 and full > tenth + 0.05 and tenth > blind + 0.03
 
 

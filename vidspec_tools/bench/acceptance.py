@@ -40,8 +40,6 @@ _SHOWN_COUNTERS = (
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to measure."""
-
     # For each of AXES its values; rows are their Cartesian product. None for `num_speculative_tokens` is what the row's
     # shape has by default.
     axes: dict[str, list[Any]]
@@ -57,7 +55,6 @@ class Sweep:
     sync_scheduling: bool = False
 
     def samplings(self) -> list[dict[str, Any]]:
-        """Return every combination of the sampling axes."""
         return list(_combinations(self.axes, SAMPLING_AXES))
 
     def configurations(self) -> list[dict[str, Any]]:

@@ -14,15 +14,7 @@ from vidspec_tools.bench import ratios, trials
 from vidspec_tools.bench.methods import PARALLEL, STOCK
 from vidspec_tools.bench.rows import make_rows
 from vidspec_tools.bench.session import BenchSession
-from vidspec_tools.bench.trials import (
-    SELF_DRAFT,
-    VANILLA_VARIANT,
-    Benchmark,
-    Trial,
-    Variant,
-    Workload,
-    draft_model,
-)
+from vidspec_tools.bench.trials import SELF_DRAFT, VANILLA_VARIANT, Benchmark, Trial, Variant, Workload, draft_model
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs

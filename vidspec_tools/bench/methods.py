@@ -12,8 +12,6 @@ _PRUNED: dict[str, Any] = {"pruner": "specvlm", "prune_ratio": 0.9}
 
 @dataclass(frozen=True)
 class Method:
-    """One row of a table."""
-
     # Knobs of VidSpecConfig, the draft's shape spelled `drafting`; of STOCK vLLM's own
     spec: dict[str, Any] = field(default_factory=dict)
     # SEQUENTIAL, STOCK, or PARALLEL, whose window follows from the ratio of target time to draft time

@@ -47,11 +47,9 @@ def check(benchmark: PaperBenchmark) -> None:
 
 
 def run(benchmark: PaperBenchmark, report: Report = silent) -> dict[str, Any]:
-    """Measure everything.
+    """Return what `interleaved.run` does; vanilla's row is called AUTOREGRESSIVE, and a step of it emits one token.
 
-    Returns:
-        As `interleaved.run` does; vanilla's row is called AUTOREGRESSIVE, and a step of it emits one token. On the CPU
-        engine vLLM's own method has no times: its kernels are interpreted there, where ours are compiled for the CPU.
+    On the CPU engine vLLM's own method has no times: its kernels are interpreted there, where ours are compiled.
     """
     check(benchmark)
     result = interleaved.run(benchmark, report)

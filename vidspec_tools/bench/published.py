@@ -1,6 +1,6 @@
 """What the papers publish of the methods that `vidspec bench paper` runs, all of it on VideoDetailCaption."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 QWEN, LLAVA = "Qwen2.5-VL 7B & 32B", "LLaVA-OV 7B & 72B"
 # ParallelVLM's Table 1: by pair and method its mean accepted length M, the target's own token included, and speedup.
@@ -16,11 +16,8 @@ TABLE_1 = {pair: dict(zip(_METHODS, figures, strict=True)) for pair, figures in 
 WITHOUT_OWN_TOKEN = frozenset({"SpecVLM", "SAGE", "LVSpec"})
 
 
-@dataclass(frozen=True)
-class Figure:
-    """What a paper publishes of a method."""
-
-    paper: str  # which
+class Figure(NamedTuple):
+    paper: str
     pair: str  # draft and target, as papers write them
     tau: float  # its mean accepted length as printed; for ParallelVLM its M
     speedup: float  # over autoregressive decoding
@@ -31,35 +28,31 @@ class Figure:
         return round(self.tau + (self.paper in WITHOUT_OWN_TOKEN), 2)
 
 
-def _of_table_1(pair: str, method: str) -> Figure:
-    return Figure("ParallelVLM", pair, *TABLE_1[pair][method])
-
-
 # By the family whose bundled pair represents the papers' and by method: that of the paper which proposes the method, or
 # else of the one that runs it as we do.
 FIGURES: dict[str, dict[str, Figure]] = {
     "qwen2.5-vl": {
-        "SD-chain": _of_table_1(QWEN, "SD"),
+        "SD-chain": Figure("ParallelVLM", QWEN, *TABLE_1[QWEN]["SD"]),
         "SD-tree": Figure("SpecVLM", QWEN, 3.27, 1.40),
         "SD-Rand": Figure("SpecVLM", QWEN, 3.21, 2.03),
         "SpecVLM": Figure("SpecVLM", QWEN, 3.23, 2.05),
         "SAGE": Figure("SAGE", "Qwen2.5-VL 7B & 72B", 5.18, 3.18),
-        "ParallelVLM": _of_table_1(QWEN, "ParallelVLM"),
+        "ParallelVLM": Figure("ParallelVLM", QWEN, *TABLE_1[QWEN]["ParallelVLM"]),
         "LVSpec": Figure("LVSpec", QWEN, 7.76, 2.70),
         "FLy": Figure("LVSpec", QWEN, 4.37, 1.71),
-        "OnSD": _of_table_1(QWEN, "OnSD"),
+        "OnSD": Figure("ParallelVLM", QWEN, *TABLE_1[QWEN]["OnSD"]),
         "self-SD": Figure("SpecVLM", "Qwen2.5-VL 7B & 7B", 3.83, 1.50),
     },
     "llava-onevision": {
-        "SD-chain": _of_table_1(LLAVA, "SD"),
+        "SD-chain": Figure("ParallelVLM", LLAVA, *TABLE_1[LLAVA]["SD"]),
         "SD-tree": Figure("SpecVLM", LLAVA, 3.68, 2.08),
         "SD-Rand": Figure("SpecVLM", LLAVA, 3.19, 2.50),
         "SpecVLM": Figure("SpecVLM", LLAVA, 3.48, 2.68),
         "SAGE": Figure("SAGE", "LLaVA-OV 8B & 72B", 5.74, 3.36),
-        "ParallelVLM": _of_table_1(LLAVA, "ParallelVLM"),
+        "ParallelVLM": Figure("ParallelVLM", LLAVA, *TABLE_1[LLAVA]["ParallelVLM"]),
         "LVSpec": Figure("LVSpec", LLAVA, 7.34, 2.94),
         "FLy": Figure("LVSpec", LLAVA, 4.12, 1.84),
-        "OnSD": _of_table_1(LLAVA, "OnSD"),
+        "OnSD": Figure("ParallelVLM", LLAVA, *TABLE_1[LLAVA]["OnSD"]),
         "self-SD": Figure("SpecVLM", "LLaVA-OV 7B & 7B", 3.98, 1.26),
     },
     "qwen3-vl": {

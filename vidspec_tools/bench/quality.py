@@ -127,7 +127,6 @@ class Quality:
         return len(self.families) * (2 * len(self.temperatures) + with_drafts)
 
     def spec(self, draft_noise: str, setting: Setting) -> dict[str, Any]:
-        """Return the knobs of an engine."""
         return {
             "num_speculative_tokens": self.num_speculative_tokens,
             "prune_ratio": self.prune_ratio,
@@ -242,12 +241,9 @@ class Panel:
             yield row
 
     def row(self, setting: Setting, answer: dict[str, Any], strict_length: float | None = None) -> dict[str, Any]:
-        """Turn one batch of captions into a row.
+        """Turn one batch of captions into a row; the setting of a model that wrote alone is its role.
 
-        Args:
-            setting: How drafts were verified, or the role of the model that wrote alone.
-            answer: The engine's, as `reference`.
-            strict_length: Acceptance length of strict in the same engine; None: this is strict, or there are no drafts.
+        `strict_length` is strict's in the same engine; None: this is strict, or there are no drafts.
         """
         found, at_best = (self.quality.accuracies(one["texts"]) for one in (answer, self.reference))
         captions = answer["captions"] or []
@@ -308,11 +304,8 @@ def line_name(row: dict[str, Any]) -> str:
 def draft_figures(counters: dict[str, int] | None, num_verified: int, strict_length: float | None) -> dict[str, Any]:
     """Return what the drafts gained in one batch; None where there were none.
 
-    `num_verified` are output tokens that came from verify steps: all but a request's first.
-
-    Returns:
-        `acceptance_length` and `ratio_to_strict`, `num_drafts`, and `delivered_length`: output tokens per verify step.
-        The two lengths differ by what was accepted past the end of a caption, of which a lossy scorer accepts more.
+    `num_verified` are output tokens that came from verify steps: all but a request's first. `delivered_length` is these
+    per step: it lacks what was accepted past the end of a caption, of which a lossy scorer accepts more.
     """
     if counters is None:
         return dict.fromkeys(("acceptance_length", "ratio_to_strict", "delivered_length", "num_drafts"))

@@ -111,7 +111,6 @@ def draft_ms(counters: dict[str, int]) -> float | None:
 
 
 def low(times: Sequence[float]) -> float:
-    """Return the PERCENTILE of times."""
     if not times:
         raise VidSpecError("--inflate: nothing was drafted while step times were measured")
     return times[0] if len(times) == 1 else statistics.quantiles(times, n=100, method="inclusive")[PERCENTILE - 1]

@@ -59,7 +59,6 @@ def _num_tokens(spec: Mapping[str, Any]) -> int | None:
 
 
 def flat(rounds: Sequence[Sequence[Trial]]) -> list[Trial]:
-    """Return the trials of all rounds."""
     return [trial for one in rounds for trial in one]
 
 

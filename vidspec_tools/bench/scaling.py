@@ -22,7 +22,6 @@ class ScalingBenchmark(Benchmark):
 
     @property
     def num_videos(self) -> int:
-        """Videos of a request."""
         return max(1, self.video_tokens // VIDEO_TOKENS)
 
     def job(self, workload: Workload, variant: Variant) -> dict[str, Any]:
@@ -40,7 +39,6 @@ class ScalingBenchmark(Benchmark):
 
 
 def token_ids(rounds: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """Return the token ids of all rounds' answers."""
     return [answer["token_ids"] for one in rounds for answer in one["answers"]]
 
 

@@ -7,16 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vidspec_tools import inflation
-from vidspec_tools.bench.methods import (
-    METHODS,
-    PARALLEL,
-    SEQUENTIAL,
-    STOCK,
-    VANILLA,
-    WINDOW,
-    Method,
-    parallel_window,
-)
+from vidspec_tools.bench.methods import METHODS, PARALLEL, SEQUENTIAL, STOCK, VANILLA, WINDOW, Method, parallel_window
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
 
@@ -88,7 +79,6 @@ class Benchmark:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Arguments of SamplingParams."""
         return {"temperature": self.temperature, "max_tokens": self.max_tokens}
 
     def variants(self, ratio: float) -> list["Variant"]:
@@ -176,7 +166,6 @@ class Workload:
 
 
 def draft_model(family: str, draft: str) -> str:
-    """Return the path of a draft, or SELF_DRAFT."""
     if draft == SELF_DRAFT:
         return draft
     try:

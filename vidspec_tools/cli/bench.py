@@ -209,16 +209,21 @@ def paper(
     from vidspec_tools.views import versus
 
     usual = bench.QUICK if quick else bench.USUAL
-    what = shared.pick(
-        bench.PaperBenchmark,
+    chosen = {name: default if given[name] is None else given[name] for name, default in usual.items()}
+    chosen["methods"] = bench.ALL if methods == "all" else tuple(options.values("--methods", methods, str))
+    measure(bench, _beside_vanilla(bench.PaperBenchmark, given, **chosen), given, versus.paper_tables)
+
+
+def _beside_vanilla(kind: type, given: Mapping[str, Any], **chosen: Any) -> Any:
+    """Return the benchmark interleaved with vanilla that the options ask for."""
+    return shared.pick(
+        kind,
         given,
-        families=tuple(options.values("--family", family, str)),
-        inflate=tuple(options.values("--inflate", inflate, float)),
-        methods=bench.ALL if methods == "all" else tuple(options.values("--methods", methods, str)),
-        knobs=options.knobs(knob),
-        **{name: default if given[name] is None else given[name] for name, default in usual.items()},
+        families=tuple(options.values("--family", given["family"], str)),
+        inflate=tuple(options.values("--inflate", given["inflate"], float)),
+        knobs=options.knobs(given["knob"]),
+        **chosen,
     )
-    measure(bench, what, given, versus.paper_tables)
 
 
 def speed(
@@ -254,11 +259,4 @@ def speed(
     from vidspec_tools.bench import interleaved as bench
     from vidspec_tools.views import versus
 
-    what = shared.pick(
-        bench.Benchmark,
-        given,
-        families=tuple(options.values("--family", family, str)),
-        inflate=tuple(options.values("--inflate", inflate, float)),
-        knobs=options.knobs(knob),
-    )
-    measure(bench, what, given, versus.speed_tables)
+    measure(bench, _beside_vanilla(bench.Benchmark, given), given, versus.speed_tables)

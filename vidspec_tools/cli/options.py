@@ -14,12 +14,10 @@ def sweep(words: str, *names: str) -> Any:
 
 
 def plot(words: str) -> Any:
-    """Return the option of a figure."""
     return typer.Option("--plot", metavar="PATH", help=f"{words}: a .png or .svg file.")
 
 
 def values(option: str, text: str, kind: type) -> list[Any]:
-    """Parse the comma-separated values of an option."""
     try:
         found = [kind(part.strip()) for part in text.split(",") if part.strip()]
     except ValueError:
@@ -47,7 +45,6 @@ Ratios = Annotated[
 
 
 def knobs(texts: list[str] | None) -> dict[str, Any]:
-    """Parse every --knob, of the form NAME=JSON."""
     found: dict[str, Any] = {}
     for text in texts or []:
         name, _, value = text.partition("=")

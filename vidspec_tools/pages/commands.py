@@ -15,11 +15,7 @@ from vidspec_tools.views import acceptance, quality
 
 PAGES = (RESULTS / "README.md", DOCS / "paper-tables.md")
 # Results that have a figure drawn from all their commands.
-FIGURES: dict[str, Callable[[Any, str], None]] = {
-    "R9": acceptance.draw,
-    "R12": quality.draw,
-    "R16-loose": quality.draw,
-}
+FIGURES: dict[str, Callable[[Any, str], None]] = {"R9": acceptance.draw, "R12": quality.draw, "R16-loose": quality.draw}
 
 
 def commands_by_name() -> dict[str, list[str]]:
@@ -55,7 +51,6 @@ def run(command: str) -> Result:
 
 
 def merge(parts: list[Result]) -> Result:
-    """Return one result of several: their rows; the command lines of all."""
     first = parts[0]
     if len(parts) == 1:
         return first

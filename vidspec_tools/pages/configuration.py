@@ -49,7 +49,6 @@ _TAIL = """
 
 
 def render() -> str:
-    """Return the page's text."""
     groups = "".join(_section(name, group, group.flat_names()) for name, group in GROUPS.items())
     own = {name: name for name in VidSpecConfig.model_fields if name not in GROUPS}
     keys = ", ".join(f"`{key}`" for key in sorted(PASS_THROUGH_KEYS))
@@ -76,7 +75,6 @@ def _default(value: Any) -> str:
 
 
 def _values(schema: dict[str, Any]) -> str:
-    """Return the allowed values of one property of the JSON schema, in words."""
     options = [part for part in schema.get("anyOf", [schema]) if part.get("type") != "null"]
     text = " or ".join(_option(part) for part in options)
     for value in schema.get("instruments", ()):

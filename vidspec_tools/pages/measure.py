@@ -93,7 +93,6 @@ def run_restarts(path: Path, wanted: str) -> bool:
 
 
 def run_coexistence(path: Path, wanted: str) -> bool:
-    """Run vidspec beside vLLM's other features; return whether every row was as expected."""
     from tests.engine import coexistence
 
     def run(row: Any, folder: Path) -> tuple[dict, bool]:
@@ -114,7 +113,6 @@ RUNS = {"restarts": run_restarts, "faults": run_faults, "coexistence": run_coexi
 
 
 def main() -> int:
-    """Measure, record, write the pages."""
     lines = commands.commands_by_name()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(lines), help="comma-separated names of results and sections")

@@ -12,7 +12,6 @@ def quarters(readings: list[int]) -> str:
 
 
 def soak(result: Result) -> list[str]:
-    """Return the soak's tables."""
     made, traits = result["provenance"], dict(result["traits"])
     sampled = traits.pop("sampled", 0)
     vanilla = {
@@ -57,13 +56,11 @@ def soak(result: Result) -> list[str]:
 
 
 def restarts(result: Result) -> list[str]:
-    """Return the table of killed and restarted servers."""
     rows = [row | {"wrong": "" if row["is_right"] else "**not as it should be:** "} for row in result["rows"]]
     return [table("what happens | what was seen (measured)", "{case} | {wrong}{seen}", rows, words=2)]
 
 
 def faults(result: Result) -> list[str]:
-    """Return the table of faults."""
     rows = [
         row
         | {"counts": counts(row["counted"], "`{name}` {count}")}
@@ -76,7 +73,6 @@ def faults(result: Result) -> list[str]:
 
 
 def auto(result: Result) -> list[str]:
-    """Return the table of acceptance lengths of `pruner: auto` and of each pruner."""
     pruners = list(result["rows"][0]["requests_by_pruner"])
     fixed = " | ".join(f"{{{pruner}:.2f}}" for pruner in pruners)
     head = f"pair | guidance | auto | {' | '.join(pruners)} | auto over the best | given while it learned and after"
@@ -99,7 +95,6 @@ RECORDS: dict[str, tuple[str, Callable[[Result], list[str]]]] = {
 
 
 def sections() -> dict[str, Callable[[], str]]:
-    """Return what writes each recorded section."""
     return {
         name: lambda record=record, blocks=blocks: "\n\n".join(blocks(read(record)))  # type: ignore[misc]
         for name, (record, blocks) in RECORDS.items()

@@ -20,7 +20,6 @@ def share(value: float | None) -> str:
 
 
 def by_family(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Return the rows of each family."""
     return {family: list(ours) for (family,), ours in versus.by(list(rows), "family").items()}  # type: ignore[arg-type]
 
 
@@ -28,7 +27,6 @@ def by_family(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def acceptance(result: Result, name: str = "") -> list[str]:
-    """Return the table of a sweep, and a note per family."""
     rows = [row | {"drafting": acceptance_view.shape_of(row)} for row in result["rows"]]
     text = shown(acceptance_view.columns(rows), rows, words=len(acceptance_view.varying(rows)))
     notes = [f"`{family}`: {note(ours)}" for family, ours in by_family(rows).items()]
@@ -91,7 +89,6 @@ def note(rows: list[Row]) -> str:
 
 
 def quality(result: Result, name: str) -> list[str]:
-    """Return every setting of each family, temperature and noise."""
     panels, found = quality_view.panels(result["rows"]), []
     for panel, rows in panels.items():
         found += [f"{quality_view.panel_name(panel)}, in %:", shown(quality_view.COLUMNS, rows)]
@@ -120,7 +117,6 @@ def paper(result: Result) -> list[str]:
 
 
 def speed(result: Result) -> list[str]:
-    """Return two tables for each family and ratio of `bench speed`."""
     found = []
     for (family, _), rows in versus.by(result["rows"], "family", "inflate").items():
         found.append(f"`{family}`, {versus.setting(rows)}; {rows[0]['label'] or versus.AS_IT_IS}.")
@@ -147,13 +143,11 @@ def wall_clock() -> str:
 
 
 def demo(result: Result) -> list[str]:
-    """Return the table of one demo, and what was answered."""
     text = markdown([result["family"], "vanilla vLLM", "vLLM + vidspec"], demo_rows(result))
     return [text, f"> {result['vidspec']['text'].strip()}"]
 
 
 def parts(result: Result) -> list[str]:
-    """Return the table of what parts of a step take beside an inflated target."""
     names, lines = list(result["rows"][0]["verify_parts"]), []
     for row in result["rows"]:
         for kind in ("prompt", "verify"):
@@ -229,7 +223,6 @@ def _summary_row(name: str, family: str, where: list[list[str]]) -> Row | None:
 
 @functools.cache
 def _ours(name: str, family: str) -> list[Row]:
-    """Return a family's rows of a result."""
     return [row for row in read(name)["rows"] if row["family"] == family]
 
 

@@ -35,7 +35,6 @@ class _Formatter(string.Formatter):
 
 
 def fill(template: str, row: Row) -> str:
-    """Return a template with the figures of a row."""
     return _Formatter().vformat(template, (), row)
 
 
@@ -65,12 +64,10 @@ def shown(columns: Columns, rows: Iterable[Any], words: int | Collection[int] = 
 
 
 def counts(numbers: Mapping[str, Any], template: str = "{name} {count}") -> str:
-    """Return names and their counts, comma-separated."""
     return ", ".join(template.format(name=name, count=count) for name, count in numbers.items())
 
 
 def read(name: str) -> Result:
-    """Return a result of docs/results."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
@@ -80,7 +77,6 @@ def figure(path: str, words: str) -> list[str]:
 
 
 def recorded(name: str) -> bool:
-    """Return whether a result is there."""
     return (RESULTS / f"{name}.json").exists()
 
 

@@ -28,8 +28,6 @@ _BACKGROUND, _TEXT, _FAINT, _ACCENT = (20, 22, 27), (236, 238, 242), (150, 156, 
 
 @dataclass(frozen=True)
 class Row:
-    """What one pruner kept."""
-
     pruner: str  # its name
     kept_indices: "Tensor"  # int64 `[k]`, ascending
     grid: "TokenGrid"  # layout of the video's tokens
@@ -61,7 +59,6 @@ class Row:
         }
 
     def label(self) -> str:
-        """Return the line above the row."""
         found = self.figures()
         words = f"{self.pruner}: {found['kept']} of {found['total']} tokens kept"
         if found["ends_frac"] is not None:
@@ -75,8 +72,6 @@ class Row:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things are in the picture, in pixels."""
-
     grid: "TokenGrid"  # layout of the video's tokens
     frames: tuple[int, ...]  # the frames shown, one per column
     token: int  # side of a token
@@ -92,16 +87,13 @@ class Layout:
 
     @property
     def cell(self) -> tuple[int, int]:
-        """Width and height of a frame."""
         return self.grid.width * self.token, self.grid.height * self.token
 
     def size(self, num_rows: int) -> tuple[int, int]:
-        """Width and height of the picture."""
         columns = len(self.frames) * (self.cell[0] + _GAP) - _GAP
         return max(columns + 2 * _MARGIN, _MIN_WIDTH), self.origin(num_rows, 0)[1] + 2 * _LINE
 
     def origin(self, row: int, column: int) -> tuple[int, int]:
-        """The upper left corner of a frame."""
         top = _HEADER + _LABEL + row * (_LABEL + self.cell[1] + _BARS)
         return _MARGIN + column * (self.cell[0] + _GAP), top
 
@@ -113,15 +105,10 @@ class Layout:
 
 
 def draw(frames: np.ndarray, grid: "TokenGrid", rows: Sequence[Row], title: str, columns: int = 16) -> "Image":
-    """Draw the contact sheet.
+    """Draw the contact sheet, at most `columns` frames in a row.
 
-    Args:
-        frames: `[num_frames, height, width, 3]` uint8, RGB; as many as the model was shown, which may be several to
-            one frame of its token grid: of those the first is drawn.
-        grid: Layout of the video's tokens.
-        rows: One per pruner.
-        title: The headline.
-        columns: Most frames in a row.
+    Frames are `[num_frames, height, width, 3]` uint8, RGB; as many as the model was shown, which may be several to one
+    frame of its token grid: of those the first is drawn.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -164,7 +151,6 @@ def _lit(cell: np.ndarray, is_kept: np.ndarray, side: int) -> np.ndarray:
 
 
 def _caption(grid: "TokenGrid", layout: Layout, per_step: int) -> list[str]:
-    """Return the two lines under the picture."""
     each = f"{grid.height} x {grid.width} tokens"
     if per_step > 1:
         each += f" over {per_step} video frames, the first shown"
@@ -186,7 +172,6 @@ def save(image: "Image", path: str | Path, rows: Sequence[Row]) -> None:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Return the rows of the picture as a table."""
     columns: Columns = {
         "pruner": lambda row: row["pruner"],
         "kept": lambda row: str(row["kept"]),

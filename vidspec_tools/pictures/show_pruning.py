@@ -24,8 +24,6 @@ PRUNERS = ("uniform", "random", "specvlm", "attention", "uv", "dycoke")
 
 @dataclass(frozen=True)
 class Show(Subject):
-    """What to show."""
-
     video: str | None = None  # a file; None: the bundled one
     out: str = "pruning.png"  # the file to write
     pruners: tuple[str, ...] = PRUNERS  # one row each
@@ -35,7 +33,6 @@ class Show(Subject):
 
     @property
     def path(self) -> Path:
-        """The video's file."""
         return pairs.sample_video() if self.video is None else Path(self.video)
 
     @property
@@ -105,7 +102,6 @@ def _engines(configs: list[VidSpecConfig]) -> list[str]:
 
 
 def _look(show: Show, pruners: list[str], report: Report) -> list[Record]:
-    """Run one engine per pruner and return what it saw."""
     import torch
 
     from vllm_vidspec.pruning import TokenGrid

@@ -15,8 +15,6 @@ from vllm_vidspec.errors import VidSpecError
 
 @dataclass(frozen=True)
 class Agreement:
-    """How often draft and target agree."""
-
     # P_1, p_2, ...; deeper tokens have the last one. One rate: the truncated geometric law of ParallelVLM's appendix
     # (eq. 12).
     rates: tuple[float, ...]
@@ -120,7 +118,6 @@ def default_agreement(family: str, prune_ratio: float, is_self: bool = False) ->
 
 
 def _misses_at(prune_ratio: float) -> float:
-    """Return the share of misses at a prune ratio, of that at 0.9."""
     full = (1 - rate_of_chain(SPECVLM_FULL_CHAIN, 5)) / (1 - rate_of_chain(SPECVLM_CHAIN, 5))
     points = [(0.0, full), *((ratio, STREAM_LENGTHS[0.9] / length) for ratio, length in STREAM_LENGTHS.items())]
     for (low, before), (high, after) in pairwise(points):

@@ -45,7 +45,6 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether every card has room."""
         return self.memory.fits and (self.drafter_memory is None or self.drafter_memory.fits)
 
 
@@ -65,8 +64,6 @@ class Candidates:
             modelled = self.draft_seconds(1, 1, question.prune_ratios[0], place)
             self._draft_scale = question.draft_ms / 1e3 / modelled
 
-    # ---- times ---------------------------------------------------------------------------------------------------
-
     def target_seconds(self, batch: int, rows: int) -> float:
         """Return T_t of `rows` tokens a request, the host's share included; scaled to what was measured, if it was."""
         asked = self.question
@@ -74,15 +71,11 @@ class Candidates:
         return self._target_scale * (forward + asked.assumed.step_s)
 
     def draft_seconds(self, batch: int, rows: int, prune_ratio: float, place: Placement) -> float:
-        """Return T_d of `rows` tokens a request."""
         asked = self.question
         context = asked.draft_context(prune_ratio)
         return self._draft_scale * forward_seconds(asked.draft, place, batch, rows, context)
 
-    # ---- candidates ----------------------------------------------------------------------------------------------
-
     def vanilla(self, batch: int) -> Candidate:
-        """Return what no drafts come to: a speed-up of 1."""
         seconds = self.target_seconds(batch, 1)
         return Candidate(NONE, 0, 0.0, 1.0, 1.0, 1.0, seconds, seconds, 0.0, self._memory(batch, None))
 

@@ -89,7 +89,6 @@ def _shape(name: str, option: str, family: str | None) -> ModelShape:
 
 
 def from_folder(folder: str, option: str = "--target") -> ModelShape:
-    """Return the shape that a directory's config.json describes."""
     path = Path(folder) / "config.json"
     try:
         config = json.loads(path.read_text())

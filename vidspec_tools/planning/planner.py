@@ -16,8 +16,6 @@ MOST_BATCH = 1024
 
 
 class Planner(Candidates):
-    """Answers one question at any batch size."""
-
     def __init__(self, question: Question):
         super().__init__(question)
         self._by_shape: dict[int, dict[str, Candidate]] = {}
@@ -39,8 +37,6 @@ class Planner(Candidates):
             return None
         fastest = max(found.values(), key=lambda one: one.answer_speedup)
         return fastest if fastest.answer_speedup >= WORTH else found[NONE]
-
-    # ---- limits --------------------------------------------------------------------------------------------------
 
     def most_requests(self) -> int:
         """Return the largest batch whose KV fits beside the target's weights, at most MOST_BATCH; 0: not even one."""
@@ -84,8 +80,6 @@ class Planner(Candidates):
             return self.parallel(batch, plan.prune_ratio, given, plan.num_tokens).answer_speedup
 
         return bisect(gain, WORTH) if gain(1.0) >= WORTH else None
-
-    # ---- the answer ----------------------------------------------------------------------------------------------
 
     def row(self, batch: int) -> dict[str, Any]:
         """Return the plan of a batch size as plain values; times in ms, memory in bytes a card.
@@ -136,7 +130,6 @@ class Planner(Candidates):
         return " ".join(words)
 
     def _why_not(self, batch: int) -> str:
-        """Return why nothing is drafted at a batch size."""
         if set(self.by_shape(batch)) == {NONE}:
             return "there is no room for the draft"
         return f"no draft gains {_GAIN}: do not speculate there"

@@ -14,8 +14,6 @@ RATIOS = (0.0, 0.5, 0.8, 0.9, 0.95)
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned."""
-
     target: ModelShape  # the target's shape
     draft: ModelShape  # the draft's; the target's own object: it drafts for itself
     gpu: Gpu  # the card
@@ -32,30 +30,24 @@ class Question:
 
     @property
     def is_self(self) -> bool:
-        """Whether the target drafts for itself."""
         return self.draft is self.target
 
     @property
     def context(self) -> int:
-        """Tokens in the target's cache of a request."""
         return self.video_tokens + self.text_tokens
 
     def draft_context(self, prune_ratio: float) -> float:
-        """Return the tokens in the draft's cache of a request."""
         return (1 - prune_ratio) * self.video_tokens + self.text_tokens
 
     def agreement_at(self, prune_ratio: float) -> Agreement:
-        """Return how often the pair agrees."""
         return self.agreement or default_agreement(self.target.family, prune_ratio, self.is_self)
 
     @property
     def may_be_sequential(self) -> bool:
-        """Whether the draft can share the target's ranks."""
         return self.is_self or self.draft.is_shared_by(self.ranks)
 
 
 def check(question: Question) -> None:
-    """Refuse a question that has no answer."""
     for ratio in question.prune_ratios:
         if not 0 <= ratio <= 1:
             raise VidSpecError(f"--prune-ratio {ratio:g}: a share lies between 0 and 1")
@@ -84,7 +76,6 @@ def check(question: Question) -> None:
 
 
 def notes(question: Question) -> Iterator[str]:
-    """Yield what a reader should know of an answer."""
     yield "Modelled, not measured: no figure of this plan was taken on a GPU. The vision tower is left out."
     if not question.may_be_sequential:
         yield (

@@ -32,8 +32,6 @@ ASSUMED = Assumptions()
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model runs."""
-
     gpu: Gpu  # the card
     ranks: int = 1  # tensor-parallel ranks, one card each
     assumed: Assumptions = ASSUMED  # what a forward reaches of the card's peaks
@@ -42,23 +40,13 @@ class Placement:
 def forward_seconds(shape: ModelShape, place: Placement, batch: int, rows: int, context: float) -> float:
     """Return what one decode forward takes, in seconds (T_t, T_t^K or T_d of METHODS' speed model).
 
-    Args:
-        shape: The model.
-        place: Where it runs.
-        batch: Requests.
-        rows: Query tokens of each: 1 to decode, K + 1 to verify K drafts.
-        context: Tokens in each request's KV cache.
-
-    Returns:
-        Seconds. It grows with batch, rows and context, and nothing is overlapped but bytes with products.
+    A request has `rows` query tokens, 1 to decode, K + 1 to verify K drafts, and `context` tokens in its KV cache.
+    Nothing is overlapped but bytes with products.
     """
     gpu, ranks, assumed = place.gpu, place.ranks, place.assumed
     bandwidth, flops = gpu.bandwidth * assumed.memory_frac, gpu.flops * assumed.flops_frac
     tokens = batch * rows
-    matrices = max(
-        shape.read_bytes(tokens) / ranks / bandwidth,
-        2 * shape.active_params * tokens / ranks / flops,
-    )
+    matrices = max(shape.read_bytes(tokens) / ranks / bandwidth, 2 * shape.active_params * tokens / ranks / flops)
     entry_bytes = 2 * shape.layers * _kv_heads(shape, ranks) * shape.head_dim * KV_BYTES
     products = 4 * shape.layers * shape.heads / ranks * shape.head_dim
     attention = max(batch * context * entry_bytes / bandwidth, tokens * context * products / flops)
@@ -87,12 +75,10 @@ def _all_reduces(shape: ModelShape, place: Placement, tokens: int) -> float:
 
 
 def weight_bytes(shape: ModelShape, ranks: int) -> float:
-    """Return the weights of a rank in bytes."""
     return shape.weight_bytes / ranks
 
 
 def kv_bytes(shape: ModelShape, ranks: int, batch: int, context: float) -> float:
-    """Return the KV cache of so many requests on a rank, in bytes."""
     return batch * context * 2 * shape.layers * _kv_heads(shape, ranks) * shape.head_dim * KV_BYTES
 
 
@@ -109,14 +95,12 @@ class MemorySplit:
 
     @property
     def fits(self) -> bool:
-        """Whether all of it fits."""
         return self.left >= 0
 
 
 def memory_split(
     place: Placement, target: tuple[float, float] = (0.0, 0.0), draft: tuple[float, float] = (0.0, 0.0)
 ) -> MemorySplit:
-    """Return what a card holds."""
     memory = place.gpu.memory_bytes
     reserved = (1 - place.assumed.usable_frac) * memory
     return MemorySplit(target[0], draft[0], target[1], draft[1], reserved, memory - reserved - sum(target + draft))

@@ -65,12 +65,10 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of all weights."""
         vocab = self.vocab * self.hidden * (1 if self.tied else 2)
         return (self.params - vocab) * self.linear_bytes + vocab * WEIGHT_BYTES
 
     def read_bytes(self, tokens: int) -> float:
-        """Return the bytes of `read_params`."""
         head = self.vocab * self.hidden
         return (self.read_params(tokens) - head) * self.linear_bytes + head * WEIGHT_BYTES
 

@@ -13,12 +13,7 @@ from vidspec_tools.planning.acceptance import Agreement
 def speedup(length: float, target: float, draft: float, verify: float, overhead: float = 0.0) -> float:
     """Return tokens per second over vanilla's: tau T_t / (gamma T_d + T_t^gamma) (SpecVLM eq. 3, METHODS' speed model).
 
-    Args:
-        length: tau, mean tokens of a step, the target's own included.
-        target: T_t, a decode step of vanilla.
-        draft: gamma T_d: all draft forwards of a step.
-        verify: T_t^gamma, the target's step over the drafts.
-        overhead: What else a step with drafts takes.
+    `length` is tau, `draft` gamma T_d (all draft forwards of a step), `verify` T_t^gamma.
     """
     return length * target / (draft + verify + overhead)
 
@@ -33,8 +28,6 @@ def window_of(target: float, draft: float, rate: float, most: int) -> int:
 
 @dataclass
 class StreamRun:
-    """What became of a run."""
-
     tokens: int = 0  # emitted, an answer's end observed
     time: float = 0.0  # in the unit of the times
     steps: int = 0  # of the target
@@ -49,7 +42,6 @@ class StreamRun:
         return 1 + self.accepted / self.drafts if self.drafts else 1.0
 
     def speedup(self, target: float) -> float:
-        """Return tokens per time over vanilla's, whose step takes `target`."""
         return self.tokens * target / self.time
 
 
@@ -91,13 +83,7 @@ class _Drafter:
 
 
 def run_streams(
-    agreement: Agreement,
-    window: int,
-    step: float,
-    turn: float,
-    answer: int = 4000,
-    seed: int = 0,
-    most_ahead: int = 24,
+    agreement: Agreement, window: int, step: float, turn: float, answer: int = 4000, seed: int = 0, most_ahead: int = 24
 ) -> StreamRun:
     """Follow a drafter that never stops and a target that verifies what is there (ParallelVLM section 4).
 
@@ -110,7 +96,7 @@ def run_streams(
         step: Time of a step of the target.
         turn: Time of one token of the drafter, whatever goes with it.
         answer: Tokens, behind the first.
-        seed: Of what the drafter gets wrong; the same seed gives the same run.
+        seed: Of what the drafter gets wrong.
         most_ahead: Tokens that a stream may be ahead of what was committed.
     """
     run = StreamRun(tokens=answer)

@@ -62,12 +62,10 @@ def columns(rows: Sequence[dict[str, Any]]) -> Columns:
 
 
 def shows_trees(rows: Sequence[dict[str, Any]]) -> bool:
-    """Return whether any drafts are trees."""
     return any(row["drafting"] != "chain" for row in rows)
 
 
 def tables(rows: list[dict[str, Any]]) -> list[Table]:
-    """Return the table of `vidspec bench acceptance`, what does not change in its caption."""
     several = varying(rows)
     fixed = [f"{_SHORT.get(name, name)} {_cell(rows[0][name])}" for name in _SHOWN_ALONE if name not in several]
     if shows_trees(rows):

@@ -17,7 +17,6 @@ Style = tuple[str, str]  # colour and marker
 
 
 def times(value: float | None) -> str:
-    """Return a speedup, or a dash for None."""
     return "-" if value is None else f"{value:.2f}x"
 
 

@@ -11,7 +11,6 @@ from vllm_vidspec.tools.tables import Columns, by_columns, number
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:
-    """Print a plan: both tables, when drafts pay, and what a reader should know."""
     for table in (plan_table(result), memory_table(result)):
         console.print(table)
     for line in (result["when"], *result["notes"]):

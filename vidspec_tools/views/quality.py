@@ -86,12 +86,10 @@ def _in_percent(share: float | None) -> str:
 
 
 def _is_kept(row: Row) -> bool:
-    """Return whether a lossy scorer keeps enough."""
     return row["method"] in LOSSY and row["retention"] is not None and row["retention"] >= FLOOR
 
 
 def tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """Yield a table per family, temperature and noise."""
     for panel, ours in panels(rows).items():
         caption = f"{ours[0]['requests']} captions, K {ours[0]['num_speculative_tokens']}, in %. {longest_words(ours)}"
         style = lambda row: "green" if _is_kept(row) else None  # noqa: E731
@@ -124,7 +122,6 @@ def draw(rows: Sequence[Row], path: str) -> None:
 
 
 def draw_panel(place: Any, rows: Sequence[Row]) -> dict[str, Any]:
-    """Draw one panel; return what its legend names."""
     levels = {"the target alone": (1.0, "#444444", "-"), f"{100 * FLOOR:g} % of it": (FLOOR, "#444444", (0, (5, 3)))}
     for row in rows:
         if row["method"] == DRAFT:

@@ -15,7 +15,6 @@ AS_IT_IS = "the pair as it is"
 
 
 def by(rows: Rows, *names: str) -> dict[tuple[Any, ...], list[Row]]:
-    """Return the rows by the values of some columns."""
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(tuple(row[name] for name in names), []).append(row)
@@ -36,7 +35,6 @@ _TOKENS: Columns = {"tokens\nper s": lambda row: number(row["tokens_per_s"], 1)}
 _LENGTH: Columns = {"accept\nlength": lambda row: number(row["acceptance_length"], 2)}
 _SAME: Columns = {"same\noutput": lambda row: percent(row["identical_frac"])}
 
-# ---- bench paper -----------------------------------------------------------------------------------------------------
 
 PAPER: Columns = {
     "method": lambda row: row["method"],
@@ -50,19 +48,15 @@ PAPER: Columns = {
 
 
 def paper_caption(row: Row) -> str:
-    """Return how many requests a table is of, and on which pair."""
     return f"{_rounds(row)}; published on VideoDetailCaption, lengths with the target's own token"
 
 
 def paper_tables(rows: Rows) -> list[Table]:
-    """Return the table of each family and ratio."""
     return [
         by_columns(PAPER, group, title=f"{group[0]['family']}: one request at a time", caption=paper_caption(group[0]))
         for group in by(rows, "family", "inflate").values()
     ]
 
-
-# ---- bench speed -----------------------------------------------------------------------------------------------------
 
 SPEED: Columns = {
     "engine": lambda row: row["method"],
@@ -90,7 +84,6 @@ PHASE_TIMES: Columns = {
 
 
 def setting(rows: Rows) -> str:
-    """Return what was measured beside vanilla, in a few words."""
     row = rows[-1]
     place = ", drafter in a process of its own" if row["mode"] == "parallel" else ""
     tokens, ratio = f"{row['num_speculative_tokens']:.0f}", f"{row['prune_ratio']:g}"

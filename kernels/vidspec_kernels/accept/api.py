@@ -132,7 +132,6 @@ def _check(
     target_tokens: Tensor, draft_tokens: Tensor, cu_num_logits: Tensor, max_drafts: int, trees: TreeShapes | None,
     looseness: Looseness | None, tally: Tally | None,
 ) -> None:  # fmt: skip
-    """Check the arguments of `accept`."""
     device, num_rows, num_reqs = target_tokens.device, target_tokens.shape[0], cu_num_logits.shape[0] - 1
     check(device, target_tokens=(target_tokens, torch.int64, 0), draft_tokens=(draft_tokens, torch.int32, [num_rows]))
     check(device, cu_num_logits=(cu_num_logits, torch.int32, 1))

@@ -18,7 +18,6 @@ class _Tensors:
 
     @functools.cached_property
     def device(self) -> torch.device:
-        """Where all of them live."""
         return self._fields()[0][1].device  # type: ignore[union-attr]
 
     @functools.cached_property
@@ -33,11 +32,9 @@ class _Tensors:
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:
-        """The tensors as loops take them, in the order of the fields."""
         return arrays_of(value for _, value in self._fields())
 
     def as_meta(self) -> Any:
-        """Return the same without memory, for `warm_up`."""
         return type(self)(**{name: value if value is None else as_meta(value) for name, value in self._fields()})
 
     def _fields(self) -> list[tuple[str, Tensor | None]]:
@@ -136,7 +133,6 @@ class StepBuffers(_Tensors):
 
     @functools.cached_property
     def max_batch(self) -> int:
-        """M."""
         return self.rows.shape[0]
 
 

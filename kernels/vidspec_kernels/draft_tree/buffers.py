@@ -76,7 +76,6 @@ class TreeGrowBuffers:
         return self._frontiers[key]
 
     def as_meta(self) -> "TreeGrowBuffers":
-        """Return the same buffers without memory, for `warm_up`."""
         return TreeGrowBuffers(
             self.tree.tables_as_meta(), self.plans.as_meta(), as_meta(self.rules[0]), as_meta(self.rules[1]),
             self.max_parents, self.max_frontier,

@@ -56,7 +56,6 @@ def tree_begin(
     tree: TreeTables, template: TreeTemplate, num_reqs: int, growth: TreeGrowBuffers | None, rows: Tensor | None,
     num_accepted: Tensor | None,
 ) -> None:  # fmt: skip
-    """Do what `tree_begin` does."""
     _begin(*template.arrays, template.num_nodes, *tree.arrays, num_reqs)
     if growth is not None:
         rules, observed = growth.plans.rules, growth.plans.observed_arrays
@@ -92,7 +91,6 @@ def _plan(
 
 
 def tree_plan(plans: TreePlans, rows: Tensor, log_probs: Tensor, *, adopts: bool) -> None:
-    """Do what `tree_plan` does."""
     rules = plans.rules
     numbers = (math.log(rules.top_k), float(rules.depth_min), float(rules.width_min))
     _plan(
@@ -240,7 +238,6 @@ def tree_finish(
     tree: TreeTables, num_reqs: int, next_free: Tensor | None, leaves: Leaves | None, max_nodes: int,
     plans: TreePlans | None, rows: Tensor | None,
 ) -> None:  # fmt: skip
-    """Do what `tree_finish` does."""
     adopted = (None,) * 7 if plans is None else (rows, *plans.adopted_arrays)
     _finish(tree.arrays[5], next_free, num_reqs, *adopted)
     if leaves is not None:

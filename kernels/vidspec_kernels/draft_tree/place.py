@@ -18,8 +18,6 @@ _BLOCK = 64  # the most nodes of a tree
 
 @dataclass(frozen=True)
 class PlacedLevel:
-    """What one level of a topology does."""
-
     sources: Tensor  # int64 [m], of the frontier's candidates (flat, F * C) those that become nodes
     nodes: Tensor  # int64 [m], the nodes that they become
     fed_sources: Tensor  # int64 [F'], those whose nodes the next level feeds; empty on the last level
@@ -27,7 +25,6 @@ class PlacedLevel:
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:
-        """The tensors as the loop takes them."""
         return arrays_of((self.sources, self.nodes, self.fed_sources, self.fed_tokens))
 
 

@@ -39,7 +39,6 @@ class TreeTables:
         self.arrays = arrays_of(self.tensors)
 
     def tables_as_meta(self) -> "TreeTables":
-        """Return the same tables without memory, for `warm_up`."""
         return TreeTables(*map(as_meta, self.tensors))
 
 
@@ -55,11 +54,9 @@ class TreeTemplate:
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The tables in the kernel's order."""
         return self.parents, self.depths, self.ancestors, self.log_probs
 
     def as_meta(self) -> "TreeTemplate":
-        """Return the same tables without memory, for `warm_up`."""
         parents, depths, ancestors, log_probs = map(as_meta, self.tensors)
         return TreeTemplate(parents, depths, ancestors, log_probs, self.num_nodes)
 
@@ -125,5 +122,4 @@ class TreePlans:
         self.observed_arrays = arrays_of(self.observed)
 
     def as_meta(self) -> "TreePlans":
-        """Return the same tensors without memory, for `warm_up`."""
         return TreePlans(self.max_num_reqs, self.rules, "meta")

@@ -7,10 +7,7 @@ from vidspec_kernels.compiled import compiled
 from vidspec_kernels.kv_compact.api import CacheList
 
 
-@compiled(
-    "int32[:, :], int64[:], int32[:], int32[:, :], int32[:], int64[:], int64, int64[:, :]",
-    "int64",
-)
+@compiled("int32[:, :], int64[:], int32[:], int32[:, :], int32[:], int64[:], int64, int64[:, :]", "int64")
 def _find_moves(block_table, rows, starts, path, num_accepted, path_rows, block_size, moves):
     """Write block and offset of each entry that moves and of where it goes, by columns; return how many there are."""
     num_moves = 0

@@ -145,7 +145,6 @@ def _check(
     target_tokens: Tensor, draft_tokens: Tensor, logits: Tensor, req_rows: Tensor, nodes: Tensor, pos: Tensor,
     tables: LooseTables, parents: Tensor | None, relevance: Tensor | None,
 ) -> None:  # fmt: skip
-    """Check the arguments of `loosen`."""
     device, num_rows, max_reqs = target_tokens.device, [target_tokens.shape[0]], tables.sources.shape[0]
     assert logits.is_floating_point() and logits.ndim == 2, f"logits: {logits.dtype} {list(logits.shape)}"
     words = (torch.int32, [max_reqs], -(-logits.shape[1] // 32))

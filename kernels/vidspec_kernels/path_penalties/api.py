@@ -42,7 +42,6 @@ def _path_penalties_kernel(
     vocab_size,
     SHARE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A share of the vocabulary, of one logits row."""
     row = tl.program_id(0).to(tl.int64)
     req_row = tl.load(req_rows_ptr + row)
     rep_penalty = tl.load(repetition_ptr + req_row)

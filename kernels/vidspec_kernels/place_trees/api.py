@@ -175,7 +175,6 @@ def _check(
     idx_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor, depths: Tensor, ancestors: Tensor,
     positions: Tensor, places: TreePlaces, size: int, out_positions: Tensor | None,
 ) -> int:  # fmt: skip
-    """Check the arguments of `place_trees`; return the columns of the tables."""
     device, num_reqs, num_cols = idx_mapping.device, idx_mapping.shape[0], depths.shape[1]
     assert num_reqs <= size <= places.roots.shape[0], f"size {size}: {num_reqs} requests, {places.roots.shape[0]} rows"
     assert places.masks.shape[1] == num_cols and places.masks.device == device, f"masks: {list(places.masks.shape)}"

@@ -40,7 +40,6 @@ def _key(score, token_id):
 
 @triton.jit
 def _score_of(key):
-    """Return the score of a key."""
     bits = (key >> 32).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 

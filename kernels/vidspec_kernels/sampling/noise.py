@@ -57,7 +57,6 @@ class SampleScratch:
         self.keys = torch.empty(*self.maxima.shape, 2 ** log_top(num_candidates), dtype=torch.int64, device=device)
 
     def as_meta(self) -> "SampleScratch":
-        """Return the same without memory, for `warm_up`."""
         return SampleScratch(
             self.max_rows, self.vocab_size, torch.device("meta"), self.num_candidates, self.use_fp64
         )  # fmt: skip

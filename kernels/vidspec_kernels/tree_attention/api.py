@@ -143,7 +143,6 @@ def _check(
     num_queries: Tensor, prefix_lens: Tensor, masks: Tensor, out: Tensor, max_queries: int,
     scratch: TreeAttentionScratch, prefix: tuple[Tensor, Tensor] | None, lse: Tensor | None, scales: Scales,
 ) -> None:  # fmt: skip
-    """Check the arguments of `tree_attention`."""
     device, num_reqs = query.device, rows.shape[0]
     num_tokens, num_heads, head_size = query.shape
     assert query.dtype in _DTYPES and key_cache.dtype in _DTYPES, f"query {query.dtype}, key_cache {key_cache.dtype}"

@@ -48,7 +48,6 @@ def uv_video_scores(hidden: Tensor, text_sum: Tensor) -> Tensor:
 
 
 def _inverse_norm(rows: Tensor) -> Tensor:
-    """Return 1 / norm of each row, 0 for a row of zeros."""
     norm = torch.linalg.vector_norm(rows, dim=1)
     return torch.where(norm > 0, 1 / norm, 0.0)
 

@@ -72,7 +72,6 @@ def _check(
     queries: Tensor, cu_num_logits: Tensor, rows: Tensor, store: Tensor, block_fill: Tensor, block_table: Tensor,
     num_blocks: Tensor, top_n: int, max_queries: int, max_blocks: int,
 ) -> None:  # fmt: skip
-    """Check the arguments of `visual_relevance`."""
     device, num_reqs = queries.device, rows.shape[0]
     assert queries.dtype in _QUERY_DTYPES and queries.ndim == 2, f"queries: {queries.dtype} {list(queries.shape)}"
     assert queries.numel() == 0 or queries.shape[1] == 1 or queries.stride(1) == 1, (

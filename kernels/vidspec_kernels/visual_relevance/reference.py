@@ -52,7 +52,6 @@ def visual_relevance_reference(
 
 
 def _merge_relevance_torch(partials: Tensor) -> Tensor:
-    """Do the same with torch."""
     num_shards, _, top_n = partials.shape
     if num_shards == 1:
         top = partials[0].contiguous()

@@ -28,7 +28,6 @@ def _copy_committed_suffix_kernel(
     num_last,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One request."""
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + i)
     length = tl.load(num_tokens_ptr + row)

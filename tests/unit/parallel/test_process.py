@@ -35,9 +35,7 @@ def test_a_commit_that_fails_is_told():
     """Requests that run go on without drafts, counted with a line, and later ones get some: the thread does not end."""
     client = mock.Mock(tables=make_tables(), num_connects=1, is_up=True, **{"poll.return_value": []})
     states = SimpleNamespace(
-        prompt_len=SimpleNamespace(np=np.full(MAX_REQS, 8)),
-        max_seq_len=np.full(MAX_REQS, 96),
-        max_model_len=96,
+        prompt_len=SimpleNamespace(np=np.full(MAX_REQS, 8)), max_seq_len=np.full(MAX_REQS, 96), max_model_len=96
     )
     sampler = SimpleNamespace(sampling_states=SimpleNamespace(seeds=SimpleNamespace(np=np.zeros(MAX_REQS))))
     knobs = make_knobs(parallel={"device": "cpu"}, num_speculative_tokens=MOST, on_draft_error="skip")

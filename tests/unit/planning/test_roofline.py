@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from vidspec_tools.gpus import GPUS, Gpu, gpu_named
+from vidspec_tools.gpus import Gpu
 from vidspec_tools.planning.roofline import (
     Assumptions,
     Placement,
@@ -15,7 +15,6 @@ from vidspec_tools.planning.roofline import (
     weight_bytes,
 )
 from vidspec_tools.planning.shapes import ModelShape
-from vllm_vidspec.errors import VidSpecError
 
 # 1 TB/s, 100 TFLOP/s, 10 GB, links of 100 GB/s and 1 us; nothing is lost and nothing comes on top.
 CARD = Gpu("by hand", 90, 10e9, 1e12, 1e14, 1e11, 1e-6)
@@ -79,9 +78,3 @@ def test_a_card_is_what_its_split_adds_up_to():
     assert parts == pytest.approx((4e9, 1e9, 3e9, 0.5e9, 1e9, 0.5e9)) and split.fits
     assert sum(parts) == pytest.approx(CARD.memory_bytes)
     assert not memory_split(place(), (4e9, 6.1e9)).fits
-
-
-def test_cards_by_name():
-    assert gpu_named(" H100 ") is GPUS["h100"]
-    with pytest.raises(VidSpecError, match="--gpu: unknown GPU 'h1000'; expected one of a100, h100"):
-        gpu_named("h1000")
