@@ -40,7 +40,7 @@ from vidspec_tools.bench.acceptance import identical_frac
 from vidspec_tools.bench.methods import SEQUENTIAL
 from vidspec_tools.bench.session import BenchSession
 from vidspec_tools.bench.trials import VANILLA_VARIANT, Variant, Workload
-from vidspec_tools.pages.never_slower import line, table
+from vidspec_tools.pages.never_slower import AGAIN, line, table
 from vllm_vidspec import assets
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.engine.compat import scheduler as compat
@@ -78,7 +78,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def variants(fixed: tuple[int, ...]) -> list[Variant]:
-    """Return vanilla, the controller and each fixed chain."""
+    """Return vanilla, the controller, each fixed chain, and vanilla again."""
     most = {"num_speculative_tokens": max(fixed), "pruner": "specvlm", "adaptive_tokens": True}
     return [
         VANILLA_VARIANT,
@@ -87,6 +87,7 @@ def variants(fixed: tuple[int, ...]) -> list[Variant]:
             Variant(f"chain of {k}", SEQUENTIAL, most | {"num_speculative_tokens": k, "adaptive_tokens": False})
             for k in fixed
         ),
+        Variant(AGAIN, VANILLA_VARIANT.mode),
     ]
 
 
