@@ -31,15 +31,10 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A row.
+    """A row: what vLLM calls it, its setting on the command line, one of `VERDICTS`, and a pattern of what is seen.
 
-    Attributes:
-        feature: What vLLM calls it.
-        setting: As on the command line.
-        expected: One of `VERDICTS`.
-        says: A regular expression of what is seen.
-        run: Finds it out, given an empty folder.
-        kind: "engine" in this process; "command" with servers, by vidspec_tools.pages.measure alone.
+    `run` finds it out, given an empty folder; `kind` is "engine" in this process, or "command" with servers, by
+    vidspec_tools.pages.measure alone.
     """
 
     feature: str
@@ -105,9 +100,7 @@ NULL_GPU = Path(__file__).resolve().parents[2] / "docs" / "results" / "null-gpu-
 
 
 def _cuda(feature: str, setting: str, case: str) -> Row:
-    """Return a row of what vLLM's CPU build has no kernels of: what was seen of a case on the null GPU, where no number
-    means anything.
-    """
+    """Return a row of what has CUDA kernels alone: what was seen of a case on the null GPU, without numbers."""
 
     def run(folder: Path) -> Seen:
         seen = json.loads(NULL_GPU.read_text())["ran"].get(case)

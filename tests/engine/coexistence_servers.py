@@ -124,8 +124,6 @@ def nixl(folder: Path) -> tuple[dict[str, int], str]:
     return counted, f"; {float(fetched[0]) / 1024:.0f} kB of entries fetched from the other server's memory"
 
 
-# ---- two nodes: network namespaces of this machine, a cable between them ------------------------------------------
-
 _NODES = (("vidspec-a", "vs-a", "10.231.0.1"), ("vidspec-b", "vs-b", "10.231.0.2"))
 
 

@@ -1,7 +1,6 @@
 """Untrained models of families without a bundled pair, with a tokenizer of bytes, and prompts for them.
 
-Identity needs no sense of a model, only features that matter: weights are wide enough that another video, or another
-order of its tokens, makes other tokens likely.
+Weights are so wide that another video, or another order of its tokens, makes other tokens likely.
 """
 
 import dataclasses
@@ -36,15 +35,8 @@ _NUM_FRAMES = 8
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What of a family differs from another here.
-
-    Attributes:
-        tokens: Special tokens, by the name under which the configuration has their ids.
-        config: (its token ids, text sizes) -> the configuration.
-        processor: (tokenizer) -> the processor.
-        visual: What a prompt holds in place of an image or video.
-        limits: The most items of a prompt.
-    """
+    """What of a family differs from another here: special tokens by the configuration's name for their ids, what makes
+    configuration and processor, what a prompt holds in place of an item, and the most items of a prompt."""
 
     tokens: dict[str, str]
     config: Callable[[dict[str, int], dict[str, Any]], Any]
@@ -86,8 +78,7 @@ def build(name: str, folder: Path, seed: int = 0) -> str:
 
 
 def write_released(name: str, model: str, num_layers: int, folder: Path) -> str:
-    """Write a released model's configuration (tests/data/released.json) with fewer layers, for weights that are made
-    up, and what a family's models have beside it; return the directory."""
+    """Write a released model's configuration with fewer layers, and what lies beside it; return the directory."""
     from tests import released
 
     family, config = FAMILIES[name], released.config_of(model)
@@ -131,9 +122,6 @@ def prompt(
         data["audio"] = [(sound, 16_000)]
     text = f"user: {''.join(shown)}{question}\nassistant:"
     return {"prompt": text, "multi_modal_data": data} if data else {"prompt": text}
-
-
-# ---- families --------------------------------------------------------------------------------------------------------
 
 
 def _patches(tokenizer: Any, kind: str, processor: str | None = None) -> Any:

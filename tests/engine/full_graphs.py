@@ -1,8 +1,7 @@
 """The target's whole forwards as CUDA graphs would replay them, on the CPU engine.
 
-vLLM's own manager dispatches, prepares and captures. In a graph's place stands the call that was captured, made once
-more: every tensor is its capture's, and so is every number that Python has seen. What is left to vLLM's own attention
-(steps without drafts) is not captured: the CPU's backend plans on the host.
+vLLM's own manager dispatches, prepares and captures. A graph's stand-in makes the captured call once more, with the
+capture's tensors and numbers. Steps without drafts are not captured: the CPU's backend plans them on the host.
 """
 
 import contextlib
@@ -18,8 +17,6 @@ from vllm.v1.worker.gpu import cudagraph_utils
 
 
 class Replay:
-    """Stands in for a captured graph."""
-
     def __init__(self, forward: Callable, attention: Any):
         self._forward, self._attention = forward, attention
         self._step = attention.step
@@ -33,8 +30,7 @@ class Replay:
 
 @contextlib.contextmanager
 def captured(runner: Any, num_reqs: Sequence[int], mode: str = "FULL_DECODE_ONLY") -> Iterator[Counter]:
-    """Let a runner replay decode steps of up to so many requests; yield a counter of (rows, padded requests,
-    requests)."""
+    """Let steps of up to so many requests be replayed; yield a counter of (rows, padded requests, requests)."""
     sizes = [count * (runner.num_speculative_steps + 1) for count in num_reqs]
     config, replayed = runner.compilation_config, Counter()
     prepare = type(runner).prepare_inputs

@@ -116,12 +116,10 @@ REASONS = (
 
 
 def reasons(cell: Cell) -> set[str]:
-    """Return what a cell's request is counted as."""
     return {one.counter for one in REASONS if all(cell[axis] in values for axis, values in one.where.items())}
 
 
 def is_drafted(cell: Cell) -> bool:
-    """Return whether drafts are proposed for a cell."""
     return not any(counter.startswith("skipped_") for counter in reasons(cell))
 
 
@@ -139,19 +137,14 @@ def is_equal(cell: Cell) -> bool:
 
 
 def is_able(cell: Cell) -> bool:
-    """Return whether a draft surely guesses some tokens: it was trained, nothing is ruled out, and a stream is not
-    sampled."""
+    """Return whether a draft surely guesses some tokens: trained, nothing ruled out, and a stream not sampled."""
     is_trained = cell["draft"] != "untrained" and cell["family"] not in UNTRAINED_FAMILIES
     is_free = cell["sampling"] not in ("grammar", "banned")
     is_near = cell["drafting"] == "sequential" or (cell["draft"] != "far" and cell["sampling"] == "greedy")
     return is_drafted(cell) and (is_equal(cell) or (is_trained and is_free and is_near))
 
 
-# ---- pairs -----------------------------------------------------------------------------------------------------------
-
-
 def pairs_of(cell: Cell) -> set[Pair]:
-    """Return the pairs of values in a cell, or in part of one."""
     return {(a, cell[a], b, cell[b]) for a, b in itertools.combinations([axis for axis in AXES if axis in cell], 2)}
 
 
@@ -166,8 +159,6 @@ def possible_pairs(axes: Iterable[str] = tuple(AXES)) -> set[Pair]:
         for x, y in itertools.product(AXES[a], AXES[b])
     } - REFUSED
 
-
-# ---- rows ------------------------------------------------------------------------------------------------------------
 
 Batch = tuple[Cell, ...]  # cells that run together on one engine: they differ in what requests bring
 
@@ -212,8 +203,7 @@ def engines() -> list[Cell]:
 
 
 def make_rows() -> list[Row]:
-    """Return rows in which every pair meets that can: greedily, over drawn candidates (Cohen et al., The AETG system,
-    1997)."""
+    """Return rows in which every pair meets that can: greedily, over drawn candidates (Cohen et al., AETG, 1997)."""
     random, chosen, left = Random(0), engines(), possible_pairs()
     batches: list[list[Batch]] = [[] for _ in chosen]
 

@@ -64,7 +64,6 @@ def seen(outputs: list, pruned: list[list[dict]]) -> dict[str, Any]:
 
 
 def two() -> dict[str, dict]:
-    """What two ranks do."""
     return ask_all(start(2, **SPEC))
 
 

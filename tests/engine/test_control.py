@@ -56,8 +56,7 @@ def wrong_drafts(engine: Engine, of_videos: bool) -> Iterator[list[bool]]:
 
 @contextlib.contextmanager
 def steps(engine: Engine) -> Iterator[list]:
-    """Yield a list of each step's decision, scheduled drafts and who had real ones; a step takes 10 ms and 1 ms a
-    level."""
+    """Yield each step's decision, scheduled drafts and who had real ones; a step takes 10 ms and 1 ms a level."""
     side, seen, now = engine.scheduler._vidspec_side, [], [0.0]
     observe = side.observe
 

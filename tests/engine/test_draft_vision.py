@@ -1,5 +1,4 @@
-"""Videos encoded in parts by the real towers are the whole video, bit for bit; how parts are planned:
-tests/unit/engine."""
+"""Videos encoded in parts by the real towers are the whole video, bit for bit."""
 
 from unittest import mock
 
@@ -39,6 +38,5 @@ def check_parts(engine: harness.Engine) -> None:
 
 
 def test_parts_of_an_untrained_familys_video(tmp_path):
-    """Those of the bundled families are looked at where test_guidance.py has an engine of each."""
     with harness.engine(QWEN, "target", {"model": build(QWEN2, tmp_path)}, pruner="none") as engine:
         check_parts(engine)

@@ -24,7 +24,6 @@ ATTENTION = {"pruner": "specvlm", "guidance_layers": "all"}
 
 
 def ask(family: str, *videos: np.ndarray, question: str = pairs.DEFAULT_QUESTION, max_tokens: int = 2) -> tuple:
-    """Return a request about videos."""
     return pairs.media_prompt(family, question, videos=list(videos)), {"max_tokens": max_tokens}
 
 
@@ -44,8 +43,7 @@ def check_scores(family: str, outputs: list, videos: list[list[np.ndarray]], rec
 
 @pytest.mark.parametrize("family", [*FAMILIES, QWEN3])
 def test_scores_equal_the_reference(family):
-    """Several prompts at once in many chunks: one video, two, a question longer than a chunk leaves room for. The
-    engine's tower first encodes videos in parts, too."""
+    """Several prompts in many chunks: one video, two, a long question; the tower encodes in parts, too."""
     one, two, three = harness.shown(3)
     shown = [[one], [two, three], [two]]
     # In small chunks the draft's tower takes several steps, in which the answers go on.
@@ -135,9 +133,6 @@ def test_listening_changes_no_bit_of_the_target():
             engine.retune(pruner=pruner)
             logprobs.append(answer(engine))
     assert logprobs == [expected] * 2 and len(heard) == 8 and all(scores is not None for scores in heard)
-
-
-# ---- mutations: each is seen to fail the check that guards it -------------------------------------------------------
 
 
 def test_wrong_queries_are_caught():

@@ -64,9 +64,6 @@ def engine(request, reference):
         yield running
 
 
-# ---- what it must not change ----------------------------------------------------------------------------------------
-
-
 def test_nothing_loose_is_lossless(engine, reference):
     """lambda = 0 without shift: twenty mixed requests are vanilla's, byte for byte."""
     with engine.retuned(lambda_loose=0.0, position_shift=False):
@@ -74,9 +71,6 @@ def test_nothing_loose_is_lossless(engine, reference):
     assert_same_answers(reference(engine.family, "mixed"), outputs)
     assert counted["accepted_tokens"] == counted["exact_tokens"] > 0
     assert counted["loosened_tokens"] == counted["shifted_tokens"] == 0
-
-
-# ---- what it changes ------------------------------------------------------------------------------------------------
 
 
 def test_every_other_token_is_the_targets(engine):
@@ -141,9 +135,6 @@ def test_every_scorer_loosens_by_the_seed(engine, scorer):
     assert counted["relevance_prompts"] == (6 if scorer == "loose" else 0)
 
 
-# ---- planted bugs ---------------------------------------------------------------------------------------------------
-
-
 def rows_of_the_position_before(patch):
     measure = visual_states.VisualStates.relevance
 
@@ -194,8 +185,6 @@ def test_planted_bug_is_caught(engine, plant, seen_by):
         with pytest.raises(AssertionError):
             seen_by(engine)
 
-
-# ---- situations -----------------------------------------------------------------------------------------------------
 
 TWO_BRANCHES = [[rank] + [0] * depth for depth in range(10) for rank in (0, 1)]
 SITUATIONS = {
@@ -251,8 +240,7 @@ def test_states_in_one_byte():
 
 
 def test_cached_prefix():
-    """A second question finds the states of a video, of a strict request too; when they are gone it is strict, and
-    counted."""
+    """A second question finds a video's states, a strict request's too; when they are gone it is strict, counted."""
     question = "describe the video please , what happens in this clip ?"
     (frames,) = harness.shown(1)
     first = (pairs.video_prompt(QWEN, frames), {"temperature": 0.0, **asking("strict")})

@@ -120,7 +120,6 @@ class Story:
 
 @pytest.fixture(scope="module")
 def known(reference):
-    """The requests and vanilla's answers."""
     requests = [request for name in PROMPTS for request in SCENARIOS[name](QWEN)]
     return requests, [ids[0] for name in PROMPTS for ids in token_ids(reference(QWEN, name))]
 

@@ -18,8 +18,7 @@ PRUNERS = ("specvlm", "attention", "uv", "uniform")
 
 @pytest.mark.parametrize("family", [*(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES), QWEN3])
 def test_guided_beats_unguided_beats_blind(family):
-    """Acceptance length over 8 held-out videos, a tenth of each kept: scores shifted, reversed or of another item
-    show."""
+    """Acceptance length over 8 held-out videos, a tenth kept. Catches: scores shifted, reversed or of another item."""
     lengths = {}
     with harness.engine(family, "draft", pruner="auto") as engine:
         for knobs in ({"pruner": "specvlm"}, {"pruner": "uv"}, {"pruner": "uniform"}, {"prune_ratio": 1.0}):

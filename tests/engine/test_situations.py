@@ -18,8 +18,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_who_rests_misses_nothing(reference):
-    """Two drafts for four requests, none while four more run, five for three, running ahead: no gap in the draft's
-    text."""
+    """Two drafts for four requests, none for eight, five for three, running ahead: no gap in the draft's text."""
     expected, lengths = token_ids(reference(QWEN, "endless")), [60, 60, 60, 45]
     endless = harness.videos(QWEN, 4, ignore_eos=True)
     requests = [(prompt, {**more, "max_tokens": n}) for (prompt, more), n in zip(endless, lengths, strict=True)]

@@ -30,13 +30,11 @@ def one(vanilla):
 
 @pytest.fixture(scope="module")
 def two():
-    """What two ranks do, in processes of their own."""
     return _run("ranks", "two")[0]
 
 
 @pytest.fixture(scope="module")
 def failing():
-    """What two ranks do of which one fails, and what was printed."""
     return _run("failing_rank")
 
 
@@ -72,9 +70,7 @@ def test_two_ranks_equal_one(vanilla, one, two, phase):
     ("num_ranks", "num_stages"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)], ids=["ranks", "stages"]
 )
 def test_ranks_follow_one_decision(reference, num_ranks, num_stages):
-    """Requests that rest and go on again, on two ranks or stages: catches a rank that decides alone, which hangs or
-    drafts for another batch than its peer.
-    """
+    """Requests rest and go on, on two ranks or stages. Catches: a rank that decides alone, and hangs."""
     found, _ = _run("ranks", "adaptive", num_ranks, num_stages)
     assert found["token_ids"] == harness.token_ids(reference(FAMILY, "videos and texts"))
     assert harness.skipped(found["counters"]) == {} and found["counters"]["accepted_tokens"] > 0
@@ -138,8 +134,7 @@ COSTS = {
 
 @pytest.mark.slow
 def test_ranks_act_alike_on_what_fails_on_one_of_them(vanilla, failing):
-    """A failure of one rank costs what it costs on all, and nobody later; while decoding it ends the engine with a
-    line."""
+    """A failure of one rank costs the same on all, and nobody later; while decoding it ends the engine with a line."""
     result, printed = failing
     assert set(COSTS) < set(result)
     for name, found in result.items():
@@ -163,11 +158,8 @@ def test_ranks_act_alike_on_what_fails_on_one_of_them(vanilla, failing):
 
 
 def test_two_stages_equal_one(vanilla):
-    """Two pipeline stages, the draft on the last: vanilla's tokens; a draft equal to the target always stands.
-
-    Catches: a draft of the last stage's layers alone; a stage that embeds or verifies other tokens than the last has
-    drafted; drafts and counts of another batch, as two are under way; a grammar that drafts pass by.
-    """
+    """Vanilla's tokens; a draft equal to the target always stands. Catches: a draft of the last stage's layers alone;
+    stages that differ in what was drafted; counts of another batch, as two are under way; a grammar passed by."""
     found, _ = _run("ranks", "stages")
     assert found["guided"]["token_ids"] == found["equal"]["token_ids"] == vanilla
     counted = {name: of["counters"] for name, of in found.items()}
@@ -185,11 +177,7 @@ def test_two_stages_equal_one(vanilla):
 @pytest.mark.slow
 @pytest.mark.parametrize(("of_target", "of_drafter", "num_stages"), [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_target_and_drafter_have_ranks_of_their_own(vanilla, of_target, of_drafter, num_stages):
-    """Two ranks of the target take one drafter's windows, one target those of two: vanilla's tokens, drafts that stand.
-
-    Catches: ranks of the target that take other windows, commits of one rank that another has not made; ranks of the
-    drafter of which one has not heard a command.
-    """
+    """Vanilla's tokens, drafts that stand. Catches: ranks that take other windows or miss commits or commands."""
     result, _ = _run("ranks", "parallel", of_target, of_drafter, num_stages)
     assert result["token_ids"] == vanilla
     counted = result["counters"]

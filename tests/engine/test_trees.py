@@ -1,7 +1,6 @@
 """Verification by tree attention: branches behind decoys, chains, planted bugs, and shapes that change meanwhile.
 
-Chains take it on backends that do not split keys over several rows. The CPU's is left to its chains; here the choice
-is forced the other way, for the target and for the draft.
+Chains take it on backends that do not split keys over rows; the CPU's does, so here the choice is forced.
 """
 
 import contextlib
@@ -135,9 +134,6 @@ def test_chains_of_unequal_lengths_share_a_forward(subject, reference, monkeypat
     assert_same_answers(reference(QWEN, "videos"), outputs)
     assert_all_stands(counted)
     assert rows["ragged"] > 0
-
-
-# ---- mutations -------------------------------------------------------------------------------------------------------
 
 
 def no_depth_positions(patch, engine) -> None:

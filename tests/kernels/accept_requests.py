@@ -46,9 +46,6 @@ def chain(target, drafts, rule=0, share=0.0, **rest):
     return Request([*range(-1, len(target) - 1)], target, [7, *drafts], rule, share, **rest)
 
 
-# ---- the oracle ----------------------------------------------------------------------------------------------------
-
-
 def single(value):
     return float(np.float32(value))
 
@@ -98,9 +95,6 @@ def accepted(request):
     paths = [[0, *way(request.tree, node)] for node in range(len(request.target))]
     standing = [path for path in paths if all(kinds[node] for node in path[1:])]
     return min(standing, key=lambda path: (-len(path), sum(kinds[node] != 1 for node in path[1:]), path[-1])), kinds
-
-
-# ---- arguments -----------------------------------------------------------------------------------------------------
 
 
 def word(bits):
@@ -173,12 +167,10 @@ def case(device, in_trees=True, is_loose=True, num_reqs=16, max_drafts=8):
 
 
 def accept_with(impl):
-    """`accept` by one implementation."""
     return functools.partial(accept, impl=impl)
 
 
 def check(run, requests, device, max_drafts=None, in_trees=True, is_loose=True):
-    """Assert that `run` gives what the oracle gives."""
     max_drafts = max_drafts if max_drafts is not None else max(1, *(len(request.tree) - 1 for request in requests))
     sampled, num_sampled, path, kinds = run(**pack(requests, max_drafts, device, in_trees, is_loose))
     assert sampled.dtype == torch.int64 and num_sampled.dtype == torch.int32
@@ -195,9 +187,6 @@ def check(run, requests, device, max_drafts=None, in_trees=True, is_loose=True):
             assert path[req_idx].tolist() == nodes + list(range(len(nodes), max_drafts + 1))
         if is_loose:
             assert kinds[req_idx].tolist() == [kind[node] for node in nodes[1:]] + [0] * len(nodes[:1]) + rest
-
-
-# ---- random requests -----------------------------------------------------------------------------------------------
 
 
 def random_tree(rng, max_drafts):

@@ -110,10 +110,7 @@ class Case:
         }  # fmt: skip
 
     def expect(self, nodes=True, prefix=True):
-        """Output and LSE of every token in float64, one row and head at a time; the sentinel where nothing is written.
-
-        Without `nodes` of the prefix alone, without `prefix` of the nodes alone.
-        """
+        """Output and LSE in float64, one row and head at a time, or of prefix or nodes alone; else the sentinel."""
         num_tokens, num_heads, head_size = self.query.shape
         group = num_heads // self.keys.shape[2]
         out = torch.full((num_tokens, num_heads, head_size), SENTINEL, dtype=torch.float64)

@@ -24,17 +24,7 @@ def shares(
     num_queries: Sequence[int], prefix_lens: Sequence[int], group: int, num_kv_heads: int, tile: TileShape,
     num_row_tiles: int, grid: int,
 ) -> list[list[Piece]]:  # fmt: skip
-    """Return what each program of a launch does, in order; programs without work are left out.
-
-    Args:
-        num_queries: Of each request.
-        prefix_lens: KV entries of each, within the table.
-        group: Query heads of a KV head.
-        num_kv_heads: Of the layer.
-        tile: Of the launch.
-        num_row_tiles: Of the request with the most rows that there may be.
-        grid: Programs of the launch.
-    """
+    """Return what each program of a launch does, in order; programs without work are left out."""
     items = [
         (row_tile, req_idx, kv_head, 1 + math.ceil(prefix_len / tile.block_keys))
         for row_tile in range(num_row_tiles)

@@ -24,8 +24,6 @@ from tests.kernels.accept_requests import (
 )  # fmt: skip
 from vidspec_kernels import LOWEST, SHIFT, WINDOW, accept
 
-# ---- by hand -------------------------------------------------------------------------------------------------------
-
 #        0
 #      1   2        siblings 1 and 2; 3 hangs on 1, 4 and 5 on 2, 6 on 5
 #      3  4 5
@@ -143,9 +141,6 @@ def test_hand_computed_steps(device, impl, in_trees, is_loose):
         assert sampled[req_idx].tolist() == tokens + [0] * (21 - count), name
         assert not in_trees or paths[req_idx].tolist() == path + list(range(count, 21)), name
         assert not is_loose or kinds[req_idx].tolist() == why + [0] * (21 - count), name
-
-
-# ---- against the oracles -------------------------------------------------------------------------------------------
 
 
 # The kernel has a column for each of 2, 4, 8, ... 64 drafts; strict chains may have none.

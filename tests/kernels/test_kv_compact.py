@@ -119,8 +119,7 @@ def test_hand_computed_moves(device, impl, layout, path, start, after):
 @pytest.mark.parametrize("max_drafts", [1, 7, 25, 64])
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_equals_the_loop(device, max_drafts, layout, by_rows):
-    """Catches: strides mixed up, a layer or head left out, batch rows for others, paths past num_accepted, turns out of
-    order."""
+    """Catches: strides mixed up, a layer or head left out, other rows, paths past num_accepted, turns out of order."""
     agree(case, device, 12, max_drafts, seed=max_drafts, kinds=[(layout, 2, (2, 8), torch.float32)], by_rows=by_rows)
 
 

@@ -11,7 +11,6 @@ SENTINEL = -(10**6)
 
 
 def chain_tables(max_rows, num_cols, device):
-    """Depths and ancestors of chains."""
     depths = torch.arange(num_cols, dtype=torch.int32, device=device).repeat(max_rows, 1)
     words = [(1 << node) - 1 for node in range(num_cols)]
     words = torch.tensor([word - (1 << 64) if word >> 63 else word for word in words], device=device)
@@ -54,8 +53,7 @@ def case(device, counts=(6, 2, 6), num_cols=6, num_axes=3, spare=3, out_of_place
 
 @pytest.mark.parametrize("form", ["in place", "out of place", "a vector"])
 def test_hand_computed(device, impl, form):
-    """Catches: prefix or root off by one, batch rows, positions that are no depth, padding or tails left as they
-    were."""
+    """Catches: prefix or root off by one, batch rows, positions that are no depth, padding or tails left alone."""
     depths, ancestors = chain_tables(3, 4, device)
     depths[2] = torch.tensor([0, 1, 1, 2])
     ancestors[2] = torch.tensor([0, 0b001, 0b010, 0b101])

@@ -19,21 +19,18 @@ def of_candidates(device):
 
 
 def of_draw(device):
-    """See `of_candidates`."""
     wrapper, arguments = draw_case(device, 4, 9)
     others = {"logits": arguments["logits"][:3], "noise": toy(), "level": 2, "apply_temperature": False}
     return wrapper, arguments, others, arguments["scratch"].ready
 
 
 def of_next_level(device):
-    """See `of_candidates`."""
     wrapper, arguments = level_case(device, 3, 4)
     others = {"step": level_case(device, 3, 4)[1]["step"], "size": 2, "level": 2, "block_size": 32, "max_position": 7}
     return wrapper, arguments, others, arguments["out"].ready
 
 
 def of_tree_grow(device):
-    """See `of_candidates`."""
     wrapper, arguments = grow_case(device)
     others = {"level": 1, "budget": 8, "first_parent": 1, "num_next": 3, "trims": True}
     return wrapper, arguments, others, arguments["buffers"].ready

@@ -32,9 +32,6 @@ def small_shares(monkeypatch):
     monkeypatch.setattr(module, "MIN_UNITS", 1)
 
 
-# ---- literal facts -------------------------------------------------------------------------------------------------
-
-
 def test_equal_keys_by_hand(device, impl):
     """Equal keys: a row's output is the plain mean of the values it attends to, its LSE log(count) + logit.
 
@@ -65,9 +62,6 @@ def test_nothing_to_attend_to(device, impl, min_units, monkeypatch):
     start = case.starts[0]
     assert (out[[start, start + 2]] == 0).all() and (lse[:, [start, start + 2]] == -INF).all()
     assert (out[start + 1] != 0).all()
-
-
-# ---- sizes ---------------------------------------------------------------------------------------------------------
 
 
 ALL_BITS = [1 << j for j in range(64)] + [2**64 - 1]
@@ -118,27 +112,17 @@ def test_mixed_dtypes(device, impl):
 
 @pytest.mark.parametrize("num_sms", [1, 2, 5, 12])
 def test_shares(device, impl, num_sms, monkeypatch):
-    """Items in one program or up to 20, whose parts one program merges or several do before it.
-
-    Seen to fail: parts weighted equally; a share that starts a tile late; the nodes in every part; a merge of a merge
-    that takes the parts one by one.
-    """
+    """Items in one program or up to 20. Seen to fail: parts weighted equally; a late share; the nodes in every part."""
     monkeypatch.setattr(module, "MIN_UNITS", 1)
     case = Case(device, requests_of((3, 19 * BLOCK), (2, 65), (0, 70), (1, 0)), num_heads=2, num_kv_heads=1)
     check(case, impl, scratch=make_scratch(32, device, num_sms))
 
 
 def test_strips_of_the_reference(device, impl, monkeypatch):
-    """Requests in strips of one and two.
-
-    Seen to fail: every strip with the first one's blocks, or with the first one's masks.
-    """
+    """Requests in strips of one and two. Seen to fail: every strip with the first one's blocks or masks."""
     for entries in (1, 2 * 4 * 9 * 160):
         monkeypatch.setattr(reference, "_STRIP_ENTRIES", entries)
         check(Case(device, requests_of(*MIXED)), impl)
-
-
-# ---- strides, what may not be used ---------------------------------------------------------------------------------
 
 
 def test_non_contiguous_tensors(device, impl):
@@ -167,11 +151,8 @@ def test_non_contiguous_tensors(device, impl):
     ("poison", "layout"), [(NAN, "flash"), (NAN, "cpu"), (INF, "flash"), (-INF, "flash"), (3e38, "flash"), (7.0, "cpu")]
 )
 def test_garbage_does_not_leak(device, impl, poison, layout):
-    """Whatever lies in entries that no row attends to (in the last block, between nodes, in the pool) changes nothing.
-
-    Seen to fail: values loaded without the entry's mask; NaN scores hidden by addition alone; no second product with
-    the values hidden.
-    """
+    """What lies in entries that no row attends to changes nothing. Seen to fail: values loaded without their mask;
+    NaN scores hidden by addition alone; no second product with the values hidden."""
     requests = [Request(33, [0b1001, 0b1]), Request(0, [0b100]), Request(16, []), Request(5, [0, 1 << 63])]
     case = Case(device, requests, poison=poison, layout=layout)
     check(case, impl)
@@ -210,9 +191,6 @@ def test_large_logits(device, impl, small_shares):
     torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-5, atol=1e-3)
     # float32 logits of 1e4 are good to 1e-3: so are the weights.
     torch.testing.assert_close(out.double().cpu(), expected, rtol=2e-2, atol=2e-2)
-
-
-# ---- determinism, dispatch, checks ---------------------------------------------------------
 
 
 def test_nothing_to_do(device, impl):

@@ -29,9 +29,6 @@ from vidspec_kernels.tree_attention import triton as kernel_file
 IMPLS = ["triton", "torch"]
 
 
-# ---- a prefix that something else has computed ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_external_prefix(device, impl, dtype, block_size):
@@ -68,9 +65,6 @@ def test_parts_add_up(device, impl):
     prefix = run(case, impl, masks=torch.zeros_like(case.words))
     check(case, impl, prefix=prefix)
     torch.testing.assert_close(run(case, impl, prefix=prefix), run(case, impl), rtol=1e-5, atol=1e-5)
-
-
-# ---- mutations -----------------------------------------------------------------------------------------------------
 
 
 MUTATIONS = {
@@ -162,10 +156,7 @@ RAGGED = {
 @pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize("num_sms", [1, 4, 7])
 def test_programs_take_their_shares(device, taken, name, num_sms):
-    """The interpreted kernel takes the tiles that `shares` says, program by program; the result is right.
-
-    Catches: shares of another kernel; a share that is lost or done twice; work that stays with one program.
-    """
+    """The interpreted kernel takes the tiles that `shares` says. Catches: a share lost, done twice or left to one."""
     case = Case(device, requests_of(*RAGGED[name]), num_heads=2, num_kv_heads=1)
     check(case, "triton", scratch=make_scratch(32, device, num_sms))
     expected = Counter()
@@ -200,10 +191,7 @@ def test_a_long_request_is_spread_over_the_whole_gpu(num_queries):
 
 @pytest.mark.parametrize("num_row_tiles", [1, 2, 3, 4, 5])
 def test_row_tiles_of_a_key_are_read_together(num_row_tiles):
-    """Where all requests have as many rows, the programs of their row tiles are at the same keys at the same time.
-
-    Catches: programs that are no multiple of the row tiles; ends of shares that are rounded up.
-    """
+    """Programs of equal row tiles are at the same keys at the same time. Catches: shares' ends that are rounded up."""
     tile = tiles.TileShape(128, 64, 32, 5, 8, 1)
     lens = [25_000, 1_000, 7_777, 3, 0]
     found = shares(5 * [128 * num_row_tiles], lens, 1, 3, tile, num_row_tiles, 132)
@@ -215,9 +203,6 @@ def test_row_tiles_of_a_key_are_read_together(num_row_tiles):
             assert [(p.req_idx, p.kv_head, p.begin, p.end) for p in pieces] == [
                 (p.req_idx, p.kv_head, p.begin, p.end) for p in others
             ]
-
-
-# ---- parts, and the memory of several calls --------------------------------------------------------------------------
 
 
 def test_padding_changes_no_bit(device, monkeypatch):
@@ -237,10 +222,7 @@ def test_padding_changes_no_bit(device, monkeypatch):
 
 
 def test_calls_share_their_scratch(device, monkeypatch):
-    """Calls of different sizes, one after the other on the same memory: each is right, and as it is alone.
-
-    Catches: an arrival that is left for the next call; a part of an earlier call taken for one of this.
-    """
+    """Catches: an arrival that is left for the next call; a part of an earlier call taken for one of this."""
     monkeypatch.setattr(module, "MIN_UNITS", 1)
     scratch = make_scratch(64, device, num_sms=5)
     cases = [
@@ -256,10 +238,7 @@ def test_calls_share_their_scratch(device, monkeypatch):
 
 
 def test_scratch_is_bounded(device):
-    """Two tiles of 64 rows of two programs, or of 128 of one, for each multiprocessor: 17 MB for an H100's.
-
-    Catches: memory that grows with requests, rows or contexts; a tile that has no room there.
-    """
+    """17 MB for an H100's multiprocessors. Catches: memory that grows with a call; a tile that has no room there."""
     scratch = make_scratch(128, device, num_sms=132)
     num_bytes = sum(memory.nbytes for memory in (scratch.part_out, scratch.part_lse, scratch.arrivals))
     assert num_bytes == 132 * 4 * (256 * 128 + 256 + 8)

@@ -11,8 +11,6 @@ from vidspec_kernels.visual_relevance import store as store_module
 
 IMPLS = ["triton", "torch"]
 
-# ---- shards --------------------------------------------------------------------------------------------------------
-
 
 def shards(inputs, num_shards, requests):
     """The inputs of each rank: row i of a request's video tokens goes to rank i % num_shards."""
@@ -89,9 +87,6 @@ def test_merges_are_the_same(top_n, branches):
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-6, equal_nan=True)
     assert merge_relevance(partials[:, :0], impl="triton").shape == (0,)
     assert ran == ["triton", "torch"] and got.isnan().tolist() == [index == 3 for index in range(6)]
-
-
-# ---- storage -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, FP8])

@@ -59,8 +59,7 @@ def suffix_case(device, num_reqs=9):
 @pytest.mark.parametrize("ring", [1, 2, 16, 64])
 @pytest.mark.parametrize("num_reqs", [1, 9, MAX_REQS])
 def test_equals_the_loop(device, num_reqs, ring):
-    """Catches: tokens being written, a ring place off by one, the batch row, windows behind a difference, stale
-    tails."""
+    """Catches: tokens being written, a ring place off by one, the batch row, windows behind a difference."""
     found = set()
     for seed in range(6):
         left = agree(case, device, num_reqs, ring, seed)

@@ -1,9 +1,7 @@
 """Run as a program, without the interpreter: which variants of the kernels are warmed, which ones steps use.
 
-Prints JSON: `warmed`, how many variants of each kernel; `missing`, variants that steps used and nobody warmed;
-`ambiguous`, kernels of which a key of `dispatch.launch` does not settle the variant; and `stale`, kernels of which it
-does not settle what a launch plan keeps.
-Nothing is compiled.
+Prints JSON: variants of each kernel that are `warmed`, `used`, and used but `missing`; `ambiguous`, kernels of which a
+key of `dispatch.launch` does not settle the variant; `stale`, those of which it does not settle a plan.
 """
 
 import contextlib
@@ -201,7 +199,6 @@ def draft_step(rng: random.Random, num_reqs: int, width: int) -> None:
 
 
 def variants(run) -> set[tuple[str, str]]:
-    """Return the variants that a function prepares."""
     found = set()
 
     class Prepared:
@@ -218,9 +215,7 @@ def variants(run) -> set[tuple[str, str]]:
 
 
 def ambiguous_plans(run) -> tuple[list[str], list[str]]:
-    """Return the kernels that one key of `dispatch.launch` stands for several variants of, and those whose plans would
-    be stale: what is said to stay does not.
-    """
+    """Return kernels whose keys of `dispatch.launch` stand for several variants, and those whose plans go stale."""
     found: dict[tuple[str, int, str], set] = {}
     stays: dict[tuple[str, int, str], list] = {}
     stale = set()

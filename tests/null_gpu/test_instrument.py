@@ -38,9 +38,6 @@ def before():
     return device.counters()
 
 
-# ---- what is counted
-
-
 def test_launches_are_counted_by_interface_and_kernel(before):
     x = torch.ones(512, device="cuda")
     _add_one[(2,)](x, x, 512, block=256)
@@ -170,11 +167,7 @@ def test_tensors_in_a_tuple_are_emulated_in_place(before):
     assert out.cpu().tolist() == [1, 2, 3, 4], emulate.failed
 
 
-# ---- capture
-
-
 def capture(work):
-    """Capture `work` of a tensor as a graph."""
     x = torch.zeros(8, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -351,9 +344,6 @@ def test_torch_fails_under_capture_as_on_a_device(transfer):
         capture(lambda x: transfer(x.long()[:6]))
     torch.cuda.synchronize()
     capture(lambda x: x + 1)  # the device is usable afterwards
-
-
-# ---- devices
 
 
 def test_a_host_tensor_is_refused_by_triton_and_by_operators():

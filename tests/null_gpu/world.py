@@ -54,8 +54,7 @@ from vllm_vidspec.metrics import MetricsFile
 class World:
     """The model runner's side, from which the engine builds its parts: rows, batches, the target, commits.
 
-    `launch` makes a kernel of a function of host tensors, `temperature` is every other request's, and `fills_trees`
-    fills them up to K, as vLLM's asynchronous scheduling does.
+    `launch` makes a kernel of a function of host tensors; `temperature` is every other request's.
     """
 
     max_num_reqs, vocab_size, model, recorder = MAX_REQS, VOCAB, None, None

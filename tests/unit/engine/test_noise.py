@@ -20,7 +20,6 @@ on_the_host = pytest.mark.skipif(has_gpu(), reason="vLLM's sampler on the CPU en
 
 
 def make_sampler(noise: str = "shared", use_fp64: bool = False) -> CoupledSampler:
-    """Return a sampler that only draws."""
     return CoupledSampler(SimpleNamespace(use_fp64_gumbel=use_fp64), noise)
 
 

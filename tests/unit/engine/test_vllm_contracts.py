@@ -357,8 +357,7 @@ def test_functions_take_what_we_give(path, names):
 
 @pytest.mark.parametrize(("path", "names"), PATCHES.items(), ids=last)
 def test_patches_find_what_they_replace(path, names):
-    """Catches: a patch that a process would refuse to put on when it starts, or put on what nobody calls: on the
-    method of an interface, where the class has renamed its own."""
+    """Catches: a patch that a process refuses when it starts, or puts on what nobody calls."""
     assert len(PATCHES) > 12, "our own patches are not seen"
     owner, _, name = path.rpartition(".")
     assert name in vars(resolve(owner)), f"{owner} has no {name} of its own"
