@@ -1,6 +1,5 @@
 """Requests for `accept`: how they become its arguments, and the oracle that walks over all paths of plain lists."""
 
-import functools
 import math
 from dataclasses import dataclass, field
 
@@ -166,13 +165,9 @@ def case(device, in_trees=True, is_loose=True, num_reqs=16, max_drafts=8):
     return accept, arguments | {"tally": tally_of(arguments, [i % 3 > 0 for i in range(num_reqs)], max_drafts)}
 
 
-def accept_with(impl):
-    return functools.partial(accept, impl=impl)
-
-
-def check(run, requests, device, max_drafts=None, in_trees=True, is_loose=True):
+def check(impl, requests, device, max_drafts=None, in_trees=True, is_loose=True):
     max_drafts = max_drafts if max_drafts is not None else max(1, *(len(request.tree) - 1 for request in requests))
-    sampled, num_sampled, path, kinds = run(**pack(requests, max_drafts, device, in_trees, is_loose))
+    sampled, num_sampled, path, kinds = accept(**pack(requests, max_drafts, device, in_trees, is_loose), impl=impl)
     assert sampled.dtype == torch.int64 and num_sampled.dtype == torch.int32
     assert sampled.shape == (len(requests), max_drafts + 1) and num_sampled.shape == (len(requests),)
     for given, name, dtype in ((in_trees, path, torch.int32), (is_loose, kinds, torch.int8)):

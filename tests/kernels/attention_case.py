@@ -91,7 +91,9 @@ class Case:
         for i, request in enumerate(requests):
             signed = [word - 2**64 if word >> 63 else word for word in request.words]
             words[i, : counts[i]] = torch.tensor(signed, dtype=torch.int64)
-        self.query = torch.randn(num_tokens, num_heads, head_size, generator=generator).to(dtype)
+        mine = [start + i for start, count in zip(starts, counts, strict=True) for i in range(count)]
+        self.query = torch.full((num_tokens, num_heads, head_size), NAN, dtype=dtype)
+        self.query[mine] = torch.randn(len(mine), num_heads, head_size, generator=generator).to(dtype)
         self.starts, self.counts = starts, counts
         self.keys, self.values, self.words = keys, values, words.to(device)
         self.table = table.to(device)

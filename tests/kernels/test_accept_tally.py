@@ -9,7 +9,6 @@ from tests.kernels.accept_requests import (
     MODES,
     NUM_SUMS,
     Request,
-    accept_with,
     accepted,
     pack,
     random_requests,
@@ -30,12 +29,12 @@ def sums_of(request, max_drafts, is_real):
     return [int(bool(drafts)), len(drafts), len(on_path), depth, *kinds_of, *at_depth]
 
 
-def check_tally(run, requests, device, max_drafts, in_trees, is_loose, has_draft, **wishes):
-    """Assert that `run` counts and keeps what the oracle says, and touches nothing else."""
+def check_tally(impl, requests, device, max_drafts, in_trees, is_loose, has_draft, **wishes):
+    """Assert that `accept` counts and keeps what the oracle says, and touches nothing else."""
     arguments = pack(requests, max_drafts, device, in_trees, is_loose)
     tally = tally_of(arguments, has_draft, max_drafts, **wishes)
     before = tally.totals.clone()
-    results = run(**arguments, tally=tally)
+    results = accept(**arguments, tally=tally, impl=impl)
     plain = accept(**arguments, impl="numba")
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(results, plain, strict=True))
     sums = np.array(
@@ -63,7 +62,7 @@ def test_equals_sums_over_the_oracles_paths(device, impl, in_trees, is_loose, nu
     """Catches: placeholders or padding counted, totals replaced, writes beyond rows or columns, results that change."""
     requests = random_requests(num_reqs, max_drafts, in_trees, is_loose, seed=max_drafts)
     has_draft = (np.random.default_rng(num_reqs).random(num_reqs) < 0.7).tolist()
-    check_tally(accept_with(impl), requests, device, max_drafts, in_trees, is_loose, has_draft)
+    check_tally(impl, requests, device, max_drafts, in_trees, is_loose, has_draft)
 
 
 @pytest.mark.parametrize("wants_kinds", [False, True])
@@ -77,4 +76,4 @@ def test_every_request_has_all_of_its_rows(device, impl, wants_kinds, keeps):
             for drafts in ([4] * 6, [4, 4, 9, 4, 4, 4], [9] * 6)
         ]
         wishes = dict(wants_kinds=wants_kinds, keeps=keeps)
-        check_tally(accept_with(impl), requests, device, 6, in_trees, is_loose, [True, False, True], **wishes)
+        check_tally(impl, requests, device, 6, in_trees, is_loose, [True, False, True], **wishes)

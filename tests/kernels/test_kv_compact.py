@@ -5,7 +5,6 @@ import torch
 
 from tests.kernels.agreement import CPU, agree
 from vidspec_kernels import CacheList, kv_compact
-from vidspec_kernels.kv_compact.api import _BLOCK_MOVES
 
 LAYOUTS = ("NHD", "HND", "transposed keys")
 
@@ -134,18 +133,6 @@ SHAPES = [  # blocks and heads of no power of two; words of every size, whose bi
 def test_shapes_and_dtypes(device, block_size, layout, shape, dtype):
     """Catches: a size taken for a power of two, columns past the head, a word of the wrong size, values converted."""
     agree(case, device, 5, 12, block_size, seed=2, kinds=[(layout, 1, shape, dtype)])
-
-
-@pytest.mark.parametrize("first", [2, 3, 30])
-def test_longest_overlaps(device, impl, first):
-    """Catches: turns of the kernel out of order: 2 -> 1, 3 -> 2, ... each writes what another has read."""
-    assert 65 - first > 2 * _BLOCK_MOVES
-    base = torch.arange(19 * 4.0, device=device).view(19, 4, 1, 1).repeat(1, 1, 1, 2)
-    kv_compact(
-        CacheList([split(base, "NHD")]), **one_request(device, [0, *range(first, 65)], 5, range(1, 19)), impl=impl
-    )
-    moved = torch.arange(5 + first, 5 + 65.0)
-    assert torch.equal(base[1:, :, 0, 0].flatten()[6 : 6 + len(moved)].cpu(), moved + 4)
 
 
 def test_what_accept_returns(device, impl):

@@ -1,7 +1,5 @@
 """tree_attention: kernel and reference against a loop over entries, what may not be read or written."""
 
-import math
-
 import pytest
 import torch
 
@@ -30,38 +28,6 @@ IMPLS = ["triton", "torch"]
 def small_shares(monkeypatch):
     """Shares of at least one tile, so that prefixes of a few hundred entries have parts in several programs."""
     monkeypatch.setattr(module, "MIN_UNITS", 1)
-
-
-def test_equal_keys_by_hand(device, impl):
-    """Equal keys: a row's output is the plain mean of the values it attends to, its LSE log(count) + logit.
-
-    Values are the entry's number. Prefix 0, 1, 2; nodes at entries 3 to 5: row 0 sees none, row 1 node 0, row 2 nodes
-    0 and 2, row 3 all.
-    """
-    case = Case(device, [Request(3, [0, 0b1, 0b101, 0b111])], num_heads=2, num_kv_heads=2)
-    block = case.table[case.rows[0], 0].long()
-    case.keys[block, :6] = 1.0
-    case.values[block, :6] = torch.arange(6.0, device=device)[:, None, None]
-    case.query.fill_(0.5)
-    out, lse = run(case, impl)
-    start, logit = case.starts[0], 32 * 0.5 * 32**-0.5
-    means = [(0 + 1 + 2) / 3, (0 + 1 + 2 + 3) / 4, (0 + 1 + 2 + 3 + 5) / 5, (0 + 1 + 2 + 3 + 4 + 5) / 6]
-    for i, (mean, count) in enumerate(zip(means, [3, 4, 5, 6], strict=True)):
-        assert out[start + i].flatten().tolist() == pytest.approx([mean] * 64, rel=1e-5)
-        assert lse[:, start + i].tolist() == pytest.approx([math.log(count) + logit] * 2, rel=1e-5)
-    assert (out[start - 1] == SENTINEL).all() and (out[start + 4] == SENTINEL).all()
-
-
-@pytest.mark.parametrize("min_units", [1, 10**6])
-def test_nothing_to_attend_to(device, impl, min_units, monkeypatch):
-    """Prefix 0 and mask 0: zeros and -inf, beside a request whose prefix has parts, or whose item has one program."""
-    monkeypatch.setattr(module, "MIN_UNITS", min_units)
-    case = Case(device, [Request(0, [0, 0b10, 0]), Request(200, [0, 1])])
-    check(case, impl)
-    out, lse = run(case, impl)
-    start = case.starts[0]
-    assert (out[[start, start + 2]] == 0).all() and (lse[:, [start, start + 2]] == -INF).all()
-    assert (out[start + 1] != 0).all()
 
 
 ALL_BITS = [1 << j for j in range(64)] + [2**64 - 1]
@@ -159,18 +125,6 @@ def test_garbage_does_not_leak(device, impl, poison, layout):
     if layout == "flash":
         clean = Case(device, requests, poison=0.0, layout=layout)
         torch.testing.assert_close(run(case, impl), run(clean, impl), rtol=1e-6, atol=1e-6)
-
-
-def test_garbage_in_rows_beyond_a_requests_own(device, impl):
-    """Queries of foreign rows are NaN and their masks arbitrary: neither is used, and no foreign row is written."""
-    case = Case(device, requests_of(*MIXED), spare_queries=3)
-    mine = torch.zeros(len(case.query), dtype=torch.bool)
-    for start, count in zip(case.starts, case.counts, strict=True):
-        mine[start : start + count] = True
-    case.query[~mine] = NAN
-    check(case, impl)
-    out, lse = run(case, impl)
-    assert (out[~mine.to(device)] == SENTINEL).all() and (lse[:, ~mine.to(device)] == SENTINEL).all()
 
 
 @pytest.mark.parametrize("unused_block", [-1, 10**8])
