@@ -30,21 +30,21 @@ def one(vanilla):
 
 @pytest.fixture(scope="module")
 def two():
-    return _run("ranks", "two")[0]
+    return _run("two")[0]
 
 
 @pytest.fixture(scope="module")
 def failing():
-    return _run("failing_rank")
+    return _run("failing")
 
 
-def _run(module: str, *arguments: int | str) -> tuple[dict, str]:
-    """Run a module of this folder to its end, with one core per rank; return its result and all that it printed."""
+def _run(*arguments: int | str) -> tuple[dict, str]:
+    """Run a program of `ranks` to its end, with one core per rank; return its result and all that it printed."""
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     cores = sorted(os.sched_getaffinity(0))
     environment["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[-1]}"
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.engine.{module}", *map(str, arguments)],
+        [sys.executable, "-m", "tests.engine.ranks", *map(str, arguments)],
         capture_output=True,
         text=True,
         env=environment,
@@ -71,7 +71,7 @@ def test_two_ranks_equal_one(vanilla, one, two, phase):
 )
 def test_ranks_follow_one_decision(reference, num_ranks, num_stages):
     """Requests rest and go on, on two ranks or stages. Catches: a rank that decides alone, and hangs."""
-    found, _ = _run("ranks", "adaptive", num_ranks, num_stages)
+    found, _ = _run("adaptive", num_ranks, num_stages)
     assert found["token_ids"] == harness.token_ids(reference(FAMILY, "videos and texts"))
     assert harness.skipped(found["counters"]) == {} and found["counters"]["accepted_tokens"] > 0
     assert num_stages > 1 or found["counters"]["undrafted_steps"] > 0, "nobody was at rest"
@@ -160,7 +160,7 @@ def test_ranks_act_alike_on_what_fails_on_one_of_them(vanilla, failing):
 def test_two_stages_equal_one(vanilla):
     """Vanilla's tokens; a draft equal to the target always stands. Catches: a draft of the last stage's layers alone;
     stages that differ in what was drafted; counts of another batch, as two are under way; a grammar passed by."""
-    found, _ = _run("ranks", "stages")
+    found, _ = _run("stages")
     assert found["guided"]["token_ids"] == found["equal"]["token_ids"] == vanilla
     counted = {name: of["counters"] for name, of in found.items()}
     for name in ("guided", "loose", "equal"):
@@ -178,7 +178,7 @@ def test_two_stages_equal_one(vanilla):
 @pytest.mark.parametrize(("of_target", "of_drafter", "num_stages"), [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_target_and_drafter_have_ranks_of_their_own(vanilla, of_target, of_drafter, num_stages):
     """Vanilla's tokens, drafts that stand. Catches: ranks that take other windows or miss commits or commands."""
-    result, _ = _run("ranks", "parallel", of_target, of_drafter, num_stages)
+    result, _ = _run("parallel", of_target, of_drafter, num_stages)
     assert result["token_ids"] == vanilla
     counted = result["counters"]
     # A drafter that is slow beside others may not have read every prompt by the end of its answer.

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from tests.kernels.caches import make_cache
+from tests.kernels.agreement import make_cache
 from vidspec_kernels import TreeAttentionScratch, tree_attention
 from vidspec_kernels.limits import DeviceLimits
 from vidspec_kernels.tree_attention import api as module

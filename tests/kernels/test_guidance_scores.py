@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from tests.kernels.caches import make_cache
+from tests.kernels.agreement import make_cache
 from vidspec_kernels import guidance_scores, guidance_scores_reference
 from vidspec_kernels.guidance_scores import api as module
 from vidspec_kernels.guidance_scores import reference
