@@ -86,6 +86,9 @@ def quantised(kind: str, cache: str | None = None, dtype: str = "float32") -> Ca
     return case
 
 
+scaled_cache = quantised("w8a8", "tensor")
+
+
 def fp8_cache(_: Path) -> Found:
     requests = harness.mixed_batch(QWEN)[:8]
     _, counted = compare({"kv_cache_dtype": "fp8"}, requests, pruner="specvlm", drafting="tree-adaptive")

@@ -49,7 +49,6 @@ class Refusal(NamedTuple):
     """Two settings that cannot meet, any value of the one with any of the other."""
 
     values: dict[str, tuple[str, ...]]
-    why: str
     asked: str  # how one asks for it (`matrix_run.ASKED`)
     line: str  # a regular expression of the answer
 
@@ -60,42 +59,19 @@ class Refusal(NamedTuple):
 
 
 REFUSALS = (
+    # A stream runs ahead of the target: a tree would be of text that it has not reached.
+    Refusal({"drafting": ("parallel",), "shape": TREES}, "engine", "parallel drafting streams a chain"),
+    # No pair of it was trained.
+    Refusal({"family": UNTRAINED_FAMILIES, "draft": ("bundled", "far")}, "checkpoint", "unknown family"),
+    # Clients cannot ask for less than the operator allows.
+    Refusal({"allows": ("strict",), "scorer": LOSSY}, "request", "this server allows strict, got"),
+    # What is read of the target is read by an engine that was started for it.
+    Refusal({"observes": ("attention",), "pruner": ("uv",)}, "retune", "does not observe the target's uv"),
     Refusal(
-        {"drafting": ("parallel",), "shape": TREES},
-        "a stream runs ahead of the target: a tree would be of text that it has not reached",
-        "engine",
-        "parallel drafting streams a chain",
+        {"observes": ("uv",), "pruner": ("specvlm", "attention")}, "retune", "does not observe the target's attention"
     ),
-    Refusal(
-        {"family": UNTRAINED_FAMILIES, "draft": ("bundled", "far")},
-        "no pair of it was trained",
-        "checkpoint",
-        "unknown family",
-    ),
-    Refusal(
-        {"allows": ("strict",), "scorer": LOSSY},
-        "clients cannot ask for less than the operator allows",
-        "request",
-        "this server allows strict, got",
-    ),
-    Refusal(
-        {"observes": ("attention",), "pruner": ("uv",)},
-        "hidden states are read by an engine that was started for it",
-        "retune",
-        "does not observe the target's uv",
-    ),
-    Refusal(
-        {"observes": ("uv",), "pruner": ("specvlm", "attention")},
-        "attention is read by an engine that was started for it",
-        "retune",
-        "does not observe the target's attention",
-    ),
-    Refusal(
-        {"observes": ("attention", "uv"), "pruner": ("auto",)},
-        "who learns counts from the first request on",
-        "retune",
-        "pruner cannot change to auto",
-    ),
+    # Who learns counts from the first request on.
+    Refusal({"observes": ("attention", "uv"), "pruner": ("auto",)}, "retune", "pruner cannot change to auto"),
 )
 
 

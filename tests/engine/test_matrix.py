@@ -44,7 +44,7 @@ def answered() -> Iterator[dict[str, list[matrix_run.Answered]]]:
 ITEMS = {"video": (1, 0.9), "videos": (2, 0.9), "images": (2, 0.8), "frames": (1, 0.9), "text": (1, 0.9)}
 
 
-@pytest.mark.parametrize("refusal", matrix.REFUSALS, ids=lambda refusal: refusal.why)
+@pytest.mark.parametrize("refusal", matrix.REFUSALS, ids=lambda refusal: refusal.line)
 def test_what_cannot_meet_is_refused(refusal):
     """Catches: a row of the table that is not true, or a refusal that is gone."""
     for one, value, other, another in refusal.pairs():
