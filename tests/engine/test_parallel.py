@@ -202,12 +202,8 @@ def test_nothing_is_left_behind(own):
 def test_a_killed_server_leaves_nothing():
     """SIGKILL of the engine's process in the middle of its work: the drafter goes with it, and so does all memory."""
     in_shm = set(os.listdir("/dev/shm"))
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.engine.ranks", "server"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as server:
+    command, out = [sys.executable, "-m", "tests.engine.ranks", "server"], subprocess.PIPE
+    with subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL, text=True) as server:
         assert server.stdout is not None
         (pid,) = json.loads(next(line for line in server.stdout if line.startswith("RESULT ")).removeprefix("RESULT "))
         assert Path(f"/proc/{pid}").exists()

@@ -43,13 +43,8 @@ def _run(*arguments: int | str) -> tuple[dict, str]:
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     cores = sorted(os.sched_getaffinity(0))
     environment["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[-1]}"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.ranks", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=600,
-    )
+    command = [sys.executable, "-m", "tests.engine.ranks", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     lines = [line for line in done.stdout.splitlines() if "RESULT " in line]
     assert lines, done.stderr[-3000:] + done.stdout[-3000:]
     return json.loads(lines[-1].split("RESULT ", 1)[1]), done.stdout + done.stderr
@@ -114,21 +109,10 @@ DRAFTS_NOT = {"skipped_draft_error": 1, "drafts": 0, "draft_tokens": 0}
 PRUNED_UNIFORMLY = {"unguided_error": 1, "guided_prompts": 0, "skipped_draft_error": 0}
 STRICT = {"loosened_tokens": 0, "skipped_draft_error": 0}
 COSTS = {
-    "observe 1": PRUNED_UNIFORMLY,
-    "take 1": DRAFTS_NOT,
-    "encode 1": DRAFTS_NOT,
-    "look 1": DRAFTS_NOT,
-    "plan 1": DRAFTS_NOT,
-    "prefill 1": DRAFTS_NOT,
-    "prefill 0": DRAFTS_NOT,
-    "draft both": DRAFTS_NOT,
-    "claim 1": STRICT | {"strict_error": 1},
-    "hear 1": STRICT | {"strict_error": 1},
-    "finish 1": STRICT | {"strict_error": 1},
+    **dict.fromkeys(("observe 1", "allocate 1", "listen 1"), PRUNED_UNIFORMLY),
+    **dict.fromkeys(("take 1", "encode 1", "look 1", "plan 1", "prefill 1", "prefill 0", "draft both"), DRAFTS_NOT),
+    **dict.fromkeys(("claim 1", "hear 1", "finish 1", "relevance 0"), STRICT | {"strict_error": 1}),
     "relevance 1": STRICT,
-    "relevance 0": STRICT | {"strict_error": 1},
-    "allocate 1": PRUNED_UNIFORMLY,
-    "listen 1": PRUNED_UNIFORMLY,
 }
 
 

@@ -128,14 +128,13 @@ def pack(requests, max_drafts, device, in_trees=True, is_loose=True):
         rows, rules.int().to(device), shares.to(device), windows.int().to(device), rows_of("scores", torch.float32),
         rows_of("entropies", torch.float32), rows_of("may", torch.bool), MIN_ENTROPY,
     )  # fmt: skip
+    trees = TreeShapes(rows, parents.int().to(device), depths.int().to(device), ancestors.to(device))
     return dict(
         target_tokens=rows_of("target", torch.int64),
         draft_tokens=rows_of("fed", torch.int32),
         cu_num_logits=torch.tensor(bounds, dtype=torch.int32, device=device),
         max_drafts=max_drafts,
-        trees=TreeShapes(rows, parents.int().to(device), depths.int().to(device), ancestors.to(device))
-        if in_trees
-        else None,
+        trees=trees if in_trees else None,
         looseness=looseness if is_loose else None,
     )
 

@@ -253,17 +253,9 @@ def main() -> None:
         warmed = variants(warm)
         used = variants(lambda: [step(rng) for _ in range(150)])
         ambiguous, stale = ambiguous_plans(lambda: [step(rng) for _ in range(20)])
-    print(
-        json.dumps(
-            {
-                "warmed": Counter(f"{module}.{name}" for name, module, _ in warmed),
-                "used": Counter(f"{module}.{name}" for name, module, _ in used),
-                "missing": sorted(used - warmed),
-                "ambiguous": ambiguous,
-                "stale": stale,
-            }
-        )
-    )
+    counts = [Counter(f"{module}.{name}" for name, module, _ in found) for found in (warmed, used)]
+    found = dict(warmed=counts[0], used=counts[1], missing=sorted(used - warmed), ambiguous=ambiguous, stale=stale)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -64,13 +64,8 @@ def run(folder, names):
     path, case = folder / "results.json", CASES[names[0]]
     machine = {"NULLGPU_DEVICES": str(case.num_devices), "NULLGPU_MEM_GB": str(case.device_gb)}
     environment = os.environ | machine | {"VLLM_LOGGING_LEVEL": "WARNING"}
-    done = subprocess.run(
-        [sys.executable, "-m", "null_gpu.engine_run", str(path), *names],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    command = [sys.executable, "-m", "null_gpu.engine_run", str(path), *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     rows = json.loads(path.read_text()) if path.exists() else []
     for row in rows:
         row["error"] = row["error"] and row["error"] + done.stderr[-6000:]

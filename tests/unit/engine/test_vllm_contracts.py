@@ -240,12 +240,8 @@ NOISE_DIGEST = "01666a1721be0764"
 
 # Our classes, of which each method takes what vLLM's own takes.
 OURS = (
-    "runner:VidSpecModelRunner",
-    "worker:VidSpecGPUWorker",
-    "speculator:Speculator",
-    "verify.verifier:CoupledVerifier",
-    "draft.graphs:DraftGraphs",
-    "report.request_metrics:PublishingOutput",
+    *("runner:VidSpecModelRunner", "worker:VidSpecGPUWorker", "speculator:Speculator"),
+    *("verify.verifier:CoupledVerifier", "draft.graphs:DraftGraphs", "report.request_metrics:PublishingOutput"),
 )
 
 
