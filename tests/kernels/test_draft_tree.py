@@ -5,22 +5,11 @@ import math
 import pytest
 import torch
 
+import vidspec_kernels as kernels
 from tests.kernels.agreement import agree
-from vidspec_kernels import (
-    Leaves,
-    PlacedLevel,
-    PlanRules,
-    TreeGrowBuffers,
-    TreePlans,
-    TreeTables,
-    TreeTemplate,
-    tree_begin,
-    tree_finish,
-    tree_place,
-    tree_plan,
-)
+from vidspec_kernels import Leaves, PlacedLevel, TreePlans, tree_begin, tree_finish, tree_place, tree_plan
 
-RULES = PlanRules(depth_min=2, depth_max=7, width_min=2, width_max=6, top_k=5, history=3, history_low=1.5,
+RULES = kernels.PlanRules(depth_min=2, depth_max=7, width_min=2, width_max=6, top_k=5, history=3, history_low=1.5,
                   history_high=2.5)  # fmt: skip
 
 
@@ -29,13 +18,13 @@ def make_tables(num_reqs, max_nodes, device):
     shape = (num_reqs, max_nodes + 1)
     dtypes = (torch.int64, torch.int32, torch.int32, torch.int64, torch.float32)
     tables = (torch.full(shape, 77, dtype=dtype, device=device) for dtype in dtypes)
-    return TreeTables(*tables, torch.full((num_reqs,), 77, dtype=torch.int32, device=device))
+    return kernels.TreeTables(*tables, torch.full((num_reqs,), 77, dtype=torch.int32, device=device))
 
 
 def make_template(max_nodes, device, num_nodes=0):
     """A template whose columns all differ."""
     column = torch.arange(max_nodes + 1, dtype=torch.int32, device=device)
-    return TreeTemplate(column - 1, column + 3, column.long() << 40, -column.float(), num_nodes)
+    return kernels.TreeTemplate(column - 1, column + 3, column.long() << 40, -column.float(), num_nodes)
 
 
 def make_growth(tree, rules=RULES, max_parents=9, max_frontier=4, num_candidates=6):
@@ -45,7 +34,7 @@ def make_growth(tree, rules=RULES, max_parents=9, max_frontier=4, num_candidates
     plans.max_depths.fill_(rules.depth_max)
     thresholds = torch.zeros(rules.depth_max + 1, rules.depth_max, device=device)
     bounds = torch.zeros(rules.width_max + 1, rules.depth_max, num_candidates, device=device)
-    growth = TreeGrowBuffers(tree, plans, thresholds, bounds, max_parents, max_frontier)
+    growth = kernels.TreeGrowBuffers(tree, plans, thresholds, bounds, max_parents, max_frontier)
     for tensor in (*growth.frontier, *growth.leftover, growth.next_free):
         tensor.fill_(-5)
     return growth

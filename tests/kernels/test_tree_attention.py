@@ -3,22 +3,8 @@
 import pytest
 import torch
 
-from tests.kernels.attention_case import (
-    BLOCK,
-    INF,
-    LIMITS,
-    MIXED,
-    NAN,
-    SENTINEL,
-    Case,
-    Request,
-    check,
-    external_prefix,
-    make_scratch,
-    module,
-    requests_of,
-    run,
-)  # fmt: skip
+from tests.kernels import attention_case
+from tests.kernels.attention_case import BLOCK, INF, MIXED, NAN, SENTINEL, Case, Request, check, requests_of, run
 from vidspec_kernels.tree_attention import reference, tiles
 
 IMPLS = ["triton", "torch"]
@@ -27,7 +13,7 @@ IMPLS = ["triton", "torch"]
 @pytest.fixture
 def small_shares(monkeypatch):
     """Shares of at least one tile, so that prefixes of a few hundred entries have parts in several programs."""
-    monkeypatch.setattr(module, "MIN_UNITS", 1)
+    monkeypatch.setattr(attention_case.module, "MIN_UNITS", 1)
 
 
 ALL_BITS = [1 << j for j in range(64)] + [2**64 - 1]
@@ -65,7 +51,8 @@ SIZES = {
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes(device, impl, name, small_shares):
     """What each of these catches is said beside it."""
-    assert tiles.tile_shape(6, 32, True, True, LIMITS).block_keys == BLOCK and tiles._MAX_BLOCK_ROWS_WIDE == 16
+    shape = tiles.tile_shape(6, 32, True, True, attention_case.LIMITS)
+    assert shape.block_keys == BLOCK and tiles._MAX_BLOCK_ROWS_WIDE == 16
     check(Case(device, **SIZES[name]), impl)
 
 
@@ -79,9 +66,9 @@ def test_mixed_dtypes(device, impl):
 @pytest.mark.parametrize("num_sms", [1, 2, 5, 12])
 def test_shares(device, impl, num_sms, monkeypatch):
     """Items in one program or up to 20. Seen to fail: parts weighted equally; a late share; the nodes in every part."""
-    monkeypatch.setattr(module, "MIN_UNITS", 1)
+    monkeypatch.setattr(attention_case.module, "MIN_UNITS", 1)
     case = Case(device, requests_of((3, 19 * BLOCK), (2, 65), (0, 70), (1, 0)), num_heads=2, num_kv_heads=1)
-    check(case, impl, scratch=make_scratch(32, device, num_sms))
+    check(case, impl, scratch=attention_case.make_scratch(32, device, num_sms))
 
 
 def test_strips_of_the_reference(device, impl, monkeypatch):
@@ -133,7 +120,7 @@ def test_garbage_in_the_table(device, impl, unused_block):
     requests = [*requests_of(*MIXED), Request(20, [1 << 40])]
     check(Case(device, requests, unused_block=unused_block), impl)
     case = Case(device, requests, unused_block=unused_block)
-    check(case, impl, prefix=external_prefix(case))
+    check(case, impl, prefix=attention_case.external_prefix(case))
 
 
 def test_large_logits(device, impl, small_shares):

@@ -9,34 +9,22 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from tests.kernels import attention_case
 from tests.kernels.agreement import mutated
-from tests.kernels.attention_case import (
-    BLOCK,
-    LIMITS,
-    MIXED,
-    NAN,
-    SENTINEL,
-    TOLERANCES,
-    Case,
-    check,
-    external_prefix,
-    make_scratch,
-    module,
-    requests_of,
-    run,
-)  # fmt: skip
+from tests.kernels.attention_case import BLOCK, LIMITS, MIXED, NAN, SENTINEL, Case, check, requests_of, run
+from vidspec_kernels.tree_attention import api as module
 from vidspec_kernels.tree_attention import tiles
 from vidspec_kernels.tree_attention import triton as kernel_file
 
 IMPLS = ["triton", "torch"]
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize("dtype", list(attention_case.TOLERANCES))
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_external_prefix(device, impl, dtype, block_size):
     """With the prefix's output and LSE given, the result is that of the whole; the prefix's KV entries are not read."""
     case = Case(device, requests_of(*MIXED, (3, 127), (4, 128)), dtype=dtype, block_size=block_size)
-    out, lse = external_prefix(case)  # here a sliced output and a transposed LSE
+    out, lse = attention_case.external_prefix(case)  # here a sliced output and a transposed LSE
     fused = torch.full((out.shape[0], out.shape[1] + 2, out.shape[2] + 5), NAN, dtype=dtype, device=device)
     fused[:, 1:-1, 2:-3] = out
     prefix = (fused[:, 1:-1, 2:-3], lse.T.contiguous().T)
@@ -52,7 +40,7 @@ def test_external_prefix(device, impl, dtype, block_size):
 def test_external_prefix_in_place(device, impl):
     """The prefix's output and LSE may be the outputs themselves: each row is read and written by one program."""
     case = Case(device, requests_of((65, 37), (3, 20)), num_heads=2, num_kv_heads=1)
-    prefix = external_prefix(case)
+    prefix = attention_case.external_prefix(case)
     expected, expected_lse = run(case, impl, prefix=prefix)
     out, lse = (tensor.clone() for tensor in prefix)
     run(case, impl, prefix=(out, lse), out=out, lse=lse)
@@ -99,7 +87,7 @@ def test_mutations_are_caught(device, impl, mutation, tmp_path, monkeypatch):
     """`check`, which every test above rests on, fails for each of these changes of kernel and reference."""
     monkeypatch.setattr(module, "MIN_UNITS", 1)
     case = Case(device, requests_of((5, 150), (6, 20)), num_heads=6, num_kv_heads=2, poison=1.0)
-    external: dict = {"prefix": external_prefix(case)}
+    external: dict = {"prefix": attention_case.external_prefix(case)}
     # Only the kernel merges parts; both merge an external prefix.
     merges = [external] if impl == "torch" else [{}, external]
     for changes in merges if "LSE" in mutation else [{}]:
@@ -192,7 +180,7 @@ RAGGED = {
 def test_programs_take_their_shares(device, taken, name, num_sms):
     """The interpreted kernel takes the tiles that `shares` says. Catches: a share lost, done twice or left to one."""
     case = Case(device, requests_of(*RAGGED[name]), num_heads=2, num_kv_heads=1)
-    check(case, "triton", scratch=make_scratch(32, device, num_sms))
+    check(case, "triton", scratch=attention_case.make_scratch(32, device, num_sms))
     expected = Counter()
     for program, pieces in enumerate(shares_of(case, num_sms)):
         for piece in pieces:
@@ -258,7 +246,7 @@ def test_padding_changes_no_bit(device, monkeypatch):
 def test_calls_share_their_scratch(device, monkeypatch):
     """Catches: an arrival that is left for the next call; a part of an earlier call taken for one of this."""
     monkeypatch.setattr(module, "MIN_UNITS", 1)
-    scratch = make_scratch(64, device, num_sms=5)
+    scratch = attention_case.make_scratch(64, device, num_sms=5)
     cases = [
         Case(device, requests_of((3, 200), (2, 65)), num_heads=2, num_kv_heads=1),
         Case(device, requests_of((9, 20), (1, 300), (1, 0)), num_heads=2, num_kv_heads=1, head_size=64),
@@ -266,14 +254,14 @@ def test_calls_share_their_scratch(device, monkeypatch):
     ]
     for case in cases:
         check(case, "triton", scratch=scratch)
-    alone = make_scratch(64, device, num_sms=5)
+    alone = attention_case.make_scratch(64, device, num_sms=5)
     for case in cases[:2]:
         assert torch.equal(run(case, "triton", scratch=scratch)[0], run(case, "triton", scratch=alone)[0])
 
 
 def test_scratch_is_bounded(device):
     """17 MB for an H100's multiprocessors. Catches: memory that grows with a call; a tile that has no room there."""
-    scratch = make_scratch(128, device, num_sms=132)
+    scratch = attention_case.make_scratch(128, device, num_sms=132)
     num_bytes = sum(memory.nbytes for memory in (scratch.part_out, scratch.part_lse, scratch.arrivals))
     assert num_bytes == 132 * 4 * (256 * 128 + 256 + 8)
     for num_rows in (1, 7, 63, 64, 65, 455, 10_000):

@@ -21,17 +21,7 @@ from compile_cases import BF16, FP8, cache_views, grow_buffers, sampling, step_b
 from triton.runtime.jit import JITFunction
 
 import vidspec_kernels as kernels
-from vidspec_kernels import (
-    Leaves,
-    PlacedLevel,
-    dispatch,
-    tree_begin,
-    tree_finish,
-    tree_grow,
-    tree_place,
-    tree_plan,
-    warm_up,
-)  # fmt: skip
+from vidspec_kernels import dispatch, warm_up
 from vidspec_kernels.warm_up import floats, i32, i64
 
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 28, 4, 128, 3584
@@ -151,19 +141,19 @@ def step(rng: random.Random) -> None:
 def grow_trees(rows: torch.Tensor, num_accepted: torch.Tensor, width: int, rng: random.Random) -> None:
     """Make the launches of static and adaptive trees of a step, with a level of some width."""
     num_reqs, budget = len(rows), rng.randint(0, NUM_DRAFTS)
-    tree_begin(BUFFERS.tree, TEMPLATE, num_reqs)
+    kernels.tree_begin(BUFFERS.tree, TEMPLATE, num_reqs)
     placed, fed = rng.randint(1, NUM_DRAFTS), rng.randint(0, width)
-    level = PlacedLevel(i64(placed), i64(placed), i64(fed), i64(MAX_REQS, fed))
-    tree_place(BUFFERS.tree, level, num_reqs, i64(num_reqs * width, CANDIDATES))
-    tree_begin(BUFFERS.tree, TEMPLATE, num_reqs, BUFFERS, rows, num_accepted)
-    tree_plan(BUFFERS.plans, rows, floats(num_reqs, CANDIDATES), adopts=False)
-    tree_grow(
+    level = kernels.PlacedLevel(i64(placed), i64(placed), i64(fed), i64(MAX_REQS, fed))
+    kernels.tree_place(BUFFERS.tree, level, num_reqs, i64(num_reqs * width, CANDIDATES))
+    kernels.tree_begin(BUFFERS.tree, TEMPLATE, num_reqs, BUFFERS, rows, num_accepted)
+    kernels.tree_plan(BUFFERS.plans, rows, floats(num_reqs, CANDIDATES), adopts=False)
+    kernels.tree_grow(
         BUFFERS, rows, floats(num_reqs * width, CANDIDATES), i64(num_reqs * width, CANDIDATES),
         level=rng.randint(0, 7), budget=budget, first_parent=rng.randint(0, 60), num_next=rng.randint(1, width),
     )  # fmt: skip
     num_parents = rng.randint(1, BUFFERS.max_parents)
-    leaves = Leaves(*(part[:num_reqs, :num_parents] for part in BUFFERS.leftover))
-    tree_finish(
+    leaves = kernels.Leaves(*(part[:num_reqs, :num_parents] for part in BUFFERS.leftover))
+    kernels.tree_finish(
         BUFFERS.tree, num_reqs, next_free=BUFFERS.next_free, leaves=leaves, max_nodes=budget,
         plans=BUFFERS.plans, rows=rows,
     )  # fmt: skip
