@@ -1,6 +1,7 @@
-"""Compiles the null GPU's libraries: the driver, the runtime, NVML, and those of mathematics and communication.
+"""Compiles the null GPU's libraries: the driver, the runtime, NVML, and the libraries of mathematics and communication.
 
-Standard library only: scripts/setup_cuda_host.py calls this first. A folder is named after a hash of the sources.
+Standard library only: scripts/setup_cuda_host.py calls this before any test runs. The result is kept in a folder that
+is named after a hash of the sources, so that a changed source is compiled anew and an unchanged one never.
 """
 
 import hashlib
@@ -42,9 +43,12 @@ def source_key() -> str:
 
 
 def build(site_packages: Path, include: Path, home: Path, say: Callable[[str], None]) -> Path:
-    """Return the folder of the libraries in `home`, compiled if they are not there.
+    """Return the folder of the libraries in `home`, compiled if they are not there; those of other sources stay.
 
     The CUDA builds of torch and vLLM are in `site_packages`, CUDA's headers in `include`; `say` prints a line.
+
+    Raises:
+        BuildError: The compiler refused something.
     """
     target = home / f"libraries-{source_key()}"
     if target.is_dir():

@@ -1,4 +1,5 @@
-"""Generates a weak stub that counts its calls for each entry point of NVIDIA's libraries in wheels or headers."""
+"""Generates a weak stub, which counts its call, for every entry point of NVIDIA's libraries that wheels or headers
+name."""
 
 import re
 import subprocess
@@ -9,6 +10,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Library:
+    """A shared library to stand in for."""
+
     soname: str  # what the wheels ask the loader for
     node: str | None  # version node of its symbols
     prefix: str  # pattern of its symbols' names, for wheels that ask for no version
@@ -82,6 +85,7 @@ def _undefined(binary: Path) -> Iterable[tuple[str, str]]:
 
 
 def _source(key: str, names: set[str]) -> str:
+    """Return the C text of a library's stubs."""
     if key == "nvml":  # linked without the driver: an unknown question is "not supported"
         rows = ["static int ng_stub(const char* name) { return 3; }"]
     else:
