@@ -93,11 +93,11 @@ def spec_of(cell: Cell) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def started(cell: Cell, models: Checkpoints) -> Iterator[Engine]:
-    family = cell["family"]
+    family, is_ahead = cell["family"], cell["scheduler"] == "ahead"
     draft = DRAFTS.get(cell["draft"]) or models.untrained(family)
+    overrides = OVERRIDES | {"model": models.target(family)}
     with (
-        harness.async_scheduling() if cell["scheduler"] == "ahead" else contextlib.nullcontext(),
-        harness.engine(prompts_of(family), draft, OVERRIDES | {"model": models.target(family)}, **spec_of(cell)) as run,
+        harness.engine(prompts_of(family), draft, overrides, is_ahead, **spec_of(cell)) as run,
         let_drafts_come(run) if cell["drafting"] == "parallel" else contextlib.nullcontext(),
     ):
         yield run

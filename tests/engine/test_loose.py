@@ -5,8 +5,6 @@ target's most likely one, but for those that the engine itself says it loosened 
 decided it must be that model's. A token emitted in place of the one whose KV stands makes the later choices another's.
 """
 
-import contextlib
-
 import pytest
 import torch
 
@@ -206,8 +204,7 @@ def test_relevance_in_every_situation(name):
     """Planned ahead and preempted, heard over many chunks, another family: KV, branches and chunks are not mixed up."""
     (family, shape, overrides), is_ahead = SITUATIONS[name], "ahead" in name
     with (
-        harness.async_scheduling() if is_ahead else contextlib.nullcontext(),
-        harness.engine(family, "draft", **OPEN | shape, overrides=NO_CACHE | overrides) as running,
+        harness.engine(family, "draft", NO_CACHE | overrides, is_ahead, **OPEN | shape) as running,
         running.preemptions() as preempted,
         running.watched(watching.scores) as records,
     ):

@@ -23,10 +23,8 @@ def test_who_rests_misses_nothing(reference):
     endless = harness.videos(QWEN, 4, ignore_eos=True)
     requests = [(prompt, {**more, "max_tokens": n}) for (prompt, more), n in zip(endless, lengths, strict=True)]
     schedule = [(1, 3, 5), (4, 4, 2), (5, 64, 0)]
-    with (
-        harness.async_scheduling(),
-        harness.engine(QWEN, "target", pruner="none", num_speculative_tokens_per_batch_size=schedule) as engine,
-    ):
+    by_load = {"num_speculative_tokens_per_batch_size": schedule}
+    with harness.engine(QWEN, "target", is_ahead=True, pruner="none", **by_load) as engine:
         start = engine.counters()
         engine.begin(requests, steps=6)
         before = engine.counters()
