@@ -31,15 +31,10 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A row.
+    """A row: what vLLM calls it, its setting on the command line, one of `VERDICTS`, and a pattern of what is seen.
 
-    Attributes:
-        feature: What vLLM calls it.
-        setting: As on the command line.
-        expected: One of `VERDICTS`.
-        says: A regular expression of what is seen.
-        run: Finds it out, given an empty folder.
-        kind: "engine" in this process; "command" with servers, by vidspec_tools.pages.measure alone.
+    `run` finds it out, given an empty folder; `kind` is "engine" in this process, or "command" with servers, by
+    vidspec_tools.pages.measure alone.
     """
 
     feature: str
@@ -105,9 +100,7 @@ NULL_GPU = Path(__file__).resolve().parents[2] / "docs" / "results" / "null-gpu-
 
 
 def _cuda(feature: str, setting: str, case: str) -> Row:
-    """Return a row of what vLLM's CPU build has no kernels of: what was seen of a case on the null GPU, where no number
-    means anything.
-    """
+    """Return a row of what has CUDA kernels alone: what was seen of a case on the null GPU, without numbers."""
 
     def run(folder: Path) -> Seen:
         seen = json.loads(NULL_GPU.read_text())["ran"].get(case)
@@ -126,41 +119,32 @@ def _parallel(kind: str, **overrides: Any) -> Row:
 
 
 _QWEN3 = dict.fromkeys(("draft", "target"), pairs.checkpoint("qwen3-vl", "target"))
-_BOTH, _VIDCOM2 = "target and draft", HALF | {"video_pruning_method": "vidcom2"}
-_BF16 = "`--dtype bfloat16`"
+_BOTH, _EVS, _VIDCOM2 = "target and draft", "`--video-pruning-rate 0.5`", "`--video-pruning-method vidcom2`"
+_BF16, _quantised_bf16 = "`--dtype bfloat16`", functools.partial(cases.quantised, dtype="bfloat16")
 _ONE_VIDEO = """`--limit-mm-per-prompt '{"video": 1, "image": 0}'`"""
 _APART, _SHARED = "an engine prefills, another decodes", "an engine encodes, another answers"
+_PP, _LORA, _ENGINES = "Pipeline parallelism", {"enable_lora": True}, r"engine 0: [1-9]\d*, engine 1: [1-9]"
+_TREES, _STATIC = '`"draft_shape": "tree-static"`', {"drafting": "tree-static"}
+_BY_VIDCOM2, _STAGES = HALF | {"video_pruning_method": "vidcom2"}, {"pipeline_parallel_size": 2}
 
 ROWS: tuple[Row, ...] = (
-    works("EVS", "`--video-pruning-rate 0.5`", r"vanilla's; .* all of \d+", cases.evs),
-    ours(
-        "EVS", "`--video-pruning-rate 0.5`, draft `self`", "cannot be used with .*self", draft="target", overrides=HALF
-    ),
-    ours(
-        "EVS", "`--video-pruning-rate 0.5`, Qwen3-VL", "tokens of a video a qwen3-vl target", **_QWEN3, overrides=HALF
-    ),
-    ours(
-        "VidCom2", "`--video-pruning-method vidcom2`, Qwen3-VL", "qwen3-vl target keeps", **_QWEN3, overrides=_VIDCOM2
-    ),
-    vllms("VidCom2", "`--video-pruning-method vidcom2`, Qwen2.5-VL", "'vidcom2' is not supp", overrides=_VIDCOM2),
+    works("EVS", _EVS, r"vanilla's; .* all of \d+", cases.evs),
+    ours("EVS", f"{_EVS}, draft `self`", "cannot be used with .*self", draft="target", overrides=HALF),
+    ours("EVS", f"{_EVS}, Qwen3-VL", "tokens of a video a qwen3-vl target", **_QWEN3, overrides=HALF),
+    ours("VidCom2", f"{_VIDCOM2}, Qwen3-VL", "qwen3-vl target keeps", **_QWEN3, overrides=_BY_VIDCOM2),
+    vllms("VidCom2", f"{_VIDCOM2}, Qwen2.5-VL", "'vidcom2' is not supp", overrides=_BY_VIDCOM2),
     works("LoRA", "`--enable-lora`, an unadapted draft", "with the adapter", cases.lora),
-    ours(
-        "LoRA", '`--enable-lora`, `"model": "self"`', "LoRA adapters", draft="target", overrides={"enable_lora": True}
-    ),
+    ours("LoRA", '`--enable-lora`, `"model": "self"`', "LoRA adapters", draft="target", overrides=_LORA),
     works("INT8 weights", f"W8A8 of compressed-tensors, {_BOTH}", "vanilla's", cases.quantised("w8a8")),
-    works(
-        *("INT4 weights", f"W4A16 of compressed-tensors, {_BOTH}, {_BF16}", "vanilla's"),
-        cases.quantised("w4a16", dtype="bfloat16"),
-    ),
-    works("AWQ", f"{_BOTH}, {_BF16}", "vanilla's", cases.quantised("awq", dtype="bfloat16")),
-    works("GPTQ", f"{_BOTH}, {_BF16}", "vanilla's", cases.quantised("gptq", dtype="bfloat16")),
+    works("INT4 weights", f"W4A16 of compressed-tensors, {_BOTH}, {_BF16}", "vanilla's", _quantised_bf16("w4a16")),
+    works("AWQ", f"{_BOTH}, {_BF16}", "vanilla's", _quantised_bf16("awq")),
+    works("GPTQ", f"{_BOTH}, {_BF16}", "vanilla's", _quantised_bf16("gptq")),
     *(_cuda(name.upper(), f"{_BOTH}, Machete", f"chain {name} weights") for name in ("awq", "gptq")),
     _cuda("FP8 weights", f"such checkpoints, {_BOTH}", "chain fp8 weights"),
     _cuda("FP8 weights", f"`--quantization fp8_per_tensor`, {_BOTH}", "chain fp8 as it loads"),
     works("FP8 KV cache", "`--kv-cache-dtype fp8`, adaptive trees, pruner `specvlm`", "vanilla's", cases.fp8_cache),
     works(
-        *("FP8 KV cache", "a scale of each tensor in the checkpoints, trees, `specvlm`", "vanilla's"),
-        cases.quantised("w8a8", "tensor"),
+        "FP8 KV cache", "a scale of each tensor in the checkpoints, trees, `specvlm`", "vanilla's", cases.scaled_cache
     ),
     works("FP8 KV cache", '`"kv_cache_dtype": "fp8"`, of the draft', "a byte a number", cases.fp8_draft_cache),
     _cuda("FP8 KV cache", "FlashAttention 3, queries in FP8 too, static trees", "static fp8 cache"),
@@ -169,9 +153,7 @@ ROWS: tuple[Row, ...] = (
     works("KV connector", f"`ExampleConnector`, {_APART}", r"\d+ tokens from the other", cases.kv_connector),
     works("KV connector", "the decode side has no pixels", "unsupported: 3", cases.kv_connector_without_pixels),
     ours(
-        *("KV connector", '`"draft_shape": "tree-static"`', "KV connectors may take a tree's entries"),
-        overrides=cases.transfer("/tmp"),
-        drafting="tree-static",
+        "KV connector", _TREES, "KV connectors may take a tree's entries", overrides=cases.transfer("/tmp"), **_STATIC
     ),
     _cuda("KV connector", "`OffloadingConnector`", "chain offloads"),
     works("KV connector", "`NixlConnector`, a server prefills, another decodes", "kB of entries", servers.nixl),
@@ -179,24 +161,14 @@ ROWS: tuple[Row, ...] = (
     works("Prompt embeddings", "`--enable-prompt-embeds`", "unsupported: 1", cases.prompt_embeds),
     works("Media limits", _ONE_VIDEO, "a second video is refused", cases.media_limit),
     vllms("Sleep mode", "`--enable-sleep-mode`, CPU", "Sleep mode is not", overrides={"enable_sleep_mode": True}),
-    works("Pipeline parallelism", "`--pipeline-parallel-size 2`", "two stages", servers.stages),
-    ours(
-        *("Pipeline parallelism", '`"draft_shape": "tree-static"`', "vLLM sends earlier stages the tokens of a draft"),
-        overrides={"pipeline_parallel_size": 2},
-        drafting="tree-static",
-    ),
-    ours(
-        *("Pipeline parallelism", "pruner `uv`", "the pruner uv compares the target's embeddings"),
-        overrides={"pipeline_parallel_size": 2},
-        pruner="uv",
-    ),
+    works(_PP, "`--pipeline-parallel-size 2`", "two stages", servers.stages),
+    ours(_PP, _TREES, "vLLM sends earlier stages the tokens of a draft", overrides=_STAGES, **_STATIC),
+    ours(_PP, "pruner `uv`", "the pruner uv compares the target's embeddings", overrides=_STAGES, pruner="uv"),
     _parallel("Decode context", tensor_parallel_size=2, decode_context_parallel_size=2),
     _parallel("Prefill context", prefill_context_parallel_size=2),
-    works(
-        "Data parallelism", "`--data-parallel-size 2`", r"engine 0: [1-9]\d*, engine 1: [1-9]", servers.data_parallel
-    ),
+    works("Data parallelism", "`--data-parallel-size 2`", _ENGINES, servers.data_parallel),
     works("API servers", "`--api-server-count 2`", "every scrape", servers.api_servers),
     works("Several nodes", "`--nnodes 2 --tensor-parallel-size 2`", "two network namespaces", servers.nodes),
-    works(*("Several nodes", "`--nnodes 2 --pipeline-parallel-size 2`", "a stage in each"), servers.stages_on_nodes),
+    works("Several nodes", "`--nnodes 2 --pipeline-parallel-size 2`", "a stage in each", servers.stages_on_nodes),
     works("Ray", "`--distributed-executor-backend ray`, two ranks", "Ray's actors", servers.ray),
 )

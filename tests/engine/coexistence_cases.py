@@ -41,10 +41,7 @@ def compare(
     during: Callable[[Engine], contextlib.AbstractContextManager] = contextlib.nullcontext,
     **spec: Any,
 ) -> tuple[list[Any], dict[str, int]]:
-    """Return the outputs and our counters of the last round of requests.
-
-    Answers are vanilla's under the same setting; some draft stands, unless all are skipped, and no block is lost.
-    """
+    """Return outputs and counters of the last round: answers are vanilla's, some draft stands or all are skipped."""
     with harness.engine(QWEN, overrides=overrides) as engine:
         expected = [engine.generate(requests) for _ in range(rounds)]
     with harness.engine(QWEN, draft, overrides, **spec) as engine, during(engine):
@@ -71,9 +68,7 @@ def evs(_: Path) -> Found:
 
 
 def quantised(kind: str, cache: str | None = None, dtype: str = "float32") -> Callable[[Path], Found]:
-    """Return the case of a pair whose checkpoints are in a format (`scripts/quantise.py`), trees and attention guidance
-    included; with `cache`, of one in float8 whose scales are of that.
-    """
+    """Return a case of checkpoints in a format (scripts/quantise.py); with `cache`, one in float8 with such scales."""
 
     def case(folder: Path) -> Found:
         import quantise
@@ -91,8 +86,10 @@ def quantised(kind: str, cache: str | None = None, dtype: str = "float32") -> Ca
     return case
 
 
+scaled_cache = quantised("w8a8", "tensor")
+
+
 def fp8_cache(_: Path) -> Found:
-    """Keys and values in e4m3, of target and draft."""
     requests = harness.mixed_batch(QWEN)[:8]
     _, counted = compare({"kv_cache_dtype": "fp8"}, requests, pruner="specvlm", drafting="tree-adaptive")
     assert counted["guided_prompts"] > 0

@@ -40,14 +40,19 @@ def _ask(url: str, expected: list[int]) -> None:
     assert answer.token_ids == expected
 
 
+def _asked(folder: Path, family: str, times: int, **settings) -> tuple[dict[str, int], str]:
+    """Let a server answer as vanilla does, so many times; return what it has counted, and its /metrics."""
+    expected = _vanilla(family)
+    with serving(folder, **settings) as server:
+        before = server.metrics()
+        for _ in range(times):
+            _ask(server.base_url, expected)
+        return difference(before, server.metrics()), server.metrics_text()
+
+
 def data_parallel(folder: Path) -> tuple[dict[str, int], str]:
     """Two engines: each has counters of its own on /metrics, and their sum is what was asked."""
-    expected = _vanilla(QWEN)
-    with serving(folder, data_parallel_size=2) as server:
-        before = server.metrics()
-        for _ in range(4):
-            _ask(server.base_url, expected)
-        text, counted = server.metrics_text(), difference(before, server.metrics())
+    counted, text = _asked(folder, QWEN, 4, data_parallel_size=2)
     found = re.findall(r'^vidspec:prompts_total\{engine="(\d)".*\} (\d+)', text, re.MULTILINE)
     assert [engine for engine, _ in found] == ["0", "1"], found
     assert counted["prompts"] == 4 and all(float(number) for _, number in found)
@@ -68,24 +73,16 @@ def api_servers(folder: Path) -> tuple[dict[str, int], str]:
 
 def stages(folder: Path) -> tuple[dict[str, int], str]:
     """The target in two pipeline stages; guidance observes the second, where the draft is."""
-    expected = _vanilla(QWEN)
-    with serving(folder, pipeline_parallel_size=2) as server:
-        before = server.metrics()
-        for _ in range(2):
-            _ask(server.base_url, expected)
-        counted = difference(before, server.metrics())
+    counted, _ = _asked(folder, QWEN, 2, pipeline_parallel_size=2)
     assert counted["guided_prompts"] == counted["prompts"] == 2
     return counted, "; two stages, the draft on the second, guided by its layers"
 
 
 def ray(folder: Path) -> tuple[dict[str, int], str]:
     """Ray starts and places two ranks of target and draft."""
-    expected, env = _vanilla(LLAVA), ray_on_cpu.environment(folder, 2)
-    with serving(folder, env=env, tensor_parallel_size=2, distributed_executor_backend="ray") as server:
-        before = server.metrics()
-        for _ in range(2):
-            _ask(server.base_url, expected)
-        counted, log = difference(before, server.metrics()), (folder / "server.log").read_text()
+    settings = {"env": ray_on_cpu.environment(folder, 2), "distributed_executor_backend": "ray"}
+    counted, _ = _asked(folder, LLAVA, 2, tensor_parallel_size=2, **settings)
+    log = (folder / "server.log").read_text()
     assert len(set(re.findall(r"\(RayWorkerProc pid=(\d+)", log))) == 2, "these are not Ray's workers"
     assert counted["prompts"] == 2 and counted["accepted_tokens"] > 0
     return counted, "; two ranks as Ray's actors, counters on /metrics; one GPU a rank is made up for Ray"
@@ -123,8 +120,6 @@ def nixl(folder: Path) -> tuple[dict[str, int], str]:
     assert counted["accepted_tokens"] > 0 and float(fetched[0]) > 0, fetched
     return counted, f"; {float(fetched[0]) / 1024:.0f} kB of entries fetched from the other server's memory"
 
-
-# ---- two nodes: network namespaces of this machine, a cable between them ------------------------------------------
 
 _NODES = (("vidspec-a", "vs-a", "10.231.0.1"), ("vidspec-b", "vs-b", "10.231.0.2"))
 

@@ -1,7 +1,6 @@
 """Untrained models of families without a bundled pair, with a tokenizer of bytes, and prompts for them.
 
-Identity needs no sense of a model, only features that matter: weights are wide enough that another video, or another
-order of its tokens, makes other tokens likely.
+Weights are so wide that another video, or another order of its tokens, makes other tokens likely.
 """
 
 import dataclasses
@@ -36,21 +35,14 @@ _NUM_FRAMES = 8
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What of a family differs from another here.
-
-    Attributes:
-        tokens: Special tokens, by the name under which the configuration has their ids.
-        config: (its token ids, text sizes) -> the configuration.
-        processor: (tokenizer) -> the processor.
-        visual: What a prompt holds in place of an image or video.
-        limits: The most items of a prompt.
-    """
+    """What of a family differs from another here: special tokens by the configuration's name for their ids, what makes
+    configuration and processor, what a prompt holds in place of an item, and the most items of a prompt."""
 
     tokens: dict[str, str]
     config: Callable[[dict[str, int], dict[str, Any]], Any]
     processor: Callable[..., Any]
     visual: dict[str, str]
-    limits: dict[str, int]
+    limits: dict[str, int] = dataclasses.field(default_factory=lambda: {"image": 2, "video": 2})
     with_metadata: bool = False
     # As transformers 5 writes a module's weights -> as released checkpoints, and so vLLM, call them; the architecture.
     released_names: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -86,8 +78,7 @@ def build(name: str, folder: Path, seed: int = 0) -> str:
 
 
 def write_released(name: str, model: str, num_layers: int, folder: Path) -> str:
-    """Write a released model's configuration (tests/data/released.json) with fewer layers, for weights that are made
-    up, and what a family's models have beside it; return the directory."""
+    """Write a released model's configuration with fewer layers, and what lies beside it; return the directory."""
     from tests import released
 
     family, config = FAMILIES[name], released.config_of(model)
@@ -131,9 +122,6 @@ def prompt(
         data["audio"] = [(sound, 16_000)]
     text = f"user: {''.join(shown)}{question}\nassistant:"
     return {"prompt": text, "multi_modal_data": data} if data else {"prompt": text}
-
-
-# ---- families --------------------------------------------------------------------------------------------------------
 
 
 def _patches(tokenizer: Any, kind: str, processor: str | None = None) -> Any:
@@ -365,42 +353,38 @@ _GLM = {
     "limits": {"image": 2, "video": 1},
     "with_metadata": True,
 }
+
+
+def _tokens(text: str) -> dict[str, str]:
+    """Return tokens by the configuration's name for their ids, given names and tokens by turns."""
+    words = text.split()
+    return {f"{name}_token_id": token for name, token in zip(words[::2], words[1::2], strict=True)}
+
+
 FAMILIES = {
     "minicpm-v": Family(
-        tokens={
-            "bos_token_id": "<s>",
-            "unk_token_id": "<unk>",
-            "im_start_token_id": "<image>",
-            "im_end_token_id": "</image>",
-            "im_id_start_token_id": "<image_id>",
-            "im_id_end_token_id": "</image_id>",
-        },
+        tokens=_tokens(
+            "bos <s> unk <unk> im_start <image> im_end </image> im_id_start <image_id> im_id_end </image_id>"
+        ),
         config=_minicpm,
         processor=lambda tokenizer: tokenizer,
         visual={"image": "(<image>./</image>)", "video": "(<video>./</video>)"},
-        limits={"image": 2, "video": 2},
         write=_write_minicpm,
         overrides={"trust_remote_code": True},
     ),
     "qwen2.5-omni": Family(config=_omni("Qwen2_5Omni"), processor=_omni_processor("Qwen2_5Omni"), **_OMNI),
     "qwen3-omni": Family(config=_omni("Qwen3OmniMoe"), processor=_omni_processor("Qwen3OmniMoe"), **_OMNI),
     "internvl": Family(
-        tokens={
-            "context_image_token_id": "<IMG_CONTEXT>",
-            "start_image_token_id": "<img>",
-            "end_image_token_id": "</img>",
-            "video_token_id": "<video>",
-        },
+        tokens=_tokens("context_image <IMG_CONTEXT> start_image <img> end_image </img> video <video>"),
         config=_internvl,
         processor=_internvl_processor,
         visual={"image": "<IMG_CONTEXT>\n", "video": "<video>\n"},
-        limits={"image": 2, "video": 2},
     ),
     "glm-v": Family(config=_glm("Glm4v", {}), processor=lambda it: _patches(it, "Glm4v"), **_GLM),
     "glm-v-moe": Family(config=_glm("Glm4vMoe", _EXPERTS), processor=lambda it: _patches(it, "Glm46V"), **_GLM),
     "glm-ocr": Family(config=_glm("GlmOcr", {}), processor=lambda it: _patches(it, "Glm46V"), **_GLM),
     "llava-next-video": Family(
-        tokens={"image_token_id": "<image>", "video_token_id": "<video>"},
+        tokens=_tokens("image <image> video <video>"),
         config=_next_video,
         processor=_next_video_processor,
         visual={"video": "<video>\n"},
@@ -408,11 +392,10 @@ FAMILIES = {
         released_names={"vision_tower.": "vision_tower.vision_model."},
     ),
     "hyperclovax": Family(
-        tokens={"image_token_id": "<|IMAGE_PAD|>", "video_token_id": "<|VIDEO_PAD|>"},
+        tokens=_tokens("image <|IMAGE_PAD|> video <|VIDEO_PAD|>"),
         config=_clova,
         processor=_clova_processor,
         visual={kind: f"<|{kind}_start|><|{kind.upper()}_PAD|><|{kind}_end|>" for kind in ("image", "video")},
-        limits={"image": 2, "video": 2},
         architecture="HCXVisionV2ForCausalLM",
         released_names={
             "model.language_model.": "model.language_model.model.",
@@ -422,16 +405,10 @@ FAMILIES = {
     ),
     # It has no adapter.
     "exaone4.5": Family(
-        tokens={
-            "image_token_id": "<|image_pad|>",
-            "video_token_id": "<|video_pad|>",
-            "vision_start_token_id": "<vision>",
-            "vision_end_token_id": "</vision>",
-        },
+        tokens=_tokens("image <|image_pad|> video <|video_pad|> vision_start <vision> vision_end </vision>"),
         config=_exaone,
         processor=_exaone_processor,
         visual={kind: f"<vision><|{kind}_pad|></vision>" for kind in ("image", "video")},
-        limits={"image": 2, "video": 2},
         with_metadata=True,
     ),
 }

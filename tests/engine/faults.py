@@ -1,5 +1,4 @@
-"""Faults on the draft's side, one after the other in a running engine; as a program, the rows of
-docs/reliability.md."""
+"""Faults on the draft's side, one by one in a running engine; as a program, the rows of docs/reliability.md."""
 
 import contextlib
 import json
@@ -143,7 +142,6 @@ def requests_of(family: str) -> list[tuple[dict, dict]]:
 
 
 def expected_answers() -> list[list[list[int]]]:
-    """Return what vanilla answers."""
     with harness.engine(QWEN, overrides=harness.NO_CACHE) as vanilla:
         return harness.token_ids(vanilla.generate(requests_of(QWEN)))
 

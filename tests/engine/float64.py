@@ -23,16 +23,10 @@ def _load(family: str) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def run(family: str, prompt_ids: list[int], videos: list[np.ndarray]) -> tuple[Any, torch.Tensor, list[torch.Tensor]]:
-    """Run the target over one prompt.
+    """Run the target over one prompt, as vLLM expanded it, with videos uint8 `[num_frames, height, width, 3]`.
 
-    Args:
-        family: Whose bundled target.
-        prompt_ids: The prompt as vLLM expanded it.
-        videos: uint8 `[num_frames, height, width, 3]` each, as in the prompt.
-
-    Returns:
-        The model's output with attentions `[1, num_heads, n, n]` per layer, bool `[n]` where visual tokens are, and
-        the input of the decoder's layer i and the output of the last one, float64 `[n, hidden_size]` each.
+    Returns the model's output with attentions `[1, num_heads, n, n]` per layer, bool `[n]` where visual tokens are, and
+    the input of the decoder's layer i and the output of the last one, float64 `[n, hidden_size]` each.
     """
     processor, model = _load(family)
     config, ids = model.config, torch.tensor([prompt_ids])
@@ -124,9 +118,7 @@ def guidance_error(
 def read_back(
     family: str, prompt_ids: list[int], token_ids: list[int], videos: list[np.ndarray], top_n: int = 10
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return of each emitted token the target's most likely one in its place, given the emitted ones before it, `[n]`
-    int64; and the visual relevance (LVSpec eq. 8) of its own final hidden state, `[n]` float64.
-    """
+    """Return the target's most likely token in each emitted one's place `[n]`, and each relevance (LVSpec eq. 8)."""
     output, is_visual, states = run(family, [*prompt_ids, *token_ids], videos)
     _, model = _load(family)
     with torch.no_grad():
@@ -145,8 +137,7 @@ def check_loose(
     max_unmeasured: int = 1,
     tolerance: float = 1e-4,
 ) -> int:
-    """Tokens are the record's, and all but those said to be loosened or shifted the target's own; return how many these
-    were."""
+    """All tokens but those said to be loosened or shifted are the target's own; return how many these were."""
     by_req = {record["req_id"].split("-")[0]: record for record in records}
     num_loosened = 0
     for output, shown in zip(outputs, videos, strict=True):

@@ -154,15 +154,20 @@ def _params(**arguments: Any) -> Any:
 
 
 @contextlib.contextmanager
-def engine(family: str, draft: str | None = None, overrides: dict | None = None, **spec: Any) -> Iterator[Engine]:
-    """Load the bundled pair of a family; `draft` None is vanilla vLLM. Draft errors raise unless the test says not."""
+def engine(
+    family: str, draft: str | None = None, overrides: dict | None = None, is_ahead: bool = False, **spec: Any
+) -> Iterator[Engine]:
+    """Load the bundled pair of a family; `draft` None is vanilla vLLM. Draft errors raise unless the test says not.
+
+    With `is_ahead` the scheduler runs a step ahead and always plans K drafts.
+    """
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
     if draft is not None:
         spec = {"on_draft_error": "raise", **spec}
     overrides = {"kv_cache_memory_bytes": KV_CACHE_BYTES, **(overrides or {})}
-    with _cheap_collections():
+    with _cheap_collections(), _async_scheduling() if is_ahead else contextlib.nullcontext():
         llm = LLM(**pairs.llm_kwargs(family, draft, overrides=overrides, **spec))
         running = Engine(llm, family)
         if draft is not None:
@@ -190,8 +195,8 @@ def _cheap_collections() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def async_scheduling() -> Iterator[None]:
-    """Let the scheduler run a step ahead and always plan K drafts: vLLM's CPU platform turns that off, so again on."""
+def _async_scheduling() -> Iterator[None]:
+    """Turn on again what vLLM's CPU platform turns off."""
     from vllm.platforms.cpu import CpuPlatform
 
     original = CpuPlatform.check_and_update_config

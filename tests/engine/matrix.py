@@ -49,7 +49,6 @@ class Refusal(NamedTuple):
     """Two settings that cannot meet, any value of the one with any of the other."""
 
     values: dict[str, tuple[str, ...]]
-    why: str
     asked: str  # how one asks for it (`matrix_run.ASKED`)
     line: str  # a regular expression of the answer
 
@@ -60,42 +59,19 @@ class Refusal(NamedTuple):
 
 
 REFUSALS = (
+    # A stream runs ahead of the target: a tree would be of text that it has not reached.
+    Refusal({"drafting": ("parallel",), "shape": TREES}, "engine", "parallel drafting streams a chain"),
+    # No pair of it was trained.
+    Refusal({"family": UNTRAINED_FAMILIES, "draft": ("bundled", "far")}, "checkpoint", "unknown family"),
+    # Clients cannot ask for less than the operator allows.
+    Refusal({"allows": ("strict",), "scorer": LOSSY}, "request", "this server allows strict, got"),
+    # What is read of the target is read by an engine that was started for it.
+    Refusal({"observes": ("attention",), "pruner": ("uv",)}, "retune", "does not observe the target's uv"),
     Refusal(
-        {"drafting": ("parallel",), "shape": TREES},
-        "a stream runs ahead of the target: a tree would be of text that it has not reached",
-        "engine",
-        "parallel drafting streams a chain",
+        {"observes": ("uv",), "pruner": ("specvlm", "attention")}, "retune", "does not observe the target's attention"
     ),
-    Refusal(
-        {"family": UNTRAINED_FAMILIES, "draft": ("bundled", "far")},
-        "no pair of it was trained",
-        "checkpoint",
-        "unknown family",
-    ),
-    Refusal(
-        {"allows": ("strict",), "scorer": LOSSY},
-        "clients cannot ask for less than the operator allows",
-        "request",
-        "this server allows strict, got",
-    ),
-    Refusal(
-        {"observes": ("attention",), "pruner": ("uv",)},
-        "hidden states are read by an engine that was started for it",
-        "retune",
-        "does not observe the target's uv",
-    ),
-    Refusal(
-        {"observes": ("uv",), "pruner": ("specvlm", "attention")},
-        "attention is read by an engine that was started for it",
-        "retune",
-        "does not observe the target's attention",
-    ),
-    Refusal(
-        {"observes": ("attention", "uv"), "pruner": ("auto",)},
-        "who learns counts from the first request on",
-        "retune",
-        "pruner cannot change to auto",
-    ),
+    # Who learns counts from the first request on.
+    Refusal({"observes": ("attention", "uv"), "pruner": ("auto",)}, "retune", "pruner cannot change to auto"),
 )
 
 
@@ -116,12 +92,10 @@ REASONS = (
 
 
 def reasons(cell: Cell) -> set[str]:
-    """Return what a cell's request is counted as."""
     return {one.counter for one in REASONS if all(cell[axis] in values for axis, values in one.where.items())}
 
 
 def is_drafted(cell: Cell) -> bool:
-    """Return whether drafts are proposed for a cell."""
     return not any(counter.startswith("skipped_") for counter in reasons(cell))
 
 
@@ -139,19 +113,14 @@ def is_equal(cell: Cell) -> bool:
 
 
 def is_able(cell: Cell) -> bool:
-    """Return whether a draft surely guesses some tokens: it was trained, nothing is ruled out, and a stream is not
-    sampled."""
+    """Return whether a draft surely guesses some tokens: trained, nothing ruled out, and a stream not sampled."""
     is_trained = cell["draft"] != "untrained" and cell["family"] not in UNTRAINED_FAMILIES
     is_free = cell["sampling"] not in ("grammar", "banned")
     is_near = cell["drafting"] == "sequential" or (cell["draft"] != "far" and cell["sampling"] == "greedy")
     return is_drafted(cell) and (is_equal(cell) or (is_trained and is_free and is_near))
 
 
-# ---- pairs -----------------------------------------------------------------------------------------------------------
-
-
 def pairs_of(cell: Cell) -> set[Pair]:
-    """Return the pairs of values in a cell, or in part of one."""
     return {(a, cell[a], b, cell[b]) for a, b in itertools.combinations([axis for axis in AXES if axis in cell], 2)}
 
 
@@ -166,8 +135,6 @@ def possible_pairs(axes: Iterable[str] = tuple(AXES)) -> set[Pair]:
         for x, y in itertools.product(AXES[a], AXES[b])
     } - REFUSED
 
-
-# ---- rows ------------------------------------------------------------------------------------------------------------
 
 Batch = tuple[Cell, ...]  # cells that run together on one engine: they differ in what requests bring
 
@@ -212,8 +179,7 @@ def engines() -> list[Cell]:
 
 
 def make_rows() -> list[Row]:
-    """Return rows in which every pair meets that can: greedily, over drawn candidates (Cohen et al., The AETG system,
-    1997)."""
+    """Return rows in which every pair meets that can: greedily, over drawn candidates (Cohen et al., AETG, 1997)."""
     random, chosen, left = Random(0), engines(), possible_pairs()
     batches: list[list[Batch]] = [[] for _ in chosen]
 

@@ -93,17 +93,14 @@ def spec_of(cell: Cell) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def started(cell: Cell, models: Checkpoints) -> Iterator[Engine]:
-    family = cell["family"]
+    family, is_ahead = cell["family"], cell["scheduler"] == "ahead"
     draft = DRAFTS.get(cell["draft"]) or models.untrained(family)
+    overrides = OVERRIDES | {"model": models.target(family)}
     with (
-        harness.async_scheduling() if cell["scheduler"] == "ahead" else contextlib.nullcontext(),
-        harness.engine(prompts_of(family), draft, OVERRIDES | {"model": models.target(family)}, **spec_of(cell)) as run,
+        harness.engine(prompts_of(family), draft, overrides, is_ahead, **spec_of(cell)) as run,
         let_drafts_come(run) if cell["drafting"] == "parallel" else contextlib.nullcontext(),
     ):
         yield run
-
-
-# ---- requests --------------------------------------------------------------------------------------------------------
 
 
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -149,9 +146,6 @@ def request(cell: Cell, seed: int) -> tuple[dict, dict]:
     if cell["allows"] == "all":
         sampling["extra_args"] = {"vidspec_scorer": cell["scorer"]}
     return prompt, sampling
-
-
-# ---- a batch ---------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,14 +257,10 @@ def _chunks(engine: Engine, num_requests: int) -> Iterator[set[str]]:
         yield chunked
 
 
-# ---- vanilla ---------------------------------------------------------------------------------------------------------
-
-
 def read_back(
     models: Checkpoints, family: str, answered: list[Answered]
 ) -> Iterator[tuple[Cell, Any, Any, list[bool]]]:
-    """Let vanilla sample each token by its own noise, with the cell's put in its place; yield cell, outputs, and what
-    is own."""
+    """Let vanilla sample each token by its own noise in the cell's text; yield cell, outputs, and what is own."""
     cells = [
         (cell, request(cell, seed), output)
         for one in answered
@@ -304,9 +294,6 @@ def _saying(texts: dict[str, list[int]]) -> Iterator[dict[str, dict[int, int]]]:
 
     with mock.patch.object(Sampler, "__call__", sample):
         yield own
-
-
-# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 def _ask_engine(cell: Cell) -> None:

@@ -1,7 +1,4 @@
-"""What a MiniCPM-V checkpoint brings as code of its own, in small: configuration, image processor, processor.
-
-A copy lies in the checkpoint that family_models.py writes; frames are whole, never cut into slices.
-"""
+"""A MiniCPM-V checkpoint's own code in small; family_models.py copies it. Frames are whole, never cut into slices."""
 
 import numpy as np
 import torch

@@ -34,8 +34,7 @@ def build(name: str, folder: Path, seed: int = 0) -> str:
 
 
 def pad(checkpoint: str, num_rows: int, scale: float, folder: Path) -> str:
-    """Write a copy with `num_rows` more rows in embeddings and head, multiples of the first ones; return its
-    directory."""
+    """Write a copy with more rows in embeddings and head, multiples of the first ones; return its directory."""
     original = Path(checkpoint)
     for path in original.iterdir():
         if path.name not in ("config.json", "model.safetensors"):
@@ -116,7 +115,6 @@ def _processor(name: str) -> Any:
 
 
 def byte_tokenizer(special: dict[str, str]) -> Any:
-    """Return a tokenizer of bytes, which reads back exactly what it has written."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -47,11 +47,7 @@ def test_row_of_servers(name):
         test_row(row, Path(folder))
 
 
-# ---- each planted bug makes its row fail -----------------------------------------------------------------------------
-
-
 def drop_refusals(monkeypatch):
-    """Preflight refuses nothing of a configuration."""
     monkeypatch.setattr(preflight, "refusals", lambda *_: iter(()))
 
 
@@ -68,7 +64,6 @@ def lose_a_placeholder(monkeypatch):
 
 
 def forget_the_adapter(monkeypatch):
-    """Our engine answers without the adapter."""
     from vllm_vidspec.engine.runner import VidSpecModelRunner
 
     original = VidSpecModelRunner.add_requests
@@ -82,7 +77,6 @@ def forget_the_adapter(monkeypatch):
 
 
 def skip_silently(monkeypatch):
-    """A request that runs without speculation is not counted."""
     monkeypatch.setattr(Counters, "skip", lambda *_: None)
 
 

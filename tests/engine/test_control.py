@@ -21,11 +21,8 @@ pytestmark = pytest.mark.engine
 @contextlib.contextmanager
 def adaptive(is_async: bool, **knobs) -> Iterator[Engine]:
     """Load the bundled pair as a user has it, the controller on."""
-    scheduling = harness.async_scheduling() if is_async else contextlib.nullcontext()
-    with (
-        scheduling,
-        harness.engine(QWEN, "draft", adaptive_tokens=True, overrides=harness.NO_CACHE, **knobs) as engine,
-    ):
+    knobs |= {"adaptive_tokens": True, "is_ahead": is_async}
+    with harness.engine(QWEN, "draft", harness.NO_CACHE, **knobs) as engine:
         yield engine
 
 
@@ -56,8 +53,7 @@ def wrong_drafts(engine: Engine, of_videos: bool) -> Iterator[list[bool]]:
 
 @contextlib.contextmanager
 def steps(engine: Engine) -> Iterator[list]:
-    """Yield a list of each step's decision, scheduled drafts and who had real ones; a step takes 10 ms and 1 ms a
-    level."""
+    """Yield each step's decision, scheduled drafts and who had real ones; a step takes 10 ms and 1 ms a level."""
     side, seen, now = engine.scheduler._vidspec_side, [], [0.0]
     observe = side.observe
 

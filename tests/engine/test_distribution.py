@@ -60,7 +60,6 @@ def test_unseeded_output_follows_the_target(monkeypatch):
     with harness.engine(QWEN, "draft", overrides={"max_num_seqs": 32}, **spec) as engine:
 
         def p_value() -> tuple[float, dict]:
-            """Return the p-value and our counters of some 2,500 tokens."""
             with quantiles() as values:
                 _, counted = engine.measured(harness.videos(QWEN, 2, **sampling))
             numbers = torch.cat(values).numpy()
@@ -76,7 +75,6 @@ def test_unseeded_output_follows_the_target(monkeypatch):
         coin = torch.Generator().manual_seed(1)
 
         def lenient(inputs):
-            """Let a quarter of the drafts pass for the target's own sample."""
             target, drafts = inputs.target_tokens.clone(), inputs.draft_tokens
             lucky = (torch.rand(len(drafts) - 1, generator=coin) < 0.25) & (drafts[1:] >= 0)
             lucky[inputs.cu_num_logits[1:-1].long() - 1] = False  # the next row is another request's root

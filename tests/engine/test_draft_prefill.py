@@ -49,8 +49,7 @@ def llava(reference):
 
 
 def test_an_equal_draft_still_never_errs(reference, monkeypatch, llava):
-    """Prefills of 5 steps and more, in line, under async scheduling: every draft stands, no step reads more than its
-    share."""
+    """Prefills of 5 steps and more, in line: every draft stands, no step reads more than its share."""
     requests = harness.videos(LLAVA, 3, ignore_eos=True, max_tokens=60)
     with monkeypatch.context() as patch:
         steps = slow_down(patch, llava, 60)
@@ -66,8 +65,7 @@ def test_an_equal_draft_still_never_errs(reference, monkeypatch, llava):
 
 
 def test_bad_prompts_take_nobodys_drafts(llava):
-    """Embeddings of an image and of a prompt run without drafts, counted; two clips of unequal length beside them
-    with."""
+    """Embeddings of an image and of a prompt run without drafts, counted; clips of unequal length beside them with."""
     one, other = (world.held_out(i).frames for i in (21, 22))
     # vLLM cannot encode clips of unequal length together: the target knows these already, the draft no longer does.
     for frames in (one, other[:9]):

@@ -1,8 +1,7 @@
 """Families without a bundled pair, on untrained models: a draft equal to the target has every token accepted.
 
-Each family has one engine: a request by itself is drafted for in chains, several in trees, SAGE's or SpecVLM's. The
-draft is a second copy of the target's weights, so that its tower and its cache are its own. What the target says is
-what the same engine says while nothing is drafted.
+A request by itself is drafted for in chains, several in trees. The draft is a second copy of the target's weights;
+what the target says is what the same engine says while nothing is drafted.
 """
 
 import contextlib
@@ -72,9 +71,7 @@ def requests(name: str, number: int, max_tokens: int = 16) -> list[tuple[dict, d
 
 
 def batches(engine: Engine, asked: list[tuple[dict, dict]]) -> tuple[list[Any], dict[str, int]]:
-    """Run the first request by itself and the others in two batches, one for each kind of tree; return outputs and what
-    was counted.
-    """
+    """Run the first request by itself and the others in two batches, one for each kind of tree."""
     outputs, counted = [], {}
     trees = engine.speculator.backend.drafter.trees
     static = make_policy("tree-static", engine.config, 8, engine.draft.device)
@@ -106,8 +103,7 @@ def told(running) -> list[Any]:
 
 @pytest.mark.parametrize("way", ["plain", "prefix-hit", "chunked", "in parts"])
 def test_every_draft_token_of_an_equal_draft_is_accepted(running, told, way):
-    """Catches: positions that differ from the target's, features in another order or of another item, a placeholder
-    that is no embedding, embeddings of half a video."""
+    """Catches: other positions than the target's, features of another item or order, embeddings of half a video."""
     name, engine = running
     engine.retune(pruner="none")
     if way != "prefix-hit":
@@ -128,9 +124,8 @@ def test_every_draft_token_of_an_equal_draft_is_accepted(running, told, way):
 
 @pytest.mark.parametrize("pruner", ["none", "specvlm", "uv", "frame"])
 def test_a_pruned_draft_sees_what_the_target_saw(running, told, pruner):
-    """The rows that the draft keeps have the target's embeddings, ids and rope positions, and the text after them its
-    delta. Catches: positions off by one after a pruned video; the features of other tokens, or of exchanged neighbours,
-    which change no answer of an untrained model."""
+    """Rows that the draft keeps have the target's embeddings, ids and positions. Catches: positions off by one behind a
+    pruned video; features of other tokens, which change no answer of an untrained model."""
     name, engine = running
     if pruner == "uv" and name in WITHOUT_STATES:
         pytest.skip("vLLM returns no hidden states of its decoder")
@@ -208,9 +203,7 @@ def test_a_long_sweep_is_vanillas(name, tmp_path):
 
 
 def test_what_a_draft_cannot_hear_is_said_without_it(running, told):
-    """A prompt with sound beside its video, and one with the video's own, runs as if nothing were drafted; the others
-    of its batch are drafted for. Catches: sound that is pruned, or taken for an image, or its placeholders for video.
-    """
+    """Sound beside a video or its own costs that prompt its drafts, nobody else. Catches: sound taken for an image."""
     name, engine = running
     if "audio" not in family_models.FAMILIES[name].limits:
         pytest.skip("it does not hear")

@@ -9,8 +9,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.draft_errors]
 
 
 def test_every_fault_costs_drafts_alone():
-    """Each of `faults.FAULTS` changes no answer, keeps no block and is counted; three failures rest the draft for a
-    while."""
+    """No fault changes an answer or keeps a block; each is counted; three failures rest the draft for a while."""
     expected, requests = faults.expected_answers(), faults.requests_of(QWEN)
     with harness.engine(QWEN, "draft", overrides=harness.NO_CACHE, **faults.KNOBS) as engine:
         rows = faults.ask_all(engine, expected, requests)

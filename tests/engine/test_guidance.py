@@ -1,4 +1,4 @@
-"""Guidance against a float64 reference in every scheduling situation, and what happens where it cannot be had."""
+"""Guidance against a float64 reference in every scheduling situation; videos in parts are the whole, bit for bit."""
 
 import contextlib
 import dataclasses
@@ -10,9 +10,10 @@ import torch
 
 from tests.engine import float64, harness
 from tests.engine.harness import CHUNK_SIZES, FAMILIES, LLAVA, NO_CACHE, QWEN, QWEN3
-from tests.engine.test_draft_vision import check_parts
+from tests.engine.random_models import QWEN2, build
 from vllm_vidspec.engine.hooks.attention import AttentionGuidance
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.families import adapter_for
 from vllm_vidspec.pruning import PruneInputs, budget, get_pruner
 from vllm_vidspec.tools import pairs
 
@@ -24,7 +25,6 @@ ATTENTION = {"pruner": "specvlm", "guidance_layers": "all"}
 
 
 def ask(family: str, *videos: np.ndarray, question: str = pairs.DEFAULT_QUESTION, max_tokens: int = 2) -> tuple:
-    """Return a request about videos."""
     return pairs.media_prompt(family, question, videos=list(videos)), {"max_tokens": max_tokens}
 
 
@@ -42,10 +42,38 @@ def check_scores(family: str, outputs: list, videos: list[list[np.ndarray]], rec
         assert float64.guidance_error(scores, family, list(output.prompt_token_ids), shown, layer) <= TOLERANCE
 
 
+def check_parts(engine: harness.Engine) -> None:
+    """Over 1, 2, 3 and more frames at a time a draft's tower says what it says of the whole."""
+    rows, draft = engine.runner.requests, engine.draft
+    with mock.patch.object(rows, "add", side_effect=rows.add) as add:
+        engine.generate(harness.videos(engine.family, 2, max_tokens=2))
+    encode = torch.inference_mode()(draft.encode)
+    features = [feature for call in add.call_args_list for feature in call.args[0].features]
+    assert len(features) == 2
+    for feature in features:
+        data = {key: element.data for key, element in feature.data.items()}
+        grid = adapter_for(draft.hf_config).frames(feature.modality, data, draft.hf_config)
+        (whole,) = encode([feature], [None])
+        assert grid.num_frames > 3 and len(whole) == grid.num_tokens
+        for size in (1, 2, 3, grid.num_frames - 1):
+            cuts = [range(i, min(i + size, grid.num_frames)) for i in range(0, grid.num_frames, size)]
+            parts = [encode([feature], [cut])[0] for cut in cuts]
+            sizes = [len(cut) * grid.tokens_per_frame + grid.num_trailing for cut in cuts]
+            assert [len(part) for part in parts] == sizes
+            own = [part[: len(part) - grid.num_trailing] for part in parts[:-1]]
+            assert torch.equal(torch.cat([*own, parts[-1]]), whole)
+        # Not every part would do.
+        assert not torch.equal(*(encode([feature], [range(i, i + 1)])[0] for i in range(2)))
+
+
+def test_parts_of_an_untrained_familys_video(tmp_path):
+    with harness.engine(QWEN, "target", {"model": build(QWEN2, tmp_path)}, pruner="none") as engine:
+        check_parts(engine)
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, QWEN3])
 def test_scores_equal_the_reference(family):
-    """Several prompts at once in many chunks: one video, two, a question longer than a chunk leaves room for. The
-    engine's tower first encodes videos in parts, too."""
+    """Several prompts in many chunks: one video, two, a long question; the tower encodes in parts, too."""
     one, two, three = harness.shown(3)
     shown = [[one], [two, three], [two]]
     # In small chunks the draft's tower takes several steps, in which the answers go on.
@@ -135,9 +163,6 @@ def test_listening_changes_no_bit_of_the_target():
             engine.retune(pruner=pruner)
             logprobs.append(answer(engine))
     assert logprobs == [expected] * 2 and len(heard) == 8 and all(scores is not None for scores in heard)
-
-
-# ---- mutations: each is seen to fail the check that guards it -------------------------------------------------------
 
 
 def test_wrong_queries_are_caught():

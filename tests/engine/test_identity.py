@@ -15,8 +15,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.mark.parametrize(("family", "shape"), [(QWEN, "chain"), (LLAVA, "tree-static")])
 def test_rows_that_only_the_draft_has_are_never_drafted(reference, tmp_path, family, shape):
-    """66 rows more, whose logits win over every token's: a draft that proposes its padding, or noise by another
-    width."""
+    """66 rows more, whose logits win over every token's. Catches: drafts of padding, noise by another width."""
     expected = {scenario: reference(family, scenario) for scenario in ("videos", "sampled")}
     draft = random_models.pad(pairs.checkpoint(family, "target"), 66, 4.0, tmp_path)
     with harness.engine(family, draft, pruner="none", drafting=shape) as engine:
@@ -66,8 +65,7 @@ def test_small_pruned_draft_changes_nothing(reference, family, shape, pruner, ov
 
 
 def test_knobs_leave_the_output_alone(reference):
-    """Catches: a knob that reaches the target. One draft a step, positions renumbered, half of the frames; then text
-    alone."""
+    """One draft a step, positions renumbered, half the frames; text alone. Catches: a knob that reaches the target."""
     expected = reference(QWEN, "sampled")
     spec = {"num_speculative_tokens": 1, "draft_positions": "compacted", "draft_noise": "independent"}
     with harness.engine(QWEN, "draft", pruner="frame", prune_ratio=0.5, **spec) as engine:

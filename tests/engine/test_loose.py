@@ -5,8 +5,6 @@ target's most likely one, but for those that the engine itself says it loosened 
 decided it must be that model's. A token emitted in place of the one whose KV stands makes the later choices another's.
 """
 
-import contextlib
-
 import pytest
 import torch
 
@@ -64,9 +62,6 @@ def engine(request, reference):
         yield running
 
 
-# ---- what it must not change ----------------------------------------------------------------------------------------
-
-
 def test_nothing_loose_is_lossless(engine, reference):
     """lambda = 0 without shift: twenty mixed requests are vanilla's, byte for byte."""
     with engine.retuned(lambda_loose=0.0, position_shift=False):
@@ -74,9 +69,6 @@ def test_nothing_loose_is_lossless(engine, reference):
     assert_same_answers(reference(engine.family, "mixed"), outputs)
     assert counted["accepted_tokens"] == counted["exact_tokens"] > 0
     assert counted["loosened_tokens"] == counted["shifted_tokens"] == 0
-
-
-# ---- what it changes ------------------------------------------------------------------------------------------------
 
 
 def test_every_other_token_is_the_targets(engine):
@@ -141,9 +133,6 @@ def test_every_scorer_loosens_by_the_seed(engine, scorer):
     assert counted["relevance_prompts"] == (6 if scorer == "loose" else 0)
 
 
-# ---- planted bugs ---------------------------------------------------------------------------------------------------
-
-
 def rows_of_the_position_before(patch):
     measure = visual_states.VisualStates.relevance
 
@@ -195,8 +184,6 @@ def test_planted_bug_is_caught(engine, plant, seen_by):
             seen_by(engine)
 
 
-# ---- situations -----------------------------------------------------------------------------------------------------
-
 TWO_BRANCHES = [[rank] + [0] * depth for depth in range(10) for rank in (0, 1)]
 SITUATIONS = {
     # Of LVSpec's two branches of ten what stands is a path, and its KV is what the text says.
@@ -217,8 +204,7 @@ def test_relevance_in_every_situation(name):
     """Planned ahead and preempted, heard over many chunks, another family: KV, branches and chunks are not mixed up."""
     (family, shape, overrides), is_ahead = SITUATIONS[name], "ahead" in name
     with (
-        harness.async_scheduling() if is_ahead else contextlib.nullcontext(),
-        harness.engine(family, "draft", **OPEN | shape, overrides=NO_CACHE | overrides) as running,
+        harness.engine(family, "draft", NO_CACHE | overrides, is_ahead, **OPEN | shape) as running,
         running.preemptions() as preempted,
         running.watched(watching.scores) as records,
     ):
@@ -251,8 +237,7 @@ def test_states_in_one_byte():
 
 
 def test_cached_prefix():
-    """A second question finds the states of a video, of a strict request too; when they are gone it is strict, and
-    counted."""
+    """A second question finds a video's states, a strict request's too; when they are gone it is strict, counted."""
     question = "describe the video please , what happens in this clip ?"
     (frames,) = harness.shown(1)
     first = (pairs.video_prompt(QWEN, frames), {"temperature": 0.0, **asking("strict")})

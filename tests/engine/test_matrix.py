@@ -44,10 +44,7 @@ def answered() -> Iterator[dict[str, list[matrix_run.Answered]]]:
 ITEMS = {"video": (1, 0.9), "videos": (2, 0.9), "images": (2, 0.8), "frames": (1, 0.9), "text": (1, 0.9)}
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("refusal", matrix.REFUSALS, ids=lambda refusal: refusal.why)
+@pytest.mark.parametrize("refusal", matrix.REFUSALS, ids=lambda refusal: refusal.line)
 def test_what_cannot_meet_is_refused(refusal):
     """Catches: a row of the table that is not true, or a refusal that is gone."""
     for one, value, other, another in refusal.pairs():
@@ -62,9 +59,6 @@ def test_every_pair_that_can_meet_does(rows):
     assert [row.engine for row in rows] == ENGINES
     scorers = [{cell["scorer"] for cell in batch} for row in rows for batch in row.batches]
     assert any({"strict", "loose"} <= one for one in scorers), "a strict request beside a loose one"
-
-
-# ---- the cells -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.engine
@@ -138,9 +132,6 @@ def test_answers_are_vanillas(models, answered, family):
         elif cell["scorer"] not in LOSSY:
             harness.assert_same_answers([vanilla], [output])
     assert not wrong, "\n".join(map(str, wrong))
-
-
-# ---- a cell is seen to fail ------------------------------------------------------------------------------------------
 
 
 def deeper_features_of_the_token_before(patch, engine):

@@ -1,7 +1,4 @@
-"""The drafter in a process of its own: the output stays vanilla's, whatever becomes of that process.
-
-That a draft equal to the target is never cut, whatever is asked and preempted: test_matrix.py.
-"""
+"""The drafter in a process of its own: the output stays vanilla's, whatever becomes of that process."""
 
 import contextlib
 import json
@@ -43,8 +40,7 @@ def wait_until(is_so: Callable[[], bool], engine: Engine, timeout_s: float = 90.
 
 
 def let_drafts_come(engine: Engine, timeout_s: float = 60.0) -> contextlib.AbstractContextManager:
-    """Before each of the target's steps, wait until all streams are as far ahead as they may be: no clock decides.
-    After it the drafter must know of what it has sampled."""
+    """Before each of the target's steps wait for full streams; after it the drafter must know what was sampled."""
     speculator = engine.speculator
     propose = speculator.propose
 
@@ -206,12 +202,8 @@ def test_nothing_is_left_behind(own):
 def test_a_killed_server_leaves_nothing():
     """SIGKILL of the engine's process in the middle of its work: the drafter goes with it, and so does all memory."""
     in_shm = set(os.listdir("/dev/shm"))
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.engine.ranks", "server"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as server:
+    command, out = [sys.executable, "-m", "tests.engine.ranks", "server"], subprocess.PIPE
+    with subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL, text=True) as server:
         assert server.stdout is not None
         (pid,) = json.loads(next(line for line in server.stdout if line.startswith("RESULT ")).removeprefix("RESULT "))
         assert Path(f"/proc/{pid}").exists()

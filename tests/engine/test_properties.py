@@ -1,7 +1,6 @@
 """Stories that hypothesis draws, on one engine: answers are vanilla's, and an engine at rest knows of nobody."""
 
 import contextlib
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -120,19 +119,8 @@ class Story:
 
 @pytest.fixture(scope="module")
 def known(reference):
-    """The requests and vanilla's answers."""
     requests = [request for name in PROMPTS for request in SCENARIOS[name](QWEN)]
     return requests, [ids[0] for name in PROMPTS for ids in token_ids(reference(QWEN, name))]
-
-
-@contextlib.contextmanager
-def shared_engine(shape: str, is_ahead: bool) -> Iterator[Engine]:
-    """Load the engine that all scenarios of a test run on."""
-    with (
-        harness.async_scheduling() if is_ahead else contextlib.nullcontext(),
-        harness.engine(QWEN, "draft", overrides=OVERRIDES, drafting=shape, on_draft_error="skip") as engine,
-    ):
-        yield engine
 
 
 def tell_stories(engine: Engine, known: tuple, usual: int, **how) -> None:
@@ -161,7 +149,7 @@ def tell_stories(engine: Engine, known: tuple, usual: int, **how) -> None:
 )
 def test_any_scenario_is_answered_as_by_vanilla(known, shape, is_ahead, usual):
     """Catches: an abort, a preemption or a failure that another request pays for, or that leaves something behind."""
-    with shared_engine(shape, is_ahead) as engine:
+    with harness.engine(QWEN, "draft", OVERRIDES, is_ahead, drafting=shape, on_draft_error="skip") as engine:
         start = engine.counters()
         tell_stories(engine, known, usual)
         assert engine.counters()["accepted_tokens"] > start["accepted_tokens"]

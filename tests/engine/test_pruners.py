@@ -18,8 +18,7 @@ PRUNERS = ("specvlm", "attention", "uv", "uniform")
 
 @pytest.mark.parametrize("family", [*(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES), QWEN3])
 def test_guided_beats_unguided_beats_blind(family):
-    """Acceptance length over 8 held-out videos, a tenth of each kept: scores shifted, reversed or of another item
-    show."""
+    """Acceptance length over 8 held-out videos, a tenth kept. Catches: scores shifted, reversed or of another item."""
     lengths = {}
     with harness.engine(family, "draft", pruner="auto") as engine:
         for knobs in ({"pruner": "specvlm"}, {"pruner": "uv"}, {"pruner": "uniform"}, {"prune_ratio": 1.0}):
@@ -34,10 +33,7 @@ def test_guided_beats_unguided_beats_blind(family):
 def test_each_request_has_a_pruner_of_its_own(reference, tmp_path):
     """Four pruners in one batch: attention and hidden states are heard for those that need them, for nobody else."""
     expected, path = reference(LLAVA, "videos"), tmp_path / "learned.json"
-    with (
-        harness.async_scheduling(),
-        harness.engine(LLAVA, "draft", pruner="auto", auto_file=str(path), overrides=harness.NO_CACHE) as engine,
-    ):
+    with harness.engine(LLAVA, "draft", harness.NO_CACHE, is_ahead=True, pruner="auto", auto_file=str(path)) as engine:
         with engine.watched() as seen:
             outputs, counted = engine.measured(harness.videos(LLAVA, 8))
             engine.idle()

@@ -18,16 +18,13 @@ pytestmark = pytest.mark.engine
 
 
 def test_who_rests_misses_nothing(reference):
-    """Two drafts for four requests, none while four more run, five for three, running ahead: no gap in the draft's
-    text."""
+    """Two drafts for four requests, none for eight, five for three, running ahead: no gap in the draft's text."""
     expected, lengths = token_ids(reference(QWEN, "endless")), [60, 60, 60, 45]
     endless = harness.videos(QWEN, 4, ignore_eos=True)
     requests = [(prompt, {**more, "max_tokens": n}) for (prompt, more), n in zip(endless, lengths, strict=True)]
     schedule = [(1, 3, 5), (4, 4, 2), (5, 64, 0)]
-    with (
-        harness.async_scheduling(),
-        harness.engine(QWEN, "target", pruner="none", num_speculative_tokens_per_batch_size=schedule) as engine,
-    ):
+    by_load = {"num_speculative_tokens_per_batch_size": schedule}
+    with harness.engine(QWEN, "target", is_ahead=True, pruner="none", **by_load) as engine:
         start = engine.counters()
         engine.begin(requests, steps=6)
         before = engine.counters()

@@ -30,28 +30,21 @@ def one(vanilla):
 
 @pytest.fixture(scope="module")
 def two():
-    """What two ranks do, in processes of their own."""
-    return _run("ranks", "two")[0]
+    return _run("two")[0]
 
 
 @pytest.fixture(scope="module")
 def failing():
-    """What two ranks do of which one fails, and what was printed."""
-    return _run("failing_rank")
+    return _run("failing")
 
 
-def _run(module: str, *arguments: int | str) -> tuple[dict, str]:
-    """Run a module of this folder to its end, with one core per rank; return its result and all that it printed."""
+def _run(*arguments: int | str) -> tuple[dict, str]:
+    """Run a program of `ranks` to its end, with one core per rank; return its result and all that it printed."""
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     cores = sorted(os.sched_getaffinity(0))
     environment["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[-1]}"
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.engine.{module}", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=600,
-    )
+    command = [sys.executable, "-m", "tests.engine.ranks", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     lines = [line for line in done.stdout.splitlines() if "RESULT " in line]
     assert lines, done.stderr[-3000:] + done.stdout[-3000:]
     return json.loads(lines[-1].split("RESULT ", 1)[1]), done.stdout + done.stderr
@@ -72,10 +65,8 @@ def test_two_ranks_equal_one(vanilla, one, two, phase):
     ("num_ranks", "num_stages"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)], ids=["ranks", "stages"]
 )
 def test_ranks_follow_one_decision(reference, num_ranks, num_stages):
-    """Requests that rest and go on again, on two ranks or stages: catches a rank that decides alone, which hangs or
-    drafts for another batch than its peer.
-    """
-    found, _ = _run("ranks", "adaptive", num_ranks, num_stages)
+    """Requests rest and go on, on two ranks or stages. Catches: a rank that decides alone, and hangs."""
+    found, _ = _run("adaptive", num_ranks, num_stages)
     assert found["token_ids"] == harness.token_ids(reference(FAMILY, "videos and texts"))
     assert harness.skipped(found["counters"]) == {} and found["counters"]["accepted_tokens"] > 0
     assert num_stages > 1 or found["counters"]["undrafted_steps"] > 0, "nobody was at rest"
@@ -118,28 +109,16 @@ DRAFTS_NOT = {"skipped_draft_error": 1, "drafts": 0, "draft_tokens": 0}
 PRUNED_UNIFORMLY = {"unguided_error": 1, "guided_prompts": 0, "skipped_draft_error": 0}
 STRICT = {"loosened_tokens": 0, "skipped_draft_error": 0}
 COSTS = {
-    "observe 1": PRUNED_UNIFORMLY,
-    "take 1": DRAFTS_NOT,
-    "encode 1": DRAFTS_NOT,
-    "look 1": DRAFTS_NOT,
-    "plan 1": DRAFTS_NOT,
-    "prefill 1": DRAFTS_NOT,
-    "prefill 0": DRAFTS_NOT,
-    "draft both": DRAFTS_NOT,
-    "claim 1": STRICT | {"strict_error": 1},
-    "hear 1": STRICT | {"strict_error": 1},
-    "finish 1": STRICT | {"strict_error": 1},
+    **dict.fromkeys(("observe 1", "allocate 1", "listen 1"), PRUNED_UNIFORMLY),
+    **dict.fromkeys(("take 1", "encode 1", "look 1", "plan 1", "prefill 1", "prefill 0", "draft both"), DRAFTS_NOT),
+    **dict.fromkeys(("claim 1", "hear 1", "finish 1", "relevance 0"), STRICT | {"strict_error": 1}),
     "relevance 1": STRICT,
-    "relevance 0": STRICT | {"strict_error": 1},
-    "allocate 1": PRUNED_UNIFORMLY,
-    "listen 1": PRUNED_UNIFORMLY,
 }
 
 
 @pytest.mark.slow
 def test_ranks_act_alike_on_what_fails_on_one_of_them(vanilla, failing):
-    """A failure of one rank costs what it costs on all, and nobody later; while decoding it ends the engine with a
-    line."""
+    """A failure of one rank costs the same on all, and nobody later; while decoding it ends the engine with a line."""
     result, printed = failing
     assert set(COSTS) < set(result)
     for name, found in result.items():
@@ -163,12 +142,9 @@ def test_ranks_act_alike_on_what_fails_on_one_of_them(vanilla, failing):
 
 
 def test_two_stages_equal_one(vanilla):
-    """Two pipeline stages, the draft on the last: vanilla's tokens; a draft equal to the target always stands.
-
-    Catches: a draft of the last stage's layers alone; a stage that embeds or verifies other tokens than the last has
-    drafted; drafts and counts of another batch, as two are under way; a grammar that drafts pass by.
-    """
-    found, _ = _run("ranks", "stages")
+    """Vanilla's tokens; a draft equal to the target always stands. Catches: a draft of the last stage's layers alone;
+    stages that differ in what was drafted; counts of another batch, as two are under way; a grammar passed by."""
+    found, _ = _run("stages")
     assert found["guided"]["token_ids"] == found["equal"]["token_ids"] == vanilla
     counted = {name: of["counters"] for name, of in found.items()}
     for name in ("guided", "loose", "equal"):
@@ -185,12 +161,8 @@ def test_two_stages_equal_one(vanilla):
 @pytest.mark.slow
 @pytest.mark.parametrize(("of_target", "of_drafter", "num_stages"), [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_target_and_drafter_have_ranks_of_their_own(vanilla, of_target, of_drafter, num_stages):
-    """Two ranks of the target take one drafter's windows, one target those of two: vanilla's tokens, drafts that stand.
-
-    Catches: ranks of the target that take other windows, commits of one rank that another has not made; ranks of the
-    drafter of which one has not heard a command.
-    """
-    result, _ = _run("ranks", "parallel", of_target, of_drafter, num_stages)
+    """Vanilla's tokens, drafts that stand. Catches: ranks that take other windows or miss commits or commands."""
+    result, _ = _run("parallel", of_target, of_drafter, num_stages)
     assert result["token_ids"] == vanilla
     counted = result["counters"]
     # A drafter that is slow beside others may not have read every prompt by the end of its answer.

@@ -1,22 +1,26 @@
 """Verification by tree attention: branches behind decoys, chains, planted bugs, and shapes that change meanwhile.
 
-Chains take it on backends that do not split keys over several rows. The CPU's is left to its chains; here the choice
-is forced the other way, for the target and for the draft.
+Chains take it on backends that do not split keys over rows; the CPU's does, so here the choice is forced.
+
+A captured forward is made once more, with the capture's tensors and numbers, as a CUDA graph's replay would be: vLLM's
+own manager dispatches, prepares and captures. Steps without drafts are not captured: the CPU plans them on the host.
 """
 
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu import cudagraph_utils
 
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
-from tests.engine.full_graphs import captured
 from tests.engine.harness import LLAVA, QWEN, Engine, assert_all_stands, assert_same_answers, token_ids
 from vllm_vidspec import metrics
 from vllm_vidspec.engine import tree_attention
@@ -56,6 +60,61 @@ def subject(request, reference) -> Iterator[Subject]:
             harness.engine(QWEN, "target", pruner="none", num_speculative_tokens=K) as engine,
         ):
             yield Subject(engine, check_chains)
+
+
+class Replay:
+    def __init__(self, forward: Callable, attention: Any):
+        self._forward, self._attention = forward, attention
+        self._step = attention.step
+
+    def replay(self) -> None:
+        """Run what was captured, whatever is planned by now."""
+        planned, self._attention.step = self._attention.step, self._step
+        self._forward(CUDAGraphMode.NONE)
+        self._attention.step = planned
+
+
+@contextlib.contextmanager
+def captured(runner: Any, num_reqs: Sequence[int], mode: str = "FULL_DECODE_ONLY") -> Iterator[Counter]:
+    """Let steps of up to so many requests be replayed; yield a counter of (rows, padded requests, requests)."""
+    sizes = [count * (runner.num_speculative_steps + 1) for count in num_reqs]
+    config, replayed = runner.compilation_config, Counter()
+    prepare = type(runner).prepare_inputs
+
+    def capture(manager, create_forward_fn, _progress_bar_desc):
+        for desc in manager._capture_descs[CUDAGraphMode.FULL]:
+            create_forward_fn(desc, warmup=True)(CUDAGraphMode.NONE)
+            forward = create_forward_fn(desc, warmup=False)
+            forward(CUDAGraphMode.NONE)
+            manager.graphs[desc] = Replay(forward, runner.parts.target_trees.attention)
+        manager._graphs_captured = True
+
+    def counting(self, scheduler_output, batch_req_state, batch_desc, *args):
+        if batch_desc.cg_mode == CUDAGraphMode.FULL:
+            per_request = batch_desc.num_tokens // batch_desc.num_reqs
+            replayed[per_request, batch_desc.num_reqs, len(batch_req_state.req_ids)] += 1
+        return prepare(self, scheduler_output, batch_req_state, batch_desc, *args)
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (config, "cudagraph_capture_sizes", sizes),
+            (config, "max_cudagraph_capture_size", max(sizes)),
+            (type(current_platform), "get_global_graph_pool", lambda self: None),
+            (cudagraph_utils.CudaGraphManager, "capture", capture),
+            (type(runner), "prepare_inputs", counting),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        manager = cudagraph_utils.ModelCudaGraphManager(
+            runner.vllm_config, runner.device, CUDAGraphMode[mode], runner.decode_query_len
+        )
+        for descs in (*manager._capture_descs.values(), *manager._candidates.values()):
+            descs[:] = [desc for desc in descs if desc.uniform_token_count != 1]
+        parts = (runner.model, runner.model_state, runner.input_buffers, None, runner.block_tables)
+        with torch.inference_mode():
+            manager.capture(*parts, runner.attn_groups, runner.kv_cache_config)
+        runner.hooks.after_forward(mock.Mock())
+        stack.enter_context(mock.patch.object(runner, "cudagraph_manager", manager))
+        yield replayed
 
 
 both = pytest.mark.parametrize("subject", ["trees", "chains"], indirect=True)
@@ -135,9 +194,6 @@ def test_chains_of_unequal_lengths_share_a_forward(subject, reference, monkeypat
     assert_same_answers(reference(QWEN, "videos"), outputs)
     assert_all_stands(counted)
     assert rows["ragged"] > 0
-
-
-# ---- mutations -------------------------------------------------------------------------------------------------------
 
 
 def no_depth_positions(patch, engine) -> None:

@@ -1,6 +1,5 @@
 """Requests for `accept`: how they become its arguments, and the oracle that walks over all paths of plain lists."""
 
-import functools
 import math
 from dataclasses import dataclass, field
 
@@ -44,9 +43,6 @@ class Request:
 
 def chain(target, drafts, rule=0, share=0.0, **rest):
     return Request([*range(-1, len(target) - 1)], target, [7, *drafts], rule, share, **rest)
-
-
-# ---- the oracle ----------------------------------------------------------------------------------------------------
 
 
 def single(value):
@@ -100,9 +96,6 @@ def accepted(request):
     return min(standing, key=lambda path: (-len(path), sum(kinds[node] != 1 for node in path[1:]), path[-1])), kinds
 
 
-# ---- arguments -----------------------------------------------------------------------------------------------------
-
-
 def word(bits):
     """The bits as an int64."""
     return bits - (1 << 64) if bits >> 63 else bits
@@ -135,14 +128,13 @@ def pack(requests, max_drafts, device, in_trees=True, is_loose=True):
         rows, rules.int().to(device), shares.to(device), windows.int().to(device), rows_of("scores", torch.float32),
         rows_of("entropies", torch.float32), rows_of("may", torch.bool), MIN_ENTROPY,
     )  # fmt: skip
+    trees = TreeShapes(rows, parents.int().to(device), depths.int().to(device), ancestors.to(device))
     return dict(
         target_tokens=rows_of("target", torch.int64),
         draft_tokens=rows_of("fed", torch.int32),
         cu_num_logits=torch.tensor(bounds, dtype=torch.int32, device=device),
         max_drafts=max_drafts,
-        trees=TreeShapes(rows, parents.int().to(device), depths.int().to(device), ancestors.to(device))
-        if in_trees
-        else None,
+        trees=trees if in_trees else None,
         looseness=looseness if is_loose else None,
     )
 
@@ -172,15 +164,9 @@ def case(device, in_trees=True, is_loose=True, num_reqs=16, max_drafts=8):
     return accept, arguments | {"tally": tally_of(arguments, [i % 3 > 0 for i in range(num_reqs)], max_drafts)}
 
 
-def accept_with(impl):
-    """`accept` by one implementation."""
-    return functools.partial(accept, impl=impl)
-
-
-def check(run, requests, device, max_drafts=None, in_trees=True, is_loose=True):
-    """Assert that `run` gives what the oracle gives."""
+def check(impl, requests, device, max_drafts=None, in_trees=True, is_loose=True):
     max_drafts = max_drafts if max_drafts is not None else max(1, *(len(request.tree) - 1 for request in requests))
-    sampled, num_sampled, path, kinds = run(**pack(requests, max_drafts, device, in_trees, is_loose))
+    sampled, num_sampled, path, kinds = accept(**pack(requests, max_drafts, device, in_trees, is_loose), impl=impl)
     assert sampled.dtype == torch.int64 and num_sampled.dtype == torch.int32
     assert sampled.shape == (len(requests), max_drafts + 1) and num_sampled.shape == (len(requests),)
     for given, name, dtype in ((in_trees, path, torch.int32), (is_loose, kinds, torch.int8)):
@@ -195,9 +181,6 @@ def check(run, requests, device, max_drafts=None, in_trees=True, is_loose=True):
             assert path[req_idx].tolist() == nodes + list(range(len(nodes), max_drafts + 1))
         if is_loose:
             assert kinds[req_idx].tolist() == [kind[node] for node in nodes[1:]] + [0] * len(nodes[:1]) + rest
-
-
-# ---- random requests -----------------------------------------------------------------------------------------------
 
 
 def random_tree(rng, max_drafts):

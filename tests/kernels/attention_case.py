@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from tests.kernels.caches import make_cache
+from tests.kernels.agreement import make_cache
 from vidspec_kernels import TreeAttentionScratch, tree_attention
 from vidspec_kernels.limits import DeviceLimits
 from vidspec_kernels.tree_attention import api as module
@@ -91,7 +91,9 @@ class Case:
         for i, request in enumerate(requests):
             signed = [word - 2**64 if word >> 63 else word for word in request.words]
             words[i, : counts[i]] = torch.tensor(signed, dtype=torch.int64)
-        self.query = torch.randn(num_tokens, num_heads, head_size, generator=generator).to(dtype)
+        mine = [start + i for start, count in zip(starts, counts, strict=True) for i in range(count)]
+        self.query = torch.full((num_tokens, num_heads, head_size), NAN, dtype=dtype)
+        self.query[mine] = torch.randn(len(mine), num_heads, head_size, generator=generator).to(dtype)
         self.starts, self.counts = starts, counts
         self.keys, self.values, self.words = keys, values, words.to(device)
         self.table = table.to(device)
@@ -110,10 +112,7 @@ class Case:
         }  # fmt: skip
 
     def expect(self, nodes=True, prefix=True):
-        """Output and LSE of every token in float64, one row and head at a time; the sentinel where nothing is written.
-
-        Without `nodes` of the prefix alone, without `prefix` of the nodes alone.
-        """
+        """Output and LSE in float64, one row and head at a time, or of prefix or nodes alone; else the sentinel."""
         num_tokens, num_heads, head_size = self.query.shape
         group = num_heads // self.keys.shape[2]
         out = torch.full((num_tokens, num_heads, head_size), SENTINEL, dtype=torch.float64)

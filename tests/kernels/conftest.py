@@ -77,9 +77,8 @@ def branches(monkeypatch):
 def any_program_order(monkeypatch):
     """Run every kernel of the test in several orders of its programs; what it leaves must be the same, bit for bit.
 
-    Programs of a grid run at the same time on a GPU: one that reads what another writes, or two that write the same
-    place, is a race there, and shows here as a result that depends on the order. A kernel that gets its tensors by
-    address runs once, shuffled, and the test's own check judges it. Returns the list of (kernel, programs) that ran.
+    What is a race on a GPU shows here as a result that depends on the order. A kernel that gets its tensors by address
+    runs once, shuffled, and the test's own check judges it. Returns the list of (kernel, programs) that ran.
     """
     if torch.cuda.is_available():
         pytest.skip("orders are the interpreter's")

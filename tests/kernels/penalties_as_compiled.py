@@ -37,7 +37,6 @@ def operations(ptx: str, per_thread: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Compile both for an A100 and an H100."""
     ours, rows = importlib.import_module("vidspec_kernels.path_penalties.api"), {}
     tables = (*(floats(8) for _ in range(3)), i32(8, VOCAB // 32), VOCAB // 32, i32(8, VOCAB), VOCAB, VOCAB)
     vectors = (floats(4, VOCAB), VOCAB, i64(4), i32(4), i32(4))

@@ -20,13 +20,11 @@ def toy_noise(scores, token_ids, seed, pos, USE_FP64: tl.constexpr):
 
 
 def toy_reference(seeds, positions, token_ids, use_fp64):
-    """The same in numpy."""
     word = token_ids.astype(np.int64) * 40503 + positions[:, None] * 2654435 + seeds[:, None] * 97
     return (word % 1009).astype(np.float64 if use_fp64 else np.float32) / 64
 
 
 def toy(salt: int = 0, use_fp64: bool = False) -> Noise:
-    """Return the noise."""
     return Noise(toy_noise, toy_reference, salt, use_fp64)
 
 
@@ -58,7 +56,6 @@ class SamplingCase:
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 
     def scratch(self, num_candidates: int = 0, use_fp64: bool = False) -> SampleScratch:
-        """Return scratch memory with room to spare."""
         return SampleScratch(self.num_rows + 1, self.vocab_size, self.device, num_candidates, use_fp64)
 
 

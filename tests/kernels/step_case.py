@@ -60,8 +60,7 @@ def begin_case(device, num_reqs=5, num_picked=None, in_trees=False, max_blocks=8
 
 
 def level_case(device, size=3, frontier=2, max_blocks=8, num_axes=3, level=1, width=None, on_device=False):
-    """A level of `size` batch rows, some padding; `frontier` places of each (0: chains), `width` those of the
-    buffers."""
+    """A level of `size` rows, some padding; `frontier` places of each (0: chains), `width` those of the buffers."""
     generator = torch.Generator().manual_seed(size)
     max_batch, max_reqs = size + 3, size + 7
     width = width if width is not None else frontier + 2 if frontier else 0

@@ -55,8 +55,7 @@ def forms():
 
 
 def test_every_form_compiles_for_hopper(forms):
-    """Catches: what only the compiler refuses; no tensor cores; tiles too large for two; rows not copied in full
-    lines."""
+    """Catches: what only the compiler refuses; no tensor cores; tiles too large for two; rows copied in part lines."""
     assert {row["kernel"] for row in forms} >= {
         *("accept", "begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates", "kv_compact"),
         *("loosen", "path_penalties", "gather_draft_windows", "copy_committed_suffix"),

@@ -13,8 +13,7 @@ from vidspec_kernels.draft_step.next_level import _BLOCK as PLACE_BLOCK
 @pytest.mark.parametrize("in_trees", [False, True])
 @pytest.mark.parametrize(("num_reqs", "num_picked"), [(0, None), (1, None), (1, 1), (7, None), (9, 4), (20, 17)])
 def test_begin_equals_the_loop(device, in_trees, num_reqs, num_picked):
-    """Catches: batch rows for persistent ones, missing or repeated tokens, a wrong column, `fed` kept, padding with a
-    slot."""
+    """Catches: batch rows for persistent ones, missing or repeated tokens, `fed` kept, padding with a slot."""
     left = agree(begin_case, device, num_reqs, num_picked, in_trees)
     if num_reqs == 20:
         slots = left[".out.slot_mapping"][: 2 * num_picked].view(-1, 2)
@@ -124,8 +123,7 @@ SIZES += [(0, 4), (1, 1), (1, 8), (PLACE_BLOCK, 1), (43, 3), (25, 10), (3, 63)]
 @pytest.mark.parametrize("num_axes", [1, 3])
 @pytest.mark.parametrize(("size", "frontier"), SIZES)
 def test_level_equals_the_loop(device, size, frontier, num_axes):
-    """Catches: a missing tail mask, a wrong grid, an axis skipped, padding that has anything, bits of earlier levels
-    lost."""
+    """Catches: a missing tail mask, a wrong grid, an axis skipped, padding that has anything, earlier bits lost."""
     left = agree(level_case, device, size, frontier, num_axes=num_axes, level=2)
     if size >= 20:
         slots = left[".out.slot_mapping"][left[".out.slot_mapping"] != SENTINEL]

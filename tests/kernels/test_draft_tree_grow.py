@@ -89,7 +89,6 @@ def rules(num_levels, num_candidates, seed):
 
 def case(device, plans=((4, 1), (1, 2), (4, 9), (3, 2), (2, 1)), rows=(3, 0, 1, 4), num_candidates=5, budget=9, seed=0,
          max_frontier=6, num_levels=4):  # fmt: skip
-    """A step of these rows."""
     own = rules(num_levels, num_candidates, budget)
     buffers = buffers_for(plans, device, num_candidates, num_levels=num_levels, max_frontier=max_frontier, **own)
     rows = torch.tensor(rows, dtype=torch.int64, device=device)
@@ -97,7 +96,6 @@ def case(device, plans=((4, 1), (1, 2), (4, 9), (3, 2), (2, 1)), rows=(3, 0, 1, 
 
 
 def level_case(device, num_reqs=9):
-    """The first level of a batch."""
     plans = [(1 + row % 4, 1 + row % 9) for row in range(num_reqs)]
     buffers = buffers_for(plans, device, 5, max_frontier=4, **rules(4, 5, seed=0))
     start(buffers)
@@ -163,7 +161,6 @@ def test_equals_the_loop(device, num_candidates, budget):
 
 @pytest.mark.parametrize("num_reqs", [1, 33])
 def test_a_real_size(device, num_reqs):
-    """Catches: a kernel and a loop that differ in anything, at ten candidates of up to ten nodes."""
     plans = [(1 + row % 4, row % 3) for row in range(num_reqs)]
     rows = torch.randperm(num_reqs, generator=torch.Generator().manual_seed(1)).tolist()
     left = agree(case, device, plans, rows, 10, 50, max_frontier=10)

@@ -90,6 +90,9 @@ MUTATIONS = {
             "tl.load(addresses_ptr + tl.program_id(1))",
             "tl.load(addresses_ptr + tl.program_id(1) // 2 * 2)"),
         "paths in the requests' order": ("path_row = tl.load(path_rows_ptr + req_idx)", "path_row = req_idx"),
+        "turns in reverse": (
+            "range(first, num_accepted + 1, BLOCK_MOVES)",
+            "reversed(range(first, num_accepted + 1, BLOCK_MOVES))"),
     },
     "loosen": {
         "a chain for a tree": ("row - node + tl.maximum(parent, 0)", "row - (node > 0).to(tl.int64)"),

@@ -51,8 +51,7 @@ def wrong_scales(scales, num_read):
 
 @pytest.mark.parametrize("name", QUERIES)
 def test_guidance(device, impl, layout, scales, name):
-    """Catches: a scale that is ignored, of another head, or of one pass alone; strides of bytes taken for those of
-    numbers; products or queries rounded on the way; NaN behind the queries read."""
+    """Catches: a scale ignored, of another head or of one pass; strides of bytes; products rounded; NaN read."""
     dtype = QUERIES[name]
     scales = scales if dtype == FP8 else (None, *scales[1:])
     inputs = guidance.make_inputs(device, num_heads=6, head_dim=32, layout=layout)
@@ -70,8 +69,7 @@ def test_guidance(device, impl, layout, scales, name):
 
 @pytest.mark.parametrize("name", QUERIES)
 def test_tree_attention(device, impl, layout, scales, name):
-    """Catches: what `test_guidance` does, of the nodes as of the prefix and of the values as of the keys; a scale of
-    the values inside of the softmax's sum."""
+    """Catches: the same of nodes and values; a scale of the values inside of the softmax's sum."""
     dtype = QUERIES[name]
     scales = scales if dtype == FP8 else (None, *scales[1:])
     case = Case(device, [*requests_of((3, 70), (2, 9)), Request(0, [0, 1])], dtype=FP8, layout=layout)

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from tests.kernels.caches import make_cache
+from tests.kernels.agreement import make_cache
 from vidspec_kernels import guidance_scores, guidance_scores_reference
 from vidspec_kernels.guidance_scores import api as module
 from vidspec_kernels.guidance_scores import reference
@@ -20,8 +20,7 @@ def make_inputs(
     device, requests=((5, 70), (0, 10), (9, 130)), num_heads=4, num_kv_heads=2, head_dim=16, block_size=16,
     dtype=torch.float32, layout="flash", seed=0, spare_blocks=2,
 ):  # fmt: skip
-    """Requests whose queries are the last of their sequence; blocks are shuffled, and all behind a last query is
-    NaN."""
+    """Requests whose queries are the last of their sequence; blocks are shuffled, all behind a last query is NaN."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -87,9 +86,6 @@ def chosen(inputs, rows):
     }
 
 
-# ---- literal facts -------------------------------------------------------------------------------------------------
-
-
 def test_reference_equals_plain_loops(device):
     """The specification against one query, head and key at a time: it is what everything else is compared with."""
     inputs = make_inputs(device, requests=[(2, 5), (0, 3), (3, 9)], block_size=4)
@@ -106,9 +102,6 @@ def test_reference_equals_plain_loops(device):
                 expected[inputs["out_row"][req], j] += float(weight[i]) * value / sum(exps)
     got = expect(inputs, query_weight=weight)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
-
-
-# ---- both paths against the specification --------------------------------------------------------------------------
 
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -130,8 +123,7 @@ SIZES = {
 
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes(device, impl, name):
-    """Catches: a missing mask, a wrong number of tiles, a size taken for a power of two, sums rounded to the inputs'
-    dtype."""
+    """Catches: a missing mask, a wrong number of tiles, a power of two assumed, sums rounded to the inputs' dtype."""
     assert (module._BLOCK_ROWS_WIDE, module._BLOCK_ROWS, module._BLOCK_KEYS) == (32, 64, 64)
     sizes = dict(SIZES[name])
     keys = sizes.pop("keys", None)
@@ -145,8 +137,7 @@ def test_sizes(device, impl, name):
 
 
 def test_splits_of_the_keys(device, impl, monkeypatch):
-    """Splits of one and two tiles, and empty ones: sums are rescaled to the common maximum, splits start where they
-    should."""
+    """Splits of one and two tiles, and empty ones. Catches: a split's own maximum, a split that starts elsewhere."""
     monkeypatch.setattr(module, "_KEYS_PER_SPLIT", 64)
     inputs = make_inputs(device, requests=[(3, 450), (2, 65), (1, 3)], spare_blocks=9)
     inputs["block_table"][1, :3] = inputs["block_table"][0, :3]  # a cached prefix, scored as if each had its own
@@ -213,9 +204,6 @@ def test_lse_of_the_layer(device, branches, impl, dtype, is_weighted):
     for wrong in (lse * math.log2(math.e), lse.roll(1, 0), -lse):  # another base, the neighbour's rows, another sign
         with pytest.raises(AssertionError):
             assert_close(run(inputs, impl, lse=wrong, **weight), expect(inputs, **weight), rtol=1e-5)
-
-
-# ---- accumulation, limits ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 20])

@@ -52,8 +52,7 @@ def test_equals_the_loop(device, in_trees, is_measured, is_predicting):
 
 
 def test_by_hand(device, impl):
-    """A root and four drafts of a tree, one a row: what forbids each, where its score comes from, NaN that may not
-    stand."""
+    """A root and four drafts of a tree: what forbids each, where its score comes from, NaN that may not stand."""
     put = {"device": device}
 
     def ask(source, parents=None, relevance=None, **more):

@@ -61,8 +61,7 @@ def by_hand(logits, req_rows, nodes, tokens, parents, tables):
 
 @pytest.mark.parametrize("vocab_size", [3, 32, 97, 2047, 8192, 8193, 10_300])
 def test_equals_a_walk_by_hand(device, vocab_size):
-    """Around words, blocks and shares: ancestors once each and no others, own prompt bits, order, rows that ask for
-    nothing."""
+    """Around words, blocks and shares: ancestors once each, own prompt bits, order, rows that ask for nothing."""
     for seed in range(6 if vocab_size < 100 else 1):
         # A GPU fuses a product with a sum.
         atol = 0 if device.type == "cpu" else 1e-5

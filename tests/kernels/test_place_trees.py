@@ -1,9 +1,8 @@
-"""place_trees: literal facts, and kernel against loop at awkward sizes and layouts."""
+"""place_trees: kernel and loop against a request at a time, at awkward sizes and layouts."""
 
 import pytest
 import torch
 
-from tests.kernels.agreement import agree
 from vidspec_kernels import TreePlaces, place_trees
 from vidspec_kernels.place_trees.api import _BLOCK_TOKENS
 
@@ -11,7 +10,6 @@ SENTINEL = -(10**6)
 
 
 def chain_tables(max_rows, num_cols, device):
-    """Depths and ancestors of chains."""
     depths = torch.arange(num_cols, dtype=torch.int32, device=device).repeat(max_rows, 1)
     words = [(1 << node) - 1 for node in range(num_cols)]
     words = torch.tensor([word - (1 << 64) if word >> 63 else word for word in words], device=device)
@@ -52,55 +50,48 @@ def case(device, counts=(6, 2, 6), num_cols=6, num_axes=3, spare=3, out_of_place
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["in place", "out of place", "a vector"])
-def test_hand_computed(device, impl, form):
-    """Catches: prefix or root off by one, batch rows, positions that are no depth, padding or tails left as they
-    were."""
-    depths, ancestors = chain_tables(3, 4, device)
-    depths[2] = torch.tensor([0, 1, 1, 2])
-    ancestors[2] = torch.tensor([0, 0b001, 0b010, 0b101])
-    places = make_places(5, 4, device)
-    positions = torch.tensor([[50, 51, 52, 53, 7, 7, 8, 1, 2, 3, 4, 5, 9]] * 2, device=device) + 10
-    positions[0] -= 10
-    given, out = (positions[0] if form == "a vector" else positions), None
-    out = torch.full_like(given, SENTINEL) if form == "out of place" else None
-    place_trees(
-        torch.tensor([2, 0, 1], device=device), torch.tensor([0, 4, 7, 12, 7, 7], dtype=torch.int32, device=device),
-        torch.tensor([24, 9, 30], dtype=torch.int32, device=device), depths, ancestors, given, places,
-        size=4, out_positions=out, impl=impl,
-    )  # fmt: skip
-    assert {name: getattr(places, name).tolist() for name in places.__dataclass_fields__} == {
-        "query_start": [0, 4, 0, 0, SENTINEL], "num_queries": [4, 3, 0, 0, SENTINEL],
-        "prefix_lens": [21, 7, 0, 0, SENTINEL], "roots": [20, 6, 25, 0, SENTINEL],
-        "masks": [[0, 0b001, 0b010, 0b101], [0, 0b001, 0b011, 0], [0] * 4, [0] * 4, [SENTINEL] * 4],
-    }  # fmt: skip
-    expected = [50, 51, 51, 52, 7, 7, 8, 1, 2, 3, 4, 5]
-    written = given if out is None else out
-    rest = [SENTINEL] if out is not None else [9]
-    assert written.view(-1, 13)[0].tolist() == expected + rest
-    if form != "a vector":
-        assert written[1].tolist() == [pos + 10 for pos in expected] + ([SENTINEL] if out is not None else [19])
+def placed(given):
+    """What must be left of places and positions, a request at a time; prompts are no trees, and keep theirs."""
+    depths, ancestors, bounds = given["depths"].cpu(), given["ancestors"].cpu(), given["query_start_loc"].tolist()
+    positions, out = given["positions"].cpu(), given["out_positions"]
+    out = (positions if out is None else out.cpu()).clone()
+    places = {name: tensor.cpu().clone() for name, tensor in vars(given["places"]).items()}
+    for tensor in places.values():
+        tensor[: given["size"]] = 0
+    for b, row in enumerate(given["idx_mapping"].tolist()):
+        start, count = bounds[b], bounds[b + 1] - bounds[b]
+        places["roots"][b] = int(given["seq_lens"][b]) - count
+        own = positions[..., start : start + count]
+        if count <= depths.shape[1]:
+            places["query_start"][b], places["num_queries"][b] = start, count
+            places["prefix_lens"][b], places["masks"][b, :count] = places["roots"][b] + 1, ancestors[row, :count]
+            # A node behind the root by its depth; where that is its slot it has its own, as media of a prompt may.
+            is_moved = depths[row, :count] != torch.arange(count)
+            own = torch.where(is_moved, own[..., :1] + depths[row, :count], own)
+        out[..., start : start + count] = own
+    return places, out
 
 
-# Full grids, mixed batches, one that is cut, prompts around the kernel's block of tokens.
+# Full grids, mixed batches, one that is cut, prompts around the kernel's block of tokens; trees of any width.
 BATCHES = {
-    "nothing": [], "grid": [6] * 5, "shorter grid": [4] * 3, "one": [6], "cut": [6, 6, 3, 1],
-    "prompts": [6, 7, 40, 1, _BLOCK_TOKENS + 8, _BLOCK_TOKENS + 9],
+    "nothing": ([], 6), "grid": ([6] * 5, 6), "shorter grid": ([4] * 3, 6), "one": ([6], 6), "cut": ([6, 6, 3, 1], 6),
+    "prompts": ([6, 7, 40, 1, _BLOCK_TOKENS + 8, _BLOCK_TOKENS + 9], 6),
+    **{f"{n} columns": ([n] * num_reqs, n) for n, num_reqs in ((1, 3), (2, 3), (26, 64), (64, 3), (65, 3))},
 }  # fmt: skip
+FORMS = {"axes in place": (3, False), "one axis": (1, False), "out of place": (3, True), "a vector": (1, True)}
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("num_axes", [1, 3])
-@pytest.mark.parametrize("out_of_place", [False, True])
-def test_equals_the_loop(device, batch, num_axes, out_of_place):
-    """Catches: a missing mask, an axis or a prompt's tail skipped, writes past `size` or of nobody's columns."""
-    counts = BATCHES[batch]
-    left = agree(case, device, counts, num_axes=num_axes, out_of_place=out_of_place)
-    expected = [count if count <= 6 else 0 for count in counts]
-    assert left[".places.num_queries"].tolist() == [*expected, 0, 0, *[SENTINEL] * 3]
-
-
-@pytest.mark.parametrize(("num_cols", "num_reqs"), [(1, 3), (2, 3), (26, 64), (64, 3), (65, 3)])
-def test_widths_of_trees(device, num_cols, num_reqs):
-    """Catches: a number of nodes taken for a power of two, bit 63 lost; a real grid."""
-    agree(case, device, [num_cols] * num_reqs, num_cols=num_cols, padding=0)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_place(device, impl, batch, form):
+    """Catches: prefix or root off by one, batch rows, positions that are no depth, an axis or a prompt's tail skipped,
+    padding left alone, writes past `size` or of nobody's columns, a width taken for a power of two, bit 63 lost."""
+    (counts, num_cols), (num_axes, out_of_place) = BATCHES[batch], FORMS[form]
+    place, given = case(device, counts, num_cols, num_axes, out_of_place=out_of_place)
+    if form == "a vector":
+        given |= {name: given[name][0] for name in ("positions", "out_positions")}
+    places, expected = placed(given)
+    place(**given, impl=impl)
+    for name, tensor in places.items():
+        assert torch.equal(getattr(given["places"], name).cpu(), tensor), name
+    assert torch.equal(given["out_positions" if out_of_place else "positions"].cpu(), expected)

@@ -57,7 +57,7 @@ def parts(arguments):
     """Return the tensors of a call by name, and what replaces each; those of tuples and dataclasses too."""
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
-            yield name, value, functools.partial(lambda name, new: arguments | {name: new}, name)
+            yield name, value, lambda new, name=name: arguments | {name: new}
             continue
         replace = getattr(value, "_replace", None)
         fields = () if replace is None else value._fields
@@ -65,16 +65,8 @@ def parts(arguments):
             fields, replace = value.__dataclass_fields__, functools.partial(dataclasses.replace, value)
         for field in fields:
             if isinstance(part := getattr(value, field), torch.Tensor):
-                yield (
-                    field,
-                    part,
-                    functools.partial(
-                        lambda name, replace, field, new: arguments | {name: replace(**{field: new})},
-                        name,
-                        replace,
-                        field,
-                    ),
-                )
+                change = functools.partial(lambda replace, field, new: replace(**{field: new}), replace, field)
+                yield field, part, lambda new, name=name, change=change: arguments | {name: change(new)}
 
 
 @pytest.mark.parametrize("name", NAMES)

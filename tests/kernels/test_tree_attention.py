@@ -1,26 +1,10 @@
 """tree_attention: kernel and reference against a loop over entries, what may not be read or written."""
 
-import math
-
 import pytest
 import torch
 
-from tests.kernels.attention_case import (
-    BLOCK,
-    INF,
-    LIMITS,
-    MIXED,
-    NAN,
-    SENTINEL,
-    Case,
-    Request,
-    check,
-    external_prefix,
-    make_scratch,
-    module,
-    requests_of,
-    run,
-)  # fmt: skip
+from tests.kernels import attention_case
+from tests.kernels.attention_case import BLOCK, INF, MIXED, NAN, SENTINEL, Case, Request, check, requests_of, run
 from vidspec_kernels.tree_attention import reference, tiles
 
 IMPLS = ["triton", "torch"]
@@ -29,45 +13,7 @@ IMPLS = ["triton", "torch"]
 @pytest.fixture
 def small_shares(monkeypatch):
     """Shares of at least one tile, so that prefixes of a few hundred entries have parts in several programs."""
-    monkeypatch.setattr(module, "MIN_UNITS", 1)
-
-
-# ---- literal facts -------------------------------------------------------------------------------------------------
-
-
-def test_equal_keys_by_hand(device, impl):
-    """Equal keys: a row's output is the plain mean of the values it attends to, its LSE log(count) + logit.
-
-    Values are the entry's number. Prefix 0, 1, 2; nodes at entries 3 to 5: row 0 sees none, row 1 node 0, row 2 nodes
-    0 and 2, row 3 all.
-    """
-    case = Case(device, [Request(3, [0, 0b1, 0b101, 0b111])], num_heads=2, num_kv_heads=2)
-    block = case.table[case.rows[0], 0].long()
-    case.keys[block, :6] = 1.0
-    case.values[block, :6] = torch.arange(6.0, device=device)[:, None, None]
-    case.query.fill_(0.5)
-    out, lse = run(case, impl)
-    start, logit = case.starts[0], 32 * 0.5 * 32**-0.5
-    means = [(0 + 1 + 2) / 3, (0 + 1 + 2 + 3) / 4, (0 + 1 + 2 + 3 + 5) / 5, (0 + 1 + 2 + 3 + 4 + 5) / 6]
-    for i, (mean, count) in enumerate(zip(means, [3, 4, 5, 6], strict=True)):
-        assert out[start + i].flatten().tolist() == pytest.approx([mean] * 64, rel=1e-5)
-        assert lse[:, start + i].tolist() == pytest.approx([math.log(count) + logit] * 2, rel=1e-5)
-    assert (out[start - 1] == SENTINEL).all() and (out[start + 4] == SENTINEL).all()
-
-
-@pytest.mark.parametrize("min_units", [1, 10**6])
-def test_nothing_to_attend_to(device, impl, min_units, monkeypatch):
-    """Prefix 0 and mask 0: zeros and -inf, beside a request whose prefix has parts, or whose item has one program."""
-    monkeypatch.setattr(module, "MIN_UNITS", min_units)
-    case = Case(device, [Request(0, [0, 0b10, 0]), Request(200, [0, 1])])
-    check(case, impl)
-    out, lse = run(case, impl)
-    start = case.starts[0]
-    assert (out[[start, start + 2]] == 0).all() and (lse[:, [start, start + 2]] == -INF).all()
-    assert (out[start + 1] != 0).all()
-
-
-# ---- sizes ---------------------------------------------------------------------------------------------------------
+    monkeypatch.setattr(attention_case.module, "MIN_UNITS", 1)
 
 
 ALL_BITS = [1 << j for j in range(64)] + [2**64 - 1]
@@ -105,7 +51,8 @@ SIZES = {
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes(device, impl, name, small_shares):
     """What each of these catches is said beside it."""
-    assert tiles.tile_shape(6, 32, True, True, LIMITS).block_keys == BLOCK and tiles._MAX_BLOCK_ROWS_WIDE == 16
+    shape = tiles.tile_shape(6, 32, True, True, attention_case.LIMITS)
+    assert shape.block_keys == BLOCK and tiles._MAX_BLOCK_ROWS_WIDE == 16
     check(Case(device, **SIZES[name]), impl)
 
 
@@ -118,27 +65,17 @@ def test_mixed_dtypes(device, impl):
 
 @pytest.mark.parametrize("num_sms", [1, 2, 5, 12])
 def test_shares(device, impl, num_sms, monkeypatch):
-    """Items in one program or up to 20, whose parts one program merges or several do before it.
-
-    Seen to fail: parts weighted equally; a share that starts a tile late; the nodes in every part; a merge of a merge
-    that takes the parts one by one.
-    """
-    monkeypatch.setattr(module, "MIN_UNITS", 1)
+    """Items in one program or up to 20. Seen to fail: parts weighted equally; a late share; the nodes in every part."""
+    monkeypatch.setattr(attention_case.module, "MIN_UNITS", 1)
     case = Case(device, requests_of((3, 19 * BLOCK), (2, 65), (0, 70), (1, 0)), num_heads=2, num_kv_heads=1)
-    check(case, impl, scratch=make_scratch(32, device, num_sms))
+    check(case, impl, scratch=attention_case.make_scratch(32, device, num_sms))
 
 
 def test_strips_of_the_reference(device, impl, monkeypatch):
-    """Requests in strips of one and two.
-
-    Seen to fail: every strip with the first one's blocks, or with the first one's masks.
-    """
+    """Requests in strips of one and two. Seen to fail: every strip with the first one's blocks or masks."""
     for entries in (1, 2 * 4 * 9 * 160):
         monkeypatch.setattr(reference, "_STRIP_ENTRIES", entries)
         check(Case(device, requests_of(*MIXED)), impl)
-
-
-# ---- strides, what may not be used ---------------------------------------------------------------------------------
 
 
 def test_non_contiguous_tensors(device, impl):
@@ -167,11 +104,8 @@ def test_non_contiguous_tensors(device, impl):
     ("poison", "layout"), [(NAN, "flash"), (NAN, "cpu"), (INF, "flash"), (-INF, "flash"), (3e38, "flash"), (7.0, "cpu")]
 )
 def test_garbage_does_not_leak(device, impl, poison, layout):
-    """Whatever lies in entries that no row attends to (in the last block, between nodes, in the pool) changes nothing.
-
-    Seen to fail: values loaded without the entry's mask; NaN scores hidden by addition alone; no second product with
-    the values hidden.
-    """
+    """What lies in entries that no row attends to changes nothing. Seen to fail: values loaded without their mask;
+    NaN scores hidden by addition alone; no second product with the values hidden."""
     requests = [Request(33, [0b1001, 0b1]), Request(0, [0b100]), Request(16, []), Request(5, [0, 1 << 63])]
     case = Case(device, requests, poison=poison, layout=layout)
     check(case, impl)
@@ -180,25 +114,13 @@ def test_garbage_does_not_leak(device, impl, poison, layout):
         torch.testing.assert_close(run(case, impl), run(clean, impl), rtol=1e-6, atol=1e-6)
 
 
-def test_garbage_in_rows_beyond_a_requests_own(device, impl):
-    """Queries of foreign rows are NaN and their masks arbitrary: neither is used, and no foreign row is written."""
-    case = Case(device, requests_of(*MIXED), spare_queries=3)
-    mine = torch.zeros(len(case.query), dtype=torch.bool)
-    for start, count in zip(case.starts, case.counts, strict=True):
-        mine[start : start + count] = True
-    case.query[~mine] = NAN
-    check(case, impl)
-    out, lse = run(case, impl)
-    assert (out[~mine.to(device)] == SENTINEL).all() and (lse[:, ~mine.to(device)] == SENTINEL).all()
-
-
 @pytest.mark.parametrize("unused_block", [-1, 10**8])
 def test_garbage_in_the_table(device, impl, unused_block):
     """Columns that hold no entry attended to may hold anything: kernel and reference look nothing up there."""
     requests = [*requests_of(*MIXED), Request(20, [1 << 40])]
     check(Case(device, requests, unused_block=unused_block), impl)
     case = Case(device, requests, unused_block=unused_block)
-    check(case, impl, prefix=external_prefix(case))
+    check(case, impl, prefix=attention_case.external_prefix(case))
 
 
 def test_large_logits(device, impl, small_shares):
@@ -210,9 +132,6 @@ def test_large_logits(device, impl, small_shares):
     torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-5, atol=1e-3)
     # float32 logits of 1e4 are good to 1e-3: so are the weights.
     torch.testing.assert_close(out.double().cpu(), expected, rtol=2e-2, atol=2e-2)
-
-
-# ---- determinism, dispatch, checks ---------------------------------------------------------
 
 
 def test_nothing_to_do(device, impl):

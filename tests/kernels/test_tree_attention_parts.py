@@ -1,43 +1,33 @@
 """tree_attention: equal shares of the work, an external prefix, the memory of calls, planted mistakes in its source."""
 
 import importlib
+import math
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
 
+from tests.kernels import attention_case
 from tests.kernels.agreement import mutated
-from tests.kernels.attention_case import (
-    BLOCK,
-    LIMITS,
-    MIXED,
-    NAN,
-    SENTINEL,
-    TOLERANCES,
-    Case,
-    check,
-    external_prefix,
-    make_scratch,
-    module,
-    requests_of,
-    run,
-)  # fmt: skip
-from tests.kernels.attention_shares import shares
+from tests.kernels.attention_case import BLOCK, LIMITS, MIXED, NAN, SENTINEL, Case, check, requests_of, run
+from vidspec_kernels.tree_attention import api as module
 from vidspec_kernels.tree_attention import tiles
 from vidspec_kernels.tree_attention import triton as kernel_file
 
 IMPLS = ["triton", "torch"]
 
 
-# ---- a prefix that something else has computed ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize("dtype", list(attention_case.TOLERANCES))
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_external_prefix(device, impl, dtype, block_size):
     """With the prefix's output and LSE given, the result is that of the whole; the prefix's KV entries are not read."""
     case = Case(device, requests_of(*MIXED, (3, 127), (4, 128)), dtype=dtype, block_size=block_size)
-    prefix = external_prefix(case)
+    out, lse = attention_case.external_prefix(case)  # here a sliced output and a transposed LSE
+    fused = torch.full((out.shape[0], out.shape[1] + 2, out.shape[2] + 5), NAN, dtype=dtype, device=device)
+    fused[:, 1:-1, 2:-3] = out
+    prefix = (fused[:, 1:-1, 2:-3], lse.T.contiguous().T)
     check(case, impl, prefix=prefix)
     for i, request in enumerate(case.requests):
         for entry in range(request.prefix_len if request.words else 0):
@@ -50,27 +40,12 @@ def test_external_prefix(device, impl, dtype, block_size):
 def test_external_prefix_in_place(device, impl):
     """The prefix's output and LSE may be the outputs themselves: each row is read and written by one program."""
     case = Case(device, requests_of((65, 37), (3, 20)), num_heads=2, num_kv_heads=1)
-    prefix = external_prefix(case)
+    prefix = attention_case.external_prefix(case)
     expected, expected_lse = run(case, impl, prefix=prefix)
     out, lse = (tensor.clone() for tensor in prefix)
     run(case, impl, prefix=(out, lse), out=out, lse=lse)
     written = expected[:, 0, 0] != SENTINEL
     assert torch.equal(out[written], expected[written]) and torch.equal(lse[:, written], expected_lse[:, written])
-
-
-def test_parts_add_up(device, impl):
-    """The prefix alone, given as external prefix to a call for the nodes alone, makes the whole."""
-    case = Case(device, requests_of((5, 37), (3, 20)))
-    out, lse = external_prefix(case)  # a sliced output and a transposed LSE
-    fused = torch.full((out.shape[0], out.shape[1] + 2, out.shape[2] + 5), NAN, device=device)
-    fused[:, 1:-1, 2:-3] = out
-    check(case, impl, prefix=(fused[:, 1:-1, 2:-3], lse.T.contiguous().T))
-    prefix = run(case, impl, masks=torch.zeros_like(case.words))
-    check(case, impl, prefix=prefix)
-    torch.testing.assert_close(run(case, impl, prefix=prefix), run(case, impl), rtol=1e-5, atol=1e-5)
-
-
-# ---- mutations -----------------------------------------------------------------------------------------------------
 
 
 MUTATIONS = {
@@ -112,7 +87,7 @@ def test_mutations_are_caught(device, impl, mutation, tmp_path, monkeypatch):
     """`check`, which every test above rests on, fails for each of these changes of kernel and reference."""
     monkeypatch.setattr(module, "MIN_UNITS", 1)
     case = Case(device, requests_of((5, 150), (6, 20)), num_heads=6, num_kv_heads=2, poison=1.0)
-    external: dict = {"prefix": external_prefix(case)}
+    external: dict = {"prefix": attention_case.external_prefix(case)}
     # Only the kernel merges parts; both merge an external prefix.
     merges = [external] if impl == "torch" else [{}, external]
     for changes in merges if "LSE" in mutation else [{}]:
@@ -142,6 +117,47 @@ def taken(monkeypatch):
     return counts
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive units of one item: key tiles first, then one for the nodes."""
+
+    row_tile: int
+    req_idx: int
+    kv_head: int
+    begin: int
+    end: int
+    num_units: int
+
+
+def shares(
+    num_queries: Sequence[int], prefix_lens: Sequence[int], group: int, num_kv_heads: int, tile: tiles.TileShape,
+    num_row_tiles: int, grid: int,
+) -> list[list[Piece]]:  # fmt: skip
+    """Return what each program of a launch does, in order; programs without work are left out."""
+    items = [
+        (row_tile, req_idx, kv_head, 1 + math.ceil(prefix_len / tile.block_keys))
+        for row_tile in range(num_row_tiles)
+        for req_idx, (count, prefix_len) in enumerate(zip(num_queries, prefix_lens, strict=True))
+        if count * group > row_tile * tile.block_rows
+        for kv_head in range(num_kv_heads)
+    ]
+    total = sum(num_units for *_, num_units in items)
+    num_programs = min(grid, max(total // module.MIN_UNITS, len(items)))
+    if num_programs > num_row_tiles:
+        num_programs -= num_programs % num_row_tiles
+    found: list[list[Piece]] = [[] for _ in range(num_programs)]
+    program, item_begin = 0, 0
+    for row_tile, req_idx, kv_head, num_units in items:
+        unit, item_end = item_begin, item_begin + num_units
+        while unit < item_end:
+            end = min(item_end, total * (program + 1) // num_programs)
+            found[program].append(Piece(row_tile, req_idx, kv_head, unit - item_begin, end - item_begin, num_units))
+            unit = end
+            program += unit == total * (program + 1) // num_programs
+        item_begin = item_end
+    return found
+
+
 def shares_of(case, num_sms):
     """Return what each program does of a case that float32 makes: two programs on each of so many multiprocessors."""
     group = case.query.shape[1] // case.keys.shape[2]
@@ -162,12 +178,9 @@ RAGGED = {
 @pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize("num_sms", [1, 4, 7])
 def test_programs_take_their_shares(device, taken, name, num_sms):
-    """The interpreted kernel takes the tiles that `shares` says, program by program; the result is right.
-
-    Catches: shares of another kernel; a share that is lost or done twice; work that stays with one program.
-    """
+    """The interpreted kernel takes the tiles that `shares` says. Catches: a share lost, done twice or left to one."""
     case = Case(device, requests_of(*RAGGED[name]), num_heads=2, num_kv_heads=1)
-    check(case, "triton", scratch=make_scratch(32, device, num_sms))
+    check(case, "triton", scratch=attention_case.make_scratch(32, device, num_sms))
     expected = Counter()
     for program, pieces in enumerate(shares_of(case, num_sms)):
         for piece in pieces:
@@ -200,10 +213,7 @@ def test_a_long_request_is_spread_over_the_whole_gpu(num_queries):
 
 @pytest.mark.parametrize("num_row_tiles", [1, 2, 3, 4, 5])
 def test_row_tiles_of_a_key_are_read_together(num_row_tiles):
-    """Where all requests have as many rows, the programs of their row tiles are at the same keys at the same time.
-
-    Catches: programs that are no multiple of the row tiles; ends of shares that are rounded up.
-    """
+    """Programs of equal row tiles are at the same keys at the same time. Catches: shares' ends that are rounded up."""
     tile = tiles.TileShape(128, 64, 32, 5, 8, 1)
     lens = [25_000, 1_000, 7_777, 3, 0]
     found = shares(5 * [128 * num_row_tiles], lens, 1, 3, tile, num_row_tiles, 132)
@@ -215,9 +225,6 @@ def test_row_tiles_of_a_key_are_read_together(num_row_tiles):
             assert [(p.req_idx, p.kv_head, p.begin, p.end) for p in pieces] == [
                 (p.req_idx, p.kv_head, p.begin, p.end) for p in others
             ]
-
-
-# ---- parts, and the memory of several calls --------------------------------------------------------------------------
 
 
 def test_padding_changes_no_bit(device, monkeypatch):
@@ -237,12 +244,9 @@ def test_padding_changes_no_bit(device, monkeypatch):
 
 
 def test_calls_share_their_scratch(device, monkeypatch):
-    """Calls of different sizes, one after the other on the same memory: each is right, and as it is alone.
-
-    Catches: an arrival that is left for the next call; a part of an earlier call taken for one of this.
-    """
+    """Catches: an arrival that is left for the next call; a part of an earlier call taken for one of this."""
     monkeypatch.setattr(module, "MIN_UNITS", 1)
-    scratch = make_scratch(64, device, num_sms=5)
+    scratch = attention_case.make_scratch(64, device, num_sms=5)
     cases = [
         Case(device, requests_of((3, 200), (2, 65)), num_heads=2, num_kv_heads=1),
         Case(device, requests_of((9, 20), (1, 300), (1, 0)), num_heads=2, num_kv_heads=1, head_size=64),
@@ -250,17 +254,14 @@ def test_calls_share_their_scratch(device, monkeypatch):
     ]
     for case in cases:
         check(case, "triton", scratch=scratch)
-    alone = make_scratch(64, device, num_sms=5)
+    alone = attention_case.make_scratch(64, device, num_sms=5)
     for case in cases[:2]:
         assert torch.equal(run(case, "triton", scratch=scratch)[0], run(case, "triton", scratch=alone)[0])
 
 
 def test_scratch_is_bounded(device):
-    """Two tiles of 64 rows of two programs, or of 128 of one, for each multiprocessor: 17 MB for an H100's.
-
-    Catches: memory that grows with requests, rows or contexts; a tile that has no room there.
-    """
-    scratch = make_scratch(128, device, num_sms=132)
+    """17 MB for an H100's multiprocessors. Catches: memory that grows with a call; a tile that has no room there."""
+    scratch = attention_case.make_scratch(128, device, num_sms=132)
     num_bytes = sum(memory.nbytes for memory in (scratch.part_out, scratch.part_lse, scratch.arrivals))
     assert num_bytes == 132 * 4 * (256 * 128 + 256 + 8)
     for num_rows in (1, 7, 63, 64, 65, 455, 10_000):

@@ -15,9 +15,6 @@ from vidspec_kernels.visual_relevance import cpu, reference, tiles
 
 IMPLS = ["triton", "numba", "torch"]
 
-# ---- both paths against the loops ----------------------------------------------------------------------------------
-
-
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
@@ -92,8 +89,7 @@ def test_tiles_have_stages_and_take_all_queries(arch, max_queries, top_n):
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 100])
 @pytest.mark.parametrize("top_n", [3, 100])
 def test_splits_with_ties(monkeypatch, num_slots, top_n):
-    """Programs of several tiles, of one and of none; four distinct rows: duplicates count as often as they are
-    there."""
+    """Programs of several tiles, of one and of none; duplicates of four rows count as often as they are there."""
     monkeypatch.setattr(tiles, "_MAX_SPLITS", num_slots)
     generator = torch.Generator().manual_seed(0)
     distinct = torch.randn(4, 16, generator=generator, dtype=torch.float64)

@@ -11,8 +11,6 @@ from vidspec_kernels.visual_relevance import store as store_module
 
 IMPLS = ["triton", "torch"]
 
-# ---- shards --------------------------------------------------------------------------------------------------------
-
 
 def shards(inputs, num_shards, requests):
     """The inputs of each rank: row i of a request's video tokens goes to rank i % num_shards."""
@@ -91,9 +89,6 @@ def test_merges_are_the_same(top_n, branches):
     assert ran == ["triton", "torch"] and got.isnan().tolist() == [index == 3 for index in range(6)]
 
 
-# ---- storage -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, FP8])
 @pytest.mark.parametrize("states_dtype", [torch.float32, torch.bfloat16])
 def test_store_states(dtype, states_dtype, monkeypatch):
@@ -139,26 +134,3 @@ def test_float8_cosines():
     peak[0, 5] = -1e3
     store_states(peak, order[:1], order[:1], store)
     assert float(store[0, 0, 5].float()) == pytest.approx(-math.sqrt(hidden), rel=2**-4)
-
-
-def test_stored_states_end_to_end():
-    """Raw states of all lengths in, cosines of the raw states out; its mutation: rows stored as they come."""
-    generator = torch.Generator().manual_seed(0)
-    states = torch.randn(40, 96, generator=generator, dtype=torch.float64) * torch.logspace(-2, 2, 40)[:, None]
-    inputs = make_inputs(((2, (16, 16, 8)),))
-    blocks = inputs["block_table"][int(inputs["rows"][0]), :3].tolist()
-    slots = torch.tensor([blocks[i // 16] * 16 + i % 16 for i in range(40)], device=DEVICE)
-    source = torch.arange(40, device=DEVICE)
-    expected = unit(inputs["queries"].cpu().double()) @ unit(states).T
-
-    def check_states(write):
-        write(states.float().to(DEVICE), source, slots, inputs["store"])
-        got = visual_relevance(**inputs, top_n=10, impl="torch").cpu().double()
-        torch.testing.assert_close(got, expected.topk(10).values, rtol=0, atol=2e-6)
-
-    def raw(states, source, slots, store):
-        store.view(-1, 96)[slots] = states[source]
-
-    check_states(store_states)
-    with pytest.raises(AssertionError):
-        check_states(raw)

@@ -1,9 +1,7 @@
 """Run as a program, without the interpreter: which variants of the kernels are warmed, which ones steps use.
 
-Prints JSON: `warmed`, how many variants of each kernel; `missing`, variants that steps used and nobody warmed;
-`ambiguous`, kernels of which a key of `dispatch.launch` does not settle the variant; and `stale`, kernels of which it
-does not settle what a launch plan keeps.
-Nothing is compiled.
+Prints JSON: variants of each kernel that are `warmed`, `used`, and used but `missing`; `ambiguous`, kernels of which a
+key of `dispatch.launch` does not settle the variant; `stale`, those of which it does not settle a plan.
 """
 
 import contextlib
@@ -23,17 +21,7 @@ from compile_cases import BF16, FP8, cache_views, grow_buffers, sampling, step_b
 from triton.runtime.jit import JITFunction
 
 import vidspec_kernels as kernels
-from vidspec_kernels import (
-    Leaves,
-    PlacedLevel,
-    dispatch,
-    tree_begin,
-    tree_finish,
-    tree_grow,
-    tree_place,
-    tree_plan,
-    warm_up,
-)  # fmt: skip
+from vidspec_kernels import dispatch, warm_up
 from vidspec_kernels.warm_up import floats, i32, i64
 
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 28, 4, 128, 3584
@@ -153,19 +141,19 @@ def step(rng: random.Random) -> None:
 def grow_trees(rows: torch.Tensor, num_accepted: torch.Tensor, width: int, rng: random.Random) -> None:
     """Make the launches of static and adaptive trees of a step, with a level of some width."""
     num_reqs, budget = len(rows), rng.randint(0, NUM_DRAFTS)
-    tree_begin(BUFFERS.tree, TEMPLATE, num_reqs)
+    kernels.tree_begin(BUFFERS.tree, TEMPLATE, num_reqs)
     placed, fed = rng.randint(1, NUM_DRAFTS), rng.randint(0, width)
-    level = PlacedLevel(i64(placed), i64(placed), i64(fed), i64(MAX_REQS, fed))
-    tree_place(BUFFERS.tree, level, num_reqs, i64(num_reqs * width, CANDIDATES))
-    tree_begin(BUFFERS.tree, TEMPLATE, num_reqs, BUFFERS, rows, num_accepted)
-    tree_plan(BUFFERS.plans, rows, floats(num_reqs, CANDIDATES), adopts=False)
-    tree_grow(
+    level = kernels.PlacedLevel(i64(placed), i64(placed), i64(fed), i64(MAX_REQS, fed))
+    kernels.tree_place(BUFFERS.tree, level, num_reqs, i64(num_reqs * width, CANDIDATES))
+    kernels.tree_begin(BUFFERS.tree, TEMPLATE, num_reqs, BUFFERS, rows, num_accepted)
+    kernels.tree_plan(BUFFERS.plans, rows, floats(num_reqs, CANDIDATES), adopts=False)
+    kernels.tree_grow(
         BUFFERS, rows, floats(num_reqs * width, CANDIDATES), i64(num_reqs * width, CANDIDATES),
         level=rng.randint(0, 7), budget=budget, first_parent=rng.randint(0, 60), num_next=rng.randint(1, width),
     )  # fmt: skip
     num_parents = rng.randint(1, BUFFERS.max_parents)
-    leaves = Leaves(*(part[:num_reqs, :num_parents] for part in BUFFERS.leftover))
-    tree_finish(
+    leaves = kernels.Leaves(*(part[:num_reqs, :num_parents] for part in BUFFERS.leftover))
+    kernels.tree_finish(
         BUFFERS.tree, num_reqs, next_free=BUFFERS.next_free, leaves=leaves, max_nodes=budget,
         plans=BUFFERS.plans, rows=rows,
     )  # fmt: skip
@@ -201,7 +189,6 @@ def draft_step(rng: random.Random, num_reqs: int, width: int) -> None:
 
 
 def variants(run) -> set[tuple[str, str]]:
-    """Return the variants that a function prepares."""
     found = set()
 
     class Prepared:
@@ -218,9 +205,7 @@ def variants(run) -> set[tuple[str, str]]:
 
 
 def ambiguous_plans(run) -> tuple[list[str], list[str]]:
-    """Return the kernels that one key of `dispatch.launch` stands for several variants of, and those whose plans would
-    be stale: what is said to stay does not.
-    """
+    """Return kernels whose keys of `dispatch.launch` stand for several variants, and those whose plans go stale."""
     found: dict[tuple[str, int, str], set] = {}
     stays: dict[tuple[str, int, str], list] = {}
     stale = set()
@@ -258,17 +243,9 @@ def main() -> None:
         warmed = variants(warm)
         used = variants(lambda: [step(rng) for _ in range(150)])
         ambiguous, stale = ambiguous_plans(lambda: [step(rng) for _ in range(20)])
-    print(
-        json.dumps(
-            {
-                "warmed": Counter(f"{module}.{name}" for name, module, _ in warmed),
-                "used": Counter(f"{module}.{name}" for name, module, _ in used),
-                "missing": sorted(used - warmed),
-                "ambiguous": ambiguous,
-                "stale": stale,
-            }
-        )
-    )
+    counts = [Counter(f"{module}.{name}" for name, module, _ in found) for found in (warmed, used)]
+    found = dict(warmed=counts[0], used=counts[1], missing=sorted(used - warmed), ambiguous=ambiguous, stale=stale)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

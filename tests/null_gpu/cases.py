@@ -9,17 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from null_gpu import situations
 from null_gpu.plants import allocate_while_capturing, plant_each
-from null_gpu.situations import (
-    kernels_of_a_step,
-    kernels_of_drafts,
-    let_rest,
-    memory_by_owner,
-    peak_of_a_prompt,
-    sleep_and_wake,
-    stand_in_for_flashinfer,
-    sums_of_guidance,
-)
+from null_gpu.situations import kernels_of_a_step, kernels_of_drafts, let_rest, sums_of_guidance
 from tests.engine import family_models
 from vllm_vidspec.tools import pairs
 
@@ -162,7 +154,7 @@ _EIGHT_CLIPS = {
         "gpu_memory_utilization": 0.02,
     },
     "num_videos": 8,
-    "after": peak_of_a_prompt,
+    "after": situations.peak_of_a_prompt,
     **_ONE_STEP,
 }
 # The policy's kernels take long in the interpreter, and every step is like the one before.
@@ -203,7 +195,7 @@ def _whole(name: str, family: str, device_gb: int) -> tuple[Case, ...]:
         "is_whole": True,
         "device_gb": device_gb,
         "is_slow": True,
-        "after": memory_by_owner,
+        "after": situations.memory_by_owner,
         "skip": 12,  # until staging memory of each size is there: PyTorch pins a size of it at its first use
         "timed_steps": 10,
     }
@@ -248,8 +240,8 @@ _ALL = (
     Case("static fp8 cache", _STATIC, "vanilla fp8 cache", overrides=GRAPHS_FP8, **_VARIANT, most_launches=50),
     Case("static fp8 draft cache", _STATIC | {"kv_cache_dtype": "fp8"}, "vanilla graphs", **_GRAPHS, **_VARIANT,
          most_launches=50),
-    Case("chain FlashInfer", {}, overrides=FLASHINFER, before=stand_in_for_flashinfer, after=sums_of_guidance,
-         **_ONE_STEP),
+    Case("chain FlashInfer", {}, overrides=FLASHINFER, before=situations.stand_in_for_flashinfer,
+         after=sums_of_guidance, **_ONE_STEP),
     Case("chain fp8 as it loads", {"quantization": "fp8_per_tensor"},
          overrides=GRAPHS | {"quantization": "fp8_per_tensor"}, **_ONE_STEP),
     *(Case(f"chain {name} weights", {}, is_whole=True, weights=name, **_SLOW, **_ONE_STEP)
@@ -282,7 +274,7 @@ _ALL = (
     # The Qwen pair's three vision heads are not for two ranks.
     Case("vanilla two ranks", family=LLAVA, overrides=TWO_RANKS),
     Case("chain two ranks", {}, "vanilla two ranks", LLAVA, overrides=TWO_RANKS, most_launches=337),
-    Case("sleep", {}, overrides={"enable_sleep_mode": True}, after=sleep_and_wake, **_ONE_STEP),
+    Case("sleep", {}, overrides={"enable_sleep_mode": True}, after=situations.sleep_and_wake, **_ONE_STEP),
     # The last of its process: the plant stays.
     Case("planted capture", {}, overrides=GRAPHS, before=allocate_while_capturing, is_planted=True),
 )  # fmt: skip

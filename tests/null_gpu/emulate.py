@@ -76,9 +76,6 @@ def _note(name: str, error: BaseException) -> None:
         sys.stderr.write(f"[null GPU] not emulated: {name}: {failed[name]}\n")
 
 
-# ---- Triton
-
-
 class _Guarded:
     """The interpreter's memory access, which refuses pointers outside all memory: garbage must not end the process."""
 
@@ -260,9 +257,6 @@ def _call_inside(self, *args, **kwargs):
         return _interpret(self).rewrite()(*args, **kwargs)
     finally:
         scope.restore()
-
-
-# ---- PyTorch
 
 
 class _Operators(TorchDispatchMode):

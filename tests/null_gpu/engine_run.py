@@ -30,8 +30,6 @@ _MOST_STEPS = 400
 
 @dataclass
 class Measured:
-    """Measurements of one configuration."""
-
     name: str  # the case
     error: str | None = None  # traceback, None if it ran
     start_s: float = 0.0  # 0 if an earlier case has started the engine

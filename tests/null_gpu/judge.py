@@ -42,8 +42,7 @@ def callers(measured: dict[str, Any], counter: str, vanilla: dict[str, Any] | No
 
 
 def extra_waits(measured: dict[str, Any], vanilla: dict[str, Any], allowed: Sequence[str] = ()) -> list[str]:
-    """Return one complaint for each of `WAITS` more frequent than vanilla's; lines of `allowed` may wait once a
-    step."""
+    """Return a complaint for each of `WAITS` more frequent than vanilla's; lines of `allowed` may wait once a step."""
     complaints, steps = [], len(measured["steps"])
     for counter in WAITS:
         # A wait of vanilla's output thread may fall into the step after the last one counted.

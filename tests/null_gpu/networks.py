@@ -86,8 +86,6 @@ def as_dict(step: Any) -> dict[str, Any] | None:
 
 
 class FakeDraft:
-    """Stands in for `DraftModel`."""
-
     num_axes, block_size = 3, BLOCK_SIZE
     max_num_tokens = 24  # so that wide levels are fed in parts
     vocab_size, max_model_len, num_positions = VOCAB, MAX_LEN, MAX_LEN

@@ -48,8 +48,7 @@ def summary(measured: dict[str, Any], vanilla: dict[str, Any]) -> dict[str, Any]
 
 
 def what_ran(measured: dict[str, Any]) -> dict[str, int]:
-    """Return of one configuration: faults, graphs captured at the start, kernels in them, tokens, and of ours what was
-    drafted, accepted and answered without drafts."""
+    """Return of one configuration: faults, captured graphs, their kernels, tokens, what was drafted and accepted."""
     counted = measured["extra"]["counted"]
     return {
         "faults": len(judge.faults(measured)),

@@ -10,8 +10,7 @@ import torch
 
 
 def peak_of_a_prompt(session: Any) -> dict[str, int]:
-    """Prefill new prompts; return the largest increase of memory, and its bound: vLLM's profile, and room for
-    pixels."""
+    """Prefill new prompts; return memory's largest increase, and its bound: vLLM's profile, and room for pixels."""
     worker = session.worker
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -40,10 +39,7 @@ def sums_of_guidance(session: Any) -> dict[str, list[list[int] | None]]:
 
 
 def stand_in_for_flashinfer() -> None:
-    """Let vLLM's FlashInfer backend plan and launch nothing: its kernels are compiled by a CUDA compiler, at run time.
-
-    All else of the backend is its own: the layout of its cache, its writes, its metadata.
-    """
+    """Let vLLM's FlashInfer plan and launch nothing, as CUDA's compiler makes its kernels; the rest is its own."""
     from vllm.v1.attention.backends import flashinfer
 
     class Wrapper:
@@ -142,7 +138,6 @@ def memory_by_owner(session: Any) -> dict[str, dict[str, int]]:
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the storages of tensors, each once."""
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 

@@ -49,7 +49,6 @@ SCENARIOS = {
 
 
 def counted(step, times: int) -> dict:
-    """Run steps; return what they counted, as `judge` reads it."""
     steps = []
     with device.trace("sync", "copy") as seen:
         for _ in range(times):
@@ -105,12 +104,10 @@ def on_the_cpu(name: str) -> World:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_decode_steps_equal_the_cpus(tmp_path, name):
     """Tokens, trees, the draft's KV cache and totals, bit for bit; what `flush` publishes may be a step late.
+    Where chains are loose, tree attention takes the place of both models' own.
 
-    Drafts are captured and replayed: batches grow into other blocks, are padded, have processed logits or not. Where
-    chains are loose, the target's and the draft's own attention splits no keys on the GPU, and tree attention takes
-    their place: the tokens are the same.
-    Catches: a CUDA branch that computes something else, a host tensor among the device's, a wait, a transfer more; a
-    graph that is missing, what a replay reads that is not the step's.
+    Catches: a CUDA branch that computes something else, a host tensor among the device's, a wait or transfer more, a
+    graph that is missing or reads what is not the step's.
     """
     expected = on_the_cpu(name)
     got, wrong = run(tmp_path, name, GPU, splits_keys=name != "chain, loose")
@@ -145,9 +142,6 @@ def test_a_chain_that_goes_on(tmp_path, monkeypatch):
     got, _ = run(tmp_path, "chain, loose", GPU, num_changes=0, goes_on=True)
     assert got.log == expected[: len(got.log)]
     assert any(graph.num_replays for key, graph in got.graphs.graphs.items() if key.name == "more")
-
-
-# ---- the comparison is seen to fail
 
 
 def forgotten_path(patch) -> None:

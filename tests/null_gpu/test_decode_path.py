@@ -61,17 +61,11 @@ def split(names, share):
 
 
 def run(folder, names):
-    """Measure cases with the same numbers of devices in one process."""
     path, case = folder / "results.json", CASES[names[0]]
     machine = {"NULLGPU_DEVICES": str(case.num_devices), "NULLGPU_MEM_GB": str(case.device_gb)}
     environment = os.environ | machine | {"VLLM_LOGGING_LEVEL": "WARNING"}
-    done = subprocess.run(
-        [sys.executable, "-m", "null_gpu.engine_run", str(path), *names],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    command = [sys.executable, "-m", "null_gpu.engine_run", str(path), *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     rows = json.loads(path.read_text()) if path.exists() else []
     for row in rows:
         row["error"] = row["error"] and row["error"] + done.stderr[-6000:]
@@ -81,9 +75,7 @@ def run(folder, names):
 
 
 def write_results(path, rows, ran):
-    """Write the table's rows with their provenance, and what of every case that ran there is to say without times;
-    other cases keep what an earlier run has written.
-    """
+    """Write the table's rows and what ran, with provenance; other cases keep what an earlier run has written."""
     from vllm_vidspec.tools.provenance import provenance
 
     origin = provenance() | {"argv": ["make", "test-cuda-host"], "device": "null GPU"}
@@ -140,9 +132,6 @@ def test_ranks_do_the_same(row, name):
     assert len(launches) == CASES[name].num_ranks and len(set(launches)) == 1
 
 
-# ---- memory
-
-
 @pytest.mark.cases("eight clips", "vanilla eight clips")
 def test_eight_clips_stay_within_the_profiled_peak(measured):
     memory = measured["eight clips"]["extra"]
@@ -167,9 +156,6 @@ def test_sleep_gives_memory_back(measured, level):
     assert asleep > again >= awake
 
 
-# ---- pixels
-
-
 @pytest.mark.cases("chain", "vanilla")
 def test_pixels_go_to_the_device_once(measured):
     """A prefill uploads hardly more than vanilla's. Catches: a second copy of the video."""
@@ -178,9 +164,6 @@ def test_pixels_go_to_the_device_once(measured):
         for name in ("chain", "vanilla")
     )
     assert vanilla > PIXEL_BYTES and ours - vanilla < PIXEL_BYTES / 50, (ours, vanilla)
-
-
-# ---- guidance
 
 
 @pytest.mark.cases("chain")
@@ -192,19 +175,14 @@ def test_guidance_gets_the_log_sum_exps_of_the_layers_own_attention(measured):
 
 @pytest.mark.cases("chain", "chain FlashInfer")
 def test_guidance_looks_at_every_layer_of_flashinfer(measured):
-    """Its cache is paged as the others', and holds e4m3 here. Catches: a block table that its metadata does not say; an
-    exception there, which costs guidance alone."""
+    """Catches: a block table that its metadata does not say; an exception there, which costs guidance alone."""
     told = measured["chain FlashInfer"]["extra"]["told"]
     assert told == [None] * len(measured["chain"]["extra"]["told"])
 
 
-# ---- attention
-
-
 @pytest.mark.cases("chain graphs FA2", "chain graphs batch")
 def test_chains_take_tree_attention_where_keys_are_not_split(measured):
-    """In the target's graph of a verify step, padded, and in the draft's for the two tokens fed first; version 3
-    stays."""
+    """In the target's graph of a verify step and in the draft's for the two tokens fed first; version 3 stays."""
     found = measured["chain graphs FA2"]["extra"]
     num_target, num_draft = found["layers"]
     assert found["kernels"].count("_tree_attention_kernel") == num_target + num_draft
@@ -212,9 +190,6 @@ def test_chains_take_tree_attention_where_keys_are_not_split(measured):
     own = [kernel for kernel in found["kernels"] if "flash_fwd" in kernel]
     assert len(own) % num_draft == 0 and len(own) >= num_draft, own
     assert "_tree_attention_kernel" not in measured["chain graphs batch"]["extra"]["kernels"]
-
-
-# ---- planted defects fail the tests above
 
 
 @pytest.mark.cases("planted")

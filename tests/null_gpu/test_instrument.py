@@ -38,9 +38,6 @@ def before():
     return device.counters()
 
 
-# ---- what is counted
-
-
 def test_launches_are_counted_by_interface_and_kernel(before):
     x = torch.ones(512, device="cuda")
     _add_one[(2,)](x, x, 512, block=256)
@@ -100,15 +97,7 @@ TRANSFERS = [
     (WAIT, lambda x: torch.cuda.synchronize()),
     (BOTH_HERE, lambda x: x.clone()),
 ]
-KINDS = (
-    "copy.h2d_pageable",
-    "copy.d2h_pageable",
-    "copy.blocking",
-    "copy.h2d_pinned",
-    "copy.d2h_pinned",
-    "copy.d2d",
-    "sync",
-)
+KINDS = set().union(*(expected for expected, _ in TRANSFERS))
 
 
 @pytest.mark.parametrize("expected,transfer", TRANSFERS)
@@ -170,11 +159,7 @@ def test_tensors_in_a_tuple_are_emulated_in_place(before):
     assert out.cpu().tolist() == [1, 2, 3, 4], emulate.failed
 
 
-# ---- capture
-
-
 def capture(work):
-    """Capture `work` of a tensor as a graph."""
     x = torch.zeros(8, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -353,9 +338,6 @@ def test_torch_fails_under_capture_as_on_a_device(transfer):
     capture(lambda x: x + 1)  # the device is usable afterwards
 
 
-# ---- devices
-
-
 def test_a_host_tensor_is_refused_by_triton_and_by_operators():
     gpu, host = torch.zeros(4, device="cuda"), torch.zeros(4)
     with pytest.raises(ValueError, match="cannot be accessed from Triton"):
@@ -404,14 +386,9 @@ os._exit(0)
 def test_collectives_between_two_processes(tmp_path):
     """Sums, gathers and broadcasts are real; what would hang on a device is an error that names the other rank."""
     environment = os.environ | {"NULLGPU_DEVICES": "2", "NULLGPU_NCCL_TIMEOUT_S": "3"}
+    command, pipes = [sys.executable, "-c", _TWO_RANKS], dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _TWO_RANKS, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], **pipes, text=True, env=environment)
         for rank in range(2)
     ]
     outputs = [rank.communicate(timeout=120) for rank in ranks]

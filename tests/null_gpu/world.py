@@ -16,21 +16,9 @@ import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
+from null_gpu import networks
 from null_gpu.emulate import Graph, emulating, launched, to_device, to_host
-from null_gpu.networks import (
-    BLOCK_SIZE,
-    MAX_LEN,
-    MAX_REQS,
-    NUM_BLOCKS,
-    VOCAB,
-    FakeAttention,
-    FakeDraft,
-    FakeSampler,
-    as_dict,
-    attend,
-    hashed,
-    target_logits,
-)
+from null_gpu.networks import BLOCK_SIZE, MAX_LEN, MAX_REQS, NUM_BLOCKS, VOCAB
 from tests.unit.engine import fakes
 from vidspec_kernels import candidates_reference, draw_reference
 from vllm_vidspec.config import VidSpecConfig
@@ -54,8 +42,7 @@ from vllm_vidspec.metrics import MetricsFile
 class World:
     """The model runner's side, from which the engine builds its parts: rows, batches, the target, commits.
 
-    `launch` makes a kernel of a function of host tensors, `temperature` is every other request's, and `fills_trees`
-    fills them up to K, as vLLM's asynchronous scheduling does.
+    `launch` makes a kernel of a function of host tensors; `temperature` is every other request's.
     """
 
     max_num_reqs, vocab_size, model, recorder = MAX_REQS, VOCAB, None, None
@@ -83,7 +70,7 @@ class World:
         blocks = NUM_BLOCKS // MAX_REQS
         self.target_table = self.put(np.arange(MAX_REQS * blocks, dtype=np.int32).reshape(MAX_REQS, blocks))
         self.target_cache = self.zeros(NUM_BLOCKS, BLOCK_SIZE, 1, 2, dtype=torch.int64)
-        self.sampler = FakeSampler(self, temperature)
+        self.sampler = networks.FakeSampler(self, temperature)
         self.req_states = SimpleNamespace(
             total_len=SimpleNamespace(gpu=self.total_len),
             all_token_ids=SimpleNamespace(gpu=self.text),
@@ -235,7 +222,7 @@ class World:
         block_table = self.launch(lambda table, rows: table[rows])(self.target_table, batch.idx_mapping)
         self.model_state.prepare_attn(batch, None, [block_table], None, None, None)
         if self.target_trees is not None:
-            step = as_dict(self.target_trees.attention.step)
+            step = networks.as_dict(self.target_trees.attention.step)
 
         def run(drafts, last, cache, table, rows, positions, entries, local, seq_lens, step):
             tokens = torch.where(local == 0, last[rows, 0], drafts[rows, (local - 1).clamp(min=0)])
@@ -243,7 +230,8 @@ class World:
             block = table_of_token.gather(1, (entries // BLOCK_SIZE)[:, None]).long()[:, 0]
             slots = block * BLOCK_SIZE + entries % BLOCK_SIZE
             starts = batch.query_start_loc_np
-            return target_logits(attend(cache, tokens, positions, starts, seq_lens, table, slots, step)), tokens
+            hidden = networks.attend(cache, tokens, positions, starts, seq_lens, table, slots, step)
+            return networks.target_logits(hidden), tokens
 
         forward = self.launch(run)
         out = forward(
@@ -259,6 +247,7 @@ class World:
         verifier, rows_np = self.verifier, batch.idx_mapping_np
         step, relevance = VerifyStep(), None
         if self.rules is not None and self.rules.any_by_relevance(rows_np):
+            hashed = networks.hashed
             measure = self.launch(lambda rows, at: torch.from_numpy((hashed(rows, at) % 97).astype(np.float32)))
             relevance = measure(batch.by_token, batch.positions)
         step.open(batch.cu_num_logits_np, relevance)
@@ -346,14 +335,14 @@ def world(
     with contextlib.ExitStack() as stack:
         for module, name, stand_in in (
             (counters.Counters, "_open", staticmethod(lambda _: MetricsFile.create(folder / f"{device.type}.i64"))),
-            (parts, "DraftModel", lambda _config, device, *_: FakeDraft(device, launch)),
+            (parts, "DraftModel", lambda _config, device, *_: networks.FakeDraft(device, launch)),
             (parts, "held_bytes", lambda _: 0),
             (parts, "make_guidance", lambda *_: None),
             (parts, "VisualStates", lambda *_: None),  # `_verify` makes up relevance
             *((module, "kv_bytes_per_token", lambda _: 0) for module in (backend, drafter)),
             (draft_prefill, "adapter_for", lambda *_: None),
             *((module, "attention_layers", lambda config: {"layer": config.cache}) for module in (backend, parts)),
-            (tree_attention, "TreeAttention", FakeAttention),
+            (tree_attention, "TreeAttention", networks.FakeAttention),
             (tree_attention.backends, "splits_keys", lambda *_: splits_keys),
             (tree_attention, "_obstacles", lambda *_: iter(())),
             *(() if on_gpu else ((kv_pool, "StagedWriteTensor", fakes.StagedWrites),)),

@@ -83,7 +83,6 @@ def new_request(
 
 
 def batch_of(*rows: int, start: int = 0, count: int = NUM_TOKENS) -> SimpleNamespace:
-    """Return a step that prefills `count` tokens of each row's prompt."""
     num_reqs = len(rows)
     return SimpleNamespace(
         idx_mapping_np=np.array(rows, dtype=np.int32),

@@ -36,7 +36,6 @@ def test_a_renamed_parameter_is_one_clear_line():
 
 
 def test_patches_are_applied_once():
-    """Registering twice leaves one wrapper, with vLLM's own function under it."""
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_vidspec.plugin import register

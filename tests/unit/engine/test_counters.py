@@ -74,7 +74,6 @@ def worker_counters(config, engine: int = 0, suffix: str = "") -> Counters:
 
 
 def begin(counters: Counters, req_state_idx: int, req_id: str) -> None:
-    """Let a request take a row."""
     counters.begin_request(NewRequest(req_id, req_state_idx, [], [], None))
 
 
@@ -147,9 +146,7 @@ def test_a_later_rank_finds_its_file(server, suffix):
 
 @pytest.mark.parametrize("node", [0, 1], ids=["no file here", "another node"])
 def test_counts_of_another_host_go_with_outputs(server, node):
-    """Ray's worker, or the last pipeline stage's on a node of its own, whose server has a file that nobody reads.
-
-    Catches: counts that vanish there, counts that are taken in twice, gauges that add up."""
+    """Ray's worker, or the last stage on its own node. Catches: counts that vanish or come twice, gauges added up."""
     config = server()
     far = vllm_config("elsewhere" if node == 0 else config.instance_id, node_rank_within_dp=node)
     counters = Counters(far, torch.device("cpu"), NUM_ROWS, metrics.MAX_POSITIONS, worker_counters(config)._requests)

@@ -89,7 +89,6 @@ class Line:
         return [self.model.slots[slot] for slot in self.slots(row, count)]
 
     def slots(self, row: int, count: int) -> list[int]:
-        """Return the slots of a row's first KV entries."""
         return [int(self.kv.block_tables[row, i // BLOCK]) * BLOCK + i % BLOCK for i in range(count)]
 
 

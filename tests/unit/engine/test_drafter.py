@@ -51,7 +51,6 @@ def test_blocks_are_taken_ahead_of_need_and_never_where_another_may_need_them():
 
 
 def make_drafter(max_model_len: int = LONGEST, num_positions: int = LONGEST, kv=None) -> Drafter:
-    """Return a drafter's tables."""
     made = object.__new__(Drafter)
     made.kv = kv or DraftKV(80, BLOCK, ROWS, LONGEST + K + 1, CPU)
     made.model = SimpleNamespace(max_model_len=max_model_len, num_positions=num_positions)

@@ -42,18 +42,8 @@ def part(drafts: list[int], relevance: list[float] | None = None) -> VerifySlice
     measured = None if relevance is None else torch.tensor(relevance)
     rows, nodes = torch.ones(n, dtype=torch.int64), torch.arange(n, dtype=torch.int32)
     ends = torch.tensor([0, n], dtype=torch.int32)
-    return VerifySlice(
-        rows[:1],
-        np.array([1]),
-        ends,
-        np.array([n]),
-        rows,
-        nodes,
-        nodes.long() + 7,
-        torch.tensor(drafts).int(),
-        measured,
-        None,
-    )
+    chain, tokens = (rows[:1], np.array([1]), ends, np.array([n]), rows, nodes), torch.tensor(drafts).int()
+    return VerifySlice(*chain, nodes.long() + 7, tokens, measured, None)
 
 
 def test_what_no_mismatch_may_touch(made):

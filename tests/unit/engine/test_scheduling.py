@@ -75,7 +75,6 @@ def world(monkeypatch, tmp_path):
 
 @pytest.fixture
 def warnings(monkeypatch):
-    """What was warned of, as text."""
     warning = mock.Mock()
     monkeypatch.setattr(scheduling.logger, "warning", warning)
     return lambda: "\n".join(call.args[0] % call.args[1:] for call in warning.call_args_list)

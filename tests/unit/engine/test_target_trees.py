@@ -1,6 +1,4 @@
-"""What the target's layers do with trees: run eagerly, and replayed as a whole forward that another batch was captured
-with.
-"""
+"""What the target's layers do with trees: eagerly, and as a forward that was captured with another batch."""
 
 from types import SimpleNamespace
 
