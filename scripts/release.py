@@ -4,7 +4,9 @@
     python scripts/release.py --python python3.11 --python python3.12 --extra cpu --json runs/release.json
 
 Reads the tracked files of this clone and writes to `dist/`; environments live in a temporary folder. What an extra
-brings is installed as pip is configured to; a version of Python that it has no wheels for is recorded as such.
+brings is installed as pip is configured to; a version of Python that it has no wheels for is recorded as such. The
+extra `cpu` needs PyTorch's index of CPU builds. `--extra lock` does without: no extra, but first what
+`requirements/lock-cpu.txt` pins, with torch as pip finds it, elsewhere a CUDA build, which runs on a CPU too.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "vllm-vidspec"
+LOCK = ROOT / "requirements" / "lock-cpu.txt"
 
 
 def build(out: Path) -> tuple[Path, Path]:
@@ -72,6 +75,14 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
+def installs(extra: str) -> list[list[str]]:
+    """Return what is given to `pip install`, one after the other."""
+    if extra != "lock":
+        return [[f"{NAME}[{extra}]" if extra else NAME]]
+    (torch,) = re.findall(r"^torch==\S+", LOCK.read_text(), re.MULTILINE)
+    return [[torch], ["--no-deps", "-r", str(LOCK)], [NAME]]  # the CPU wheel of vLLM wants torch's CPU build by name
+
+
 def attempt(index: str, python: str, extra: str, commands: Sequence[Sequence[str]], limit_s: float) -> list[dict]:
     """Install into an empty environment of one Python and run commands in it, until one fails.
 
@@ -82,10 +93,11 @@ def attempt(index: str, python: str, extra: str, commands: Sequence[Sequence[str
     rows: list[dict] = []
     with tempfile.TemporaryDirectory(prefix="vidspec-empty-") as folder:
         bin_ = Path(folder, "bin")
-        what = f"{NAME}[{extra}]" if extra else NAME
-        install = [bin_ / "python", "-m", "pip", "install", "--no-input", "-q", "--extra-index-url", index, what]
-        steps = [[python, "-m", "venv", folder], install, *([bin_ / one[0], *one[1:]] for one in commands)]
-        for words, name in zip(steps, ["venv", f"pip install {what}", *map(" ".join, commands)], strict=True):
+        pip = [bin_ / "python", "-m", "pip", "install", "--no-input", "-q", "--extra-index-url", index]
+        steps = {"venv": [python, "-m", "venv", folder]}
+        steps |= {f"pip install {Path(words[-1]).name}": [*pip, *words] for words in installs(extra)}
+        steps |= {" ".join(words): [bin_ / words[0], *words[1:]] for words in commands}
+        for name, words in steps.items():
             row = _timed(list(map(str, words)), name, folder, limit_s)
             rows.append(row)
             print(f"[release] {python}: {name}: {row['status']} in {row['seconds']} s: {row['last']}", flush=True)
@@ -100,7 +112,7 @@ def _timed(words: list[str], name: str, folder: str, limit_s: float) -> dict:
         # A path to this clone would be found before what was installed.
         env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         run = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=limit_s)
-        status, text = run.returncode, run.stdout + run.stderr
+        status, text = run.returncode, (run.stdout + run.stderr if run.returncode else run.stderr + run.stdout)
     except subprocess.TimeoutExpired:
         pass
     except FileNotFoundError as error:
@@ -119,7 +131,7 @@ def main() -> None:
     """Build, install with each Python, and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", action="append", default=[], help="an interpreter to try; repeat for more")
-    parser.add_argument("--extra", default="", choices=("", "cpu", "gpu"), help="which engine to install with it")
+    parser.add_argument("--extra", default="", choices=("", "cpu", "gpu", "lock"), help="which engine comes with it")
     parser.add_argument("--limit", type=float, default=1800.0, metavar="SECONDS", help="for each step")
     parser.add_argument("--json", type=Path, help="where to record the rows")
     given = parser.parse_args()
@@ -127,7 +139,7 @@ def main() -> None:
     print(f"[release] {wheel.name} ({wheel.stat().st_size >> 10} KiB), {sdist.name} ({sdist.stat().st_size >> 10} KiB)")
     # What a CPU engine depends on are in part CUDA builds, which `doctor --fix` repairs.
     of_cpu = [["vidspec", "doctor", "--fix"], ["vidspec", "demo"]]
-    commands = [["vidspec", "--version"], ["vidspec", "doctor"], *(of_cpu if given.extra == "cpu" else [])]
+    commands = [["vidspec", "--version"], ["vidspec", "doctor"], *(of_cpu if given.extra in ("cpu", "lock") else [])]
     with served(wheel, sdist) as index:
         rows = [
             {"python": python, "extra": given.extra, **row}
@@ -137,6 +149,8 @@ def main() -> None:
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(json.dumps(rows, indent=1) + "\n")
+    # Doctor alone may find something: no engine, or what `doctor --fix` repairs.
+    sys.exit(any(row["status"] != 0 and row["step"] != "vidspec doctor" for row in rows))
 
 
 if __name__ == "__main__":
