@@ -96,7 +96,7 @@ def moved(view, given):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("num_reqs", "max_drafts"), [(0, 7), (12, 1), (12, 7), (12, 25), (12, 64)])
 @pytest.mark.parametrize("by_rows", [False, True])
-def test_entries_move_behind_their_root(device, impl, num_reqs, max_drafts, layout, by_rows):
+def test_equals_the_loop(device, impl, num_reqs, max_drafts, layout, by_rows):
     """Catches: an entry overwritten unread, strides mixed up, a layer or head left out, other rows, paths past
     num_accepted (-1: no rows) or past the block table."""
     kinds = [(layout, 2, (2, 8), torch.float32)]

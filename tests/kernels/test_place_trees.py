@@ -83,7 +83,7 @@ FORMS = {"axes in place": (3, False), "one axis": (1, False), "out of place": (3
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("form", FORMS)
-def test_every_place(device, impl, batch, form):
+def test_equals_the_loop(device, impl, batch, form):
     """Catches: prefix or root off by one, batch rows, positions that are no depth, an axis or a prompt's tail skipped,
     padding left alone, writes past `size` or of nobody's columns, a width taken for a power of two, bit 63 lost."""
     (counts, num_cols), (num_axes, out_of_place) = BATCHES[batch], FORMS[form]
