@@ -75,10 +75,10 @@ def speed(found: dict[str, Any]) -> str:
 
 
 def first_tokens(found: dict[str, Any]) -> str:
-    """Return the time to the first token over vanilla's, and the parts of it that are ours."""
-    rows = []
+    """Return, of the longest videos, the time to the first token over vanilla's, and the parts of it that are ours."""
+    rows, longest = [], max(int(key.split()[0]) for key in found)
     for where, row in _timed(found):
-        if "guidance_s" in row and "in parallel" not in where[-1]:
+        if where[0] == f"{longest:,}" and "in parallel" not in where[-1]:
             vanilla = row["vanilla_ttft_s"]
             shares = (f"{100 * row[part] / vanilla:.1f} %" for part in ("guidance_s", "draft_prefill_s"))
             rows.append([*where, f"{vanilla:.2f}", f"{row['ttft_over_vanilla']:.2f}", *shares])
