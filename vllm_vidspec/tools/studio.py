@@ -350,6 +350,7 @@ def run(show: Show, report: Report = silent) -> None:
             report("server", {"name": "vidspec"})
             report("ready", {"seconds": server.wait_ready()})
             studio = Studio(server.base_url, show.vanilla, os.environ[ADMIN_KEY], show.num_frames, is_own=True)
+        listener.listen()  # who opens the page as soon as it is told waits, and is not refused
         report("page", {"url": f"http://127.0.0.1:{listener.getsockname()[1]}"})
         serve(studio, listener)
 
