@@ -107,6 +107,24 @@ def test_a_preempted_request_keeps_its_figures(server):
     assert len(counters._held) == 2
 
 
+def test_what_is_not_published_is_not_settled(server):
+    """Catches: a step at rest that leaves counts of earlier ones behind, on this host or for another."""
+    counters, idx_mapping = worker_counters(server()), torch.arange(1)
+    assert counters.is_settled
+    counters.counted(idx_mapping.numpy(), counters.tally(idx_mapping))
+    assert not counters.is_settled
+    counters.flush()
+    assert not counters.is_settled, "a request's are on their way"
+    counters.publisher()
+    assert counters.is_settled
+    counters.counted(idx_mapping.numpy(), counters.tally(idx_mapping))
+    counters.publisher()
+    assert not counters.is_settled, "the totals are not in the file"
+    elsewhere = vllm_config(node_rank_within_dp=1)
+    requests = RequestRows(NUM_ROWS, torch.device("cpu"))
+    assert not Counters(elsewhere, torch.device("cpu"), NUM_ROWS, K, requests).is_settled
+
+
 def test_the_alarm_speaks_once_and_is_armed_by_a_sound_window(monkeypatch):
     """Catches: a line per window, an alarm that a single good answer re-arms, one that never speaks again."""
     alarm, said = AcceptanceAlarm(), hear_warnings(monkeypatch, counters_module)

@@ -7,13 +7,15 @@ from unittest import mock
 import numpy as np
 import pytest
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_vidspec.adapt import Controller
 from vllm_vidspec.config import VidSpecConfig, parse_config
 from vllm_vidspec.engine import control as module
-from vllm_vidspec.engine.compat.scheduler import _DECISION, StepReport, attach
+from vllm_vidspec.engine.compat.scheduler import _DECISION, StepReport, attach, report_of
 from vllm_vidspec.engine.parallel.client import DrafterClient
 from vllm_vidspec.engine.parallel.messages import Failed
+from vllm_vidspec.engine.requests import Phase
 from vllm_vidspec.engine.runner import VidSpecModelRunner
 from vllm_vidspec.engine.worker import VidSpecWorker
 from vllm_vidspec.errors import VidSpecError
@@ -92,6 +94,26 @@ def test_the_drafts_that_a_step_verifies(has_stages, expected):
     runner.use_pp, runner.execute_model_state = has_stages, SimpleNamespace(input_batch=batch)
     runner.requests = SimpleNamespace(in_flight=frozenset({"other"}), has_draft_np=np.array([True, True, False]))
     assert runner._verified() == expected
+
+
+@pytest.mark.parametrize(
+    ("is_settled", "recorder", "num_skips", "publishes"),
+    [(True, None, 2, False), (False, None, 2, True), (True, mock.Mock(), 2, True), (True, None, 3, True)],
+)
+def test_a_step_at_rest_publishes_what_there_is(is_settled, recorder, num_skips, publishes, monkeypatch):
+    """Catches: counts, records or requests without speculation that nobody is told of while nothing is drafted."""
+    runner = VidSpecModelRunner.__new__(VidSpecModelRunner)
+    backend = SimpleNamespace(reading=frozenset({"earlier"}), reading_s=0.0)
+    runner.speculator = SimpleNamespace(is_at_rest=True, backend=backend, decision=object())
+    runner.counters = mock.Mock(is_settled=is_settled, publisher=lambda: None, carried=lambda: None)
+    runner.requests = SimpleNamespace(num_skips=num_skips, in_flight=frozenset(), phase=np.array([Phase.SKIPPED]))
+    runner.req_states = SimpleNamespace(req_id_to_index={"skipped": 0})
+    runner.use_pp, runner.recorder, runner._num_told_skips, runner.num_speculative_steps = False, recorder, 2, 5
+    output = SimpleNamespace()
+    monkeypatch.setattr(GPUModelRunner, "sample_tokens", lambda self, grammar: output)
+    assert runner.sample_tokens(None) is output and runner.counters.flush.called == publishes
+    assert report_of(output).skipped == (("skipped",) if num_skips > 2 else ()) and runner.num_speculative_steps == 5
+    assert recorder is None or recorder.publisher.called
 
 
 def test_drafts_of_a_request_that_has_left_are_nobodys():

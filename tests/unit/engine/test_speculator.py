@@ -280,3 +280,19 @@ def test_knobs_change_for_everybody_or_for_nobody():
 def test_what_cannot_change(start, change, line):
     with pytest.raises(VidSpecError, match=line):
         make_knobs(**start).retune(change)
+
+
+def test_whether_any_row_drafts_follows_every_change():
+    """Catches: an answer that is kept past what changes a row, so that a step rests, or does not, by an older one."""
+    rows = RequestRows(4, CPU)
+    for change, expected in (
+        (lambda: rows.enter(1, Phase.DRAFTING), True),
+        (lambda: rows.remove(1), False),
+        (lambda: rows.start(0, Phase.DRAFTING), True),
+        (lambda: rows.skip(0, "error"), False),
+        (lambda: rows.enter(np.array([2, 3]), Phase.DRAFTING), True),
+        (lambda: rows.defer(2, None), True),
+        (lambda: rows.enter(3, Phase.PREFILL_STALLED), False),
+    ):
+        change()
+        assert rows.is_drafting == rows.any_in(Phase.DRAFTING) == expected
