@@ -7,6 +7,10 @@ cost. In each cell vanilla, the controller (`adaptive_tokens`, the default) and 
 interleaved rounds; the first two rounds of a cell are shown apart. The same engines answer all cells of a draft and a
 target, one cell after another, as a server's traffic changes. A file of finished cells lets a stopped run go on.
 
+    python benchmarks/bench_never_slower.py --tokens 14848 --batches 4,16 --keep 2
+
+Every round asks about the same two videos, which are in the prefix cache: prompts that take minutes are read once.
+
     python benchmarks/bench_never_slower.py --mixed
 
 Mixed traffic: half of 16 requests are about 256 video tokens, half about 4,096, where the bundled draft is hopeless.
@@ -53,6 +57,7 @@ FAMILY = "qwen2.5-vl"
 DRAFTS = {"bundled": (FAMILY, "draft"), "far": (FAMILY, assets.FAR), "plain": (assets.PLAIN, "draft"), "untrained": ()}
 CONTROLLER = "controller"
 LEARNING = 2  # rounds that are shown apart
+HOPELESS = 0.8  # of vanilla's speed: a fixed chain that is slower in these rounds is not asked again
 
 
 def untrained(folder: Path) -> str:
@@ -92,37 +97,40 @@ def variants(fixed: tuple[int, ...]) -> list[Variant]:
 
 
 def ask(
-    sessions: list[BenchSession], benchmark: scaling.ScalingBenchmark, number: int, indices: list[int]
-) -> list[dict[str, Any]]:
-    """Let every engine answer these requests in turn, the last one first in every other round."""
+    sessions: list[BenchSession | None], benchmark: scaling.ScalingBenchmark, number: int, indices: list[int]
+) -> list[dict[str, Any] | None]:
+    """Let every engine answer these requests in turn, the last one first in every other round; none: no answer."""
     command = {"command": "batch", "indices": indices, "sampling": benchmark.sampling, "seed": benchmark.seed}
+    command["keeps_prefixes"] = benchmark.kept_requests > 0
     order = sessions if number % 2 == 0 else sessions[::-1]
-    answers = [session.ask(dict(command)) for session in order]
+    answers = [session and session.ask(dict(command)) for session in order]
     return answers if number % 2 == 0 else answers[::-1]
 
 
-def rows_of(engines: list[Variant], turns: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def rows_of(engines: list[Variant], turns: list[list[dict[str, Any] | None]]) -> list[dict[str, Any]]:
     """Return a row of each engine, given what all of them answered in each round."""
-    answers = [list(of_engine) for of_engine in zip(*turns, strict=True)]
+    answers = [[one for one in of_engine if one is not None] for of_engine in zip(*turns, strict=True)]
     vanilla = [scaling.by_round(one) for one in answers[0]]
     rows = []
     for engine, rounds in zip(engines, answers, strict=True):
         found = [scaling.by_round(one) for one in rounds]
-        speedups = [ours["tokens_per_s"] / its["tokens_per_s"] for ours, its in zip(found, vanilla, strict=True)]
-        delays = [1e3 * (ours["ttft_s"] - its["ttft_s"]) for ours, its in zip(found, vanilla, strict=True)]
-        last = rounds[-1]["metrics"]
+        speedups = [ours["tokens_per_s"] / its["tokens_per_s"] for ours, its in zip(found, vanilla, strict=False)]
+        delays = [1e3 * (ours["ttft_s"] - its["ttft_s"]) for ours, its in zip(found, vanilla, strict=False)]
+        last, begin = rounds[-1]["metrics"], LEARNING if len(found) > LEARNING else 0
         rows.append(
             {
                 "engine": engine.method,
-                "speedup": statistics.median(speedups[LEARNING:]),
+                "speedup": statistics.median(speedups[begin:]),
                 "speedup_first": speedups[0],
-                "tokens_per_s": statistics.median(one["tokens_per_s"] for one in found[LEARNING:]),
-                "ttft_ms": 1e3 * statistics.median(one["ttft_s"] for one in found[LEARNING:]),
-                "ttft_more_ms": statistics.median(delays[LEARNING:]),
+                "tokens_per_s": statistics.median(one["tokens_per_s"] for one in found[begin:]),
+                "ttft_ms": 1e3 * statistics.median(one["ttft_s"] for one in found[begin:]),
+                "ttft_more_ms": statistics.median(delays[begin:]),
                 "verify_steps": [0 if one["metrics"] is None else one["metrics"]["drafts"] for one in rounds],
                 "verify_steps_last": 0 if last is None else last["drafts"],
                 "accepted_last": 0 if last is None else last["accepted_tokens"],
-                "identical_frac": identical_frac(scaling.token_ids(rounds), scaling.token_ids(answers[0])),
+                "identical_frac": identical_frac(
+                    scaling.token_ids(rounds), scaling.token_ids(answers[0][: len(rounds)])
+                ),
             }
         )
     return rows
@@ -133,6 +141,7 @@ def benchmark_of(
 ) -> tuple[scaling.ScalingBenchmark, Workload]:
     """Return what is measured with videos of at most so many tokens and at most so many requests at once."""
     sizes = {"video_tokens": tokens, "batch_size": batch, "rounds": args.rounds, "max_tokens": args.max_tokens}
+    sizes["kept_requests"] = args.keep
     benchmark = scaling.ScalingBenchmark(families=(family,), inflate=(pads,), draft=draft, **sizes)
     return benchmark, interleaved.workload_for(benchmark, family, pads, silent)
 
@@ -219,7 +228,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 family, draft = DRAFTS[name] or (FAMILY, path_of_untrained)
                 for tokens, batch, rows in measure(args, family, draft, pads, engines, todo):
                     cell = {"tokens": tokens, "draft": name, "batch": batch, "pads": pads}
-                    cell |= {"max_tokens": args.max_tokens, "rounds": args.rounds - LEARNING}
+                    cell |= {"max_tokens": args.max_tokens, "rounds": args.rounds - LEARNING, "kept": args.keep}
                     cells.append(cell | {"commit": (provenance()["git_sha"] or "")[:10], "rows": rows})
                     path.write_text(json.dumps(found | {"provenance": provenance()}, indent=1) + "\n")
                     print(" | ".join(line(cells[-1])), flush=True)
@@ -237,13 +246,30 @@ def measure(
     """Let the same engines answer the rounds of one cell after another; yield tokens, batch and the cell's rows."""
     longest, largest = map(max, zip(*points, strict=True))
     benchmark, workload = benchmark_of(args, family, draft, pads, longest, largest)
-    num_videos = [tokens // scaling.VIDEO_TOKENS for tokens, batch in points for _ in range(batch * args.rounds)]
+    # Requests of a point follow those of the one before; kept ones are the same for all batches of a length.
+    lengths = [point[0] for point in points]
+    kept = {tokens: args.keep * place for place, tokens in enumerate(dict.fromkeys(lengths))} if args.keep else {}
+    nums = [args.keep] * len(kept) or [batch * args.rounds for _, batch in points]
+    num_videos = np.repeat(np.array(list(kept) or lengths) // scaling.VIDEO_TOKENS, nums).tolist()
     begin = 0
     with started(benchmark, workload, engines, num_videos) as sessions:
+        for session in sessions if args.keep else ():
+            session.ask({"command": "keep", "sampling": benchmark.sampling | {"max_tokens": 8}})
         for tokens, batch in points:
-            starts = range(begin, begin + args.rounds * batch, batch)
-            turns = [ask(sessions, benchmark, n, list(range(at, at + batch))) for n, at in enumerate(starts)]
-            begin += args.rounds * batch
+            asked, turns = list[BenchSession | None](sessions), list[list[dict[str, Any] | None]]()
+            for number in range(args.rounds):
+                indices = range(begin, begin + batch)
+                if args.keep:
+                    indices = [
+                        kept[tokens] + place % args.keep for place in range(number * batch, (number + 1) * batch)
+                    ]
+                turns.append(ask(asked, benchmark, number, list(indices)))
+                begin += batch
+                if number + 1 == LEARNING:
+                    asked = [
+                        None if row["speedup"] < HOPELESS and row["engine"].startswith("chain") else session
+                        for row, session in zip(rows_of(engines, turns), asked, strict=True)
+                    ]
             yield tokens, batch, rows_of(engines, turns)
 
 
@@ -295,6 +321,7 @@ def main() -> None:
     parser.add_argument("--pads", default="0,9", help="forwards of the draft that one of the target costs; 0: as it is")
     parser.add_argument("--fixed", type=numbers, default="5,2")
     parser.add_argument("--rounds", type=int, default=LEARNING + 5)
+    parser.add_argument("--keep", type=int, default=0, help="ask about so many videos again and again (0: new ones)")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--json", default="docs/results/never-slower.json", help="finished cells, which are kept")
     parser.add_argument("--mixed", action="store_true", help="measure mixed traffic, and no cells")

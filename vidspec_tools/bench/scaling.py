@@ -19,6 +19,7 @@ class ScalingBenchmark(Benchmark):
 
     batch_size: int = 1  # requests that are handed in at once
     video_tokens: int = VIDEO_TOKENS  # of each request: whole videos, one after another, or a part of one's frames
+    kept_requests: int = 0  # requests that are asked again and again, whose prompts stay in the prefix cache
 
     @property
     def num_videos(self) -> int:
@@ -34,6 +35,12 @@ class ScalingBenchmark(Benchmark):
             "max_num_seqs": max(pairs.MAX_NUM_SEQS, self.batch_size),
             "limit_mm_per_prompt": {"video": self.num_videos},
         }
+        if self.kept_requests:
+            positions = (self.kept_requests + 1) * job["llm"]["max_model_len"]
+            job["llm"] |= {
+                "kv_cache_memory_bytes": pairs.KV_CACHE_BYTES // 2 + positions * (4 + workload.target_layers) * 1024,
+                "mm_processor_cache_gb": 8,
+            }
         job["prompts"] |= {"num_videos": self.num_videos, "video_frac": min(1.0, self.video_tokens / VIDEO_TOKENS)}
         return job
 

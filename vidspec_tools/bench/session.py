@@ -52,7 +52,7 @@ def run_job() -> None:
 class BenchEngine(Engine):
     """An engine whose steps are timed."""
 
-    commands: ClassVar[tuple[str, ...]] = (*Engine.commands, "look", "clock", "batch", "retune")
+    commands: ClassVar[tuple[str, ...]] = (*Engine.commands, "look", "clock", "batch", "keep", "retune")
 
     @classmethod
     def prepare(cls, job: dict[str, Any]) -> None:
@@ -181,6 +181,18 @@ class BenchEngine(Engine):
             ],
             "metrics": gain(before, self.counters()),
         }
+
+    def keep(self, sampling: dict[str, Any]) -> dict[str, Any]:
+        """Answer all requests once; from then on their videos are sent by name, and vLLM has them processed already.
+
+        Commands that give `keeps_prefixes` then find the prompts in the prefix cache, too.
+        """
+        for i, request in enumerate(self.requests):
+            videos = request["multi_modal_data"]["video"]
+            request["multi_modal_uuids"] = {"video": [f"{i}-{j}" for j in range(len(videos))]}
+            self.ask(sampling, indices=[i])
+            request["multi_modal_data"]["video"] = [None] * len(videos)
+        return {}
 
     def batch(self, indices: list[int], sampling: dict[str, Any], seed: int | None) -> dict[str, Any]:
         """Answer some requests at once; return when their tokens came.

@@ -67,7 +67,7 @@ def _answers(kind: "type[Engine]", commands: Iterator[dict[str, Any]], report: R
     }
     for command in commands:
         # Guidance must come from each command's own prefill, not from what an earlier one left.
-        if not llm.reset_prefix_cache():
+        if not command.pop("keeps_prefixes", False) and not llm.reset_prefix_cache():
             raise VidSpecError("the prefix cache cannot be emptied between measurements")
         name = command.pop("command")
         assert name in kind.commands, name
