@@ -28,7 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,14 +97,18 @@ def variants(fixed: tuple[int, ...]) -> list[Variant]:
 
 
 def ask(
-    sessions: list[BenchSession | None], benchmark: scaling.ScalingBenchmark, number: int, indices: list[int]
+    sessions: list[BenchSession | None], benchmark: scaling.ScalingBenchmark, number: int, command: dict[str, Any]
 ) -> list[dict[str, Any] | None]:
     """Let every engine answer these requests in turn, the last one first in every other round; none: no answer."""
-    command = {"command": "batch", "indices": indices, "sampling": benchmark.sampling, "seed": benchmark.seed}
-    command["keeps_prefixes"] = benchmark.kept_requests > 0
+    command |= {"sampling": benchmark.sampling, "keeps_prefixes": benchmark.kept_requests > 0}
     order = sessions if number % 2 == 0 else sessions[::-1]
     answers = [session and session.ask(dict(command)) for session in order]
     return answers if number % 2 == 0 else answers[::-1]
+
+
+def batch_of(benchmark: scaling.ScalingBenchmark, indices: Iterable[int]) -> dict[str, Any]:
+    """Return the command to answer these requests at once."""
+    return {"command": "batch", "indices": list(indices), "seed": benchmark.seed}
 
 
 def rows_of(engines: list[Variant], turns: list[list[dict[str, Any] | None]]) -> list[dict[str, Any]]:
@@ -171,8 +175,8 @@ def measure_mixed(
     with started(benchmark, workload, engines, num_videos) as sessions:
         for number in range(benchmark.rounds):
             begin = 2 * size * number
-            mixed.append(ask(sessions, benchmark, number, list(range(begin, begin + size))))
-            good.append(ask(sessions, benchmark, number, list(range(begin + size, begin + 2 * size))))
+            mixed.append(ask(sessions, benchmark, number, batch_of(benchmark, range(begin, begin + size))))
+            good.append(ask(sessions, benchmark, number, batch_of(benchmark, range(begin + size, begin + 2 * size))))
             print(f"round {number}", flush=True)
 
     def over_vanilla(rounds: list[list[dict[str, Any]]], figure: Any) -> list[float]:
@@ -253,8 +257,7 @@ def measure(
     num_videos = np.repeat(np.array(list(kept) or lengths) // scaling.VIDEO_TOKENS, nums).tolist()
     begin = 0
     with started(benchmark, workload, engines, num_videos) as sessions:
-        for session in sessions if args.keep else ():
-            session.ask({"command": "keep", "sampling": benchmark.sampling | {"max_tokens": 8}})
+        cold = [ask(sessions, benchmark, i, {"command": "keep", "index": i}) for i in range(len(kept) * args.keep)]
         for tokens, batch in points:
             asked, turns = list[BenchSession | None](sessions), list[list[dict[str, Any] | None]]()
             for number in range(args.rounds):
@@ -263,14 +266,19 @@ def measure(
                     indices = [
                         kept[tokens] + place % args.keep for place in range(number * batch, (number + 1) * batch)
                     ]
-                turns.append(ask(asked, benchmark, number, list(indices)))
+                turns.append(ask(asked, benchmark, number, batch_of(benchmark, indices)))
                 begin += batch
                 if number + 1 == LEARNING:
                     asked = [
                         None if row["speedup"] < HOPELESS and row["engine"].startswith("chain") else session
                         for row, session in zip(rows_of(engines, turns), asked, strict=True)
                     ]
-            yield tokens, batch, rows_of(engines, turns)
+            rows = rows_of(engines, turns)
+            if args.keep:
+                of_length = cold[kept[tokens] : kept[tokens] + args.keep]
+                for row, alone in zip(rows, rows_of(engines, of_length), strict=True):
+                    row |= {"cold_ttft_ms": alone["ttft_ms"], "speedup_first": alone["speedup_first"]}
+            yield tokens, batch, rows
 
 
 def decision_us(steps_per_arrival: int, num_reqs: int = 64, num_steps: int = 2000) -> tuple[float, float]:

@@ -182,17 +182,17 @@ class BenchEngine(Engine):
             "metrics": gain(before, self.counters()),
         }
 
-    def keep(self, sampling: dict[str, Any]) -> dict[str, Any]:
-        """Answer all requests once; from then on their videos are sent by name, and vLLM has them processed already.
+    def keep(self, index: int, sampling: dict[str, Any]) -> dict[str, Any]:
+        """Answer a request alone as `batch` does; from then on its videos are sent by name: vLLM has them processed.
 
-        Commands that give `keeps_prefixes` then find the prompts in the prefix cache, too.
+        Commands that give `keeps_prefixes` then find the prompt in the prefix cache, too.
         """
-        for i, request in enumerate(self.requests):
-            videos = request["multi_modal_data"]["video"]
-            request["multi_modal_uuids"] = {"video": [f"{i}-{j}" for j in range(len(videos))]}
-            self.ask(sampling, indices=[i])
-            request["multi_modal_data"]["video"] = [None] * len(videos)
-        return {}
+        request = self.requests[index]
+        videos = request["multi_modal_data"]["video"]
+        request["multi_modal_uuids"] = {"video": [f"{index}-{i}" for i in range(len(videos))]}
+        answer = self.batch([index], sampling, None)
+        request["multi_modal_data"]["video"] = [None] * len(videos)
+        return answer
 
     def batch(self, indices: list[int], sampling: dict[str, Any], seed: int | None) -> dict[str, Any]:
         """Answer some requests at once; return when their tokens came.
