@@ -11,7 +11,7 @@ target, one cell after another, as a server's traffic changes. A file of finishe
 
 Every round asks about the same two videos, which are in the prefix cache: prompts that take minutes are read once.
 
-    python benchmarks/bench_never_slower.py --mixed
+    python benchmarks/bench_never_slower.py --mixed --keep 12
 
 Mixed traffic: half of 16 requests are about 256 video tokens, half about 4,096, where the bundled draft is hopeless.
 
@@ -171,12 +171,17 @@ def measure_mixed(
     size, half = benchmark.batch_size, benchmark.batch_size // 2
     mixed, good = [], []
     # The hopeless ones come first, as their prompts take long: the good ones then decode beside them.
-    num_videos = ([benchmark.num_videos] * half + [1] * (half + size)) * benchmark.rounds
-    with started(benchmark, workload, engines, num_videos) as sessions:
+    num_videos = [benchmark.num_videos] * half + [1] * size
+    num = len(num_videos)
+    num_kept = num if benchmark.kept_requests else 0
+    with started(benchmark, workload, engines, num_videos * (1 if num_kept else benchmark.rounds)) as sessions:
+        for index in range(num_kept):
+            ask(sessions, benchmark, index, {"command": "keep", "index": index})
         for number in range(benchmark.rounds):
-            begin = 2 * size * number
-            mixed.append(ask(sessions, benchmark, number, batch_of(benchmark, range(begin, begin + size))))
-            good.append(ask(sessions, benchmark, number, batch_of(benchmark, range(begin + size, begin + 2 * size))))
+            begin = 0 if num_kept else num * number
+            for found, others in ((mixed, range(half)), (good, range(half, size))):
+                indices = [begin + place for place in (*others, *range(size, num))]
+                found.append(ask(sessions, benchmark, number, batch_of(benchmark, indices)))
             print(f"round {number}", flush=True)
 
     def over_vanilla(rounds: list[list[dict[str, Any]]], figure: Any) -> list[float]:
@@ -329,7 +334,12 @@ def main() -> None:
     parser.add_argument("--pads", default="0,9", help="forwards of the draft that one of the target costs; 0: as it is")
     parser.add_argument("--fixed", type=numbers, default="5,2")
     parser.add_argument("--rounds", type=int, default=LEARNING + 5)
-    parser.add_argument("--keep", type=int, default=0, help="ask about so many videos again and again (0: new ones)")
+    parser.add_argument(
+        "--keep",
+        type=int,
+        default=0,
+        help="ask about so many videos again and again (0: new ones; --mixed: all or none)",
+    )
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--json", default="docs/results/never-slower.json", help="finished cells, which are kept")
     parser.add_argument("--mixed", action="store_true", help="measure mixed traffic, and no cells")

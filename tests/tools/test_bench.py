@@ -142,6 +142,8 @@ def test_video_tokens_are_videos_or_parts_of_one():
         assert job["llm"]["limit_mm_per_prompt"] == {"video": job["prompts"]["num_videos"]}
         found.append((job["prompts"]["num_videos"], job["prompts"]["video_frac"], job["llm"]["max_model_len"]))
     assert found == [(1, 0.5, 2048), (1, 1.0, 2048), (4, 1.0, 2368), (32, 1.0, 16384)]
+    kept = scaling.ScalingBenchmark(video_tokens=8192, kept_requests=3).job(Workload("qwen2.5-vl"), VANILLA_VARIANT)
+    assert kept["llm"]["kv_cache_memory_bytes"] > 3 * 16384 * 4 * 1024, "prompts that others push out of the cache"
 
 
 def test_requests_have_as_many_videos_as_asked_for(monkeypatch):

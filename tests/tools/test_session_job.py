@@ -145,3 +145,19 @@ def test_some_requests_at_once(monkeypatch, sampling_params):
     assert llm.calls == [("generate", ["b", "c"], [(4, 0, 9), (5, 0, 9)])]
     assert found["answers"][1] == {"token_ids": [7, 8], "first_s": 0.5, "last_s": 2.0}
     assert found["metrics"]["drafts"] == 1
+
+
+def test_kept_videos_are_sent_once(monkeypatch):
+    """Catches: frames that are sent again, a name that two videos share, names that come after the frames have gone."""
+    sent = []
+    monkeypatch.setattr(
+        BenchEngine, "batch", lambda self, indices, *_: sent.append(json.dumps(self.requests[indices[0]]))
+    )
+    engine = BenchEngine(None, [{"multi_modal_data": {"video": [f"{i} a", f"{i} b"]}} for i in range(2)])
+    for index in (0, 1):
+        engine.keep(index, {})
+        assert json.loads(sent[index])["multi_modal_data"] == {"video": [f"{index} a", f"{index} b"]}
+    assert all("multi_modal_uuids" in request for request in sent)
+    assert {request["multi_modal_data"]["video"][0] for request in engine.requests} == {None}
+    names = [name for request in engine.requests for name in request["multi_modal_uuids"]["video"]]
+    assert len(set(names)) == 4

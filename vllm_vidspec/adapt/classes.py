@@ -1,9 +1,8 @@
 """RequestClass: what requests of one kind (by video tokens, by sampling) have in common; whether the class rests."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
 
 from vllm_vidspec.names import CLASS_SIZES
 
@@ -16,7 +15,7 @@ def class_label(num_video: int, num_image: int) -> int:
     """Return the place in CLASS_LABELS of a request with so many video and image tokens."""
     if not num_video and not num_image:
         return 0
-    size = int(np.searchsorted(_LENGTHS, num_video + num_image, side="left"))
+    size = bisect_left(_LENGTHS, num_video + num_image)
     return 1 + (len(CLASS_SIZES) if num_video else 0) + size
 
 

@@ -132,8 +132,7 @@ class Controller:
 
     def remove_all(self) -> None:
         """Forget every request, and learn from what they got so far."""
-        self.learn()
-        self.remove(list(self._slots))
+        self._ending = list(self._slots)
         self.learn()
 
     def _end(self, req_id: str) -> None:
