@@ -1,16 +1,19 @@
-"""The section of docs/never-slower.md: the controller beside vanilla and fixed chains, a row a cell."""
+"""Sections of docs/never-slower.md: the controller beside vanilla and fixed chains, a row a cell; mixed traffic."""
 
 from collections.abc import Callable, Iterable
 
+from vidspec_tools.pages import tables
 from vidspec_tools.pages.tables import Row, markdown, read, recorded
 
 NAME = "never-slower"
 AGAIN = "vanilla again"  # a second vanilla engine: what two engines that do the same differ by
+LEAST = 0.97  # of vanilla, or of the best fixed number: what no cell should be under
 HEAD = (
     "video tokens", "draft", "batch", "target padded to", "best fixed over vanilla", "controller over vanilla",
-    "over best fixed", "first round", "time to first token", "whole answers over vanilla", "whole over best fixed",
-    "tokens per verify step", "a second vanilla over vanilla",
+    "over best fixed", "first answer", "time to first token, cached", "cold", "whole answers over vanilla",
+    "whole over best fixed", "tokens per verify step", "a second vanilla over vanilla",
 )  # fmt: skip
+MIXED = "{engine} | {good_beside_hopeless:.2f} | {good_beside_good:.2f} | {tokens_per_s:.2f}"
 
 
 def table(cells: Iterable[Row]) -> str:
@@ -23,15 +26,17 @@ def line(cell: Row) -> list[str]:
     vanilla, ours, *fixed = (row for row in cell["rows"] if row["engine"] != AGAIN)
     again = next((f"{row['speedup']:.2f}" for row in cell["rows"] if row["engine"] == AGAIN), "-")
     best = max((vanilla, *fixed), key=lambda row: row["speedup"])
-    steps = ours["verify_steps_last"]
+    steps, is_cached = ours["verify_steps_last"], "cold_ttft_ms" in ours
+    cold = "cold_ttft_ms" if is_cached else "ttft_ms"
     return [
         f"{cell['tokens']:,}",
         cell["draft"],
         str(cell["batch"]),
         f"{cell['pads']:g} drafts" if cell["pads"] else "-",
         f"{best['speedup']:.2f} ({best['engine']})",
-        *(f"{value:.2f}" for value in (ours["speedup"], ours["speedup"] / best["speedup"], ours["speedup_first"])),
-        f"{ours['ttft_more_ms']:+.1f} of {vanilla['ttft_ms']:.0f} ms",
+        *(f"{value:.2f}" for value in (ours["speedup"], over_best(cell), ours["speedup_first"])),
+        f"{ours['ttft_more_ms']:+.1f} of {vanilla['ttft_ms']:.0f} ms" if is_cached else "-",
+        f"{ours[cold] - vanilla[cold]:+.0f} of {vanilla[cold]:.0f} ms",
         f"{whole_s(cell, vanilla) / whole_s(cell, ours):.2f}",
         f"{min(whole_s(cell, row) for row in (vanilla, *fixed)) / whole_s(cell, ours):.2f}",
         f"{1 + ours['accepted_last'] / steps:.2f}" if steps else "rests",
@@ -39,11 +44,53 @@ def line(cell: Row) -> list[str]:
     ]
 
 
+def over_best(cell: Row) -> float:
+    """Return the controller's decode speed over that of the best fixed number, vanilla's 0 included."""
+    vanilla, ours, *others = cell["rows"]
+    return ours["speedup"] / max(row["speedup"] for row in (vanilla, *others) if row["engine"] != AGAIN)
+
+
+def over_both(cell: Row) -> float | None:
+    """Return the controller's decode speed over the mean of two vanilla engines', None where there is but one."""
+    again = [row["speedup"] for row in cell["rows"] if row["engine"] == AGAIN]
+    return cell["rows"][1]["speedup"] / ((1 + again[0]) / 2) if again else None
+
+
 def whole_s(cell: Row, row: Row) -> float:
     """Return the seconds of a round's answers, from the request on."""
     return 1e-3 * row["ttft_ms"] + (cell["max_tokens"] - 1) * cell["batch"] / row["tokens_per_s"]
 
 
+def summary(cells: list[Row]) -> str:
+    """Return which cells are slower than they should be."""
+    lines = [f"Measured are {len(cells)} of 96 cells."]
+    for what, figure in (
+        ("vanilla", lambda cell: cell["rows"][1]["speedup"]),
+        ("the mean of two vanilla engines", over_both),
+        ("the best fixed number", over_best),
+    ):
+        found = sorted((value, name(cell)) for cell in cells if (value := figure(cell)) is not None)
+        slow = [f"{words}: {value:.2f}" for value, words in found if round(value, 2) < LEAST]
+        middle = found[len(found) // 2][0]
+        lines.append(f"Over {what}: median {middle:.2f}; under {LEAST}: {'; '.join(slow) or 'none'}.")
+    identical = min(row["identical_frac"] for cell in cells for row in cell["rows"])
+    return "\n".join(f"- {line}" for line in (*lines, f"Answers identical to vanilla's: {100 * identical:g} %."))
+
+
+def name(cell: Row) -> str:
+    """Return what a cell is called in a sentence."""
+    padded = f", padded to {cell['pads']:g} drafts" if cell["pads"] else ""
+    return f"`{cell['draft']}`, {cell['tokens']:,} tokens, batch {cell['batch']}{padded}"
+
+
 def sections() -> dict[str, Callable[[], str]]:
-    """Return what writes the section, where there is a result."""
-    return {"cells": lambda: table(read(NAME)["cells"])} if recorded(NAME) else {}
+    """Return what writes the sections, where there is a result."""
+    if not recorded(NAME):
+        return {}
+    found = read(NAME)
+    head = "engine | good beside hopeless | good beside good | tokens per second of all"
+    return {
+        "cells": lambda: table(found["cells"]),
+        "cells-summary": lambda: summary(found["cells"]),
+        "mixed": lambda: tables.table(head, MIXED, found["mixed"]["rows"]),
+    }
