@@ -305,7 +305,13 @@ def decision_us(steps_per_arrival: int, num_reqs: int = 64, num_steps: int = 200
         ended = set(req_ids[: len(new)]) if number else set()
         req_ids = [*req_ids[len(ended) :], *new]
         requests = [
-            SimpleNamespace(request_id=req_id, mm_features=[video], sampling_params=sampling, num_tokens=300)
+            SimpleNamespace(
+                request_id=req_id,
+                mm_features=[video],
+                sampling_params=sampling,
+                num_tokens=300,
+                num_computed_tokens=0,
+            )
             for req_id in new
         ]
         step = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(req_ids, 1), finished_req_ids=ended)

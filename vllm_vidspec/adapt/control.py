@@ -177,7 +177,7 @@ class Controller:
 
     def _gain(self, known: RequestClass, slot: int) -> tuple[float, float]:
         """Return the time of whole answers without drafts over that with the best of them, the draft's reading of the
-        prompts included, in a batch of the usual size of such requests; and what the most drafts cost a step.
+        prompts included, in a batch of the usual size of such requests; and what the most drafts of one cost a step.
         """
         chains, tree = self.acceptance.expected_of_class(int(self.acceptance.classes[slot]))
         batch = self._batch(np.full(max(1, round(self._usual_size)), slot))
@@ -189,7 +189,8 @@ class Controller:
         rest = self._places[REST]
         alone_s = known.answer_tokens * seconds[rest]
         answers_s[rest] = np.inf
-        return float(alone_s / answers_s.min()), float(max(0.0, seconds[self._num_tokens.argmax()] - seconds[rest]))
+        of_one = self._step(batch, int(self._num_tokens.argmax()), np.arange(len(batch.slots)) == 0).seconds[0]
+        return float(alone_s / answers_s.min()), float(max(0.0, of_one - seconds[rest]))
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 

@@ -74,11 +74,12 @@ class SchedulerControl:
             num_visual[modality] += size
             num_kept += size * (1 - self._config.prune.ratio_for(modality))
         total, params = sum(num_visual.values()), request.sampling_params
-        is_sampled = params is not None and params.temperature > _GREEDY
         label, num_tokens = class_label(num_visual["video"], num_visual["image"]), request.num_tokens
-        shown = self._controller.add(
-            request.request_id, label, (is_sampled, way), num_tokens, num_tokens - total + int(num_kept)
-        )
+        is_sampled = params is not None and params.temperature > _GREEDY
+        # A video that the target knows the draft most likely knows, too: then showing it costs little.
+        is_cached = 2 * request.num_computed_tokens >= num_tokens
+        kind = is_sampled, way, is_cached
+        shown = self._controller.add(request.request_id, label, kind, num_tokens, num_tokens - total + int(num_kept))
         self._log_classes()
         if self._file is not None:
             self._file.add(f"{'shown' if shown else 'unshown'}_{CLASS_LABELS[label]}")

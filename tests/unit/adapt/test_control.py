@@ -223,15 +223,16 @@ def test_a_class_that_does_not_pay_is_not_shown_and_probes_are_bounded():
     assert engine.seconds - seconds < 1.02 * without.seconds
 
 
-@pytest.mark.parametrize("num_visual", [256, 4096])
-def test_a_class_that_begins_to_pay_is_found_again(num_visual):
-    """A better draft behind the same name: within 200 requests all are shown, and drafted for."""
+@pytest.mark.parametrize(("num_visual", "batch"), [(256, 1), (4096, 1), (256, 16), (4096, 16)])
+def test_a_class_that_begins_to_pay_is_found_again(num_visual, batch):
+    """A better draft behind the same name: within 200 requests all are shown, and drafted for. Catches: probes that
+    are paid for as if all of a batch were drafted for, so that none of sixteen is ever probed."""
     engine = SimulatedEngine()
-    engine.serve((num_visual, 0.0), requests=100)
+    engine.serve((num_visual, 0.0), batch=batch, requests=100)
     assert not engine.add(num_visual, 0.0, 1).shown
-    engine.serve((num_visual, 0.95), requests=200)
+    engine.serve((num_visual, 0.95), batch=batch, requests=200)
     shown = engine.num_shown
-    engine.serve((num_visual, 0.95), requests=20)
+    engine.serve((num_visual, 0.95), batch=batch, requests=20)
     assert engine.num_shown - shown == 20
 
 

@@ -21,6 +21,15 @@ from vllm_vidspec.engine.worker import VidSpecWorker
 from vllm_vidspec.errors import VidSpecError
 
 
+def request_of(req_id, num_cached=0):
+    """Return a request of 300 tokens, 250 of them a video's, of which the prefix cache has so many."""
+    video = SimpleNamespace(modality="video", mm_position=SimpleNamespace(length=250))
+    sizes = {"num_tokens": 300, "num_computed_tokens": num_cached}
+    return SimpleNamespace(
+        request_id=req_id, mm_features=[video], sampling_params=SimpleNamespace(temperature=0.0), **sizes
+    )
+
+
 def decisions(monkeypatch, num_steps, sampled, num_requests=1):
     """Let a scheduler's control decide steps of which `sampled(step, rows)` tells each request's tokens; a request ends
     after 25 steps, its neighbour after 17. Return the control, and each step's number of drafts."""
@@ -29,8 +38,6 @@ def decisions(monkeypatch, num_steps, sampled, num_requests=1):
     config, _ = parse_config({"model": "draft", "num_speculative_tokens": 5})
     scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=64))
     control, found = module.SchedulerControl(config, scheduler, SimpleNamespace(), None), []
-    video = SimpleNamespace(modality="video", mm_position=SimpleNamespace(length=250))
-    sampling = SimpleNamespace(temperature=0.0)
     for number in range(num_steps):
         generation, age = divmod(number, 25)
         req_ids = [f"{generation}-{i}" for i in range(num_requests if age < 17 else 1)]
@@ -41,8 +48,7 @@ def decisions(monkeypatch, num_steps, sampled, num_requests=1):
         if not age:
             step.finished_req_ids = {f"{generation - 1}-0"}
             for req_id in req_ids:
-                request = SimpleNamespace(request_id=req_id, mm_features=[video], sampling_params=sampling)
-                control.is_shown(SimpleNamespace(**vars(request), num_tokens=300), 0)
+                control.is_shown(request_of(req_id), 0)
         decision = control.plan(step, None)
         setattr(step, _DECISION, decision)
         rows = step.num_spec_tokens_to_schedule = decision.option.num_tokens
@@ -55,6 +61,15 @@ def decisions(monkeypatch, num_steps, sampled, num_requests=1):
         control.observe(step, output)
         found.append(rows)
     return control, found
+
+
+def test_what_a_cold_prompt_costs_is_not_what_a_cached_one_costs(monkeypatch):
+    """Catches: a class that rests for its cold prompts' sake, although cached ones would pay."""
+    control, _ = decisions(monkeypatch, 1, lambda number, rows: (1, False))
+    for number, num_cached in enumerate((0, 64, 256, 288)):
+        control.is_shown(request_of(f"more-{number}", num_cached), 0)
+    slots, classes = control._controller._slots, control._controller.acceptance.classes
+    assert [classes[slots[f"more-{number}"]] for number in range(4)] == [0, 0, 1, 1]
 
 
 def test_placeholders_cost_rows_and_are_not_rejected_drafts(monkeypatch):
