@@ -4,7 +4,7 @@
 
 A cell is a video's length, a draft, a batch size, and whether the target is padded with no-op layers to so many drafts'
 cost. In each cell vanilla, the controller (`adaptive_tokens`, the default) and fixed chains answer the same requests in
-interleaved rounds; the first two rounds of a cell are shown apart. The same engines answer all cells of a draft and a
+interleaved rounds; the first round of a cell is shown apart. The same engines answer all cells of a draft and a
 target, one cell after another, as a server's traffic changes. A file of finished cells lets a stopped run go on.
 
     python benchmarks/bench_never_slower.py --tokens 14848 --batches 4,16 --keep 2
@@ -56,7 +56,7 @@ from vllm_vidspec.tools.provenance import provenance
 FAMILY = "qwen2.5-vl"
 DRAFTS = {"bundled": (FAMILY, "draft"), "far": (FAMILY, assets.FAR), "plain": (assets.PLAIN, "draft"), "untrained": ()}
 CONTROLLER = "controller"
-LEARNING = 2  # rounds that are shown apart
+LEARNING = 1  # rounds that are shown apart
 HOPELESS = 0.8  # of vanilla's speed: a fixed chain that is slower in these rounds is not asked again
 
 
