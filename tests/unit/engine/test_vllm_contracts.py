@@ -166,6 +166,7 @@ vllm.v1.core.sched.output:SchedulerOutput scheduled_new_reqs finished_req_ids to
     num_spec_tokens_to_schedule num_scheduled_tokens scheduled_spec_decode_tokens
 vllm.v1.core.sched.output:NewRequestData req_id prompt_embeds prefill_token_ids mm_features sampling_params
     lora_request
+vllm.v1.request:Request request_id mm_features sampling_params num_tokens num_computed_tokens cache_salt
 vllm.v1.outputs:DraftTokenIds req_ids draft_token_ids
 vllm.v1.metrics.stats:RequestSpecDecodeMetrics to_dict
 vllm.v1.engine:EngineCoreOutput request_id new_token_ids kv_transfer_params
