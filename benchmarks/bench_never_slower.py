@@ -119,7 +119,7 @@ def rows_of(engines: list[Variant], turns: list[list[dict[str, Any] | None]]) ->
     rows = []
     for engine, rounds in zip(engines, answers, strict=True):
         found = [scaling.by_round(one) for one in rounds]
-        speedups = [ours["tokens_per_s"] / its["tokens_per_s"] for ours, its in zip(found, vanilla, strict=False)]
+        speedups = [its["tpot_s"] / ours["tpot_s"] for ours, its in zip(found, vanilla, strict=False)]
         delays = [1e3 * (ours["ttft_s"] - its["ttft_s"]) for ours, its in zip(found, vanilla, strict=False)]
         last, begin = rounds[-1]["metrics"], LEARNING if len(found) > LEARNING else 0
         rows.append(

@@ -161,7 +161,7 @@ def test_requests_have_as_many_videos_as_asked_for(monkeypatch):
 def test_a_round_is_decoded_from_its_first_token_to_its_last():
     """Catches: a decode from the last request's first token, TTFT of the first, an answer of one token."""
     answers = [{"token_ids": [0] * 11, "first_s": at, "last_s": at + 1.0} for at in (0.25, 0.75)]
-    assert scaling.by_round({"answers": answers}) == {"tokens_per_s": 20 / 1.5, "ttft_s": 0.5}
+    assert scaling.by_round({"answers": answers}) == {"tokens_per_s": 20 / 1.5, "tpot_s": 0.1, "ttft_s": 0.5}
     assert scaling.token_ids([{"answers": answers}] * 2) == [[0] * 11] * 4
     with pytest.raises(VidSpecError, match="there is no decode to measure"):
         scaling.by_round({"answers": [{"token_ids": [0], "first_s": 1.0, "last_s": 1.0}]})

@@ -50,10 +50,14 @@ def token_ids(rounds: Sequence[dict[str, Any]]) -> list[list[int]]:
 
 
 def by_round(one: dict[str, Any]) -> dict[str, float]:
-    """Return the figures of one round: decoded tokens over the span of its decode, and the mean time to first token."""
+    """Return the figures of one round: decoded tokens over the span of its decode, the mean time of a token of one
+    answer, and the mean time to first token.
+    """
     answers = one["answers"]
     decoded = sum(len(answer["token_ids"]) - 1 for answer in answers)
     span = max(answer["last_s"] for answer in answers) - min(answer["first_s"] for answer in answers)
     if not decoded or not span:
         raise VidSpecError("no answer has a second token: there is no decode to measure")
-    return {"tokens_per_s": decoded / span, "ttft_s": statistics.mean(answer["first_s"] for answer in answers)}
+    each = [(answer["last_s"] - answer["first_s"]) / max(len(answer["token_ids"]) - 1, 1) for answer in answers]
+    ttft_s = statistics.mean(answer["first_s"] for answer in answers)
+    return {"tokens_per_s": decoded / span, "tpot_s": statistics.mean(each), "ttft_s": ttft_s}

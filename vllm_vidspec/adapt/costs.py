@@ -24,6 +24,7 @@ _REFIT_AT, _REFIT_EVERY = (1, 3, 8, 20), 512  # steps of one kind, and of all, a
 _FIRST = 5  # steps of a kind of which the median is taken
 _COLD, _COLD_COUNTS = 2, 0.1  # first steps of a kind, which may be slow once; what they count for together
 _LEAST = 0.1  # of the fastest kind of step that was measured: no step is predicted to take less
+_PAUSE = 32  # steps after which a kind that was measured a few times is measured anew
 _NEW = 0.05  # share of a new step in the means of its kind, once it has many
 _HALF_LIFE = 4096  # steps after which what was measured of a kind counts half
 
@@ -75,6 +76,8 @@ class StepCosts:
         """
         self._num_steps += 1
         record = self._records.setdefault(kind, _Record(x.copy()))
+        if record.count <= _COLD + _FIRST and self._num_steps - record.seen > _PAUSE:
+            record.count = 0  # a few steps, long ago: a younger engine was slower
         record.count, record.seen = record.count + 1, self._num_steps
         if record.count == _COLD + 1:
             record.first = []
