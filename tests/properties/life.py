@@ -4,6 +4,7 @@ The target is a text that anybody can compute; the draft's network writes down w
 step looks at can be checked against what was committed.
 """
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +107,9 @@ class NotingDrafter(Drafter):
             fed = [*known.text[length - 2 :], *drafts[-1][:-1]]
             for entry, token in enumerate(fed, start=length - 2 - dropped):
                 network.slots[self.slot(row, entry)] = token
+        told = [True] * len(rows) if message.was_verified is None else message.was_verified.tolist()
+        if told != [self._world.known[row].was_drafted for row in rows]:
+            self._world.wrong.append(f"of {rows} {told} had drafts, not placeholders")
         network.fail("draft")
         return Drafts(torch.tensor(rows), torch.tensor(drafts, dtype=torch.int64).reshape(len(rows), K))
 
@@ -113,9 +117,8 @@ class NotingDrafter(Drafter):
 class Known:
     """A request, as a client and the scheduler know it."""
 
-    def __init__(self, number: int, row: int, prompt_len: int, has_video: bool, limit: int):
-        self.number, self.row, self.limit = number, row, limit
-        self.has_video = has_video
+    def __init__(self, number: int, row: int, prompt_len: int, has_video: bool):
+        self.number, self.row, self.has_video = number, row, has_video
         self.text = [self.token(i) for i in range(prompt_len)]
         self.computed = 0
         self.prefill_len = prompt_len
@@ -156,49 +159,50 @@ class Known:
 
 
 class World:
-    """Scheduler and target over the real draft's side, with hooks and, among them, the guidance or None."""
+    """Scheduler, target and model runner of the real draft's side, with hooks and, among them, the guidance or None."""
 
-    def __init__(self, make_hooks: Callable[[Knobs, Counts], tuple[list, Any]]):
-        table = [[1, 3, "chain", K], [4, 4, "none", 0]]
-        knobs = make_knobs(num_speculative_tokens=K, draft="auto", draft_table=table, prune_ratio=0.5)
+    agreement = ALONE
+    vllm_config = SimpleNamespace(model_config=SimpleNamespace(multimodal_config=None))
+
+    def __init__(self, make_hooks: Callable[[Knobs, Counts], tuple[list, Any]] = lambda *_: ([], None), **knobs: Any):
+        self.knobs = make_knobs(num_speculative_tokens=K, **knobs)
         self.requests, self.counters, self.network = RequestRows(NUM_ROWS, CPU), Counts(), Network()
         self.known: dict[int, Known] = {}
         self.wrong: list[str] = []  # what a step should not look at: an exception there would cost drafts alone
         self.length = torch.zeros(NUM_ROWS, dtype=torch.int32)
         self.text = torch.full((NUM_ROWS, MAX_LEN + K + 1), 7_777, dtype=torch.int32)
-        states = SimpleNamespace(
+        self.req_states = SimpleNamespace(
             total_len=SimpleNamespace(gpu=self.length),
             all_token_ids=SimpleNamespace(gpu=self.text),
             max_seq_len=np.full(NUM_ROWS, MAX_LEN),
         )
-        hooks, self.guidance = make_hooks(knobs, self.counters)
-        self.hooks = TargetHooks(hooks, knobs, ALONE)
-        failures = DraftFailures(knobs, ALONE, self.requests, self.counters)
-        self.backend = LocalBackend(
-            None, knobs, self.network, self.requests, states, None, None, self.counters, ALONE, failures
-        )  # fmt: skip
-        self.speculator = Speculator(knobs, self.requests, self.guidance, self.counters, failures, self.backend)
+        hooks, self.guidance = make_hooks(self.knobs, self.counters)
+        self.hooks = TargetHooks(hooks, self.knobs, ALONE)
+        failures = DraftFailures(self.knobs, ALONE, self.requests, self.counters)
+        self.backend = LocalBackend(self, self.network, None, None, failures)
+        self.speculator = Speculator(self.knobs, self.requests, self.guidance, self.counters, failures, self.backend)
         failures.on_failure(self.backend.forget_media)
         serves_drafts = [self.backend]
         if self.guidance is not None:
             failures.on_failure(self.guidance.forget_scores)
             serves_drafts.append(self.guidance)
-        self.drafter = NotingDrafter(self.network, knobs, self.counters, self)
+        self.drafter = NotingDrafter(self.network, self.knobs, self.counters, self)
         self.backend._drafter = self.drafter
         self.requests.register(self.hooks, self.backend, drafting=serves_drafts)
         self.count = 0
 
     # ---- what the scheduler does -----------------------------------------------------------------------------------
 
-    def add(self, row: int, prompt_len: int, has_video: bool, limit: int) -> None:
+    def add(self, row: int, prompt_len: int, has_video: bool = False, **changes: Any) -> None:
+        """Let a request come, some fields of which may be said."""
         self.count += 1
-        self._enter(Known(self.count, row, prompt_len, has_video, limit))
+        self._enter(Known(self.count, row, prompt_len, has_video), **changes)
 
-    def _enter(self, known: Known) -> None:
+    def _enter(self, known: Known, **changes: Any) -> None:
         self.known[known.row] = known
         self.text[known.row, : len(known.text)] = torch.tensor(known.text, dtype=torch.int32)
         self.length[known.row] = len(known.text)
-        self.requests.add(known.arrival())
+        self.requests.add(dataclasses.replace(known.arrival(), **changes))
 
     def end(self, row: int) -> Known:
         self.requests.remove(row)
@@ -211,12 +215,16 @@ class World:
         self._enter(known)
 
     def step(self, rows: list[int], accepted: list[int]) -> None:
-        """Let the target compute these rows, of whose drafts so many stand, and the draft's side follow."""
+        """Let the target compute these rows, of whose drafts so many stand, and the draft's side follow.
+
+        Of every second request vLLM schedules placeholders where it has no drafts.
+        """
         rows = [row for row in rows if row in self.known]
         if not rows:
             return
         known = [self.known[row] for row in rows]
-        drafts = [K if one.was_drafted and not one.is_prefilling else 0 for one in known]
+        self._check_draft_batch(np.array(rows), np.array([not one.is_prefilling for one in known]))
+        drafts = [K if (one.was_drafted or one.number % 2) and not one.is_prefilling else 0 for one in known]
         counts = [
             min(CHUNK, one.prefill_len - one.computed) if one.is_prefilling else 1 + num
             for one, num in zip(known, drafts, strict=True)
@@ -259,7 +267,7 @@ class World:
             if one.is_prefilling:
                 sampled.append(0)
                 continue
-            stands = min(accepted[i % len(accepted)], num_drafts) if accepted else 0
+            stands = min(accepted[i % len(accepted)], num_drafts) if one.was_drafted else 0
             new = 1 + stands
             one.text += [one.token(len(one.text) + j) for j in range(new)]
             one.computed = len(one.text) - 1
@@ -267,6 +275,12 @@ class World:
             self.length[one.row] = len(one.text)
             sampled.append(new)
         return sampled
+
+    def _check_draft_batch(self, rows: np.ndarray, is_done: np.ndarray) -> None:
+        """What is kept of a batch's rows holds, whatever has happened since."""
+        found, is_drafting = self.requests.draft_batch(rows, is_done), self.requests.phase[rows] == Phase.DRAFTING
+        assert found.drafted_np.tolist() == rows[is_done & is_drafting].tolist(), "drafts for others"
+        assert not is_done.all() or self.requests.draft_batch(rows.copy(), is_done) is found, "looked at anew"
 
     def _check_proposed(self, rows: np.ndarray, tokens: torch.Tensor, before: np.ndarray) -> None:
         for place, row in enumerate(rows.tolist()):

@@ -55,7 +55,8 @@ class Life(RuleBasedStateMachine):
                 guidance.reserve(1 << 14)
             return [part for part in (guidance, states) if part is not None], guidance
 
-        self.world = World(hooks)
+        table = [[1, 3, "chain", life.K], [4, 4, "none", 0]]
+        self.world = World(hooks, draft="auto", draft_table=table, prune_ratio=0.5)
         self.states: VisualStates = self.world.hooks._guarded[-1][0]  # type: ignore[assignment]
         self.capacity: dict[int, tuple[int, int]] = {}
         for row, (text, has_video) in enumerate(first):
@@ -82,7 +83,7 @@ class Life(RuleBasedStateMachine):
         free = [row for row in range(NUM_ROWS) if row not in self.world.known]
         if free:
             length = text + (VIDEO_TOKENS + 1 if has_video else 0)
-            self.world.add(free[place % len(free)], length, has_video, life.MAX_LEN)
+            self.world.add(free[place % len(free)], length, has_video)
 
     @rule(
         chosen=st.one_of(st.none(), st.lists(ROWS, min_size=1, max_size=NUM_ROWS, unique=True)),
@@ -92,7 +93,7 @@ class Life(RuleBasedStateMachine):
     def step(self, chosen: list[int] | None, accepted: list[int], times: int) -> None:
         for _ in range(times):
             for row, known in list(self.world.known.items()):
-                if len(known.text) + life.K + 2 > known.limit:
+                if len(known.text) + life.K + 2 > life.MAX_LEN:
                     self.world.end(row)  # finished
             self.world.step(sorted(self.world.known) if chosen is None else chosen, accepted)
             self.agree()
@@ -115,8 +116,11 @@ class Life(RuleBasedStateMachine):
         """Something fails at its next call, the engine sleeps, or its weights are exchanged."""
         world = self.world
         if what == "sleep":
+            begun = (Phase.PREFILLING, Phase.DRAFTING, Phase.PREFILL_STALLED)
+            expected = [Phase.SKIPPED if phase in begun else phase for phase in world.requests.phase]
             world.speculator.backend.give_up_all()
             world.hooks.forget_kv()
+            assert world.requests.phase.tolist() == expected and not world.drafter.prefills.vision.cache._items
             for known in world.known.values():
                 known.was_drafted &= bool(world.requests.has_draft_np[known.row])
         elif what == "new weights":
@@ -147,6 +151,7 @@ class Life(RuleBasedStateMachine):
     def check_rows(self) -> None:
         world, requests, prefills = self.world, self.world.requests, self.world.drafter.prefills
         assert requests.has_draft.tolist() == requests.has_draft_np.tolist()
+        assert requests.is_drafting == requests.any_in(Phase.DRAFTING)
         for row in range(NUM_ROWS):
             phase, reason = Phase(int(requests.phase[row])), requests.skip_reason[row]
             found = {

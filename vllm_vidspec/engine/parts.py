@@ -21,7 +21,6 @@ from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.engine.parallel.backend import ParallelBackend
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.speculator import Speculator
-from vllm_vidspec.engine.target_pruning import places_of
 from vllm_vidspec.engine.tree_attention import make_attention
 from vllm_vidspec.engine.verify.rules import LooseRules
 from vllm_vidspec.engine.verify.verifier import CoupledVerifier
@@ -62,17 +61,7 @@ class RunnerParts:
         guides = () if self.guidance is None else self.guidance.kinds
         hooks = [hook for hook in (*guides, self.visual, self.target_trees) if hook is not None]
         self.hooks = TargetHooks(hooks, knobs, agreement)
-        self.verifier = CoupledVerifier(
-            runner.sampler,
-            runner.speculative_config,
-            device,
-            counters,
-            self.trees,
-            config.max_path,
-            self.rules,
-            self.visual,
-            runner.recorder,
-        )
+        self.verifier = CoupledVerifier(runner, self.trees, config.max_path, self.rules, self.visual)
         failures = DraftFailures(knobs, agreement, requests, counters)
         backend = self._make_backend(runner, draft_model, failures)
         failures.on_failure(backend.forget_media)
@@ -87,29 +76,14 @@ class RunnerParts:
         self, runner: Any, draft_model: DraftModel | None, failures: DraftFailures
     ) -> LocalBackend | ParallelBackend:
         """Return where the draft runs: beside the target if it is loaded here, else in a process of its own."""
-        knobs, counters, requests, device = runner.knobs, runner.counters, runner.requests, runner.device
         if draft_model is None:
-            client, is_guided = runner.drafter_client, self.guidance is not None
-            return ParallelBackend(
-                knobs, client, requests, runner.req_states, runner.sampler, is_guided, counters, device
-            )
+            return ParallelBackend(runner, is_guided=self.guidance is not None)
+        config = runner.knobs.current
         # A target that drafts for itself encodes once.
-        shares = not knobs.current.is_self_draft and runner.encoder_cache is not None
-        sample = CoupledSampler(runner.sampler, knobs.current.draft_noise)
-        return LocalBackend(
-            runner.vllm_config,
-            knobs,
-            draft_model,
-            requests,
-            runner.req_states,
-            sample,
-            self.trees,
-            counters,
-            runner.agreement,
-            failures,
-            placed=places_of(runner),
-            pixels=SharedPixels(runner.model_state, device, counters) if shares else None,
-        )
+        shares = not config.is_self_draft and runner.encoder_cache is not None
+        pixels = SharedPixels(runner.model_state, runner.device, runner.counters) if shares else None
+        sample = CoupledSampler(runner.sampler, config.draft_noise)
+        return LocalBackend(runner, draft_model, sample, self.trees, failures, pixels)
 
 
 def make_guidance(

@@ -41,7 +41,11 @@ def test_a_commit_that_fails_is_told():
     knobs = make_knobs(parallel={"device": "cpu"}, num_speculative_tokens=MOST, on_draft_error="skip")
     with mock.patch.object(backend, "get_tp_group", lambda: SimpleNamespace(world_size=1)):
         counters, requests = Counts(), RequestRows(MAX_REQS, CPU)
-        here = backend.ParallelBackend(knobs, client, requests, states, sampler, False, counters, CPU)
+        runner = SimpleNamespace(
+            knobs=knobs, drafter_client=client, requests=requests, req_states=states, sampler=sampler,
+            counters=counters, device=CPU,
+        )  # fmt: skip
+        here = backend.ParallelBackend(runner, is_guided=False)
     sampling = SimpleNamespace(clone=lambda: SimpleNamespace(seed=None), structured_outputs=None)
     requests.register(here, drafting=[here])
     for row in range(2):

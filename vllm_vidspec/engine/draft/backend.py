@@ -25,6 +25,7 @@ from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Phase, Request, RequestRows
+from vllm_vidspec.engine.target_pruning import places_of
 from vllm_vidspec.engine.tree_attention import TreeAttention, make_attention
 
 # Of one step: what was proposed, and for which places of the batch; None for all.
@@ -38,32 +39,29 @@ class LocalBackend(DraftBackend):
 
     def __init__(
         self,
-        vllm_config: Any,
-        knobs: Knobs,
+        runner: Any,  # the model runner
         draft_model: DraftModel,
-        requests: RequestRows,
-        req_states: Any,
         sample: CoupledSampler,
         trees: TargetTrees | None,  # the target's side of tree drafts; None where drafts are chains
-        counters: Counters,
-        agreement: Agreement,
         failures: DraftFailures,
-        placed: Callable[[int, int], messages.Placed] | None = None,  # by row and length, if the target prunes videos
         pixels: SharedPixels | None = None,  # None where the draft's tower is shown nothing
     ):
-        self.draft_model = draft_model
-        self._vllm_config, self._knobs, self._requests, self._req_states = vllm_config, knobs, requests, req_states
-        self._sample, self._trees, self._counters, self._agreement = sample, trees, counters, agreement
-        self._failures, self._placed, self._pixels = failures, placed, pixels
+        self._knobs: Knobs = runner.knobs
+        self._requests: RequestRows = runner.requests
+        self._counters: Counters = runner.counters
+        self._agreement: Agreement = runner.agreement
+        self._vllm_config, self._req_states = runner.vllm_config, runner.req_states
+        self.draft_model, self._sample, self._trees = draft_model, sample, trees
+        self._failures, self._pixels, self._placed = failures, pixels, places_of(runner)
         self._device = draft_model.device
         # vLLM makes these in phases: the memory is profiled, graphs have a mode, then there is a KV cache.
         self._memory: DraftMemory | None = None
         self._graphs: Any = None
         self._drafter: Drafter | None = None
         self._attention: TreeAttention | None = None  # of the draft's layers, where they need it
-        self._room = WaitingRoom(requests, counters)
+        self._room = WaitingRoom(self._requests, self._counters)
         self._picked: tuple[DraftBatch | None, torch.Tensor] = (None, torch.zeros(0))  # see `_places_of`
-        shape = (len(requests.phase), knobs.current.num_speculative_tokens)
+        shape = (len(self._requests.phase), self._knobs.current.num_speculative_tokens)
         self._draft_tokens = torch.zeros(shape, dtype=torch.int64, device=self._device)
 
     @property

@@ -59,20 +59,15 @@ class ParallelBackend(DraftBackend):
 
     reads_at_rest = True  # by the drafter, which is told of every token
 
-    def __init__(
-        self,
-        knobs: Knobs,
-        client: DrafterClient | None,  # the drafter's process; None on every tensor-parallel rank but the first
-        requests: RequestRows,
-        req_states: Any,
-        sampler: Any,  # the target's, for each request's seed
-        is_guided: bool,  # whether something guides pruning, which a prompt has to wait for
-        counters: Counters,
-        device: torch.device,
-    ):
-        config = knobs.current
-        self._knobs, self._client, self._requests, self._req_states = knobs, client, requests, req_states
-        self._sampler, self._is_guided, self._counters, self._device = sampler, is_guided, counters, device
+    def __init__(self, runner: Any, is_guided: bool):
+        """Take what is the model runner's; `is_guided`: something guides pruning, which a prompt has to wait for."""
+        knobs: Knobs = runner.knobs
+        client: DrafterClient | None = runner.drafter_client  # None on every tensor-parallel rank but the first
+        requests: RequestRows = runner.requests
+        counters: Counters = runner.counters
+        config, device = knobs.current, runner.device
+        self._knobs, self._client, self._requests, self._req_states = knobs, client, requests, runner.req_states
+        self._sampler, self._is_guided, self._counters, self._device = runner.sampler, is_guided, counters, device
         self._group = get_tp_group()
         self._most = config.num_speculative_tokens
         num_rows = len(requests.phase)

@@ -9,8 +9,6 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, g
 from vllm_vidspec.engine.compat.contract import expect_parameters
 from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.hooks.visual_states import VisualStates
-from vllm_vidspec.engine.report.counters import Counters
-from vllm_vidspec.engine.report.request_records import RequestRecorder
 from vllm_vidspec.engine.verify.node_paths import PathSampler
 from vllm_vidspec.engine.verify.rules import LooseRules
 from vllm_vidspec.engine.verify.step import VerifySlice, VerifyStep
@@ -27,17 +25,13 @@ class CoupledVerifier(RejectionSampler):
 
     def __init__(
         self,
-        sampler,
-        speculative_config,
-        device: torch.device,
-        counters: Counters,
-        trees: TargetTrees | None = None,  # where drafts can be trees; None where all are chains
-        max_path: int = 1,  # the most drafts that can follow each other
-        rules: LooseRules | None = None,  # which mismatches may stand; None where every request is verified strictly
-        visual: VisualStates | None = None,  # the video's hidden states; None where no rule needs them
-        recorder: RequestRecorder | None = None,  # None where no request may ask for a record of itself
+        runner: Any,  # the model runner
+        trees: TargetTrees | None,  # where drafts can be trees; None where all are chains
+        max_path: int,  # the most drafts that can follow each other
+        rules: LooseRules | None,  # which mismatches may stand; None where every request is verified strictly
+        visual: VisualStates | None,  # the video's hidden states; None where no rule needs them
     ):
-        super().__init__(sampler, speculative_config, device)
+        super().__init__(runner.sampler, runner.speculative_config, runner.device)
         expect_parameters(
             RejectionSampler._verify,
             *("logits", "draft_logits", "draft_sampled", "pos", "cu_num_logits", "idx_mapping", "idx_mapping_np"),
@@ -46,11 +40,11 @@ class CoupledVerifier(RejectionSampler):
         logprobs = ("sampled", "num_sampled", "logits", "cu_num_logits", "cu_num_logits_np")
         expect_parameters(RejectionSampler._get_logprobs_tensors, *logprobs)
         self._score = score  # every request by its own rule; strictly where none may be loose
-        self._counters, self._trees, self._rules, self._visual = counters, trees, rules, visual
+        self._counters, self._recorder = runner.counters, runner.recorder
+        self._trees, self._rules, self._visual = trees, rules, visual
         self._step = VerifyStep()
-        self._recorder = recorder
         self.watch: Any = None  # of a tool that looks on: `see(part, scored)` is called as the recorder's
-        self.paths = PathSampler(sampler, max_path)
+        self.paths = PathSampler(runner.sampler, max_path)
 
     def begin(self, step: VerifyStep) -> None:
         self._step = step
