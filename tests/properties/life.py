@@ -47,7 +47,7 @@ class Network:
 
     def __init__(self) -> None:
         self.fails = ""  # once: "forward", "encode", "draft"
-        self.slots: dict[int, int] = {}  # the token that was written last
+        self.slots: dict[int, Any] = {}  # the token that was written last
 
     def fail(self, where: str) -> None:
         if self.fails == where:

@@ -126,14 +126,6 @@ class Recorded(DraftGraphs):
             super().__init__(config, CPU, mode, max_num_reqs, mostly_processed)
 
 
-def test_a_step_is_padded_to_the_next_size_that_has_graphs():
-    graphs = Recorded()
-    assert [graphs.size_for(n, 1) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 5]
-    # No forward has more tokens than the target's largest graph.
-    assert [graphs.size_for(n, 2) for n in (1, 2, 3)] == [1, 2, 3]
-    assert graphs.is_on
-
-
 @pytest.mark.parametrize("mode", [mode for mode in CUDAGraphMode if mode])
 def test_a_target_in_pieces_leaves_its_draft_whole(mode):
     """Catches: K eager forwards a step under `-O1`, `cudagraph_mode=PIECEWISE` or a KV connector by layers."""

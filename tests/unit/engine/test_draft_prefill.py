@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 
+from tests.properties.life import Network
 from tests.unit.engine.fakes import ALONE, CPU, HIDDEN, Counts, make_knobs
 from vllm_vidspec.engine.draft.kv import DraftKV
 from vllm_vidspec.engine.draft.messages import Admission, PrefillMessage, PrefillStep
@@ -20,35 +21,26 @@ MAX_LEN = 1024
 BLOCK = 16
 
 
-class NotingModel:
-    """Stands in for `DraftModel`: an embedding is its token's id; a forward notes what lands in which KV slot."""
+class NotingModel(Network):
+    """Also notes its calls, and at which position a token lands; it cannot read some prompts and videos."""
 
-    device = CPU
-    max_num_tokens, max_encoder_tokens = BUDGET, ENCODER_BUDGET
-    block_size, vocab_size = BLOCK, 1000
-    hf_config = SimpleNamespace(model_type="llava_onevision", architectures=["LlavaOnevisionForConditionalGeneration"])
+    max_num_tokens, max_encoder_tokens, block_size = BUDGET, ENCODER_BUDGET, BLOCK
 
     def __init__(self) -> None:
+        super().__init__()
         self.encoded: list[list[str]] = []  # identifiers, by call
         self.forwards: list[int] = []  # tokens, by call
-        self.slots: dict[int, tuple[float, int]] = {}  # slot -> (embedding, position) that was written last
 
     def full_positions(self, token_ids, features):
         if token_ids[0] == 666:
             raise ValueError("of no known shape\nat all")
-        return torch.arange(len(token_ids))[None], 0
+        return super().full_positions(token_ids, features)
 
     def encode(self, features, frames):
         self.encoded.append([feature.identifier for feature in features])
         if any("broken" in feature.identifier for feature in features):
             raise RuntimeError("planted")
         return [torch.full((feature.mm_position.length, HIDDEN), feature.shade) for feature in features]
-
-    def embed(self, token_ids, media, where):
-        embeds = token_ids[:, None].float().expand(-1, HIDDEN).clone()
-        if media:
-            embeds.index_copy_(0, where, torch.cat(media))
-        return embeds
 
     def forward(self, embeds, positions, layout, *, seq_lens, slot_mapping, **_):
         assert len(embeds) == positions.shape[1] == len(slot_mapping) == layout.query_start_loc_np[-1]

@@ -90,6 +90,18 @@ def test_an_error_of_the_draft_stops_an_engine_that_is_to_raise(world):
         step(it)
 
 
+def test_running_requests_and_what_they_have_shown_are_given_up(world):
+    """Before sleep. Catches: rows that have not begun and are given up too; embeddings that outlive their memory."""
+    it = world({0: 8, 1: 60})
+    it.add(2, 8)
+    assert it.requests.phase.tolist() == [Phase.DRAFTING, Phase.PREFILLING, Phase.UNSEEN, Phase.UNSEEN]
+    cache = it.drafter.prefills.vision.cache
+    assert cache.extend("video", 4, 0, torch.zeros(4, life.HIDDEN)) and cache.num_used_bytes
+    it.backend.give_up_all()
+    assert it.requests.phase.tolist() == [Phase.SKIPPED, Phase.SKIPPED, Phase.UNSEEN, Phase.UNSEEN]
+    assert not cache.num_used_bytes
+
+
 def test_rows_are_trees_before_a_draft_that_may_fail(world):
     """Catches: half a tree that a failed draft has left, verified as the shape of the row's next chain."""
     it = world({}, drafting="tree-static", tree_paths=[[0], [1], [0, 0]])
@@ -127,6 +139,8 @@ def test_a_step_without_news_uploads_nothing(monkeypatch):
         requests.enter(newcomers, Phase.DRAFTING)
         requests.publish(torch.from_numpy(rows), ["a", "b"], requests.draft_batch(rows, np.ones(2, dtype=bool)), None)
     assert len(uploads) == 2 and requests.has_draft.tolist() == [True, True]
+    for is_done, drafted in (([True, False], [1]), ([True, True], [1, 0])):  # a prefill goes on, and has ended
+        assert requests.draft_batch(rows, np.array(is_done)).drafted_np.tolist() == drafted
     with pytest.raises(ValueError, match="read-only"):
         requests.phase[1] = Phase.SKIPPED
 
