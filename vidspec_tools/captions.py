@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from vidspec_tools import captioned
+from vllm_vidspec.metrics import KINDS, Kind
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.shapeworld.world import SceneFact
 
@@ -37,9 +38,6 @@ TELLING_WORDS = ATTRIBUTE_WORDS | {
     *(option.split()[0] for name in ("next", "closing") for option in captioned.FILLERS[name]),
     *(option.split()[0] for option in world.POSITIONS.values()),
 }
-
-# What a token is, by the number that the engine gives it: the target's own, or an accepted draft, and why.
-KINDS = ("own", "exact", "loosened", "shifted")
 
 Counts = Mapping[str, tuple[int, int]]
 
@@ -144,9 +142,9 @@ def relevance_auc(
 
 
 def kind_shares(kinds: Sequence[Sequence[int]]) -> dict[str, float | None]:
-    """Return the shares of accepted drafts, `exact_frac`, `loosened_frac`, `shifted_frac`, of tokens' indices of KINDS;
-    None without any.
+    """Return the shares of accepted drafts, `exact_frac`, `loosened_frac`, `shifted_frac`, of tokens' `Kind`s; None
+    without any.
     """
     flat = [kind for caption in kinds for kind in caption]
-    num_accepted = len(flat) - flat.count(0)
-    return {f"{name}_frac": flat.count(i) / num_accepted if num_accepted else None for i, name in enumerate(KINDS) if i}
+    num_accepted = len(flat) - flat.count(Kind.OWN)
+    return {f"{name}_frac": flat.count(i) / num_accepted if num_accepted else None for i, name in enumerate(KINDS, 1)}
