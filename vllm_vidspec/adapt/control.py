@@ -25,7 +25,6 @@ from vllm_vidspec.adapt.trials import Situation, Trials
 _DECIDE_FIRST, _DECIDE_LAST = 4, 64  # steps between two decisions about a batch: ever more while they are alike
 _FEW, _FOLLOW = 4, 16  # where fewer than one in so many has come or gone, a decision holds for so many steps more
 _MEASURE_EVERY = 4  # steps of a kind that is known, of which one is measured
-_MEASURE_REST = 64  # steps until those without drafts are measured again; ever more
 _TOGETHER = 64  # steps that are taken in together, at most: a step's work evicts this code from the caches
 _GAIN_HOLDS = 16  # steps for which what a class gains is not asked again
 _STICKY = 1.25  # by how much a request's drafts must be worth more than they cost until it changes what it gets
@@ -93,8 +92,7 @@ class Controller:
         self._ending: list[str] = []
         self._num_steps = self._num_waiting = 0
         self.ended: list[Ended] = []  # what there is to tell of the requests that have ended; who tells it empties it
-        # By class of batch size, when a step without drafts is measured next, and how many steps after the last time.
-        self._rest_due: dict[int, tuple[int, int]] = {}
+        self._rest_sizes: set[int] = set()  # classes of batch size of which a step without drafts was measured
 
     # ---- a request's life ------------------------------------------------------------------------------------------
 
@@ -167,7 +165,8 @@ class Controller:
             known.gain_at = self._num_steps + _GAIN_HOLDS
         if known.rests and known.gain <= 1.0:
             known.since_probe += 1
-            if known.since_probe < _PROBE_EVERY or not self._trials.pay(known.start_s + _PROBE_STEPS * known.most_s):
+            cost_s = known.start_s + _PROBE_STEPS * known.most_s
+            if known.since_probe < _PROBE_EVERY or not self._trials.pay(cost_s, "probes"):
                 return False
             known.since_probe, self._probe_left[slot] = 0, _PROBE_STEPS
             return True
@@ -270,9 +269,11 @@ class Controller:
         if self._trials.is_due(situation):
             hoped = self._lengths(slots, places, int(self._num_tokens[places[best]]))
             doubt = self.costs.doubt([steps.kinds[row] for row in rows.tolist()], steps.features[rows], best)
-            hopes = (len(slots) + (hoped * drafted).sum(axis=1)) / seconds * (1 + doubt) * (rates > 0)
-            # What all else is compared with must be no guess, and not what a cold engine took for its first steps.
-            if self._num_steps >= self._rest_due.get(batch.place[0], (0, 0))[0]:
+            # No step with drafts is faster than one without.
+            fastest = np.where(places == places[rest], 0.0, seconds[rest])
+            hopes = (len(slots) + (hoped * drafted).sum(axis=1)) / np.maximum(seconds / (1 + doubt), fastest)
+            hopes *= rates > 0
+            if batch.place[0] not in self._rest_sizes:  # what all else is compared with must not be a guess
                 hopes[rest] = np.inf
             chosen = self._trials.begin(situation, rates, hopes, seconds, best)
             situation.trial = int(places[chosen]) if chosen != best else None
@@ -403,9 +404,7 @@ class Controller:
         step = self._step(batch, place, drafted)
         self.costs.observe(step.kinds[0], step.features[0], seconds)
         if not self._num_tokens[place]:
-            due, wait = self._rest_due.get(batch.place[0], (0, _MEASURE_REST))
-            if self._num_steps >= due:
-                self._rest_due[batch.place[0]] = self._num_steps + wait, 2 * wait
+            self._rest_sizes.add(batch.place[0])
         self._is_measured = self.costs.count(step.kinds[0]) > 2 * _MEASURE_EVERY and situation.trial is None
         situation.measured += place == situation.trial
 

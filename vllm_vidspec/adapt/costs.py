@@ -23,8 +23,10 @@ _MISFIT = 0.08  # and of the mean of a kind from the fit
 _REFIT_AT, _REFIT_EVERY = (1, 3, 8, 20), 512  # steps of one kind, and of all, after which the weights are fitted
 _FIRST = 5  # steps of a kind of which the median is taken
 _COLD, _COLD_COUNTS = 2, 0.1  # first steps of a kind, which may be slow once; what they count for together
+# An engine's first steps, of all kinds, are slower than later ones, by so much at most: a kind that is known from these
+# alone is measured anew.
+_YOUNG, _SLOW = 128, 0.5
 _LEAST = 0.1  # of the fastest kind of step that was measured: no step is predicted to take less
-_PAUSE = 32  # steps after which a kind that was measured a few times is measured anew
 _NEW = 0.05  # share of a new step in the means of its kind, once it has many
 _HALF_LIFE = 4096  # steps after which what was measured of a kind counts half
 
@@ -41,15 +43,9 @@ class _Record:
     seen: int = 0  # Step of all kinds in which the last was
     factor: float = 1.0  # By how much more such a step takes than the fit says, as far as its number is to be trusted
 
-    @property
-    def known(self) -> float:
-        """How many steps its mean is worth."""
-        return max(self.count - _COLD, _COLD_COUNTS)
-
-    def correct(self, fitted_s: float) -> None:
-        """Compare with what the fit says of it."""
-        trust = self.known / (self.known + (_NOISE / _MISFIT) ** 2)
-        self.factor = (self.seconds / fitted_s) ** trust
+    def correct(self, fitted_s: float, known: float) -> None:
+        """Compare with what the fit says of it, given how many steps its mean is worth."""
+        self.factor = (self.seconds / fitted_s) ** (known / (known + (_NOISE / _MISFIT) ** 2))
 
 
 class StepCosts:
@@ -76,8 +72,8 @@ class StepCosts:
         """
         self._num_steps += 1
         record = self._records.setdefault(kind, _Record(x.copy()))
-        if record.count <= _COLD + _FIRST and self._num_steps - record.seen > _PAUSE:
-            record.count = 0  # a few steps, long ago: a younger engine was slower
+        if self._is_outdated(record):
+            record.count = 0
         record.count, record.seen = record.count + 1, self._num_steps
         if record.count == _COLD + 1:
             record.first = []
@@ -88,9 +84,20 @@ class StepCosts:
             record.seconds = record.first[(len(record.first) - 1) // 2]
         else:
             record.seconds += share * (min(seconds, 2 * record.seconds) - record.seconds)
-        if record.count in _REFIT_AT or self._num_steps - self._fitted_at >= _REFIT_EVERY:
+        if (
+            record.count in _REFIT_AT
+            or self._num_steps - self._fitted_at >= _REFIT_EVERY
+            or self._num_steps == _YOUNG + 1
+        ):
             self._fit()
-        record.correct(float(self._fitted(record.x)))
+        record.correct(float(self._fitted(record.x)), self._known(record))
+
+    def _is_outdated(self, record: _Record) -> bool:
+        return record.seen <= _YOUNG < self._num_steps
+
+    def _known(self, record: _Record) -> float:
+        """Return how many steps the mean of a kind is worth."""
+        return max(min(record.count - _COLD, 1.0 if self._is_outdated(record) else np.inf), _COLD_COUNTS)
 
     def count(self, kind: Hashable) -> int:
         """Return how many steps of a kind were measured."""
@@ -118,8 +125,8 @@ class StepCosts:
         for place, kind in enumerate(kinds):
             record = self._records.get(kind)
             if record is not None:
-                count = min(record.known, 1 / _NEW) * 0.5 ** ((self._num_steps - record.seen) / _HALF_LIFE)
-                variance[place] = 1 / (1 / variance[place] + count / _NOISE**2)
+                count = min(self._known(record), 1 / _NEW) * 0.5 ** ((self._num_steps - record.seen) / _HALF_LIFE)
+                variance[place] = 1 / (1 / variance[place] + count / _NOISE**2) + _SLOW**2 * self._is_outdated(record)
         return np.sqrt(variance)
 
     def _fitted(self, x: np.ndarray) -> np.ndarray:
@@ -130,7 +137,7 @@ class StepCosts:
         self._fitted_at, self.is_fitted = self._num_steps, True
         records = list(self._records.values())
         x, seconds = np.stack([record.x for record in records]), np.array([record.seconds for record in records])
-        counts = np.array([record.known for record in records])
+        counts = np.array([self._known(record) for record in records])
         scale = float(np.median(seconds / np.maximum(x @ _PRIOR, 1e-9)))
         precision = 1 / (_MISFIT**2 + _NOISE**2 / counts)
         design = x / seconds[:, None]
@@ -140,7 +147,7 @@ class StepCosts:
         self.weights, self._covariance = _non_negative(gram, wanted), np.linalg.inv(gram)
         self._least_s = _LEAST * float(seconds.min())
         for record in records:
-            record.correct(float(self._fitted(record.x)))
+            record.correct(float(self._fitted(record.x)), self._known(record))
 
 
 def _non_negative(gram: np.ndarray, wanted: np.ndarray) -> np.ndarray:

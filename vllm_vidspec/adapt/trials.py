@@ -1,8 +1,8 @@
 """Trials: when an option is tried that is not the best as far as is known; numpy only.
 
 An option is tried if it may be `WORTH` times as fast as the best, given how much its estimate is in doubt: a few
-measured steps remove the doubt. What trials and probes are expected to lose is paid from an allowance, a hundredth of
-the time that has passed.
+measured steps remove the doubt. What trials are expected to lose is paid from an allowance, a hundredth of the time
+that has passed, and what probes lose from another.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _LONGEST_TRIAL = 16  # and steps after which it ends in any case: a draft may fi
 _BETWEEN = 4  # steps between two trials
 _PAUSE = 64  # and where the allowance is used up
 _UNMEASURED = 2  # steps that a change costs: they verify what the option before has drafted
-_ALLOWANCE = 0.01  # share of the time that trials and probes may cost
+_ALLOWANCE = 0.01  # share of the time that trials may cost, and probes as much
 _FIRST_ALLOWANCE_STEPS = 20  # and at first as much as so many steps without drafts
 
 
@@ -40,13 +40,14 @@ class Trials:
     """
 
     def __init__(self) -> None:
-        self.elapsed_s = self.step_s = self._spent_s = 0.0
+        self.elapsed_s = self.step_s = 0.0
+        self._spent_s = dict.fromkeys(("trials", "probes"), 0.0)
 
-    def pay(self, seconds: float) -> bool:
-        """Take seconds from the allowance; return False if it has less."""
-        if self._spent_s + seconds > _ALLOWANCE * self.elapsed_s + _FIRST_ALLOWANCE_STEPS * self.step_s:
+    def pay(self, seconds: float, of: str = "trials") -> bool:
+        """Take seconds from the allowance of trials, or of probes; return False if it has less."""
+        if self._spent_s[of] + seconds > _ALLOWANCE * self.elapsed_s + _FIRST_ALLOWANCE_STEPS * self.step_s:
             return False
-        self._spent_s += seconds
+        self._spent_s[of] += seconds
         return True
 
     @staticmethod
