@@ -12,11 +12,12 @@ from vllm_vidspec import assets
 TOKENS = 512
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
+@pytest.fixture(scope="module", params=assets.LONG_PAIRS)
+def path(tmp_path_factory, request):
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("long")
-    train_long.build(train_long.parser().parse_args(["build", "draft", "--out", str(folder)]))
+    arguments = ["build", "draft", "--family", request.param, "--out", str(folder)]
+    train_long.build(train_long.parser().parse_args(arguments))
     return folder
 
 
@@ -52,19 +53,22 @@ def test_many_questions_at_once_equal_one_at_a_time_in_the_library(path):
     with torch.no_grad():
         video = reader.vision(frames)
         ours = reader.hidden(video[None], texts[None])[0]
-        inputs = processor.video_processor(
-            videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)], do_sample_frames=False, return_tensors="pt"
-        )
+        is_flat = reader.newline is not None
+        shown = torch.from_numpy(frames[::2] if is_flat else frames).permute(0, 3, 1, 2)
+        inputs = processor.video_processor(videos=[shown], do_sample_frames=False, return_tensors="pt")
         model = reader.captioner.model.model
-        found = model.get_video_features(inputs["pixel_values_videos"], inputs["video_grid_thw"]).pooler_output
-        torch.testing.assert_close(video, torch.cat(list(found)), atol=2e-3, rtol=2e-3)
+        found = model.get_video_features(**inputs).pooler_output
+        found = found[0] if is_flat else torch.cat(list(found))
+        video = torch.cat([video, reader.newline[None]]) if is_flat else video
+        torch.testing.assert_close(video, found, atol=2e-3, rtol=2e-3)
         of_video, of_text = reader.positions(TOKENS, 1, length)
         before = reader.captioner.embed(torch.tensor(reader.before))
         for row, ids in enumerate(asked):
             embeds = torch.cat([before, video, reader.captioner.embed(texts[row])])[None]
-            theirs = reader.captioner.text(
-                inputs_embeds=embeds, position_ids=torch.cat([of_video, of_text], 1)[:, None], use_cache=False
-            ).last_hidden_state[0, -length:]
+            at = torch.cat([of_video, of_text], 1)[:, None]
+            at = at[0] if is_flat else at
+            theirs = reader.captioner.text(inputs_embeds=embeds, position_ids=at, use_cache=False)
+            theirs = theirs.last_hidden_state[0, -length:]
             torch.testing.assert_close(ours[row, : len(ids)], theirs[: len(ids)], atol=2e-3, rtol=2e-3)
 
 
@@ -72,7 +76,8 @@ def test_each_phase_trains_its_part(path, monkeypatch):
     monkeypatch.setattr(train_long, "STEP_VIDEO_TOKENS", 256)
     monkeypatch.setattr(train_long, "STEP_TEXT_TOKENS", 64)
     reader, rng = train_long.Reader(path), np.random.default_rng(0)
-    parts = (reader.captioner.model.model.visual, reader.captioner.text)
+    model = reader.captioner.model.model
+    parts = (model.visual if reader.newline is None else model.vision_tower, reader.captioner.text)
     train_long.answer_step(reader, rng, 0.2)
     trained = [any(weight.grad is not None for weight in part.parameters()) for part in parts]
     assert trained == [False, True]
