@@ -249,7 +249,7 @@ def train(args: argparse.Namespace) -> None:
     start, reported, step, progress, logs = time.process_time(), time.time(), 0, 0.0, []
     while progress < 1:
         seconds = time.process_time() - start
-        progress = seconds / (60 * args.minutes)
+        progress = args.resume_at + (1 - args.resume_at) * seconds / (60 * args.minutes)
         is_vision = progress < args.vision_end
         scale = learning_rate_scale(progress / args.vision_end if is_vision else progress, step)
         logs.append(vision_step(reader, rng, head) if is_vision else answer_step(reader, rng, progress))
@@ -287,6 +287,7 @@ def parser() -> argparse.ArgumentParser:
     sub = command(train, "path")
     sub.add_argument("--minutes", type=float, required=True, help="of one core")
     sub.add_argument("--vision-end", type=float, default=VISION_END, help="share that trains the tower")
+    sub.add_argument("--resume-at", type=float, default=0.0, help="skip this share of the run")
     sub.add_argument("--seed", type=int, default=1)
     command(export, "path", "out")
     return found

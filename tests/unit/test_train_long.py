@@ -1,4 +1,4 @@
-"""The long pair's training: its forward is the library's, its labels are right, and a step trains its part."""
+"""The long pairs' training: its forward is the library's, its labels are right, and a step trains its part."""
 
 import numpy as np
 import pytest
@@ -8,6 +8,7 @@ from transformers import AutoProcessor
 from training import train_long
 from vidspec_tools import reel
 from vllm_vidspec import assets
+from vllm_vidspec.tools import pairs
 
 TOKENS = 512
 
@@ -43,7 +44,9 @@ def test_labels_are_where_the_frames_differ_from_the_background():
 
 
 def test_many_questions_at_once_equal_one_at_a_time_in_the_library(path):
-    """Catches: a question that sees another, wrong positions, pixels in another order than the processor's."""
+    """Catches: a question that sees another, wrong positions, pixels in another order than the processor's, other
+    frames than a prompt holds.
+    """
     reader, processor = train_long.Reader(path), AutoProcessor.from_pretrained(path)
     frames, _, scenes = reel.held_out(0, TOKENS)
     rng = np.random.default_rng(0)
@@ -54,7 +57,8 @@ def test_many_questions_at_once_equal_one_at_a_time_in_the_library(path):
         video = reader.vision(frames)
         ours = reader.hidden(video[None], texts[None])[0]
         is_flat = reader.newline is not None
-        shown = torch.from_numpy(frames[::2] if is_flat else frames).permute(0, 3, 1, 2)
+        sampled, _ = pairs.sample_frames(f"{reader.captioner.family}-long", frames)
+        shown = torch.from_numpy(sampled).permute(0, 3, 1, 2)
         inputs = processor.video_processor(videos=[shown], do_sample_frames=False, return_tensors="pt")
         model = reader.captioner.model.model
         found = model.get_video_features(**inputs).pooler_output
@@ -83,9 +87,10 @@ def test_each_phase_trains_its_part(path, monkeypatch):
     assert trained == [False, True]
 
 
+@pytest.mark.parametrize("family", assets.LONG_PAIRS)
 @pytest.mark.parametrize(("role", "facts"), [("target", 0.8), ("draft", 0.65)])
-def test_the_long_pair_answers_from_the_video(role, facts):
+def test_a_long_pair_answers_from_the_video(family, role, facts):
     """Catches: a checkpoint that was not trained, or whose tower or positions are not those it was trained with."""
-    reader = train_long.Reader(assets.checkpoint(assets.LONG, role))
+    reader = train_long.Reader(assets.checkpoint(family, role))
     found = train_long.validate(reader, 512, 4)
     assert found["facts"] > facts, found
