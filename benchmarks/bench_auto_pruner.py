@@ -41,14 +41,14 @@ def upside_down() -> Iterator[None]:
 
 
 def start(family: str, tokens: int) -> harness.Engine:
-    if family != assets.LONG:
+    if family not in assets.LONG_PAIRS:
         return harness.pair(family, pruner="auto", overrides={"enable_prefix_caching": False})
-    llm = job(tokens, range(1), {"pruner": "auto", "prune_ratio": 0.9})["llm"]
+    llm = job(tokens, range(1), {"pruner": "auto", "prune_ratio": 0.9}, family=family)["llm"]
     return harness.Engine(llm | {"enable_prefix_caching": False})
 
 
 def prompts(family: str, numbers: range, tokens: int) -> list[harness.Row]:
-    if family != assets.LONG:
+    if family not in assets.LONG_PAIRS:
         return harness.videos(family, numbers)
     reels = (reel.held_out(i, tokens) for i in numbers)
     return [pairs.video_prompt(family, frames, question.text) for frames, question, _ in reels]
@@ -56,7 +56,7 @@ def prompts(family: str, numbers: range, tokens: int) -> list[harness.Row]:
 
 def ask(engine: harness.Engine, family: str, numbers: range, tokens: int) -> tuple[float, list[list[int]]]:
     """Return the acceptance length over requests about these held-out videos, and their answers."""
-    longest = MAX_TOKENS if family == assets.LONG else 64
+    longest = MAX_TOKENS if family in assets.LONG_PAIRS else 64
     batches = [numbers[first : first + BATCH] for first in range(0, len(numbers), BATCH)]
     answers, gained = engine.measure(
         lambda: [
@@ -106,7 +106,7 @@ if __name__ == "__main__":
     rows = harness.command(
         __doc__,
         measure,
-        family=[name for name in pairs.PAIRS if name != assets.LONG],
+        family=[name for name in pairs.PAIRS if name not in assets.LONG_PAIRS],
         learn=200,
         measure=100,
         tokens=1024,

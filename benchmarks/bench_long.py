@@ -1,4 +1,4 @@
-"""Long videos: acceptance and decode speed of the long pair by length, pruner and share dropped, beside vanilla vLLM.
+"""Long videos: acceptance and decode speed of a long pair by length, pruner and share dropped, beside vanilla vLLM.
 
     python benchmarks/bench_long.py acceptance --tokens 256,1024,4096,16384 --shares 0.5,0.9,0.99
     python benchmarks/bench_long.py speed --tokens 1024,4096,16384 --pads 0,5,9
@@ -13,7 +13,6 @@ import argparse
 import json
 import statistics
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from vidspec_tools import inflation, reel
@@ -21,7 +20,8 @@ from vidspec_tools.bench import ratios
 from vidspec_tools.bench.methods import parallel_window
 from vidspec_tools.bench.session import BenchSession
 from vidspec_tools.bench.trials import cores
-from vidspec_tools.pages.long_videos import draw, mean_length
+from vidspec_tools.pages.long_videos import NAMES, draw, mean_length
+from vidspec_tools.pages.tables import RESULTS
 from vllm_vidspec import assets
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.provenance import provenance
@@ -30,16 +30,17 @@ FAMILY = assets.LONG
 MAX_TOKENS = 160
 WHOLE, BLIND = {"pruner": "none", "prune_ratio": 0.0}, {"pruner": "uniform", "prune_ratio": 1.0}
 PRUNERS = ("specvlm", "uv", "uniform", "random")
-RESULTS = Path("docs/results/long-videos.json")
 FIGURE = "docs/long-videos.png"
 
 
-def job(tokens: int, held_out: range, spec: dict[str, Any] | None, layers: int = 0) -> dict[str, Any]:
+def job(
+    tokens: int, held_out: range, spec: dict[str, Any] | None, layers: int = 0, family: str = FAMILY
+) -> dict[str, Any]:
     """Return what an engine reads first; `spec` None is vanilla, `layers` no-op layers are appended to the target.
 
     vLLM sizes its encoder cache for videos of 14 frames; a longer one needs a prefill step of the whole prompt.
     """
-    original = pairs.checkpoint(FAMILY, "target")
+    original = pairs.checkpoint(family, "target")
     longest = tokens + MAX_TOKENS + 128
     overrides = {
         "max_model_len": longest,
@@ -51,13 +52,13 @@ def job(tokens: int, held_out: range, spec: dict[str, Any] | None, layers: int =
     }
     knobs = {} if spec is None else {**inflation.guidance_knobs(original, {}), "on_draft_error": "raise", **spec}
     llm = pairs.llm_kwargs(
-        FAMILY,
+        family,
         None if spec is None else "draft",
         target=str(inflation.inflate(original, layers)),
         overrides=overrides,
         **knobs,
     )
-    prompts = {"family": FAMILY, "reel_tokens": tokens, "held_out": list(held_out), "warm_up": 10_000}
+    prompts = {"family": family, "reel_tokens": tokens, "held_out": list(held_out), "warm_up": 10_000}
     return {"llm": llm, "prompts": prompts, "cpus": [cores()[0]]}
 
 
@@ -84,7 +85,7 @@ def acceptance(args: argparse.Namespace, data: dict[str, Any]) -> None:
         missing = [(name, spec) for name, spec in acceptance_points(args) if args.again or name not in points]
         if not missing:
             continue
-        with BenchSession(job(tokens, range(args.requests), None)) as session:
+        with BenchSession(job(tokens, range(args.requests), None, family=args.family)) as session:
             vanilla = [clock(session, i)["token_ids"] for i in range(args.requests)]
         kinds = [reel.held_out(i, tokens)[1].kind for i in range(args.requests)]
         # An engine that starts with a guided pruner can change to an unguided one, not to another guided one.
@@ -93,7 +94,7 @@ def acceptance(args: argparse.Namespace, data: dict[str, Any]) -> None:
             if not own:
                 continue
             start = {"pruner": guided, "prune_ratio": 0.9}
-            with BenchSession(job(tokens, range(args.requests), start)) as session:
+            with BenchSession(job(tokens, range(args.requests), start, family=args.family)) as session:
                 for name, spec in own:
                     session.ask({"command": "retune", "knobs": spec})
                     answers = [clock(session, i) for i in range(args.requests)]
@@ -134,15 +135,15 @@ def speed_points(args: argparse.Namespace, pads: float) -> dict[str, dict[str, A
     return found
 
 
-def padding(pads: float, tokens: int) -> int:
+def padding(pads: float, tokens: int, family: str) -> int:
     """Return how many no-op layers make one target step cost `pads` forwards of the draft on the whole video."""
     if not pads:
         return 0
-    models = [pairs.checkpoint(FAMILY, role) for role in ("target", "draft")]
+    models = [pairs.checkpoint(family, role) for role in ("target", "draft")]
     path = inflation.cache_folder() / f"steps-{ratios.key_of(models, ['long', tokens])}.json"
 
     def points(drafts: bool, target_layers: int, draft_layers: int) -> dict[str, Any]:
-        made = job(tokens, range(3), WHOLE if drafts else None, target_layers)
+        made = job(tokens, range(3), WHOLE if drafts else None, target_layers, family)
         if draft_layers:
             spec = made["llm"]["speculative_config"]
             spec["model"] = str(inflation.inflate(spec["model"], draft_layers))
@@ -155,7 +156,7 @@ def padding(pads: float, tokens: int) -> int:
 def speed(args: argparse.Namespace, data: dict[str, Any]) -> None:
     """Measure decode time and time to first token of every engine, request by request in turn."""
     for pads in args.pads:
-        layers = padding(pads, args.padded_at)
+        layers = padding(pads, args.padded_at, args.family)
         for tokens in args.tokens:
             key, engines = f"{tokens} {pads:g}", speed_points(args, pads)
             point = data["speed"].setdefault(key, {"engines": {}})
@@ -166,7 +167,7 @@ def speed(args: argparse.Namespace, data: dict[str, Any]) -> None:
                 with ExitStack() as stack:
                     sessions = {
                         name: stack.enter_context(
-                            BenchSession(job(tokens, range(args.requests), engines[name], layers))
+                            BenchSession(job(tokens, range(args.requests), engines[name], layers, args.family))
                         )
                         for name in names
                     }
@@ -205,14 +206,17 @@ def speed_row(ours: list[dict[str, Any]], vanilla: list[dict[str, Any]]) -> dict
     }
 
 
-def load() -> dict[str, Any]:
+def load(family: str) -> dict[str, Any]:
     """Return what is measured so far."""
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"acceptance": {}, "speed": {}}
+    path = RESULTS / f"{NAMES[family]}.json"
+    found = json.loads(path.read_text()) if path.exists() else {"acceptance": {}, "speed": {}}
+    return found | {"family": family}
 
 
 def save(data: dict[str, Any]) -> None:
     """Write what is measured so far."""
-    RESULTS.write_text(json.dumps(data | {"provenance": provenance()}, indent=1) + "\n")
+    text = json.dumps(data | {"provenance": provenance()}, indent=1)
+    (RESULTS / f"{NAMES[data['family']]}.json").write_text(text + "\n")
 
 
 def numbers(kind: type) -> Any:
@@ -224,6 +228,7 @@ def main() -> None:
     """Measure, and draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("acceptance", "speed"))
+    parser.add_argument("--family", choices=NAMES, default=FAMILY)
     parser.add_argument("--tokens", type=numbers(int), default=[256, 1024, 4096, 16384])
     parser.add_argument("--shares", type=numbers(float), default=[0.5, 0.8, 0.9, 0.95, 0.99])
     parser.add_argument("--pruners", type=numbers(str), default=list(PRUNERS))
@@ -236,8 +241,8 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure also what the file has")
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--at-once", type=int, default=3, help="engines beside vanilla that are in memory together")
-    args, data = parser.parse_args(), load()
-    {"acceptance": acceptance, "speed": speed}[args.what](args, data)
+    args = parser.parse_args()
+    {"acceptance": acceptance, "speed": speed}[args.what](args, load(args.family))
     draw(FIGURE)
 
 

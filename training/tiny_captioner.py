@@ -6,6 +6,7 @@ set, which makes it several times faster than the generic forward. It touches no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -401,8 +402,10 @@ def _qwen_attend(module: torch.nn.Module, x: torch.Tensor, row: torch.Tensor, co
 
 
 def _llava_vision(model: torch.nn.Module, patches: torch.Tensor) -> torch.Tensor:
-    """SigLIP (no final norm), projector, 2 x 2 pooling: uint8 [num_frames, 64, 588] -> [num_frames * 16, hidden]."""
-    tower = model.vision_tower
+    """SigLIP (no final norm), projector, 2 x 2 pooling: uint8 [num_frames, n * n, 588] -> [num_frames * n * n / 4,
+    hidden].
+    """
+    tower, half = model.vision_tower, math.isqrt(patches.shape[1]) // 2
     x = _embed_patches(patches, tower.embeddings.patch_embedding, "llava-onevision")
     x = x + tower.embeddings.position_embedding.weight
     for layer in tower.encoder.layers:
@@ -412,5 +415,5 @@ def _llava_vision(model: torch.nn.Module, patches: torch.Tensor) -> torch.Tensor
         x = x + a.out_proj(_attend(q, k, v))
         x = x + layer.mlp(layer.layer_norm2(x))
     x = model.multi_modal_projector(x)
-    # Bilinear interpolation from 8 x 8 to 4 x 4 is the mean of each 2 x 2 block.
-    return x.view(-1, 4, 2, 4, 2, x.shape[-1]).mean((2, 4)).flatten(0, 2)
+    # Bilinear interpolation to half the height and width is the mean of each 2 x 2 block.
+    return x.view(-1, half, 2, half, 2, x.shape[-1]).mean((2, 4)).flatten(0, 2)

@@ -1,4 +1,4 @@
-"""Build, train and export the long pair: a Qwen2.5-VL target and draft of reel world, 256 to 16,384 video tokens.
+"""Build, train and export a long pair: a target and a draft of reel world, 256 to 16,384 video tokens.
 
     python training/train_long.py build  target --out runs/long-target
     python training/train_long.py train  runs/long-target --minutes 110
@@ -25,9 +25,10 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training import tiny_captioner
 from training.tiny_captioner import layer_weights, rms_norm, rotate
-from training.train_tiny import Optimizers, commands, mixed_precision, save, save_in_bf16, untrained
+from training.train_tiny import Optimizers, build, commands, mixed_precision, save_in_bf16, use_hub_names
 from vidspec_tools import reel
 from vllm_vidspec import assets
+from vllm_vidspec.shapeworld import world
 
 VISION_END = 0.07  # of the run
 # From this share of the run on, videos have at most so many tokens.
@@ -38,27 +39,26 @@ VALIDATION_SEED = reel.HELD_OUT_SEED - 100_000
 DECAY_FROM = 0.75
 
 
-def build(args: argparse.Namespace) -> None:
-    model = untrained(assets.LONG, args.role, args.seed)
-    if args.vision:
-        model.model.visual.load_state_dict(Reader(args.vision).captioner.model.model.visual.state_dict())
-    save(model, assets.LONG, args.out)
-    print(args.out, f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
-
-
 class Reader:
     """A model that answers many questions about one video at once."""
 
     def __init__(self, path: str | Path) -> None:
         self.captioner = tiny_captioner.load(path, reel.vocabulary())
-        self.before = self.captioner.encode("<|im_start|> user <|vision_start|>")
+        before, self.after = tiny_captioner.PROMPTS[self.captioner.family]
+        self.before = self.captioner.encode(before)
+        self.newline = getattr(self.captioner.model.model, "image_newline", None)  # ends a video of LLaVA-OneVision
 
     def vision(self, frames: np.ndarray) -> torch.Tensor:
         """Video embeddings [num_pairs * 64, hidden] of uint8 frames [2 * num_pairs, 224, 224, 3].
 
-        Attention of the tower stays in windows of 4 x 4 cells, so windows are rows of a batch.
+        LLaVA-OneVision sees the first frame of each pair. Attention of Qwen2.5-VL's tower stays in windows of 4 x 4
+        cells, so windows are rows of a batch.
         """
         pairs = len(frames) // 2
+        if self.newline is not None:
+            x = frames[::2].reshape(pairs, 16, 14, 16, 14, 3).transpose(0, 1, 3, 5, 2, 4)
+            patches = torch.from_numpy(np.ascontiguousarray(x).reshape(pairs, 256, -1))
+            return tiny_captioner._llava_vision(self.captioner.model.model, patches)
         # pair, two frames, windows down, cells down, patches down, pixels, the same across, channels
         x = frames.reshape(pairs, 2, 2, 4, 2, 14, 2, 4, 2, 14, 3).transpose(0, 2, 6, 3, 7, 4, 8, 10, 1, 5, 9)
         patches = torch.from_numpy(np.ascontiguousarray(x).reshape(pairs * 4, 64, -1))
@@ -68,14 +68,16 @@ class Reader:
     def encode(self, question: reel.Question) -> tuple[list[int], list[int]]:
         """Ids of what follows the video up to the answer, and of the answer with its end."""
         encode = self.captioner.encode
-        asked = encode(f"<|vision_end|> {question.text} <|im_end|> <|im_start|> assistant")
+        asked = encode(self.after.replace(world.QUESTION, question.text))
         return asked, [*encode(question.answer), self.captioner.eos]
 
     def positions(self, num_video_tokens: int, num_texts: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotary positions [3, before + video] and [3, num_texts * length], as vLLM counts them."""
+        """Rotary positions [3, before + video (+ newline)] and [3, num_texts * length], as vLLM counts them."""
         start, pairs, side = len(self.before), num_video_tokens // 64, reel.GRID_SIZE
         grid = torch.meshgrid(torch.arange(pairs) * 2, torch.arange(side), torch.arange(side), indexing="ij")
         video = torch.stack(grid).reshape(3, -1) + start
+        if self.newline is not None:
+            video = torch.arange(start, start + num_video_tokens + 1).expand(3, -1)
         text = torch.arange(length).repeat(num_texts) + int(video.max()) + 1
         return torch.cat([torch.arange(start).expand(3, -1), video], 1), text.expand(3, -1)
 
@@ -94,7 +96,8 @@ class Reader:
         """
         captioner, (batch, num_texts, length) = self.captioner, texts.shape
         before = captioner.embed(torch.tensor(self.before)).expand(batch, -1, -1)
-        x = torch.cat([before, video.to(before.dtype)], 1)
+        end = [] if self.newline is None else [self.newline.expand(batch, 1, -1)]
+        x = torch.cat([part.to(before.dtype) for part in (before, video, *end)], 1)
         y = captioner.embed(texts.flatten(1))
         of_video, of_text = self.positions(video.shape[1], num_texts, length)
         rope, rope_text = captioner.rotary(of_video), captioner.rotary(of_text)
@@ -246,7 +249,7 @@ def train(args: argparse.Namespace) -> None:
     start, reported, step, progress, logs = time.process_time(), time.time(), 0, 0.0, []
     while progress < 1:
         seconds = time.process_time() - start
-        progress = seconds / (60 * args.minutes)
+        progress = args.resume_at + (1 - args.resume_at) * seconds / (60 * args.minutes)
         is_vision = progress < args.vision_end
         scale = learning_rate_scale(progress / args.vision_end if is_vision else progress, step)
         logs.append(vision_step(reader, rng, head) if is_vision else answer_step(reader, rng, progress))
@@ -269,18 +272,22 @@ def learning_rate_scale(progress: float, step: int) -> float:
 
 def export(args: argparse.Namespace) -> None:
     """Write a checkpoint with bf16 weights."""
-    save_in_bf16(Reader(args.path).captioner.model, assets.LONG, args.out)
+    captioner = Reader(args.path).captioner
+    save_in_bf16(captioner.model, f"{captioner.family}-long", args.out)
+    use_hub_names(Path(args.out) / "model.safetensors")
 
 
 def parser() -> argparse.ArgumentParser:
     found, command = commands(__doc__)
     sub = command(build, "role")
     sub.add_argument("--out", required=True)
+    sub.add_argument("--family", choices=assets.LONG_PAIRS, default=assets.LONG)
     sub.add_argument("--vision", help="a checkpoint whose vision tower to begin with")
     sub.add_argument("--seed", type=int, default=0)
     sub = command(train, "path")
     sub.add_argument("--minutes", type=float, required=True, help="of one core")
     sub.add_argument("--vision-end", type=float, default=VISION_END, help="share that trains the tower")
+    sub.add_argument("--resume-at", type=float, default=0.0, help="skip this share of the run")
     sub.add_argument("--seed", type=int, default=1)
     command(export, "path", "out")
     return found

@@ -109,13 +109,14 @@ def test_a_server_that_stops_gives_its_reason(tmp_path, monkeypatch):
         server.wait_ready(timeout_s=20)
 
 
-def test_the_plain_pair_is_in_a_clone_alone(monkeypatch, tmp_path):
-    """Catches: a stack trace where the wheel has no plain pair; a calibration for a pair that was never calibrated."""
-    kwargs = pairs.llm_kwargs(assets.PLAIN, "draft")
-    assert "calibration" not in kwargs["speculative_config"] and pairs.calibrated(assets.PLAIN) == {}
-    assert kwargs["model"].endswith("qwen2.5-vl-plain/target") and assets.PLAIN not in pairs.FAMILIES
-    with pytest.raises(VidSpecError, match=r"no bundled checkpoint qwen2\.5-vl-plain / far"):
-        pairs.llm_kwargs(assets.PLAIN, "far")
+@pytest.mark.parametrize("family", assets.CLONE_ONLY)
+def test_a_pair_in_a_clone_alone(family, monkeypatch, tmp_path):
+    """Catches: a stack trace where the wheel has no such pair; a calibration for a pair that was never calibrated."""
+    kwargs = pairs.llm_kwargs(family, "draft")
+    assert "calibration" not in kwargs["speculative_config"] and pairs.calibrated(family) == {}
+    assert kwargs["model"].endswith(f"{family}/target") and family not in pairs.FAMILIES
+    with pytest.raises(VidSpecError, match=f"no bundled checkpoint {family} / far"):
+        pairs.llm_kwargs(family, "far")
     monkeypatch.setattr(assets, "_CLONE_ROOT", tmp_path)
     with pytest.raises(VidSpecError, match="in a clone of the repository alone"):
-        pairs.llm_kwargs(assets.PLAIN, "draft")
+        pairs.llm_kwargs(family, "draft")

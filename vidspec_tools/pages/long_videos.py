@@ -1,12 +1,15 @@
-"""Sections of docs/long-videos.md: acceptance and decode speed of the long pair, by video length."""
+"""Sections of docs/long-videos.md: acceptance and decode speed of the long pairs, by video length."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from vidspec_tools.pages import long_costs
 from vidspec_tools.pages.tables import Row, markdown, origin, read, recorded
+from vllm_vidspec import assets
 
 NAME = "long-videos"
+NAMES = dict(zip(assets.LONG_PAIRS, (NAME, f"{NAME}-llava"), strict=True))  # of results, by pair
 KEPT = 0.9  # the share dropped of the tables
 
 
@@ -110,6 +113,12 @@ def in_short(found: dict[str, Any], timed: dict[str, Any]) -> str:
     return markdown(["video tokens", *(f"{int(tokens):,}" for tokens in lengths)], lines)
 
 
+def acceptance(name: str) -> str:
+    """Return the table of a pair's tokens per verify step by length."""
+    result = read(name)
+    return f"{by_length(result['acceptance'])}\n\n{origin(result)}"
+
+
 def sections() -> dict[str, Callable[[], str]]:
     """Return what writes each section, where there is a result."""
     if not recorded(NAME):
@@ -118,7 +127,11 @@ def sections() -> dict[str, Callable[[], str]]:
     found, timed = result["acceptance"], result["speed"]
     return {
         "figure": lambda: in_short(found, timed),
-        "long-acceptance": lambda: f"{by_length(found)}\n\n{origin(result)}",
+        **{
+            f"long-acceptance{name.removeprefix(NAME)}": partial(acceptance, name)
+            for name in NAMES.values()
+            if recorded(name)
+        },
         "long-shares": lambda: by_share(found),
         "long-questions": lambda: by_question(found),
         "long-speed": lambda: speed(timed),

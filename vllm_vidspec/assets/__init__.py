@@ -7,10 +7,11 @@ PAIR = ("target", "draft")
 FAR = "far"  # a second draft, which is wrong about as often as those of large models
 FAMILIES = ("qwen2.5-vl", "llava-onevision", "qwen3-vl")
 ROLES = (*PAIR, FAR)  # of each family
-# Pairs whose targets were not taught what guided pruning relies on: one of short videos, one of up to 16,384 tokens.
+# Pairs whose targets were not taught what guided pruning relies on: one of short videos, two of up to 16,384 tokens.
 # They are in a clone alone, as a wheel is to stay small.
 PLAIN, LONG = "qwen2.5-vl-plain", "qwen2.5-vl-long"
-CLONE_ONLY = (PLAIN, LONG)
+LONG_PAIRS = (LONG, "llava-onevision-long")
+CLONE_ONLY = (PLAIN, *LONG_PAIRS)
 _CLONE_ROOT = _ROOT.parents[1] / "training" / "models"
 SAMPLE_VIDEO: Path = _ROOT / "sample.mp4"
 

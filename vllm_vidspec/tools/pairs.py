@@ -47,6 +47,7 @@ class Pair:
     visual: dict[str, str]  # modality -> what a prompt holds in the item's place
     chat: str  # one user turn, as the checkpoint's chat template renders it
     with_metadata: bool  # whether the family's processor wants the video's frame rate
+    every: int = 1  # which frames of a video it is shown
 
 
 _QWEN = Pair(
@@ -70,7 +71,9 @@ PAIRS: dict[str, Pair] = {
 }
 FAMILIES = tuple(PAIRS)  # those that are always there
 PAIRS[assets.PLAIN] = _QWEN
-PAIRS[assets.LONG] = replace(_QWEN, num_frames=2048)
+# No patch of LLaVA-OneVision's covers two frames: at one frame a second a video has as many tokens as Qwen2.5-VL's.
+for _name, _every in zip(assets.LONG_PAIRS, (1, 2), strict=True):
+    PAIRS[_name] = replace(PAIRS[_name.removesuffix("-long")], num_frames=2048, every=_every)
 
 
 def pair_for(family: str) -> Pair:
@@ -198,8 +201,10 @@ def sample_frames(family: str, frames: np.ndarray, num_frames: int | None = None
     """Sample `[total_frames, height, width, 3]` uint8, RGB, at FRAME_RATE, as vLLM's loader does; return `num_frames`
     (by default the pair's, all if there are fewer) and the metadata.
     """
+    pair = pair_for(family)
+    frames = frames[:: pair.every]
     total = len(frames)
-    indices = np.linspace(0, total - 1, min(total, num_frames or pair_for(family).num_frames), dtype=int)
+    indices = np.linspace(0, total - 1, min(total, num_frames or pair.num_frames), dtype=int)
     metadata = {
         "fps": FRAME_RATE,
         "total_num_frames": total,
