@@ -103,8 +103,8 @@ def ask(
 
     The order stays the same: an engine that answers twice in a row has its code in the caches, and is 4 % faster.
     """
-    command |= {"sampling": benchmark.sampling, "keeps_prefixes": benchmark.kept_requests > 0}
-    return [session and session.ask(dict(command)) for session in sessions]
+    command = command | {"sampling": benchmark.sampling, "keeps_prefixes": benchmark.kept_requests > 0}
+    return [session and session.ask(command) for session in sessions]
 
 
 def batch_of(benchmark: scaling.ScalingBenchmark, indices: Iterable[int]) -> dict[str, Any]:

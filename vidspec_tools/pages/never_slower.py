@@ -23,9 +23,8 @@ def table(cells: Iterable[Row]) -> str:
 
 def line(cell: Row) -> list[str]:
     """Return a cell as a row of the table."""
-    vanilla, ours, *fixed = (row for row in cell["rows"] if row["engine"] != AGAIN)
-    again = next((f"{row['speedup']:.2f}" for row in cell["rows"] if row["engine"] == AGAIN), "-")
-    best = max((vanilla, *fixed), key=lambda row: row["speedup"])
+    vanilla, ours, *_ = cell["rows"]
+    best, again = max(fixed(cell), key=lambda row: row["speedup"]), second_vanilla(cell)
     steps, is_cached = ours["verify_steps_last"], "cold_ttft_ms" in ours
     cold = "cold_ttft_ms" if is_cached else "ttft_ms"
     return [
@@ -38,22 +37,32 @@ def line(cell: Row) -> list[str]:
         f"{ours['ttft_more_ms']:+.1f} of {vanilla['ttft_ms']:.0f} ms" if is_cached else "-",
         f"{ours[cold] - vanilla[cold]:+.0f} of {vanilla[cold]:.0f} ms",
         f"{whole_s(cell, vanilla) / whole_s(cell, ours):.2f}",
-        f"{min(whole_s(cell, row) for row in (vanilla, *fixed)) / whole_s(cell, ours):.2f}",
+        f"{min(whole_s(cell, row) for row in fixed(cell)) / whole_s(cell, ours):.2f}",
         f"{1 + ours['accepted_last'] / steps:.2f}" if steps else "rests",
-        again,
+        "-" if again is None else f"{again:.2f}",
     ]
 
 
+def fixed(cell: Row) -> list[Row]:
+    """Return the rows of fixed numbers of drafts, vanilla's 0 first."""
+    vanilla, _, *others = cell["rows"]
+    return [row for row in (vanilla, *others) if row["engine"] != AGAIN]
+
+
+def second_vanilla(cell: Row) -> float | None:
+    """Return a second vanilla engine's decode speed over the first's, None where there is but one."""
+    return next((row["speedup"] for row in cell["rows"] if row["engine"] == AGAIN), None)
+
+
 def over_best(cell: Row) -> float:
-    """Return the controller's decode speed over that of the best fixed number, vanilla's 0 included."""
-    vanilla, ours, *others = cell["rows"]
-    return ours["speedup"] / max(row["speedup"] for row in (vanilla, *others) if row["engine"] != AGAIN)
+    """Return the controller's decode speed over that of the best fixed number."""
+    return cell["rows"][1]["speedup"] / max(row["speedup"] for row in fixed(cell))
 
 
 def over_both(cell: Row) -> float | None:
     """Return the controller's decode speed over the mean of two vanilla engines', None where there is but one."""
-    again = [row["speedup"] for row in cell["rows"] if row["engine"] == AGAIN]
-    return cell["rows"][1]["speedup"] / ((1 + again[0]) / 2) if again else None
+    again = second_vanilla(cell)
+    return None if again is None else cell["rows"][1]["speedup"] / ((1 + again) / 2)
 
 
 def whole_s(cell: Row, row: Row) -> float:
