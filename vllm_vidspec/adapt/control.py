@@ -29,6 +29,7 @@ _TOGETHER = 64  # steps that are taken in together, at most: a step's work evict
 _GAIN_HOLDS = 16  # steps for which what a class gains is not asked again
 _STICKY = 1.25  # by how much a request's drafts must be worth more than they cost until it changes what it gets
 _MARGIN = 1.02  # by how much an option must be faster than the one in use, or drafting for some than for all
+_WORTH = 1.05  # by how much drafting must be faster than resting: what is known of the costs of both is no more exact
 _LEAST_KNOWN = 6.0  # verify steps of a class before it may rest
 _PROBE_STEPS = 8  # verify steps of a request of a resting class that is drafted for nevertheless
 _PROBE_EVERY = 8  # requests of a resting class between two probes, at least
@@ -259,6 +260,7 @@ class Controller:
         self._trials.step_s = float(seconds[rest])
 
         favour = np.where(places == situation.in_use, _MARGIN, 1.0)
+        favour[rest] = _WORTH
         best = int((rates * favour).argmax())
         situation.in_use, situation.rate = int(places[best]), float(rates[best])
         is_probed = (self._probe_left[slots] > 0) & self._may_draft[slots]
