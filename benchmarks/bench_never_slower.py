@@ -281,6 +281,8 @@ def measure(
                         kept[tokens] + place % args.keep for place in range(number * batch, (number + 1) * batch)
                     ]
                 turns.append(ask(asked, benchmark, batch_of(benchmark, indices)))
+                each = ["-" if one is None else f"{1e3 * scaling.by_round(one)['tpot_s']:.2f}" for one in turns[-1]]
+                print(f"{tokens} tokens, batch {batch}, round {number}: ms a token {' '.join(each)}", flush=True)
                 begin += batch
                 if number + 1 == LEARNING:
                     asked = [

@@ -28,13 +28,11 @@ _MEASURE_EVERY = 4  # steps of a kind that is known, of which one is measured
 _TOGETHER = 64  # steps that are taken in together, at most: a step's work evicts this code from the caches
 _GAIN_HOLDS = 16  # steps for which what a class gains is not asked again
 _STICKY = 1.25  # by how much a request's drafts must be worth more than they cost until it changes what it gets
-_MARGIN = 1.02  # by how much an option must be faster than the one in use, or drafting for some than for all
-_WORTH = 1.05  # by how much drafting must be faster than resting: what is known of the costs of both is no more exact
+_MARGIN = 1.02  # an option must be so much faster than rest or the one in use, drafting for some than for all
 _LEAST_KNOWN = 6.0  # verify steps of a class before it may rest
 _PROBE_STEPS = 8  # verify steps of a request of a resting class that is drafted for nevertheless
 _PROBE_EVERY = 8  # requests of a resting class between two probes, at least
 _NEW_SIZE = 0.05  # share of a step in the usual size of a batch
-_SLOWER = 0.97  # time without drafts over time with them, below which a class rests; it resumes above 1
 
 
 class _Batch(NamedTuple):
@@ -164,14 +162,14 @@ class Controller:
             self.learn()
             known.gain, known.most_s = self._gain(known, slot)
             known.gain_at = self._num_steps + _GAIN_HOLDS
-        if known.rests and known.gain <= 1.0:
+        if known.rests and known.gain <= _MARGIN:
             known.since_probe += 1
             cost_s = known.start_s + _PROBE_STEPS * known.most_s
             if known.since_probe < _PROBE_EVERY or not self._trials.pay(cost_s, "probes"):
                 return False
             known.since_probe, self._probe_left[slot] = 0, _PROBE_STEPS
             return True
-        if known.rests or known.gain < _SLOWER:  # it changes
+        if known.rests or known.gain < 1.0:  # it changes
             known.rests, known.since_probe, known.gain_at = not known.rests, 0, -1
             if known.rests:
                 self.acceptance.forget(index)
@@ -260,7 +258,7 @@ class Controller:
         self._trials.step_s = float(seconds[rest])
 
         favour = np.where(places == situation.in_use, _MARGIN, 1.0)
-        favour[rest] = _WORTH
+        favour[rest] = _MARGIN
         best = int((rates * favour).argmax())
         situation.in_use, situation.rate = int(places[best]), float(rates[best])
         is_probed = (self._probe_left[slots] > 0) & self._may_draft[slots]
