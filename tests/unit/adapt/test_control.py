@@ -257,19 +257,21 @@ def test_costs_are_those_of_the_batch_size():
     assert alone >= 3 and np.mean(np.array(together[150:]) > 0) < 0.1
 
 
-@pytest.mark.parametrize(("level", "drafts"), [(0.456, False), (0.36, True)])
-def test_a_gain_within_the_error_of_costs_is_none(level, drafts):
-    """A draft token gains 3 %: requests rest; 10 %: they draft."""
+@pytest.mark.parametrize(("level", "drafts"), [(0.47, False), (0.36, True)])
+def test_a_gain_that_reading_takes_back_is_none(level, drafts):
+    """A draft token makes steps 2 % faster and answers slower, as the draft reads prompts: requests rest; 10 %: not."""
 
     def cost(num_reqs, context, drafted, levels):
         return 4e-3 * (1 + level * levels)
 
-    engine = SimulatedEngine(cost=cost)
-    engine.serve((256, 0.5), requests=20)
-    learning = len(engine.decisions)
-    engine.serve((256, 0.5), requests=20)
-    share = np.mean([decision.option.num_tokens > 0 for decision in engine.decisions[learning:]])
-    assert share > 0.9 if drafts else share < 0.1, share
+    shares = []
+    for seed in range(3):
+        engine = SimulatedEngine(cost=cost, seed=seed)
+        engine.serve((256, 0.5), batch=4, requests=20)
+        learning = len(engine.decisions)
+        engine.serve((256, 0.5), batch=4, requests=20)
+        shares.append(np.mean([decision.option.num_tokens > 0 for decision in engine.decisions[learning:]]))
+    assert np.median(shares) > 0.9 if drafts else np.median(shares) < 0.3, shares
 
 
 def test_a_step_without_drafts_is_measured_first():
