@@ -80,14 +80,15 @@ class Controller:
         self._class_of: dict[tuple, int] = {}
         self.classes: list[RequestClass] = []
         self._situations: dict[tuple[int, int], Situation] = {}
+        # The requests that were decided for last, and `[n]` their slots: -1 of one that nobody has taken in.
         self._last: tuple[list[str], np.ndarray] = ([], np.zeros(0, dtype=np.int64))
         self._decision, self._chosen_for = Decision(REST, frozenset(), 0, pads), frozenset[str]()
         self._left, self._wait, self._limit, self._unmeasured = 0, _DECIDE_FIRST, -1, 0
         self._is_measured = False  # what the last step measured is known
         self._usual_size = 0.0  # requests of a step, the mean of late
-        # What is yet to be taken in: steps, alike ones together (their kind, `[n]` tokens of each step, seconds of each
-        # that is timed), and requests that have ended.
-        self._waiting: list[tuple[StepKind, list[np.ndarray], list[float]]] = []
+        # What is yet to be taken in: steps, alike ones together (their kind, `[n]` slots, `[n]` tokens of each step,
+        # seconds of each that is timed), and requests that have ended.
+        self._waiting: list[tuple[StepKind, np.ndarray, list[np.ndarray], list[float]]] = []
         self._ending: list[str] = []
         self._num_steps = self._num_waiting = 0
         self.ended: list[Ended] = []  # what there is to tell of the requests that have ended; who tells it empties it
@@ -209,26 +210,28 @@ class Controller:
             self._take(req_ids)
             if is_alike and self._left > 0:
                 self._left = min(self._left, _FOLLOW)
-                slots = self._last[1]
+                slots = self._last_slots()
                 return self._decided(self._decision.option, self._is_drafted[slots] & self._may_draft[slots])
         self.learn()
         self._wait = min(2 * self._wait, _DECIDE_LAST) if is_alike else _DECIDE_FIRST
         self._chosen_for = frozenset(req_ids)
         self._left, self._limit = self._wait, limit
         before = self._decision
-        if self._decided(*self._choose(self._last[1], most)) is not before:
+        if self._decided(*self._choose(self._last_slots(), most)) is not before:
             self._left = self._wait = _DECIDE_FIRST if self._left > 1 else 1
         return self._decision
 
     def _take(self, req_ids: list[str]) -> None:
-        slots = self._slots_of(req_ids)
-        self._last = list(req_ids), slots[slots >= 0]
+        self._last = list(req_ids), self._slots_of(req_ids)
+
+    def _last_slots(self) -> np.ndarray:
+        return self._last[1][self._last[1] >= 0]
 
     def _decided(self, option: Option, drafted: np.ndarray) -> Decision:
         """Return the decision to draft for `[n]` bool of the last requests, the same as before if it is."""
         resting = frozenset[str]()
         if option.num_tokens and not drafted.all():
-            slots = set(self._last[1][~drafted].tolist())
+            slots = set(self._last_slots()[~drafted].tolist())
             resting = frozenset(req_id for req_id in self._last[0] if self._slots.get(req_id) in slots)
         if (option, resting) != self._decision[:2]:
             self._decision = Decision(option, resting, self._decision.number + 1, self._pads)
@@ -317,11 +320,12 @@ class Controller:
             seconds: How long it took; None where it has read prompts.
         """
         timed = [] if seconds is None else [seconds]
-        if self._waiting and self._waiting[-1][0] is kind and bool(self._waiting[-1][2]) == bool(timed):
-            self._waiting[-1][1].append(num_tokens)
-            self._waiting[-1][2].extend(timed)
+        if self._waiting and self._waiting[-1][0] is kind and bool(self._waiting[-1][3]) == bool(timed):
+            self._waiting[-1][2].append(num_tokens)
+            self._waiting[-1][3].extend(timed)
         else:
-            self._waiting.append((kind, [num_tokens], timed))
+            slots = self._last[1] if kind.req_ids == self._last[0] else self._slots_of(kind.req_ids)
+            self._waiting.append((kind, slots, [num_tokens], timed))
         self._left -= 1
         self._num_steps += 1
         self._num_waiting += 1
@@ -330,7 +334,7 @@ class Controller:
 
     def learn(self) -> None:
         """Take in the steps that wait for it, and the ends of requests."""
-        steps = [(kind, self._slots_of(kind.req_ids), np.array(those), each) for kind, those, each in self._waiting]
+        steps = [(kind, slots, np.array(those), each) for kind, slots, those, each in self._waiting]
         for is_chain in (True, False):
             self._count([of_kind for of_kind in steps if of_kind[0].is_chain == is_chain], is_chain)
         for of_kind in steps:
@@ -362,10 +366,14 @@ class Controller:
 
     def _time(self, kind: StepKind, slots: np.ndarray, num_tokens: np.ndarray, seconds: list[float]) -> None:
         """Learn how long steps of a kind took, given `[n]` slots, `[s, n]` tokens, and the seconds that are known."""
-        had = (kind.drafted > 0) & num_tokens.any(axis=0)  # placeholders cost as much as real draft tokens
-        if (slots < 0).any():
-            slots, had = slots[slots >= 0], had[slots >= 0]
+        is_known = slots >= 0
+        slots = slots[is_known]
         self._usual_size += (1 - (1 - _NEW_SIZE) ** len(num_tokens)) * (len(slots) - self._usual_size)
+        self._trials.elapsed_s += sum(seconds)
+        self._unmeasured += len(seconds)
+        if not kind.reading and (not seconds or (self._is_measured and self._unmeasured < _MEASURE_EVERY)):
+            return
+        had = ((kind.drafted > 0) & num_tokens.any(axis=0))[is_known]  # placeholders cost as much as real draft tokens
         place = self._places.get(kind.decision.option, self._places[REST])
         if kind.reading:
             reading_s = kind.reading_s
@@ -374,16 +382,11 @@ class Controller:
             starting = self._slots_of(kind.reading)
             starting = starting[starting >= 0]
             self._start_s[starting] += reading_s / max(len(starting), 1)
-        if not seconds:
-            return
-        self._trials.elapsed_s += sum(seconds)
-        self._unmeasured += len(seconds)
+        if seconds and self._is_measured and not kind.reading:
+            seconds = [sorted(seconds)[len(seconds) // 2]]
         is_alike = kind.is_steady and not kind.reading and (kind.decision.option.num_tokens > 0) == had.any()
-        if not self._is_measured or kind.reading:
-            for each_s in seconds:
-                self._measure(place, slots, had, each_s, is_alike)
-        elif self._unmeasured >= _MEASURE_EVERY:
-            self._measure(place, slots, had, sorted(seconds)[len(seconds) // 2], is_alike)
+        for each_s in seconds:
+            self._measure(place, slots, had, each_s, is_alike)
 
     def _measure(self, place: int, slots: np.ndarray, drafted: np.ndarray, seconds: float, is_alike: bool) -> None:
         """Let the costs learn of a step.

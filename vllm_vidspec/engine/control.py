@@ -159,7 +159,9 @@ class SchedulerControl:
         key = (decision, last, req_ids, report.drafted, len(drafts), num_scheduled, is_timed)
         if self._alike[0] != key or report.reading:
             rows = np.fromiter(map(len, map(drafts.get, req_ids, repeat(()))), dtype=np.int64, count=num_reqs)
-            is_real = np.fromiter(map(report.drafted.__contains__, req_ids), dtype=bool, count=num_reqs)
+            is_real = report.drafted.issuperset(req_ids) or np.fromiter(
+                map(report.drafted.__contains__, req_ids), dtype=bool, count=num_reqs
+            )
             is_chain = last is None or last.option.is_prefix
             is_steady = last is not None and last.number == decision.number
             kind = StepKind(decision, req_ids, rows, is_chain, is_steady, report.reading, report.reading_s, is_real)
