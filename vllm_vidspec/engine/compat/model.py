@@ -165,6 +165,8 @@ def take_over_pixels(model_state: Any, share: Callable) -> None:
 
     def prepare(prepare_mm_inputs, scheduled_encoder_inputs):
         identifiers, items = prepare_mm_inputs(scheduled_encoder_inputs)
+        if not items:  # as in a step that decodes
+            return identifiers, items
         shared = share(identifiers, [item for _, item in items])
         return identifiers, [(modality, item) for (modality, _), item in zip(items, shared, strict=True)]
 
