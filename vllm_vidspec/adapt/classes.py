@@ -37,7 +37,7 @@ class RequestClass:
     rests: bool = False  # Whether its requests are not drafted for, but for a probe now and then
     since_probe: int = 0  # Requests that came since the last probe
     gain: float = 0.0  # Time of whole answers without drafts over that with them,
-    most_s: float = 0.0  # what the most drafts of one request cost a step,
+    probe_s: float = 0.0  # what those of one request cost a step,
     gain_at: int = -1  # and the step up to which both hold
 
     def learn(self, answer_tokens: int, start_s: float) -> None:

@@ -161,11 +161,11 @@ class Controller:
             return True
         if known.gain_at < self._num_steps:
             self.learn()
-            known.gain, known.most_s = self._gain(known, slot)
+            known.gain, known.probe_s = self._gain(known, slot)
             known.gain_at = self._num_steps + _GAIN_HOLDS
         if known.rests and known.gain <= _MARGIN:
             known.since_probe += 1
-            cost_s = known.start_s + _PROBE_STEPS * known.most_s
+            cost_s = known.start_s + _PROBE_STEPS * known.probe_s
             if known.since_probe < _PROBE_EVERY or not self._trials.pay(cost_s, "probes"):
                 return False
             known.since_probe, self._probe_left[slot] = 0, _PROBE_STEPS
@@ -178,7 +178,7 @@ class Controller:
 
     def _gain(self, known: RequestClass, slot: int) -> tuple[float, float]:
         """Return the time of whole answers without drafts over that with the best of them, the draft's reading of the
-        prompts included, in a batch of the usual size of such requests; and what the most drafts of one cost a step.
+        prompts included, in a batch of the usual size of such requests; and what those of one request cost a step.
         """
         chains, tree = self.acceptance.expected_of_class(int(self.acceptance.classes[slot]))
         batch = self._batch(np.full(max(1, round(self._usual_size)), slot))
@@ -190,8 +190,9 @@ class Controller:
         rest = self._places[REST]
         alone_s = known.answer_tokens * seconds[rest]
         answers_s[rest] = np.inf
-        of_one = self._step(batch, int(self._num_tokens.argmax()), np.arange(len(batch.slots)) == 0).seconds[0]
-        return float(alone_s / answers_s.min()), float(max(0.0, of_one - seconds[rest]))
+        best = int(answers_s.argmin())
+        of_one = self._step(batch, best, np.arange(len(batch.slots)) == 0).seconds[0]
+        return float(alone_s / answers_s[best]), float(max(0.0, of_one - seconds[rest]))
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -376,9 +377,9 @@ class Controller:
         had = ((kind.drafted > 0) & num_tokens.any(axis=0))[is_known]  # placeholders cost as much as real draft tokens
         place = self._places.get(kind.decision.option, self._places[REST])
         if kind.reading:
-            reading_s = kind.reading_s
-            if seconds:
-                reading_s = max(reading_s, seconds[0] - self._step(self._batch(slots), place, had).seconds[0])
+            reading_s, step = kind.reading_s, self._step(self._batch(slots), place, had)
+            if seconds and self.costs.count(step.kinds[0]) > _MEASURE_EVERY:  # else it is not known what it adds
+                reading_s = max(reading_s, seconds[0] - step.seconds[0])
             starting = self._slots_of(kind.reading)
             starting = starting[starting >= 0]
             self._start_s[starting] += reading_s / max(len(starting), 1)
@@ -405,7 +406,7 @@ class Controller:
         if not is_alike:
             return
         step = self._step(batch, place, drafted)
-        self.costs.observe(step.kinds[0], step.features[0], seconds)
+        self.costs.observe(step.kinds[0], step.features[0], seconds, place)
         if not self._num_tokens[place]:
             self._rest_sizes.add(batch.place[0])
         self._is_measured = self.costs.count(step.kinds[0]) > 2 * _MEASURE_EVERY and situation.trial is None

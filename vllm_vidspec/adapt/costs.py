@@ -3,6 +3,9 @@
 A step is described by a few sums over its batch (`FEATURES`), and a non-negative linear fit through all measured kinds
 of steps predicts every other kind: no table is needed, and what is known of one batch size or number of draft tokens
 informs the next. A kind that was measured moves from the fit to its own mean, the further the more often it was seen.
+
+An engine's first steps are slow, and a machine's speed changes: where steps of one kind follow one another, a change
+of what they take is the machine's, and holds for all kinds; only a kind's first steps after others are its own.
 """
 
 from collections.abc import Hashable, Sequence
@@ -23,12 +26,11 @@ _MISFIT = 0.08  # and of the mean of a kind from the fit
 _REFIT_AT, _REFIT_EVERY = (1, 3, 8, 20), 512  # steps of one kind, and of all, after which the weights are fitted
 _FIRST = 5  # steps of a kind of which the median is taken
 _COLD, _COLD_COUNTS = 2, 0.1  # first steps of a kind, which may be slow once; what they count for together
-# An engine's first steps, of all kinds, are slower than later ones, by so much at most: a kind that is known from these
-# alone is measured anew.
-_YOUNG, _SLOW = 128, 0.5
+_OWN_STEPS = 8  # measured steps of a kind after those of another that tell its own cost; later ones the machine's speed
+_SPEED = 0.1  # share of a step in the machine's speed
 _LEAST = 0.1  # of the fastest kind of step that was measured: no step is predicted to take less
 _NEW = 0.05  # share of a new step in the means of its kind, once it has many
-_HALF_LIFE = 4096  # steps after which what was measured of a kind counts half
+_HALF_LIFE = 1024  # steps after which what was measured of a kind counts half
 
 
 @dataclass
@@ -36,7 +38,8 @@ class _Record:
     """The steps of one kind."""
 
     x: np.ndarray  # `[len(FEATURES)]` means
-    # Of a step: the median of the first few, then a mean in which a step that waited counts little.
+    # Of a step, were the machine as fast as at first: the median of the first few, then a mean in which a step that
+    # waited counts little.
     seconds: float = 0.0
     first: list[float] = field(default_factory=list)  # Seconds of these first few
     count: int = 0  # How many there were
@@ -61,19 +64,25 @@ class StepCosts:
         self._num_steps = self._fitted_at = 0
         self.weights, self._covariance = _PRIOR, np.diag(_PRIOR_SPREAD**2)
         self.is_fitted, self._least_s = False, _LEAST
+        self._slowness = 1.0  # by how much longer steps take by now
+        self._last: tuple[int | None, int] = (None, 0)  # option of the last steps, and how many there were
 
-    def observe(self, kind: Hashable, x: np.ndarray, seconds: float) -> None:
+    def observe(self, kind: Hashable, x: np.ndarray, seconds: float, option: int) -> None:
         """Take in a step.
 
         Args:
             kind: Steps of equal kind share a record.
             x: `[len(FEATURES)]` float64.
             seconds: What it took.
+            option: Place of what it drafted by.
         """
         self._num_steps += 1
         record = self._records.setdefault(kind, _Record(x.copy()))
-        if self._is_outdated(record):
-            record.count = 0
+        self._last = option, 1 + (self._last[1] if option == self._last[0] else 0)
+        if self._last[1] > _OWN_STEPS and record.count > _COLD + _FIRST:
+            expected_s = float(self.seconds([kind], x[None])[0])
+            self._slowness *= (min(seconds, 2 * expected_s) / expected_s) ** _SPEED
+        seconds /= self._slowness
         record.count, record.seen = record.count + 1, self._num_steps
         if record.count == _COLD + 1:
             record.first = []
@@ -82,22 +91,16 @@ class StepCosts:
         if record.count <= _COLD + _FIRST:
             record.first = sorted((*record.first, seconds))
             record.seconds = record.first[(len(record.first) - 1) // 2]
-        else:
+        elif self._last[1] <= _OWN_STEPS:
             record.seconds += share * (min(seconds, 2 * record.seconds) - record.seconds)
-        if (
-            record.count in _REFIT_AT
-            or self._num_steps - self._fitted_at >= _REFIT_EVERY
-            or self._num_steps == _YOUNG + 1
-        ):
+        if record.count in _REFIT_AT or self._num_steps - self._fitted_at >= _REFIT_EVERY:
             self._fit()
         record.correct(float(self._fitted(record.x)), self._known(record))
 
-    def _is_outdated(self, record: _Record) -> bool:
-        return record.seen <= _YOUNG < self._num_steps
-
-    def _known(self, record: _Record) -> float:
+    @staticmethod
+    def _known(record: _Record) -> float:
         """Return how many steps the mean of a kind is worth."""
-        return max(min(record.count - _COLD, 1.0 if self._is_outdated(record) else np.inf), _COLD_COUNTS)
+        return max(record.count - _COLD, _COLD_COUNTS)
 
     def count(self, kind: Hashable) -> int:
         """Return how many steps of a kind were measured."""
@@ -106,7 +109,7 @@ class StepCosts:
 
     def seconds(self, kinds: Sequence[Hashable], x: np.ndarray) -> np.ndarray:
         """Return `[m]` seconds of steps of these kinds, given `[m, len(FEATURES)]`."""
-        found = self._fitted(x)
+        found = self._slowness * self._fitted(x)
         for place, kind in enumerate(kinds):
             record = self._records.get(kind)
             if record is not None:
@@ -126,7 +129,7 @@ class StepCosts:
             record = self._records.get(kind)
             if record is not None:
                 count = min(self._known(record), 1 / _NEW) * 0.5 ** ((self._num_steps - record.seen) / _HALF_LIFE)
-                variance[place] = 1 / (1 / variance[place] + count / _NOISE**2) + _SLOW**2 * self._is_outdated(record)
+                variance[place] = 1 / (1 / variance[place] + count / _NOISE**2)
         return np.sqrt(variance)
 
     def _fitted(self, x: np.ndarray) -> np.ndarray:
