@@ -166,7 +166,7 @@ class Controller:
         if known.rests and known.gain <= _MARGIN:
             known.since_probe += 1
             cost_s = known.start_s + _PROBE_STEPS * known.probe_s
-            if known.since_probe < _PROBE_EVERY or not self._trials.pay(cost_s, "probes"):
+            if known.since_probe < _PROBE_EVERY or not self._trials.owe(cost_s, "probes"):
                 return False
             known.since_probe, self._probe_left[slot] = 0, _PROBE_STEPS
             return True
@@ -370,7 +370,7 @@ class Controller:
         is_known = slots >= 0
         slots = slots[is_known]
         self._usual_size += (1 - (1 - _NEW_SIZE) ** len(num_tokens)) * (len(slots) - self._usual_size)
-        self._trials.elapsed_s += sum(seconds)
+        self._trials.elapse(sum(seconds))
         self._unmeasured += len(seconds)
         if not kind.reading and (not seconds or (self._is_measured and self._unmeasured < _MEASURE_EVERY)):
             return

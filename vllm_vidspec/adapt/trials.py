@@ -1,8 +1,8 @@
 """Trials: when an option is tried that is not the best as far as is known; numpy only.
 
 An option is tried if it may be `WORTH` times as fast as the best, given how much its estimate is in doubt: a few
-measured steps remove the doubt. What trials are expected to lose is paid from an allowance, a hundredth of the time
-that has passed, and what probes lose from another.
+measured steps remove the doubt. What trials are expected to lose is a debt, paid off with a hundredth of the time that
+passes, and what probes lose is another: where nothing had to be tried for long, no more may be lost afterwards.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _BETWEEN = 4  # steps between two trials
 _PAUSE = 64  # and where the allowance is used up
 _UNMEASURED = 2  # steps that a change costs: they verify what the option before has drafted
 _ALLOWANCE = 0.01  # share of the time that trials may cost, and probes as much
-_FIRST_ALLOWANCE_STEPS = 20  # and at first as much as so many steps without drafts
+_DEBT_STEPS = 20  # steps without drafts, more than which nobody may owe who is to try something
 
 
 @dataclass
@@ -32,22 +32,26 @@ class Situation:
 
 
 class Trials:
-    """The allowance, and which option is tried.
+    """What they owe, and which option is tried.
 
     Attributes:
-        elapsed_s: Time of all measured steps.
-        step_s: Of a step without drafts, as it was predicted last.
+        step_s: Time of a step without drafts, as it was predicted last.
     """
 
     def __init__(self) -> None:
-        self.elapsed_s = self.step_s = 0.0
-        self._spent_s = dict.fromkeys(("trials", "probes"), 0.0)
+        self.step_s = 0.0
+        self._debt_s = dict.fromkeys(("trials", "probes"), 0.0)
 
-    def pay(self, seconds: float, of: str = "trials") -> bool:
-        """Take seconds from the allowance of trials, or of probes; return False if it has less."""
-        if self._spent_s[of] + seconds > _ALLOWANCE * self.elapsed_s + _FIRST_ALLOWANCE_STEPS * self.step_s:
+    def elapse(self, seconds: float) -> None:
+        """Pay debts off with what has passed."""
+        for of, debt_s in self._debt_s.items():
+            self._debt_s[of] = max(0.0, debt_s - _ALLOWANCE * seconds)
+
+    def owe(self, seconds: float, of: str = "trials") -> bool:
+        """Add what a trial, or a probe, loses to what they owe; return False if that is too much already."""
+        if self._debt_s[of] > _DEBT_STEPS * self.step_s:
             return False
-        self._spent_s[of] += seconds
+        self._debt_s[of] += seconds
         return True
 
     @staticmethod
@@ -73,7 +77,7 @@ class Trials:
         if hopes[tried] <= WORTH * rates[best]:
             return best
         lost_s = float(max(0.0, 1 - rates[tried] / rates[best]) * seconds[tried])
-        if not self.pay((TRIAL_STEPS + _UNMEASURED) * lost_s):
+        if not self.owe((TRIAL_STEPS + _UNMEASURED) * lost_s):
             situation.until = situation.steps + _PAUSE
             return best
         situation.until, situation.measured = situation.steps + _LONGEST_TRIAL, 0

@@ -225,6 +225,17 @@ def test_a_class_that_does_not_pay_is_not_shown_and_probes_are_bounded():
     assert engine.seconds - seconds < 1.02 * without.seconds
 
 
+@pytest.mark.parametrize("batch", [4, 16])
+def test_probes_save_nothing_up(batch):
+    """After a long time without probes a hopeless class costs about 1 % of its own time. Catches: an allowance of all
+    the time that ever passed, with which every eighth of its requests is probed."""
+    without = SimulatedEngine(0, cost=like_a_small_pair).serve((1024, 0.0), batch=batch, requests=200)
+    engine = SimulatedEngine(cost=like_a_small_pair, start_s=3e-2)
+    engine.serve((256, 0.95), batch=batch, requests=400 * batch)
+    engine.serve((1024, 0.0), batch=batch, requests=40)
+    assert engine.serve((1024, 0.0), batch=batch, requests=200) > 0.975 * without
+
+
 @pytest.mark.parametrize(("num_visual", "batch"), [(256, 1), (4096, 1), (256, 16), (4096, 16)])
 def test_a_class_that_begins_to_pay_is_found_again(num_visual, batch):
     """A better draft behind the same name: within 200 requests all are shown, and drafted for. Catches: probes that
