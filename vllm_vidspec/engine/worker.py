@@ -31,8 +31,7 @@ def tells_why(method: Callable) -> Callable:
         try:
             return method(self, *args, **kwargs)
         except VidSpecError as error:
-            engine = self.vllm_config.parallel_config.data_parallel_index
-            leave_refusal(self.vllm_config.instance_id.removesuffix(f"_dp{engine}"), engine, str(error))
+            leave_refusal(self.vllm_config, str(error))
             raise
 
     return step
@@ -96,8 +95,6 @@ class VidSpecGPUWorker(VidSpecWorker, Worker):
     """GPU worker on Model Runner V2."""
 
     def _make_model_runner(self):
-        if not self.use_v2_model_runner:
-            raise VidSpecError("vidspec needs Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER=0")
         return (VidSpecModelRunner if is_last() else EarlierStage)(self.vllm_config, self.device)
 
     def compile_or_warm_up_model(self):
