@@ -5,7 +5,7 @@ import gc
 import operator
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -181,6 +181,17 @@ def engine(
             llm.llm_engine.engine_core.shutdown()
             del llm, running.llm  # the test may hold on to `running`
             cleanup_dist_env_and_memory()
+
+
+def in_place_of(patch: Any, owner: Any, name: str) -> Callable[[Callable], Callable]:
+    """Let the decorated function run where a method would, which it is given first, until pytest's `patch` ends."""
+    original = getattr(owner, name)
+
+    def put(function: Callable) -> Callable:
+        patch.setattr(owner, name, lambda *args, **kwargs: function(original, *args, **kwargs))
+        return function
+
+    return put
 
 
 @contextlib.contextmanager
