@@ -57,7 +57,7 @@ class Engine:
     scheduler = _at("core.engine_core.engine_core.scheduler")
     runner = _at("core.model_executor.driver_worker.worker.model_runner")
     config = _at("runner.knobs.current")
-    guidance = _at("runner.parts.guidance")
+    guides = _at("runner.parts.guides")
     visual = _at("runner.parts.visual")
     verifier = _at("runner.rejection_sampler")
     speculator = _at("runner.speculator")

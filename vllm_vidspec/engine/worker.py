@@ -131,8 +131,8 @@ def prepare(runner: Any) -> None:
     if in_trees:
         warm_up.warm_kv_compact(parts.trees.caches, block_table, num_drafts)
         warm_up.warm_path_penalties(runner.vocab_size, parts.trees.parents, parts.verifier.paths.tables)
-    if parts.guidance is not None and parts.guidance.attention:
-        heads = [(keys, *kind) for keys, _, *kind in distinct_views(parts.guidance.attention.values())]
+    if observed := [layer for guide in parts.guides for layer in guide.attention.values()]:
+        heads = [(keys, *kind) for keys, _, *kind in distinct_views(observed)]
         warm_up.warm_guidance_scores(heads, block_table, runner.dtype)
     if parts.visual is not None:
         store = parts.visual.store
