@@ -75,7 +75,7 @@ class Replay:
 
 
 @contextlib.contextmanager
-def captured(runner: Any, num_reqs: Sequence[int], mode: str = "FULL_DECODE_ONLY") -> Iterator[Counter]:
+def captured(runner: Any, num_reqs: Sequence[int]) -> Iterator[Counter]:
     """Let steps of up to so many requests be replayed; yield a counter of (rows, padded requests, requests)."""
     sizes = [count * (runner.num_speculative_steps + 1) for count in num_reqs]
     config, replayed = runner.compilation_config, Counter()
@@ -105,7 +105,7 @@ def captured(runner: Any, num_reqs: Sequence[int], mode: str = "FULL_DECODE_ONLY
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         manager = cudagraph_utils.ModelCudaGraphManager(
-            runner.vllm_config, runner.device, CUDAGraphMode[mode], runner.decode_query_len
+            runner.vllm_config, runner.device, CUDAGraphMode.FULL_DECODE_ONLY, runner.decode_query_len
         )
         for descs in (*manager._capture_descs.values(), *manager._candidates.values()):
             descs[:] = [desc for desc in descs if desc.uniform_token_count != 1]
