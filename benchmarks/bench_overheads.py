@@ -137,7 +137,7 @@ class Watched:
         wrap_foreign(self._watch, runner)
         drafts, trees = runner.speculator.backend.drafter, runner.speculator.backend.drafter.trees
         wrapped: list[tuple[Any, tuple[str, ...], str]] = [
-            (runner.parts.guidance, ("before_forward", "after_forward", "take"), "guidance"),
+            *((guide, ("before_forward", "after_forward", "take"), "guidance") for guide in runner.parts.guides),
             (PendingScores, ("wait",), "guidance"),
             (drafts.prefills, ("_plan", "_prune"), "pruning"),
             (runner.rejection_sampler, ("_verify",), "scoring"),
@@ -145,8 +145,8 @@ class Watched:
             (runner.counters, ("flush",), "the rest"),
             (runner, ("take_draft_token_ids",), "the rest"),
         ]
-        if hasattr(runner.parts.guidance, "observe"):  # inside the target's forward
-            wrapped.append((runner.parts.guidance, ("observe",), "guidance"))
+        # Inside the target's forward.
+        wrapped += [(guide, ("observe",), "guidance") for guide in runner.parts.guides if hasattr(guide, "observe")]
         if runner.parts.visual is not None:
             wrapped.append((runner.parts.visual, ("before_forward", "after_forward", "relevance"), "relevance"))
         if trees is not None:

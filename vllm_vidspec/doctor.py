@@ -163,24 +163,9 @@ def _triton() -> Iterator[Check]:
         yield Check("triton cpu backend", "ok", f"triton {triton.__version__}, interpreter active")
 
 
-def entry_points() -> list[metadata.EntryPoint]:
-    """Return what vLLM finds our plugin by, nothing where the package is not installed."""
-    return [point for point in metadata.entry_points(group="vllm.general_plugins") if point.name == METHOD]
-
-
-def check_hook(register: Callable[[], None]) -> Check:
-    """Register the plugin, and return whether vLLM's configuration is hooked then."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    register()
-    # The hook wraps vLLM's function, so the function in its place is one of ours.
-    good = EngineArgs.create_engine_config.__globals__["__name__"].startswith("vllm_vidspec.")
-    detail = "registered and active" if good else "registered, but vLLM's configuration is not hooked"
-    return _fail_unless(good, "plugin", detail, _REINSTALL)
-
-
 def _plugin() -> Iterator[Check]:
-    points = entry_points()
+    """Whether vLLM finds our plugin, and its configuration is hooked once that is registered."""
+    points = [point for point in metadata.entry_points(group="vllm.general_plugins") if point.name == METHOD]
     if not points:
         yield Check("plugin", "fail", "not registered with vLLM", _REINSTALL)
         return
@@ -189,7 +174,13 @@ def _plugin() -> Iterator[Check]:
         remedy = f"add {METHOD} to VLLM_PLUGINS, or unset it"
         yield Check("plugin", "fail", f"VLLM_PLUGINS={allowed} leaves it out", remedy)
         return
-    yield check_hook(points[0].load())
+    from vllm.engine.arg_utils import EngineArgs
+
+    points[0].load()()
+    # The hook wraps vLLM's function, so the function in its place is one of ours.
+    good = EngineArgs.create_engine_config.__globals__["__name__"].startswith("vllm_vidspec.")
+    detail = "registered and active" if good else "registered, but vLLM's configuration is not hooked"
+    yield _fail_unless(good, "plugin", detail, _REINSTALL)
 
 
 def _device() -> Iterator[Check]:

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -35,9 +34,8 @@ def _vanilla(family: str) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
-def _ask(url: str, expected: list[int]) -> None:
-    answer = ask(url, QUESTION, video=pairs.sample_video(), max_tokens=MAX_TOKENS, temperature=0.0)
-    assert answer.token_ids == expected
+def _ask(url: str) -> list[int]:
+    return ask(url, QUESTION, video=pairs.sample_video(), max_tokens=MAX_TOKENS, temperature=0.0).token_ids
 
 
 def _asked(folder: Path, family: str, times: int, **settings) -> tuple[dict[str, int], str]:
@@ -46,7 +44,7 @@ def _asked(folder: Path, family: str, times: int, **settings) -> tuple[dict[str,
     with serving(folder, **settings) as server:
         before = server.metrics()
         for _ in range(times):
-            _ask(server.base_url, expected)
+            assert _ask(server.base_url) == expected
         return difference(before, server.metrics()), server.metrics_text()
 
 
@@ -65,7 +63,7 @@ def api_servers(folder: Path) -> tuple[dict[str, int], str]:
     with serving(folder, api_server_count=2) as server:
         before = server.metrics()
         for _ in range(3):
-            _ask(server.base_url, expected)
+            assert _ask(server.base_url) == expected
         scrapes = [difference(before, server.metrics()) for _ in range(6)]
     assert {scrape["prompts"] for scrape in scrapes} == {3}
     return scrapes[0], "; every scrape shows the same"
@@ -176,21 +174,11 @@ def stages_on_nodes(folder: Path) -> tuple[dict[str, int], str]:
 
 def _from_inside(port: int) -> None:
     """Ask the server that runs in this network namespace; print the answer and our counters."""
-    from vllm_vidspec.tools.scrape import from_prometheus
-
-    url, start = f"http://127.0.0.1:{port}", time.monotonic()
-    while True:
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=5)
-            break
-        except OSError:
-            if time.monotonic() - start > 800:
-                raise
-            time.sleep(0.5)
-    answer = ask(url, QUESTION, video=pairs.sample_video(), max_tokens=MAX_TOKENS, temperature=0.0)
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as page:
-        counted = from_prometheus(page.read().decode())
-    print(json.dumps({"token_ids": answer.token_ids, "counted": counted}))
+    server, start = VllmServer([], port, Path(os.devnull)), time.monotonic()
+    while not server.healthy():
+        assert time.monotonic() - start < 800, "the server does not answer"
+        time.sleep(0.5)
+    print(json.dumps({"token_ids": _ask(server.base_url), "counted": server.metrics()}))
 
 
 if __name__ == "__main__":

@@ -7,15 +7,18 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
+from PIL import Image
 from safetensors.torch import save_file
 
 from tests.engine import minicpm_code
-from tests.engine.random_models import SPREAD, byte_tokenizer, rename, widen
+from tests.engine.random_models import SPREAD, byte_tokenizer, make_config, rename, widen
 from vllm_vidspec.tools import pairs
 
 _TEXT = {
@@ -54,14 +57,13 @@ class Family:
 
 def build(name: str, folder: Path, seed: int = 0) -> str:
     """Write an untrained model of a family; return its directory."""
-    import transformers
-
     torch.manual_seed(seed)
     family = FAMILIES[name]
     tokenizer = byte_tokenizer(family.tokens)
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in family.tokens.items()}
     end = tokenizer.eos_token_id
     text = _TEXT | {"vocab_size": len(tokenizer), "eos_token_id": end, "bos_token_id": end, "pad_token_id": end}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}
     config = family.config(ids, text)
     if family.write is not None:
         family.write(config, folder)
@@ -107,8 +109,6 @@ def prompt(
     sound: np.ndarray | None = None,
 ) -> dict[str, Any]:
     """Return a prompt of `LLM.generate`: videos `[num_frames, height, width, 3]` uint8, images, sound, then text."""
-    from PIL import Image
-
     family = FAMILIES[name]
     shown = [family.visual["video"] for _ in videos] + [family.visual["image"] for _ in images]
     data: dict[str, Any] = {}
@@ -124,23 +124,11 @@ def prompt(
     return {"prompt": text, "multi_modal_data": data} if data else {"prompt": text}
 
 
-def _patches(tokenizer: Any, kind: str, processor: str | None = None) -> Any:
+def _patches(kind: str, tokenizer: Any) -> Any:
     """Return a processor of merged patches, of the kinds of transformers that begin so."""
-    import transformers
-
     image = getattr(transformers, f"{kind}ImageProcessor")(size=_SIZE)
     video = getattr(transformers, f"{kind}VideoProcessor")(size=_SIZE, max_image_size={"longest_edge": _MAX_PIXELS})
-    return getattr(transformers, processor or f"{kind}Processor")(image, tokenizer, video)
-
-
-def _config(kind: str, text: dict[str, Any], vision: dict[str, Any], **fields: Any) -> Any:
-    import transformers
-
-    make = getattr(transformers, f"{kind}Config")
-    vision |= {"initializer_range": SPREAD}
-    config = make(text_config=text, vision_config=vision, tie_word_embeddings=False, **fields)
-    config.architectures = [f"{kind}ForConditionalGeneration"]
-    return config
+    return getattr(transformers, f"{kind}Processor")(image, tokenizer, video)
 
 
 _PATCHES = {"depth": 3, "num_heads": 2, "hidden_size": 64, "patch_size": 14, "out_hidden_size": 128}
@@ -148,28 +136,23 @@ _TILES = {"num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 64, "
 
 
 def _internvl(ids: dict[str, int], text: dict[str, Any]) -> Any:
-    text |= {"model_type": "qwen3", "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    text |= {"model_type": "qwen3"}
     vision = _TILES | {"image_size": [112, 112], "patch_size": [14, 14], "layer_scale_init_value": 1.0}
     tokens = {"image_token_id": ids["context_image_token_id"]}
-    return _config("InternVL", text, vision, image_seq_length=16, downsample_ratio=0.5, **tokens)
+    return make_config("InternVL", text, vision, image_seq_length=16, downsample_ratio=0.5, **tokens)
 
 
 def _internvl_processor(tokenizer: Any, side: int = 112) -> Any:
-    import transformers
-
     size = {"height": side, "width": side}
     image = transformers.GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=2)
     video = transformers.InternVLVideoProcessor(size=size)
     return transformers.InternVLProcessor(image, tokenizer, video, image_seq_length=(side // 28) ** 2)
 
 
-def _glm(kind: str, more: dict[str, Any]) -> Callable[[dict[str, int], dict[str, Any]], Any]:
-    def make(ids: dict[str, int], text: dict[str, Any]) -> Any:
-        rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
-        vision = _PATCHES | {"intermediate_size": 256, "image_size": 112}
-        return _config(kind, text | more | {"rope_parameters": rope}, vision, **ids)
-
-    return make
+def _glm(kind: str, more: dict[str, Any], ids: dict[str, int], text: dict[str, Any]) -> Any:
+    text["rope_parameters"] |= {"partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
+    vision = _PATCHES | {"intermediate_size": 256, "image_size": 112}
+    return make_config(kind, text | more, vision, **ids)
 
 
 # `use_qk_norm` is in the released configurations, and vLLM asks for it.
@@ -178,15 +161,13 @@ _EXPERTS = {"moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per
 
 # vLLM divides by the image size over the square of the patch size: with 112 and 14 that is 0.
 def _next_video(ids: dict[str, int], text: dict[str, Any]) -> Any:
-    text |= {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    text |= {"model_type": "llama"}
     vision = _TILES | {"model_type": "clip_vision_model", "image_size": 56, "patch_size": 7, "projection_dim": 64}
     tokens = {f"{kind}_token_index": ids[f"{kind}_token_id"] for kind in ("image", "video")}
-    return _config("LlavaNextVideo", text, vision, image_grid_pinpoints=[[56, 56]], **tokens)
+    return make_config("LlavaNextVideo", text, vision, image_grid_pinpoints=[[56, 56]], **tokens)
 
 
 def _next_video_processor(tokenizer: Any, side: int = 56) -> Any:
-    import transformers
-
     sides = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
     video = transformers.LlavaNextVideoVideoProcessor(**sides)
     image = transformers.LlavaNextImageProcessor(**sides, image_grid_pinpoints=[[side, side]])
@@ -196,70 +177,59 @@ def _next_video_processor(tokenizer: Any, side: int = 56) -> Any:
 
 
 def _exaone(ids: dict[str, int], text: dict[str, Any]) -> Any:
-    text |= {"model_type": "exaone4", "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
-    text |= {"layer_types": ["full_attention"] * text["num_hidden_layers"], "sliding_window": None}
+    text |= {"model_type": "exaone4", "sliding_window": None}
+    text |= {"layer_types": ["full_attention"] * text["num_hidden_layers"]}
     vision = _PATCHES | {"intermediate_size": 128, "num_key_value_heads": 1, "window_size": 56}
-    return _config("Exaone4_5_", text, vision | {"fullatt_block_indexes": [1]}, **ids)
-
-
-def _exaone_processor(tokenizer: Any) -> Any:
-    import transformers
-
-    return transformers.Exaone4_5_Processor(
-        transformers.Qwen2VLImageProcessor(size=_SIZE), tokenizer, transformers.Qwen2VLVideoProcessor(size=_SIZE)
-    )
+    return make_config("Exaone4_5_", text, vision | {"fullatt_block_indexes": [1]}, **ids)
 
 
 def _clova(ids: dict[str, int], text: dict[str, Any]) -> Any:
-    text |= {"model_type": "hyperclovax", "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    text |= {"model_type": "hyperclovax"}
     vision = _PATCHES | {"intermediate_size": 128, "window_size": 56, "fullatt_block_indexes": [1]}
-    return _config("HyperCLOVAXVisionV2", text, vision | {"out_hidden_size": 64}, **ids)
+    return make_config("HyperCLOVAXVisionV2", text, vision | {"out_hidden_size": 64}, **ids)
 
 
-def _clova_processor(tokenizer: Any) -> Any:
-    import transformers
+def _qwen_patches(patch_size: int = 14) -> tuple[Any, Any]:
+    """Return the processors of images and of videos of those who have Qwen2-VL's."""
+    kinds = transformers.Qwen2VLImageProcessor, transformers.Qwen2VLVideoProcessor
+    image, video = (kind(size=_SIZE, patch_size=patch_size) for kind in kinds)
+    return image, video
 
-    image, video = transformers.Qwen2VLImageProcessor(size=_SIZE), transformers.Qwen2VLVideoProcessor(size=_SIZE)
-    return transformers.HyperCLOVAXVisionV2Processor(image, tokenizer, video)
+
+def _with_qwen_patches(kind: str, tokenizer: Any) -> Any:
+    image, video = _qwen_patches()
+    return getattr(transformers, f"{kind}Processor")(image, tokenizer, video)
 
 
-def _omni(kind: str) -> Callable[[dict[str, int], dict[str, Any]], Any]:
-    def make(ids: dict[str, int], text: dict[str, Any]) -> Any:
-        import transformers
-
-        rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 6, 6]}
-        vision = _PATCHES | {"intermediate_size": 128, "initializer_range": SPREAD}
-        audio = {"num_mel_bins": _MELS, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
-        audio |= {"d_model": 32, "output_dim": 128, "initializer_range": SPREAD}
-        tokens = {name: ids[f"{name}_token_id"] for name in ("image", "video", "audio")}
-        if kind == "Qwen3OmniMoe":
-            tokens = {f"{name}_token_id": token for name, token in tokens.items()}
-            text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-            rope |= {"mrope_interleaved": True}
-            vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1], "image_size": 112}
-            vision |= {"apply_vit_abs_pos_embed": True}
-            audio |= {"downsample_hidden_size": 8}
-        else:
-            tokens = {f"{name}_token_index": token for name, token in tokens.items()}
-            vision |= {"window_size": 56, "fullatt_block_indexes": [1], "tokens_per_second": 25}
-        ends = {
-            f"audio_{where}_token_id": ids[f"audio_{end}_token_id"] for where, end in (("start", "bos"), ("end", "eos"))
-        }
-        text |= {"rope_parameters": rope, "tie_word_embeddings": False}
-        thinker = getattr(transformers, f"{kind}ThinkerConfig")(
-            text_config=text, vision_config=vision, audio_config=audio, **tokens, **ends
-        )
-        config = getattr(transformers, f"{kind}Config")(thinker_config=thinker)
-        config.architectures = [f"{kind}ForConditionalGeneration"]
-        return config
-
-    return make
+def _omni(kind: str, ids: dict[str, int], text: dict[str, Any]) -> Any:
+    rope = text["rope_parameters"] | {"mrope_section": [4, 6, 6]}
+    vision = _PATCHES | {"intermediate_size": 128, "initializer_range": SPREAD}
+    audio = {"num_mel_bins": _MELS, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
+    audio |= {"d_model": 32, "output_dim": 128, "initializer_range": SPREAD}
+    tokens = {name: ids[f"{name}_token_id"] for name in ("image", "video", "audio")}
+    if kind == "Qwen3OmniMoe":
+        tokens = {f"{name}_token_id": token for name, token in tokens.items()}
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        rope |= {"mrope_interleaved": True}
+        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1], "image_size": 112}
+        vision |= {"apply_vit_abs_pos_embed": True}
+        audio |= {"downsample_hidden_size": 8}
+    else:
+        tokens = {f"{name}_token_index": token for name, token in tokens.items()}
+        vision |= {"window_size": 56, "fullatt_block_indexes": [1], "tokens_per_second": 25}
+    tokens |= {
+        f"audio_{where}_token_id": ids[f"audio_{end}_token_id"] for where, end in (("start", "bos"), ("end", "eos"))
+    }
+    text |= {"rope_parameters": rope, "tie_word_embeddings": False}
+    make = getattr(transformers, f"{kind}ThinkerConfig")
+    thinker = make(text_config=text, vision_config=vision, audio_config=audio, **tokens)
+    config = getattr(transformers, f"{kind}Config")(thinker_config=thinker)
+    config.architectures = [f"{kind}ForConditionalGeneration"]
+    return config
 
 
 def _write_thinker(config: Any, folder: Path) -> None:
     """Write what vLLM loads of an Omni model, experts one by one as released."""
-    import transformers
-
     kind = config.architectures[0].replace("For", "ThinkerFor")
     model = getattr(transformers, kind)(config.thinker_config).float()
     widen(model)
@@ -277,16 +247,9 @@ def _write_thinker(config: Any, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _omni_processor(kind: str) -> Callable[..., Any]:
-    def make(tokenizer: Any, patch_size: int = 14) -> Any:
-        import transformers
-
-        kinds = transformers.Qwen2VLImageProcessor, transformers.Qwen2VLVideoProcessor
-        image, video = (kind(size=_SIZE, patch_size=patch_size) for kind in kinds)
-        ears = transformers.WhisperFeatureExtractor(feature_size=_MELS)
-        return getattr(transformers, f"{kind}Processor")(image, video, ears, tokenizer)
-
-    return make
+def _omni_processor(kind: str, tokenizer: Any, patch_size: int = 14) -> Any:
+    ears = transformers.WhisperFeatureExtractor(feature_size=_MELS)
+    return getattr(transformers, f"{kind}Processor")(*_qwen_patches(patch_size), ears, tokenizer)
 
 
 _MELS = 16
@@ -307,9 +270,8 @@ _OMNI = {
 
 
 def _minicpm(ids: dict[str, int], text: dict[str, Any]) -> Any:
-    rope = {"rope_type": "default", "rope_theta": 500.0}
     vision = _TILES | {"image_size": minicpm_code.SIDE, "patch_size": minicpm_code.PATCH, "initializer_range": SPREAD}
-    config = minicpm_code.MiniCPMVConfig(vision, **text, rope_parameters=rope, tie_word_embeddings=False)
+    config = minicpm_code.MiniCPMVConfig(vision, **text, tie_word_embeddings=False)
     config.architectures = ["MiniCPMV"]
     config.auto_map = {"AutoConfig": "minicpm_code.MiniCPMVConfig"}
     return config
@@ -317,7 +279,6 @@ def _minicpm(ids: dict[str, int], text: dict[str, Any]) -> Any:
 
 def _write_minicpm(config: Any, folder: Path) -> None:
     """Write the weights of its three parts, and the code that comes with them."""
-    import transformers
     from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
 
     size, kv_size = config.hidden_size, config.vision_config.hidden_size
@@ -372,17 +333,21 @@ FAMILIES = {
         write=_write_minicpm,
         overrides={"trust_remote_code": True},
     ),
-    "qwen2.5-omni": Family(config=_omni("Qwen2_5Omni"), processor=_omni_processor("Qwen2_5Omni"), **_OMNI),
-    "qwen3-omni": Family(config=_omni("Qwen3OmniMoe"), processor=_omni_processor("Qwen3OmniMoe"), **_OMNI),
+    "qwen2.5-omni": Family(
+        config=partial(_omni, "Qwen2_5Omni"), processor=partial(_omni_processor, "Qwen2_5Omni"), **_OMNI
+    ),
+    "qwen3-omni": Family(
+        config=partial(_omni, "Qwen3OmniMoe"), processor=partial(_omni_processor, "Qwen3OmniMoe"), **_OMNI
+    ),
     "internvl": Family(
         tokens=_tokens("context_image <IMG_CONTEXT> start_image <img> end_image </img> video <video>"),
         config=_internvl,
         processor=_internvl_processor,
         visual={"image": "<IMG_CONTEXT>\n", "video": "<video>\n"},
     ),
-    "glm-v": Family(config=_glm("Glm4v", {}), processor=lambda it: _patches(it, "Glm4v"), **_GLM),
-    "glm-v-moe": Family(config=_glm("Glm4vMoe", _EXPERTS), processor=lambda it: _patches(it, "Glm46V"), **_GLM),
-    "glm-ocr": Family(config=_glm("GlmOcr", {}), processor=lambda it: _patches(it, "Glm46V"), **_GLM),
+    "glm-v": Family(config=partial(_glm, "Glm4v", {}), processor=partial(_patches, "Glm4v"), **_GLM),
+    "glm-v-moe": Family(config=partial(_glm, "Glm4vMoe", _EXPERTS), processor=partial(_patches, "Glm46V"), **_GLM),
+    "glm-ocr": Family(config=partial(_glm, "GlmOcr", {}), processor=partial(_patches, "Glm46V"), **_GLM),
     "llava-next-video": Family(
         tokens=_tokens("image <image> video <video>"),
         config=_next_video,
@@ -394,7 +359,7 @@ FAMILIES = {
     "hyperclovax": Family(
         tokens=_tokens("image <|IMAGE_PAD|> video <|VIDEO_PAD|>"),
         config=_clova,
-        processor=_clova_processor,
+        processor=partial(_with_qwen_patches, "HyperCLOVAXVisionV2"),
         visual={kind: f"<|{kind}_start|><|{kind.upper()}_PAD|><|{kind}_end|>" for kind in ("image", "video")},
         architecture="HCXVisionV2ForCausalLM",
         released_names={
@@ -407,7 +372,7 @@ FAMILIES = {
     "exaone4.5": Family(
         tokens=_tokens("image <|image_pad|> video <|video_pad|> vision_start <vision> vision_end </vision>"),
         config=_exaone,
-        processor=_exaone_processor,
+        processor=partial(_with_qwen_patches, "Exaone4_5_"),
         visual={kind: f"<vision><|{kind}_pad|></vision>" for kind in ("image", "video")},
         with_metadata=True,
     ),

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import operator
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -24,15 +25,22 @@ class Fault(NamedTuple):
     seen: tuple[str, ...]
 
 
-def _raises(path: str, error: Exception, times: int = 1) -> Callable[[Engine], contextlib.AbstractContextManager]:
-    """Return what lets a method of the speculator's parts raise, so many times, and then do its work."""
+_draft, _chains = map(operator.attrgetter, ("draft", "speculator.backend.drafter.chains"))
+NO, OUT_OF_MEMORY = RuntimeError("no"), torch.OutOfMemoryError("CUDA out of memory")
+
+
+def _guide(engine: Engine) -> Any:
+    return engine.guides[0]
+
+
+def _raises(
+    owner_of: Callable[[Engine], Any], name: str, error: Exception, times: int = 1
+) -> Callable[[Engine], contextlib.AbstractContextManager]:
+    """Return what lets a method of one of an engine's parts raise, so many times, and then do its work."""
 
     @contextlib.contextmanager
     def inject(engine: Engine) -> Iterator[None]:
-        owner = engine.speculator
-        *parents, name = path.split(".")
-        for parent in parents:
-            owner = getattr(owner, parent)
+        owner = owner_of(engine)
         original, left = getattr(owner, name), [times]
 
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -84,24 +92,23 @@ def _slow(engine: Engine) -> Iterator[None]:
 @contextlib.contextmanager
 def _deaf(engine: Engine) -> Iterator[None]:
     """Let guidance raise in the first step of a prefill; what it remembers of earlier prompts does not help."""
-    engine.guidance.forget_scores()
-    with _raises("_guidance.before_forward", RuntimeError("no"))(engine):
+    engine.guides[0].forget_scores()
+    with _raises(_guide, "before_forward", NO)(engine):
         yield
 
 
-NO, OUT_OF_MEMORY = RuntimeError("no"), torch.OutOfMemoryError("CUDA out of memory")
 DRAFT_ERROR, USELESS = ("skipped_draft_error",), ("low_acceptance_windows",)
 FAULTS = (
-    Fault("a forward of the draft raises", _raises("drafter.chains.draft", NO), DRAFT_ERROR),
-    Fault("a forward of the draft is out of memory", _raises("drafter.chains.draft", OUT_OF_MEMORY), DRAFT_ERROR),
-    Fault("the draft's vision tower raises, for one video", _raises("draft_model.encode", NO, times=2), DRAFT_ERROR),
-    Fault("a prompt's prefill raises", _raises("draft_model.forward", NO), DRAFT_ERROR),
+    Fault("a forward of the draft raises", _raises(_chains, "draft", NO), DRAFT_ERROR),
+    Fault("a forward of the draft is out of memory", _raises(_chains, "draft", OUT_OF_MEMORY), DRAFT_ERROR),
+    Fault("the draft's vision tower raises, for one video", _raises(_draft, "encode", NO, times=2), DRAFT_ERROR),
+    Fault("a prompt's prefill raises", _raises(_draft, "forward", NO), DRAFT_ERROR),
     Fault("the draft's logits are NaN", _logits(float("nan")), USELESS),
     Fault("the draft's logits are infinite", _logits(float("inf")), USELESS),
     Fault("the draft's logits are minus infinity", _logits(float("-inf")), USELESS),
     Fault("the KV pool has room for one request", _full_pool, ("skipped_pool_full", "resumed_drafts")),
     Fault("guidance raises while the target reads", _deaf, ("unguided_error",)),
-    Fault("a prompt's scores cannot be had", _raises("_guidance.take", NO), DRAFT_ERROR),
+    Fault("a prompt's scores cannot be had", _raises(_guide, "take", NO), DRAFT_ERROR),
     Fault("the draft is slow", _slow, ("accepted_tokens",)),
 )
 

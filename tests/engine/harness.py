@@ -5,7 +5,7 @@ import gc
 import operator
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -57,7 +57,7 @@ class Engine:
     scheduler = _at("core.engine_core.engine_core.scheduler")
     runner = _at("core.model_executor.driver_worker.worker.model_runner")
     config = _at("runner.knobs.current")
-    guidance = _at("runner.parts.guidance")
+    guides = _at("runner.parts.guides")
     visual = _at("runner.parts.visual")
     verifier = _at("runner.rejection_sampler")
     speculator = _at("runner.speculator")
@@ -181,6 +181,17 @@ def engine(
             llm.llm_engine.engine_core.shutdown()
             del llm, running.llm  # the test may hold on to `running`
             cleanup_dist_env_and_memory()
+
+
+def in_place_of(patch: Any, owner: Any, name: str) -> Callable[[Callable], Callable]:
+    """Let the decorated function run where a method would, which it is given first, until pytest's `patch` ends."""
+    original = getattr(owner, name)
+
+    def put(function: Callable) -> Callable:
+        patch.setattr(owner, name, lambda *args, **kwargs: function(original, *args, **kwargs))
+        return function
+
+    return put
 
 
 @contextlib.contextmanager

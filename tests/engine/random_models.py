@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from training import tiny_captioner
 from vllm_vidspec import assets
@@ -21,8 +23,6 @@ _TEXT = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "
 
 def build(name: str, folder: Path, seed: int = 0) -> str:
     """Write an untrained model of `NAMES` with the bundled tokenizer and 14-pixel patches; return its directory."""
-    import transformers
-
     torch.manual_seed(seed)
     config = _config(name)
     model = getattr(transformers, config.architectures[0])(config).float()
@@ -61,8 +61,6 @@ def _store_experts_as_released(path: Path) -> None:
 
 
 def _config(name: str) -> Any:
-    import transformers
-
     ids = tiny_captioner.token_ids()
     text = _TEXT | {
         "intermediate_size": 256,
@@ -76,8 +74,8 @@ def _config(name: str) -> Any:
     }
     tokens = {f"{kind}_token_id": ids[f"<|{kind}_pad|>"] for kind in ("image", "video")}
     tokens |= {f"vision_{end}_token_id": ids[f"<|vision_{end}|>"] for end in ("start", "end")}
-    vision: dict[str, Any] = {"depth": 3, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2}
-    vision |= {"temporal_patch_size": 2, "initializer_range": SPREAD}
+    vision: dict[str, Any] = {"depth": 3, "num_heads": 2, "patch_size": 14}
+    vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2}
     kind = "Qwen2VL"
     if name == QWEN2:
         vision |= {"embed_dim": 64, "hidden_size": text["hidden_size"], "mlp_ratio": 2}
@@ -91,15 +89,18 @@ def _config(name: str) -> Any:
         kind = "Qwen3VLMoe"
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": _EXPERT_SIZE}
         text |= {"decoder_sparse_step": 1, "norm_topk_prob": True}
+    return make_config(kind, text, vision, **tokens)
+
+
+def make_config(kind: str, text: dict[str, Any], vision: dict[str, Any], **fields: Any) -> Any:
+    vision |= {"initializer_range": SPREAD}
     make = getattr(transformers, f"{kind}Config")
-    config = make(text_config=text, vision_config=vision, **tokens, tie_word_embeddings=False)
+    config = make(text_config=text, vision_config=vision, tie_word_embeddings=False, **fields)
     config.architectures = [f"{kind}ForConditionalGeneration"]
     return config
 
 
 def _processor(name: str) -> Any:
-    import transformers
-
     with contextlib.redirect_stdout(io.StringIO()):
         bundled = transformers.AutoProcessor.from_pretrained(assets.checkpoint("qwen2.5-vl", "target"))
     kind, video = transformers.Qwen2VLProcessor, bundled.video_processor
@@ -115,16 +116,13 @@ def _processor(name: str) -> Any:
 
 
 def byte_tokenizer(special: dict[str, str]) -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
     raw.add_special_tokens(["<|end|>", *special.values()])
     names = {key.removesuffix("_id"): token for key, token in special.items()}
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=raw, eos_token="<|end|>", pad_token="<|end|>", extra_special_tokens=names
     )
 

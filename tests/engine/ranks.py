@@ -136,7 +136,7 @@ def inject(worker, point: str, failing_ranks: tuple[int, ...]) -> None:
     from vllm_vidspec.engine.hooks import state_store
 
     runner, parts = worker.model_runner, worker.model_runner.parts
-    kinds = {kind.need: kind for kind in parts.guidance.kinds}
+    kinds = {kind.need: kind for kind in parts.guides}
     owner, name = {
         "observe": (kinds["attention"], "observe"),
         "take": (kinds["attention"], "take"),

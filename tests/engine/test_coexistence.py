@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.engine import coexistence
+from tests.engine.harness import in_place_of
 from vllm_vidspec.engine import preflight
 from vllm_vidspec.engine.draft import prefill
 from vllm_vidspec.engine.report.counters import Counters
@@ -53,27 +54,22 @@ def drop_refusals(monkeypatch):
 
 def shift_what_the_target_keeps(monkeypatch):
     """Every token of a pruned video but the first is taken for the one before it."""
-    original = prefill.kept_places
-    monkeypatch.setattr(prefill, "kept_places", lambda *args: (original(*args) - 1).clamp(min=0))
+    in_place_of(monkeypatch, prefill, "kept_places")(lambda original, *args: (original(*args) - 1).clamp(min=0))
 
 
 def lose_a_placeholder(monkeypatch):
     """One token fewer than the prompt has places."""
-    original = prefill.kept_places
-    monkeypatch.setattr(prefill, "kept_places", lambda *args: original(*args)[:-1])
+    in_place_of(monkeypatch, prefill, "kept_places")(lambda original, *args: original(*args)[:-1])
 
 
 def forget_the_adapter(monkeypatch):
     from vllm_vidspec.engine.runner import VidSpecModelRunner
 
-    original = VidSpecModelRunner.add_requests
-
-    def without(self, scheduler_output):
+    @in_place_of(monkeypatch, VidSpecModelRunner, "add_requests")
+    def without(original, self, scheduler_output):
         for request in scheduler_output.scheduled_new_reqs:
             request.lora_request = None
         original(self, scheduler_output)
-
-    monkeypatch.setattr(VidSpecModelRunner, "add_requests", without)
 
 
 def skip_silently(monkeypatch):

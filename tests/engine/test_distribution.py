@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from tests.engine import harness
-from tests.engine.harness import QWEN
+from tests.engine.harness import QWEN, in_place_of
 from vllm_vidspec.engine.verify.verifier import CoupledVerifier
 
 pytestmark = pytest.mark.engine
@@ -28,24 +28,23 @@ def quantiles():
     """
     values: list[torch.Tensor] = []
     generator = torch.Generator().manual_seed(0)
-    verify = CoupledVerifier._verify
-
-    def recording(self, logits, *args):
-        raw = logits.double()
-        processed, sampled, num_sampled = verify(self, logits, *args)
-        cu_num_logits = args[3]
-        emitted = torch.arange(sampled.shape[1]) < num_sampled[:, None]  # [num_reqs, K + 1]
-        rows = (cu_num_logits[:-1, None] + torch.arange(sampled.shape[1]))[emitted]
-        tokens = sampled[emitted][:, None]
-        probabilities = raw[rows].softmax(-1)
-        upper = probabilities.cumsum(-1).gather(1, tokens)
-        mass = probabilities.gather(1, tokens)
-        uniform = torch.rand(mass.shape, generator=generator, dtype=torch.float64)
-        values.append((upper - mass * uniform).flatten())
-        return processed, sampled, num_sampled
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CoupledVerifier, "_verify", recording)
+
+        @in_place_of(patch, CoupledVerifier, "_verify")
+        def recording(verify, self, logits, *args):
+            raw = logits.double()
+            processed, sampled, num_sampled = verify(self, logits, *args)
+            cu_num_logits = args[3]
+            emitted = torch.arange(sampled.shape[1]) < num_sampled[:, None]  # [num_reqs, K + 1]
+            rows = (cu_num_logits[:-1, None] + torch.arange(sampled.shape[1]))[emitted]
+            tokens = sampled[emitted][:, None]
+            probabilities = raw[rows].softmax(-1)
+            upper = probabilities.cumsum(-1).gather(1, tokens)
+            mass = probabilities.gather(1, tokens)
+            uniform = torch.rand(mass.shape, generator=generator, dtype=torch.float64)
+            values.append((upper - mass * uniform).flatten())
+            return processed, sampled, num_sampled
+
         yield values
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
-from tests.engine.harness import LLAVA, QWEN, assert_all_stands
+from tests.engine.harness import LLAVA, QWEN, assert_all_stands, in_place_of
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
 from vllm_vidspec.engine.hooks import attention as attention_guidance
 from vllm_vidspec.engine.hooks.prompts import PendingScores
@@ -21,18 +21,17 @@ def slow_down(monkeypatch, engine: harness.Engine, budget: int) -> list[dict[str
     """Let the draft read `budget` tokens a step; return a list that gains each step's tokens and decoding requests."""
     monkeypatch.setattr(engine.draft, "max_num_tokens", budget)
     steps: list[dict[str, int]] = []
-    forward, propose = DraftPrefill._forward, engine.speculator.propose
 
-    def noting_forward(self, pieces, text):
+    @in_place_of(monkeypatch, DraftPrefill, "_forward")
+    def noting_forward(forward, self, pieces, text):
         steps[-1]["read"] += sum(piece.end - piece.start for piece in pieces)
         return forward(self, pieces, text)
 
-    def noting_propose(batch, *args, **kwargs):
+    @in_place_of(monkeypatch, engine.speculator, "propose")
+    def noting_propose(propose, batch, *args, **kwargs):
         steps.append({"read": 0, "decoding": int((~batch.is_prefilling_np).sum())})
         return propose(batch, *args, **kwargs)
 
-    monkeypatch.setattr(DraftPrefill, "_forward", noting_forward)
-    monkeypatch.setattr(engine.speculator, "propose", noting_propose)
     return steps
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engine import float64, harness
-from tests.engine.harness import CHUNK_SIZES, FAMILIES, LLAVA, NO_CACHE, QWEN, QWEN3
+from tests.engine.harness import CHUNK_SIZES, FAMILIES, LLAVA, NO_CACHE, QWEN, QWEN3, in_place_of
 from tests.engine.random_models import QWEN2, build
 from vllm_vidspec.engine.hooks.attention import AttentionGuidance
 from vllm_vidspec.errors import VidSpecError
@@ -115,7 +115,7 @@ def test_uv_of_a_cached_video_is_remembered():
     with harness.engine(family, "draft", pruner="uv") as engine, engine.watched() as records:
         _, before = engine.measured([first])
         _, after = engine.measured([second])
-        engine.guidance._remembered.clear()
+        engine.guides[0].forget_scores()
         _, forgotten = engine.measured([second])
     assert before["guided_prompts"] == 1 and before["reused_guidance"] == 0
     assert after["guided_prompts"] == 1 and after["reused_guidance"] == 1
@@ -144,7 +144,7 @@ def test_guidance_layers_are_the_ones_asked_for():
         assert float64.relative_error(record["scores"][0], expected) <= TOLERANCE
 
 
-def test_listening_changes_no_bit_of_the_target():
+def test_listening_changes_no_bit_of_the_target(monkeypatch):
     """Log-probabilities of one token each are bitwise those of an engine that listens to nothing."""
     requests = harness.videos(QWEN, 4, max_tokens=1, logprobs=5)
     heard, logprobs = [], []
@@ -153,12 +153,17 @@ def test_listening_changes_no_bit_of_the_target():
         outputs = engine.generate(requests)
         return [{t: v.logprob for t, v in o.outputs[0].logprobs[0].items()} for o in outputs]
 
+    def hear(take, row):
+        """After one token nobody drafts: scores are looked at where they are taken."""
+        if (pending := take(row)) is not None:
+            heard.append(pending.wait().scores)
+
     with harness.engine(QWEN, "draft", NO_CACHE, pruner="uniform") as engine:
-        assert engine.guidance is None
+        assert not engine.guides
         expected = answer(engine)
     with harness.engine(QWEN, "draft", NO_CACHE, pruner="auto") as engine:
-        take = engine.guidance.take  # after one token nobody drafts: the scores are looked at where they are taken
-        engine.guidance.take = lambda row: heard.append(take(row).wait().scores)
+        for guide in engine.guides:
+            in_place_of(monkeypatch, guide, "take")(hear)
         for pruner in ("specvlm", "uv"):
             engine.retune(pruner=pruner)
             logprobs.append(answer(engine))

@@ -10,7 +10,7 @@ import torch
 
 from tests.engine import float64, harness
 from tests.engine.conftest import SCENARIOS
-from tests.engine.harness import LLAVA, NO_CACHE, QWEN, QWEN3, assert_same_answers, token_ids
+from tests.engine.harness import LLAVA, NO_CACHE, QWEN, QWEN3, assert_same_answers, in_place_of, token_ids
 from vidspec_kernels import LooseTables
 from vidspec_tools import watching
 from vllm_vidspec.engine.hooks import state_store, visual_states
@@ -134,12 +134,9 @@ def test_every_scorer_loosens_by_the_seed(engine, scorer):
 
 
 def rows_of_the_position_before(patch):
-    measure = visual_states.VisualStates.relevance
-
-    def shifted(self, *args):
+    @in_place_of(patch, visual_states.VisualStates, "relevance")
+    def shifted(measure, self, *args):
         return measure(self, *args).roll(1)
-
-    patch.setattr(visual_states.VisualStates, "relevance", shifted)
 
 
 def rows_not_normalised(patch):
@@ -150,17 +147,14 @@ def rows_not_normalised(patch):
 
 
 def the_targets_token_over_the_drafts_kv(patch):
-    original = scorers.accept
-
-    def accept(target_tokens, *args):
+    @in_place_of(patch, scorers, "accept")
+    def accept(original, target_tokens, *args):
         sampled, num_sampled, path, kinds = original(target_tokens, *args)
         bounds = args[1].long()
         for i in range(len(num_sampled)):
             own = target_tokens[bounds[i] : bounds[i] + int(num_sampled[i])]
             sampled[i, : len(own)] = torch.where(kinds[i, : len(own)] > 1, own, sampled[i, : len(own)])
         return sampled, num_sampled, path, kinds
-
-    patch.setattr(scorers, "accept", accept)
 
 
 def nothing_protected(patch):

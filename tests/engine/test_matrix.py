@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.engine import harness, matrix, matrix_run
+from tests.engine.harness import in_place_of
 from tests.engine.matrix import ENGINE, LOSSY, TREES, Row
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.errors import VidSpecError
@@ -137,27 +138,25 @@ def test_answers_are_vanillas(models, answered, family):
 def deeper_features_of_the_token_before(patch, engine):
     from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration as Target
 
-    original, embed, is_drafting = Target._set_deepstack_input_embeds, engine.draft.embed, []
-    rolled = lambda self, deeper: original(self, torch.roll(deeper, 1, dims=1) if is_drafting else deeper)  # noqa: E731
-    patch.setattr(Target, "_set_deepstack_input_embeds", rolled)
+    is_drafting = []
 
-    def embedding(*args):
+    @in_place_of(patch, Target, "_set_deepstack_input_embeds")
+    def rolled(original, self, deeper):
+        return original(self, torch.roll(deeper, 1, dims=1) if is_drafting else deeper)
+
+    @in_place_of(patch, engine.draft, "embed")
+    def embedding(embed, *args):
         is_drafting.append(True)
         try:
             return embed(*args)
         finally:
             is_drafting.clear()
 
-    patch.setattr(engine.draft, "embed", embedding)
-
 
 def noise_of_the_next_position(patch, engine):
-    draw = CoupledSampler.draw_into
-    patch.setattr(
-        CoupledSampler,
-        "draw_into",
-        lambda self, logits, heat, seeds, pos, **outputs: draw(self, logits, heat, seeds, pos + 1, **outputs),
-    )
+    @in_place_of(patch, CoupledSampler, "draw_into")
+    def next_position(draw, self, logits, heat, seeds, pos, **outputs):
+        draw(self, logits, heat, seeds, pos + 1, **outputs)
 
 
 @pytest.mark.engine

@@ -15,7 +15,7 @@ import torch
 
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
-from tests.engine.harness import LLAVA, QWEN
+from tests.engine.harness import LLAVA, QWEN, in_place_of
 from vllm_vidspec.engine.draft import drafter
 from vllm_vidspec.engine.draft.drafter import Drafter
 from vllm_vidspec.engine.draft.model import DraftModel
@@ -68,33 +68,33 @@ def logits_compared():
     """Yield a list of the largest difference of draft and target logits at each position whose text both have seen."""
     differences: list[float] = []
     proposed: dict[int, list[torch.Tensor]] = {}  # persistent row -> the draft's logits by level
-    sample, draft, verify = CoupledSampler.draw_into, Drafter.draft, CoupledVerifier._verify
     order: list[int] = []  # persistent rows whose logits come next, round after round
-
-    def recording_draft(self, message):
-        proposed.update({int(row): [] for row in message.idx_mapping_np})
-        order[:] = message.idx_mapping_np.tolist()
-        return draft(self, message)
-
-    def recording_sample(self, logits, *args, **kwargs):
-        for row_logits in logits:
-            row = order.pop(0)
-            proposed[row].append(row_logits.clone())
-            order.append(row)
-        return sample(self, logits, *args, **kwargs)
-
-    def comparing_verify(self, logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, *rest):
-        raw = logits.clone()
-        result = verify(self, logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, *rest)
-        for req_idx, (row, num_sampled) in enumerate(zip(idx_mapping.tolist(), result[2].tolist(), strict=True)):
-            seen = raw[cu_num_logits[req_idx] : cu_num_logits[req_idx + 1]][:num_sampled]
-            differences.extend((a - b).abs().max().item() for a, b in zip(seen, proposed.get(row, []), strict=False))
-        return result
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Drafter, "draft", recording_draft)
-        patch.setattr(CoupledSampler, "draw_into", recording_sample)
-        patch.setattr(CoupledVerifier, "_verify", comparing_verify)
+
+        @in_place_of(patch, Drafter, "draft")
+        def recording_draft(draft, self, message):
+            proposed.update({int(row): [] for row in message.idx_mapping_np})
+            order[:] = message.idx_mapping_np.tolist()
+            return draft(self, message)
+
+        @in_place_of(patch, CoupledSampler, "draw_into")
+        def recording_sample(sample, self, logits, *args, **kwargs):
+            for row_logits in logits:
+                row = order.pop(0)
+                proposed[row].append(row_logits.clone())
+                order.append(row)
+            return sample(self, logits, *args, **kwargs)
+
+        @in_place_of(patch, CoupledVerifier, "_verify")
+        def comparing_verify(verify, self, logits, draft_logits, draft_sampled, pos, bounds, idx_mapping, *rest):
+            raw = logits.clone()
+            result = verify(self, logits, draft_logits, draft_sampled, pos, bounds, idx_mapping, *rest)
+            for req_idx, (row, num_sampled) in enumerate(zip(idx_mapping.tolist(), result[2].tolist(), strict=True)):
+                seen = raw[bounds[req_idx] : bounds[req_idx + 1]][:num_sampled]
+                of_row = zip(seen, proposed.get(row, []), strict=False)
+                differences.extend((a - b).abs().max().item() for a, b in of_row)
+            return result
+
         yield differences
 
 
@@ -116,30 +116,27 @@ def test_the_draft_proposes_what_the_target_finds_most_likely(drafted):
 
 def shift_positions(monkeypatch) -> None:
     """Text after the prompt is one position further than the full prompt would put it."""
-    original = DraftModel.full_positions
 
-    def shifted(self, token_ids, features):
+    @in_place_of(monkeypatch, DraftModel, "full_positions")
+    def shifted(original, self, token_ids, features):
         positions, delta = original(self, token_ids, features)
         return positions, delta + 1
-
-    monkeypatch.setattr(DraftModel, "full_positions", shifted)
 
 
 def drop_video(monkeypatch) -> None:
     """The draft's vision tower shows nothing."""
-    original = DraftModel.embed
 
-    def blind(self, token_ids, media, where):
+    @in_place_of(monkeypatch, DraftModel, "embed")
+    def blind(original, self, token_ids, media, where):
         return original(self, token_ids, [0 * embeds for embeds in media], where)
-
-    monkeypatch.setattr(DraftModel, "embed", blind)
 
 
 def skip_rollback(monkeypatch) -> None:
     """KV entries of rejected drafts stay: new tokens are appended after them."""
-    original, stale = drafter.begin_step, {}
+    stale = {}
 
-    def appending(batch_rows, picked, num_sampled, is_verified, temperature, seeds, tables, out, **kwargs):
+    @in_place_of(monkeypatch, drafter, "begin_step")
+    def appending(original, batch_rows, picked, num_sampled, is_verified, temperature, seeds, tables, out, **kwargs):
         num_dropped = tables.num_dropped.clone()
         rows = batch_rows if picked is None else batch_rows[picked]
         told = torch.ones(len(rows), dtype=torch.bool) if is_verified is None else is_verified
@@ -149,19 +146,15 @@ def skip_rollback(monkeypatch) -> None:
         tables = dataclasses.replace(tables, num_dropped=num_dropped)
         original(batch_rows, picked, num_sampled, is_verified, temperature, seeds, tables, out, **kwargs)
 
-    monkeypatch.setattr(drafter, "begin_step", appending)
-
 
 def skip_refeed(monkeypatch) -> None:
     """The last draft token of a fully accepted chain never gets its KV entry."""
-    original = Drafter.draft
 
-    def forgetful(self, message):
+    @in_place_of(monkeypatch, Drafter, "draft")
+    def forgetful(original, self, message):
         drafts = original(self, message)
         self.kv.fed[drafts.rows] = (1 << K) - 1
         return drafts
-
-    monkeypatch.setattr(Drafter, "draft", forgetful)
 
 
 @pytest.mark.parametrize("mutation", [shift_positions, drop_video, skip_rollback, skip_refeed])

@@ -30,22 +30,22 @@ def drafter(engine: Engine) -> client.DrafterClient:
     return engine.runner.drafter_client
 
 
-def wait_until(is_so: Callable[[], bool], engine: Engine, timeout_s: float = 90.0) -> None:
+def wait_until(is_so: Callable[[], bool], engine: Engine) -> None:
     """Let the engine's loop look after the drafter until something holds."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + 90.0
     while not is_so():
         assert time.monotonic() < deadline, "it never came to pass"
         engine.idle()
         time.sleep(0.05)
 
 
-def let_drafts_come(engine: Engine, timeout_s: float = 60.0) -> contextlib.AbstractContextManager:
+def let_drafts_come(engine: Engine) -> contextlib.AbstractContextManager:
     """Before each of the target's steps wait for full streams; after it the drafter must know what was sampled."""
     speculator = engine.speculator
     propose = speculator.propose
 
     def slow(batch, *args, **kwargs):
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + 60.0
         while behind := _behind(engine):
             assert time.monotonic() < deadline, f"the drafter has nothing for {behind}"
             time.sleep(0.001)

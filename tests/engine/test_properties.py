@@ -110,7 +110,7 @@ class Story:
         engine = self.engine
         assert engine.used_blocks() == 0
         prefills, rows = engine.speculator.backend.drafter.prefills, engine.runner.requests
-        told = [rows.unstarted, prefills._jobs, engine.guidance._prompts]
+        told = [rows.unstarted, prefills._jobs, engine.guides[0]._prompts]
         assert not any(told), "a request that has ended is known"
         assert sorted(engine.kv._free) == list(range(1, engine.kv.num_blocks)), "a block is lost, or free twice"
         assert sum(phase != Phase.UNSEEN for phase in rows.phase) <= 1

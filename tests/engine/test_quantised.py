@@ -51,7 +51,7 @@ def test_guidance_reads_what_the_layers_wrote(tmp_path, cache):
         errors.append((out[0] / (before[0] + expected) - 1).abs().max().item())
 
     with harness.engine(QWEN, "draft", overrides, pruner="specvlm") as engine:
-        for name, layer in engine.guidance.attention.items():
+        for name, layer in engine.guides[0].attention.items():
 
             def update(layer, key, *args, name=name, write=layer.impl.do_kv_cache_update):
                 if len(key) > 100:
@@ -61,6 +61,6 @@ def test_guidance_reads_what_the_layers_wrote(tmp_path, cache):
             layer.impl.do_kv_cache_update = update
         with mock.patch.object(attention, "guidance_scores", compare):
             _, counted = engine.measured(harness.videos(QWEN, 1, max_tokens=2))
-        assert counted["guided_prompts"] == 1 and len(errors) == len(engine.guidance.attention) == 4
+        assert counted["guided_prompts"] == 1 and len(errors) == len(engine.guides[0].attention) == 4
         assert len({scale for _, scale in written.values()}) == 4
     assert max(errors) < 1e-4, errors

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu import cudagraph_utils
 
 from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
-from tests.engine.harness import LLAVA, QWEN, Engine, assert_all_stands, assert_same_answers, token_ids
+from tests.engine.harness import LLAVA, QWEN, Engine, assert_all_stands, assert_same_answers, in_place_of, token_ids
 from vllm_vidspec import metrics
 from vllm_vidspec.engine import tree_attention
 from vllm_vidspec.engine.compat import backends
@@ -75,7 +75,7 @@ class Replay:
 
 
 @contextlib.contextmanager
-def captured(runner: Any, num_reqs: Sequence[int], mode: str = "FULL_DECODE_ONLY") -> Iterator[Counter]:
+def captured(runner: Any, num_reqs: Sequence[int]) -> Iterator[Counter]:
     """Let steps of up to so many requests be replayed; yield a counter of (rows, padded requests, requests)."""
     sizes = [count * (runner.num_speculative_steps + 1) for count in num_reqs]
     config, replayed = runner.compilation_config, Counter()
@@ -105,7 +105,7 @@ def captured(runner: Any, num_reqs: Sequence[int], mode: str = "FULL_DECODE_ONLY
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         manager = cudagraph_utils.ModelCudaGraphManager(
-            runner.vllm_config, runner.device, CUDAGraphMode[mode], runner.decode_query_len
+            runner.vllm_config, runner.device, CUDAGraphMode.FULL_DECODE_ONLY, runner.decode_query_len
         )
         for descs in (*manager._capture_descs.values(), *manager._candidates.values()):
             descs[:] = [desc for desc in descs if desc.uniform_token_count != 1]
@@ -179,16 +179,15 @@ def test_whole_forwards_are_captured(subject, reference):
 def test_chains_of_unequal_lengths_share_a_forward(subject, reference, monkeypatch):
     """As where windows have any length, or some requests no drafts: every row of such a batch is ours."""
     engine = subject.engine
-    take = type(engine.runner).take_draft_token_ids
 
-    def cut(self):
+    @in_place_of(monkeypatch, type(engine.runner), "take_draft_token_ids")
+    def cut(take, self):
         drafts = take(self)
         if drafts is not None:
             offered = enumerate(drafts.draft_token_ids)
             drafts.draft_token_ids = [tokens[: (3 * i) % (K + 1)] for i, tokens in offered]
         return drafts
 
-    monkeypatch.setattr(type(engine.runner), "take_draft_token_ids", cut)
     with counting() as rows:
         outputs, counted = engine.measured(SCENARIOS["videos"](QWEN))
     assert_same_answers(reference(QWEN, "videos"), outputs)
@@ -198,14 +197,12 @@ def test_chains_of_unequal_lengths_share_a_forward(subject, reference, monkeypat
 
 def no_depth_positions(patch, engine) -> None:
     """Nodes keep the position of their slot."""
-    original = TargetTrees._place
 
-    def by_slot(self, batch, positions, out=None):
+    @in_place_of(patch, TargetTrees, "_place")
+    def by_slot(original, self, batch, positions, out=None):
         before = positions.clone()
         original(self, batch, positions, out)
         (positions if out is None else out).copy_(before)
-
-    patch.setattr(TargetTrees, "_place", by_slot)
 
 
 def no_compaction(patch, engine) -> None:
@@ -214,81 +211,67 @@ def no_compaction(patch, engine) -> None:
 
 def leaking_sibling(patch, engine) -> None:
     """Every node also attends to the node before it."""
-    original = TargetTrees._place
 
-    def leaking(self, *arguments):
+    @in_place_of(patch, TargetTrees, "_place")
+    def leaking(original, self, *arguments):
         original(self, *arguments)
         self.places.masks.bitwise_or_(self.places.masks.roll(1, dims=1))
-
-    patch.setattr(TargetTrees, "_place", leaking)
 
 
 def leaking_draft(patch, engine) -> None:
     """In the draft each node also attends to what the node before it does."""
-    original = DraftBuffers.place
 
-    def leaking(self, num_reqs, level, nodes, tokens, ancestors):
+    @in_place_of(patch, DraftBuffers, "place")
+    def leaking(original, self, num_reqs, level, nodes, tokens, ancestors):
         original(self, num_reqs, level, nodes, tokens, ancestors | ancestors.roll(1, dims=1))
-
-    patch.setattr(DraftBuffers, "place", leaking)
 
 
 def wrong_branch(patch, engine) -> None:
     """The right tokens stand, but the KV of the first branch is kept."""
-    original = scorers.accept
 
-    def first_branch(*args):
+    @in_place_of(patch, scorers, "accept")
+    def first_branch(original, *args):
         results, tally = original(*args), args[-1]
         tally.path[tally.rows] = torch.arange(tally.path.shape[1], dtype=torch.int32)
         return results
 
-    patch.setattr(scorers, "accept", first_branch)
-
 
 def noise_by_slot(patch, engine) -> None:
     """A node's noise is that of its slot, not of its depth."""
-    original = TargetTrees.shapes
 
-    def flat(self, rows):
+    @in_place_of(patch, TargetTrees, "shapes")
+    def flat(original, self, rows):
         shapes = original(self, rows)
         in_order = torch.arange(shapes.depths.shape[1], dtype=torch.int32)
         return type(shapes)(rows, shapes.parents, in_order.expand_as(shapes.depths), shapes.ancestors)
 
-    patch.setattr(TargetTrees, "shapes", flat)
-
 
 def shorter_prefix(patch, engine) -> None:
     """The target's prefix ends one entry early."""
-    original = TargetTrees._place
 
-    def shorter(self, *arguments):
+    @in_place_of(patch, TargetTrees, "_place")
+    def shorter(original, self, *arguments):
         original(self, *arguments)
         self.places.prefix_lens.sub_(1)
-
-    patch.setattr(TargetTrees, "_place", shorter)
 
 
 def blind_root(patch, engine) -> None:
     """The draft's root does not attend to its own entry."""
     forwards = engine.speculator.backend.drafter.chains._forwards
-    original = forwards._tree
 
-    def blind(*arguments):
+    @in_place_of(patch, forwards, "_tree")
+    def blind(original, *arguments):
         step = original(*arguments)
         return dataclasses.replace(step, masks=torch.zeros_like(step.masks))
-
-    patch.setattr(forwards, "_tree", blind)
 
 
 def rows_of_the_neighbour(patch, engine) -> None:
     """Each request attends to the next one's keys."""
-    original = TargetTrees._step
 
-    def shifted(self, *arguments):
+    @in_place_of(patch, TargetTrees, "_step")
+    def shifted(original, self, *arguments):
         step = original(self, *arguments)
         return dataclasses.replace(step, rows=step.rows.roll(1))
-
-    patch.setattr(TargetTrees, "_step", shifted)
 
 
 def never_taken(patch, engine) -> None:

@@ -180,15 +180,14 @@ class World:
         self.hooks = TargetHooks(hooks, self.knobs, ALONE)
         failures = DraftFailures(self.knobs, ALONE, self.requests, self.counters)
         self.backend = LocalBackend(self, self.network, None, None, failures)
-        self.speculator = Speculator(self.knobs, self.requests, self.guidance, self.counters, failures, self.backend)
+        guides = [] if self.guidance is None else [self.guidance]
+        self.speculator = Speculator(self.knobs, self.requests, guides, self.counters, failures, self.backend)
         failures.on_failure(self.backend.forget_media)
-        serves_drafts = [self.backend]
-        if self.guidance is not None:
-            failures.on_failure(self.guidance.forget_scores)
-            serves_drafts.append(self.guidance)
+        for guide in guides:
+            failures.on_failure(guide.forget_scores)
         self.drafter = NotingDrafter(self.network, self.knobs, self.counters, self)
         self.backend._drafter = self.drafter
-        self.requests.register(self.hooks, self.backend, drafting=serves_drafts)
+        self.requests.register(self.hooks, self.backend, drafting=[self.backend, *guides])
         self.count = 0
 
     # ---- what the scheduler does -----------------------------------------------------------------------------------

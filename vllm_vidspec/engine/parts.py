@@ -12,7 +12,7 @@ from vllm_vidspec.engine.failures import DraftFailures
 from vllm_vidspec.engine.hooks.attention import AttentionGuidance
 from vllm_vidspec.engine.hooks.hidden_states import HiddenStateGuidance
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
-from vllm_vidspec.engine.hooks.prompts import Guidance, GuidanceByWay
+from vllm_vidspec.engine.hooks.prompts import Guidance
 from vllm_vidspec.engine.hooks.protocol import TargetHooks
 from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.hooks.visual_states import VisualStates
@@ -50,7 +50,7 @@ class RunnerParts:
             widths = (K, runner.max_num_tokens)
             self.target_trees = TargetTrees(attention, runner.model_state, requests, *widths, device, in_trees)
         self.trees = self.target_trees if in_trees else None
-        self.guidance = make_guidance(knobs, model, vllm_config, counters, agreement)
+        self.guides = make_guides(knobs, model, vllm_config, counters, agreement)
         self.rules: LooseRules | None = None
         self.visual: VisualStates | None = None
         if config.score.scorers != {"strict"}:
@@ -58,18 +58,17 @@ class RunnerParts:
             self.rules = LooseRules(knobs, vllm_config, *sizes, runner.sampler, counters)
         if self.rules is not None and "loose" in config.score.scorers:
             self.visual = VisualStates(knobs, vllm_config, runner.max_num_reqs, counters, self.rules, agreement)
-        guides = () if self.guidance is None else self.guidance.kinds
-        hooks = [hook for hook in (*guides, self.visual, self.target_trees) if hook is not None]
+        hooks = [hook for hook in (*self.guides, self.visual, self.target_trees) if hook is not None]
         self.hooks = TargetHooks(hooks, knobs, agreement)
         self.verifier = CoupledVerifier(runner, self.trees, config.max_path, self.rules, self.visual)
         failures = DraftFailures(knobs, agreement, requests, counters)
         backend = self._make_backend(runner, draft_model, failures)
         failures.on_failure(backend.forget_media)
-        if self.guidance is not None:
-            failures.on_failure(self.guidance.forget_scores)
-        self.speculator = Speculator(knobs, requests, self.guidance, counters, failures, backend)
+        for guide in self.guides:
+            failures.on_failure(guide.forget_scores)
+        self.speculator = Speculator(knobs, requests, self.guides, counters, failures, backend)
         tables = [table for table in (self.rules, runner.recorder) if table is not None]
-        drafting = [table for table in (backend, self.guidance, self.trees) if table is not None]
+        drafting = [table for table in (backend, *self.guides, self.trees) if table is not None]
         requests.register(*tables, self.hooks, backend, drafting=drafting)
 
     def _make_backend(
@@ -77,7 +76,7 @@ class RunnerParts:
     ) -> LocalBackend | ParallelBackend:
         """Return where the draft runs: beside the target if it is loaded here, else in a process of its own."""
         if draft_model is None:
-            return ParallelBackend(runner, is_guided=self.guidance is not None)
+            return ParallelBackend(runner, is_guided=bool(self.guides))
         config = runner.knobs.current
         # A target that drafts for itself encodes once.
         shares = not config.is_self_draft and runner.encoder_cache is not None
@@ -86,13 +85,13 @@ class RunnerParts:
         return LocalBackend(runner, draft_model, sample, self.trees, failures, pixels)
 
 
-def make_guidance(
+def make_guides(
     knobs: Knobs, target: torch.nn.Module, vllm_config: Any, counters: Counters, agreement: Agreement
-) -> Guidance | GuidanceByWay | None:
-    """Install what the configured pruner needs on the loaded target; None if it needs nothing of it."""
-    needs, kinds = needs_of(knobs.current.prune), list[Guidance]()
+) -> list[Guidance]:
+    """Install what the configured pruner, or each of several, needs on the loaded target."""
+    needs, guides = needs_of(knobs.current.prune), list[Guidance]()
     if "attention" in needs:
-        kinds.append(AttentionGuidance(knobs, vllm_config, counters, agreement))
+        guides.append(AttentionGuidance(knobs, vllm_config, counters, agreement))
     if "uv" in needs:
-        kinds.append(HiddenStateGuidance(knobs, target, vllm_config, counters, agreement))
-    return GuidanceByWay(*kinds) if len(kinds) > 1 else next(iter(kinds), None)
+        guides.append(HiddenStateGuidance(knobs, target, vllm_config, counters, agreement))
+    return guides

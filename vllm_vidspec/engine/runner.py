@@ -76,7 +76,7 @@ class VidSpecModelRunner(GPUModelRunner):
         self.model_memory_usage += profiler.consumed_memory
         self.hooks, self.trees = self.parts.hooks, self.parts.trees
         self.speculator, self.rejection_sampler = self.parts.speculator, self.parts.verifier
-        self.use_aux_hidden_state_outputs = self.parts.guidance is not None and self.parts.guidance.reads_hidden_states
+        self.use_aux_hidden_state_outputs = any(guide.reads_hidden_states for guide in self.parts.guides)
 
     def shutdown(self) -> None:
         if self.drafter_client is not None:

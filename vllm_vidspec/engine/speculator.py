@@ -11,6 +11,7 @@
 The backend is where the draft runs: in this process (`draft/backend.py`) or in one of its own (`parallel/backend.py`).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm_vidspec.adapt import Decision
 from vllm_vidspec.engine.backend import DraftBackend, Step
 from vllm_vidspec.engine.failures import DraftFailures
-from vllm_vidspec.engine.hooks.prompts import Guidance, GuidanceByWay
+from vllm_vidspec.engine.hooks.prompts import Guidance
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import DraftBatch, Phase, Request, RequestRows
@@ -37,12 +38,12 @@ class Speculator(BaseSpeculator):
         self,
         knobs: Knobs,
         requests: RequestRows,
-        guidance: Guidance | GuidanceByWay | None,
+        guides: Sequence[Guidance],
         counters: Counters,
         failures: DraftFailures,
         backend: DraftBackend,
     ):
-        self._knobs, self._requests, self._guidance = knobs, requests, guidance
+        self._knobs, self._requests, self._guides = knobs, requests, guides
         self._counters, self._failures = counters, failures
         self.backend = backend
         self.decision: Decision | None = None  # the controller's, of the step that runs; None: as `knobs` say
@@ -138,11 +139,10 @@ class Speculator(BaseSpeculator):
 
     def _wait_for_guidance(self, request: Request) -> bool:
         """Return whether a request's scores are on the host; they are sent there first, and asked for a step later."""
-        if self._guidance is None:
-            return True
         pending = request.pending
         if pending is None:
-            pending = self._guidance.take(request.new.req_state_idx)
+            taken = (guide.take(request.new.req_state_idx) for guide in self._guides)
+            pending = next((scores for scores in taken if scores is not None), None)
             if pending is None:
                 return True
             if not pending.is_here:

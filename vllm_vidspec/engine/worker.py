@@ -31,8 +31,7 @@ def tells_why(method: Callable) -> Callable:
         try:
             return method(self, *args, **kwargs)
         except VidSpecError as error:
-            engine = self.vllm_config.parallel_config.data_parallel_index
-            leave_refusal(self.vllm_config.instance_id.removesuffix(f"_dp{engine}"), engine, str(error))
+            leave_refusal(self.vllm_config, str(error))
             raise
 
     return step
@@ -96,8 +95,6 @@ class VidSpecGPUWorker(VidSpecWorker, Worker):
     """GPU worker on Model Runner V2."""
 
     def _make_model_runner(self):
-        if not self.use_v2_model_runner:
-            raise VidSpecError("vidspec needs Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER=0")
         return (VidSpecModelRunner if is_last() else EarlierStage)(self.vllm_config, self.device)
 
     def compile_or_warm_up_model(self):
@@ -134,8 +131,8 @@ def prepare(runner: Any) -> None:
     if in_trees:
         warm_up.warm_kv_compact(parts.trees.caches, block_table, num_drafts)
         warm_up.warm_path_penalties(runner.vocab_size, parts.trees.parents, parts.verifier.paths.tables)
-    if parts.guidance is not None and parts.guidance.attention:
-        heads = [(keys, *kind) for keys, _, *kind in distinct_views(parts.guidance.attention.values())]
+    if observed := [layer for guide in parts.guides for layer in guide.attention.values()]:
+        heads = [(keys, *kind) for keys, _, *kind in distinct_views(observed)]
         warm_up.warm_guidance_scores(heads, block_table, runner.dtype)
     if parts.visual is not None:
         store = parts.visual.store

@@ -17,6 +17,13 @@ class Field(NamedTuple):
     default: Any = None
 
 
+def token_ids(*names: str) -> tuple[Field, ...]:
+    """Return the ids of special tokens, such as "image" or "vision_start", which older configs call indices."""
+    return tuple(
+        Field(f"{name.replace('_', ' ')} token id", (f"{name}_token_id", f"{name}_token_index")) for name in names
+    )
+
+
 def read_field(hf_config: Any, field: Field) -> Any:
     """Return a property of a config, lists for tuples, or the field's default where the config has none."""
     for path in field.paths:

@@ -1,6 +1,6 @@
 """GLM-4.1V, GLM-4.5V and GLM-4.6V, dense and with experts: merged patch grids and M-RoPE. Reads configs only."""
 
-from vllm_vidspec.families.base import Field
+from vllm_vidspec.families.base import token_ids
 from vllm_vidspec.families.layouts import PatchGrids
 
 
@@ -12,11 +12,7 @@ class GlmVAdapter(PatchGrids):
     model_types = frozenset({"glm4v", "glm4v_moe", "glm_ocr"})
     shared = (
         *PatchGrids.patches,
-        *(
-            Field(f"{modality} {kind}token id", (f"{modality}_{kind.replace(' ', '_')}token_id",))
-            for modality in ("image", "video")
-            for kind in ("", "start ", "end ")
-        ),
+        *token_ids("image", "image_start", "image_end", "video", "video_start", "video_end"),
     )
 
 

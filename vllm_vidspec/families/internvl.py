@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from vllm_vidspec.families.base import Field, read_field
+from vllm_vidspec.families.base import Field, read_field, token_ids
 from vllm_vidspec.families.layouts import SquareFrames
 
 _IMAGE_SIZE = Field("tile size in pixels", ("vision_config.image_size",))
@@ -26,7 +26,7 @@ class InternVLAdapter(SquareFrames):
         _DOWNSAMPLE,
         Field("number of pixel channels", ("vision_config.num_channels",)),
         Field("tokens of a tile", ("image_seq_length",)),
-        Field("image token id", ("image_token_id",)),
+        *token_ids("image"),
     )
 
     def side(self, hf_config: Any) -> int:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from vllm_vidspec.families.base import Field, read_field
+from vllm_vidspec.families.base import Field, read_field, token_ids
 from vllm_vidspec.families.layouts import SquareFrames
 
 _IMAGE_SIZE = Field("frame size in pixels", ("vision_config.image_size",))
@@ -22,8 +22,7 @@ class _Pooled(SquareFrames):
         Field("vision tower type", ("vision_config.model_type",)),
         Field("number of pixel channels", ("vision_config.num_channels",)),
         Field("vision feature select strategy", ("vision_feature_select_strategy",)),
-        Field("image token id", ("image_token_id", "image_token_index")),
-        Field("video token id", ("video_token_id", "video_token_index")),
+        *token_ids("image", "video"),
     )
 
     def side(self, hf_config: Any) -> int:

@@ -4,7 +4,7 @@ vLLM runs the thinker alone, so all of interest is in `thinker_config`. A prompt
 (`use_audio_in_video`), runs without speculation, counted as `unsupported` (`pruning/prompt.py`): a draft does not hear.
 """
 
-from vllm_vidspec.families.base import Field
+from vllm_vidspec.families.base import Field, token_ids
 from vllm_vidspec.families.layouts import PatchGrids
 
 
@@ -18,16 +18,14 @@ class QwenOmniAdapter(PatchGrids):
     merge = _of_thinker(PatchGrids.merge)
     vision_heads = _of_thinker(PatchGrids.vision_heads)
     deepstack = _of_thinker(PatchGrids.deepstack)
-    shared = (
-        *map(_of_thinker, PatchGrids.patches),
+    _shared = (
+        *PatchGrids.patches,
         # What vLLM multiplies a video's seconds by: the one in Qwen2.5-Omni, the other in Qwen3-Omni.
-        _of_thinker(Field("tokens per second", ("vision_config.tokens_per_second",), default=25)),
-        _of_thinker(Field("positions per second", ("position_id_per_seconds",))),
-        *(
-            _of_thinker(Field(f"{modality} token id", (f"{modality}_token_id", f"{modality}_token_index")))
-            for modality in ("image", "video", "audio")
-        ),
+        Field("tokens per second", ("vision_config.tokens_per_second",), default=25),
+        Field("positions per second", ("position_id_per_seconds",)),
+        *token_ids("image", "video", "audio"),
     )
+    shared = tuple(map(_of_thinker, _shared))
 
     def __init__(self, name: str, model_type: str, architectures: set[str]):
         self.name, self.model_types, self.architectures = name, frozenset({model_type}), frozenset(architectures)

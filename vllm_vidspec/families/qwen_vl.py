@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_vidspec.families.base import Field, read_field
+from vllm_vidspec.families.base import Field, read_field, token_ids
 from vllm_vidspec.families.layouts import GRID, PatchGrids, to_ints
 from vllm_vidspec.pruning import TokenGrid
 
@@ -17,10 +17,7 @@ class QwenVLAdapter(PatchGrids):
     shared = (
         *PatchGrids.patches,
         _PACE,
-        Field("image token id", ("image_token_id",)),
-        Field("video token id", ("video_token_id",)),
-        Field("vision start token id", ("vision_start_token_id",)),
-        Field("vision end token id", ("vision_end_token_id",)),
+        *token_ids("image", "video", "vision_start", "vision_end"),
     )
 
     def __init__(self, name: str, model_types: set[str], architectures: set[str]):

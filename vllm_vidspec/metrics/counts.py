@@ -10,8 +10,6 @@ Changes = dict[str, int]  # by name what a counter gained between two readings; 
 class Counts:
     """Counters and gauges of one writer, `[len(NAMES)]` int64; `KeyError` for a name outside `NAMES`."""
 
-    has_requests = False  # whether counts are kept by request, too
-
     def __init__(self, values: np.ndarray | None = None) -> None:
         self._values: np.ndarray = np.zeros(len(NAMES), dtype=np.int64) if values is None else values
 
@@ -27,10 +25,6 @@ class Counts:
         """Add `[n]` integers to the counters in `[n]` distinct `slots_of` them; readers see all of it or nothing."""
         self._values[slots] += counts
 
-    def take(self) -> Changes | None:
-        """Return what an output is to carry to the server's file; None for nothing, and where this is that file."""
-        return None
-
 
 class CarriedCounts(Counts):
     """Stands in for a `MetricsFile` where a worker counts that has none."""
@@ -40,7 +34,7 @@ class CarriedCounts(Counts):
         self._taken = self._values.copy()
 
     def take(self) -> Changes | None:
-        """Return what was counted since the last call."""
+        """Return what an output is to carry to the server's file: what was counted since the last call, if anything."""
         before, self._taken = self._taken, self._values.copy()
         return changes(before, self._taken) or None
 

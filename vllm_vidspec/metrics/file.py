@@ -41,8 +41,6 @@ class MetricsFile(Counts):
     mapped holds a shared lock on it: one that nobody holds is a leftover. Once mapped, it may be deleted.
     """
 
-    has_requests = True
-
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Map the file that another process created; VidSpecError if it is absent, not ours or of another layout."""
         self.path = str(path)

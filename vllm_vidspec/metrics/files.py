@@ -1,5 +1,6 @@
 """The counter files of one server, a file an engine: made, opened by its other processes, and leftovers swept."""
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -58,18 +59,20 @@ def open_for(vllm_config: Any) -> MetricsFile | None:
 
     Another process has made the file: the API server, which may be on another host.
     """
-    engine = vllm_config.parallel_config.data_parallel_index
-    instance_id = vllm_config.instance_id.removesuffix(f"_dp{engine}")  # Ray's, by which it tells engines apart
     try:
-        return MetricsFile(path_for(instance_id, engine))
+        return MetricsFile(_path_of(vllm_config))
     except VidSpecError as error:
         logger.warning("vidspec: counters are not published here; outputs carry a worker's to its server: %s", error)
         return None
 
 
-def leave_refusal(instance_id: str, engine: int, reason: str) -> None:
+def leave_refusal(vllm_config: Any, reason: str) -> None:
     """Leave the line that says why an engine does not start, for the process that started it."""
-    try:
-        MetricsFile(path_for(instance_id, engine)).refuse(reason)
-    except VidSpecError:  # the engine's own log has it
-        return
+    with contextlib.suppress(VidSpecError):  # the engine's own log has it
+        MetricsFile(_path_of(vllm_config)).refuse(reason)
+
+
+def _path_of(vllm_config: Any) -> Path:
+    engine = vllm_config.parallel_config.data_parallel_index
+    instance_id = vllm_config.instance_id.removesuffix(f"_dp{engine}")  # Ray's, by which it tells engines apart
+    return path_for(instance_id, engine)

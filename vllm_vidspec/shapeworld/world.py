@@ -200,12 +200,12 @@ def _draw_path(rng: np.random.Generator, fact: ObjectFact, length: int) -> np.nd
     return np.round(path).astype(int)
 
 
-def write_mp4(frames: np.ndarray, path: str | Path, fps: float = FRAME_RATE) -> None:
+def write_mp4(frames: np.ndarray, path: str | Path) -> None:
     """Write uint8 RGB frames [num_frames, height, width, 3] as an mp4 file (needs opencv)."""
     import cv2
 
     height, width = frames.shape[1:3]
-    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), fps, (width, height))
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), FRAME_RATE, (width, height))
     if not writer.isOpened():
         raise OSError(f"opencv cannot write {path}")
     for frame in frames:

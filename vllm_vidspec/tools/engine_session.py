@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from vllm_vidspec.errors import VidSpecError
@@ -46,9 +45,7 @@ class EngineSession:
             self._resources = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._resources.close()
 
     def ask(self, command: dict[str, Any], report: Report = silent) -> dict[str, Any]:

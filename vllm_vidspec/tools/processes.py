@@ -12,7 +12,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from vllm_vidspec.errors import VidSpecError
@@ -98,9 +97,7 @@ class VllmServer(LoggedProcess):
         self.start([str(program), "serve", *self.args], stdin=subprocess.DEVNULL)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End the server and its engine processes, whatever happened."""
         # A server that is still loading does not heed SIGTERM, and after an error nobody waits for its last words.
         self.end(grace_s=15.0 if kind is None else 2.0)

@@ -7,7 +7,6 @@ stays here, so the page is served to this machine only: to its own names, and to
 import asyncio
 import base64
 import contextlib
-import importlib.util
 import io
 import json
 import os
@@ -29,6 +28,21 @@ from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.status import address
 from vllm_vidspec.tools.user_files import read_video
 
+try:  # what vLLM's environment has
+    import anyio
+    import cv2  # noqa: F401 - read_video does without, and says that no frame can be decoded
+    import httpx
+    import uvicorn
+    from PIL import Image
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.requests import Request
+    from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
+except ModuleNotFoundError as missing:
+    raise VidSpecError(f"the page needs {missing.name}: run it in the environment of vLLM") from None
+
 ADMIN_KEY = "VIDSPEC_ADMIN_KEY"
 KNOBS = "/vidspec/knobs"
 LIMIT, SHAPE = "num_speculative_tokens", "draft_shape"
@@ -40,7 +54,6 @@ _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
-_NEEDED = ("starlette", "uvicorn", "httpx", "PIL", "cv2")  # vLLM's environment has them
 
 
 @dataclass(frozen=True)
@@ -88,12 +101,7 @@ class Studio:
         """How there is a vanilla answer: by a "server" of its own, by a "switch", or None."""
         return "server" if self._vanilla else "switch" if self._is_own and self._admin else None
 
-    def app(self) -> Any:
-        from starlette.applications import Starlette
-        from starlette.middleware import Middleware
-        from starlette.middleware.trustedhost import TrustedHostMiddleware
-        from starlette.routing import Route
-
+    def app(self) -> Starlette:
         self._page = (Path(assets.__file__).parent / "studio.html").read_text()
         routes = [
             Route("/", self.page),
@@ -104,21 +112,17 @@ class Studio:
             Route("/api/knobs", self.knobs, methods=["POST"]),
         ]
         hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
-        return Starlette(routes=routes, middleware=[hosts])
+        errors = {VidSpecError: self._refuse, httpx.HTTPError: self._miss}
+        return Starlette(routes=routes, middleware=[hosts], exception_handlers=errors)
 
-    async def page(self, request: Any) -> Any:
-        from starlette.responses import HTMLResponse
-
+    async def page(self, request: Request) -> Response:
         return HTMLResponse(self._page, headers={"Content-Security-Policy": _POLICY, "Cache-Control": "no-store"})
 
-    async def setup(self, request: Any) -> Any:
+    async def setup(self, request: Request) -> Response:
         """Tell what there is to choose from; the server's answer where it refuses the caller's key."""
-        try:
-            async with self._client() as client:
-                models = await client.get(f"{self._server}/v1/models", headers=_authorization(request))
-                knobs = await client.get(self._server + KNOBS, headers=self._bearer()) if self._admin else None
-        except _http_error() as error:
-            return _refused(f"no server answers at {self._server} ({error})", 502)
+        async with self._client() as client:
+            models = await client.get(f"{self._server}/v1/models", headers=_authorization(request))
+            knobs = await client.get(self._server + KNOBS, headers=self._bearer()) if self._admin else None
         if models.status_code != 200:
             return _refused(f"the server answers {models.status_code}: does it need a key?", models.status_code)
         return _json(
@@ -133,32 +137,20 @@ class Studio:
             }
         )
 
-    async def sample(self, request: Any) -> Any:
-        from starlette.responses import FileResponse
-
+    async def sample(self, request: Request) -> Response:
         return FileResponse(pairs.sample_video(), media_type="video/mp4")
 
-    async def frames(self, request: Any) -> Any:
+    async def frames(self, request: Request) -> Response:
         """Return the frames that the models are shown of a video, as data URLs."""
-        try:
-            video = await _body(request)
-            return _json({"frames": await asyncio.to_thread(_decode, video, self._num_frames)})
-        except VidSpecError as error:
-            return _refused(str(error))
+        return _json({"frames": await asyncio.to_thread(_decode, await _body(request), self._num_frames)})
 
-    async def knobs(self, request: Any) -> Any:
+    async def knobs(self, request: Request) -> Response:
         """Change knobs by the operator's route; return those that hold then, or its refusal."""
-        try:
-            changes = _object(await _body(request))
-        except VidSpecError as error:
-            return _refused(str(error))
+        changes = _object(await _body(request))
         if not self._admin:
             return _refused(f"nothing can be changed: {ADMIN_KEY} is not set", 403)
-        try:
-            async with self._turn:
-                answer = await self._change(changes)
-        except _http_error() as error:
-            return _refused(f"no server answers at {self._server} ({error})", 502)
+        async with self._turn:
+            answer = await self._change(changes)
         if answer.status_code != 200:
             return _json(answer.json(), answer.status_code)
         self._set |= {name: changes[name] for name in self._set.keys() & changes.keys()}
@@ -177,18 +169,12 @@ class Studio:
         async with self._client() as client:
             return await client.post(self._server + KNOBS, json=changes, headers=self._bearer())
 
-    async def ask(self, request: Any) -> Any:
+    async def ask(self, request: Request) -> Response:
         """Stream an answer as the server does, with or without drafts."""
-        from starlette.responses import StreamingResponse
-
-        try:
-            asked = _object(await _body(request))
-            side = request.query_params.get("side")
-            if side != "drafts" and self._way is None:
-                raise VidSpecError("there is no vanilla server: start with --vanilla URL")
-            body = _chat(asked)
-        except VidSpecError as error:
-            return _refused(str(error))
+        asked, side = _object(await _body(request)), request.query_params.get("side")
+        if side != "drafts" and self._way is None:
+            raise VidSpecError("there is no vanilla server: start with --vanilla URL")
+        body = _chat(asked)
         turn = self._turn if self._way == "switch" else contextlib.nullcontext()
         lines = self.stream(side, body, _authorization(request), turn)
         return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -205,7 +191,7 @@ class Studio:
             async with turn, self._without_drafts() if is_switched else contextlib.nullcontext():
                 async for part in self._lines(server, body, headers):
                     yield part
-        except (OSError, VidSpecError, _http_error()) as error:
+        except (OSError, VidSpecError, httpx.HTTPError) as error:
             yield f"data: {json.dumps({'error': {'message': str(error) or type(error).__name__}})}\n\n".encode()
 
     async def _lines(self, server: str, body: dict[str, Any], headers: dict[str, str]) -> AsyncIterator[bytes]:
@@ -227,8 +213,6 @@ class Studio:
     @contextlib.asynccontextmanager
     async def _without_drafts(self) -> AsyncIterator[None]:
         """Let the server draft nothing within, and what was set before afterwards, even if the reader has gone."""
-        import anyio
-
         answer = await self._change({LIMIT: 0})
         if answer.status_code != 200:
             raise VidSpecError(f"drafts cannot be switched off: {answer.json().get('error', answer.status_code)}")
@@ -242,34 +226,30 @@ class Studio:
         return {"Authorization": f"Bearer {self._admin}"}
 
     @staticmethod
-    def _client() -> Any:
-        import httpx
-
+    def _client() -> httpx.AsyncClient:
         return httpx.AsyncClient(timeout=600, trust_env=False)
 
+    async def _refuse(self, request: Request, error: Exception) -> Response:
+        return _refused(str(error))
 
-def _http_error() -> type[Exception]:
-    import httpx
-
-    return httpx.HTTPError
+    async def _miss(self, request: Request, error: Exception) -> Response:
+        return _refused(f"no server answers at {self._server} ({error})", 502)
 
 
-def _authorization(request: Any) -> dict[str, str]:
+def _authorization(request: Request) -> dict[str, str]:
     given = request.headers.get("authorization")
     return {"Authorization": given} if given else {}
 
 
-def _json(value: Any, status: int = 200) -> Any:
-    from starlette.responses import JSONResponse
-
+def _json(value: Any, status: int = 200) -> Response:
     return JSONResponse(value, status, headers={"Cache-Control": "no-store"})
 
 
-def _refused(why: str, status: int = 400) -> Any:
+def _refused(why: str, status: int = 400) -> Response:
     return _json({"error": why}, status)
 
 
-async def _body(request: Any) -> bytes:
+async def _body(request: Request) -> bytes:
     if GUARD not in request.headers:
         raise VidSpecError(f"the header {GUARD} is missing: use the page")
     body = bytearray()
@@ -314,8 +294,6 @@ def _message(told: str, status: int) -> str:
 
 
 def _decode(video: bytes, num_frames: int) -> list[str]:
-    from PIL import Image
-
     with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
         file.write(video)
         file.flush()
@@ -338,8 +316,6 @@ def _decode(video: bytes, num_frames: int) -> list[str]:
 
 def run(show: Show, report: Report = silent) -> None:
     """Serve the page until Ctrl-C; `report` is told "server", "ready" (`seconds`) and "page" (`url`)."""
-    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        raise VidSpecError(f"the page needs {', '.join(missing)}: run it in the environment of vLLM")
     listener = _listen(show.port)
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)
@@ -357,8 +333,6 @@ def run(show: Show, report: Report = silent) -> None:
 
 def serve(studio: Studio, listener: socket.socket) -> None:
     """Serve a page on a socket that listens, until the process is told to end."""
-    import uvicorn
-
     config = uvicorn.Config(studio.app(), log_level="warning", timeout_graceful_shutdown=1)
     uvicorn.Server(config).run(sockets=[listener])
 

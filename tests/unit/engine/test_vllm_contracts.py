@@ -138,7 +138,7 @@ GPU.model_runner:GPUModelRunner vllm_config device model speculative_config spec
     max_num_tokens max_model_len num_speculative_steps vocab_size dtype model_memory_usage
     use_aux_hidden_state_outputs encoder_cache req_states model_state execute_model_state block_tables kv_cache_config
     input_buffers sampler attn_groups use_pp
-vllm.v1.worker.gpu_worker:Worker use_v2_model_runner vllm_config device model_runner
+vllm.v1.worker.gpu_worker:Worker vllm_config device model_runner
 GPU.model_runner:ExecuteModelState hidden_states aux_hidden_states num_spec_tokens_to_schedule input_batch
 GPU.input_batch:InputBatch req_ids num_reqs num_tokens idx_mapping idx_mapping_np is_prefilling_np
     num_computed_tokens_np num_scheduled_tokens query_start_loc_np cu_num_logits cu_num_logits_np

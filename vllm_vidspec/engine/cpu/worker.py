@@ -14,7 +14,6 @@ from vllm_vidspec.engine.compat.cpu import cpu_model_runner
 from vllm_vidspec.engine.runner import VidSpecModelRunner
 from vllm_vidspec.engine.stages import EarlierStage, is_last
 from vllm_vidspec.engine.worker import VidSpecWorker, tells_why
-from vllm_vidspec.errors import VidSpecError
 
 logger = init_logger("vllm.vidspec")
 
@@ -32,8 +31,6 @@ class VidSpecCPUWorker(VidSpecWorker, CPUWorker):
 
     @tells_why
     def init_device(self):
-        if not self.use_v2_model_runner:
-            raise VidSpecError("vidspec needs Model Runner V2, which needs Triton's cpu backend: run `vidspec doctor`")
         with cpu_model_runner(lambda *args: (VidSpecCPUModelRunner if is_last() else EarlierCPUStage)(*args)):
             super().init_device()
 

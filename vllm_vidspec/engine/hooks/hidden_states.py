@@ -14,7 +14,6 @@ from vllm_vidspec.engine.hooks.prompts import Guidance, Guided, ObservedPrompt, 
 from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
-from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning.pruners import default_uv_layer
 
 
@@ -50,8 +49,6 @@ class HiddenStateGuidance(Guidance):
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
         chosen = knobs.current.prune.uv_layer
         layer = default_uv_layer(num_layers) if chosen is None else chosen
-        if layer > num_layers:
-            raise VidSpecError(f"uv_layer: the target has layers 1 to {num_layers}, not {layer}")
         compat.expose_hidden_states(target, (0, layer))
         self._embed = target.embed_input_ids
         self._dtype = vllm_config.model_config.dtype

@@ -79,7 +79,9 @@ class PendingScores:
 
 
 class Guidance(TargetHook):
-    """Scores visual tokens during the target's prefill: what both kinds share."""
+    """Scores visual tokens during the target's prefill: what both kinds share. Where there are both (`pruner: auto`),
+    one of them observes a request: the one that its own pruner needs.
+    """
 
     _kind = ObservedPrompt
     need = ""  # what a pruner asks for that is guided by this
@@ -91,10 +93,6 @@ class Guidance(TargetHook):
         self.attention: dict[int, Any] = {}  # the target's attention layers that are observed, by index
         self._prompts: dict[int, Any] = {}  # by persistent row
         self._remembered: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # key -> [m] float32 on the CPU
-
-    @property
-    def kinds(self) -> "tuple[Guidance, ...]":
-        return (self,)
 
     def add(self, request: NewRequest) -> None:
         """Begin to observe a request, if there is anything to choose in it."""
@@ -159,26 +157,6 @@ class Guidance(TargetHook):
             return Guided(None, (f"unguided_{prompt.missed or 'cached'}",))
         is_reused = any(fresh is None for fresh in observed)
         return Guided(scores, ("guided_prompts", "reused_guidance") if is_reused else ("guided_prompts",))  # type: ignore[arg-type]
-
-
-class GuidanceByWay:
-    """Both kinds, one of which observes a request: the one that its own pruner needs (`pruner: auto`)."""
-
-    def __init__(self, *kinds: Guidance):
-        self.kinds = kinds
-        self.attention = next((kind.attention for kind in kinds if kind.attention), {})
-        self.reads_hidden_states = any(kind.reads_hidden_states for kind in kinds)
-
-    def take(self, req_state_idx: int) -> PendingScores | None:
-        return next((pending for kind in self.kinds if (pending := kind.take(req_state_idx)) is not None), None)
-
-    def remove(self, req_state_idx: int) -> None:
-        for kind in self.kinds:
-            kind.remove(req_state_idx)
-
-    def forget_scores(self) -> None:
-        for kind in self.kinds:
-            kind.forget_scores()
 
 
 def content_keys(request: NewRequest, shown: Sequence[Any], ends: Sequence[int]) -> list[bytes]:

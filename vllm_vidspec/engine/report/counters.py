@@ -53,7 +53,7 @@ class Counters:
         self._file = self._open(vllm_config)
         # What a response says of its own request, where the server was asked for that.
         level = vllm_config.observability_config.per_request_spec_decode_metrics
-        is_asked = self._file is not None and self._file.has_requests and level != "none"
+        is_asked = isinstance(self._file, metrics.MetricsFile) and level != "none"
         self._by_request: Any = self._file if is_asked else None
         self._logged: set[str] = set()
         self._alarm = AcceptanceAlarm()
@@ -140,7 +140,7 @@ class Counters:
 
     def carried(self) -> Changes | None:
         """Return what a step's output is to carry to the server; None where its file is here, or for nothing."""
-        return None if self._file is None else self._file.take()
+        return self._file.take() if isinstance(self._file, CarriedCounts) else None
 
     # ---- totals ----------------------------------------------------------------------------------------------------
 

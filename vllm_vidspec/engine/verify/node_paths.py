@@ -107,7 +107,7 @@ class PathSampler:
         reqs_np = np.flatnonzero(in_segments)
         rows_np = np.flatnonzero(np.repeat(in_segments, part.num_logits_np))
         idx_mapping = part.idx_mapping[async_tensor_h2d(reqs_np, device=device)]
-        per_chunk = segments_at_a_time(length, logits.shape[1])
+        per_chunk = max(1, MAX_PATH_BYTES // (4 * logits.shape[1] * length))
         for start in range(0, len(rows_np), per_chunk):
             rows = async_tensor_h2d(rows_np[start : start + per_chunk], device=device)
             segments, of_segments, pos, ids, local_pos = self._segments(part, logits, input_ids, rows, length)
@@ -138,8 +138,3 @@ class PathSampler:
             node = part.shapes.parents[req_state_idx, node].clamp(min=0).long()
         of_segments = req_state_idx.repeat_interleave(length)
         return segments, of_segments, pos.flatten(), ids.flatten(), local_pos.flatten()
-
-
-def segments_at_a_time(length: int, vocab_size: int) -> int:
-    """Return how many segments of so many rows are sampled at once; see `PathSampler`."""
-    return max(1, MAX_PATH_BYTES // (4 * vocab_size * length))
