@@ -1,6 +1,7 @@
 """The adaptive tree (SAGE): growth against a slow specification, plans and history, numbers that are none."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -16,17 +17,34 @@ from tests.unit.drafting.fake_draft import (
     drive,
     grow,
     paths_of,
-    plans_of,
     quick,
-    set_plans,
-    width_by_hand,
 )
 from vidspec_kernels.draft_tree.plan import confidence
 from vllm_vidspec.config import TreeKnobs
 from vllm_vidspec.drafting import AdaptiveTree, StaticTree
 from vllm_vidspec.drafting import adaptive as adaptive_module
 
-# --- the specification, slow and plain ---
+
+def plans_of(policy, rows):
+    """Return the (depth, width) that the next trees of these rows will have."""
+    plans = policy.growth.plans
+    return list(zip(plans.depths[rows].tolist(), plans.widths[rows].tolist(), strict=True))
+
+
+def set_plans(policy, plans):
+    """Give rows 0, 1, ... these plans, as a `finish` would."""
+    depths = torch.tensor([depth for depth, _ in plans])
+    here = policy.growth.plans
+    here.depths[: len(plans)], here.widths[: len(plans)] = depths, torch.tensor([width for _, width in plans])
+    policy._host_depths.send(np.arange(len(plans)), depths)
+
+
+def width_by_hand(width, level, parent_log_prob):
+    """SAGE eq. 12, halves rounded up; the first level has the whole width."""
+    if level == 1:
+        return width
+    parent_prob = Fraction(math.exp(parent_log_prob))
+    return max(1, math.floor(Fraction(width, level) * (Fraction(1, 2) + parent_prob) + Fraction(1, 2)))
 
 
 def grow_by_hand(draft, depth, width, budget, knobs, fill):
@@ -187,11 +205,9 @@ def sure_table(num_rows, num_candidates, sureness):
     return probs.log().repeat(num_rows, 1), torch.arange(num_candidates).repeat(num_rows, 1)
 
 
-def step_with(policy, sureness, rows=(0,), max_nodes=64):
+def step_with(policy, sureness, rows=(0,)):
     """Run a step whose candidates all are as sure as given; return the number of draft forwards."""
-    return drive(
-        policy, list(rows), lambda _, nodes: sure_table(nodes.numel(), policy.num_candidates, sureness), max_nodes
-    )
+    return drive(policy, list(rows), lambda _, nodes: sure_table(nodes.numel(), policy.num_candidates, sureness))
 
 
 @pytest.mark.parametrize("knobs", [TreeKnobs(), TreeKnobs(depth_min=1, depth_max=20, width_max=32, threshold=0.3)])
