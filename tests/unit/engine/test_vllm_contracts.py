@@ -194,18 +194,16 @@ READ_OF_THEIRS = (
 )
 
 # Calls that a function of vLLM makes in this order, whatever else it calls, up to the last of them.
-ORDER = {
-    # A request is known before its step is planned; then the target's metadata, then its positions.
-    f"{_RUNNER}.execute_model": (
-        "finish_requests free_states add_requests prepare_inputs prepare_attn prepare_attn prepare_inputs"
-    ),
-    # The verifier, then what the step has committed, then the draft.
-    f"{_RUNNER}.sample_tokens": "sample postprocess_sampled propose set_draft_tokens",
-    # What we replace is made by the time that `load_model` returns.
-    f"{_RUNNER}.load_model": "load_model load_model Sampler RejectionSampler",
-    # The memory profile ends with the logits of the requests' last rows.
-    f"{_RUNNER}.profile_run": "_dummy_run _dummy_sampler_run",
-}
+ORDER = table(f"""
+# A request is known before its step is planned; then the target's metadata, then its positions.
+{_RUNNER}.execute_model finish_requests free_states add_requests prepare_inputs prepare_attn prepare_attn prepare_inputs
+# The verifier, then what the step has committed, then the draft.
+{_RUNNER}.sample_tokens sample postprocess_sampled propose set_draft_tokens
+# What we replace is made by the time that `load_model` returns.
+{_RUNNER}.load_model load_model load_model Sampler RejectionSampler
+# The memory profile ends with the logits of the requests' last rows.
+{_RUNNER}.profile_run _dummy_run _dummy_sampler_run
+""")
 
 # Arguments by name of a call in a function of vLLM: what the target's noise depends on, what a draft is asked with.
 KEYWORDS = {
