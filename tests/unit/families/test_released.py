@@ -18,7 +18,6 @@ from vllm_vidspec.families.base import read_field
 from vllm_vidspec.planning import draft_cost
 from vllm_vidspec.planning.pool import pool_bytes
 
-PAIRS = [tuple(pair) for data in DATA.values() for pair in data["pairs"]]
 REFUSED = [tuple(pair) for data in DATA.values() for pair in data.get("refused", ())]
 
 
@@ -49,7 +48,7 @@ def test_the_weights_of_a_model_are_as_many_as_it_goes_by(name, tmp_path):
         assert read_field(hf_config, adapter.merge) == settings["merge_size"]
 
 
-@pytest.mark.parametrize(("target", "draft"), PAIRS)
+@pytest.mark.parametrize(("target", "draft"), [pair for data in DATA.values() for pair in data["pairs"]])
 def test_a_pair_is_accepted_and_planned_for(target, draft, tmp_path):
     """Catches: a released pair that the doctor refuses or has no word on; a draft pool that takes the target's room."""
     folder = write(target, tmp_path)
