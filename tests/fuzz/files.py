@@ -4,17 +4,17 @@ import functools
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.fuzz.running import Target, one_line
+from tests.fuzz.running import Target, may_refuse
 from tests.fuzz.values import JSON, NUMBERS, damaged
 from vllm_vidspec.config import CALIBRATED_KEYS, GROUPS, PASS_THROUGH_KEYS, PRUNERS, parse_config
 from vllm_vidspec.config.fields import MAX_CORES
 from vllm_vidspec.config.spelling import KNOWN_KEYS, PLACES
-from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import MetricsFile
 from vllm_vidspec.tools import pairs, user_files
 
@@ -60,19 +60,15 @@ _KNOBS = st.one_of(
 )
 
 
-def check_config(asked: dict[str, Any]) -> str:
-    """An accepted configuration survives a round trip and is usable; any other is refused in one line."""
-    try:
-        config, passed = parse_config({**_VALID, **asked})
-    except VidSpecError as error:
-        one_line(error)
-        return "refused"
+def check_config(asked: dict[str, Any]) -> Iterator[None]:
+    """An accepted configuration survives a round trip and is usable."""
+    config, passed = parse_config({**_VALID, **asked})
+    yield
     assert set(passed) <= PASS_THROUGH_KEYS
     again, _ = parse_config({"method": "vidspec", **json.loads(json.dumps(config.flat()))})
     assert again.flat() == config.flat()
     assert config.plan_for(1).num_tokens <= 64 and config.max_path >= 1 and "\n" not in config.summary()
     assert len(config.parallel.cores) <= 100 * MAX_CORES and 1 <= config.fly_window <= 64
-    return "accepted"
 
 
 def _dumped(value: Any) -> bytes:
@@ -101,8 +97,8 @@ _BYTES = st.one_of(
 _PLACES = ("folder", "/dev/null", "/dev/zero", "missing", "pipe", "link", "a\nb", "a\0b", "")
 
 
-def check_calibration(content: bytes | str) -> str:
-    """A file, or a path that is none: accepted with values in range or refused in one line, without blocking."""
+def check_calibration(content: bytes | str) -> Iterator[None]:
+    """A file, or a path that is none: values are in range, and nothing blocks."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "pair.json")
         if isinstance(content, bytes):
@@ -113,13 +109,9 @@ def check_calibration(content: bytes | str) -> str:
             {"folder": path.mkdir, "pipe": functools.partial(os.mkfifo, path)}.get(content, bool)()
             if content == "link":
                 path.symlink_to(path)
-        try:
-            config, _ = parse_config({**_VALID, "calibration": given})
-        except VidSpecError as error:
-            one_line(error)
-            return "refused"
+        config, _ = parse_config({**_VALID, "calibration": given})
+    yield
     assert 0 <= config.prune.lambda_r <= 1
-    return "accepted"
 
 
 @functools.cache
@@ -134,23 +126,19 @@ _NOISE = st.binary(min_size=64, max_size=64).map(
 _COUNTER_FILES = st.one_of(_NOISE, st.deferred(lambda: damaged(_whole_file(), most_changed=4, within=64)))
 
 
-def check_counters(content: bytes) -> str:
-    """Our own file can be read whatever its numbers; any other is refused in one line."""
+def check_counters(content: bytes) -> Iterator[None]:
+    """Our own file can be read whatever its numbers."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "m")
         path.touch(mode=0o600)
         path.write_bytes(content)
-        try:
-            file = MetricsFile(path)
-        except VidSpecError as error:
-            one_line(error)
-            return "refused"
+        file = MetricsFile(path)
+        yield
         assert all(isinstance(value, int) for value in file.values().values())
         file.request("request")
         refusal = file.refusal()
         assert refusal is None or len(refusal) <= 1024
         file.refuse("x\ny" * 1000)
-    return "accepted"
 
 
 _HEADERS = [b"\xff\xd8\xff\xe0\0\x10JFIF\0", b"\x89PNG\r\n\x1a\n", b"\0\0\0 ftypisom", b""]
@@ -162,24 +150,20 @@ MEDIA = st.tuples(
 )
 
 
-def check_media(given: tuple[str, bytes]) -> str:
-    """`vidspec demo --video` and its like read frames, or refuse in one line."""
+def check_media(given: tuple[str, bytes]) -> Iterator[None]:
+    """`vidspec demo --video` and its like read frames."""
     suffix, content = given
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "media" + suffix)
         path.write_bytes(content)
-        try:
-            frames = user_files.read_video(path)
-        except VidSpecError as error:
-            one_line(error)
-            return "refused"
+        frames = user_files.read_video(path)
+    yield
     assert frames.ndim == 4 and len(frames) > 0
-    return "accepted"
 
 
 TARGETS = {
-    "speculative config": Target(_KNOBS, check_config),
-    "calibration file": Target(st.one_of(_BYTES, st.sampled_from(_PLACES)), check_calibration),
-    "counter file": Target(_COUNTER_FILES, check_counters, 100),
-    "media file of a tool": Target(MEDIA, check_media, 40),
+    "speculative config": Target(_KNOBS, may_refuse(check_config)),
+    "calibration file": Target(st.one_of(_BYTES, st.sampled_from(_PLACES)), may_refuse(check_calibration)),
+    "counter file": Target(_COUNTER_FILES, may_refuse(check_counters), 100),
+    "media file of a tool": Target(MEDIA, may_refuse(check_media), 40),
 }

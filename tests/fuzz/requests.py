@@ -1,20 +1,30 @@
 """Targets that need vLLM's classes: a request's own knobs, bodies of API requests, bytes on the drafter's channel."""
 
 import asyncio
+import contextlib
 import functools
 import os
+import pickle
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 from hypothesis import strategies as st
+from pydantic import ValidationError
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.serial_utils import CUSTOM_TYPE_CLOUDPICKLE, CUSTOM_TYPE_PICKLE, MsgpackEncoder
 
-from tests.fuzz.running import Target, one_line
+from tests.fuzz.running import Target, may_refuse
 from tests.fuzz.values import JSON, NUMBERS, damaged
 from vllm_vidspec.config import ScoreKnobs
-from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.engine.compat import api
+from vllm_vidspec.engine.parallel import channel
+from vllm_vidspec.engine.parallel.messages import Failed, Prefill, Ready, Refused, ToTarget
 from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose
 
 _SERVERS = (
@@ -41,32 +51,21 @@ _ASKED = st.one_of(
 )
 
 
-def check_choice(given: tuple[dict, dict]) -> str:
-    """An allowed scorer with a share within its bound, or a refusal in one short line."""
+def check_choice(given: tuple[dict, dict]) -> Iterator[None]:
+    """An allowed scorer with a share within its bound."""
     server, asked = given
     knobs = ScoreKnobs(**server)
-    try:
-        choice = choose(asked, knobs)
-    except VidSpecError as error:
-        one_line(error, longest=250)
-        return "refused"
+    choice = choose(asked, knobs)
+    yield
     assert choice.scorer in knobs.scorers and 0 <= choice.share <= max(knobs.lambda_loose, knobs.max_lambda)
-    return "accepted"
 
 
 @functools.cache
-def _api() -> Any:
-    """Install our part of vLLM's front end once; return the request class and vLLM's errors."""
-    from pydantic import ValidationError
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-    from vllm.exceptions import VLLMValidationError
-
-    from vllm_vidspec.engine.compat import api
-
+def _installed() -> ScoreKnobs:
+    """Install our part of vLLM's front end once; return what it allows."""
     knobs = ScoreKnobs(**_SERVERS[2])
     api.hear_request_choices(PREFIX, CALLS_TOOLS, lambda asked: choose(asked, knobs) and None)
-    return ChatCompletionRequest, OpenAIServingChat, (ValidationError, VLLMValidationError), knobs
+    return knobs
 
 
 _FEW = st.one_of(st.sampled_from(["strict", "loose", 0.5, 0, True]), _VALUES)
@@ -83,37 +82,31 @@ _BODIES = st.fixed_dictionaries(
 )
 
 
+class _Reached(Exception):
+    """The rest of vLLM's serving begins."""
+
+
+class _Serving(OpenAIServingChat):
+    def __init__(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        raise _Reached
+
+
 def check_body(body: dict[str, Any]) -> str:
     """A body is refused by errors that vLLM's server answers with 400, or its choices are allowed ones."""
-    request_class, serving, refusals, knobs = _api()
+    knobs = _installed()
     try:
-        request = request_class(messages=[{"role": "user", "content": "hello"}], model="m", **body)
+        request = ChatCompletionRequest(messages=[{"role": "user", "content": "hello"}], model="m", **body)
         params = request.to_sampling_params(8, {})
-        asyncio.run(_guarded(serving, request))
-    except refusals:
+        with contextlib.suppress(_Reached):
+            asyncio.run(_Serving().create_chat_completion(request, None))
+    except (ValidationError, VLLMValidationError):
         return "refused"
     choice = choose(params.extra_args, knobs)
     assert choice.scorer in knobs.scorers and 0 <= choice.share <= 0.9
     return "accepted"
-
-
-async def _guarded(serving: Any, request: Any) -> None:
-    """Run our check of a request without the rest of vLLM's serving."""
-
-    class Reached(Exception):
-        pass
-
-    class Stub(serving):
-        def __init__(self) -> None:
-            pass
-
-        def __getattr__(self, name: str) -> Any:
-            raise Reached
-
-    try:
-        await serving.create_chat_completion(Stub(), request, None)
-    except Reached:
-        return
 
 
 class _Bomb:
@@ -126,12 +119,6 @@ class _Bomb:
 @functools.cache
 def _messages() -> list[bytes]:
     """Return the drafter's messages, and some that would run code if they were unpickled."""
-    import pickle
-
-    from vllm.v1.serial_utils import CUSTOM_TYPE_CLOUDPICKLE, CUSTOM_TYPE_PICKLE, MsgpackEncoder
-
-    from vllm_vidspec.engine.parallel.messages import Failed, Prefill, Ready, Refused
-
     encoder, bomb = MsgpackEncoder(), pickle.dumps(_Bomb())
     sent = [Ready(), Failed("why"), Refused(1, 2, "too_long", "why"), Prefill(1, 2, None, ["guided_prompts"])]
     evil = [msgspec.msgpack.Ext(code, bomb) for code in (CUSTOM_TYPE_PICKLE, CUSTOM_TYPE_CLOUDPICKLE, 3, 99)]
@@ -155,9 +142,6 @@ _HEADS = (struct.pack("<qq", 1, 1 << 40), struct.pack("<q", 1 << 60), struct.pac
 
 def check_channel(given: tuple[str, bytes]) -> str:
     """A packet is one of our messages, or the channel is closed: nothing is executed, waited for or trusted."""
-    from vllm_vidspec.engine.parallel import channel
-    from vllm_vidspec.engine.parallel.messages import ToTarget
-
     place, content = given
     here, there = channel.Channel.pair(ToTarget)
     begin = time.monotonic()
@@ -184,7 +168,7 @@ def check_channel(given: tuple[str, bytes]) -> str:
 
 
 TARGETS = {
-    "a request's knobs": Target(st.tuples(st.sampled_from(_SERVERS), _ASKED), check_choice, 400),
+    "a request's knobs": Target(st.tuples(st.sampled_from(_SERVERS), _ASKED), may_refuse(check_choice, 250), 400),
     "API bodies": Target(_BODIES, check_body, 100),
     "the drafter's channel": Target(_PACKETS, check_channel, 300),
 }

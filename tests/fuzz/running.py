@@ -2,12 +2,14 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
+
+from vllm_vidspec.errors import VidSpecError
 
 # A factor of the tests' own numbers of examples, which are then drawn anew each time.
 TIMES = "VIDSPEC_PROPERTY_TIMES"
@@ -34,11 +36,10 @@ class Target:
     check: Callable[[Any], str]  # takes an input and returns the outcome in a word; raises where an outcome is wrong
     usual: int = 300  # examples of a test
 
-    def run(self, how: settings | None = None) -> Counter[str]:
-        """Try inputs; return the number of each outcome."""
+    def run(self) -> Counter[str]:
         outcomes: Counter[str] = Counter()
 
-        @(how or drawing(self.usual))
+        @drawing(self.usual)
         @given(self.inputs)
         def tried(value: Any) -> None:
             outcomes[self.check(value)] += 1
@@ -47,8 +48,18 @@ class Target:
         return outcomes
 
 
-def one_line(error: Exception, longest: int = 4000) -> str:
-    """Assert that an error is one line that a person can read; return it."""
-    text = str(error)
-    assert text and len(text.splitlines()) == 1 and len(text) <= longest, text[:2000]
-    return text
+def may_refuse(check: Callable[[Any], Iterator[None]], longest: int = 4000) -> Callable[[Any], str]:
+    """Return the check of a target: up to its `yield` it may refuse an input, in one line; then all must hold."""
+
+    def outcome(value: Any) -> str:
+        steps = check(value)
+        try:
+            next(steps)
+        except VidSpecError as error:
+            text = str(error)
+            assert text and len(text.splitlines()) == 1 and len(text) <= longest, text[:2000]
+            return "refused"
+        assert [*steps] == []
+        return "accepted"
+
+    return outcome

@@ -2,7 +2,6 @@
 
 import pytest
 
-pytest.importorskip("vllm")
 from tests.fuzz import files, requests
 
 TARGETS = {**files.TARGETS, **requests.TARGETS}

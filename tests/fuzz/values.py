@@ -21,7 +21,6 @@ SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS)
 
 
 def nested(depth: int, kind: str, leaf: Any) -> Any:
-    """Return a value so many lists or objects deep."""
     for _ in range(depth):
         leaf = [leaf] if kind == "list" else {"a": leaf}
     return leaf

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.multimodal.inputs import PlaceholderRange
 
-from tests.unit.engine.fakes import ALONE, CPU, Counts, StagedWrites, make_knobs
+from tests.unit.engine.fakes import ALONE, CPU, Counts, make_knobs
 from vllm_vidspec.engine.draft.backend import LocalBackend
 from vllm_vidspec.engine.draft.drafter import UNBOUNDED, Drafter
 from vllm_vidspec.engine.draft.kv import NULL_BLOCK, DraftKV
@@ -138,13 +139,10 @@ class Known:
         return (self.number * 131 + place * 7) % (VOCAB - 1) + 1
 
     def drafts(self) -> list[int]:
-        """The next tokens, the last of them wrong."""
         self.proposed = [self.token(len(self.text) + i) for i in range(K)]
         return self.proposed
 
     def arrival(self) -> NewRequest:
-        from vllm.multimodal.inputs import PlaceholderRange
-
         features = []
         if self.has_video:
             kind = self.number % 5
@@ -190,10 +188,7 @@ class World:
         self.requests.register(self.hooks, self.backend, drafting=[self.backend, *guides])
         self.count = 0
 
-    # ---- what the scheduler does -----------------------------------------------------------------------------------
-
     def add(self, row: int, prompt_len: int, has_video: bool = False, **changes: Any) -> None:
-        """Let a request come, some fields of which may be said."""
         self.count += 1
         self._enter(Known(self.count, row, prompt_len, has_video), **changes)
 
@@ -214,15 +209,13 @@ class World:
         self._enter(known)
 
     def step(self, rows: list[int], accepted: list[int]) -> None:
-        """Let the target compute these rows, of whose drafts so many stand, and the draft's side follow.
-
-        Of every second request vLLM schedules placeholders where it has no drafts.
-        """
+        """Let the target compute these rows, of whose drafts so many stand, and the draft's side follow."""
         rows = [row for row in rows if row in self.known]
         if not rows:
             return
         known = [self.known[row] for row in rows]
         self._check_draft_batch(np.array(rows), np.array([not one.is_prefilling for one in known]))
+        # Of every second request vLLM schedules placeholders where it has no drafts.
         drafts = [K if (one.was_drafted or one.number % 2) and not one.is_prefilling else 0 for one in known]
         counts = [
             min(CHUNK, one.prefill_len - one.computed) if one.is_prefilling else 1 + num
@@ -291,10 +284,3 @@ class World:
             known.was_drafted = has_draft
             if before[row] == Phase.SKIPPED:
                 assert self.requests.phase[row] == Phase.SKIPPED, "skipped is for good"
-
-
-def staged(patch: Any) -> None:
-    """Let vLLM's staged writes be plain ones."""
-    from vllm_vidspec.engine.draft import kv
-
-    patch.setattr(kv, "StagedWriteTensor", StagedWrites)

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.fuzz.running import drawing
 from tests.properties import life
 from tests.properties.life import NUM_BLOCKS, NUM_ROWS, VIDEO_TOKENS, World
+from tests.unit.engine.fakes import staged
 from tests.unit.engine.listening import make_guidance, make_states
 from vllm_vidspec.engine.draft.backend import LocalBackend
 from vllm_vidspec.engine.draft.drafter import UNBOUNDED
@@ -44,16 +45,16 @@ class Life(RuleBasedStateMachine):
     )
     def begin(self, kind: str, first: list[tuple[int, bool]]) -> None:
         self.patch = pytest.MonkeyPatch()
-        life.staged(self.patch)
+        staged(self.patch)
 
         def hooks(knobs: Any, counters: Any) -> tuple[list, Any]:
             states = make_states(self.patch)
             self.patch.setattr(visual_states, "visual_indices", lambda feature: np.arange(1, 1 + VIDEO_TOKENS))
-            guidance = None
-            if KINDS[kind] is not None:
-                guidance = make_guidance(KINDS[kind], self.patch)
-                guidance.reserve(1 << 14)
-            return [part for part in (guidance, states) if part is not None], guidance
+            if KINDS[kind] is None:
+                return [states], None
+            guidance = make_guidance(KINDS[kind], self.patch)
+            guidance.reserve(1 << 14)
+            return [guidance, states], guidance
 
         table = [[1, 3, "chain", life.K], [4, 4, "none", 0]]
         self.world = World(hooks, draft="auto", draft_table=table, prune_ratio=0.5)
@@ -75,8 +76,6 @@ class Life(RuleBasedStateMachine):
             assert self.world.drafter.kv.num_used_blocks == 0
         finally:  # a planted fault fails here, and must not stay in the way of other tests
             self.patch.undo()
-
-    # ---- what happens ----------------------------------------------------------------------------------------------
 
     @rule(place=ROWS, text=st.integers(2, 50), has_video=st.booleans())
     def add(self, place: int, text: int, has_video: bool) -> None:
@@ -113,7 +112,6 @@ class Life(RuleBasedStateMachine):
 
     @rule(what=st.sampled_from(["forward", "encode", "draft", "draft", "sleep", "new weights"]), then=st.booleans())
     def trouble(self, what: str, then: bool) -> None:
-        """Something fails at its next call, the engine sleeps, or its weights are exchanged."""
         world = self.world
         if what == "sleep":
             world.speculator.backend.give_up_all()
@@ -126,8 +124,6 @@ class Life(RuleBasedStateMachine):
             world.network.fails = what
         if then:
             self.step(None, [life.K, 0], 3)
-
-    # ---- what must hold --------------------------------------------------------------------------------------------
 
     @invariant()
     def agree(self) -> None:
@@ -208,9 +204,6 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = drawing(60, stateful_step_count=30)
-
-
-# ---- mutations -------------------------------------------------------------------------------------------------------
 
 
 def _without(owner: type, name: str) -> Callable:

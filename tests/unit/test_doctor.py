@@ -1,11 +1,12 @@
 """The doctor: nothing to complain about here, and the right remedy for each planted problem."""
 
+from unittest import mock
+
 import pytest
+import torch
 
 from vllm_vidspec import assets, doctor
 from vllm_vidspec.doctor import Check, run_checks
-
-ROLES = ("target", "draft", "draft")
 
 
 def by_name(checks):
@@ -26,24 +27,19 @@ def test_this_environment():
 def test_a_pair_that_does_not_fit_or_costs_much_is_found(monkeypatch):
     """A bundled draft of sixteen bits beside its target. Catches: a check that never looks, or one of a self-draft."""
     monkeypatch.setattr(doctor, "_CHECKS", ())
-    target, draft, other = map(str, map(assets.checkpoint, ("qwen2.5-vl", "qwen2.5-vl", "llava-onevision"), ROLES))
+    target, draft = (str(assets.checkpoint("qwen2.5-vl", role)) for role in assets.PAIR)
+    other = str(assets.checkpoint("llava-onevision", "draft"))
     cost = by_name(run_checks(target, draft))["draft cost"]
     assert cost.status == "warn" and "fp8_per_tensor" in cost.remedy
     assert "draft cost" not in by_name(run_checks(target, "self"))
     (check,) = run_checks(target, other)
     assert check.status == "fail" and "different families" in check.detail
-
-
-def test_draft_without_target_fails(monkeypatch):
-    monkeypatch.setattr(doctor, "_CHECKS", ())
     (check,) = run_checks(draft="self")
     assert (check.status, check.remedy) == ("fail", "name the target too: --target")
 
 
 def test_a_check_that_breaks_is_a_finding_and_hides_no_other(monkeypatch):
-    def breaks():
-        raise RuntimeError("two\nlines")
-
+    breaks = mock.Mock(side_effect=RuntimeError("two\nlines"))
     fine = Check("fine", "ok", "fine")
     monkeypatch.setattr(doctor, "_CHECKS", (("breaks", breaks), ("fine", lambda: [fine])))
     names = by_name(run_checks(str(assets.checkpoint("qwen2.5-vl", "target"))))
@@ -86,7 +82,6 @@ PINS = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")
     ],
 )
 def test_what_is_planted_is_found(monkeypatch, look, has_amx, environment, found, remedy):
-    torch = pytest.importorskip("torch")
     monkeypatch.setattr(doctor, "_is_cpu_engine", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
     for name, value in environment.items():

@@ -28,7 +28,6 @@ TOUCHES_VLLM = {"engine", "doctor", "plugin", "vllm_vidspec.tools.session_job"}
 
 
 def modules():
-    """Return the source file of every module of the two packages by its dotted name."""
     found = {}
     for base, package in ((ROOT, "vllm_vidspec"), (ROOT / "kernels", "vidspec_kernels")):
         for path in (base / package).rglob("*.py"):

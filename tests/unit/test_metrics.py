@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import prometheus_client
 import pytest
 
 from vllm_vidspec import metrics
@@ -27,12 +28,10 @@ def file(tmp_path):
 
 
 def add_accepted(file: MetricsFile, counts: np.ndarray) -> None:
-    """Add to the accepted counts of the first positions."""
     file.add_all(metrics.slots_of(f"accepted_at_pos_{i}" for i in range(len(counts))), counts)
 
 
 def printed_by(*lines: str) -> str:
-    """What a Python process of its own prints."""
     code = "\n".join(["import os, sys", "from vllm_vidspec.metrics import MetricsFile", *lines])
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
@@ -133,7 +132,6 @@ def test_figures():
 @pytest.fixture
 def sample():
     """Reads one sample of the registry that vLLM serves."""
-    prometheus_client = pytest.importorskip("prometheus_client")
 
     def read(name, engine=0, **labels):
         labels |= {"model_name": "m", "engine": str(engine)}
@@ -171,7 +169,6 @@ def test_what_prometheus_sees(file, tmp_path, sample):
 
 def test_values_of_one_label_add_up_to_something(file):
     """Catches: "full" beside "kept", "used" beside "total", whose sum means nothing; a counter that is on no scrape."""
-    pytest.importorskip("prometheus_client")
     for slot, name in enumerate(NAMES):
         file.set(name, 10**6 * (slot + 1))  # whole seconds where it is a time
     wholes = {"kind": len(metrics.KINDS), "position": metrics.MAX_POSITIONS, "reason": None, "le": None}
@@ -189,7 +186,6 @@ def test_values_of_one_label_add_up_to_something(file):
 
 def test_metrics_page_lists_every_family(file):
     """Catches: a metric that nobody is told of, and one on the page that is gone."""
-    pytest.importorskip("prometheus_client")
     page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
     listed = set(re.findall(r"^\| `vidspec:(\w+)`", page, re.MULTILINE))
     families = metrics.Collector({0: file}, "m").collect()
@@ -211,7 +207,6 @@ def test_histogram_of_acceptance_lengths(file, sample):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A temporary directory of the test's own."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 

@@ -6,17 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoProcessor, AutoTokenizer
 
 from training import tiny_captioner
 from vidspec_tools.captions import accuracy, count_right
 from vllm_vidspec import assets
+from vllm_vidspec.pruning import linspace_indices
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools.user_files import read_video
 
 NUM_VIDEOS = 16
-QWEN_CHAT = (
-    "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>describe the video<|im_end|>\n<|im_start|>assistant\n"
-)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +26,6 @@ def samples() -> list[world.Sample]:
 @pytest.fixture(scope="module", params=assets.FAMILIES)
 def family_run(request, samples):
     """(family, target, pixels, the target's greedy outputs) on the held-out videos."""
-    torch.set_num_threads(1)
     target = tiny_captioner.load(assets.checkpoint(request.param, "target"))
     pixels = target.pixels(np.stack([sample.frames for sample in samples]))
     with torch.no_grad():
@@ -96,8 +94,6 @@ def _assert_library_positions(target: tiny_captioner.Captioner, embeds, position
 
 def _library_video_embeddings(family: str, target: tiny_captioner.Captioner, sample: world.Sample) -> torch.Tensor:
     """Video embeddings [num_video_tokens, hidden] by the checkpoint's own processor and model code."""
-    from transformers import AutoProcessor
-
     processor = AutoProcessor.from_pretrained(assets.checkpoint(family, "target"))
     frames = sample.frames[tiny_captioner.LLAVA_FRAMES] if family == "llava-onevision" else sample.frames
     inputs = processor.video_processor(
@@ -120,12 +116,6 @@ def test_target_names_the_attributes(family_run, samples) -> None:
     assert accuracy(right) >= 0.90
 
 
-def uniform_kept(num_video_tokens: int, keep_frac: float) -> torch.Tensor:
-    """Evenly spaced indices, int64 [round(num_video_tokens * keep_frac)]."""
-    count = round(num_video_tokens * keep_frac)
-    return torch.from_numpy(np.linspace(0, num_video_tokens - 1, count).round().astype(np.int64))
-
-
 @torch.no_grad()
 def agreement(draft, pixels: torch.Tensor, outputs: list[list[int]], kept: torch.Tensor) -> list[list[bool]]:
     """Per token of the target's outputs, whether it is what a draft that sees `kept` finds most likely."""
@@ -137,37 +127,20 @@ def agreement(draft, pixels: torch.Tensor, outputs: list[list[int]], kept: torch
     return [match[i, : len(ids)].tolist() for i, ids in enumerate(outputs)]
 
 
-def acceptance_length(match: list[list[bool]], num_speculative_tokens: int = 5) -> float:
-    """Output tokens per target step of a greedy chain."""
-    steps = 0
-    for one in match:
-        place = 0
-        while place < len(one):
-            window = one[place : place + num_speculative_tokens]
-            place += 1 + (window.index(False) if False in window else len(window))
-            steps += 1
-    return sum(map(len, match)) / steps
-
-
-def agreements(family_run, role: str) -> list[list[list[bool]]]:
-    """Return the agreement of a draft that sees the whole video, a tenth of it, and nothing."""
+@pytest.mark.parametrize(
+    ("role", "least", "most", "than_tenth", "than_blind"),
+    [("draft", 0.86, 0.985, 0.05, 0.05), (assets.FAR, 0.70, 0.83, 0.05, 0.03)],
+)
+def test_a_sighted_draft_beats_a_blind_one(family_run, role, least, most, than_tenth, than_blind) -> None:
+    """The far draft is wrong as often as large models' drafts. Catches: one that is near, one that only ever saw whole
+    videos, one that is right without looking.
+    """
     family, _, pixels, outputs = family_run
     draft = tiny_captioner.load(assets.checkpoint(family, role))
     num_tokens = draft.num_video_tokens
-    seen = (torch.arange(num_tokens), uniform_kept(num_tokens, 0.1), torch.arange(0))
-    return [agreement(draft, pixels, outputs, kept) for kept in seen]
-
-
-def test_a_sighted_draft_beats_a_blind_one(family_run) -> None:
-    full, tenth, blind = map(acceptance_length, agreements(family_run, "draft"))
-    assert full > tenth + 0.1 and tenth > blind + 0.3
-    assert 4.0 <= full <= 5.6
-
-
-def test_the_far_draft_is_wrong_as_often_as_large_models_drafts(family_run) -> None:
-    """Catches: a far draft that is near, one that only ever saw whole videos, one that is right without looking."""
-    full, tenth, blind = (np.mean(np.concatenate(found)) for found in agreements(family_run, assets.FAR))
-    assert 0.70 <= full <= 0.83 and full > tenth + 0.05 and tenth > blind + 0.03
+    seen = (torch.arange(num_tokens), linspace_indices(num_tokens, round(num_tokens * 0.1)), torch.arange(0))
+    full, tenth, blind = (np.mean(np.concatenate(agreement(draft, pixels, outputs, kept))) for kept in seen)
+    assert least <= full <= most and full > tenth + than_tenth and tenth > blind + than_blind
 
 
 def test_the_plain_pair_needs_no_losses_that_guide(samples) -> None:
@@ -191,24 +164,15 @@ def test_target_captions_the_sample_video(family_run, samples) -> None:
     assert accuracy(count_right([target.decode(ids)], [samples[0].facts])) >= 0.85
 
 
-@pytest.mark.parametrize(
-    "family,rendered",
-    [
-        ("qwen2.5-vl", QWEN_CHAT),
-        ("qwen3-vl", QWEN_CHAT),
-        ("llava-onevision", "<|im_start|>user <video>\ndescribe the video<|im_end|><|im_start|>assistant\n"),
-    ],
-)
+@pytest.mark.parametrize("family", assets.FAMILIES)
 @pytest.mark.parametrize("item_type", ["video", "video_url"])
-def test_chat_template(family: str, rendered: str, item_type: str) -> None:
-    from transformers import AutoTokenizer
-
+def test_chat_template(family: str, item_type: str) -> None:
+    """A chat is the prompt that the model was trained with, token by token."""
     tokenizer = AutoTokenizer.from_pretrained(assets.checkpoint(family, "target"))
     content = [{"type": item_type}, {"type": "text", "text": world.QUESTION}]
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )
-    assert prompt == rendered
     ids, words = tokenizer(prompt).input_ids, tiny_captioner.token_ids(family)
     before, after = tiny_captioner.PROMPTS[family]
     # Of Qwen3-VL's parts of a video each has markers of its own, in their place.

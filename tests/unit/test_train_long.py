@@ -15,7 +15,6 @@ TOKENS = 512
 
 @pytest.fixture(scope="module", params=assets.LONG_PAIRS)
 def path(tmp_path_factory, request):
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("long")
     arguments = ["build", "draft", "--family", request.param, "--out", str(folder)]
     train_long.build(train_long.parser().parse_args(arguments))
@@ -44,9 +43,7 @@ def test_labels_are_where_the_frames_differ_from_the_background():
 
 
 def test_many_questions_at_once_equal_one_at_a_time_in_the_library(path):
-    """Catches: a question that sees another, wrong positions, pixels in another order than the processor's, other
-    frames than a prompt holds.
-    """
+    """Catches: a question that sees another, wrong positions, pixels in another order than the processor's."""
     reader, processor = train_long.Reader(path), AutoProcessor.from_pretrained(path)
     frames, _, scenes = reel.held_out(0, TOKENS)
     rng = np.random.default_rng(0)

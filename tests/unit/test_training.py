@@ -27,7 +27,6 @@ def test_what_is_built_is_what_is_bundled_with_other_weights(family, tmp_path):
 
 @pytest.mark.parametrize("progress", [0.0, 0.5])
 def test_a_step_of_either_phase_reaches_every_weight_it_trains(monkeypatch, progress):
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     monkeypatch.setattr(train_tiny, "BATCH", 2)
     monkeypatch.setattr(train_tiny, "VISION_ONLY_BATCH", 2)

@@ -1,8 +1,5 @@
 """What the tests of the policies share: a fake draft, what drives a step, and checks of any tree."""
 
-import math
-from fractions import Fraction
-
 import numpy as np
 import torch
 from hypothesis import settings
@@ -101,10 +98,10 @@ def candidates_of(policy, drafts, fed):
     return candidates_of_level
 
 
-def grow(policy, drafts, rows, max_nodes=64, fill=False, num_accepted=None):
+def grow(policy, drafts, rows, max_nodes=64, fill=False):
     """Drive one step with fake drafts; return the frontiers that were fed, `[num_levels][R]` lists of paths."""
     fed = []
-    drive(policy, rows, candidates_of(policy, drafts, fed), max_nodes, fill, num_accepted)
+    drive(policy, rows, candidates_of(policy, drafts, fed), max_nodes, fill)
     return fed
 
 
@@ -136,25 +133,3 @@ def check_greedy_first(tree, row, draft, depth):
         path = (*path, int(draft(path)[1][0]))
         assert node <= tree.num_nodes[row], "the greedy path is cut short"
         assert paths_of(tree, row, node)[node] == path, "the greedy path does not come first"
-
-
-def plans_of(policy, rows):
-    """Return the (depth, width) that the next trees of these rows will have."""
-    plans = policy.growth.plans
-    return list(zip(plans.depths[rows].tolist(), plans.widths[rows].tolist(), strict=True))
-
-
-def set_plans(policy, plans):
-    """Give rows 0, 1, ... these plans, as a `finish` would."""
-    depths = torch.tensor([depth for depth, _ in plans])
-    here = policy.growth.plans
-    here.depths[: len(plans)], here.widths[: len(plans)] = depths, torch.tensor([width for _, width in plans])
-    policy._host_depths.send(np.arange(len(plans)), depths)
-
-
-def width_by_hand(width, level, parent_log_prob):
-    """SAGE eq. 12, halves rounded up; the first level has the whole width."""
-    if level == 1:
-        return width
-    parent_prob = Fraction(math.exp(parent_log_prob))
-    return max(1, math.floor(Fraction(width, level) * (Fraction(1, 2) + parent_prob) + Fraction(1, 2)))

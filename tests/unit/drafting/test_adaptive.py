@@ -1,6 +1,7 @@
 """The adaptive tree (SAGE): growth against a slow specification, plans and history, numbers that are none."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -16,17 +17,34 @@ from tests.unit.drafting.fake_draft import (
     drive,
     grow,
     paths_of,
-    plans_of,
     quick,
-    set_plans,
-    width_by_hand,
 )
 from vidspec_kernels.draft_tree.plan import confidence
 from vllm_vidspec.config import TreeKnobs
 from vllm_vidspec.drafting import AdaptiveTree, StaticTree
 from vllm_vidspec.drafting import adaptive as adaptive_module
 
-# --- the specification, slow and plain ---
+
+def plans_of(policy, rows):
+    """Return the (depth, width) that the next trees of these rows will have."""
+    plans = policy.growth.plans
+    return list(zip(plans.depths[rows].tolist(), plans.widths[rows].tolist(), strict=True))
+
+
+def set_plans(policy, plans):
+    """Give rows 0, 1, ... these plans, as a `finish` would."""
+    depths = torch.tensor([depth for depth, _ in plans])
+    here = policy.growth.plans
+    here.depths[: len(plans)], here.widths[: len(plans)] = depths, torch.tensor([width for _, width in plans])
+    policy._host_depths.send(np.arange(len(plans)), depths)
+
+
+def width_by_hand(width, level, parent_log_prob):
+    """SAGE eq. 12, halves rounded up; the first level has the whole width."""
+    if level == 1:
+        return width
+    parent_prob = Fraction(math.exp(parent_log_prob))
+    return max(1, math.floor(Fraction(width, level) * (Fraction(1, 2) + parent_prob) + Fraction(1, 2)))
 
 
 def grow_by_hand(draft, depth, width, budget, knobs, fill):
@@ -121,32 +139,6 @@ def test_growth_without_lookahead_is_the_specification(seed, sureness, budget):
         check_grown(policy, row, draft, (int(3 + alpha * 5), int(2 + (1 - alpha) * 8)), budget, False, fed)
 
 
-def grown_example():
-    """Grow one wide tree of depth 6; return what `check_grown` wants."""
-    policy, draft, plan = AdaptiveTree(1, 64, "cpu"), FakeDraft(5, 10, 1.0), (6, 8)
-    set_plans(policy, [plan])
-    return policy, 0, draft, plan, 64, False, grow(policy, [draft], [0], 64)
-
-
-def last_threshold(right):
-    """Give every level the last one's threshold."""
-    return lambda knobs: right(knobs)[:, :1].expand(-1, knobs.depth_max).contiguous() + math.log(knobs.depth_max)
-
-
-def first_width(right):
-    """Make every level as wide as the first (no eq. 12)."""
-    return lambda knobs, num: right(knobs, num)[:, :1].expand(-1, knobs.depth_max, -1).contiguous()
-
-
-@pytest.mark.parametrize(("name", "mutation"), [("log_thresholds", last_threshold), ("width_bounds", first_width)])
-def test_mutations_of_growth(monkeypatch, name, mutation):
-    """Each is seen to fail `check_grown`, which the example passes without them; of the kernel: tests/kernels."""
-    check_grown(*grown_example())
-    monkeypatch.setattr(adaptive_module, name, mutation(getattr(adaptive_module, name)))
-    with pytest.raises(AssertionError):
-        check_grown(*grown_example())
-
-
 @pytest.mark.parametrize(
     "make", [lambda: AdaptiveTree(3, 25, "cpu"), lambda: StaticTree(3, "cpu")], ids=["sage", "static"]
 )
@@ -187,11 +179,9 @@ def sure_table(num_rows, num_candidates, sureness):
     return probs.log().repeat(num_rows, 1), torch.arange(num_candidates).repeat(num_rows, 1)
 
 
-def step_with(policy, sureness, rows=(0,), max_nodes=64):
+def step_with(policy, sureness, rows=(0,)):
     """Run a step whose candidates all are as sure as given; return the number of draft forwards."""
-    return drive(
-        policy, list(rows), lambda _, nodes: sure_table(nodes.numel(), policy.num_candidates, sureness), max_nodes
-    )
+    return drive(policy, list(rows), lambda _, nodes: sure_table(nodes.numel(), policy.num_candidates, sureness))
 
 
 @pytest.mark.parametrize("knobs", [TreeKnobs(), TreeKnobs(depth_min=1, depth_max=20, width_max=32, threshold=0.3)])

@@ -1,14 +1,19 @@
 """What the engine's unit tests share: one rank, counters that only add, knobs, requests, and hooks of no target."""
 
-import functools
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from vllm.multimodal.inputs import PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.draft import kv
 from vllm_vidspec.engine.hooks.protocol import Forward, TargetHook, TargetHooks
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.requests import NewRequest
@@ -19,7 +24,6 @@ CPU = torch.device("cpu")
 GROUP = SimpleNamespace(rank_in_group=0, world_size=1)
 ALONE = Agreement(GROUP)
 NOTHING = Forward(None, None)  # what a step leaves that ran no forward
-LIFE = ["add", "before_forward", "after_forward", "remove", "forget_kv"]
 
 
 class Counts(dict):
@@ -40,27 +44,6 @@ class Counts(dict):
         self.setdefault("why", []).append(detail)
 
 
-class Recorder(TargetHook):
-    """Remembers what it hears, fails where it is told to, and counts what that costs."""
-
-    loss = "nothing"
-
-    def __init__(self, fails_in: str = ""):
-        self.observed: list[str] = []
-        self.cost = 0
-        for name in ("reserve", "init_kv", *LIFE):
-            setattr(self, name, functools.partial(self._observe, name, name == fails_in))
-
-    def _observe(self, name: str, fails: bool, *arguments) -> int | None:
-        if fails:
-            raise RuntimeError(f"planted in {name}")
-        self.observed.append(name)
-        return arguments[0] // 4 if name == "reserve" else None
-
-    def fail(self, error: Exception) -> None:
-        self.cost += 1
-
-
 def make_knobs(**knobs: Any) -> Knobs:
     return Knobs(VidSpecConfig(**{"model": "draft", "num_speculative_tokens": 3} | knobs))
 
@@ -73,8 +56,6 @@ def new_request(
     req_state_idx: int = 2, name: str = "video", num_tokens: int = NUM_TOKENS, sampling: Any = None, **more: Any
 ) -> NewRequest:
     """Return a request whose prompt shows one video, or text alone where `name` is ""."""
-    from vllm.multimodal.inputs import PlaceholderRange
-
     place = PlaceholderRange(offset=int(VIDEO[0]), length=len(VIDEO))
     feature = SimpleNamespace(mm_position=place, modality="video", identifier=name, data={"pixel_values": None})
     sampling = sampling or SimpleNamespace(structured_outputs=None)
@@ -93,18 +74,17 @@ def batch_of(*rows: int, start: int = 0, count: int = NUM_TOKENS) -> SimpleNames
     )
 
 
-def attention_layer(num_heads: int = 2, num_kv_heads: int = 1, head_size: int = 4) -> SimpleNamespace:
+def attention_layer(name: str = "FLASH_ATTN") -> SimpleNamespace:
     """Return an attention layer of a GPU backend, "layer", whose own forward writes -1 everywhere."""
 
     def forward(layer, query, key, value, kv_cache, attn_metadata, output):
         output.fill_(-1)
         return output
 
-    backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN", forward_includes_kv_cache_update=False)
-    sizes = SimpleNamespace(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, scale=0.5)
+    backend = SimpleNamespace(get_name=lambda: name, forward_includes_kv_cache_update=False)
     return SimpleNamespace(
         layer_name="layer",
-        impl=SimpleNamespace(forward=forward, **vars(sizes)),
+        impl=SimpleNamespace(forward=forward, num_heads=2, num_kv_heads=1, head_size=4, scale=0.5),
         get_attn_backend=lambda: backend,
         kv_cache_dtype="auto",
     )
@@ -125,16 +105,12 @@ def model_state() -> SimpleNamespace:
     )
 
 
-def vllm_sampler(asked: dict[int, dict], vocab_size: int, num_drafts: int = 7) -> Any:
+def vllm_sampler(asked: dict[int, dict], vocab_size: int) -> Any:
     """Return vLLM's sampler with one request a row, which has said a few tokens, some of them twice; on a CPU only."""
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
-    from vllm.v1.worker.gpu.states import RequestState
-
     import vllm_vidspec.engine.cpu.worker  # noqa: F401  buffers that a device would map
 
-    states, config = RequestState(8, 64, 64, num_drafts, vocab_size, CPU), SimpleNamespace(reasoning_config=None)
-    sampler = Sampler(config, 8, vocab_size, CPU, states, num_speculative_tokens=num_drafts)
+    states, config = RequestState(8, 64, 64, 7, vocab_size, CPU), SimpleNamespace(reasoning_config=None)
+    sampler = Sampler(config, 8, vocab_size, CPU, states, num_speculative_tokens=7)
     for row, arguments in asked.items():
         params = SamplingParams(**{name: value for name, value in arguments.items() if name != "bad_words"})
         params._bad_words_token_ids = arguments.get("bad_words")
@@ -167,3 +143,8 @@ class StagedWrites:
 
     def clear_staged_writes(self) -> None:
         self._staged.clear()
+
+
+def staged(patch: pytest.MonkeyPatch) -> None:
+    """Let a draft's KV pool stage its writes so."""
+    patch.setattr(kv, "StagedWriteTensor", StagedWrites)

@@ -2,14 +2,13 @@
 
 import asyncio
 
+import fastapi
 import pytest
+from fastapi.testclient import TestClient
 
 from vllm_vidspec.config import METHOD, parse_config
 from vllm_vidspec.engine.admin import KEY, PATH, AdminRoutes
 from vllm_vidspec.engine.knobs import Knobs
-
-fastapi = pytest.importorskip("fastapi")
-from fastapi.testclient import TestClient  # noqa: E402  # where it is installed
 
 SECRET = {"Authorization": "Bearer a-secret"}
 

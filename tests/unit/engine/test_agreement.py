@@ -49,7 +49,6 @@ def pair(tmp_path):
 
 
 def all_reduce(rank: int) -> int:
-    """What a collective of the step stands for: it needs both ranks."""
     value = torch.tensor([rank + 1])
     torch.distributed.all_reduce(value)
     return int(value)

@@ -5,17 +5,20 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+from vllm.distributed.kv_transfer import has_kv_transfer_group, kv_transfer_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.compat.contract import MARK, expect_parameters
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.plugin import register
 
 
 def test_pixels_stay_with_us_when_vllm_lets_go_of_its_own():
     """From 0.33 on vLLM drops an item's pixels once the target has seen it; the runner's copy keeps them."""
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-    from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
-
     cache = EncoderCache()
     outputs = cache.encoder_outputs
     cache.reset_encoder_cache()
@@ -36,10 +39,6 @@ def test_a_renamed_parameter_is_one_clear_line():
 
 
 def test_patches_are_applied_once():
-    from vllm.engine.arg_utils import EngineArgs
-
-    from vllm_vidspec.plugin import register
-
     register()
     first = EngineArgs.create_engine_config
     register()
@@ -49,8 +48,6 @@ def test_patches_are_applied_once():
 
 def test_kv_connectors_do_not_see_drafts(monkeypatch):
     """Catches: a draft's layers offered to the connector, under the target's names where it drafts for itself."""
-    from vllm.distributed.kv_transfer import has_kv_transfer_group, kv_transfer_state
-
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", "a connector")
     with pytest.raises(ValueError, match="of the draft"), compat.without_kv_connector():
         assert not has_kv_transfer_group()
@@ -60,8 +57,6 @@ def test_kv_connectors_do_not_see_drafts(monkeypatch):
 
 def test_the_sampler_keeps_to_its_own_noise():
     """Catches: FlashInfer's sampler, with noise of its own, for batches with top-p and no seed; a renamed switch."""
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
-
     assert "self.use_flashinfer" in inspect.getsource(Sampler.sample)
     sampler = SimpleNamespace(use_flashinfer=True)
     compat.keep_shared_noise(sampler)

@@ -6,23 +6,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from vllm.model_executor.models import qwen3_vl
+from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch
+from vllm.v1.worker.gpu.mm import rope
+from vllm.v1.worker.gpu.sample import bad_words, gumbel, logit_bias, logprob
+from vllm.v1.worker.gpu.sample import min_p as min_p_module
+from vllm.v1.worker.gpu.sample import penalties as penalties_module
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from vllm_vidspec.devices import has_gpu
-
-pytest.importorskip("vllm")
-import vllm.model_executor.models.qwen3_vl as qwen3_vl
-import vllm.v1.worker.gpu.block_table as block_table
-import vllm.v1.worker.gpu.buffer_utils as buffer_utils
-import vllm.v1.worker.gpu.input_batch as input_batch
-import vllm.v1.worker.gpu.mm.rope as rope
-import vllm.v1.worker.gpu.sample.bad_words as bad_words
-import vllm.v1.worker.gpu.sample.gumbel as gumbel
-import vllm.v1.worker.gpu.sample.logit_bias as logit_bias
-import vllm.v1.worker.gpu.sample.logprob as logprob
-import vllm.v1.worker.gpu.sample.min_p as min_p_module
-import vllm.v1.worker.gpu.sample.penalties as penalties_module
-import vllm.v1.worker.gpu.spec_decode.rejection_sampler as rejection_sampler
-
 from vllm_vidspec.engine.compat.contract import MARK
 from vllm_vidspec.engine.compat.cpu import twin_of
 from vllm_vidspec.engine.cpu import kernels
@@ -44,7 +36,8 @@ class Batch:
         if seed % 2:  # nothing was drafted for the last request: its only row is the last of the batch
             self.num_logits[-1] = 1
         lengths = self.num_logits + self.ints(0, 4, num_reqs)
-        self.query_start_loc, self.cu_num_logits = (_cumulated(counts) for counts in (lengths, self.num_logits))
+        bounds = (torch.nn.functional.pad(counts.cumsum(0).int(), (1, 0)) for counts in (lengths, self.num_logits))
+        self.query_start_loc, self.cu_num_logits = bounds
         self.num_tokens, self.total = int(lengths.sum()), int(self.num_logits.sum())
         self.computed, self.prefill_len = self.ints(0, 12, NUM_ROWS), self.ints(1, 14, NUM_ROWS)
         self.seq_lens = self.computed[self.rows.long()] + lengths
@@ -65,10 +58,6 @@ class Batch:
 
 def pointers(tensors) -> torch.Tensor:
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.uint64)
-
-
-def _cumulated(counts: torch.Tensor) -> torch.Tensor:
-    return torch.cat((torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()))
 
 
 # By kernel its module and what makes, of a batch, a call of vLLM's function and the tensors that it gets copies of.
@@ -106,13 +95,8 @@ def prepare_rope_positions(b):
 def combine_sampled_and_draft_tokens(b):
     """Catches: drafts of another row, a prompt's tail overwritten, a chunk of a prefill that gets drafts."""
     drafts, last = b.ints(100, 200, NUM_ROWS, 5).long(), b.ints(200, 300, NUM_ROWS, 1).long()
-
-    def call(input_ids):
-        return input_batch.combine_sampled_and_draft_tokens(
-            input_ids, b.rows, last, b.query_start_loc, b.seq_lens, b.prefill_len, drafts, b.cu_num_logits, b.total
-        )
-
-    return call, b.ints(0, 100, 50)
+    rest = b.rows, last, b.query_start_loc, b.seq_lens, b.prefill_len, drafts, b.cu_num_logits, b.total
+    return lambda input_ids: input_batch.combine_sampled_and_draft_tokens(input_ids, *rest), b.ints(0, 100, 50)
 
 
 @kernel(input_batch)
@@ -125,21 +109,15 @@ def expand_idx_mapping(b):
 def gather_draft_sampled(b):
     """Catches: a placeholder of a step inside the prompt taken for a draft, positions of logits rows for tokens'."""
     places = torch.randperm(50, generator=b.generator)[: b.total]
-    input_ids, positions = b.ints(0, 100, 50), b.ints(0, 30, 50).long()
-    rows = b.req_idx.int()
-    return (
-        lambda: rejection_sampler.gather_draft_sampled(input_ids, positions, places, rows, b.local_pos, b.prefill_len),
-    )
+    of_tokens, of_logits = (b.ints(0, 100, 50), b.ints(0, 30, 50).long()), (places, b.req_idx.int(), b.local_pos)
+    return (lambda: rejection_sampler.gather_draft_sampled(*of_tokens, *of_logits, b.prefill_len),)
 
 
 @kernel(input_batch)
 def get_num_sampled_and_rejected(b):
     """Catches: a chunk of a prefill that has sampled."""
-
-    def call(num_sampled):
-        return input_batch.get_num_sampled_and_rejected(num_sampled, b.seq_lens, b.cu_num_logits, b.rows, b.prefill_len)
-
-    return call, torch.minimum(b.ints(1, 6, len(b.rows)), b.num_logits)
+    num_sampled, rest = torch.minimum(b.ints(1, 6, len(b.rows)), b.num_logits), (b.seq_lens, b.cu_num_logits, b.rows)
+    return lambda counts: input_batch.get_num_sampled_and_rejected(counts, *rest, b.prefill_len), num_sampled
 
 
 @kernel(input_batch)
@@ -267,15 +245,10 @@ def bias(b):
     """Catches: ids of another row, a bias on what is not allowed that revives it, stop tokens banned too long."""
     listed = torch.stack([torch.randperm(97, generator=b.generator)[:8] for _ in range(NUM_ROWS)]).int()
     rows, pos, min_lens = b.ints(0, NUM_ROWS, 9), b.ints(0, 20, 9).long(), b.ints(0, 20, NUM_ROWS)
-    counts, biases, restore = b.ints(0, 9, 3, NUM_ROWS), b.normal(NUM_ROWS, 8), b.ints(0, 2, NUM_ROWS).bool()
-
-    def call(logits):
-        logit_bias.apply_logit_bias(
-            logits, rows, pos, counts[0], listed, counts[1], listed.flip(0), biases, min_lens, counts[2], restore,
-            listed.flip(1), bool(b.seed % 2),
-        )  # fmt: skip
-
-    return call, b.normal(9, 97)
+    counts, biases = b.ints(0, 9, 3, NUM_ROWS), b.normal(NUM_ROWS, 8)
+    stops = counts[2], b.ints(0, 2, NUM_ROWS).bool(), listed.flip(1)
+    rest = rows, pos, counts[0], listed, counts[1], listed.flip(0), biases, min_lens, *stops, bool(b.seed % 2)
+    return lambda logits: logit_bias.apply_logit_bias(logits, *rest), b.normal(9, 97)
 
 
 @kernel(qwen3_vl)
@@ -305,13 +278,8 @@ def bad_words_case(b):
     # As wide as the longest text: one token further is outside.
     texts, words = b.ints(0, 2, NUM_ROWS, int(total_len.max())), b.ints(0, 2, NUM_ROWS, 20)
     drafts, most = b.ints(0, 2, b.total), int(num_words[b.req_idx].max())
-
-    def call(logits):
-        bad_words.apply_bad_words(
-            logits, b.req_idx, words, offsets, num_words, texts, prompt_len, total_len, drafts, b.local_pos, most
-        )
-
-    return call, b.normal(b.total, 3)
+    rest = b.req_idx, words, offsets, num_words, texts, prompt_len, total_len, drafts, b.local_pos, most
+    return lambda logits: bad_words.apply_bad_words(logits, *rest), b.normal(b.total, 3)
 
 
 @kernel(penalties_module)

@@ -1,26 +1,30 @@
 """How the draft is built: names, buffers, how far it reaches; which sizes have graphs, and what is padded to them."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import vllm.model_executor.warmup.deep_gemm_warmup as vllms
+import vllm.utils.deep_gemm as support
 from vllm.config.compilation import CUDAGraphMode
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from tests.unit.engine.fakes import CPU
-from vllm_vidspec.engine.draft import graphs as draft_graphs
 from vllm_vidspec.engine.draft import model as draft_model
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, batch_sizes, mode_of_draft
 from vllm_vidspec.engine.draft.model import DraftModel, rope_positions
 
-LM = {"get_language_model": lambda: None}
 
-
-@pytest.fixture
-def built(monkeypatch):
-    """Return the draft model that `load` built, and the arguments that it gave to vLLM's loader."""
-    given = {}
-    monkeypatch.setattr(draft_model, "get_model", lambda **arguments: given.update(arguments) or SimpleNamespace(**LM))
+def test_a_draft_is_built_as_its_target_is(monkeypatch):
+    """Catches: a prefix of ours in front of the modules' names, with which no exact entry of an ignore list agrees; a
+    self-draft whose compiled code, the target's, meets another stride where requests are many.
+    """
+    given, language = {}, mock.Mock(spec=["get_language_model"])
+    monkeypatch.setattr(draft_model, "get_model", lambda **arguments: given.update(arguments) or language)
     monkeypatch.setattr(draft_model, "rope_positions", lambda language_model, max_model_len: max_model_len)
     scheduler = SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=48, max_num_encoder_input_tokens=64)
     config = SimpleNamespace(
@@ -29,34 +33,17 @@ def built(monkeypatch):
     monkeypatch.setattr(draft_model, "draft_config", lambda *_: config)
     model = DraftModel(config, CPU, is_self_draft=False, agreement=None)
     model.load(torch.nn.Module())
-    return model, given
-
-
-def test_what_a_checkpoint_leaves_unquantised_is_found_by_name(built):
-    """Catches: a prefix of ours in front of the modules' names, with which no exact entry of an ignore list agrees."""
-    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
-
-    _, given = built
     name = "visual.blocks.0.attn.proj"
     full_name = f"{given['prefix']}.{name}" if given.get("prefix") else name
     layer = object.__new__(LinearBase)
-    config = Fp8Config(is_checkpoint_fp8_serialized=True, ignored_layers=[name])
-    assert isinstance(config.get_quant_method(layer, full_name), UnquantizedLinearMethod)
-
-
-def test_positions_have_the_stride_of_vllms_buffer(built):
-    """Catches: a self-draft whose compiled code, the target's, meets another stride where requests are many."""
-    model, _ = built
+    quantisation = Fp8Config(is_checkpoint_fp8_serialized=True, ignored_layers=[name])
+    assert isinstance(quantisation.get_quant_method(layer, full_name), UnquantizedLinearMethod)
     assert model._positions.stride() == (65, 1)
 
 
 @pytest.mark.parametrize(("supported", "mode", "warmed"), [(True, "relax", 1), (False, "relax", 0), (True, "skip", 0)])
 def test_deep_gemm_is_compiled_for_the_drafts_shapes(monkeypatch, supported, mode, warmed):
     """Catches: a block-FP8 draft, whose shapes vLLM's own warm-up does not know, that compiles at the first video."""
-    import vllm.model_executor.warmup.deep_gemm_warmup as vllms
-    import vllm.utils.deep_gemm as support
-
     calls = []
     monkeypatch.setenv("VLLM_DEEP_GEMM_WARMUP", mode)
     monkeypatch.setattr(vllms, "deep_gemm_warmup", lambda *arguments: calls.append(arguments))
@@ -113,24 +100,22 @@ def test_sizes_are_vllms_up_to_all_requests(sizes, max_num_reqs, expected):
     assert batch_sizes(sizes, max_num_reqs) == expected
 
 
-class Recorded(DraftGraphs):
-    """Captures by running twice, as vLLM does, and replays by noting so."""
+def graphs_of(mode=CUDAGraphMode.FULL_AND_PIECEWISE, sizes=(1, 2, 4), max_num_reqs=4, mostly_processed=False):
+    """Return a draft's graphs, without vLLM's manager."""
+    compilation = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes))
 
-    def __init__(self, mode=CUDAGraphMode.FULL_AND_PIECEWISE, sizes=(1, 2, 4), max_num_reqs=4, mostly_processed=False):
-        compilation = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes))
-        self.graphs = {}
-        with pytest.MonkeyPatch.context() as patch:
-            init = lambda self, config, *args, **kwargs: setattr(self, "compilation_config", config.compilation_config)  # noqa: E731
-            patch.setattr(draft_graphs.CudaGraphManager, "__init__", init)
-            config = SimpleNamespace(compilation_config=compilation)
-            super().__init__(config, CPU, mode, max_num_reqs, mostly_processed)
+    def init(self, *_args, **_more):
+        self.compilation_config, self.graphs = compilation, {}
+
+    with mock.patch.object(CudaGraphManager, "__init__", init):
+        return DraftGraphs(None, CPU, mode, max_num_reqs, mostly_processed)
 
 
 @pytest.mark.parametrize("mode", [mode for mode in CUDAGraphMode if mode])
 def test_a_target_in_pieces_leaves_its_draft_whole(mode):
     """Catches: K eager forwards a step under `-O1`, `cudagraph_mode=PIECEWISE` or a KV connector by layers."""
     assert mode_of_draft(mode) == CUDAGraphMode.FULL_DECODE_ONLY
-    graphs = Recorded(mode)
+    graphs = graphs_of(mode)
     assert graphs.is_on and graphs.size_for(3, 1) == 4
     graphs.give_up("its backend cannot")
     assert not graphs.is_on and graphs.is_wanted and graphs.size_for(3, 1) == 3
@@ -140,7 +125,7 @@ def test_a_target_in_pieces_leaves_its_draft_whole(mode):
 def test_the_kind_that_nobody_asks_for_by_default_has_few_sizes(mostly_processed):
     """Catches: the two kinds mistaken for each other; a step padded to a size of the other kind."""
     sizes = [1, 2, 4, *range(8, 256, 8), 256]
-    graphs = Recorded(sizes=sizes, max_num_reqs=200, mostly_processed=mostly_processed)
+    graphs = graphs_of(sizes=sizes, max_num_reqs=200, mostly_processed=mostly_processed)
     usual, other = (graphs.sizes_of(2, is_processed) for is_processed in (mostly_processed, not mostly_processed))
     assert usual == [1, 2, 4, 8, 16, 24, 32, 48, 64, 88, 120] and other == [1, 4, 16, 64, 120]
     assert [graphs.size_for(n, 2, not mostly_processed) for n in (1, 2, 5, 17, 65, 121)] == [1, 4, 16, 64, 120, 121]

@@ -22,7 +22,7 @@ BLOCK = 16
 
 
 class NotingModel(Network):
-    """Also notes its calls, and at which position a token lands; it cannot read some prompts and videos."""
+    """Also notes its calls, and at which position a token lands; it cannot read some prompts."""
 
     max_num_tokens, max_encoder_tokens, block_size = BUDGET, ENCODER_BUDGET, BLOCK
 
@@ -38,9 +38,7 @@ class NotingModel(Network):
 
     def encode(self, features, frames):
         self.encoded.append([feature.identifier for feature in features])
-        if any("broken" in feature.identifier for feature in features):
-            raise RuntimeError("planted")
-        return [torch.full((feature.mm_position.length, HIDDEN), feature.shade) for feature in features]
+        return [feature.shows for feature in features]
 
     def forward(self, embeds, positions, layout, *, seq_lens, slot_mapping, **_):
         assert len(embeds) == positions.shape[1] == len(slot_mapping) == layout.query_start_loc_np[-1]
@@ -59,9 +57,8 @@ class Line:
         self.model, self.counted = model or NotingModel(), Counts()
         self.kv = DraftKV(200, BLOCK, 8, MAX_LEN + 4, CPU)
         cache = VisionCache(cache_bytes, HIDDEN, torch.float32, CPU)
-        self.shared: dict[str, torch.Tensor] = {}
         chosen = make_knobs(**{"pruner": "uniform", "prune_ratio": 0.5} | knobs)
-        self.prefills = DraftPrefill(self.model, chosen, self.counted, self.kv, cache, self.shared, ALONE)  # type: ignore[arg-type]
+        self.prefills = DraftPrefill(self.model, chosen, self.counted, self.kv, cache, {}, ALONE)
         self.text = torch.full((8, MAX_LEN), 7_777_777, dtype=torch.int32)  # an id outside the vocabulary
 
     def add(self, row: int, token_ids: list[int], features: Sequence[Any] = (), scores: Any = None) -> Any:
@@ -84,20 +81,22 @@ class Line:
         return [int(self.kv.block_tables[row, i // BLOCK]) * BLOCK + i % BLOCK for i in range(count)]
 
 
-def clip(name: str, offset: int, length: int, shade: float = 0.0, **data: Any) -> Any:
-    """A video's feature, as the engine would bring it; its embeddings are all `shade`."""
-    pixels = data or {"pixel_values_videos": SimpleNamespace(data=None)}
-    place = SimpleNamespace(offset=offset, length=length, is_embed=None)
-    return SimpleNamespace(
-        modality="video", identifier=name, mm_hash=name, data=pixels, mm_position=place, shade=float(shade)
-    )
+def item(modality: str, name: str, offset: int, shows: torch.Tensor, **data: Any) -> Any:
+    """An image's or video's feature, as the engine would bring it; its embeddings are `shows` `[m, HIDDEN]`."""
+    place = SimpleNamespace(offset=offset, length=len(shows), is_embed=None)
+    data = {key: SimpleNamespace(data=value) for key, value in data.items()}
+    return SimpleNamespace(modality=modality, identifier=name, mm_hash=name, data=data, mm_position=place, shows=shows)
+
+
+def clip(name: str, offset: int, length: int) -> Any:
+    return item("video", name, offset, torch.full((length, HIDDEN), 0.5), pixel_values_videos=None)
 
 
 def test_pruned_prompts_go_on_where_the_full_one_would():
     """A 40-token clip, half of it kept, between text: original positions, embeddings in the clip's places."""
     line = Line()
     prompt = [1] * 10 + [999] * 40 + [2] * 80
-    line.add(0, prompt, (clip("a", 10, 40, shade=0.5),))
+    line.add(0, prompt, (clip("a", 10, 40),))
     assert line.step({0: 131}).ready == []
     line.text[0, 130:132] = torch.tensor([5, 6])
     assert line.step({0: 132}).ready == [0]

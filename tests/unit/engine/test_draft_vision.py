@@ -2,17 +2,15 @@
 
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from tests.unit.engine.test_draft_prefill import ENCODER_BUDGET, Line, NotingModel
+from tests.unit.engine.test_draft_prefill import ENCODER_BUDGET, Line
 from tests.unit.engine.test_frames import FRAMES, GUIDED, SIZE, TEXT, SeeingModel, as_images, as_video, measured, read
 from vllm_vidspec.engine.draft.messages import PrefillMessage
-from vllm_vidspec.engine.draft.vision import DraftVision, Part
-from vllm_vidspec.engine.draft.vision_cache import VisionCache
+from vllm_vidspec.engine.draft.vision import Part
 from vllm_vidspec.pruning import budget
 
 # A step's budget of 100 tokens is four frames of 24: a video of 8 takes two steps.
@@ -29,8 +27,8 @@ def cuttable(embeddings: torch.Tensor, name: str = "video") -> tuple[list[int], 
     return token_ids, features
 
 
-def line_of(cache_bytes: int = ROOM, model: NotingModel | None = None, **knobs: Any) -> Line:
-    return Line(cache_bytes, model or SeeingModel(), **{"pruner": "uniform", "prune_ratio": 0.5} | knobs)
+def line_of(cache_bytes: int = ROOM, **knobs: Any) -> Line:
+    return Line(cache_bytes, SeeingModel(), **knobs)
 
 
 def shown_of(pruner: str, cache_bytes: int) -> tuple[list[range | None], list[tuple[int, int]]]:
@@ -50,54 +48,6 @@ def test_frames_of_several_steps_are_what_the_whole_would_be(pruner, cache_bytes
     assert looks == HALVES
     monkeypatch.setattr(SeeingModel, "max_encoder_tokens", 10_000)
     assert shown_of(pruner, cache_bytes) == ([None], kept)
-
-
-def _reversed(self, item, start, left):
-    part = self_next_part(self, item, start, left)
-    if part.frames is None:
-        return part
-    return part._replace(frames=range(FRAMES - part.frames.stop, FRAMES - part.frames.start))
-
-
-def _lost(self, item, start, left):
-    part = self_next_part(self, item, start, left)
-    return part if part.frames is None else part._replace(frames=range(part.frames.start, part.frames.stop - 1))
-
-
-def _skipped(self, item, start, left):
-    part = self_next_part(self, item, start, left)
-    if part.frames is None or part.frames.start:
-        return part
-    return part._replace(frames=range(2, 4), start=0, end=item.num_tokens)
-
-
-def _too_much(self, item, start, left):
-    return self_next_part(self, item, start, 10_000)
-
-
-def _begun_is_whole(self, name, num_rows):
-    return num_rows if name in self._items else 0
-
-
-self_next_part = DraftVision._next_part
-MUTATIONS = {
-    "in the wrong order": (DraftVision, "_next_part", _reversed),
-    "a frame short": (DraftVision, "_next_part", _lost),
-    "a part left out": (DraftVision, "_next_part", _skipped),
-    "the budget ignored": (DraftVision, "_next_part", _too_much),
-    "what is not cut": (DraftVision, "_frames_of", lambda self, item: None),
-    "a part read for the whole": (VisionCache, "num_here", _begun_is_whole),
-}
-
-
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_mutations_are_seen(name):
-    owner, attribute, mutated = MUTATIONS[name]
-    with mock.patch.object(owner, attribute, mutated), pytest.raises((AssertionError, IndexError, ValueError)):
-        for cache_bytes in (ROOM, NO_ROOM):
-            looks, kept = shown_of("uniform", cache_bytes)
-            assert looks == HALVES and [number for number, _ in kept] == sorted(number for number, _ in kept)
-            assert len(kept) == budget(FRAMES * SIZE, 0.5)
 
 
 def test_two_requests_with_one_video_are_one_look():

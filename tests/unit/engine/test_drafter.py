@@ -8,9 +8,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.engine.fakes import CPU, Counts, StagedWrites
+from tests.unit.engine.fakes import CPU, Counts, staged
 from vllm_vidspec.engine.draft import drafter as drafter_module
-from vllm_vidspec.engine.draft import kv as kv_module
 from vllm_vidspec.engine.draft.drafter import UNBOUNDED, Drafter
 from vllm_vidspec.engine.draft.kv import DraftKV
 
@@ -19,9 +18,8 @@ K, BLOCK, ROWS, LONGEST = 5, 4, 6, 60
 
 @pytest.fixture(autouse=True, scope="module")
 def staged_writes():
-    """vLLM's go through memory that the device maps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_module, "StagedWriteTensor", StagedWrites)
+        staged(patch)
         yield
 
 

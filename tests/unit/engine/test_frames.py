@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.unit.engine.fakes import HIDDEN
-from tests.unit.engine.test_draft_prefill import Line, NotingModel
+from tests.unit.engine.test_draft_prefill import Line, NotingModel, item
 from vidspec_tools import watching
 from vllm_vidspec.names import PRUNERS
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, budget, get_pruner
@@ -53,23 +53,19 @@ def shown(modality: str, name: str, offset: int, embeddings: torch.Tensor) -> An
     """Return the feature of one image, or of a video, that shows these embeddings `[m, HIDDEN]`."""
     thw = torch.tensor([len(embeddings) // SIZE, 2 * GRID.height, 2 * GRID.width])
     pixels = "pixel_values" if modality == "image" else "pixel_values_videos"
-    data = {pixels: SimpleNamespace(data=None), f"{modality}_grid_thw": SimpleNamespace(data=thw)}
-    place = SimpleNamespace(offset=offset, length=len(embeddings), is_embed=None)
-    return SimpleNamespace(
-        modality=modality, identifier=name, mm_hash=name, data=data, mm_position=place, shade=0.0, shows=embeddings
-    )
+    return item(modality, name, offset, embeddings, **{pixels: None, f"{modality}_grid_thw": thw})
 
 
-def as_images(embeddings: torch.Tensor, gap: int = 2, start: int = 3) -> tuple[list[int], list[Any]]:
-    """Return ids and features of a prompt of one image a frame, `gap` tokens of text between them."""
-    offsets = [start + i * (SIZE + gap) for i in range(len(embeddings) // SIZE)]
+def as_images(embeddings: torch.Tensor, start: int = 3) -> tuple[list[int], list[Any]]:
+    """Return ids and features of a prompt of one image a frame, two tokens of text between them."""
+    offsets = [start + i * (SIZE + 2) for i in range(len(embeddings) // SIZE)]
     parts = zip(offsets, embeddings.split(SIZE), strict=True)
     features = [shown("image", f"frame {i}", offset, part) for i, (offset, part) in enumerate(parts)]
     return [TEXT] * (offsets[-1] + SIZE + 4), features
 
 
-def as_video(embeddings: torch.Tensor, start: int = 3) -> tuple[list[int], list[Any]]:
-    return [TEXT] * (start + len(embeddings) + 4), [shown("video", "video", start, embeddings)]
+def as_video(embeddings: torch.Tensor) -> tuple[list[int], list[Any]]:
+    return [TEXT] * (3 + len(embeddings) + 4), [shown("video", "video", 3, embeddings)]
 
 
 def read(line: Line, row: int, num_tokens: int) -> list[tuple[int, int]]:
@@ -86,10 +82,8 @@ def read(line: Line, row: int, num_tokens: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("ratio", [0.5, 0.9, 0.99])
 @pytest.mark.parametrize("pruner", PRUNERS)
 def test_frames_keep_what_the_video_would(pruner, ratio):
-    """8 images and the video of them: the same tokens in the same order, at the places of the images; a video's budget.
-    The images are encoded in two steps at least, their scores come image by image. Mutations seen to fail: a run's
-    scores and embeddings joined in reverse order of its images; each image's choice made from its own; kept indices
-    that are not counted from the image's first token; a choice made before the last image is there."""
+    """8 images, encoded in two steps at least, and the video of them. Catches: scores and embeddings of a run joined in
+    reverse; a choice from each image's own, or before the last is there; kept indices counted from another image."""
     scores, embeddings = measured()
     knobs = {"pruner": pruner, "prune_ratio": ratio, "prune_seed": 7, "image_prune_ratio": 0.2}
     found = []

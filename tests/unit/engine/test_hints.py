@@ -1,10 +1,12 @@
 """What an operator of a GPU is told at start-up: where CUDA graphs end, and that a draft's weights are dear."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from vllm.config.compilation import CUDAGraphMode
 
+from tests.released import config_of
 from tests.unit.engine.fakes import make_knobs
 from vllm_vidspec.engine import hints
 from vllm_vidspec.engine.hints import graph_ceiling, say_hints
@@ -35,34 +37,22 @@ def test_where_graphs_end_is_said(knobs, max_num_seqs, ends):
     assert line.count("a draft forward") == sum("draft forward" in end for end in ends)
 
 
-QWEN25 = {
-    "7B": (28, 3584, 28, 4, 18_944, 152_064),
-    "32B": (64, 5120, 40, 8, 27_648, 152_064),
-}
-
-
 def model(size: str, quantization: str | None = None, stored: dict | None = None) -> SimpleNamespace:
-    layers, hidden, heads, kv_heads, intermediate, vocab = QWEN25[size]
-    config = {
-        "model_type": "qwen2_5_vl", "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "intermediate_size": intermediate, "vocab_size": vocab,
-        "quantization_config": stored,
-    }  # fmt: skip
+    config = config_of(f"Qwen/Qwen2.5-VL-{size}-Instruct") | {"quantization_config": stored}
     return SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: config), quantization=quantization)
 
 
-def said(
-    target: SimpleNamespace, draft: SimpleNamespace, mode=CUDAGraphMode.FULL_AND_PIECEWISE, max_num_seqs=8, **knobs
-) -> list[str]:
+def said(target: SimpleNamespace, draft: SimpleNamespace, **knobs) -> list[str]:
     engine = SimpleNamespace(
-        compilation_config=SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=512),
-        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, max_cudagraph_capture_size=512
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
         model_config=target,
         speculative_config=SimpleNamespace(draft_model_config=draft),
     )
     lines: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hints.logger, "info", lambda line, *values: lines.append(line % values))
+    with mock.patch.object(hints.logger, "info", lambda line, *values: lines.append(line % values)):
         say_hints(engine, make_knobs(**knobs | CHAIN).current)
     assert all(line.startswith("vidspec: ") and "\n" not in line for line in lines)
     return lines

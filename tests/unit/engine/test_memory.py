@@ -4,11 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from tests.unit.engine.fakes import StagedWrites, make_knobs
-from vllm_vidspec.engine.draft import kv as kv_module
+from tests.unit.engine.fakes import make_knobs, staged
+from tests.unit.engine.test_score_blocks import LiveBytes
 from vllm_vidspec.engine.draft import memory
 from vllm_vidspec.engine.draft.forwards import DraftBuffers
 from vllm_vidspec.engine.draft.kv import DraftKV
@@ -104,7 +103,7 @@ def test_what_is_asked_for_is_given(plan):
 )
 def test_tables_that_no_profile_has_seen_are_taken_out_as_well(plan, monkeypatch, knobs, width):
     """The bound, against the tensors of the real buffers, for sizes at which they count."""
-    monkeypatch.setattr(kv_module, "StagedWriteTensor", StagedWrites)
+    staged(monkeypatch)
     rows, max_model_len, hidden = 64, 65_536, 2048
     model = SimpleNamespace(
         block_size=BLOCK, hidden_size=hidden, dtype=torch.bfloat16, device=torch.device("cpu"), num_axes=3,
@@ -127,18 +126,6 @@ def test_tables_that_no_profile_has_seen_are_taken_out_as_well(plan, monkeypatch
     assert whole.num_bytes == whole.pool_bytes + 1024 * 2 * 4 * -(-(65_536 + 4) // BLOCK)
 
 
-class Taken(TorchDispatchMode):
-    """Adds up the bytes of what is made."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **kwargs or {})
-        if func is torch.ops.aten.empty_like.default:
-            self.num_bytes += made.nbytes
-        return made
-
-
 @pytest.mark.parametrize(
     ("num_reqs", "num_drafts", "num_tokens", "rows"), [(1024, 5, 8192, 6144), (256, 25, 2048, 2048), (4, 5, 2048, 24)]
 )
@@ -154,9 +141,10 @@ def test_the_profile_has_the_logits_of_a_verify_step(monkeypatch, num_reqs, num_
         )
     )
     runner.rejection_sampler = object.__new__(CoupledVerifier)
-    with Taken() as taken:
-        runner._dummy_sampler_run(torch.empty(num_reqs, 64, device="meta"))
+    hidden_states = torch.empty(num_reqs, 64, device="meta")
+    with LiveBytes() as live:
+        runner._dummy_sampler_run(hidden_states)
     assert profiled == ["vLLM's own", (rows, 64)]
-    assert taken.num_bytes == 2 * min(rows, 2**30 // (4 * vocab_size)) * 4 * vocab_size
+    assert live.peak == (2 * rows + 2 * 4 * min(rows, 2**30 // (4 * vocab_size))) * vocab_size
     runner._dummy_sampler_run(torch.empty(num_reqs, 64))
     assert profiled[2:] == ["vLLM's own"]

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 from tests.unit.engine.fakes import CPU, vllm_sampler
 from vllm_vidspec.devices import has_gpu
 from vllm_vidspec.drafting import topology_tables

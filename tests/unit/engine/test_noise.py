@@ -23,9 +23,9 @@ def make_sampler(noise: str = "shared", use_fp64: bool = False) -> CoupledSample
     return CoupledSampler(SimpleNamespace(use_fp64_gumbel=use_fp64), noise)
 
 
-def asked_of(*asked: dict, noise: str = "shared") -> CoupledSampler:
+def asked_of(*asked: dict) -> CoupledSampler:
     """Return a sampler beside vLLM's own, with requests that ask for this."""
-    return CoupledSampler(vllm_sampler(dict(enumerate(asked)), VOCAB_SIZE), noise)
+    return CoupledSampler(vllm_sampler(dict(enumerate(asked)), VOCAB_SIZE), "shared")
 
 
 @on_the_host

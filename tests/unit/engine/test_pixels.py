@@ -4,12 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.multimodal.inputs import (
-    MultiModalBatchedField,
-    MultiModalFieldElem,
-    MultiModalFlatField,
-    MultiModalKwargsItem,
-)
+from vllm.multimodal import inputs
 from vllm.platforms import current_platform
 
 from tests.unit.engine.fakes import CPU, Counts
@@ -49,11 +44,11 @@ class Target:
 def video(name: str = "video") -> tuple[list[int], Any]:
     """Return ids and the feature of a prompt of one video, its data as vLLM's processor makes them."""
     token_ids, (feature,) = cuttable(measured()[1], name)
-    flat, grid = MultiModalFlatField(slices=[slice(None)]), MultiModalBatchedField(keep_on_cpu=True)
-    feature.data = MultiModalKwargsItem(
+    flat, grid = inputs.MultiModalFlatField(slices=[slice(None)]), inputs.MultiModalBatchedField(keep_on_cpu=True)
+    feature.data = inputs.MultiModalKwargsItem(
         {
-            "pixel_values_videos": MultiModalFieldElem(data=torch.rand(PATCHES, 1), field=flat),
-            "video_grid_thw": MultiModalFieldElem(data=feature.data["video_grid_thw"].data, field=grid),
+            "pixel_values_videos": inputs.MultiModalFieldElem(data=torch.rand(PATCHES, 1), field=flat),
+            "video_grid_thw": inputs.MultiModalFieldElem(data=feature.data["video_grid_thw"].data, field=grid),
         }
     )
     return token_ids, feature
@@ -88,7 +83,7 @@ def test_nobody_keeps_what_nobody_waits_for():
     target, (_, feature) = Target(10 * ITEM_BYTES), video()
     target.encode(feature)
     _, empty = video("kept on the host")
-    empty.data = MultiModalKwargsItem({"video_grid_thw": empty.data["video_grid_thw"]})
+    empty.data = inputs.MultiModalKwargsItem({"video_grid_thw": empty.data["video_grid_thw"]})
     target.pixels.add(2, [empty])
     target.encode(empty)
     assert not target.pixels.num_used_bytes
@@ -96,7 +91,4 @@ def test_nobody_keeps_what_nobody_waits_for():
     assert target.encode(feature)[0]["pixel_values_videos"].data.is_meta
     target.pixels._device = "nowhere"  # type: ignore[assignment]
     assert target.encode(video("unlucky")[1])[0]["pixel_values_videos"].data.is_cpu
-
-
-def test_a_target_that_is_shown_nothing_has_no_encoder():
-    SharedPixels(SimpleNamespace(), CPU, Counts())  # type: ignore[arg-type]
+    SharedPixels(SimpleNamespace(), CPU, Counts())  # a target that is shown nothing has no encoder

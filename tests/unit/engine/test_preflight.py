@@ -9,11 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.interface import DeviceCapability
 
 from tests.unit.engine.fakes import make_knobs
 from vllm_vidspec.engine import preflight, tree_attention
 from vllm_vidspec.engine.hooks import attention
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.plugin import register
 from vllm_vidspec.tools import pairs
 
 FAMILY = "qwen2.5-vl"
@@ -21,8 +24,6 @@ FAMILY = "qwen2.5-vl"
 
 def engine_args(target_family: str = FAMILY, spec: dict | None = None, **overrides):
     """Return vLLM's EngineArgs of a bundled pair; nothing is loaded."""
-    from vllm.engine.arg_utils import EngineArgs
-
     draft = pairs.checkpoint(FAMILY, "draft")
     spec = {"method": "vidspec", "model": draft, "num_speculative_tokens": 4, **(spec or {})}
     return EngineArgs(model=pairs.checkpoint(target_family, "target"), speculative_config=spec, **overrides)
@@ -153,6 +154,12 @@ def refused(engine: SimpleNamespace, **knobs) -> list[str]:
     return list(preflight.refusals(engine, make_knobs(**knobs).current))
 
 
+def check_refused(engine: SimpleNamespace, message: str | None, **knobs) -> None:
+    found = refused(engine, **knobs)
+    assert len(found) == (message is not None)
+    assert not found or (re.match(message, found[0]) and "\n" not in found[0])
+
+
 def engines(target: bool, draft: bool) -> dict:
     """Return what is changed of two data-parallel engines, given whether target and draft have experts."""
     draft_config = SimpleNamespace(is_moe=draft, hf_config=KNOWN)
@@ -211,34 +218,25 @@ STAGES = {"pipeline_parallel_size": 2, "async_scheduling": True}
 )
 def test_targets_and_engines_that_drafts_cannot_live_in(knobs, changed, message):
     """Catches: trees on ranks that hold other paths, early stores, batches unprofiled, drafts that are never right."""
-    found = refused(finished(**changed), **knobs)
-    assert len(found) == (message is not None)
-    assert not found or (re.match(message, found[0]) and "\n" not in found[0])
+    check_refused(finished(**changed), message, **knobs)
     if knobs is TREE:  # chains can
         assert not refused(finished(**changed))
 
 
 @pytest.mark.parametrize(
-    ("device", "more", "message"),
+    ("drafter", "pool", "message"),
     [
-        ("cuda:4", {}, r"parallel: the drafter would need cuda:4, and the server sees 4 devices"),
-        ("cuda:3", {"tensor_parallel_size": 2}, r"parallel: the drafter would need cuda:4, and the server sees 4"),
-        ("cuda:2", {}, None),
-        ("cuda:1", {}, r"parallel device cuda:1 is one of the target's, .*: give draft_kv_bytes, and lower"),
-        ("cuda:1", {"draft_kv_bytes": 1 << 30}, None),
+        ({"device": "cuda:4"}, {}, "parallel: the drafter would need cuda:4, and the server sees 4 devices"),
+        ({"device": "cuda:3", "tensor_parallel_size": 2}, {}, "parallel: .* need cuda:4, and the server sees 4"),
+        ({"device": "cuda:2"}, {}, None),
+        ({"device": "cuda:1"}, {}, "parallel device cuda:1 is one of the target's, .*: give draft_kv_bytes, and lower"),
+        ({"device": "cuda:1"}, {"draft_kv_bytes": 1 << 30}, None),
     ],
 )
-def test_a_drafter_has_a_device_and_its_share_of_it(monkeypatch, device, more, message):
+def test_a_drafter_has_a_device_and_its_share_of_it(on_gpu, drafter, pool, message):
     """Catches: a drafter that loads onto the target's first GPU; memory that is a race between two that measure it."""
-    import vllm.platforms
-
-    gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_count=lambda: 4, device_name="cuda")
-    monkeypatch.setattr(vllm.platforms, "current_platform", gpu)
-    ranks = {name: more[name] for name in ("tensor_parallel_size",) if name in more}
-    pool = {name: more[name] for name in ("draft_kv_bytes",) if name in more}
-    found = refused(finished(data_parallel_size=1, world_size=2), parallel={"device": device} | ranks, **pool)
-    assert len(found) == (message is not None)
-    assert not found or (re.match(message, found[0]) and "\n" not in found[0])
+    on_gpu(device_count=lambda: 4, device_name="cuda")
+    check_refused(finished(world_size=2), message, parallel=drafter, **pool)
 
 
 @pytest.mark.parametrize(
@@ -260,29 +258,20 @@ def test_what_is_drafted_by_load_becomes_vllms_own_schedule(more, schedule):
     assert "needs one number of tokens" in refusal(spec=spec, data_parallel_size=2)
 
 
-def test_fp8_states_need_a_gpu_that_converts_them(monkeypatch):
+def test_fp8_states_need_a_gpu_that_converts_them(on_gpu):
     """Catches: an engine that dies at its first loose step on an A100."""
-    import vllm.platforms
-    from vllm.platforms.interface import DeviceCapability
-
-    gpu = SimpleNamespace(
-        is_cuda=lambda: True,
-        get_device_capability=lambda: DeviceCapability(8, 0),
-        has_device_capability=lambda wanted: wanted <= 80,
-    )
-    monkeypatch.setattr(vllm.platforms, "current_platform", gpu)
-    loose = {"scorer": "loose", "relevance_dtype": "fp8"}
     line = "relevance_dtype fp8 needs compute capability 8.9, this GPU has 8.0: use auto"
-    assert refused(finished(), **loose) == [line]
-    gpu.has_device_capability = lambda wanted: wanted <= 89
-    assert not refused(finished(), **loose)
+    for most, message in ((80, line), (89, None)):
+        on_gpu(
+            get_device_capability=lambda: DeviceCapability(8, 0),
+            has_device_capability=lambda wanted, most=most: wanted <= most,
+        )
+        check_refused(finished(), message, scorer="loose", relevance_dtype="fp8")
 
 
 @pytest.fixture
 def whole():
     """Return what builds vLLM's whole configuration, with the plugin as vLLM loads it; nothing loads by then."""
-    from vllm_vidspec.plugin import register
-
     register()
     return lambda args: args.create_engine_config()
 
@@ -337,19 +326,15 @@ def test_bf16_on_a_cpu_with_amx_is_refused_where_the_cache_is_read(whole, monkey
         ("TRITON_ATTN", ["FLASHINFER"], "TRITON_ATTN", None),
     ],
 )
-def test_a_backend_that_can_be_read_is_chosen(monkeypatch, named, offered, chosen, message):
+def test_a_backend_that_can_be_read_is_chosen(on_gpu, warned, named, offered, chosen, message):
     """Catches: a GPU whose default backend is refused once both models have loaded."""
-    import vllm.platforms
-
-    backends = [SimpleNamespace(name=name) for name in offered]
-    ranked = [SimpleNamespace(backend=backend, priority=i) for i, backend in enumerate(backends)]
+    ranked = [SimpleNamespace(backend=SimpleNamespace(name=name), priority=i) for i, name in enumerate(offered)]
 
     def valid(device_capability, attn_selector_config, num_heads):
         assert attn_selector_config.head_size > 0 and num_heads > 0
         return ranked[::-1], {}
 
-    gpu = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: (10, 0), get_valid_backends=valid)
-    monkeypatch.setattr(vllm.platforms, "current_platform", gpu)
+    on_gpu(get_device_capability=lambda: (10, 0), get_valid_backends=valid)
     facts = {"dtype": None, "cache_dtype": "auto", "block_size": 16, "user_specified_block_size": False}
     config = finished(
         backend=named and SimpleNamespace(name=named),
@@ -358,8 +343,6 @@ def test_a_backend_that_can_be_read_is_chosen(monkeypatch, named, offered, chose
         get_num_attention_heads=lambda parallel: 2,
         **facts,
     )
-    warned = []
-    monkeypatch.setattr(preflight.logger, "warning", lambda text, *args: warned.append(text % args))
     with pytest.raises(VidSpecError, match=message) if message else contextlib.nullcontext():
         preflight.choose_backend(config, tree_attention.READER)
     assert (config.backend and config.backend.name) == chosen

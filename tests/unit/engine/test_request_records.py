@@ -3,12 +3,14 @@
 import asyncio
 import json
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("vllm")
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.output_processor import RequestState
 
 from vllm_vidspec.config import REQUEST_RECORD, ScoreKnobs
 from vllm_vidspec.engine.compat import api, scheduler
@@ -55,13 +57,10 @@ def test_a_step_is_told_to_those_that_ask_and_to_each_its_own():
     undrafted = make(2)
     see(undrafted, [2], [4], [2])
     assert undrafted.publisher()() == {"r2": {"kinds": [0, 0], "drafted": 0}}
-
-
-def test_nobody_asks_and_nothing_is_done():
-    recorder = make()
-    recorder.see(None, None)  # what it would look at is not there
-    recorder.pruned(0, None, None, None, False)
-    assert recorder.publisher() is None
+    nobody = make()
+    nobody.see(None, None)  # what it would look at is not there
+    nobody.pruned(0, None, None, None, False)
+    assert nobody.publisher() is None
 
 
 def test_what_the_draft_saw_is_told_once_and_bounded():
@@ -103,26 +102,18 @@ def test_a_record_leaves_with_its_own_requests_tokens():
     assert third.kv_transfer_params is None and stranger.kv_transfer_params is None
 
 
-class Detokenizer:
-    """One that has taken in `length` tokens, and spells each alone."""
-
-    length = 0
-
-    @property
-    def tokenizer(self):
-        return SimpleNamespace(decode=lambda ids, **_: f"<{ids[0]}>")
-
-    def num_output_tokens(self):
-        return self.length
+def detokenizer_of(length: int) -> mock.Mock:
+    """Return one that has taken in so many tokens, and spells each alone."""
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: f"<{ids[0]}>")
+    return mock.Mock(tokenizer=tokenizer, **{"num_output_tokens.return_value": length})
 
 
 def test_an_answers_record_ends_where_the_answer_does():
     """Catches: kinds of tokens that vLLM has cut, at the end of a step or by a stop string; a step told twice."""
-    detokenizer = Detokenizer()
+    detokenizer = detokenizer_of(1)
     record = AnswerRecord(SimpleNamespace(detokenizer=detokenizer, prompt_token_ids=[1]))
-    detokenizer.length = 1
     record.add({"tokens": [5], "kinds": [], "drafted": 0})
-    detokenizer.length = 3
+    detokenizer.num_output_tokens.return_value = 3
     record.add({"tokens": [6, 7, 8], "kinds": [1, 1, 2, 0], "drafted": 5, "pruned": []})
     assert record.take() == [
         {"tokens": [5], "text": ["<5>"], "kinds": [0], "drafted": 0},
@@ -133,9 +124,6 @@ def test_an_answers_record_ends_where_the_answer_does():
 
 def test_a_response_has_the_record_only_of_a_request_that_asks(monkeypatch):
     """Through vLLM's own outputs, merged as for a slow client. Catches: the field without being asked for."""
-    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-    from vllm.outputs import RequestOutput
-    from vllm.v1.engine.output_processor import RequestState
 
     def output(self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params=None, error=None):
         return SimpleNamespace(kv=kv_transfer_params, error=error) if finish_reason else None
@@ -148,38 +136,29 @@ def test_a_response_has_the_record_only_of_a_request_that_asks(monkeypatch):
             yield f'data: {{"text": "é{result.finished}"}}\n\n'
         yield "data: [DONE]\n\n"
 
-    async def full(self, request, result_generator):
-        async for result in result_generator:
-            response = result
-        return response
-
-    monkeypatch.setattr(OpenAIServingChat, "chat_completion_stream_generator", lines)
-    monkeypatch.setattr(OpenAIServingChat, "chat_completion_full_generator", full)
+    for name in ("chat_completion_stream_generator", "chat_completion_full_generator"):  # put back afterwards
+        monkeypatch.setattr(OpenAIServingChat, name, lines)
     api.show_request_records(REQUEST_RECORD, AnswerRecord)
 
     # As vLLM does for a step, for the last one, and for an abort: there by name.
     state = RequestState.__new__(RequestState)
-    state.detokenizer, state.prompt_token_ids = Detokenizer(), []
-    state.detokenizer.length = 2
+    state.detokenizer, state.prompt_token_ids = detokenizer_of(2), []
     for tokens, reason, kv in (([5], None, {}), ([6], "stop", {"x": 1})):
         step = {REQUEST_RECORD: {"tokens": tokens, "kinds": [], "drafted": 0}}
         last = state.make_request_output(tokens, None, reason, None, kv | step, error="e")
     assert (last.kv, last.error) == ({"x": 1}, "e") and [one["tokens"] for one in last._vidspec_record] == [[5], [6]]
-    other = RequestState.__new__(RequestState)
     names = {"new_token_ids": [], "pooling_output": None, "finish_reason": "abort", "stop_reason": None}
-    aborted = other.make_request_output(**names, kv_transfer_params=None)
+    aborted = RequestState.__new__(RequestState).make_request_output(**names, kv_transfer_params=None)
     assert aborted.kv is None and not hasattr(aborted, "_vidspec_record")
 
-    merged = RequestOutput("r", None, [], None, [], False)
-    merged._vidspec_record = [{"drafted": 1}]
-    later = RequestOutput("r", None, [], None, [], True)
-    later._vidspec_record = [{"drafted": 2}]
+    merged, later = (RequestOutput("r", None, [], None, [], is_last) for is_last in (False, True))
+    merged._vidspec_record, later._vidspec_record = [{"drafted": 1}], [{"drafted": 2}]
     merged.add(later, aggregate=True)
 
-    async def told(extra, n=1):
-        async def results():
-            yield merged
+    async def results():
+        yield merged
 
+    async def told(extra, n=1):
         request = SimpleNamespace(model_extra=extra, n=n)
         return [line async for line in OpenAIServingChat.chat_completion_stream_generator(None, request, results())]
 

@@ -2,7 +2,6 @@
 
 import json
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,8 +13,6 @@ from vllm_vidspec.engine.scheduling import SchedulerSide, way_of
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import MetricsFile, path_for
 from vllm_vidspec.names import CLASS_LABELS
-
-pytest.importorskip("vllm")
 
 K = 6
 
@@ -38,19 +35,22 @@ class World:
             parallel_config=SimpleNamespace(data_parallel_index=0, data_parallel_size=data_parallel),
         )
         self.side = SchedulerSide(self.scheduler, vllm_config)
+        self.sampling_params = SimpleNamespace(extra_args={"a": 1})
 
     def add(self, req_id: str, num_visual: int = 100) -> SimpleNamespace:
-        """Let a request come; return it."""
+        """Let a request come whose parameters are those of all; return it."""
         features = [SimpleNamespace(mm_position=SimpleNamespace(length=num_visual))] if num_visual else []
-        request = SimpleNamespace(
-            request_id=req_id, mm_features=features, sampling_params=SimpleNamespace(extra_args={"a": 1})
-        )
+        request = SimpleNamespace(request_id=req_id, mm_features=features, sampling_params=self.sampling_params)
         self.side.add(request)
         self.scheduler.requests[req_id] = request
         return request
 
+    def retune(self, **knobs) -> dict:
+        """Change knobs; return those that are left for the workers."""
+        with self.side.retuned(knobs) as left:
+            return left
+
     def step(self, accepted: dict[str, int], num_drafts: int = K, seconds: float = 0.1) -> None:
-        """Let every request decode; the clock moves on."""
         self.now += seconds
         ids = list(accepted)
         drafts = {req_id: [0] * num_drafts for req_id in ids} if num_drafts else {}
@@ -73,25 +73,16 @@ def world(monkeypatch, tmp_path):
     return lambda **knobs: World(monkeypatch, tmp_path, **knobs)
 
 
-@pytest.fixture
-def warnings(monkeypatch):
-    warning = mock.Mock()
-    monkeypatch.setattr(scheduling.logger, "warning", warning)
-    return lambda: "\n".join(call.args[0] % call.args[1:] for call in warning.call_args_list)
-
-
 @pytest.mark.parametrize("table", [None, [0, 6, 6, 3, 3, 0, 0, 0, 0]])
 def test_speculation_is_switched_off_and_on(world, table):
     """Catches: vLLM's own table lost, or exceeded; a gauge that says otherwise; None taken for 0."""
     it = world(table=table)
     assert it.scheduler.dynamic_sd_lookup is it.side._table and it.file.value("speculation_on") == 1
     for most in (0, 2, K):
-        with it.side.retuned({"num_speculative_tokens": most, "prune_ratio": 0.5}) as left:
-            assert left == {"prune_ratio": 0.5}
+        assert it.retune(num_speculative_tokens=most, prune_ratio=0.5) == {"prune_ratio": 0.5}
         assert it.scheduler.dynamic_sd_lookup == [min(most, number) for number in table or [K] * 9]
         assert it.file.value("speculation_on") == (most > 0)
-    with it.side.retuned({"num_speculative_tokens": None}):
-        pass
+    it.retune(num_speculative_tokens=None)
     assert it.scheduler.dynamic_sd_lookup == table
     with pytest.raises(ValueError, match="no"), it.side.retuned({"num_speculative_tokens": 0}):
         raise ValueError("no")
@@ -111,8 +102,7 @@ def test_the_shape_changes_among_those_that_the_engine_drafts(world):
     it = world(draft_shape="auto", adaptive_tokens=True, num_speculative_tokens=25)
     every = it.side._control._controller.options
     for shapes in ({"chain"}, {"tree-static"}, {"auto", "chain", "tree-static"}):
-        with it.side.retuned({"draft_shape": min(shapes), "prune_ratio": 0.5}) as left:
-            assert left == {"prune_ratio": 0.5}
+        assert it.retune(draft_shape=min(shapes), prune_ratio=0.5) == {"prune_ratio": 0.5}
         expected = tuple(option for option in every if option.shape in shapes | {"none"})
         assert it.side._control._controller.options == expected
     for other, shape, line in (
@@ -133,55 +123,42 @@ def test_a_change_of_shape_loses_no_count(world):
         controller.add(req_id, 1, (), 300, 60)
     controller.observe(StepKind(controller.decide(reqs), reqs, np.array([5, 5])), np.array([4, 2]), 0.01)
     controller.remove(["ends"])
-    with it.side.retuned({"draft_shape": "chain"}):
-        pass
+    it.retune(draft_shape="chain")
     assert [it.file.value(f"{name}_{CLASS_LABELS[1]}") for name in ("steps", "tokens")] == [2, 6]
 
 
 def test_a_draft_that_fails_too_often_rests(world):
     """Three failures within a minute: off for the cool-down, then on, and three more; the operator's wish stays."""
     it = world(max_draft_failures=3, failure_window_s=60.0, cooldown_s=30.0)
-    fail = lambda count: it.file.add("draft_failures", count)  # noqa: E731
-    fail(2)
-    it.step({"a": 1}, seconds=1)
-    it.step({"a": 1}, seconds=61)
-    fail(2)
-    it.step({"a": 1}, seconds=1)
-    assert it.scheduler.dynamic_sd_lookup is None, "two of the four were too long ago"
-    fail(1)
-    it.step({"a": 1}, seconds=1)
-    assert it.scheduler.dynamic_sd_lookup == [0] * 9
+
+    def table_after(failures: int, seconds: float, num_drafts: int = K) -> list[int] | None:
+        it.file.add("draft_failures", failures)
+        it.step({"a": 1}, num_drafts, seconds)
+        return it.scheduler.dynamic_sd_lookup
+
+    assert table_after(2, seconds=1) is table_after(0, seconds=61) is None
+    assert table_after(2, seconds=1) is None, "two of the four were too long ago"
+    assert table_after(1, seconds=1) == [0] * 9
     assert (it.file.value("cooldowns"), it.file.value("speculation_on")) == (1, 0)
-    fail(5)
-    it.step({"a": 1}, num_drafts=0, seconds=29)
-    assert it.scheduler.dynamic_sd_lookup == [0] * 9
-    it.step({"a": 1}, num_drafts=0, seconds=2)
-    assert it.scheduler.dynamic_sd_lookup is None and it.file.value("speculation_on") == 1
-    fail(2)
-    it.step({"a": 1}, seconds=1)
-    assert it.scheduler.dynamic_sd_lookup is None
-    with it.side.retuned({"num_speculative_tokens": 2}):
-        pass
-    fail(1)
-    it.step({"a": 1}, seconds=1)
-    assert it.scheduler.dynamic_sd_lookup == [0] * 9 and it.file.value("cooldowns") == 2
-    it.step({"a": 1}, num_drafts=0, seconds=31)
-    assert it.scheduler.dynamic_sd_lookup == [2] * 9
+    assert table_after(5, seconds=29, num_drafts=0) == [0] * 9
+    assert table_after(0, seconds=2, num_drafts=0) is None and it.file.value("speculation_on") == 1
+    assert table_after(2, seconds=1) is None
+    it.retune(num_speculative_tokens=2)
+    assert table_after(1, seconds=1) == [0] * 9 and it.file.value("cooldowns") == 2
+    assert table_after(0, seconds=31, num_drafts=0) == [2] * 9
 
 
 def test_requests_are_given_ways(world, tmp_path):
-    """Catches: shared parameters changed, a text given a pruner, another's tokens, an abort not learned from."""
+    """Catches: a way written into parameters that several requests share, a text given a pruner, another's tokens, an
+    abort not learned from."""
     path = tmp_path / "learned.json"
     it = world(pruner="auto", auto_pruners=["uniform", "uv"], auto_file=str(path))
-    shared = SimpleNamespace(extra_args=None)
-    first = SimpleNamespace(request_id="first", mm_features=[], sampling_params=shared)
-    it.side.add(first)
-    assert first.sampling_params is shared and way_of(shared) == 0
+    assert it.add("text", num_visual=0).sampling_params is it.sampling_params
     ways = {}
     for i in range(40):
         request = it.add(f"r{i}")
         ways[f"r{i}"] = way_of(request.sampling_params)
-        assert request.sampling_params.extra_args["a"] == 1
+        assert request.sampling_params.extra_args["a"] == 1 and it.sampling_params.extra_args == {"a": 1}
         for _ in range(10):  # uniform stands, uv does not
             it.step({"other": 6, f"r{i}": 5 if ways[f"r{i}"] == 0 else 1})
         del it.scheduler.requests[f"r{i}"]
@@ -197,42 +174,30 @@ def test_requests_are_given_ways(world, tmp_path):
     assert later.side._ways._bandit.best() == 1 and later.side._ways._bandit.arms[1].num_requests == 37
 
 
-def test_shared_parameters_stay_as_they_are(world):
-    """Answers of one prompt may share theirs. Catches: a way written into all of them."""
-    it, shared = world(pruner="auto"), SimpleNamespace(extra_args=None)
-    media = [SimpleNamespace(mm_position=SimpleNamespace(length=4))]
-    requests = [SimpleNamespace(request_id=i, mm_features=media, sampling_params=shared) for i in range(4)]
-    for request in requests:
-        it.side.add(request)
-    assert shared.extra_args is None
-    assert [way_of(request.sampling_params) for request in requests] == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"learned": 3}', "[" * 100_000])
-def test_a_file_that_tells_nothing_is_a_line_in_the_log(world, tmp_path, text, warnings):
+def test_a_file_that_tells_nothing_is_a_line_in_the_log(world, tmp_path, text, warned):
     path = tmp_path / "learned.json"
     path.write_text(text)
     it = world(pruner="auto", auto_file=str(path))
-    assert "pruners are tried anew" in warnings()
+    assert len(warned) == 1 and "pruners are tried anew" in warned[0]
     assert way_of(it.add("a").sampling_params) == 0
 
 
-def test_a_folder_that_takes_no_file_costs_the_file_alone(world, tmp_path, warnings):
+def test_a_folder_that_takes_no_file_costs_the_file_alone(world, tmp_path, warned):
     it = world(pruner="auto", auto_file=str(tmp_path / "nowhere" / "learned.json"))
     it.add("a")
     it.side.close()
-    assert "is not written" in warnings()
+    assert "is not written" in warned[-1]
 
 
 def test_a_fixed_pruner_teaches_nothing(world):
     """Catches: what one pruner brings, taken for what another has brought that would have been chosen."""
     it = world(pruner="auto")
-    with it.side.retuned({"prune": {"pruner": "uniform"}}):
-        pass
+    it.retune(prune={"pruner": "uniform"})
     request = it.add("a")
     assert request.sampling_params.extra_args == {"a": 1} and not it.side._ways._running
-    with it.side.retuned({"pruner": "auto"}):
-        pass
+    it.retune(pruner="auto")
+    it.sampling_params.extra_args = None
     assert "_vidspec_way" in it.add("b").sampling_params.extra_args
 
 

@@ -2,6 +2,7 @@
 
 import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -67,18 +68,6 @@ class Sampler:
         return torch.empty_like(logits, dtype=torch.float32).copy_(logits).add_(pos[:, None] % 3)
 
 
-class Policy:
-    """Wants ten candidates a node, and keeps what it is given."""
-
-    num_candidates, needs_log_probs, trims = 10, True, False
-
-    def __init__(self, width: int):
-        self.max_frontier = width
-
-    def extend(self, level, log_probs, token_ids, **_):
-        self.found = log_probs, token_ids
-
-
 def draft(drafter, num_reqs: int, width: int, device: str, vocab_size: int, dtype: torch.dtype):
     """Return what one level of so many requests gives: a chain's tokens, or a tree's candidates."""
     num_rows, is_meta = num_reqs * width, device == "meta"
@@ -107,10 +96,13 @@ def draft(drafter, num_reqs: int, width: int, device: str, vocab_size: int, dtyp
     if drafter is ChainDrafter:
         ChainDrafter(forwards, Sampler(), None)._draw(num_reqs, 1, None)
         return (buffers.drafts[:, 0].clone(),)
-    made = TreeDrafter(forwards, Sampler(), SimpleNamespace(is_on=True), Policy(width), fills=False)
+    policy = mock.Mock(num_candidates=10, needs_log_probs=True, trims=False, max_frontier=width)
+    policy.extend.return_value = None
+    made = TreeDrafter(forwards, Sampler(), SimpleNamespace(is_on=True), policy, fills=False)
     made._frontiers[num_reqs, 0, 1] = (places.view(num_reqs, width), None)
     made._grow(num_reqs, 0, 1, None)
-    return made.policy.found
+    _, *found = policy.extend.call_args.args
+    return found
 
 
 @pytest.mark.parametrize(("drafter", "width"), [(ChainDrafter, 1), (TreeDrafter, 1), (TreeDrafter, 3)])

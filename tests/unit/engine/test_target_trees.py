@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("vllm")
 from tests.unit.engine import fakes
 from tests.unit.engine.fakes import CPU, NOTHING
 from vllm_vidspec.engine.hooks.trees import TargetTrees
@@ -21,8 +20,6 @@ K, MAX_REQS, MAX_TOKENS = 3, 4, 40
 
 
 class Target:
-    """A model state with what hears it."""
-
     def __init__(self) -> None:
         self.state, attention = fakes.model_state(), TreeAttention([fakes.attention_layer()], CPU)
         self.trees = TargetTrees(attention, self.state, RequestRows(MAX_REQS, CPU), K, MAX_TOKENS, CPU)

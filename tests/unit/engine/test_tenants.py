@@ -7,8 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
 
-from tests.unit.engine.fakes import HIDDEN, VIDEO, batch_of, in_list, new_request
+from tests.unit.engine.fakes import HIDDEN, NUM_TOKENS, VIDEO, batch_of, in_list, new_request
 from tests.unit.engine.listening import hear, make_guidance, make_states
 from vllm_vidspec.engine import scheduling
 from vllm_vidspec.engine.compat import scheduler
@@ -46,7 +50,6 @@ def guided(kind, monkeypatch, whose: dict) -> tuple[str, ...]:
 
 
 def reused(monkeypatch, whose: dict) -> int:
-    """The same of the states of a video."""
     states = make_states(monkeypatch)
     hooks = in_list(states, on_draft_error="raise")
     hooks.add(asking(0, **FIRST))
@@ -56,10 +59,7 @@ def reused(monkeypatch, whose: dict) -> int:
     return states._holders[1].num_reused
 
 
-KINDS = [AttentionGuidance, HiddenStateGuidance]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [AttentionGuidance, HiddenStateGuidance])
 def test_scores_stay_with_their_tenant(kind, monkeypatch):
     """Catches: a prompt that is pruned by another tenant's question, or by another adapter's attention."""
     assert guided(kind, monkeypatch, FIRST) == ("guided_prompts", "reused_guidance")
@@ -74,24 +74,16 @@ def test_states_stay_with_their_tenant(monkeypatch):
         assert reused(monkeypatch, whose) == 0, who
 
 
-def by_video_only(arrival, shown, ends):
-    return [feature.identifier.encode() for feature in shown]
-
-
-def without(name: str):
-    """Return keys that know less of a request."""
-    return lambda arrival, shown, ends: content_keys(dataclasses.replace(arrival, **{name: ""}), shown, ends)
-
-
-def without_text(arrival, shown, ends):
-    return content_keys(dataclasses.replace(arrival, token_ids=[0] * len(arrival.token_ids)), shown, ends)
+def without(**less):
+    """Return keys that know less of a request, or something else."""
+    return lambda arrival, shown, ends: content_keys(dataclasses.replace(arrival, **less), shown, ends)
 
 
 LOOSER = {
-    "by the video only": by_video_only,
-    "without the salt": without("cache_salt"),
-    "without the adapter": without("adapter"),
-    "without the text before it": without_text,
+    "by the video only": lambda arrival, shown, ends: [feature.identifier.encode() for feature in shown],
+    "without the salt": without(cache_salt=""),
+    "without the adapter": without(adapter=""),
+    "without the text before it": without(token_ids=[0] * NUM_TOKENS),
 }
 
 
@@ -115,22 +107,15 @@ def test_no_part_of_a_key_runs_into_another():
 
 def test_what_is_only_heard_counts_too():
     """Audio in front of a video shapes its states. Catches: a key of what is shown alone."""
-    ends, found = [int(VIDEO[-1]) + 1], asking(0)
-    audio = [SimpleNamespace(identifier=name, modality="audio") for name in ("song", "speech")]
-    keys = [
-        content_keys(dataclasses.replace(found, features=[sound, *found.features]), found.features, ends)
-        for sound in audio
-    ]  # fmt: skip
+    found, keys = asking(0), []
+    for name in ("song", "speech"):
+        features = [SimpleNamespace(identifier=name, modality="audio"), *found.features]
+        keys.append(without(features=features)(found, found.features, [int(VIDEO[-1]) + 1]))
     assert keys[0] != keys[1] and len(keys[0]) == 1
 
 
 def test_the_salt_travels_to_the_workers():
     """From vLLM's request to what a worker is told, pickled on the way, in engines of ours. Catches: a lost field."""
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.core.sched.output import NewRequestData
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.request import Request
-
     scheduler.hook_scheduler(scheduling.SchedulerSide)
     request = Request("id", [1, 2], SamplingParams(max_tokens=3), None, cache_salt="mine")
     told = {}

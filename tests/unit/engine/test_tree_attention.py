@@ -12,20 +12,18 @@ from vllm_vidspec.engine.compat import backends
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.errors import VidSpecError
 
-LEVELS = ("info", "warning")
-
 
 @pytest.fixture(autouse=True)
 def lines(monkeypatch):
     """What the logger is told, by level."""
     lines = []
-    log = {f"{level}_once": lambda text, *args, level=level: lines.append((level, text % args)) for level in LEVELS}
-    monkeypatch.setattr(tree_attention, "logger", SimpleNamespace(**log))
+    for level in ("info", "warning"):
+        log = lambda text, *args, level=level: lines.append((level, text % args))  # noqa: E731
+        monkeypatch.setattr(tree_attention.logger, f"{level}_once", log)
     return lines
 
 
 def flash_layer(version: int | None, **changes):
-    """Return a layer of FlashAttention, which says its version."""
     layer = fakes.attention_layer()
     layer.impl.vllm_flash_attn_version = version
     for name, value in changes.items():
@@ -42,23 +40,16 @@ def triton_layer(monkeypatch, bound: int | None):
     backend.unified_attention = kernels.unified_attention
     for module in (kernels, backend):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    layer = fakes.attention_layer()
+    layer = fakes.attention_layer(name="TRITON_ATTN")
     impl = type("Impl", (), {"__module__": backend.__name__})()
     vars(impl).update(vars(layer.impl))
     layer.impl = impl
-    layer.get_attn_backend = lambda: SimpleNamespace(
-        get_name=lambda: "TRITON_ATTN", forward_includes_kv_cache_update=False
-    )
     return layer
 
 
-def make(
-    *layers, num_rows: int = 6, in_trees: bool = False, use_ubatching: bool = False, fuse_attn_quant: bool = False
-):
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(use_ubatching=use_ubatching),
-        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(fuse_attn_quant=fuse_attn_quant)),
-    )
+def make(*layers, num_rows: int = 6, in_trees: bool = False, **asked: bool):
+    flags = SimpleNamespace(**{"use_ubatching": False, "fuse_attn_quant": False} | asked)
+    config = SimpleNamespace(parallel_config=flags, compilation_config=SimpleNamespace(pass_config=flags))
     return tree_attention.make_attention(
         layers, config, fakes.CPU, num_rows=num_rows, in_trees=in_trees, whose="target"
     )
@@ -93,23 +84,19 @@ def test_tritons_kernel_by_its_bound(monkeypatch, bound):
         ({"logits_soft_cap": 30.0}, {}, "soft caps"),
         ({}, {"use_ubatching": True}, "--enable-dbo"),
         ({}, {"fuse_attn_quant": True}, "fuse_attn_quant"),
-        ({}, {"batch_invariant": True}, "VLLM_BATCH_INVARIANT"),
+        ({}, {}, "VLLM_BATCH_INVARIANT"),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_what_tree_attention_cannot_do_stays_with_the_backend(monkeypatch, lines, changes, config, wanted):
     """A chain loses time alone, and one line says so; its layer's forward is not touched."""
-    if config.pop("batch_invariant", False):
-        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    layer = flash_layer(2)
-    for name, value in changes.items():
-        setattr(layer if name == "kv_cache_dtype" else layer.impl, name, value)
+    if wanted == "VLLM_BATCH_INVARIANT":
+        monkeypatch.setenv(wanted, "1")
+    layer = flash_layer(2, **changes)
     forward = layer.impl.forward
     assert make(layer, **config) is None and layer.impl.forward is forward
     ((level, line),) = lines
-    assert (
-        level == "warning" and wanted in line and line.endswith(("chains are slow at long contexts", "fuse_attn_quant"))
-    )
+    assert level == "warning" and wanted in line
+    assert line.endswith(("chains are slow at long contexts", "fuse_attn_quant"))
 
 
 def test_layers_choose_one_by_one(lines):

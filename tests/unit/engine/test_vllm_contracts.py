@@ -26,36 +26,26 @@ SOURCES = ("vllm_vidspec", "kernels", "scripts", *(() if IS_CPU else ("benchmark
 
 # What the engine room relies on. A path is `module:Name.attribute`; where a version differs, `engine/compat` meets it.
 GPU = "vllm.v1.worker.gpu"
-_RUNNER, _WORKER = f"{GPU}.model_runner:GPUModelRunner", "vllm.v1.worker.gpu_worker:Worker"
+_RUNNER = f"{GPU}.model_runner:GPUModelRunner"
 
-SHORT = {
-    "GPU": GPU,
-    "LOGITS_ROWS": "self logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos "
-    "seq_lens_upper_bound_np",
-    "ATTENTION_FORWARD": "self layer query key value kv_cache attn_metadata output",
-}
+LOGITS_ROWS = "self logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos"
+ATTENTION_FORWARD = "self layer query key value kv_cache attn_metadata output"
 
 
 def table(text: str) -> dict[str, str]:
     """Return names by path: a path begins a line, and lines that are indented go on with its names."""
-    text = re.sub(rf"\b(?:{'|'.join(SHORT)})\b", lambda short: SHORT[short[0]], re.sub(r"(?m)^#.*\n", "", text))
-    return dict(line.split(maxsplit=1) for line in re.sub(r"\n +", " ", text).strip().splitlines())
+    lines = re.sub(r"\n +", " ", re.sub(r"(?m)^#.*\n", "", text)).strip().splitlines()
+    return dict(line.split(maxsplit=1) for line in lines)
 
 
 # Functions and the parameters that we give or take, in this order; what `engine/compat` patches it checks itself.
-FUNCTIONS = table("""
+FUNCTIONS = table(f"""
 vllm.engine.arg_utils:EngineArgs.create_engine_config self usage_context
 vllm.config.vllm:VllmConfig.get_quantization_config model_config load_config
-vllm.sampling_params:SamplingParams._validate_spec_decode self speculative_config
 vllm.v1.engine.output_processor:RequestState._new_completion_output self token_ids finish_reason stop_reason
 vllm.v1.engine.output_processor:RequestState.make_request_output self new_token_ids pooling_output finish_reason
     stop_reason kv_transfer_params
-vllm.outputs:RequestOutput.add self next_output aggregate
 vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.create_chat_completion self request raw_request
-vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator self request
-    result_generator
-vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator self request
-    result_generator
 vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.create_completion self request raw_request
 vllm.entrypoints.openai.responses.serving:OpenAIServingResponses.create_responses self request raw_request
 # The worker and the runner
@@ -63,42 +53,40 @@ vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context self tag
 # The scheduler
 vllm.plugins.endpoint_plugins.interface:EndpointPlugin.attach_router self app
 vllm.plugins.endpoint_plugins.interface:EndpointPlugin.init_state self engine_client state args
-vllm.v1.core.sched.output:strip_covered_mm_data mm_features num_computed_tokens uses_mrope
 # Attention
-vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward ATTENTION_FORWARD
-vllm.v1.attention.backends.triton_attn:TritonAttentionImpl.forward ATTENTION_FORWARD
-vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward ATTENTION_FORWARD
+vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward {ATTENTION_FORWARD}
+vllm.v1.attention.backends.triton_attn:TritonAttentionImpl.forward {ATTENTION_FORWARD}
+vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward {ATTENTION_FORWARD}
 vllm.v1.attention.ops.triton_unified_attention:unified_attention q max_seqlen_q
 vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func q max_seqlen_q return_softmax_lse fa_version
 vllm.model_executor.models.interfaces:EagleModelMixin._set_aux_hidden_state_layers self layers
 vllm.model_executor.models.utils:extract_layer_index layer_name
 # Sampling and verification
-GPU.sample.sampler:Sampler.__init__ self vllm_config max_num_reqs vocab_size device req_states num_speculative_tokens
+{GPU}.sample.sampler:Sampler.__init__ self vllm_config max_num_reqs vocab_size device req_states num_speculative_tokens
     use_fp64_gumbel
-GPU.sample.sampler:Sampler.sample LOGITS_ROWS return_logprobs
-GPU.sample.sampler:Sampler.apply_sampling_params LOGITS_ROWS
+{GPU}.sample.sampler:Sampler.sample {LOGITS_ROWS} seq_lens_upper_bound_np return_logprobs
+{GPU}.sample.sampler:Sampler.apply_sampling_params {LOGITS_ROWS} seq_lens_upper_bound_np
 vllm.config.model:ModelConfig.get_diff_sampling_param self
-GPU.sample.sampler:Sampler._sample_random self processed_logits expanded_idx_mapping pos top_k top_p use_fused_sampler
-GPU.sample.sampler:Sampler.get_logprobs_dims self idx_mapping_np include_token_ids
-GPU.sample.gumbel:gumbel_sample logits expanded_idx_mapping temperature seed pos apply_temperature is_drafting
+{GPU}.sample.sampler:Sampler.get_logprobs_dims self idx_mapping_np include_token_ids
+{GPU}.sample.gumbel:gumbel_sample logits expanded_idx_mapping temperature seed pos apply_temperature is_drafting
     use_fp64
-GPU.sample.gumbel:murmur3_uniform32 seed pos offset
-GPU.sample.gumbel:murmur3_uniform64 seed pos offset
-GPU.spec_decode.rejection_sampler:RejectionSampler.__init__ self sampler spec_config device
-GPU.states:RequestState.__init__ self max_num_reqs max_model_len max_num_batched_tokens num_speculative_steps
+{GPU}.sample.gumbel:murmur3_uniform32 seed pos offset
+{GPU}.sample.gumbel:murmur3_uniform64 seed pos offset
+{GPU}.spec_decode.rejection_sampler:RejectionSampler.__init__ self sampler spec_config device
+{GPU}.states:RequestState.__init__ self max_num_reqs max_model_len max_num_batched_tokens num_speculative_steps
     vocab_size device
-GPU.states:RequestState.add_request self req_id prompt_len all_token_ids num_computed_tokens max_tokens
+{GPU}.states:RequestState.add_request self req_id prompt_len all_token_ids num_computed_tokens max_tokens
 # The draft's own forward
 vllm.model_executor.warmup.deep_gemm_warmup:deep_gemm_warmup model max_tokens
-GPU.attn_utils:init_kv_cache forward_context kv_cache_config kv_cache_allocation_context
-GPU.attn_utils:build_attn_metadata attn_groups num_reqs num_tokens query_start_loc_gpu query_start_loc_cpu
+{GPU}.attn_utils:init_kv_cache forward_context kv_cache_config kv_cache_allocation_context
+{GPU}.attn_utils:build_attn_metadata attn_groups num_reqs num_tokens query_start_loc_gpu query_start_loc_cpu
     max_query_len seq_lens max_seq_len block_tables slot_mappings kv_cache_config seq_lens_cpu_upper_bound
     is_prefilling
 vllm_vidspec.engine.compat.moved:get_kv_cache_groups vllm_config kv_cache_spec
 vllm_vidspec.engine.compat.moved:get_kv_cache_config_from_groups vllm_config kv_cache_groups available_memory
-GPU.attn_utils:build_slot_mappings_by_layer slot_mappings kv_cache_config
-GPU.attn_utils:init_attn_backend kv_cache_config vllm_config device
-GPU.attn_utils:get_kv_cache_spec vllm_config
+{GPU}.attn_utils:build_slot_mappings_by_layer slot_mappings kv_cache_config
+{GPU}.attn_utils:init_attn_backend kv_cache_config vllm_config device
+{GPU}.attn_utils:get_kv_cache_spec vllm_config
 vllm.v1.attention.backends.utils:resolve_kv_cache_layout vllm_config
 vllm.v1.attention.backends.utils:get_supported_kv_cache_layouts backends
 vllm.forward_context:set_forward_context attn_metadata vllm_config num_tokens cudagraph_runtime_mode batch_descriptor
@@ -113,11 +101,11 @@ vllm.v1.worker.gpu_worker:init_worker_distributed_environment vllm_config rank d
 vllm.v1.worker.workspace:init_workspace_manager device
 # Pipeline stages
 vllm.distributed.utils:get_pp_indices num_hidden_layers pp_rank pp_size
-GPU.spec_decode.utils:get_pp_safe_draft_load_config load_config
+{GPU}.spec_decode.utils:get_pp_safe_draft_load_config load_config
 vllm.config.model:ModelConfig.get_total_num_hidden_layers self
-GPU.cudagraph_utils:CudaGraphManager.__init__ self vllm_config device cudagraph_mode decode_query_len
-GPU.cudagraph_utils:CudaGraphManager.capture self create_forward_fn progress_bar_desc
-GPU.cudagraph_utils:CudaGraphManager.run_fullgraph self desc
+{GPU}.cudagraph_utils:CudaGraphManager.__init__ self vllm_config device cudagraph_mode decode_query_len
+{GPU}.cudagraph_utils:CudaGraphManager.capture self create_forward_fn progress_bar_desc
+{GPU}.cudagraph_utils:CudaGraphManager.run_fullgraph self desc
 """)
 
 # Functions that a version has not got, and what meets that: path -> the versions that have it.
@@ -133,33 +121,33 @@ SOMETIMES = {
 }
 
 # Classes and what we read or set on their instances.
-MEMBERS = table("""
-GPU.model_runner:GPUModelRunner vllm_config device model speculative_config speculator rejection_sampler max_num_reqs
+MEMBERS = table(f"""
+{GPU}.model_runner:GPUModelRunner vllm_config device model speculative_config speculator rejection_sampler max_num_reqs
     max_num_tokens max_model_len num_speculative_steps vocab_size dtype model_memory_usage
     use_aux_hidden_state_outputs encoder_cache req_states model_state execute_model_state block_tables kv_cache_config
     input_buffers sampler attn_groups use_pp
 vllm.v1.worker.gpu_worker:Worker vllm_config device model_runner
-GPU.model_runner:ExecuteModelState hidden_states aux_hidden_states num_spec_tokens_to_schedule input_batch
-GPU.input_batch:InputBatch req_ids num_reqs num_tokens idx_mapping idx_mapping_np is_prefilling_np
+{GPU}.model_runner:ExecuteModelState hidden_states aux_hidden_states num_spec_tokens_to_schedule input_batch
+{GPU}.input_batch:InputBatch req_ids num_reqs num_tokens idx_mapping idx_mapping_np is_prefilling_np
     num_computed_tokens_np num_scheduled_tokens query_start_loc_np cu_num_logits cu_num_logits_np
     num_draft_tokens_per_req seq_lens_cpu_upper_bound prefill_len_np logits_indices positions
-GPU.states:RequestState max_num_reqs max_model_len req_id_to_index index_to_req_id free_indices prompt_len total_len
+{GPU}.states:RequestState max_num_reqs max_model_len req_id_to_index index_to_req_id free_indices prompt_len total_len
     all_token_ids last_sampled_tokens max_seq_len remove_request apply_staged_writes
-GPU.block_table:BlockTables input_block_tables block_tables
-GPU.sample.sampler:Sampler use_flashinfer use_fp64_gumbel sampling_states req_states logits_processors
+{GPU}.block_table:BlockTables input_block_tables block_tables
+{GPU}.sample.sampler:Sampler use_flashinfer use_fp64_gumbel sampling_states req_states logits_processors
     needs_logits_processing thinking_budget_state return_sampling_mask logprobs_mode add_request apply_staged_writes
-GPU.sample.states:SamplingStates temperature seeds min_p top_k top_p
-GPU.sample.penalties:PenaltiesState use_penalty repetition_penalty frequency_penalty presence_penalty prompt_bin_mask
+{GPU}.sample.states:SamplingStates temperature seeds min_p top_k top_p
+{GPU}.sample.penalties:PenaltiesState use_penalty repetition_penalty frequency_penalty presence_penalty prompt_bin_mask
     output_bin_counts
-GPU.sample.logits_processor.interface:LogitsContext expanded_idx_mapping idx_mapping_np expanded_local_pos input_ids
-GPU.attn_utils:AttentionCGSupportInfo min_cg_support min_cg_attn_backend
-GPU.sample.bad_words:BadWordsState num_bad_words
-GPU.sample.logit_bias:LogitBiasState use_logit_bias
-GPU.spec_decode.rejection_sampler:RejectionSampler sampler num_speculative_steps
-GPU.spec_decode.speculator:BaseSpeculator num_extra_query_per_req
-GPU.cudagraph_utils:CudaGraphManager compilation_config graphs _capture_descs
-GPU.cudagraph_utils:BatchExecutionDescriptor cg_mode num_tokens num_reqs
-GPU.mm.encoder_cache:EncoderCache encoder_outputs reset_encoder_cache
+{GPU}.sample.logits_processor.interface:LogitsContext expanded_idx_mapping idx_mapping_np expanded_local_pos input_ids
+{GPU}.attn_utils:AttentionCGSupportInfo min_cg_support min_cg_attn_backend
+{GPU}.sample.bad_words:BadWordsState num_bad_words
+{GPU}.sample.logit_bias:LogitBiasState use_logit_bias
+{GPU}.spec_decode.rejection_sampler:RejectionSampler sampler num_speculative_steps
+{GPU}.spec_decode.speculator:BaseSpeculator num_extra_query_per_req
+{GPU}.cudagraph_utils:CudaGraphManager compilation_config graphs _capture_descs
+{GPU}.cudagraph_utils:BatchExecutionDescriptor cg_mode num_tokens num_reqs
+{GPU}.mm.encoder_cache:EncoderCache encoder_outputs reset_encoder_cache
 vllm.v1.attention.backend:AttentionLayer _q_scale _k_scale _v_scale
 vllm.model_executor.layers.attention.attention:Attention query_quant kv_cache_dtype
 vllm.v1.core.sched.output:SchedulerOutput scheduled_new_reqs finished_req_ids total_num_scheduled_tokens
@@ -187,7 +175,7 @@ vllm.config.compilation:CompilationConfig static_forward_context static_all_moe_
 vllm.config.vllm:VllmConfig additional_config instance_id watermark_config kv_transfer_config offload_config
     attention_config kernel_config use_v2_model_runner
 vllm.v1.attention.selector:AttentionSelectorConfig head_size dtype kv_cache_dtype block_size use_kv_connector
-vllm.v1.attention.backend:AttentionBackend forward_includes_kv_cache_update get_name get_builder_cls
+vllm.v1.attention.backend:AttentionBackend forward_includes_kv_cache_update get_name
 vllm.v1.attention.backend:AttentionMetadataBuilder supports_draft_decode_metadata_update
 vllm.v1.attention.backends.flash_attn:FlashAttentionImpl vllm_flash_attn_version logits_soft_cap sinks
 vllm.v1.attention.backends.triton_attn:TritonAttentionImpl logits_soft_cap sinks
@@ -206,18 +194,16 @@ READ_OF_THEIRS = (
 )
 
 # Calls that a function of vLLM makes in this order, whatever else it calls, up to the last of them.
-ORDER = {
-    # A request is known before its step is planned; then the target's metadata, then its positions.
-    f"{_RUNNER}.execute_model": (
-        "finish_requests free_states add_requests prepare_inputs prepare_attn prepare_attn prepare_inputs"
-    ),
-    # The verifier, then what the step has committed, then the draft.
-    f"{_RUNNER}.sample_tokens": "sample postprocess_sampled propose set_draft_tokens",
-    # What we replace is made by the time that `load_model` returns.
-    f"{_RUNNER}.load_model": "load_model load_model Sampler RejectionSampler",
-    # The memory profile ends with the logits of the requests' last rows.
-    f"{_RUNNER}.profile_run": "_dummy_run _dummy_sampler_run",
-}
+ORDER = table(f"""
+# A request is known before its step is planned; then the target's metadata, then its positions.
+{_RUNNER}.execute_model finish_requests free_states add_requests prepare_inputs prepare_attn prepare_attn prepare_inputs
+# The verifier, then what the step has committed, then the draft.
+{_RUNNER}.sample_tokens sample postprocess_sampled propose set_draft_tokens
+# What we replace is made by the time that `load_model` returns.
+{_RUNNER}.load_model load_model load_model Sampler RejectionSampler
+# The memory profile ends with the logits of the requests' last rows.
+{_RUNNER}.profile_run _dummy_run _dummy_sampler_run
+""")
 
 # Arguments by name of a call in a function of vLLM: what the target's noise depends on, what a draft is asked with.
 KEYWORDS = {
@@ -227,16 +213,11 @@ KEYWORDS = {
 }
 
 # Functions that ours repeat to the bit, and a digest of their code in 0.32 and 0.33.
-NOISE = (
-    f"{GPU}.sample.penalties:_penalties_kernel",
-    *(f"{GPU}.sample.gumbel:_murmur3_{name}" for name in ("rotl32", "mix", "fmix32")),
-    f"{GPU}.sample.gumbel:murmur3_hash32",
-    f"{GPU}.sample.gumbel:murmur3_uniform32",
-    f"{GPU}.sample.gumbel:murmur3_uniform64",
-    f"{GPU}.sample.gumbel:_uniform64_from_random53",
-    f"{GPU}.sample.gumbel:_log1p_neg_stable",
-    f"{GPU}.sample.gumbel:gumbel_noised_argmax",
+GUMBEL = (
+    "_murmur3_rotl32 _murmur3_mix _murmur3_fmix32 murmur3_hash32 murmur3_uniform32 murmur3_uniform64 "
+    "_uniform64_from_random53 _log1p_neg_stable gumbel_noised_argmax"
 )
+NOISE = (f"{GPU}.sample.penalties:_penalties_kernel", *(f"{GPU}.sample.gumbel:{name}" for name in GUMBEL.split()))
 NOISE_DIGEST = "01666a1721be0764"
 
 # Our classes, of which each method takes what vLLM's own takes.

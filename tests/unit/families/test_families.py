@@ -4,14 +4,13 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 import torch
+import transformers
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.families import adapter_for, check_pair, check_ranks, check_tokens, known_families
 from vllm_vidspec.pruning import TokenGrid
-
-tokenizers = pytest.importorskip("tokenizers")
-transformers = pytest.importorskip("transformers")
 
 PINPOINTS = [[384 * a, 384 * b] for a in range(1, 7) for b in range(1, 7)]
 
@@ -27,28 +26,22 @@ def changed(config, **changes):
     return config
 
 
-def qwen(**text):
-    config = transformers.Qwen2_5_VLConfig(
-        text_config={"vocab_size": 152064, "rope_parameters": None} | text, vision_config={"tokens_per_second": 2}
-    )
-    return changed(config, architectures=["Qwen2_5_VLForConditionalGeneration"])
-
-
-def llava(**fields):
-    config = transformers.LlavaOnevisionConfig(**fields)
-    return changed(config, architectures=["LlavaOnevisionForConditionalGeneration"])
-
-
-def made(kind):
+def made(kind, **usual):
     """Return what makes a config of one of transformers' kinds, as one of vLLM's architectures."""
 
     def make(**fields):
-        config = getattr(transformers, f"{kind}Config")(**fields)
+        config = getattr(transformers, f"{kind}Config")(**usual | fields)
         return changed(config, architectures=[f"{kind}ForConditionalGeneration"])
 
     return make
 
 
+def qwen(**text):
+    text_config = {"vocab_size": 152064, "rope_parameters": None} | text
+    return made("Qwen2_5_VL", vision_config={"tokens_per_second": 2})(text_config=text_config)
+
+
+llava = made("LlavaOnevision")
 glm, glm_moe, ocr, internvl, next_video = map(made, ("Glm4v", "Glm4vMoe", "GlmOcr", "InternVL", "LlavaNextVideo"))
 omni, omni_moe = map(made, ("Qwen2_5Omni", "Qwen3OmniMoe"))
 
@@ -337,9 +330,7 @@ def test_tokens_have_to_agree(tmp_path, target, draft, problem):
 
 def test_only_deepstack_makes_more_of_a_token_than_its_embedding():
     """Catches: features of deeper layers dropped, or looked for where there are none."""
-    deep = transformers.Qwen3VLConfig(vision_config={"deepstack_visual_indexes": [8, 16, 24]})
-    moe = transformers.Qwen3VLMoeConfig(vision_config={"deepstack_visual_indexes": [5, 11]})
-    deep.architectures, moe.architectures = ["Qwen3VLForConditionalGeneration"], []
-    moe.model_type = "qwen3_vl_moe"
+    deep = made("Qwen3VL")(vision_config={"deepstack_visual_indexes": [8, 16, 24]})
+    moe = changed(made("Qwen3VLMoe")(vision_config={"deepstack_visual_indexes": [5, 11]}), architectures=[])
     for config, levels in ((deep, 4), (moe, 3), (omni_moe(), 4), (omni(), 1), (qwen(), 1), (llava(), 1)):
         assert adapter_for(config).num_media_levels(config) == levels

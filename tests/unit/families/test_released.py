@@ -10,7 +10,7 @@ import pytest
 
 from tests.released import DATA, MODELS, config_of, write
 from vidspec_tools.gpus import gpu_named
-from vidspec_tools.planning.models import KNOWN, from_folder
+from vidspec_tools.planning.models import KNOWN, from_folder, target_shape
 from vidspec_tools.planning.planner import Planner
 from vidspec_tools.planning.question import Question
 from vllm_vidspec import doctor, families
@@ -18,14 +18,15 @@ from vllm_vidspec.families.base import read_field
 from vllm_vidspec.planning import draft_cost
 from vllm_vidspec.planning.pool import pool_bytes
 
-PAIRS = [tuple(pair) for data in DATA.values() for pair in data["pairs"]]
 REFUSED = [tuple(pair) for data in DATA.values() for pair in data.get("refused", ())]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_weights_of_a_model_are_as_many_as_it_goes_by(name, tmp_path):
-    """Catches: a field that is read under another name (experts, heads, the language model of an Omni's thinker)."""
-    data, folder, known = DATA[MODELS[name]], write(name, tmp_path), {shape.name: shape for shape in KNOWN}
+    """Catches: a field that is read under another name (experts, heads, the language model of an Omni's thinker), or
+    written down wrong of a model that is known by name; the "2b" of 72b or 32b, and the "3b" of A3B, taken for a size.
+    """
+    data, folder = DATA[MODELS[name]], write(name, tmp_path)
     quantised = config_of(name).get("quantization_config")
     weights = draft_cost.stored_weights(doctor._hf_config(folder).to_dict())
     assert weights == draft_cost.stored_weights(config_of(name)), "as transformers has it, and as the planner reads it"
@@ -35,9 +36,10 @@ def test_the_weights_of_a_model_are_as_many_as_it_goes_by(name, tmp_path):
         assert shape.family == MODELS[name]
         # Towers are counted roughly.
         assert shape.params / 1e9 == pytest.approx(data["models"][name]["billions"], rel=0.1, abs=0.25)
-        label = name.split("/")[1].removesuffix("-Instruct").replace("-VL-", "-VL ")
-        if label in known:
-            assert replace(shape, name=label, vision_params=known[label].vision_params) == known[label]
+        if shape.family in {known.family for known in KNOWN}:
+            known = target_shape(name)
+            assert known.params / 1e9 == pytest.approx(data["models"][name]["billions"], rel=0.01)
+            assert replace(shape, name=known.name, vision_params=known.vision_params) == known
     hf_config = doctor._hf_config(folder)
     adapter, settings = families.adapter_for(hf_config), data["processor"]
     assert adapter.name == MODELS[name]
@@ -46,7 +48,7 @@ def test_the_weights_of_a_model_are_as_many_as_it_goes_by(name, tmp_path):
         assert read_field(hf_config, adapter.merge) == settings["merge_size"]
 
 
-@pytest.mark.parametrize(("target", "draft"), PAIRS)
+@pytest.mark.parametrize(("target", "draft"), [pair for data in DATA.values() for pair in data["pairs"]])
 def test_a_pair_is_accepted_and_planned_for(target, draft, tmp_path):
     """Catches: a released pair that the doctor refuses or has no word on; a draft pool that takes the target's room."""
     folder = write(target, tmp_path)
@@ -67,9 +69,7 @@ def test_a_pair_is_accepted_and_planned_for(target, draft, tmp_path):
     assert 0 < pool < 20 << 30
 
 
-@pytest.mark.parametrize(
-    ("target", "draft", "line"), [pair for data in DATA.values() for pair in data.get("refused", ())]
-)
+@pytest.mark.parametrize(("target", "draft", "line"), REFUSED)
 def test_a_pair_that_does_not_fit_is_named(target, draft, line, tmp_path):
     found = doctor.check_pair(write(target, tmp_path), write(draft, tmp_path))
     assert found.status == "fail" and line in found.detail

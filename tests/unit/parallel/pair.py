@@ -5,8 +5,9 @@ kept as the tokens that were fed, position by position, and is compared with the
 """
 
 import zlib
-from collections import deque
-from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -29,7 +30,6 @@ def _hash(*parts: int) -> int:
 
 
 def target(text: list[int]) -> int:
-    """Return the token that the target samples after a text."""
     return _hash(1, *text) % VOCAB
 
 
@@ -40,7 +40,6 @@ def draft(text: list[int], errs: int) -> int:
 
 
 def drawn(text: list[int], count: int, errs: int) -> list[int]:
-    """Return what the drafter says after a text."""
     out = list(text)
     for _ in range(count):
         out.append(draft(out, errs))
@@ -48,10 +47,10 @@ def drawn(text: list[int], count: int, errs: int) -> list[int]:
 
 
 class FakeRank:
-    """Carries commands out as `DrafterRank` does, `piece` tokens at a time, and checks what they say of the KV."""
+    """Carries commands out as `DrafterRank` does, 7 tokens at a time, and checks what they say of the KV."""
 
-    def __init__(self, errs: int, piece: int = 7):
-        self.errs, self.piece = errs, piece
+    def __init__(self, errs: int):
+        self.errs = errs
         self.text: dict[int, list[int]] = {}
         self.kv: dict[int, list[int]] = {}
         self.num_draws = self.num_more = 0
@@ -84,7 +83,7 @@ class FakeRank:
             # What was drawn is known from the draws: it was fed.
             text[:] = (text if len(text) >= start else kv)[:start] + tokens.tolist()
             assert len(text) == length, "text that was committed and never told"
-            end = min(len(kv) + self.piece, length - 1)
+            end = min(len(kv) + 7, length - 1)
             kv[len(kv) :] = text[len(kv) : end]
             if len(kv) == length - 1:
                 ready.append(row)
@@ -113,39 +112,6 @@ class FakeRank:
             kv.extend(last if missing else last[1:])
 
 
-class FakeChannel:
-    """A channel within the process."""
-
-    def __init__(self):
-        self.line: deque = deque()
-        self.sent: list = []
-        self.is_closed = False
-
-    def receive(self):
-        messages = list(self.line)
-        self.line.clear()
-        return messages
-
-    def send(self, message):
-        self.sent.append(message)
-
-    def flush(self):
-        pass
-
-    def wait(self, timeout_s):
-        pass
-
-
-@dataclass
-class Request:
-    """One that the target runs."""
-
-    row: int
-    epoch: int
-    text: list[int]
-    window: list[int] = field(default_factory=list)
-
-
 class Pair:
     """The target's side as `ParallelSpeculator` has it, and a drafter that runs when it is told to."""
 
@@ -153,7 +119,7 @@ class Pair:
         self.errs = errs
         self.tables = Tables(bytearray(Tables.num_bytes(SIZES)), SIZES)
         self.tables.epoch[:] = -1
-        self.requests: dict[int, Request] = {}  # by row
+        self.requests: dict[int, Any] = {}  # that the target runs, by row
         self.num_accepted = self.num_verified = self.num_steps = 0
         self.last_epoch = 0
         self.restart()
@@ -161,16 +127,15 @@ class Pair:
     def restart(self):
         """Start the drafter, anew with nothing in it."""
         self.tables.forget_streams()
-        self.rank, self.channel = FakeRank(self.errs), FakeChannel()
-        self.lead = DrafterLead(self.rank.do, self.tables, self.channel, MAX_REQS)
+        self.rank, self.told = FakeRank(self.errs), []
+        self.lead = DrafterLead(self.rank.do, self.tables, mock.Mock(), MAX_REQS)
         for request in self.requests.values():
             self._tell(request)
 
     def turn(self, count=1):
-        """Let the drafter make some turns."""
         for _ in range(count):
-            for message in self.channel.receive():
-                self.lead._handle(message)
+            while self.told:
+                self.lead._handle(self.told.pop(0))
             self.lead.turn()
             self.check_streams()
 
@@ -183,8 +148,7 @@ class Pair:
             assert ahead <= SIZES.max_ahead
 
     def add(self, row, text):
-        """Give a free row to a request."""
-        self.requests[row] = request = Request(row, 0, list(text))
+        self.requests[row] = request = SimpleNamespace(row=row, text=list(text), window=[])
         self._tell(request)
 
     def _tell(self, request):
@@ -192,7 +156,7 @@ class Pair:
         request.epoch = self.last_epoch
         token_ids = np.array(request.text, dtype=np.int32)
         self.tables.add(request.row, request.epoch, token_ids)
-        self.channel.line += [
+        self.told += [
             messages.Add(f"r{request.epoch}", request.row, request.epoch, token_ids, len(token_ids), MAX_LEN, [], None),
             messages.Prefill(request.row, request.epoch, None, []),
         ]
@@ -201,7 +165,7 @@ class Pair:
         """Take a row from its request: finished, aborted or preempted."""
         request = self.requests.pop(row)
         self.tables.remove(row)
-        self.channel.line.append(messages.Remove(row, request.epoch))
+        self.told.append(messages.Remove(row, request.epoch))
         return request
 
     def step(self, wanted=MOST):

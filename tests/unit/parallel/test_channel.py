@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -13,8 +14,6 @@ from vllm_vidspec.engine.parallel.channel import Channel
 
 
 class Note(msgspec.Struct, tag=True):
-    """Whatever is said."""
-
     number: int
     data: np.ndarray
 
@@ -134,10 +133,7 @@ def test_a_message_that_cannot_be_written_ends_the_channel(ends, monkeypatch):
     """Catches: a drafter that waits forever for what was lost, and a lost message that nobody is told of."""
     here, there = ends
 
-    def fails(buffers):
-        raise OSError("no memory")
-
-    monkeypatch.setattr(channel_module, "_into_memory", fails)
+    monkeypatch.setattr(channel_module, "_into_memory", mock.Mock(side_effect=OSError("no memory")))
     here.send(video(0))
     deadline = time.monotonic() + 10
     while not here.is_closed and time.monotonic() < deadline:

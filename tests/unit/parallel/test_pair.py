@@ -131,9 +131,9 @@ TestEvents.settings = settings(
 )
 
 
-def _scenario(errs: int = 3) -> None:
+def _scenario() -> None:
     """Two requests, one of which gives its row to another, with a drafter that now runs and now does not."""
-    pair = Pair(errs)
+    pair = Pair(errs=3)
     pair.add(0, PROMPT)
     pair.add(1, PROMPT[::-1])
     for turns in (4, 1, 6, 0, 0, 9, 2, 7, 1, 5):

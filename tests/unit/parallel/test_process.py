@@ -60,24 +60,13 @@ def test_a_commit_that_fails_is_told():
 
 def test_the_thread_of_commits_outlives_an_exception(monkeypatch):
     """Catches: a loop that ends, a buffer that is lost with it, an event that polls the driver."""
-    made = []
-
-    class Event:
-        def __init__(self, blocking=False):
-            assert blocking
-            made.append(self)
-
-        def record(self):
-            """It is there at once."""
-
-        synchronize = record
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    event = mock.Mock()  # each is there at once
+    monkeypatch.setattr(torch.cuda, "Event", event)
     zeros, empty = torch.zeros, torch.empty
     monkeypatch.setattr(torch, "zeros", lambda *args, device=None, **more: zeros(*args, **more))
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **more: empty(*args, **more))
     here = Commits(make_tables(), WindowRule(MOST), Counts(), torch.device("cuda"), MOST)
-    done, fails, num_made = [], [True], len(made)
+    done, fails, num_made = [], [True], event.call_count
 
     def write(host):
         if fails:
@@ -92,7 +81,7 @@ def test_the_thread_of_commits_outlives_an_exception(monkeypatch):
             time.sleep(0.001)
     assert done == [[[number] * 3] * 2 for number in range(1, 9)]
     assert here.take_failure() == "ValueError: planted" and here.take_failure() is None
-    assert len(made) == num_made, "no buffer is made in a step"
+    assert event.call_args_list == [mock.call(blocking=True)] * num_made, "no buffer is made in a step"
 
 
 def test_arrivals_are_told_at_once():
@@ -135,10 +124,7 @@ def test_a_drafter_has_the_cores_that_the_rank_leaves():
 
 def test_what_a_lost_drafter_held_is_gone():
     """Catches: blocks of a drafter that was killed, on /metrics until another has come up."""
-    config = parse_config(
-        {"method": "vidspec", "model": "self", "num_speculative_tokens": 2, "parallel": {"device": "cpu"}}
-    )
-    client = DrafterClient(b"", config, Sizes(2, 8, 4, len(metrics.NAMES)), 10)
+    client = DrafterClient(b"", config_of("cpu"), Sizes(2, 8, 4, len(metrics.NAMES)), 10)
     try:
         blocks, prompts = map(metrics.NAMES.index, ("draft_pool_blocks_used", "prompts"))
         client.tables.counters[[blocks, prompts]] = 100, 7

@@ -4,29 +4,21 @@ import random
 
 import pytest
 
-from vidspec_tools.planning import acceptance as published
-from vidspec_tools.planning.acceptance import (
-    Agreement,
-    agreement_of_positions,
-    default_agreement,
-    rate_of_chain,
-    rate_of_tree,
-)
+from vidspec_tools.planning import acceptance
+from vidspec_tools.planning.acceptance import Agreement, default_agreement
 from vllm_vidspec.config.paths import SPECVLM_PATHS
 from vllm_vidspec.errors import VidSpecError
 
 LIST = Agreement((0.9, 0.7, 0.5), 0.4)
 
 
-def test_chains_by_hand():
-    """1 + p + p^2; then a list whose last rate goes on. Catches: K off by one, the target's own token not counted."""
+def test_lengths_by_hand():
+    """1 + p + p^2; then a list whose last rate goes on. Catches: K off by one, the target's own token not counted; of
+    runner-ups s of everything instead of s of what is left.
+    """
     assert Agreement((0.5,)).chain_length(2) == 1.75
     assert LIST.chain_length(4) == pytest.approx(1 + 0.9 + 0.63 + 0.315 + 0.1575)
     assert LIST.chain_length(0) == 1.0
-
-
-def test_runner_ups_by_hand():
-    """s of what is left, then s of what is left of that. Catches: s of everything."""
     assert LIST.at(1, 1) == pytest.approx(0.1 * 0.4)
     assert LIST.at(2, 2) == pytest.approx(0.3 * 0.4 * 0.6)
     assert LIST.at(7) == 0.5
@@ -70,19 +62,19 @@ def test_closed_forms_agree_with_walks():
 
 def test_rates_are_found_again():
     for rate in (0.3, 0.8, 0.95):
-        assert rate_of_chain(Agreement((rate,)).chain_length(5), 5) == pytest.approx(rate)
-        assert rate_of_tree(Agreement((rate,), 0.3).tree_length(), 0.3) == pytest.approx(rate)
-    assert rate_of_chain(9.0, 5) == pytest.approx(1.0), "longer than any: the nearest"
+        assert acceptance.rate_of_chain(Agreement((rate,)).chain_length(5), 5) == pytest.approx(rate)
+        assert acceptance.rate_of_tree(Agreement((rate,), 0.3).tree_length(), 0.3) == pytest.approx(rate)
+    assert acceptance.rate_of_chain(9.0, 5) == pytest.approx(1.0), "longer than any: the nearest"
 
 
 def test_positions_as_vllm_prints_them():
     """docs/benchmarks.md: 84.8, 81.9, 68.6 %. Catches: shares of all drafts taken for those after the one before."""
-    agreement = agreement_of_positions([0.848, 0.8186, 0.6863])
+    agreement = acceptance.agreement_of_positions([0.848, 0.8186, 0.6863])
     assert agreement.rates == pytest.approx((0.848, 0.8186 / 0.848, 0.6863 / 0.8186))
     assert agreement.chain_length(3) == pytest.approx(1 + 0.848 + 0.8186 + 0.6863)
     for wrong in ([], [0.0], [1.1], [0.5, -0.1], [0.5, 0.6], [float("nan")]):
         with pytest.raises(VidSpecError, match="--acceptance"):
-            agreement_of_positions(wrong)
+            acceptance.agreement_of_positions(wrong)
 
 
 def test_published_lengths_are_met():
@@ -94,7 +86,7 @@ def test_published_lengths_are_met():
     assert default_agreement("llava-onevision", 0.0).chain_length(5) == pytest.approx(4.12, abs=1e-6)
     # Held out: SD-Tree is not part of the fit (3.68 without the target's own).
     assert default_agreement("llava-onevision", 0.0).tree_length() == pytest.approx(4.68, rel=0.02)
-    assert abs(published.RUNNER_UP - 0.40) < 0.01
+    assert abs(acceptance.RUNNER_UP - 0.40) < 0.01
     # Streams: 1 / (1 - p) between rejections, misses by r as published.
     misses = [1 - default_agreement("qwen2.5-vl", ratio).rates[0] for ratio in (0.9, 1.0)]
     assert misses[1] / misses[0] == pytest.approx(6.82 / 4.53)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.released import config_of
 from vidspec_tools.gpus import GPUS
 from vidspec_tools.planning.models import target_shape
 from vidspec_tools.planning.planner import plan
@@ -44,13 +45,11 @@ def test_when_a_word_is_said():
 
 def test_stored_weights():
     """Catches: a configuration that nobody can plan for and that breaks the start-up."""
-    config = {"model_type": "qwen2_5_vl", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2}
-    assert stored_weights(config) is None
-    config |= {"num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 100}
-    assert stored_weights(config)[:2] == weights(from_config(config, ""))[:2]
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    assert stored_weights(config | experts)[:2] == weights(from_config(config | experts, ""))[:2]
+    config = config_of("Qwen/Qwen2.5-VL-7B-Instruct")
+    for known in (config, config_of("Qwen/Qwen3-VL-30B-A3B-Instruct")):
+        assert stored_weights(known)[:2] == weights(from_config(known, ""))[:2]
     assert stored_weights({**config, "vocab_size": 0}) is None
+    assert stored_weights({name: value for name, value in config.items() if name != "hidden_size"}) is None
     for stored, layer_bytes in (
         (None, 2),
         ({"quant_method": "fp8"}, 1.0),

@@ -57,16 +57,13 @@ def test_what_comes_on_top():
 
 
 def test_ranks_halve_the_work_and_reduce():
-    """Two ranks: half of everything, and four all-reduces of 2 x 1/2 x 200 bytes. Catches: one a layer."""
+    """Two ranks: half of everything, four all-reduces of 2 x 1/2 x 200 bytes. Catches: one a layer, half a head."""
     alone, shared = (forward_seconds(TINY, place(ranks), 1, 1, 1000) for ranks in (1, 2))
     assert shared == pytest.approx(alone / 2 + 4 * (1e-6 + 200 / 1e11))
     assert forward_seconds(TINY, place(2, link_frac=0.5), 1, 1, 1000) == pytest.approx(
         alone / 2 + 4 * (1e-6 + 400 / 1e11)
     )
-
-
-def test_heads_that_ranks_share_are_copied():
-    """8 ranks, 4 KV heads: each rank has one. Catches: half a head a rank."""
+    # 8 ranks, 4 KV heads: each rank has one.
     assert kv_bytes(TINY, 8, 1, 1000) == kv_bytes(TINY, 4, 1, 1000) == 1000 * 2 * 2 * 10 * 2
     assert weight_bytes(TINY, 2) == weight_bytes(TINY, 1) / 2
 

@@ -26,7 +26,7 @@ def test_the_window_is_the_engines():
         assert window_of(step, draft, rate, 16) == rule.window(1, draft)
 
 
-def live(rate, window, step, turn, answer, seed, most_ahead=24):
+def live(rate, window, step, seed, turn=1.0, answer=300, most_ahead=24):
     """Two actors over real tokens: the text is 0, 1, 2, ...; a wrong token is -1, and so is all after it."""
     rng, text, stream = random.Random(seed), [], []  # committed; the drafter's view of text and stream
     now, told, done, waits = 0.0, 0, turn, False
@@ -72,7 +72,7 @@ def test_streams_are_those_of_a_world_with_tokens(rate, window, ratio):
     """Step for step the same as actors that compare real texts; the last case makes the drafter wait."""
     for seed in range(4):
         run = run_streams(Agreement((rate,)), window, ratio, 1.0, answer=300, seed=seed)
-        other = live(rate, window, ratio, 1.0, 300, seed)
+        other = live(rate, window, ratio, seed)
         assert {name: getattr(run, name) for name in other} == pytest.approx(other)
 
 

@@ -40,15 +40,18 @@ def prompt(*shown: TokenGrid | int) -> tuple[list[int], list[Any]]:
     return token_ids, features
 
 
-def plan(*shown: TokenGrid | int, positions: str = "original", **knobs: Any):
-    token_ids, features = prompt(*shown)
+def plan_of(token_ids: list[int], features: list[Any], **knobs: Any):
     return plan_prompt(
         token_ids,
         features,
-        PruneKnobs(positions=positions, **knobs),
+        PruneKnobs(**knobs),
         lambda modality, data, num_tokens: next(iter(data.values())),
         lambda token_ids, features: (torch.arange(len(token_ids)).expand(3, -1), 0),
     )
+
+
+def plan(*shown: TokenGrid | int, **knobs: Any):
+    return plan_of(*prompt(*shown), **knobs)
 
 
 def places(*shown: TokenGrid | int, frames_as_video: str = "auto") -> list[int | tuple[int, int]]:
@@ -104,20 +107,14 @@ def test_a_video_of_one_frame_is_no_image(place):
 def test_text_within_an_item_is_not_between_items():
     """Separators inside an item's range are text of its own: the next begins behind the last embedding."""
     token_ids, features = prompt(*[SMALL] * 4)
-    place = features[0].mm_position
-    place.is_embed = torch.tensor([True] * 3 + [False] * 3)
-    features[0].data = {"pixel_values": SimpleNamespace(data=TokenGrid(1, 1, 3))}
-    for feature in features[1:]:
+    for i, feature in enumerate(features):
         feature.data = {"pixel_values": SimpleNamespace(data=TokenGrid(1, 1, 3))}
-        feature.mm_position.is_embed = torch.tensor([True, False, True, False, True, False])
+        feature.mm_position.is_embed = torch.tensor([True, False] * 3 if i else [True] * 3 + [False] * 3)
 
     def found(gap: int) -> int:
         for i, feature in enumerate(features):
             feature.mm_position.offset = i * (gap + 6)
-        grid = lambda modality, data, num_tokens: data["pixel_values"]  # noqa: E731
-        full = lambda ids, features: (torch.arange(len(ids))[None], 0)  # noqa: E731
-        ids = token_ids + [7] * 4 * MAX_TEXT_BETWEEN
-        return len(plan_prompt(ids, features, PruneKnobs(), grid, full).units)
+        return len(plan_of(token_ids + [7] * 4 * MAX_TEXT_BETWEEN, features).units)
 
     assert found(MAX_TEXT_BETWEEN - 3) == 1  # three of the first item's own range are text
     assert found(MAX_TEXT_BETWEEN - 2) == 4  # and one of each later one's

@@ -5,9 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from vllm_vidspec import scoring
 from vllm_vidspec.config import ScoreKnobs, VidSpecConfig
+from vllm_vidspec.engine.compat import api
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.scoring import RULES
 from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose, strict_reason
@@ -74,12 +77,6 @@ def test_what_keeps_a_request_strict(change, reason):
 
 def test_the_api_server_passes_choices_and_tools_on(monkeypatch):
     """Fields beside `vllm_xargs`, and tools whose calls a parser will read; nothing for other requests."""
-    pytest.importorskip("vllm")
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-
-    from vllm_vidspec.engine.compat import api
-
     for request in (ChatCompletionRequest, CompletionRequest):
         monkeypatch.setattr(request, "to_sampling_params", request.to_sampling_params)  # put back afterwards
     api.hear_request_choices(PREFIX, CALLS_TOOLS, lambda asked: None)

@@ -4,17 +4,7 @@ import numpy as np
 import pytest
 
 from training.tiny_labels import LABELS, labels_of
-from vidspec_tools import captioned
-from vidspec_tools.captions import (
-    accuracies,
-    auc,
-    count_right,
-    kind_shares,
-    parse_caption,
-    relevance_auc,
-    retention,
-    score_caption,
-)
+from vidspec_tools import captioned, captions
 from vllm_vidspec.shapeworld import world
 
 SEEDS = range(8)
@@ -40,9 +30,9 @@ def test_samples(samples: list[captioned.Captioned]) -> None:
         assert np.array_equal(np.unique(sample.scene_of_frame), np.arange(len(sample.facts)))
         words = sample.caption.split()
         assert 80 <= len(words) <= 200 and set(words) <= vocabulary
-        assert parse_caption(sample.caption) == list(sample.facts)
-        assert all(right == total for right, total in score_caption(sample.caption, sample.facts).values())
-        assert all(right == 0 for right, _ in score_caption("", sample.facts).values())
+        assert captions.parse_caption(sample.caption) == list(sample.facts)
+        assert all(right == total for right, total in captions.score_caption(sample.caption, sample.facts).values())
+        assert all(right == 0 for right, _ in captions.score_caption("", sample.facts).values())
         # A tenth of the cells holds (nearly) all shapes: a good choice of a tenth loses little, a random one much.
         is_shape = labels["color"] > 0
         assert 0.03 <= is_shape.mean() <= 0.12
@@ -59,7 +49,7 @@ def test_other_styles_say_the_same_facts(samples: list[captioned.Captioned], sty
     for ours, usual in zip(styled, samples, strict=True):
         assert ours.facts == usual.facts and np.array_equal(ours.frames, usual.frames)
         assert ours.caption != usual.caption and set(ours.caption.split()) <= set(captioned.vocabulary())
-        assert parse_caption(ours.caption) == list(ours.facts)
+        assert captions.parse_caption(ours.caption) == list(ours.facts)
 
 
 FACTS = (
@@ -81,29 +71,29 @@ WORDS = (
 
 def test_accuracy_by_hand():
     """One scene of two objects: 4 attributes of scenes, 6 of each object, and what one of them turns into."""
-    right = count_right([WORDS], [FACTS])
+    right = captions.count_right([WORDS], [FACTS])
     assert sum(total for _, total in right.values()) == 4 + 6 + 6 + 1
-    assert accuracies(right)["accuracy"] == 1.0
+    assert captions.accuracies(right)["accuracy"] == 1.0
     wrong = WORDS.replace("turns blue", "turns red").replace("cross", "ring").replace("navy", "teal")
-    found = accuracies(count_right([wrong], [FACTS]))
+    found = captions.accuracies(captions.count_right([wrong], [FACTS]))
     assert found["accuracy"] == 14 / 17
     # color: both colours, what one turns into, the background; shape: two shapes, two sizes, the pattern.
     assert found["group"] == {"color": 2 / 4, "shape": 4 / 5, "motion": 1.0, "order": 1.0}
     assert found["attribute"]["new_color"] == 0.0
-    both = accuracies(count_right([WORDS, wrong], [FACTS, FACTS]))
+    both = captions.accuracies(captions.count_right([WORDS, wrong], [FACTS, FACTS]))
     assert both["accuracy"] == 31 / 34, "pooled over captions, not averaged"
-    empty = accuracies(count_right([], []))
+    empty = captions.accuracies(captions.count_right([], []))
     assert empty["accuracy"] is empty["group"]["color"] is empty["attribute"]["motion"] is None
-    assert accuracies(count_right([""], [FACTS]))["accuracy"] == 0.0
+    assert captions.accuracies(captions.count_right([""], [FACTS]))["accuracy"] == 0.0
 
 
 def test_retention_and_shares_by_hand():
-    assert retention(0.49, 0.5) == pytest.approx(0.98)
-    assert retention(0.6, 0.5) == pytest.approx(1.2)
-    assert retention(0.5, 0.0) is retention(None, 0.5) is None
-    shares = kind_shares([[0, 1, 1, 2], [1, 3, 0]])
+    assert captions.retention(0.49, 0.5) == pytest.approx(0.98)
+    assert captions.retention(0.6, 0.5) == pytest.approx(1.2)
+    assert captions.retention(0.5, 0.0) is captions.retention(None, 0.5) is None
+    shares = captions.kind_shares([[0, 1, 1, 2], [1, 3, 0]])
     assert shares == {"exact_frac": 3 / 5, "loosened_frac": 1 / 5, "shifted_frac": 1 / 5}
-    assert set(kind_shares([[0, 0], []]).values()) == {None}
+    assert set(captions.kind_shares([[0, 0], []]).values()) == {None}
 
 
 @pytest.mark.parametrize(
@@ -117,12 +107,12 @@ def test_retention_and_shares_by_hand():
     ],
 )
 def test_auc_by_hand(positives, negatives, expected):
-    assert auc(positives, negatives) == (None if expected is None else pytest.approx(expected))
+    assert captions.auc(positives, negatives) == (None if expected is None else pytest.approx(expected))
 
 
 def test_relevance_is_compared_over_all_captions():
     words = [[" red", " the", "<|im_end|>"], ["ring", " .", " a"]]
-    assert relevance_auc(words, [[0.9, 0.5, 1.0], [0.4, None, 0.4]]) == pytest.approx((2 + 0.5) / 4)
-    assert relevance_auc(words, [[None] * 3] * 2) is None
+    assert captions.relevance_auc(words, [[0.9, 0.5, 1.0], [0.4, None, 0.4]]) == pytest.approx((2 + 0.5) / 4)
+    assert captions.relevance_auc(words, [[None] * 3] * 2) is None
     with pytest.raises(ValueError):
-        relevance_auc(words, [[0.9], [0.4, 0.4, 0.4]])
+        captions.relevance_auc(words, [[0.9], [0.4, 0.4, 0.4]])
