@@ -139,6 +139,32 @@ def test_growth_without_lookahead_is_the_specification(seed, sureness, budget):
         check_grown(policy, row, draft, (int(3 + alpha * 5), int(2 + (1 - alpha) * 8)), budget, False, fed)
 
 
+def grown_example():
+    """Grow one wide tree of depth 6; return what `check_grown` wants."""
+    policy, draft, plan = AdaptiveTree(1, 64, "cpu"), FakeDraft(5, 10, 1.0), (6, 8)
+    set_plans(policy, [plan])
+    return policy, 0, draft, plan, 64, False, grow(policy, [draft], [0], 64)
+
+
+def last_threshold(right):
+    """Give every level the last one's threshold."""
+    return lambda knobs: right(knobs)[:, :1].expand(-1, knobs.depth_max).contiguous() + math.log(knobs.depth_max)
+
+
+def first_width(right):
+    """Make every level as wide as the first (no eq. 12)."""
+    return lambda knobs, num: right(knobs, num)[:, :1].expand(-1, knobs.depth_max, -1).contiguous()
+
+
+@pytest.mark.parametrize(("name", "mutation"), [("log_thresholds", last_threshold), ("width_bounds", first_width)])
+def test_mutations_of_growth(monkeypatch, name, mutation):
+    """Each is seen to fail `check_grown`, which the example passes without them; of the kernel: tests/kernels."""
+    check_grown(*grown_example())
+    monkeypatch.setattr(adaptive_module, name, mutation(getattr(adaptive_module, name)))
+    with pytest.raises(AssertionError):
+        check_grown(*grown_example())
+
+
 @pytest.mark.parametrize(
     "make", [lambda: AdaptiveTree(3, 25, "cpu"), lambda: StaticTree(3, "cpu")], ids=["sage", "static"]
 )

@@ -1,4 +1,4 @@
-"""What holds for every registered pruner, on random grids, budgets and measurements."""
+"""What holds for every registered pruner, on random grids, budgets and measurements; and that the checks can fail."""
 
 from dataclasses import replace
 
@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 from vllm_vidspec.names import PRUNERS
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner
+from vllm_vidspec.pruning.base import Pruner
+
+CHOOSING = [name for name in PRUNERS if name != "none"]
 
 # Without tokens, frames or rows; of one token, one frame, one row; with trailing tokens alone.
 ODD_GRIDS = [
@@ -21,6 +24,7 @@ ODD_GRIDS = [
 grids = st.sampled_from(ODD_GRIDS) | st.builds(
     TokenGrid, st.integers(0, 9), st.integers(0, 6), st.integers(1, 6), st.integers(0, 2)
 )
+quick = settings(max_examples=100, deadline=None)
 
 
 def measure(num_tokens, seed, kind="real", dtype=torch.float32):
@@ -49,19 +53,47 @@ def inputs(draw):
     )
 
 
+def check_choice(pruner, inputs):
+    """Assert what every choice of exactly `num_keep` tokens must be."""
+    before = [tensor.clone() for tensor in (inputs.scores, inputs.features)]
+    torch.manual_seed(inputs.seed)
+    kept = pruner(inputs)
+    assert kept.dtype == torch.int64 and kept.ndim == 1
+    assert len(kept) == inputs.num_keep, "not the budget"
+    assert (kept.diff() > 0).all(), "not ascending"
+    assert inputs.num_keep == 0 or (kept[0] >= 0 and kept[-1] < inputs.grid.num_tokens)
+    torch.manual_seed(inputs.seed + 1)  # the global generator must not matter
+    assert torch.equal(kept, pruner(inputs))
+    assert torch.equal(before[0], inputs.scores) and torch.equal(before[1], inputs.features)
+
+
 @pytest.mark.parametrize("name", PRUNERS)
-@settings(max_examples=100, deadline=None)
-@given(drawn=inputs())
-def test_invariants(name, drawn):
+@quick
+@given(inputs=inputs())
+def test_invariants(name, inputs):
     """Catches: wrong size, order or indices, an unseeded choice, changed inputs, lost ends, a division by zero."""
-    pruner, measured = get_pruner(name), [tensor.clone() for tensor in (drawn.scores, drawn.features)]
-    for num_keep in (0, drawn.grid.num_tokens, *([drawn.num_keep] if name != "none" else [])):
-        asked = replace(drawn, num_keep=num_keep)
-        torch.manual_seed(drawn.seed)
-        kept = pruner(asked)
-        assert kept.dtype == torch.int64 and kept.shape == (num_keep,), "not the budget"
-        assert (kept.diff() > 0).all(), "not ascending"
-        assert num_keep == 0 or (kept[0] >= 0 and kept[-1] < drawn.grid.num_tokens)
-        torch.manual_seed(drawn.seed + 1)  # the global generator must not matter
-        assert torch.equal(kept, pruner(asked))
-        assert all(map(torch.equal, measured, (asked.scores, asked.features)))
+    for num_keep in (0, inputs.grid.num_tokens, *([inputs.num_keep] if name in CHOOSING else [])):
+        check_choice(get_pruner(name), replace(inputs, num_keep=num_keep))
+
+
+# What each mutation makes of a choice `kept` of the pruner's, and what `check_choice` says.
+MUTATIONS = [
+    ("not the budget", lambda inputs, kept: kept[:-1]),
+    ("not the budget", lambda inputs, kept: torch.cat((kept, kept[-1:] + 1))),
+    ("not ascending", lambda inputs, kept: kept.flip(0)),
+    ("not ascending", lambda inputs, kept: torch.cat((kept[:1], kept[:-1]))),
+    (None, lambda inputs, kept: kept - inputs.grid.num_tokens),
+    (None, lambda inputs, kept: kept + inputs.grid.num_tokens),
+    (None, lambda inputs, kept: torch.randperm(inputs.grid.num_tokens)[: len(kept)].sort().values),
+]
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_mutations(name):
+    """Each is seen to fail `check_choice`, the last one as it follows the global generator."""
+    pruner = get_pruner(name)
+    example = PruneInputs(TokenGrid(4, 2, 2, 1), 4, **measure(17, seed=5))
+    check_choice(pruner, example)
+    for line, wrong in MUTATIONS:
+        with pytest.raises(AssertionError, match=line):
+            check_choice(Pruner(name, lambda inputs, wrong=wrong: wrong(inputs, pruner(inputs))), example)
