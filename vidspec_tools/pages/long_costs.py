@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from vidspec_tools.bench.quality import setting_name
-from vidspec_tools.pages.tables import Row, markdown, origin, read, recorded, table
+from vidspec_tools.pages.tables import Row, origin, read, recorded, table
 
 SEEN = {"whole": "whole video", "pruned": "10 %", "sized": "10 %, pool sized for it", "specvlm": "10 %, `specvlm`"}
 SEEN |= {"vanilla": "(vanilla)", "blind": "no video", "uniform": "10 %, `uniform`"}
@@ -38,36 +38,32 @@ def memory(rows: list[Row]) -> str:
 def steps(rows: list[Row]) -> str:
     """Return where a decode step goes, in ms."""
     core = next(row["core"] for row in rows if "core" in row)
-    lines = [
-        [
-            f"{row['tokens']:,}",
-            SEEN[row["setting"]],
-            f"{row['step']['step']:.1f}",
-            *(f"{row['step'][part]:.2f}" if part in row["step"] else "-" for part in PARTS),
-            f"{row['attention_ms_per_layer']:.3f}",
-            f"{row['gbs']:.0f}",
-            f"{row['gflops']:.0f}",
-        ]
-        for row in rows
-        if "step" in row
-    ]
-    heads = ["video tokens", "draft sees", "step", *PARTS, "attention, a layer", "GB/s", "GFlop/s"]
-    most = f"The core alone: {core['gbs']:.0f} GB/s read, {core['gflops']:.0f} GFlop/s (float32 product)."
-    return f"{markdown(heads, lines, words={1})}\n\n{most}"
+    found = [row | dict.fromkeys(PARTS) | row["step"] | {"seen": SEEN[row["setting"]]} for row in rows if "step" in row]
+    text = table(
+        f"video tokens | draft sees | step | {' | '.join(PARTS)} | attention, a layer | GB/s | GFlop/s",
+        "{tokens:,} | {seen} | {step:.1f} | "
+        + " | ".join(f"{{{part}:.2f}}" for part in PARTS)
+        + " | {attention_ms_per_layer:.3f} | {gbs:.0f} | {gflops:.0f}",
+        found,
+        words={1},
+    )
+    return f"{text}\n\nThe core alone: {core['gbs']:.0f} GB/s read, {core['gflops']:.0f} GFlop/s (float32 product)."
 
 
 def prefills(rows: list[Row]) -> str:
     """Return where a prefill goes, in ms."""
     names = ("all", "target", "target attention", "guidance", "draft_prefill", "draft", "draft attention")
-    lines = [
-        [f"{row['tokens']:,}", SEEN[row["setting"]], *(f"{row['prefill'].get(name, 0):,.0f}" for name in names)]
-        for row in rows
-        if "prefill" in row
-    ]
-    heads = (
-        "video tokens | draft sees | all | target's layers | their attention | guidance | draft's prefill | its layers"
+    return table(
+        "video tokens | draft sees | all | target's layers | their attention | guidance | draft's prefill | "
+        "its layers | their attention",
+        "{tokens:,} | {seen} | " + " | ".join(f"{{{name}:,.0f}}" for name in names),
+        [
+            row | dict.fromkeys(names, 0) | row["prefill"] | {"seen": SEEN[row["setting"]]}
+            for row in rows
+            if "prefill" in row
+        ],
+        words={1},
     )
-    return markdown([*heads.split(" | "), "their attention"], lines, words={1})
 
 
 def curve(rows: list[Row]) -> str:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from vidspec_tools.pages import long_costs
-from vidspec_tools.pages.tables import Row, markdown, origin, read, recorded
+from vidspec_tools.pages.tables import Row, markdown, origin, read, recorded, table
 from vllm_vidspec import assets
 
 NAME = "long-videos"
@@ -22,7 +22,7 @@ def mean_length(requests: list[Row], kind: str | None = None) -> float:
 
 def by_length(found: dict[str, Any]) -> str:
     """Return tokens per verify step at each length: whole video, KEPT dropped by each pruner, no video."""
-    names = ["whole", *(name for name in _names(found) if name.endswith(f" {KEPT:g}")), "blind"]
+    names = _settings(found)
     heads = ["video tokens", *(_words(name) for name in names), "identical to vanilla"]
     rows = []
     for tokens, points in sorted(found.items(), key=lambda point: int(point[0])):
@@ -46,8 +46,7 @@ def by_share(found: dict[str, Any]) -> str:
 def by_question(found: dict[str, Any]) -> str:
     """Return tokens per verify step by kind of question, over all lengths."""
     kinds = sorted({one["kind"] for points in found.values() for one in points["whole"]})
-    names = ["whole", *(name for name in _names(found) if name.endswith(f" {KEPT:g}")), "blind"]
-    rows = []
+    names, rows = _settings(found), []
     for kind in kinds:
         requests = {name: [one for points in found.values() for one in points.get(name, ())] for name in names}
         rows.append([f"`{kind}`", *(f"{mean_length(requests[name], kind):.2f}" for name in names)])
@@ -56,37 +55,30 @@ def by_question(found: dict[str, Any]) -> str:
 
 def speed(found: dict[str, Any]) -> str:
     """Return decode speed over vanilla by length and padding."""
-    rows = []
-    for where, row in _timed(found):
-        low, high = row["spread"]
-        rows.append(
-            [
-                *where,
-                f"{row['decode_over_vanilla']:.2f} ({low:.2f} to {high:.2f})",
-                f"{row['tokens_per_step']:.2f}",
-                f"{row['step_ms']:.1f} / {row['vanilla_step_ms']:.1f}",
-                "-" if row["draft_forward_ms"] is None else f"{row['draft_forward_ms']:.2f}",
-                f"{row['ttft_over_vanilla']:.2f}",
-                f"{100 * row['identical']:.0f} %",
-            ]
-        )
-    heads = (
-        "video tokens | target padded to | draft sees | decode over vanilla | tokens per step | step, vanilla's (ms)"
+    return table(
+        "video tokens | target padded to | draft sees | decode over vanilla | tokens per step | step, vanilla's (ms) | "
+        "draft forward (ms) | time to first token over vanilla | identical",
+        "{tokens:,} | {padded} | {seen} | {decode_over_vanilla:.2f} ({spread[0]:.2f} to {spread[1]:.2f}) | "
+        "{tokens_per_step:.2f} | {step_ms:.1f} / {vanilla_step_ms:.1f} | {draft_forward_ms:.2f} | "
+        "{ttft_over_vanilla:.2f} | {identical:.0f%}",
+        _timed(found),
+        words={1, 2},
     )
-    heads += " | draft forward (ms) | time to first token over vanilla | identical"
-    return markdown(heads.split(" | "), rows, words={1, 2})
 
 
 def first_tokens(found: dict[str, Any]) -> str:
     """Return, of the longest videos, the time to the first token over vanilla's, and the parts of it that are ours."""
-    rows, longest = [], max(int(key.split()[0]) for key in found)
-    for where, row in _timed(found):
-        if where[0] == f"{longest:,}" and "in parallel" not in where[-1]:
-            vanilla = row["vanilla_ttft_s"]
-            shares = (f"{100 * row[part] / vanilla:.1f} %" for part in ("guidance_s", "draft_prefill_s"))
-            rows.append([*where, f"{vanilla:.2f}", f"{row['ttft_over_vanilla']:.2f}", *shares])
-    heads = "video tokens | target padded to | draft sees | vanilla (s) | over vanilla | guidance | draft's prefill"
-    return markdown(heads.split(" | "), rows, words={1, 2})
+    longest = max(int(key.split()[0]) for key in found)
+    chosen = [row for row in _timed(found) if row["tokens"] == longest and "in parallel" not in row["seen"]]
+    for row in chosen:
+        row |= {part: row[f"{part}_s"] / row["vanilla_ttft_s"] for part in ("guidance", "draft_prefill")}
+    return table(
+        "video tokens | target padded to | draft sees | vanilla (s) | over vanilla | guidance | draft's prefill",
+        "{tokens:,} | {padded} | {seen} | {vanilla_ttft_s:.2f} | {ttft_over_vanilla:.2f} | {guidance:%} | "
+        "{draft_prefill:%}",
+        chosen,
+        words={1, 2},
+    )
 
 
 def in_short(found: dict[str, Any], timed: dict[str, Any]) -> str:
@@ -150,7 +142,7 @@ def draw(path: str) -> None:
     styles |= {"uniform": ("#332288", "D"), "random": ("#88CCEE", "v")}
     with figures.panels(path, (9, 3.4), 1, 2) as (_, panels, lines):
         of_length: dict[str, Any] = {}
-        for name in ("whole", *(one for one in _names(found) if one.endswith(f" {KEPT:g}")), "blind"):
+        for name in _settings(found):
             points = {int(t): mean_length(points[name]) for t, points in found.items() if name in points}
             of_length[name.split()[0]] = (styles[name.split()[0]], points)
         lines |= figures.lines(panels[0, 0], lengths, of_length)
@@ -169,8 +161,10 @@ def _most_shares(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return max(found.items(), key=lambda point: (len(point[1]), int(point[0])))
 
 
-def _names(found: dict[str, Any]) -> list[str]:
-    return list(dict.fromkeys(name for points in found.values() for name in points))
+def _settings(found: dict[str, Any]) -> list[str]:
+    """Return the settings of the tables by length: whole video, KEPT dropped by each pruner, no video."""
+    names = dict.fromkeys(name for points in found.values() for name in points)
+    return ["whole", *(name for name in names if name.endswith(f" {KEPT:g}")), "blind"]
 
 
 def _identical(points: dict[str, list[Row]]) -> str:
@@ -178,13 +172,14 @@ def _identical(points: dict[str, list[Row]]) -> str:
     return f"{sum(same)} of {len(same)}"
 
 
-def _timed(found: dict[str, Any]) -> Iterator[tuple[list[str], Row]]:
-    """Yield, by padding and length, of each engine the video tokens, padding and what its draft sees, and its row."""
+def _timed(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield, by padding and length, the row of each engine with its video's tokens, padding and what its draft sees."""
     for key, point in sorted(found.items(), key=lambda one: [float(part) for part in reversed(one[0].split())]):
         tokens, pads = key.split()
         for name, row in point["engines"].items():
             seen = name if name in ("whole", "blind", "default", "parallel whole") else f"{name} {KEPT:g}"
-            yield [f"{int(tokens):,}", "as it is" if pads == "0" else f"{pads} drafts", _words(seen)], row
+            padded = "as it is" if pads == "0" else f"{pads} drafts"
+            yield row | {"tokens": int(tokens), "padded": padded, "seen": _words(seen)}
 
 
 def _words(name: str) -> str:
