@@ -79,7 +79,6 @@ def acceptance_points(args: argparse.Namespace) -> list[tuple[str, dict[str, Any
 
 
 def acceptance(args: argparse.Namespace, data: dict[str, Any]) -> None:
-    """Measure drafts, accepted tokens and identity of every request at every length and setting."""
     for tokens in args.tokens:
         points = data["acceptance"].setdefault(str(tokens), {})
         missing = [(name, spec) for name, spec in acceptance_points(args) if args.again or name not in points]
@@ -118,7 +117,6 @@ def acceptance_of(answer: dict[str, Any], vanilla: list[int], kind: str) -> dict
 
 
 def identical(requests: list[dict[str, Any]]) -> float:
-    """Return the share of answers that are vanilla's."""
     return statistics.mean(one["is_identical"] for one in requests)
 
 
@@ -207,14 +205,12 @@ def speed_row(ours: list[dict[str, Any]], vanilla: list[dict[str, Any]]) -> dict
 
 
 def load(family: str) -> dict[str, Any]:
-    """Return what is measured so far."""
     path = RESULTS / f"{NAMES[family]}.json"
     found = json.loads(path.read_text()) if path.exists() else {"acceptance": {}, "speed": {}}
     return found | {"family": family}
 
 
 def save(data: dict[str, Any]) -> None:
-    """Write what is measured so far."""
     text = json.dumps(data | {"provenance": provenance()}, indent=1)
     (RESULTS / f"{NAMES[data['family']]}.json").write_text(text + "\n")
 
@@ -225,7 +221,6 @@ def numbers(kind: type) -> Any:
 
 
 def main() -> None:
-    """Measure, and draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("acceptance", "speed"))
     parser.add_argument("--family", choices=NAMES, default=FAMILY)

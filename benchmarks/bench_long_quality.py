@@ -36,8 +36,6 @@ FILLERS = set(reel.vocabulary()) - FACT_WORDS
 
 @dataclass(frozen=True)
 class Reels(quality.Quality):
-    """`vidspec bench quality` with reels, each with a question of its own."""
-
     about: ClassVar[Collection[str]] = FACT_WORDS
     fillers: ClassVar[Collection[str]] = FILLERS
     telling: ClassVar[Collection[str]] = FACT_WORDS
@@ -45,7 +43,6 @@ class Reels(quality.Quality):
     tokens: int = 1024
 
     def job(self, family: str, role: str, draft_noise: str | None = None) -> dict[str, Any]:
-        """Return what `session_job` reads; as the base class has it."""
         spec = None if draft_noise is None else self.spec(draft_noise, quality.Setting("loose"))
         made = job(self.tokens, range(self.requests), spec)
         if spec is None:
@@ -55,7 +52,6 @@ class Reels(quality.Quality):
         return made
 
     def accuracies(self, texts: Sequence[str]) -> dict[str, Any]:
-        """Return what is right of the facts asked for, together and by attribute."""
         counts = dict.fromkeys(reel.FACTS, (0, 0))
         for i, text in enumerate(texts):
             _, question, scenes = reel.held_out(i, self.tokens)
@@ -67,7 +63,6 @@ class Reels(quality.Quality):
 
 
 def curve(options: argparse.Namespace) -> Iterator[harness.Row]:
-    """Yield the rows of `vidspec bench quality`."""
     what = Reels(
         families=(FAMILY,),
         temperatures=tuple(options.temperature),

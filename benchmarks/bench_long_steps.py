@@ -97,7 +97,6 @@ def core_peaks() -> harness.Row:
 
 
 def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
-    """Yield what the core can do, then a row for each length and setting."""
     yield {"core": core_peaks()}
     shape = from_folder(pairs.checkpoint(FAMILY, "target"))
     for tokens in options.tokens:

@@ -47,8 +47,6 @@ class Stopwatch:
         self._wrapped: list[tuple[Any, str, Any]] = []
 
     def timed(self, original: Callable, label: str) -> Callable:
-        """Return `original` with its time under `label`."""
-
         def call(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
             self._inside.append(0.0)
@@ -63,7 +61,6 @@ class Stopwatch:
         return call
 
     def wrap(self, owner: Any, name: str, label: str) -> None:
-        """Put a timed call in an attribute's place."""
         original = getattr(owner, name)
         self._wrapped.append((owner, name, original))
         setattr(owner, name, self.timed(original, label))
@@ -127,7 +124,6 @@ class Watched:
         self._engine.answer([prompt], max_tokens=ANSWER_TOKENS, ignore_eos=True)
 
     def unwrap(self) -> None:
-        """Put everything back."""
         self._watch.unwrap()
 
     def _wrap(self, runner: Any) -> None:

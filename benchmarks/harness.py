@@ -23,8 +23,6 @@ Row = dict[str, Any]
 
 
 class Engine:
-    """An engine in this process, and what its counters gain."""
-
     def __init__(self, kwargs: dict[str, Any]) -> None:
         from vllm import LLM
 
@@ -55,7 +53,6 @@ class Engine:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def measure(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, int]]:
-        """Return what a call returns, and what the counters gained meanwhile."""
         before = self.counters()
         result = call(*args, **kwargs)
         return result, metrics.difference(before, self.counters())

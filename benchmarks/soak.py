@@ -145,8 +145,6 @@ class Record:
         self._say(f"{config}: {kind}, {ask.about}: {why}")
 
     def latency(self) -> dict[str, Any]:
-        """Return the percentiles of both servers' seconds, in all and by kind."""
-
         def percentiles(*kinds: str) -> dict[str, float | None]:
             found = {}
             for name, prefix in zip(SERVERS, ("", "vanilla_"), strict=True):

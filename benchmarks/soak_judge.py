@@ -22,8 +22,6 @@ class Choice:
 
 @dataclass
 class Reply:
-    """One server's reply to one request."""
-
     status: int = 0  # Of HTTP; 0 where the connection failed, 500 where a stream carried an error
     error: str = ""  # The server's or the client library's message
     choices: dict[int, Choice] = field(default_factory=dict)  # By index

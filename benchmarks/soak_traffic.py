@@ -86,7 +86,6 @@ class Traffic:
         self._urls: dict[tuple[str, int, int], str] = {}
 
     def slice(self, count: int) -> list[Ask]:
-        """Return so many requests, some of them an earlier one's duplicates."""
         asks: list[Ask] = []
         for _ in range(count):
             if asks and self._rng.random() < 0.08:

@@ -86,7 +86,6 @@ ENVIRONMENT = {
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a step: this one's, with the repository first in the path."""
     path = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return ENVIRONMENT | dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path)}
 

@@ -76,7 +76,6 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 def installs(extra: str) -> list[list[str]]:
-    """Return what is given to `pip install`, one after the other."""
     if extra != "lock":
         return [[f"{NAME}[{extra}]" if extra else NAME]]
     (torch,) = re.findall(r"^torch==\S+", LOCK.read_text(), re.MULTILINE)
@@ -128,7 +127,6 @@ def _timed(words: list[str], name: str, folder: str, limit_s: float) -> dict:
 
 
 def main() -> None:
-    """Build, install with each Python, and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", action="append", default=[], help="an interpreter to try; repeat for more")
     parser.add_argument("--extra", default="", choices=("", "cpu", "gpu", "lock"), help="which engine comes with it")

@@ -148,7 +148,6 @@ def _joined(variable: str, *first: str) -> str:
 
 
 def main() -> None:
-    """Prepare the environments, then run one's Python with the arguments given; with --remove, delete them instead."""
     usage = "setup_cuda_host.py [--vllm VERSION] [--remove | ARGUMENTS OF PYTHON...]"
     parser = argparse.ArgumentParser(usage=usage, allow_abbrev=False)
     parser.add_argument("--vllm", choices=LOCKS_CUDA)

@@ -90,7 +90,6 @@ class Captioner:
         return " ".join(self.words[i] for i in ids if i != self.eos)
 
     def prompt(self) -> tuple[list[int], list[int]]:
-        """Ids before and after the video."""
         before, after = PROMPTS[self.family]
         return self.encode(before), self.encode(after)
 

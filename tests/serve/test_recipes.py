@@ -35,7 +35,6 @@ def commands(text):
 
 
 def programs(text, python):
-    """Return the Python blocks of a page."""
     return [[str(python), "-c", block] for block in re.findall(r"^```python\n([\s\S]*?)^```", text, re.MULTILINE)]
 
 

@@ -59,7 +59,6 @@ def is_gone(pid):
 
 
 def load(path):
-    """Return a script of this repository as a module."""
     path = ROOT / path
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
@@ -119,7 +118,6 @@ def sweep(**given):
 
 @functools.cache
 def caption_of(i):
-    """The caption of a held-out video, which is drawn once."""
     return captioned.held_out(i).caption
 
 

@@ -19,7 +19,6 @@ from vllm_vidspec.tools.engine_session import EngineSession
 
 
 def bench(*options, status=0):
-    """Run the command on two videos; return what it printed as JSON."""
     result = invoke("bench", "acceptance", *options, "--requests", "2", "--json", "-")
     assert result.exit_code == status, result.stderr
     return json.loads(result.stdout)

@@ -92,7 +92,6 @@ def _start(example, folder):
 
 
 def marked(mark):
-    """Return the processes that carry a mark."""
     return [one.pid for one in psutil.process_iter(["environ"]) if (one.info["environ"] or {}).get(MARK) == mark]
 
 

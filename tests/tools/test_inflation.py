@@ -27,7 +27,6 @@ def tensors(folder):
 
 @pytest.fixture
 def original(tmp_path):
-    """A copy of the LLaVA target."""
     return shutil.copytree(pairs.checkpoint("llava-onevision", "target"), tmp_path / "original")
 
 

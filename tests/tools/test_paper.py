@@ -26,7 +26,6 @@ def measured(*options):
 
 
 def specs(clocks):
-    """The speculative configuration of every engine that drafts, in order."""
     return [spec for session in clocks.sessions if (spec := session.job["llm"].get("speculative_config"))]
 
 

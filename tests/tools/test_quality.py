@@ -22,7 +22,6 @@ def names(what: Quality) -> list[str]:
 
 
 def quality_row(setting: Setting, **fields) -> dict:
-    """What a setting needs to be named."""
     return {"method": setting.scorer} | {name: getattr(setting, name) for name in DEFAULTS} | fields
 
 

@@ -89,7 +89,6 @@ def test_a_python_that_cannot_install_fails_the_release(built, monkeypatch, fail
 
 
 def pin(lock, name):
-    """Return the version that a lock pins."""
     return next(line for line in lock if re.match(rf"{name}={{2,3}}\d", line)).split("=")[-1]
 
 

@@ -14,7 +14,6 @@ from vllm_vidspec import metrics  # noqa: E402
 
 
 def reply(*answers: list[int], **fields) -> Reply:
-    """Return a whole reply of these tokens."""
     choices = {i: Choice(list(tokens), str(tokens), "stop", [-0.5] * len(tokens)) for i, tokens in enumerate(answers)}
     return Reply(**{"status": 200, "choices": choices, **fields})
 
