@@ -94,16 +94,11 @@ def wrap_foreign(watch: Stopwatch, runner: Any) -> None:
 
 
 class Watched:
-    """What one engine's steps are made of.
-
-    Attributes:
-        prompts: Of each request, until its first verify step: seconds, and seconds by component.
-        verifies: Of each verify step but a request's last, the same.
-    """
+    """What one engine's steps are made of: seconds of each, and seconds by component."""
 
     def __init__(self, engine: harness.Engine) -> None:
-        self.prompts: list[tuple[float, dict[str, float]]] = []
-        self.verifies: list[tuple[float, dict[str, float]]] = []
+        self.prompts: list[tuple[float, dict[str, float]]] = []  # of each request, until its first verify step
+        self.verifies: list[tuple[float, dict[str, float]]] = []  # of each verify step but a request's last
         self._engine, self._watch = engine, Stopwatch()
         self._begun, self._into = 0.0, self.prompts
         self._wrap(engine.runner)

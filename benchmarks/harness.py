@@ -67,9 +67,8 @@ def videos(family: str, numbers: Iterable[int]) -> list[Row]:
 
 
 def command(doc: str | None, measure: Callable[[argparse.Namespace], Iterable[Row]], /, **defaults: Any) -> list[Row]:
-    """Run a benchmark: print its rows as they come, write them with provenance to `--json`, and return them. `defaults`
-    are its options; a list is given with commas.
-    """
+    """Print a benchmark's rows as they come, write them to `--json`, and return them; options are `defaults`, a list
+    is given with commas."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():
         parse: Callable[[str], Any] = type(default)

@@ -91,8 +91,7 @@ def environment() -> dict[str, str]:
 
 
 def run_process(command: Sequence[str], log: Path, timeout_s: float) -> str:
-    """Run a command in a process group of its own, its output in `log`, and kill the group after `timeout_s`; return ""
-    for exit status 0, else how it ended with its last line of output."""
+    """Run a command in a group that is killed after `timeout_s`; return "" for status 0, else how it ended."""
     last_line = ""
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -76,8 +76,7 @@ def sources_of(version: str) -> Path | None:
 
 
 def check_machine() -> None:
-    """Refuse what the wheels or the compiler rule out before anything is downloaded: another platform than Linux on
-    x86_64, no C++ compiler."""
+    """Refuse what the wheels or the compiler rule out before anything is downloaded."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise SetupError("the null GPU needs Linux on x86_64: the CUDA wheels are built for it")
     if shutil.which("g++") is None or shutil.which("gcc") is None:

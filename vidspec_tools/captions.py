@@ -142,9 +142,7 @@ def relevance_auc(
 
 
 def kind_shares(kinds: Sequence[Sequence[int]]) -> dict[str, float | None]:
-    """Return the shares of accepted drafts, `exact_frac`, `loosened_frac`, `shifted_frac`, of tokens' `Kind`s; None
-    without any.
-    """
+    """Return the shares of accepted drafts by how they were accepted, of tokens' `Kind`s; None without any."""
     flat = [kind for caption in kinds for kind in caption]
     num_accepted = len(flat) - flat.count(Kind.OWN)
     return {f"{name}_frac": flat.count(i) / num_accepted if num_accepted else None for i, name in enumerate(KINDS, 1)}

@@ -167,9 +167,7 @@ def make_rows(
 
 
 def shape_figures(counters: dict[str, int]) -> dict[str, float | None]:
-    """Return nodes, depth and the length that it allows, per verify step of a request, and draft forwards per step of a
-    batch; None where nothing was drafted.
-    """
+    """Return nodes, depth and longest length per verify step, and forwards per step of a batch; None without drafts."""
     drafts, steps = counters["drafts"], counters["draft_steps"]
     depth = counters["draft_depth"] / drafts if drafts else None
     return {
