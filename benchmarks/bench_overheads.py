@@ -77,22 +77,6 @@ class Stopwatch:
         return dict(parts)
 
 
-def wrap_foreign(watch: Stopwatch, runner: Any) -> None:
-    """Time what our code calls that is not ours: the draft's layers, vLLM's attention metadata and sampler."""
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    from vllm_vidspec.engine.draft import model as draft_model
-
-    for owner, names in (
-        (runner.speculator.backend.draft_model, ("_run", "compute_logits", "embed")),
-        (draft_model, ("build_attn_metadata", "build_slot_mappings_by_layer")),
-        (runner.sampler, ("sample", "apply_sampling_params")),
-        (GPUModelRunner, ("take_draft_token_ids",)),
-    ):
-        for name in names:
-            watch.wrap(owner, name, FOREIGN)
-
-
 class Watched:
     """What one engine's steps are made of: seconds of each, and seconds by component."""
 
@@ -122,12 +106,19 @@ class Watched:
         self._watch.unwrap()
 
     def _wrap(self, runner: Any) -> None:
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+        from vllm_vidspec.engine.draft import model as draft_model
         from vllm_vidspec.engine.draft.noise import CoupledSampler
         from vllm_vidspec.engine.hooks.prompts import PendingScores
 
-        wrap_foreign(self._watch, runner)
         drafts, trees = runner.speculator.backend.drafter, runner.speculator.backend.drafter.trees
         wrapped: list[tuple[Any, tuple[str, ...], str]] = [
+            # What our code calls that is not ours: the draft's layers, vLLM's attention metadata and sampler.
+            (runner.speculator.backend.draft_model, ("_run", "compute_logits", "embed"), FOREIGN),
+            (draft_model, ("build_attn_metadata", "build_slot_mappings_by_layer"), FOREIGN),
+            (runner.sampler, ("sample", "apply_sampling_params"), FOREIGN),
+            (GPUModelRunner, ("take_draft_token_ids",), FOREIGN),
             (runner.parts.guidance, ("before_forward", "after_forward", "take"), "guidance"),
             (PendingScores, ("wait",), "guidance"),
             (drafts.prefills, ("_plan", "_prune"), "pruning"),

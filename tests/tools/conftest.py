@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tools.clocks import Clocks
-from tools.common import answer_captions, counters
+from tools.common import Clocks, answer_captions, counters
 from vidspec_tools.bench import trials
 from vllm_vidspec.tools.engine_session import EngineSession
 

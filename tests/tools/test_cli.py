@@ -1,7 +1,6 @@
 """The `vidspec` command without an engine: its options, wrong values, and the shapes of tables and JSON."""
 
 import dataclasses
-import json
 import subprocess
 import sys
 import types
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import typer.main
 
-from tools.common import counters, invoke
+from tools.common import counters, invoke, printed
 from vllm_vidspec import doctor
 from vllm_vidspec.cli import app
 from vllm_vidspec.cli import doctor as doctor_command
@@ -58,9 +57,9 @@ def test_module_is_the_command():
         "except SystemExit as stop: assert not stop.code\n"
         "print(sys.argv[0], [m for m in ('torch', 'vllm', 'numpy', 'pydantic', 'openai', 'cv2') if m in sys.modules])\n"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "Usage: vidspec [OPTIONS]" in printed
-    assert printed.splitlines()[-1] == "vidspec []"
+    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "Usage: vidspec [OPTIONS]" in text
+    assert text.splitlines()[-1] == "vidspec []"
 
 
 @pytest.mark.parametrize("identical", [True, False])
@@ -81,11 +80,10 @@ def test_demo_table_and_status(monkeypatch, tmp_path, identical):
     for words in ("a red [bold]circle[/bold]", "3.20", "44.0 %", "1.0 MiB", "142 KiB", "yes" if identical else "NO"):
         assert words in result.stdout, words
 
-    result = invoke("demo", "--log-dir", str(tmp_path), "--json", "-")
-    printed = json.loads(result.stdout)
-    assert printed["identical"] is identical
-    assert printed["acceptance_length"] == 3.2
-    assert printed["speculative_config"]["method"] == "vidspec"
+    found = printed("demo", "--log-dir", str(tmp_path), status=0 if identical else 1)
+    assert found["identical"] is identical
+    assert found["acceptance_length"] == 3.2
+    assert found["speculative_config"]["method"] == "vidspec"
 
 
 def test_doctor_table_json_and_status(monkeypatch):
@@ -95,7 +93,7 @@ def test_doctor_table_json_and_status(monkeypatch):
     assert result.exit_code == 1
     assert "name one" in result.stdout
     assert "[draft]" in result.stdout, "brackets are text, not markup"
-    assert [check["status"] for check in json.loads(invoke("doctor", "--json", "-").stdout)["checks"]] == ["ok", "fail"]
+    assert [check["status"] for check in printed("doctor", status=1)["checks"]] == ["ok", "fail"]
     monkeypatch.setattr(doctor, "run_checks", lambda target=None, draft=None: checks[:1])
     assert invoke("doctor").exit_code == 0
 

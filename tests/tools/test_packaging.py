@@ -12,18 +12,15 @@ from importlib import metadata
 
 import pytest
 
-from tools.common import ROOT
+from tools.common import ROOT, load
 from vllm_vidspec import SUPPORTED_CPU, SUPPORTED_VLLM
 
 PACKAGE = ROOT / "vllm_vidspec"
 KERNELS = ROOT / "kernels" / "vidspec_kernels"
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 PROJECT = tomllib.loads(PYPROJECT)["project"]
-LOCK = [
-    line
-    for line in (ROOT / "requirements" / "lock-cpu.txt").read_text().splitlines()
-    if line and not line.startswith("#")
-]
+_SETUP = load("scripts/setup_cuda_host.py")
+LOCK, normalised = _SETUP._requirements(_SETUP.base.LOCK_CPU), _SETUP._name
 
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".json", ".yml", ".yaml", ".cfg", ".sh", ".jinja", ".csv", ".svg", ""}
 # Written in pieces, so that this file does not match itself.
@@ -45,14 +42,6 @@ def repository_files():
     return [path for path in paths if path.is_file()] or [
         path for path in ROOT.rglob("*") if path.is_file() and not path.relative_to(ROOT).parts[0].startswith(".")
     ]
-
-
-def python_files(folder):
-    return sorted(folder.rglob("*.py"))
-
-
-def normalised(requirement):
-    return re.sub(r"[-_.]+", "-", re.split(r"[\s;=<>!~\[]", requirement)[0]).lower()
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
@@ -103,7 +92,7 @@ def test_only_compat_patches_vllm():
     assert list(patched_names(source)) == [3, 4, 5], "what is looked for is found"
     found = [
         f"{path.relative_to(ROOT)}:{line}"
-        for path in python_files(PACKAGE)
+        for path in PACKAGE.rglob("*.py")
         if PACKAGE / "engine" / "compat" not in path.parents
         for line in patched_names(path.read_text())
     ]
@@ -113,7 +102,7 @@ def test_only_compat_patches_vllm():
 def test_the_package_does_without_the_tools_of_the_clone(tmp_path):
     """Catches: what serves imports what only a clone has; a wheel that brings it, or a command that ends in a trace."""
     only_the_command = PACKAGE / "cli" / "__init__.py"
-    assert [path for path in python_files(PACKAGE) if "vidspec_tools" in path.read_text()] == [only_the_command]
+    assert [path for path in PACKAGE.rglob("*.py") if "vidspec_tools" in path.read_text()] == [only_the_command]
     assert not any(
         name.startswith("vidspec_tools") for name in tomllib.loads(PYPROJECT)["tool"]["setuptools"]["package-dir"]
     )

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from tools.clocks import DECODED, DRAFT_S, TARGET_S, Clocks, num_layers
-from tools.common import invoke, refuses
+from tools.common import DECODED, DRAFT_S, TARGET_S, Clocks, invoke, num_layers, printed, refuses
 from vidspec_tools import inflation
 from vidspec_tools.bench import interleaved, methods, paper, published, ratios, trials
 from vidspec_tools.bench.paper import PaperBenchmark
@@ -20,9 +19,7 @@ CHAIN = ("--methods", "SD-chain")
 
 
 def measured(*options):
-    result = invoke("bench", "paper", *options, "--json", "-")
-    assert result.exit_code == 0, result.stderr
-    return json.loads(result.stdout)
+    return printed("bench", "paper", *options)
 
 
 def specs(clocks):
@@ -34,8 +31,8 @@ def specs(clocks):
 
 def test_turns_are_interleaved_on_one_core(clocks):
     """Catches: one engine after another, the same order each time, videos that an engine has seen, another core."""
-    printed = measured(*CHAIN, "--requests", "2", "--rounds", "3")
-    assert [row["mode"] for row in printed["rows"]] == ["vanilla", "sequential"]
+    rows = measured(*CHAIN, "--requests", "2", "--rounds", "3")["rows"]
+    assert [row["mode"] for row in rows] == ["vanilla", "sequential"]
     assert len(clocks.sessions) == 2
     pairs_of_turns = [clocks.turns[i : i + 2] for i in range(0, len(clocks.turns), 2)]
     assert [{mode for mode, _ in two} for two in pairs_of_turns] == [{"vanilla", "sequential"}] * 6
@@ -99,10 +96,10 @@ def test_a_method_that_fails_is_named_and_the_others_go_on(clocks):
     chosen = ("--methods", "SD-chain,SD-tree,SpecVLM")
     result = invoke("bench", "paper", *chosen, "--requests", "2", "--rounds", "1", "--json", "-")
     assert result.exit_code == 1 and "vidspec: qwen2.5-vl 0.0 SD-tree: it stopped" in result.stderr
-    printed = json.loads(result.stdout)
+    found = json.loads(result.stdout)
     named = {"family": "qwen2.5-vl", "inflate": 0.0, "method": "SD-tree", "reason": "it stopped"}
-    assert printed["failures"] == [named]
-    assert [row["method"] for row in printed["rows"]] == ["autoregressive", "SD-chain", "SpecVLM"]
+    assert found["failures"] == [named]
+    assert [row["method"] for row in found["rows"]] == ["autoregressive", "SD-chain", "SpecVLM"]
     clocks.fails = lambda job, command: VidSpecError("no") if clocks.mode(job) == "vanilla" else None
     with pytest.raises(VidSpecError, match=r"^no$"):  # nothing to compare with
         interleaved.run(Benchmark())
@@ -212,15 +209,15 @@ def test_streams_end_where_something_is_rejected(verified, num_streams):
 
 def test_parallel_drafter_has_a_core_of_its_own(clocks):
     knobs = ("--knob", "parallel_max_ahead=7", "--knob", "prune_seed=3")
-    printed = measured(*SMALL, "--methods", "SD-chain,ParallelVLM", *knobs)
+    found = measured(*SMALL, "--methods", "SD-chain,ParallelVLM", *knobs)
     sequential, ours = specs(clocks)
     assert "parallel" not in sequential
     assert ours["parallel"] == {"device": "cpu", "cpu_cores": "1", "max_ahead": 7}
     assert sequential["prune_seed"] == ours["prune_seed"] == 3
-    row = printed["rows"][-1]
+    row = found["rows"][-1]
     assert (row["late_frac"], row["late_drafts"], row["stale_streams"]) == (3 / 12, 3, 3)
     assert row["speedup"] == pytest.approx(4.0)
-    assert printed["provenance"]["cores"] == [0, 1]
+    assert found["provenance"]["cores"] == [0, 1]
 
 
 def test_vllms_own_method_has_no_times_where_its_kernels_are_interpreted(clocks, monkeypatch):
@@ -241,10 +238,10 @@ def test_vllms_own_method_has_no_times_where_its_kernels_are_interpreted(clocks,
 
 def test_every_method_is_a_row(clocks):
     """Catches: a method that is left out, or whose knobs are not those of its paper; --quick over what is asked for."""
-    printed = measured("--quick", "--requests", "1")
-    assert [row["method"] for row in printed["rows"]] == list(paper.ALL)
-    assert {(row["requests"], row["rounds"], row["max_tokens"]) for row in printed["rows"]} == {(1, 3, 64)}
-    found = {row["method"]: row for row in printed["rows"]}
+    rows = measured("--quick", "--requests", "1")["rows"]
+    assert [row["method"] for row in rows] == list(paper.ALL)
+    assert {(row["requests"], row["rounds"], row["max_tokens"]) for row in rows} == {(1, 3, 64)}
+    found = {row["method"]: row for row in rows}
     knobs = ("drafting", "pruner", "num_speculative_tokens")
     assert {name: tuple(row[one] for one in knobs) for name, row in found.items()} == {
         "autoregressive": (None, None, None),
@@ -319,9 +316,7 @@ def test_published_lengths_hold_the_targets_own_token(clocks):
 def test_one_setting_beside_vanilla(clocks):
     """Catches: knobs that do not reach the engine; means of rounds for those of requests; a burst for a token."""
     given = ("--drafting", "tree-static", "--pruner", "uv", "--scorer", "fly", "--prune-ratio", "0.5")
-    result = invoke("bench", "speed", "--requests", "2", "--rounds", "1", *given, "--json", "-")
-    assert result.exit_code == 0, result.stderr
-    vanilla, ours = json.loads(result.stdout)["rows"]
+    vanilla, ours = printed("bench", "speed", "--requests", "2", "--rounds", "1", *given)["rows"]
     assert (vanilla["method"], ours["method"]) == ("vanilla", "vidspec")
     knobs = ("drafting", "pruner", "prune_ratio", "scorer", "num_speculative_tokens")
     assert [ours[name] for name in knobs] == ["tree-static", "uv", 0.5, "fly", 25]
@@ -334,7 +329,7 @@ def test_one_setting_beside_vanilla(clocks):
     assert (vanilla["request_ms"], ours["request_ms"]) == pytest.approx((200 + 48 * 40, 200 + 12e3 * step_s))
     assert vanilla["draft_decode_ms"] is None and ours["draft_decode_ms"] == pytest.approx(48 * 4)
     beside = ("bench", "speed", *SMALL, "--parallel", "--inflate", "5")
-    ours = json.loads(invoke(*beside, "--json", "-").stdout)["rows"][-1]
+    ours = printed(*beside)["rows"][-1]
     assert (ours["mode"], ours["num_speculative_tokens"]) == ("parallel", 10)
     tables = invoke(*beside).stdout
     assert all(words in tables for words in ("chain of 10", "late", "what drafting takes of a request", "relevance"))

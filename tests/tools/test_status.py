@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tools.common import ROOT, invoke, refuses
+from tools.common import ROOT, invoke, printed, refuses
 from vllm_vidspec import metrics
 from vllm_vidspec.tools import scrape, status, status_rules
 
@@ -253,9 +253,9 @@ def test_what_is_printed(sound, serving, tmp_path):
         assert words in result.stdout
     assert "lower num_speculative_tokens to 3" in result.stdout
     assert "engine 0" not in result.stdout, "one engine is no column of its own"
-    printed = json.loads(invoke("status", "--server", serving.url, "--json", "-").stdout)
-    assert set(printed) == {"server", "since_start", "interval", "interval_seconds", "engines", "advice"}
-    assert printed["since_start"] == sound.figures()
+    found = printed("status", "--server", serving.url, status=1)
+    assert set(found) == {"server", "since_start", "interval", "interval_seconds", "engines", "advice"}
+    assert found["since_start"] == sound.figures()
 
     sound.count(draft_tokens=-1000, draft_depth=-1000)
     serving.texts = [sound.text()]

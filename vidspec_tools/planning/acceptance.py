@@ -5,6 +5,7 @@ tokens of a verify step, the target's own included.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -38,10 +39,7 @@ class Agreement:
 
     def _accepts(self, path: Path) -> float:
         """Return the probability that a node is accepted: the candidate of each rank on its path."""
-        chance = 1.0
-        for depth, rank in enumerate(path, 1):
-            chance *= self.at(depth, rank)
-        return chance
+        return math.prod(self.at(depth, rank) for depth, rank in enumerate(path, 1))
 
 
 def agreement_of_positions(positions: Sequence[float], runner_up: float = 0.0, source: str = "given") -> Agreement:
