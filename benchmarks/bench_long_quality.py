@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training.train_long import Reader
 from vidspec_tools import reel
 from vidspec_tools.bench import quality
-from vidspec_tools.captions import auc, retention
+from vidspec_tools.captions import accuracy, auc, pooled
 from vllm_vidspec.tools import pairs
 
 FACT_WORDS = reel.fact_words()
@@ -52,14 +52,10 @@ class Reels(quality.Quality):
         return made
 
     def accuracies(self, texts: Sequence[str]) -> dict[str, Any]:
-        counts = dict.fromkeys(reel.FACTS, (0, 0))
-        for i, text in enumerate(texts):
-            _, question, scenes = reel.held_out(i, self.tokens)
-            for name, (right, total) in reel.score_answer(text, question, scenes).items():
-                counts[name] = (counts[name][0] + right, counts[name][1] + total)
-        right, total = (sum(count[place] for count in counts.values()) for place in (0, 1))
-        by_name = {name: retention(*count) for name, count in counts.items()}
-        return {"accuracy": right / total, "group": {}, "attribute": by_name}
+        scores = (reel.score_answer(text, *reel.held_out(i, self.tokens)[1:]) for i, text in enumerate(texts))
+        counts = pooled(reel.FACTS, scores)
+        by_name = {name: accuracy(counts, [name]) for name in counts}
+        return {"accuracy": accuracy(counts, counts), "group": {}, "attribute": by_name}
 
 
 def curve(options: argparse.Namespace) -> Iterator[harness.Row]:

@@ -85,9 +85,14 @@ def _first(words: list[str], options) -> str:
 
 def count_right(texts: Sequence[str], facts: Sequence[tuple[SceneFact, ...]]) -> dict[str, tuple[int, int]]:
     """Return (right, total) of each of ATTRIBUTES over all captions, one per video, given what the videos show."""
-    counts = dict.fromkeys(ATTRIBUTES, (0, 0))
-    for text, shown in zip(texts, facts, strict=True):
-        for name, (right, total) in score_caption(text, shown).items():
+    return pooled(ATTRIBUTES, (score_caption(*one) for one in zip(texts, facts, strict=True)))
+
+
+def pooled(names: Iterable[str], scores: Iterable[Counts]) -> dict[str, tuple[int, int]]:
+    """Return (right, total) of each name over all scores."""
+    counts = dict.fromkeys(names, (0, 0))
+    for score in scores:
+        for name, (right, total) in score.items():
             counts[name] = (counts[name][0] + right, counts[name][1] + total)
     return counts
 

@@ -7,6 +7,7 @@ import types
 import typing
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import typer.main
@@ -102,20 +103,17 @@ def test_doctor_looks_anew_after_a_repair(monkeypatch):
     """A module that was broken stays so in this process. Catches: "fail" and status 1 after a repair that worked."""
     from vllm_vidspec.setup import fixups
 
-    started = []
-
-    def run(command):
-        started.append(command)
-        return SimpleNamespace(returncode=3)
-
+    run = mock.Mock(return_value=SimpleNamespace(returncode=3))
     changed = fixups.FixupResult("torchvision", True, "repaired")
     monkeypatch.setattr(fixups, "apply_fixups", lambda: [changed])
     monkeypatch.setattr(doctor, "run_checks", lambda target=None, draft=None: pytest.fail("checked in this process"))
     monkeypatch.setattr(doctor_command.subprocess, "run", run)
     assert invoke("doctor", "--fix", "--target", "t", "--draft", "self").exit_code == 3
-    assert started == [[sys.executable, "-m", "vllm_vidspec.cli", "doctor", "--target", "t", "--draft", "self"]]
+    run.assert_called_once_with(
+        [sys.executable, "-m", "vllm_vidspec.cli", "doctor", "--target", "t", "--draft", "self"]
+    )
     # Where nothing had to change this process sees what there is.
     monkeypatch.setattr(fixups, "apply_fixups", lambda: [dataclasses.replace(changed, changed=False)])
     monkeypatch.setattr(doctor, "run_checks", lambda target=None, draft=None: [doctor.Check("engine", "ok", "fine")])
     assert invoke("doctor", "--fix").exit_code == 0
-    assert len(started) == 1
+    assert run.call_count == 1

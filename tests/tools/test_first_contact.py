@@ -62,33 +62,27 @@ def started(tmp_path):
 
     It returns the process, the terminal's other end, and what marks it and all that it starts.
     """
-    marks = []
+    mark = uuid.uuid4().hex
 
     def start(example):
-        found = _start(example, tmp_path)
-        marks.append(found[2])
-        return found
+        (tmp_path / "vllm_vidspec").symlink_to(ROOT / "vllm_vidspec")
+        ours, theirs = pty.openpty()
+        command = [sys.executable, "-m", "vllm_vidspec.cli", *shlex.split(example)[1:]]
+        if "--json" not in command:
+            command += ["--json", "result.json"]
+        env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/kernels", "TERM": "xterm", MARK: mark}
+        options = {"cwd": tmp_path, "env": env, "stderr": theirs, "start_new_session": True}
+        with (tmp_path / "stdout").open("wb") as out:
+            # A shell ignores Ctrl-C for what it runs in the background, and tests may be that.
+            heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+            process = subprocess.Popen(command, stdout=out, preexec_fn=heed, **options)
+        os.close(theirs)
+        return process, ours, mark
 
     yield start
-    for pid in (pid for mark in marks for pid in marked(mark)):
+    for pid in marked(mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _start(example, folder):
-    (folder / "vllm_vidspec").symlink_to(ROOT / "vllm_vidspec")
-    mark, (ours, theirs) = uuid.uuid4().hex, pty.openpty()
-    command = [sys.executable, "-m", "vllm_vidspec.cli", *shlex.split(example)[1:]]
-    if "--json" not in command:
-        command += ["--json", "result.json"]
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/kernels", "TERM": "xterm", MARK: mark}
-    options = {"cwd": folder, "env": env, "stderr": theirs, "start_new_session": True}
-    with (folder / "stdout").open("wb") as out:
-        # A shell ignores Ctrl-C for what it runs in the background, and tests may be that.
-        heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
-        process = subprocess.Popen(command, stdout=out, preexec_fn=heed, **options)
-    os.close(theirs)
-    return process, ours, mark
 
 
 def marked(mark):
