@@ -11,6 +11,7 @@ kernel, all layers; `target` and `draft` the rest of these models; `vidspec` our
 import argparse
 import statistics
 import time
+import timeit
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -83,12 +84,7 @@ def core_peaks() -> harness.Row:
     a, long = torch.randn(1536, 1536), torch.ones(2**27)
 
     def best(call: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(5):
-            begin = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - begin)
-        return min(times)
+        return min(timeit.repeat(call, number=1, repeat=5))
 
     return {
         "gflops": round(2 * 1536**3 / best(lambda: a @ a) / 1e9, 1),

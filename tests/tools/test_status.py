@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -273,12 +274,7 @@ def test_watching(sound, serving, monkeypatch, as_json):
     first = sound.text()
     sound.count(drafts=200, draft_tokens=200, draft_depth=200, accepted_tokens=20, accepted_at_pos_0=20)
     serving.texts = [first, sound.text()]
-    sleeps = iter([None, KeyboardInterrupt])
-
-    def sleep(_):
-        if (stop := next(sleeps)) is not None:
-            raise stop
-
+    sleep = mock.Mock(side_effect=[None, KeyboardInterrupt])
     monkeypatch.setattr(status, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     result = invoke("status", "--server", serving.url, "--watch", "5", *(["--json", "-"] if as_json else []))
     assert result.exit_code == 130

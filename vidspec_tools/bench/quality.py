@@ -100,12 +100,8 @@ class Quality:
         found = [Setting(STRICT)]
         for scorer in self.scorers:
             if scorer == "loose":
-                others = itertools.product(self.relevance_rows, self.position_shifts, self.top_ns)
-                found += [
-                    Setting(scorer, value, top_n, shift, rows)
-                    for rows, shift, top_n in others
-                    for value in self.lambdas
-                ]
+                combinations = itertools.product(self.relevance_rows, self.position_shifts, self.top_ns, self.lambdas)
+                found += [Setting(scorer, value, top_n, shift, rows) for rows, shift, top_n, value in combinations]
             elif scorer == "random":
                 found += [Setting(scorer, value, position_shift=False) for value in self.lambdas]
             elif scorer in ("fly", "fly-entropy"):

@@ -19,17 +19,13 @@ def share(value: float | None) -> str:
     return fill("{share:%}", {"share": value})
 
 
-def by_family(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    return {family: list(ours) for (family,), ours in versus.by(list(rows), "family").items()}  # type: ignore[arg-type]
-
-
 # ---- bench acceptance ------------------------------------------------------------------------------------------------
 
 
 def acceptance(result: Result, name: str = "") -> list[str]:
     rows = [row | {"drafting": acceptance_view.shape_of(row)} for row in result["rows"]]
     text = shown(acceptance_view.columns(rows), rows, words=len(acceptance_view.varying(rows)))
-    notes = [f"`{family}`: {note(ours)}" for family, ours in by_family(rows).items()]
+    notes = [f"`{family}`: {note(ours)}" for (family,), ours in versus.by(rows, "family").items()]
     return [text, *notes, *(figure(f"{name}.png", "acceptance length by shape of the draft") if name else ())]
 
 
@@ -37,7 +33,7 @@ def pruners(result: Result, name: str = "") -> list[str]:
     """Return a table per family: acceptance length, pruners down, ratios across; each with a note."""
     found = []
     names, ratios = (list(dict.fromkeys(row[axis] for row in result["rows"])) for axis in ("pruner", "prune_ratio"))
-    for family, ours in by_family(result["rows"]).items():
+    for (family,), ours in versus.by(result["rows"], "family").items():
         by_cell = {(row["pruner"], row["prune_ratio"]): row for row in ours}
         whole = next((row for row in ours if row["pruner"] == "none" or row["prune_ratio"] == 0), None)
         lines = []
