@@ -85,9 +85,8 @@ def installs(extra: str) -> list[list[str]]:
 def attempt(index: str, python: str, extra: str, commands: Sequence[Sequence[str]], limit_s: float) -> list[dict]:
     """Install into an empty environment of one Python and run commands in it, until one fails.
 
-    Returns:
-        A row for each step: `step`, `status` (None: stopped after the limit), `seconds`, `last` (its last line that
-        tells something).
+    Return a row for each step: `step`, `status` (None: stopped after the limit), `seconds`, and `last`, its last line
+    that tells something.
     """
     rows: list[dict] = []
     with tempfile.TemporaryDirectory(prefix="vidspec-empty-") as folder:

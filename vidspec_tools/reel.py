@@ -213,11 +213,8 @@ def _path(rng: np.random.Generator, scene: Scene, length: int) -> np.ndarray:
 
 
 def ask(rng: np.random.Generator, scenes: tuple[Scene, ...], kind: str, count: int) -> Question | None:
-    """Draw a question; None if the reel has nothing to ask of this kind.
-
-    Args:
-        kind: One of KINDS.
-        count: Scenes that the answer describes, 1 to MAX_TOLD; "which" names scenes and describes none.
+    """Draw a question of a kind about `count` scenes, 1 to MAX_TOLD ("which" describes none); None if the reel has
+    nothing to ask of this kind.
     """
     if kind == "which":
         return _ask_which(rng, scenes)
