@@ -64,9 +64,7 @@ def parse_caption(text: str) -> list[SceneFact]:
 
 
 def score_caption(text: str, facts: tuple[SceneFact, ...]) -> dict[str, tuple[int, int]]:
-    """Compare a caption with the facts in order: attribute -> (right, total). All attributes of a scene or object that
-    it lacks count as wrong.
-    """
+    """Compare a caption with the facts in order: attribute -> (right, total); what it lacks counts as wrong."""
     said, nothing = parse_caption(text), SceneFact("", "", ())
     marks = [("num_scenes", len(said) == len(facts))]
     for scene, heard in itertools.zip_longest(facts, said[: len(facts)], fillvalue=nothing):
@@ -132,10 +130,7 @@ def relevance_auc(
     about: Collection[str] = ATTRIBUTE_WORDS,
     fillers: Collection[str] = FILLER_WORDS,
 ) -> float | None:
-    """Return how well relevance separates words about the video from fillers: the area under the ROC curve.
-
-    It is over the tokens of all captions whose relevance was measured; None where either class has no such token.
-    """
+    """Return the area under the ROC curve of relevance, words about the video against fillers; None without either."""
     pairs = [
         (word.strip(), value)
         for caption, values in zip(words, relevance, strict=True)

@@ -101,9 +101,7 @@ def check(sweep: Sweep) -> None:
 
 
 def run(sweep: Sweep, report: Report = silent) -> dict[str, Any]:
-    """Return the sweep's `rows` in the order asked for, its `failures` (a family whose vanilla failed is one), and
-    `provenance`.
-    """
+    """Return the sweep's `rows` in the order asked for, `failures` (vanilla's is its family's), and `provenance`."""
     check(sweep)
     rows: list[dict[str, Any]] = []
     failures: list[dict[str, Any]] = []
