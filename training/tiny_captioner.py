@@ -243,10 +243,10 @@ class Captioner:
         return x[:, -length:], x[torch.arange(len(x))[:, None], at], x[:, end - len((prompt or self.prompt())[1]) : end]
 
     @torch.no_grad()
-    def greedy(self, video: torch.Tensor, kept: torch.Tensor | None = None, max_tokens: int = 200) -> list[list[int]]:
-        """Greedy captions of video [batch, num_kept, ...], each a list of ids that ends with the end token."""
+    def greedy(self, video: torch.Tensor, max_tokens: int = 200) -> list[list[int]]:
+        """Greedy captions of whole videos [batch, num_video_tokens, ...], as ids that end with the end token."""
         batch = video.shape[0]
-        kept = torch.arange(self.num_video_tokens) if kept is None else kept
+        kept = torch.arange(self.num_video_tokens)
         nothing = torch.zeros((batch, 0), dtype=torch.int64)
         embeds, positions, deeper, _ = self.sequence(video, kept, self.segments(), nothing)
         cache: list = [None] * len(self.text.layers)

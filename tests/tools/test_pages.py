@@ -16,7 +16,7 @@ from tests.serve import restarts
 from tools.common import FAMILIES, ROOT, SMALL_AXES, printed, sweep
 from vidspec_tools.bench import acceptance
 from vidspec_tools.pages import __main__ as builder
-from vidspec_tools.pages import commands, measure, reliability, results, tables
+from vidspec_tools.pages import measure, reliability, results, tables
 from vidspec_tools.views import acceptance as acceptance_view
 from vllm_vidspec.cli import app
 
@@ -32,7 +32,7 @@ def test_every_result_has_a_section():
     sections = {**results.sections(), **reliability.sections()}
     pages = "".join(path.read_text() for path, _ in builder.pages())
     assert {name for name in sections if f"<!-- {name} -->" not in pages} == set()
-    assert commands.commands_by_name().keys() <= results.sections().keys()
+    assert measure.commands_by_name().keys() <= results.sections().keys()
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -59,14 +59,14 @@ def test_what_is_between_other_markers_stays():
 
 def test_commands_and_their_names():
     """Catches: a result without a command; one of a command that is not measured again; a name for others."""
-    found = commands.commands_by_name()
+    found = measure.commands_by_name()
     assert len(found["R9-sage"]) == 3 and found["R7"] == ["demo --family llava-onevision"]
     assert all(line.startswith(("benchmarks/", "bench ", "demo")) for lines in found.values() for line in lines)
-    assert commands.chosen("R9", found) == ["R9", "R9-sage"]
-    assert commands.chosen("R9-sage,R1", found) == ["R1", "R9-sage"]
-    assert commands.chosen("paper", found) == [name for name in found if name.startswith("paper-")]
+    assert measure.chosen("R9", found) == ["R9", "R9-sage"]
+    assert measure.chosen("R9-sage,R1", found) == ["R1", "R9-sage"]
+    assert measure.chosen("paper", found) == [name for name in found if name.startswith("paper-")]
     with pytest.raises(SystemExit, match="no result is called 'R99'"):
-        commands.chosen("R99", found)
+        measure.chosen("R99", found)
 
 
 def test_notes_say_what_went_wrong_and_what_was_not_run(engines):
@@ -94,8 +94,8 @@ def merged(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
 
     def run(name, *options):
-        parts = [printed(*command.split(), *options) for command in commands.commands_by_name()[name]]
-        commands.write(tmp_path / f"{name}.json", commands.merge(parts))
+        parts = [printed(*command.split(), *options) for command in measure.commands_by_name()[name]]
+        measure.write(tmp_path / f"{name}.json", measure.merge(parts))
         assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".png"}
         return json.loads((tmp_path / f"{name}.json").read_text())
 

@@ -42,7 +42,7 @@ class Agreement:
         return math.prod(self.at(depth, rank) for depth, rank in enumerate(path, 1))
 
 
-def agreement_of_positions(positions: Sequence[float], runner_up: float = 0.0, source: str = "given") -> Agreement:
+def agreement_of_positions(positions: Sequence[float], runner_up: float = 0.0) -> Agreement:
     """Return the agreement that acceptance rates by position say, of all drafts, as `vllm bench serve` prints them.
 
     Deeper ones fall as the last did.
@@ -54,7 +54,7 @@ def agreement_of_positions(positions: Sequence[float], runner_up: float = 0.0, s
             "--acceptance: rates by position cannot rise: a draft token is accepted only if all before it are"
         )
     rates = tuple(share / before for before, share in pairwise([1.0, *positions]))
-    return Agreement(rates, runner_up, source)
+    return Agreement(rates, runner_up)
 
 
 def bisect(rises: Callable[[float], float], wanted: float) -> float:
