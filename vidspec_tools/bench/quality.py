@@ -276,10 +276,8 @@ def knob(row: dict[str, Any]) -> float | None:
 
 
 def setting_name(row: dict[str, Any]) -> str:
-    """Return a setting in a few characters: "loose 0.7 N1 shift pred".
-
-    The number is lambda, or of the two FLy the threshold; N is not said where it is the default; "pred" reads the
-    states that predict the drafts.
+    """Return a setting in a few characters, "loose 0.7 N1 shift pred": lambda (of the two FLy the threshold), N where
+    it is not the default, and "pred" where states are read that predict the drafts.
     """
     value, (method, *more) = knob(row), line_name(row).split()
     return " ".join([method, *([] if value is None else [f"{value:g}"]), *more])

@@ -14,11 +14,6 @@ Row = dict[str, Any]
 Section = Callable[[Result], list[str]]  # a result -> paragraphs and tables
 
 
-def share(value: float | None) -> str:
-    """Return a share as a percentage, which may be more than 100."""
-    return fill("{share:%}", {"share": value})
-
-
 # ---- bench acceptance ------------------------------------------------------------------------------------------------
 
 
@@ -41,7 +36,7 @@ def pruners(result: Result) -> list[str]:
             cells = [f"`{pruner}`", *(_length(by_cell.get((pruner, ratio))) for ratio in ratios)]
             pruned = by_cell.get((pruner, 0.9))
             left = pruned["acceptance_length"] / whole["acceptance_length"] if pruned and whole else None
-            lines.append([*cells, share(left)])
+            lines.append([*cells, fill("{left:%}", {"left": left})])
         head = [f"`{family}`", *(f"{ratio:g}" for ratio in ratios), "share of unpruned at 0.9"]
         found += [markdown(head, lines), note(ours)]
     return found
