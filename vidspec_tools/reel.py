@@ -137,13 +137,11 @@ def score_answer(text: str, question: Question, scenes: tuple[Scene, ...]) -> di
 def _read(sentence: str) -> dict[str, str]:
     """Return the facts of one scene as an answer tells them, "" where it does not."""
     words, numbers = sentence.split(), re.findall(r"scene (\d \d \d)", sentence)
-    options = {"background": BACKGROUNDS, "pattern": PATTERNS, "size": SIZES, "shape": SHAPES, "motion": MOTIONS}
+    options = {"background": BACKGROUNDS, "pattern": PATTERNS, "size": SIZES, "shape": SHAPES}
+    options |= {"motion": MOTIONS, "event": EVENTS}
     color, new_color, *_ = [*(word for word in words if word in COLORS), "", ""]
     return {
-        **{
-            name: next((word for word in words if word in known), "")
-            for name, known in (options | {"event": EVENTS}).items()
-        },
+        **{name: next((word for word in words if word in known), "") for name, known in options.items()},
         "scene": numbers[-1] if numbers else "",  # an opening names another scene
         "position": next((place for place in POSITIONS if place in sentence), ""),
         "color": color,
