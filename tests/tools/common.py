@@ -125,9 +125,8 @@ def sweep(**given):
     return acceptance.Sweep(axes, **{"requests": 2} | given)
 
 
-@functools.cache
-def caption_of(i):
-    return captioned.held_out(i).caption
+# The caption of a held-out video, which is drawn once.
+caption_of = functools.cache(lambda i: captioned.held_out(i).caption)
 
 
 def answer_captions(session, command, **counters):
