@@ -4,6 +4,7 @@ import ast
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -17,8 +18,8 @@ from vllm_vidspec import SUPPORTED_CPU, SUPPORTED_VLLM
 
 PACKAGE = ROOT / "vllm_vidspec"
 KERNELS = ROOT / "kernels" / "vidspec_kernels"
-PYPROJECT = (ROOT / "pyproject.toml").read_text()
-PROJECT = tomllib.loads(PYPROJECT)["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, TOOL = PYPROJECT["project"], PYPROJECT["tool"]["setuptools"]
 _SETUP = load("scripts/setup_cuda_host.py")
 LOCK, normalised = _SETUP._requirements(_SETUP.base.LOCK_CPU), _SETUP._name
 
@@ -103,17 +104,11 @@ def test_the_package_does_without_the_tools_of_the_clone(tmp_path):
     """Catches: what serves imports what only a clone has; a wheel that brings it, or a command that ends in a trace."""
     only_the_command = PACKAGE / "cli" / "__init__.py"
     assert [path for path in PACKAGE.rglob("*.py") if "vidspec_tools" in path.read_text()] == [only_the_command]
-    assert not any(
-        name.startswith("vidspec_tools") for name in tomllib.loads(PYPROJECT)["tool"]["setuptools"]["package-dir"]
-    )
-    include = tomllib.loads(PYPROJECT)["tool"]["setuptools"]["packages"]["find"]["include"]
-    assert not any(fnmatch("vidspec_tools", pattern) for pattern in include)
+    assert not any(name.startswith("vidspec_tools") for name in TOOL["package-dir"])
+    assert not any(fnmatch("vidspec_tools", pattern) for pattern in TOOL["packages"]["find"]["include"])
+    link = lambda path, copy: (shutil.copy if path.endswith("__init__.py") else os.symlink)(path, copy)  # noqa: E731
     for name, folder in (("vllm_vidspec", PACKAGE), ("vidspec_kernels", KERNELS)):
-        (tmp_path / name).mkdir()
-        for path in [*folder.rglob("*.py")]:
-            copy = tmp_path / name / path.relative_to(folder)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.symlink_to(path) if path.name != "__init__.py" else copy.write_bytes(path.read_bytes())
+        shutil.copytree(folder, tmp_path / name, copy_function=link)
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     for command in ("bench", "plan", "show-pruning"):
         args = [sys.executable, "-m", "vllm_vidspec.cli", command, "acceptance", "--family", "x"]
@@ -159,8 +154,7 @@ def test_base_dependencies_bring_no_engine():
 
 
 def test_every_asset_is_package_data():
-    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-    suffixes = [name.removeprefix("assets/**/") for name in tool["setuptools"]["package-data"]["vllm_vidspec"]]
+    suffixes = [name.removeprefix("assets/**/") for name in TOOL["package-data"]["vllm_vidspec"]]
     files = [path for path in (PACKAGE / "assets").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
     assert [path for path in files if not any(fnmatch(path.name, suffix) for suffix in suffixes)] == []
 
