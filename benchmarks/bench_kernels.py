@@ -90,12 +90,10 @@ def rows_of(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
     traffic, product = case.num_bytes / bandwidth, case.flops / rate
     times = measure_us(case.calls, rounds)
     for impl in (*case.calls, *case.notes):
-        median, p20, p80 = (round(time, 3) for time in times[impl]) if impl in times else (None, None, None)
+        figures = [round(time, 3) for time in times[impl]] if impl in times else [None] * 3
         yield {
             "impl": impl,
-            "median": median,
-            "p20": p20,
-            "p80": p80,
+            **dict(zip(("median", "p20", "p80"), figures, strict=True)),
             "unit": "us",
             "floor": round(max(traffic, product), 6),
             "traffic": round(traffic, 6),

@@ -68,20 +68,14 @@ def clock(session: BenchSession, index: int) -> dict[str, Any]:
     return session.ask({"command": "clock", "index": index, "sampling": sampling, "seed": index})
 
 
-def acceptance_points(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
-    """Return each setting's name and knobs: whole video, no video, and every pruner at every share."""
-    found = [("whole", WHOLE), ("blind", BLIND)]
-    return found + [
-        (f"{pruner} {share:g}", {"pruner": pruner, "prune_ratio": share})
-        for share in args.shares
-        for pruner in args.pruners
-    ]
-
-
 def acceptance(args: argparse.Namespace, data: dict[str, Any]) -> None:
+    settings = {"whole": WHOLE, "blind": BLIND}
+    settings |= {
+        f"{one} {share:g}": {"pruner": one, "prune_ratio": share} for share in args.shares for one in args.pruners
+    }
     for tokens in args.tokens:
         points = data["acceptance"].setdefault(str(tokens), {})
-        missing = [(name, spec) for name, spec in acceptance_points(args) if args.again or name not in points]
+        missing = [(name, spec) for name, spec in settings.items() if args.again or name not in points]
         if not missing:
             continue
         with BenchSession(job(tokens, range(args.requests), None, family=args.family)) as session:
@@ -99,8 +93,8 @@ def acceptance(args: argparse.Namespace, data: dict[str, Any]) -> None:
                     answers = [clock(session, i) for i in range(args.requests)]
                     points[name] = list(map(acceptance_of, answers, vanilla, kinds))
                     save(data)
-                    found = points[name]
-                    print(tokens, name, f"{mean_length(found):.2f}", f"{identical(found):.0%}", flush=True)
+                    same = statistics.mean(one["is_identical"] for one in points[name])
+                    print(tokens, name, f"{mean_length(points[name]):.2f}", f"{same:.0%}", flush=True)
 
 
 def acceptance_of(answer: dict[str, Any], vanilla: list[int], kind: str) -> dict[str, Any]:
@@ -114,10 +108,6 @@ def acceptance_of(answer: dict[str, Any], vanilla: list[int], kind: str) -> dict
         "skipped": sum(n for name, n in counted.items() if name.startswith("skipped_")),
         "is_identical": answer["token_ids"] == vanilla,
     }
-
-
-def identical(requests: list[dict[str, Any]]) -> float:
-    return statistics.mean(one["is_identical"] for one in requests)
 
 
 def speed_points(args: argparse.Namespace, pads: float) -> dict[str, dict[str, Any] | None]:

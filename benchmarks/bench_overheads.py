@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,9 @@ class Stopwatch:
         self._inside: list[float] = []  # of each open call the time spent in wrapped calls
         self._wrapped: list[tuple[Any, str, Any]] = []
 
-    def timed(self, original: Callable, label: str) -> Callable:
+    def wrap(self, owner: Any, name: str, label: str) -> None:
+        original = getattr(owner, name)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
             self._inside.append(0.0)
@@ -58,12 +60,8 @@ class Stopwatch:
                 if self._inside:
                     self._inside[-1] += elapsed
 
-        return call
-
-    def wrap(self, owner: Any, name: str, label: str) -> None:
-        original = getattr(owner, name)
         self._wrapped.append((owner, name, original))
-        setattr(owner, name, self.timed(original, label))
+        setattr(owner, name, call)
 
     def unwrap(self) -> None:
         """Put everything back: modules and classes outlive the engine."""

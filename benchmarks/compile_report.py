@@ -89,57 +89,47 @@ def memory_operations(ptx: str) -> list[str]:
     return [name for name, _ in itertools.groupby(names)]
 
 
-class Compiler:
-    """Compiles what wrappers prepare, and keeps a row of each; those of earlier runs lie in a folder."""
+def report(arch: int, cases: str, folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of an architecture: of every case whose label matches `cases`; earlier runs' lie in a folder."""
+    rows: list[dict[str, Any]] = []
 
-    def __init__(self, arch: int, folder: Path):
-        self.arch, self.folder = arch, folder
-        self.rows: list[dict[str, Any]] = []
-
-    def prepare(self, kernel: JITFunction, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+    def prepare(kernel: JITFunction, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         """Stand in for `dispatch._prepare`: there is no device to load a kernel onto."""
         log, begin = io.StringIO(), cpu_seconds()
         with contextlib.redirect_stdout(log):
             compiled = kernel.warmup(*args, grid=grid, **kwargs)
         seconds = cpu_seconds() - begin
-        known = self.folder / f"{compiled.hash}.json"
+        known = folder / f"{compiled.hash}.json"
         if log.getvalue():  # of the assembler: it has run
-            known.write_text(json.dumps(self._measure(kernel, compiled, log.getvalue(), seconds)))
+            known.write_text(json.dumps(measured(arch, kernel, compiled, log.getvalue(), seconds)))
         loops = compiled.asm["ttgir"].count("scf.for ")
-        self.rows.append(json.loads(known.read_text()) | {"loops": loops})
+        rows.append({"case": case.label} | json.loads(known.read_text()) | {"loops": loops})
 
-    def _measure(self, kernel: JITFunction, compiled: Any, log: str, seconds: float) -> dict[str, Any]:
-        metadata, ptx = compiled.metadata, compiled.asm["ptx"]
-        registers = int(re.findall(r"Used (\d+) registers", log)[0])
-        stores, loads = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)[0]
-        return {
-            "kernel": kernel.__name__.strip("_").removesuffix("_kernel"),
-            "arch": self.arch,
-            "registers": registers,
-            "spill_bytes": int(stores) + int(loads),
-            "shared_bytes": metadata.shared,
-            "programs_per_sm": programs_per_sm(registers, metadata.num_warps, metadata.shared, self.arch),
-            "num_warps": metadata.num_warps,
-            "fp_fusion": metadata.enable_fp_fusion,
-            "tensor_cores": next((name for name in ("wgmma", "tcgen05", "mma.sync") if name in ptx), "none"),
-            "copies_ahead": "cp.async.cg" in ptx,
-            "memory": memory_operations(ptx),
-            "compile_cpu_s": round(seconds, 2),
-        }
-
-
-def report(arch: int, cases: str, folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of an architecture: of every case whose label matches `cases`."""
-    rows = []
-    with pretending(arch):
+    with pretending(arch), mock.patch.object(dispatch, "_prepare", prepare):
         for case in compile_cases.cases():
-            if arch in case.not_on or not re.search(cases, case.label):
-                continue
-            compiler = Compiler(arch, folder)
-            with mock.patch.object(dispatch, "_prepare", compiler.prepare):
+            if arch not in case.not_on and re.search(cases, case.label):
                 case.call()
-            rows += [{"case": case.label} | row for row in compiler.rows]
     return rows
+
+
+def measured(arch: int, kernel: JITFunction, compiled: Any, log: str, seconds: float) -> dict[str, Any]:
+    metadata, ptx = compiled.metadata, compiled.asm["ptx"]
+    registers = int(re.findall(r"Used (\d+) registers", log)[0])
+    stores, loads = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)[0]
+    return {
+        "kernel": kernel.__name__.strip("_").removesuffix("_kernel"),
+        "arch": arch,
+        "registers": registers,
+        "spill_bytes": int(stores) + int(loads),
+        "shared_bytes": metadata.shared,
+        "programs_per_sm": programs_per_sm(registers, metadata.num_warps, metadata.shared, arch),
+        "num_warps": metadata.num_warps,
+        "fp_fusion": metadata.enable_fp_fusion,
+        "tensor_cores": next((name for name in ("wgmma", "tcgen05", "mma.sync") if name in ptx), "none"),
+        "copies_ahead": "cp.async.cg" in ptx,
+        "memory": memory_operations(ptx),
+        "compile_cpu_s": round(seconds, 2),
+    }
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
