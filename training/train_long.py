@@ -10,8 +10,6 @@ model learns to answer. Lengths are drawn on a log scale, up to a limit that gro
 sees the video and itself. Minutes are of one core's time, so that a paused or starved run loses nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

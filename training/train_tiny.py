@@ -9,8 +9,6 @@ One thread per process: run two at once on two cores. Every random choice follow
 steps, unless the time limit comes first.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

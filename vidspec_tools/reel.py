@@ -6,8 +6,6 @@ the bottom right corner, as a clock is in a security film. What a question asks 
 in few tokens of each, so a pruner can be right or wrong. An answer tells one to five scenes, in 26 tokens each.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache
