@@ -6,7 +6,7 @@ import pytest
 
 from tools.common import DECODED, DRAFT_S, TARGET_S, Clocks, invoke, num_layers, printed, refuses
 from vidspec_tools import inflation
-from vidspec_tools.bench import interleaved, methods, paper, published, ratios, trials
+from vidspec_tools.bench import interleaved, methods, paper, ratios, trials
 from vidspec_tools.bench.paper import PaperBenchmark
 from vidspec_tools.bench.trials import Benchmark, Trial
 from vllm_vidspec.config import parse_config
@@ -280,16 +280,16 @@ def test_methods_fit_every_family(clocks):
 
 def test_published_lengths_hold_the_targets_own_token(clocks):
     """SpecVLM, SAGE and LVSpec print tau without it, ParallelVLM M with it. Catches: one added twice, or nowhere."""
-    assert published.figure("qwen2.5-vl", "SpecVLM") == {
+    assert methods.figure("qwen2.5-vl", "SpecVLM") == {
         "published_acceptance_length": 4.23,
         "published_speedup": 2.05,
         "published_tau": 3.23,
         "published_source": "SpecVLM, Qwen2.5-VL 7B & 32B",
     }
-    lengths = {name: one.acceptance_length for name, one in published.FIGURES["llava-onevision"].items()}
+    lengths = {name: one.acceptance_length for name, one in methods.FIGURES["llava-onevision"].items()}
     assert list(lengths.values()) == [4.14, 4.68, 4.19, 4.48, 6.74, 6.82, 8.34, 5.12, 3.67, 4.98]
-    assert set(published.figure("qwen3-vl", "OnSD").values()) == {None}
-    for family, found in published.FIGURES.items():
+    assert set(methods.figure("qwen3-vl", "OnSD").values()) == {None}
+    for family, found in methods.FIGURES.items():
         assert family in pairs.FAMILIES and set(found) <= set(methods.METHODS)
     rows = measured(*SMALL, "--family", "llava-onevision", "--methods", "SAGE,OnSD")["rows"]
     shown = [(row["published_acceptance_length"], row["published_speedup"], row["published_tau"]) for row in rows]

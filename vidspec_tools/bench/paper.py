@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vidspec_tools.bench import interleaved
-from vidspec_tools.bench.methods import METHODS, STOCK, VANILLA
-from vidspec_tools.bench.published import figure
+from vidspec_tools.bench.methods import METHODS, STOCK, VANILLA, figure
 from vidspec_tools.bench.trials import Benchmark, Variant
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.progress import Report, silent
