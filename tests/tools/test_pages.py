@@ -103,7 +103,6 @@ def merged(monkeypatch, tmp_path):
 
 
 def test_results_of_several_commands_are_one(engines, merged):
-    """R9, with engines that are not there."""
     found = merged("R9")
     shapes = ["chain", "tree-static", "tree-adaptive"]
     shapes.append("tree-adaptive, tree_depth_max 5, tree_depth_min 5, tree_fill true")
@@ -117,7 +116,6 @@ def test_results_of_several_commands_are_one(engines, merged):
 
 
 def test_captions_of_several_commands_are_one(sessions, merged):
-    """R12, with engines that are not there."""
     found = merged("R12", "--requests", "2")
     assert [row["method"] for row in found["rows"]].count("strict") == 4, "once a panel"
     assert sum(row["method"] == "oracle" for row in found["rows"]) == 4
