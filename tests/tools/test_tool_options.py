@@ -17,21 +17,17 @@ OF_ALL = (
     ("--out /tmp", "it is a folder"),
 )
 BENCHES = ("bench acceptance", "bench quality")
+TURNS = ("bench speed", "bench paper")  # with vanilla
 OF_SEVERAL = (
-    ("--family llava", "unknown family 'llava'", (*COMMANDS, *BENCHES, "demo")),
+    ("--family llava", "unknown family 'llava'", (*COMMANDS, *BENCHES, *TURNS, "demo")),
     ("--prune-ratio 1.5", "prune_ratio", (*COMMANDS, *BENCHES, "demo")),
     ("--num-speculative-tokens 0", "num_speculative_tokens", ("calibrate", *BENCHES)),
     ("--video /no/such.mp4", "no such video: /no/such.mp4", ("calibrate", "demo")),
     ("/no/such.mp4", "no such video: /no/such.mp4", ("show-pruning",)),
-    ("--json /no/such/folder/rows.json", "cannot write /no/such/folder/rows.json: no such folder", BENCHES),
-)
-# Of the benchmarks in turns with vanilla.
-OF_TURNS = (
-    ("--family gpt", "unknown family 'gpt'"),
-    ("--inflate 0.5", "a ratio of target time to draft time is at least 1"),
-    ('--knob scorer="loose"', "--knob scorer: it has an option of its own"),
-    ("--json /no/where.json", "cannot write /no/where.json"),
-    ("--draft small", "--draft: 'small' is neither a role of the bundled pair nor a checkpoint"),
+    ("--json /no/such/rows.json", "cannot write /no/such/rows.json: no such folder", (*BENCHES, *TURNS)),
+    ("--inflate 0.5", "a ratio of target time to draft time is at least 1", TURNS),
+    ('--knob scorer="loose"', "--knob scorer: it has an option of its own", TURNS),
+    ("--draft small", "--draft: 'small' is neither a role of the bundled pair nor a checkpoint", TURNS),
 )
 OF_ONE = {
     "calibrate": (
@@ -84,14 +80,12 @@ OF_ONE = {
         ("--knob lambda_loose=0.3", "--knob lambda_loose: it has an option of its own"),
     ),
     "bench speed": (
-        *OF_TURNS,
         ("--pruner unifrom", "did you mean 'uniform'?"),
         ("--drafting tree", "draft"),
         ("--scorer lenient", "scorer"),
         ("--parallel --drafting tree-static", "use draft_shape chain"),
     ),
     "bench paper": (
-        *OF_TURNS,
         ("--methods SpecVML", "--methods: 'SpecVML' is none of autoregressive, SD-chain"),
         ("--methods ,", "--methods: no value given"),
         ("--draft target --inflate 5", "--inflate: with --draft target there is no ratio to reach"),
