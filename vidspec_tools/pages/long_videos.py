@@ -144,7 +144,9 @@ def memory(rows: list[Row]) -> str:
 def steps(rows: list[Row]) -> str:
     """Return where a decode step goes, in ms."""
     core = next(row["core"] for row in rows if "core" in row)
-    found = [row | dict.fromkeys(PARTS) | row["step"] | {"seen": SEEN[row["setting"]]} for row in rows if "step" in row]
+    found = [
+        {**row, **dict.fromkeys(PARTS), **row["step"], "seen": SEEN[row["setting"]]} for row in rows if "step" in row
+    ]
     text = table(
         f"video tokens | draft sees | step | {' | '.join(PARTS)} | attention, a layer | GB/s | GFlop/s",
         "{tokens:,} | {seen} | {step:.1f} | "
@@ -164,7 +166,7 @@ def prefills(rows: list[Row]) -> str:
         "its layers | their attention",
         "{tokens:,} | {seen} | " + " | ".join(f"{{{name}:,.0f}}" for name in names),
         [
-            row | dict.fromkeys(names, 0) | row["prefill"] | {"seen": SEEN[row["setting"]]}
+            {**row, **dict.fromkeys(names, 0), **row["prefill"], "seen": SEEN[row["setting"]]}
             for row in rows
             if "prefill" in row
         ],
