@@ -226,7 +226,7 @@ OF_RESULTS: dict[str, Section] = {
     **dict.fromkeys(("R12", "R16-loose"), quality),
     "R18": parts,
 }
-PICTURES = {  # what the picture beside a result shows
+PICTURES: dict[Section, str] = {  # what the picture beside a result shows
     acceptance: "acceptance length by shape of the draft",
     pruners: "acceptance length over prune ratio, by pruner",
     quality: "what is kept over acceptance length",
