@@ -95,7 +95,6 @@ def race(family: str, learn: int, measure: int, tokens: int) -> harness.Row:
 
 
 def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
-    """Yield a row for each family, with guidance as trained and upside down."""
     for family in options.family:
         for guidance in ("never trained",) if family in assets.CLONE_ONLY else ("as trained", "upside down"):
             with upside_down() if guidance == "upside down" else contextlib.nullcontext():

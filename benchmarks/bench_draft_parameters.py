@@ -43,7 +43,6 @@ def always(self: CoupledSampler, rows_np: Any) -> bool:
 
 
 def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
-    """Yield a row for each family and case; a family has one engine."""
     from vllm import SamplingParams
 
     for family in pairs.FAMILIES:

@@ -30,6 +30,7 @@ from vllm_vidspec.tools.provenance import provenance
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+IMPL = "triton" if ON_GPU else "numba"  # of a kernel that has no peer: on a CPU its loop
 KERNELS = ("draw", "candidates", "guidance_scores", "visual_relevance", "tree_attention")
 _COPY_BYTES, _PRODUCT_SIZE = 256 * 2**20, 1024
 
@@ -44,12 +45,6 @@ class Case:
     results: dict[str, Callable[[Any], torch.Tensor]] = field(default_factory=dict)
     # Why implementations that are not among the calls do not run here.
     notes: dict[str, str] = field(default_factory=dict)
-
-
-def against_reference(bind: Callable[[Any], Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
-    """Return the calls of a kernel that has no peer: on a GPU the kernel, on a CPU its loop."""
-    impl = "triton" if ON_GPU else "numba"
-    return {impl: bind(impl)}
 
 
 def measure_us(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, tuple[float, float, float]]:
@@ -95,12 +90,10 @@ def rows_of(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
     traffic, product = case.num_bytes / bandwidth, case.flops / rate
     times = measure_us(case.calls, rounds)
     for impl in (*case.calls, *case.notes):
-        median, p20, p80 = (round(time, 3) for time in times[impl]) if impl in times else (None, None, None)
+        figures = [round(time, 3) for time in times[impl]] if impl in times else [None] * 3
         yield {
             "impl": impl,
-            "median": median,
-            "p20": p20,
-            "p80": p80,
+            **dict(zip(("median", "p20", "p80"), figures, strict=True)),
             "unit": "us",
             "floor": round(max(traffic, product), 6),
             "traffic": round(traffic, 6),

@@ -68,21 +68,14 @@ def clock(session: BenchSession, index: int) -> dict[str, Any]:
     return session.ask({"command": "clock", "index": index, "sampling": sampling, "seed": index})
 
 
-def acceptance_points(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
-    """Return each setting's name and knobs: whole video, no video, and every pruner at every share."""
-    found = [("whole", WHOLE), ("blind", BLIND)]
-    return found + [
-        (f"{pruner} {share:g}", {"pruner": pruner, "prune_ratio": share})
-        for share in args.shares
-        for pruner in args.pruners
-    ]
-
-
 def acceptance(args: argparse.Namespace, data: dict[str, Any]) -> None:
-    """Measure drafts, accepted tokens and identity of every request at every length and setting."""
+    settings = {"whole": WHOLE, "blind": BLIND}
+    settings |= {
+        f"{one} {share:g}": {"pruner": one, "prune_ratio": share} for share in args.shares for one in args.pruners
+    }
     for tokens in args.tokens:
         points = data["acceptance"].setdefault(str(tokens), {})
-        missing = [(name, spec) for name, spec in acceptance_points(args) if args.again or name not in points]
+        missing = [(name, spec) for name, spec in settings.items() if args.again or name not in points]
         if not missing:
             continue
         with BenchSession(job(tokens, range(args.requests), None, family=args.family)) as session:
@@ -100,8 +93,8 @@ def acceptance(args: argparse.Namespace, data: dict[str, Any]) -> None:
                     answers = [clock(session, i) for i in range(args.requests)]
                     points[name] = list(map(acceptance_of, answers, vanilla, kinds))
                     save(data)
-                    found = points[name]
-                    print(tokens, name, f"{mean_length(found):.2f}", f"{identical(found):.0%}", flush=True)
+                    same = statistics.mean(one["is_identical"] for one in points[name])
+                    print(tokens, name, f"{mean_length(points[name]):.2f}", f"{same:.0%}", flush=True)
 
 
 def acceptance_of(answer: dict[str, Any], vanilla: list[int], kind: str) -> dict[str, Any]:
@@ -115,11 +108,6 @@ def acceptance_of(answer: dict[str, Any], vanilla: list[int], kind: str) -> dict
         "skipped": sum(n for name, n in counted.items() if name.startswith("skipped_")),
         "is_identical": answer["token_ids"] == vanilla,
     }
-
-
-def identical(requests: list[dict[str, Any]]) -> float:
-    """Return the share of answers that are vanilla's."""
-    return statistics.mean(one["is_identical"] for one in requests)
 
 
 def speed_points(args: argparse.Namespace, pads: float) -> dict[str, dict[str, Any] | None]:
@@ -207,14 +195,12 @@ def speed_row(ours: list[dict[str, Any]], vanilla: list[dict[str, Any]]) -> dict
 
 
 def load(family: str) -> dict[str, Any]:
-    """Return what is measured so far."""
     path = RESULTS / f"{NAMES[family]}.json"
     found = json.loads(path.read_text()) if path.exists() else {"acceptance": {}, "speed": {}}
     return found | {"family": family}
 
 
 def save(data: dict[str, Any]) -> None:
-    """Write what is measured so far."""
     text = json.dumps(data | {"provenance": provenance()}, indent=1)
     (RESULTS / f"{NAMES[data['family']]}.json").write_text(text + "\n")
 
@@ -225,7 +211,6 @@ def numbers(kind: type) -> Any:
 
 
 def main() -> None:
-    """Measure, and draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("acceptance", "speed"))
     parser.add_argument("--family", choices=NAMES, default=FAMILY)

@@ -71,7 +71,6 @@ def admitted(engine: harness.Engine, prompt: harness.Row) -> tuple[int, int]:
 
 
 def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
-    """Yield a row for each setting of the bundled pair, then the modelled ones of larger pairs."""
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would replace the budget
     tokens = options.tokens
     shapes = [from_folder(pairs.checkpoint(FAMILY, role)) for role in ("target", "draft")]

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training.train_long import Reader
 from vidspec_tools import reel
 from vidspec_tools.bench import quality
-from vidspec_tools.captions import auc, retention
+from vidspec_tools.captions import accuracy, auc, pooled
 from vllm_vidspec.tools import pairs
 
 FACT_WORDS = reel.fact_words()
@@ -36,8 +36,6 @@ FILLERS = set(reel.vocabulary()) - FACT_WORDS
 
 @dataclass(frozen=True)
 class Reels(quality.Quality):
-    """`vidspec bench quality` with reels, each with a question of its own."""
-
     about: ClassVar[Collection[str]] = FACT_WORDS
     fillers: ClassVar[Collection[str]] = FILLERS
     telling: ClassVar[Collection[str]] = FACT_WORDS
@@ -45,7 +43,6 @@ class Reels(quality.Quality):
     tokens: int = 1024
 
     def job(self, family: str, role: str, draft_noise: str | None = None) -> dict[str, Any]:
-        """Return what `session_job` reads; as the base class has it."""
         spec = None if draft_noise is None else self.spec(draft_noise, quality.Setting("loose"))
         made = job(self.tokens, range(self.requests), spec)
         if spec is None:
@@ -55,19 +52,13 @@ class Reels(quality.Quality):
         return made
 
     def accuracies(self, texts: Sequence[str]) -> dict[str, Any]:
-        """Return what is right of the facts asked for, together and by attribute."""
-        counts = dict.fromkeys(reel.FACTS, (0, 0))
-        for i, text in enumerate(texts):
-            _, question, scenes = reel.held_out(i, self.tokens)
-            for name, (right, total) in reel.score_answer(text, question, scenes).items():
-                counts[name] = (counts[name][0] + right, counts[name][1] + total)
-        right, total = (sum(count[place] for count in counts.values()) for place in (0, 1))
-        by_name = {name: retention(*count) for name, count in counts.items()}
-        return {"accuracy": right / total, "group": {}, "attribute": by_name}
+        scores = (reel.score_answer(text, *reel.held_out(i, self.tokens)[1:]) for i, text in enumerate(texts))
+        counts = pooled(reel.FACTS, scores)
+        by_name = {name: accuracy(counts, [name]) for name in counts}
+        return {"accuracy": accuracy(counts, counts), "group": {}, "attribute": by_name}
 
 
 def curve(options: argparse.Namespace) -> Iterator[harness.Row]:
-    """Yield the rows of `vidspec bench quality`."""
     what = Reels(
         families=(FAMILY,),
         temperatures=tuple(options.temperature),

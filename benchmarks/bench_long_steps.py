@@ -11,8 +11,9 @@ kernel, all layers; `target` and `draft` the rest of these models; `vidspec` our
 import argparse
 import statistics
 import time
+import timeit
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import harness
@@ -82,22 +83,11 @@ def core_peaks() -> harness.Row:
     torch.set_num_threads(1)
     a, long = torch.randn(1536, 1536), torch.ones(2**27)
 
-    def best(call: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(5):
-            begin = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - begin)
-        return min(times)
-
-    return {
-        "gflops": round(2 * 1536**3 / best(lambda: a @ a) / 1e9, 1),
-        "gbs": round(4 * 2**27 / best(long.sum) / 1e9, 1),
-    }
+    product, read = (min(timeit.repeat(call, number=1, repeat=5)) for call in (lambda: a @ a, long.sum))
+    return {"gflops": round(2 * 1536**3 / product / 1e9, 1), "gbs": round(4 * 2**27 / read / 1e9, 1)}
 
 
 def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
-    """Yield what the core can do, then a row for each length and setting."""
     yield {"core": core_peaks()}
     shape = from_folder(pairs.checkpoint(FAMILY, "target"))
     for tokens in options.tokens:

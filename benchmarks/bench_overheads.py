@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ class Stopwatch:
         self._inside: list[float] = []  # of each open call the time spent in wrapped calls
         self._wrapped: list[tuple[Any, str, Any]] = []
 
-    def timed(self, original: Callable, label: str) -> Callable:
-        """Return `original` with its time under `label`."""
+    def wrap(self, owner: Any, name: str, label: str) -> None:
+        original = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
@@ -60,13 +60,8 @@ class Stopwatch:
                 if self._inside:
                     self._inside[-1] += elapsed
 
-        return call
-
-    def wrap(self, owner: Any, name: str, label: str) -> None:
-        """Put a timed call in an attribute's place."""
-        original = getattr(owner, name)
         self._wrapped.append((owner, name, original))
-        setattr(owner, name, self.timed(original, label))
+        setattr(owner, name, call)
 
     def unwrap(self) -> None:
         """Put everything back: modules and classes outlive the engine."""
@@ -80,33 +75,12 @@ class Stopwatch:
         return dict(parts)
 
 
-def wrap_foreign(watch: Stopwatch, runner: Any) -> None:
-    """Time what our code calls that is not ours: the draft's layers, vLLM's attention metadata and sampler."""
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    from vllm_vidspec.engine.draft import model as draft_model
-
-    for owner, names in (
-        (runner.speculator.backend.draft_model, ("_run", "compute_logits", "embed")),
-        (draft_model, ("build_attn_metadata", "build_slot_mappings_by_layer")),
-        (runner.sampler, ("sample", "apply_sampling_params")),
-        (GPUModelRunner, ("take_draft_token_ids",)),
-    ):
-        for name in names:
-            watch.wrap(owner, name, FOREIGN)
-
-
 class Watched:
-    """What one engine's steps are made of.
-
-    Attributes:
-        prompts: Of each request, until its first verify step: seconds, and seconds by component.
-        verifies: Of each verify step but a request's last, the same.
-    """
+    """What one engine's steps are made of: seconds of each, and seconds by component."""
 
     def __init__(self, engine: harness.Engine) -> None:
-        self.prompts: list[tuple[float, dict[str, float]]] = []
-        self.verifies: list[tuple[float, dict[str, float]]] = []
+        self.prompts: list[tuple[float, dict[str, float]]] = []  # of each request, until its first verify step
+        self.verifies: list[tuple[float, dict[str, float]]] = []  # of each verify step but a request's last
         self._engine, self._watch = engine, Stopwatch()
         self._begun, self._into = 0.0, self.prompts
         self._wrap(engine.runner)
@@ -127,16 +101,22 @@ class Watched:
         self._engine.answer([prompt], max_tokens=ANSWER_TOKENS, ignore_eos=True)
 
     def unwrap(self) -> None:
-        """Put everything back."""
         self._watch.unwrap()
 
     def _wrap(self, runner: Any) -> None:
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+        from vllm_vidspec.engine.draft import model as draft_model
         from vllm_vidspec.engine.draft.noise import CoupledSampler
         from vllm_vidspec.engine.hooks.prompts import PendingScores
 
-        wrap_foreign(self._watch, runner)
         drafts, trees = runner.speculator.backend.drafter, runner.speculator.backend.drafter.trees
         wrapped: list[tuple[Any, tuple[str, ...], str]] = [
+            # What our code calls that is not ours: the draft's layers, vLLM's attention metadata and sampler.
+            (runner.speculator.backend.draft_model, ("_run", "compute_logits", "embed"), FOREIGN),
+            (draft_model, ("build_attn_metadata", "build_slot_mappings_by_layer"), FOREIGN),
+            (runner.sampler, ("sample", "apply_sampling_params"), FOREIGN),
+            (GPUModelRunner, ("take_draft_token_ids",), FOREIGN),
             *((guide, ("before_forward", "after_forward", "take"), "guidance") for guide in runner.parts.guides),
             (PendingScores, ("wait",), "guidance"),
             (drafts.prefills, ("_plan", "_prune"), "pruning"),

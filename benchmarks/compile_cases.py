@@ -105,7 +105,6 @@ def grow_buffers(
 
 
 def template(num_cols: int) -> TreeTemplate:
-    """Return what trees of so many columns begin as."""
     return TreeTemplate(i32(num_cols), i32(num_cols), i64(num_cols), floats(num_cols))
 
 

@@ -25,6 +25,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -46,25 +47,6 @@ from vidspec_tools.gpus import ARCHITECTURES as ARCHS
 _REGISTERS, _REGISTER_UNIT, _RESERVED_BYTES, _MAX_PROGRAMS = 65536, 256, 1024, 32
 
 
-class _Driver:
-    """What Triton asks of a driver until a launch."""
-
-    def __init__(self, arch: int):
-        self.arch = arch
-
-    def get_current_device(self) -> int:
-        return self.arch  # Triton keeps compiled kernels by device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("meta")
-
-
 @contextlib.contextmanager
 def pretending(arch: int) -> Iterator[None]:
     """Let Triton and the wrappers see the current device as one of an architecture."""
@@ -72,7 +54,14 @@ def pretending(arch: int) -> Iterator[None]:
     limits = DeviceLimits(card.num_sms, card.shared_kb * 1024, card.program_kb * 1024, arch)
     names = ("tree_attention.api", "visual_relevance.api", "guidance_scores.api", "float8")
     modules = [sys.modules[f"vidspec_kernels.{name}"] for name in names]
-    driver.set_active(_Driver(arch))
+    driver.set_active(
+        SimpleNamespace(  # what Triton asks of a driver until a launch
+            get_current_device=lambda: arch,  # Triton keeps compiled kernels by device
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: GPUTarget("cuda", arch, 32),
+            get_active_torch_device=lambda: torch.device("meta"),
+        )
+    )
     with contextlib.ExitStack() as stack:
         for module in modules:
             stack.enter_context(mock.patch.object(module, "device_limits", lambda device: limits))
@@ -100,61 +89,55 @@ def memory_operations(ptx: str) -> list[str]:
     return [name for name, _ in itertools.groupby(names)]
 
 
-class Compiler:
-    """Compiles what wrappers prepare, and keeps a row of each; those of earlier runs lie in a folder."""
+def report(arch: int, cases: str, folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of an architecture: of every case whose label matches `cases`; earlier runs' lie in a folder."""
+    rows: list[dict[str, Any]] = []
 
-    def __init__(self, arch: int, folder: Path):
-        self.arch, self.folder = arch, folder
-        self.rows: list[dict[str, Any]] = []
-
-    def prepare(self, kernel: JITFunction, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+    def prepare(kernel: JITFunction, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         """Stand in for `dispatch._prepare`: there is no device to load a kernel onto."""
         log, begin = io.StringIO(), cpu_seconds()
         with contextlib.redirect_stdout(log):
             compiled = kernel.warmup(*args, grid=grid, **kwargs)
         seconds = cpu_seconds() - begin
-        known = self.folder / f"{compiled.hash}.json"
+        known = folder / f"{compiled.hash}.json"
         if log.getvalue():  # of the assembler: it has run
-            known.write_text(json.dumps(self._measure(kernel, compiled, log.getvalue(), seconds)))
+            known.write_text(json.dumps(measured(arch, kernel, compiled, log.getvalue(), seconds)))
         loops = compiled.asm["ttgir"].count("scf.for ")
-        self.rows.append(json.loads(known.read_text()) | {"loops": loops})
+        rows.append({"case": case.label} | json.loads(known.read_text()) | {"loops": loops})
 
-    def _measure(self, kernel: JITFunction, compiled: Any, log: str, seconds: float) -> dict[str, Any]:
-        metadata, ptx = compiled.metadata, compiled.asm["ptx"]
-        registers = int(re.findall(r"Used (\d+) registers", log)[0])
-        stores, loads = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)[0]
-        return {
-            "kernel": kernel.__name__.strip("_").removesuffix("_kernel"),
-            "arch": self.arch,
-            "registers": registers,
-            "spill_bytes": int(stores) + int(loads),
-            "shared_bytes": metadata.shared,
-            "programs_per_sm": programs_per_sm(registers, metadata.num_warps, metadata.shared, self.arch),
-            "num_warps": metadata.num_warps,
-            "fp_fusion": metadata.enable_fp_fusion,
-            "tensor_cores": next((name for name in ("wgmma", "tcgen05", "mma.sync") if name in ptx), "none"),
-            "copies_ahead": "cp.async.cg" in ptx,
-            "memory": memory_operations(ptx),
-            "compile_cpu_s": round(seconds, 2),
-        }
-
-
-def report(arch: int, cases: str, folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of an architecture: of every case whose label matches `cases`."""
-    rows = []
-    with pretending(arch):
+    with pretending(arch), mock.patch.object(dispatch, "_prepare", prepare):
         for case in compile_cases.cases():
-            if arch in case.not_on or not re.search(cases, case.label):
-                continue
-            compiler = Compiler(arch, folder)
-            with mock.patch.object(dispatch, "_prepare", compiler.prepare):
+            if arch not in case.not_on and re.search(cases, case.label):
                 case.call()
-            rows += [{"case": case.label} | row for row in compiler.rows]
     return rows
 
 
+def measured(arch: int, kernel: JITFunction, compiled: Any, log: str, seconds: float) -> dict[str, Any]:
+    metadata, ptx = compiled.metadata, compiled.asm["ptx"]
+    registers = int(re.findall(r"Used (\d+) registers", log)[0])
+    stores, loads = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)[0]
+    return {
+        "kernel": kernel.__name__.strip("_").removesuffix("_kernel"),
+        "arch": arch,
+        "registers": registers,
+        "spill_bytes": int(stores) + int(loads),
+        "shared_bytes": metadata.shared,
+        "programs_per_sm": programs_per_sm(registers, metadata.num_warps, metadata.shared, arch),
+        "num_warps": metadata.num_warps,
+        "fp_fusion": metadata.enable_fp_fusion,
+        "tensor_cores": next((name for name in ("wgmma", "tcgen05", "mma.sync") if name in ptx), "none"),
+        "copies_ahead": "cp.async.cg" in ptx,
+        "memory": memory_operations(ptx),
+        "compile_cpu_s": round(seconds, 2),
+    }
+
+
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    arguments = parser().parse_args(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--archs", default=",".join(map(str, ARCHS)), help="sm numbers, comma-separated")
+    parser.add_argument("--cases", default="", help="only cases whose label matches this expression")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    arguments = parser.parse_args(argv)
     root = Path(knobs.cache.dir) / "vidspec-compile-report-3"  # a cache of its own: every binary in it has its row
     knobs.cache.dir, knobs.nvidia.dump_ptxas_log = str(root), True
     folder = root / "rows"
@@ -169,14 +152,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     for row in rows:
         print(f"{row['kernel']}, {row['case']}:", *(f"{name} {row[name]}" for name in names))
     return rows
-
-
-def parser() -> argparse.ArgumentParser:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--archs", default=",".join(map(str, ARCHS)), help="sm numbers, comma-separated")
-    arguments.add_argument("--cases", default="", help="only cases whose label matches this expression")
-    arguments.add_argument("--json", action="store_true", help="print JSON instead of lines")
-    return arguments
 
 
 if __name__ == "__main__":

@@ -61,11 +61,9 @@ class NotAllDraftError(RuntimeError):
 
 
 class DecodeLoop:
-    """Runs requests in an engine, so that single decode steps can be timed.
+    """Runs requests in an `LLMEngine` of this process, so that single decode steps can be timed.
 
-    Args:
-        engine: An `LLMEngine` in this process.
-        is_ours: Whether vidspec drafts: its draft reads a prompt only after the target has.
+    Where vidspec drafts (`is_ours`), its draft reads a prompt only after the target has.
     """
 
     def __init__(self, engine: Any, is_ours: bool):
@@ -104,8 +102,7 @@ class DecodeLoop:
         return 1e3 * (time.perf_counter() - begun) / num_steps
 
     def stop(self) -> None:
-        """Abort the requests and step until the engine is empty; RuntimeError if one had ended before: what was timed
-        was of fewer."""
+        """Abort the requests and empty the engine; RuntimeError if one had ended before it was timed."""
         if self._engine.get_num_unfinished_requests() != len(self.num_tokens):
             raise RuntimeError("a request has ended before its steps were timed")
         self._engine.abort_request(list(self.num_tokens))

@@ -23,8 +23,6 @@ Row = dict[str, Any]
 
 
 class Engine:
-    """An engine in this process, and what its counters gain."""
-
     def __init__(self, kwargs: dict[str, Any]) -> None:
         from vllm import LLM
 
@@ -55,7 +53,6 @@ class Engine:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def measure(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, int]]:
-        """Return what a call returns, and what the counters gained meanwhile."""
         before = self.counters()
         result = call(*args, **kwargs)
         return result, metrics.difference(before, self.counters())
@@ -70,9 +67,8 @@ def videos(family: str, numbers: Iterable[int]) -> list[Row]:
 
 
 def command(doc: str | None, measure: Callable[[argparse.Namespace], Iterable[Row]], /, **defaults: Any) -> list[Row]:
-    """Run a benchmark: print its rows as they come, write them with provenance to `--json`, and return them. `defaults`
-    are its options; a list is given with commas.
-    """
+    """Print a benchmark's rows as they come, write them to `--json`, and return them; options are `defaults`, a list
+    is given with commas."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():
         parse: Callable[[str], Any] = type(default)

@@ -22,8 +22,6 @@ class Choice:
 
 @dataclass
 class Reply:
-    """One server's reply to one request."""
-
     status: int = 0  # Of HTTP; 0 where the connection failed, 500 where a stream carried an error
     error: str = ""  # The server's or the client library's message
     choices: dict[int, Choice] = field(default_factory=dict)  # By index
@@ -97,11 +95,8 @@ def _compare_cut(vanilla: Reply, ours: Reply) -> tuple[str, str]:
 
 
 def leaks(idle: Mapping[str, int]) -> dict[str, int]:
-    """Return what a server holds for requests although none runs, of its gauges then.
-
-    Returns:
-        `leaked_blocks` of the draft's pool, and `leaked_states`: requests of which anything is held, and video tokens
-        whose hidden states are.
+    """Return what a server holds though no request runs, of its gauges then: `leaked_blocks` of the draft's pool, and
+    `leaked_states`, requests of which anything is held and video tokens whose hidden states are.
     """
     per_token = max(1, idle["relevance_bytes_per_token"])
     return {

@@ -86,7 +86,6 @@ class Traffic:
         self._urls: dict[tuple[str, int, int], str] = {}
 
     def slice(self, count: int) -> list[Ask]:
-        """Return so many requests, some of them an earlier one's duplicates."""
         asks: list[Ask] = []
         for _ in range(count):
             if asks and self._rng.random() < 0.08:
@@ -269,12 +268,9 @@ def _take(reply: Reply, choice: dict[str, Any], message: dict[str, Any]) -> None
     received.token_ids += choice.get("token_ids") or []
     received.text += message.get("content") or message.get("text") or ""
     received.finish_reason = choice.get("finish_reason") or received.finish_reason
-    logprobs = choice.get("logprobs")
-    if logprobs:
-        content = logprobs.get("content")
-        received.logprobs += (
-            [entry["logprob"] for entry in content] if content is not None else logprobs.get("token_logprobs") or []
-        )
+    if logprobs := choice.get("logprobs"):
+        chosen = [entry["logprob"] for entry in logprobs.get("content") or ()]
+        received.logprobs += chosen or logprobs.get("token_logprobs") or []
 
 
 @contextlib.contextmanager

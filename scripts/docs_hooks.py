@@ -11,7 +11,6 @@ LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?![a-z]+:|#)[^)\s#]+)(#[^)]*)?\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the README as the first page."""
     text = re.sub(r"\]\(docs/", "](", (ROOT / "README.md").read_text())
     files.append(File.generated(config, "index.md", content=text))
     return files

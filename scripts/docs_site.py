@@ -16,7 +16,6 @@ from setup_env import ROOT, SetupError, say
 
 
 def prepare() -> Path:
-    """Return the environment's Python, which has MkDocs."""
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"]
     venv = base.environments_home() / f"docs-{base.hash_of({'docs': wanted, 'python': sys.version_info[:2]})}"
     venv.parent.mkdir(parents=True, exist_ok=True)

@@ -66,9 +66,8 @@ def identity(context: Context, family: str) -> dict[str, Any]:
                 text for temperature in (0.0, 1.0) for text in _generate(context, running, prompts, 32, temperature)
             ]
             if knobs:
-                facts.update(
-                    {f"{knobs['drafting']}_{name}": n for name, n in running.counters().items() if name in KEPT}
-                )
+                counted = running.counters()
+                facts.update({f"{knobs['drafting']}_{name}": counted[name] for name in KEPT})
         return found
 
     vanilla = texts()

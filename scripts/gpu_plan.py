@@ -43,7 +43,7 @@ class Engine:
     method: str  # What drafts
     num_drafts: int = 0  # K, 0 for vanilla
     depth: int = 0  # The longest path of drafts
-    tau_of: str = ""  # The published method that it is (`vidspec_tools/bench/published.py`)
+    tau_of: str = ""  # The published method that it is (`vidspec_tools/bench/methods.py`)
 
     @property
     def is_ours(self) -> bool:
@@ -65,7 +65,7 @@ ENGINES = {
 
 def published_of(engine: Engine) -> tuple[float | None, float | None]:
     """Return the published acceptance length, which is forced, and the published speedup; None for vanilla."""
-    from vidspec_tools.bench.published import QWEN, TABLE_1
+    from vidspec_tools.bench.methods import QWEN, TABLE_1
 
     return TABLE_1[QWEN].get(engine.tau_of, (None, None))
 

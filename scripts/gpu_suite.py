@@ -86,14 +86,12 @@ ENVIRONMENT = {
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a step: this one's, with the repository first in the path."""
     path = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return ENVIRONMENT | dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path)}
 
 
 def run_process(command: Sequence[str], log: Path, timeout_s: float) -> str:
-    """Run a command in a process group of its own, its output in `log`, and kill the group after `timeout_s`; return ""
-    for exit status 0, else how it ended with its last line of output."""
+    """Run a command in a group that is killed after `timeout_s`; return "" for status 0, else how it ended."""
     last_line = ""
     with log.open("wb") as output:
         process = subprocess.Popen(

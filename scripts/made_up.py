@@ -84,13 +84,9 @@ def write_checkpoint(
 ) -> Path:
     """Write a checkpoint's directory without weights, and return it.
 
-    Args:
-        source: The bundled checkpoint, whose processor is taken over.
-        target: The directory to write.
-        name: A key of `VISION`, None for the bundled model's own shape.
-        num_layers: Of the language model, in place of the shape's.
-        weights: A key of `QUANTISED`, None for the bundled checkpoint's own type.
-        pixels: The most pixels of an image and of a video (of Qwen2.5-VL, of its frame), in place of the bundled ones.
+    It has the processor of `source`, and the shape of `name`, a key of `VISION` (None: of the bundled model), with
+    `num_layers` in its language model, `weights` as one of `QUANTISED` (None: as the bundled ones), and at most so many
+    `pixels` of an image and of a video (of Qwen2.5-VL, of its frame).
     """
     target.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
@@ -128,15 +124,10 @@ def write_pair(
     family: str, folder: Path, names: Sequence[str | None] = (), *, pixels: Sequence[int] = (),
     weights: str | None = None, share: int = 1,
 ) -> dict[str, str]:  # fmt: skip
-    """Write a target's and a draft's checkpoint; return their directories by role.
+    """Write a target's and a draft's checkpoint, with a family's tokenizer and processor; return them by role.
 
-    Args:
-        family: Whose bundled pair gives tokenizer and processor.
-        folder: Where to write.
-        names: Keys of `VISION`, None for the bundled shapes; those of `PAIRS` if empty, all as published.
-        pixels: As of `write_checkpoint`; those of `PAIRS` if empty.
-        weights: As of `write_checkpoint`.
-        share: Which part of the language models' layers to have, for a small device: a half, a third, ...
+    `names` are keys of `VISION`, None for the bundled shapes; they and `pixels` are those of `PAIRS` if empty. `share`
+    says which part of the language models' layers to have, for a small device: a half, a third, ...
     """
     names, (image, video) = names or PAIRS[family][:2], pixels or PAIRS[family][2:]
     return {

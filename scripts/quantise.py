@@ -36,13 +36,10 @@ _CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 
 
 def quantise(source: Path, folder: Path, kind: str, cache: str | None = None) -> Path:
-    """Write a quantised copy of a checkpoint, and return its directory.
+    """Write a quantised copy of a checkpoint of the Qwen2.5-VL family, and return its directory.
 
-    Args:
-        source: A checkpoint of the Qwen2.5-VL family.
-        folder: The directory to write.
-        kind: A key of FORMATS.
-        cache: Of a cache in float8 "tensor" or "attn_head", what a scale is for. Default: nothing is said of it.
+    `kind` is a key of FORMATS; `cache` says what a scale of a cache in float8 is for, "tensor" or "attn_head" (None:
+    nothing is said of it).
     """
     preset, form = FORMATS[kind]
     scheme = preset_name_to_scheme(preset, ["Linear"])

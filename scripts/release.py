@@ -76,7 +76,6 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 def installs(extra: str) -> list[list[str]]:
-    """Return what is given to `pip install`, one after the other."""
     if extra != "lock":
         return [[f"{NAME}[{extra}]" if extra else NAME]]
     (torch,) = re.findall(r"^torch==\S+", LOCK.read_text(), re.MULTILINE)
@@ -86,9 +85,8 @@ def installs(extra: str) -> list[list[str]]:
 def attempt(index: str, python: str, extra: str, commands: Sequence[Sequence[str]], limit_s: float) -> list[dict]:
     """Install into an empty environment of one Python and run commands in it, until one fails.
 
-    Returns:
-        A row for each step: `step`, `status` (None: stopped after the limit), `seconds`, `last` (its last line that
-        tells something).
+    Return a row for each step: `step`, `status` (None: stopped after the limit), `seconds`, and `last`, its last line
+    that tells something.
     """
     rows: list[dict] = []
     with tempfile.TemporaryDirectory(prefix="vidspec-empty-") as folder:
@@ -128,7 +126,6 @@ def _timed(words: list[str], name: str, folder: str, limit_s: float) -> dict:
 
 
 def main() -> None:
-    """Build, install with each Python, and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", action="append", default=[], help="an interpreter to try; repeat for more")
     parser.add_argument("--extra", default="", choices=("", "cpu", "gpu", "lock"), help="which engine comes with it")

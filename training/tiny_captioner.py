@@ -90,7 +90,6 @@ class Captioner:
         return " ".join(self.words[i] for i in ids if i != self.eos)
 
     def prompt(self) -> tuple[list[int], list[int]]:
-        """Ids before and after the video."""
         before, after = PROMPTS[self.family]
         return self.encode(before), self.encode(after)
 
@@ -137,14 +136,9 @@ class Captioner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Where text and kept video tokens stand, as vLLM has it: pruning leaves gaps.
 
-        Args:
-            segments: as of `segments`.
-            kept: int64 [num_kept] or [batch, num_kept], sorted.
-            num_more: text tokens after the prompt.
-
-        Returns:
-            For each place of the sequence its token, int64 [..., num_tokens], an index into the text followed by the
-            kept video tokens; and rotary positions [3, ..., num_tokens].
+        Of `segments`, `kept` (int64 [num_kept] or [batch, num_kept], sorted) and `num_more` text tokens after the
+        prompt. Returns for each place of the sequence its token, int64 [..., num_tokens], an index into the text
+        followed by the kept video tokens; and rotary positions [3, ..., num_tokens].
         """
         size = self.num_video_tokens // (len(segments) - 1)
         part = self._part_positions(size)
@@ -190,14 +184,10 @@ class Captioner:
         states: list | None = None,
         deeper: tuple[torch.Tensor, ...] = (),
     ) -> torch.Tensor:
-        """Final hidden states [batch, num_tokens, hidden].
+        """Final hidden states of `embeds`, both [batch, num_tokens, hidden], at `positions` [3, num_tokens].
 
-        Args:
-            embeds: [batch, num_tokens, hidden].
-            positions: [3, num_tokens].
-            cache: one (k, v) pair or None per layer, extended in place; a later call must bring one token.
-            states: receives `embeds` and every layer's output.
-            deeper: what the first layers' outputs have added (deepstack), as `embeds`.
+        `cache` is one (k, v) pair or None per layer, extended in place; a later call must bring one token. `states`
+        receives `embeds` and every layer's output; `deeper` is what the first layers' outputs have added (deepstack).
         """
         (cos, sin), x = self.rotary(positions), embeds
         states = [] if states is None else states
@@ -242,15 +232,9 @@ class Captioner:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Hidden states that predict each caption token, those at the kept video tokens and at the prompt's end.
 
-        Args:
-            video: [batch, num_kept, num_levels * hidden], already pruned.
-            captions: int64 [batch, length], padded with -100.
-            kept: int64 [num_kept] or [batch, num_kept], sorted indices of video tokens.
-            prompt: as of `segments`.
-            states: as of `hidden`.
-
-        Returns:
-            [batch, length, hidden], [batch, num_kept, hidden] and [batch, len(prompt after the video), hidden].
+        Of `video` [batch, num_kept, num_levels * hidden], already pruned, `captions` int64 [batch, length], padded with
+        -100, `kept` int64 [num_kept] or [batch, num_kept], sorted, `prompt` as of `segments`, `states` as of `hidden`.
+        Returns [batch, length, hidden], [batch, num_kept, hidden] and [batch, len(prompt after the video), hidden].
         """
         length, segments = captions.shape[1], self.segments(prompt)
         embeds, positions, deeper, at = self.sequence(video, kept, segments, captions.clamp(min=0)[:, :-1])
@@ -259,10 +243,10 @@ class Captioner:
         return x[:, -length:], x[torch.arange(len(x))[:, None], at], x[:, end - len((prompt or self.prompt())[1]) : end]
 
     @torch.no_grad()
-    def greedy(self, video: torch.Tensor, kept: torch.Tensor | None = None, max_tokens: int = 200) -> list[list[int]]:
-        """Greedy captions of video [batch, num_kept, ...], each a list of ids that ends with the end token."""
+    def greedy(self, video: torch.Tensor, max_tokens: int = 200) -> list[list[int]]:
+        """Greedy captions of whole videos [batch, num_video_tokens, ...], as ids that end with the end token."""
         batch = video.shape[0]
-        kept = torch.arange(self.num_video_tokens) if kept is None else kept
+        kept = torch.arange(self.num_video_tokens)
         nothing = torch.zeros((batch, 0), dtype=torch.int64)
         embeds, positions, deeper, _ = self.sequence(video, kept, self.segments(), nothing)
         cache: list = [None] * len(self.text.layers)

@@ -1,7 +1,5 @@
 """Batches of shape world to train the bundled models on: videos, captions, labels, prompts, and what a draft sees."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Dense labels of shape world, which large models need not be told: what each video token shows."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from vllm_vidspec.shapeworld import world

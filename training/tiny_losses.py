@@ -1,7 +1,5 @@
 """What the bundled models are trained on: captions, and dense labels that large models need not be told."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -10,8 +10,6 @@ model learns to answer. Lengths are drawn on a log scale, up to a limit that gro
 sees the video and itself. Minutes are of one core's time, so that a paused or starved run loses nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -89,10 +87,8 @@ class Reader:
     def states(self, video: torch.Tensor, texts: torch.Tensor, to_the_end: bool = False):
         """Yield after each layer the states of what precedes the texts and of the texts, both [batch, rows, hidden].
 
-        Args:
-            video: [batch, num_video_tokens, hidden].
-            texts: int64 [batch, num_texts, length], padded with any id; each sees the video and itself.
-            to_the_end: whether the last layer computes the video's states too, which no answer depends on.
+        `video` is [batch, num_video_tokens, hidden], `texts` int64 [batch, num_texts, length], padded with any id; each
+        sees the video and itself. The last layer computes the video's states, which no answer needs, if `to_the_end`.
         """
         captioner, (batch, num_texts, length) = self.captioner, texts.shape
         before = captioner.embed(torch.tensor(self.before)).expand(batch, -1, -1)

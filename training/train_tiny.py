@@ -9,8 +9,6 @@ One thread per process: run two at once on two cores. Every random choice follow
 steps, unless the time limit comes first.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -193,13 +191,8 @@ def train(args: argparse.Namespace) -> None:
     weights = token_weights(captioner, args.style)
     captioner.decoder_layer = torch.compile(tiny_captioner.decoder_layer, dynamic=True)
     stream, rng = Stream(captioner, 1_000_000 * args.seed, args.style), np.random.default_rng(args.seed)
-    total, start, reported, step, progress = (
-        args.steps or STEPS[captioner.text.config.hidden_size],
-        time.time(),
-        time.time(),
-        0,
-        0.0,
-    )
+    total, step, progress = args.steps or STEPS[captioner.text.config.hidden_size], 0, 0.0
+    start = reported = time.time()
     while progress < 1:
         progress = max(step / total, (time.time() - start) / (60 * args.minutes))
         progress = args.resume_at + (1 - args.resume_at) * progress

@@ -64,9 +64,7 @@ def parse_caption(text: str) -> list[SceneFact]:
 
 
 def score_caption(text: str, facts: tuple[SceneFact, ...]) -> dict[str, tuple[int, int]]:
-    """Compare a caption with the facts in order: attribute -> (right, total). All attributes of a scene or object that
-    it lacks count as wrong.
-    """
+    """Compare a caption with the facts in order: attribute -> (right, total); what it lacks counts as wrong."""
     said, nothing = parse_caption(text), SceneFact("", "", ())
     marks = [("num_scenes", len(said) == len(facts))]
     for scene, heard in itertools.zip_longest(facts, said[: len(facts)], fillvalue=nothing):
@@ -85,9 +83,14 @@ def _first(words: list[str], options) -> str:
 
 def count_right(texts: Sequence[str], facts: Sequence[tuple[SceneFact, ...]]) -> dict[str, tuple[int, int]]:
     """Return (right, total) of each of ATTRIBUTES over all captions, one per video, given what the videos show."""
-    counts = dict.fromkeys(ATTRIBUTES, (0, 0))
-    for text, shown in zip(texts, facts, strict=True):
-        for name, (right, total) in score_caption(text, shown).items():
+    return pooled(ATTRIBUTES, (score_caption(*one) for one in zip(texts, facts, strict=True)))
+
+
+def pooled(names: Iterable[str], scores: Iterable[Counts]) -> dict[str, tuple[int, int]]:
+    """Return (right, total) of each name over all scores."""
+    counts = dict.fromkeys(names, (0, 0))
+    for score in scores:
+        for name, (right, total) in score.items():
             counts[name] = (counts[name][0] + right, counts[name][1] + total)
     return counts
 
@@ -127,10 +130,7 @@ def relevance_auc(
     about: Collection[str] = ATTRIBUTE_WORDS,
     fillers: Collection[str] = FILLER_WORDS,
 ) -> float | None:
-    """Return how well relevance separates words about the video from fillers: the area under the ROC curve.
-
-    It is over the tokens of all captions whose relevance was measured; None where either class has no such token.
-    """
+    """Return the area under the ROC curve of relevance, words about the video against fillers; None without either."""
     pairs = [
         (word.strip(), value)
         for caption, values in zip(words, relevance, strict=True)
@@ -142,9 +142,7 @@ def relevance_auc(
 
 
 def kind_shares(kinds: Sequence[Sequence[int]]) -> dict[str, float | None]:
-    """Return the shares of accepted drafts, `exact_frac`, `loosened_frac`, `shifted_frac`, of tokens' `Kind`s; None
-    without any.
-    """
+    """Return the shares of accepted drafts by how they were accepted, of tokens' `Kind`s; None without any."""
     flat = [kind for caption in kinds for kind in caption]
     num_accepted = len(flat) - flat.count(Kind.OWN)
     return {f"{name}_frac": flat.count(i) / num_accepted if num_accepted else None for i, name in enumerate(KINDS, 1)}

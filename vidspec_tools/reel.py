@@ -6,8 +6,6 @@ the bottom right corner, as a clock is in a security film. What a question asks 
 in few tokens of each, so a pruner can be right or wrong. An answer tells one to five scenes, in 26 tokens each.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -137,13 +135,11 @@ def score_answer(text: str, question: Question, scenes: tuple[Scene, ...]) -> di
 def _read(sentence: str) -> dict[str, str]:
     """Return the facts of one scene as an answer tells them, "" where it does not."""
     words, numbers = sentence.split(), re.findall(r"scene (\d \d \d)", sentence)
-    options = {"background": BACKGROUNDS, "pattern": PATTERNS, "size": SIZES, "shape": SHAPES, "motion": MOTIONS}
+    options = {"background": BACKGROUNDS, "pattern": PATTERNS, "size": SIZES, "shape": SHAPES}
+    options |= {"motion": MOTIONS, "event": EVENTS}
     color, new_color, *_ = [*(word for word in words if word in COLORS), "", ""]
     return {
-        **{
-            name: next((word for word in words if word in known), "")
-            for name, known in (options | {"event": EVENTS}).items()
-        },
+        **{name: next((word for word in words if word in known), "") for name, known in options.items()},
         "scene": numbers[-1] if numbers else "",  # an opening names another scene
         "position": next((place for place in POSITIONS if place in sentence), ""),
         "color": color,
@@ -213,11 +209,8 @@ def _path(rng: np.random.Generator, scene: Scene, length: int) -> np.ndarray:
 
 
 def ask(rng: np.random.Generator, scenes: tuple[Scene, ...], kind: str, count: int) -> Question | None:
-    """Draw a question; None if the reel has nothing to ask of this kind.
-
-    Args:
-        kind: One of KINDS.
-        count: Scenes that the answer describes, 1 to MAX_TOLD; "which" names scenes and describes none.
+    """Draw a question of a kind about `count` scenes, 1 to MAX_TOLD ("which" describes none); None if the reel has
+    nothing to ask of this kind.
     """
     if kind == "which":
         return _ask_which(rng, scenes)

@@ -21,7 +21,6 @@ LONG_QUESTION = "please describe the clip ."  # `vllm bench serve` leaves out pr
 
 
 def main() -> int:
-    """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--videos", type=int, default=8)

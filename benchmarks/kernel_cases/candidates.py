@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
-from bench_kernels import DEVICE, Case, against_reference
-from compile_cases import sampling
+from bench_kernels import DEVICE, IMPL, Case
+from kernel_cases.draw import inputs
 
 from vidspec_kernels import SampleScratch, candidates
 
@@ -15,19 +15,13 @@ NUM_CANDIDATES = 10
 
 
 def case(temperature: float, num_reqs: int, vocab_size: int, width: int) -> Case:
-    generator = torch.Generator().manual_seed(0)
     num_rows = num_reqs * width
-    logits = torch.randn(num_rows, vocab_size, generator=generator).to(DEVICE, torch.bfloat16)
-    heat = torch.full((num_reqs,), temperature, device=DEVICE)
-    seeds, pos = (torch.randint(0, 2**40, (size,), generator=generator).to(DEVICE) for size in (num_reqs, num_rows))
-    vectors = (heat, seeds, pos, sampling())
+    logits, vectors = inputs(temperature, num_reqs, num_rows, vocab_size)
     arguments: dict[str, Any] = {
         "log_probs": torch.zeros(num_rows, NUM_CANDIDATES, device=DEVICE),
         "ids": torch.zeros(num_rows, NUM_CANDIDATES, dtype=torch.int64, device=DEVICE),
         "scratch": SampleScratch(num_rows, vocab_size, DEVICE, NUM_CANDIDATES),
         "width": width,
     }
-    return Case(
-        against_reference(lambda impl: lambda: candidates(logits, *vectors, **arguments, impl=impl)),
-        logits.numel() * logits.element_size(),
-    )
+    calls = {IMPL: lambda: candidates(logits, *vectors, **arguments, impl=IMPL)}
+    return Case(calls, logits.nbytes)

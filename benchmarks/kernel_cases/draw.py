@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from bench_kernels import DEVICE, Case, against_reference
+from bench_kernels import DEVICE, IMPL, Case
 from compile_cases import sampling
 
 from vidspec_kernels import SampleScratch, draw
@@ -13,19 +13,21 @@ TINY = {"temperature": [0.0, 0.8], "num_reqs": [3], "vocab_size": [300]}
 ROUNDS = 50
 
 
-def case(temperature: float, num_reqs: int, vocab_size: int) -> Case:
-    """Return the case of this batch size; an argmax and a copy are what greedy drafts would need without it."""
+def inputs(temperature: float, num_reqs: int, num_rows: int, vocab_size: int) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """Return logits, and what they are sampled with."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(num_reqs, vocab_size, generator=generator).to(DEVICE, torch.bfloat16)
+    logits = torch.randn(num_rows, vocab_size, generator=generator).to(DEVICE, torch.bfloat16)
     heat = torch.full((num_reqs,), temperature, device=DEVICE)
-    seeds, pos = (torch.randint(0, 2**40, (num_reqs,), generator=generator).to(DEVICE) for _ in range(2))
-    vectors = (heat, seeds, pos, sampling())
+    seeds, pos = (torch.randint(0, 2**40, (size,), generator=generator).to(DEVICE) for size in (num_reqs, num_rows))
+    return logits, (heat, seeds, pos, sampling())
+
+
+def case(temperature: float, num_reqs: int, vocab_size: int) -> Case:
+    logits, vectors = inputs(temperature, num_reqs, num_reqs, vocab_size)
     arguments: dict[str, Any] = {
         "out_tokens": torch.zeros(num_reqs, 5, dtype=torch.int64, device=DEVICE),
         "out_ids": torch.zeros(num_reqs, dtype=torch.int32, device=DEVICE),
         "scratch": SampleScratch(num_reqs, vocab_size, DEVICE),
     }
-    return Case(
-        against_reference(lambda impl: lambda: draw(logits, *vectors, level=1, **arguments, impl=impl)),
-        logits.numel() * logits.element_size(),
-    )
+    calls = {IMPL: lambda: draw(logits, *vectors, level=1, **arguments, impl=IMPL)}
+    return Case(calls, logits.nbytes)

@@ -34,7 +34,6 @@ def materialised(
 
 
 def case(shape: str, num_keys: int, num_queries: int) -> Case:
-    """Return the case, with a cache in the layout and dtype of this device's engine."""
     num_heads, num_kv_heads, head_dim = map(int, shape.split("x"))
     dtype = torch.bfloat16 if ON_GPU else torch.float32
     generator = torch.Generator().manual_seed(0)

@@ -7,6 +7,7 @@ cannot run. The floor counts K and V of context and nodes read once, q read and 
 large trees it is the products: 65 nodes of 7 heads on a KV head are 455 rows for every key.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,6 @@ from vidspec_kernels import TreeAttentionScratch, tree_attention
 AXES: dict[str, list[Any]] = {"shape": ["40x8x128"], "context": [25_000], "num_reqs": [1, 8], "nodes": [25, 64]}
 TINY = {"shape": ["4x2x32"], "context": [40, 100], "num_reqs": [2], "nodes": [5]}
 ROUNDS = 21
-
-
 BLOCK_SIZE = 16 if ON_GPU else 128
 # A call, and how its result becomes [batch * rows, heads, D].
 Bound = tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]
@@ -87,7 +86,6 @@ class Inputs:
 
 
 def ours(inputs: Inputs) -> Bound:
-    """Bind tree_attention: the kernel on a GPU, the reference on a CPU."""
     attend, out = _bind(inputs)
     return attend, lambda _: out
 
@@ -100,13 +98,10 @@ def _bind(inputs: Inputs) -> tuple[Callable[..., None], torch.Tensor]:
         for values in (index * inputs.num_rows, inputs.num_rows, inputs.context)
     )
     masks = inputs.words.repeat(inputs.batch, 1)
-
-    def call(prefix: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
-        tree_attention(
-            inputs.query, inputs.keys, inputs.values, inputs.block_table, index, starts, counts, lens, masks, out,
-            scale=inputs.scale, max_queries=inputs.num_rows, scratch=inputs.scratch, prefix=prefix,
-        )  # fmt: skip
-
+    call = functools.partial(
+        tree_attention, inputs.query, inputs.keys, inputs.values, inputs.block_table, index, starts, counts, lens,
+        masks, out, scale=inputs.scale, max_queries=inputs.num_rows, scratch=inputs.scratch,
+    )  # fmt: skip
     return call, out
 
 
@@ -117,7 +112,7 @@ def flash_and_nodes(inputs: Inputs) -> Bound:
     """
     attend, out = _bind(inputs)
     prefix = _paged_prefix(inputs) if ON_GPU else _dense_prefix(inputs)
-    return lambda: attend(prefix()), lambda _: out
+    return lambda: attend(prefix=prefix()), lambda _: out
 
 
 def _paged_prefix(inputs: Inputs) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
@@ -126,16 +121,11 @@ def _paged_prefix(inputs: Inputs) -> Callable[[], tuple[torch.Tensor, torch.Tens
 
     starts = torch.arange(inputs.batch + 1, dtype=torch.int32, device=DEVICE) * inputs.num_rows
     lens = torch.full((inputs.batch,), inputs.context, dtype=torch.int32, device=DEVICE)
-    version = get_flash_attn_version()
-
-    def call() -> tuple[torch.Tensor, torch.Tensor]:
-        return flash_attn_varlen_func(
-            inputs.query, inputs.keys, inputs.values, inputs.num_rows, starts, inputs.context, seqused_k=lens,
-            softmax_scale=inputs.scale, causal=False, block_table=inputs.block_table, return_softmax_lse=True,
-            fa_version=version,
-        )  # fmt: skip
-
-    return call
+    return functools.partial(
+        flash_attn_varlen_func, inputs.query, inputs.keys, inputs.values, inputs.num_rows, starts, inputs.context,
+        seqused_k=lens, softmax_scale=inputs.scale, causal=False, block_table=inputs.block_table,
+        return_softmax_lse=True, fa_version=get_flash_attn_version(),
+    )  # fmt: skip
 
 
 def _dense_prefix(inputs: Inputs) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
@@ -156,11 +146,8 @@ def sdpa(inputs: Inputs) -> Bound:
     """Bind torch's fused attention with a dense mask; the heads of a group are further rows of their KV head."""
     query, seen = inputs.folded(), inputs.seen.repeat(inputs.group, 1)
     keys, values = inputs.dense_keys.transpose(1, 2), inputs.dense_values.transpose(1, 2)
-
-    def call() -> torch.Tensor:
-        return functional.scaled_dot_product_attention(query, keys, values, seen, scale=inputs.scale)
-
-    return call, inputs.unfolded
+    attend = functional.scaled_dot_product_attention
+    return functools.partial(attend, query, keys, values, seen, scale=inputs.scale), inputs.unfolded
 
 
 def flex(inputs: Inputs) -> Bound:
@@ -179,10 +166,7 @@ def flex(inputs: Inputs) -> Bound:
     attend = torch.compile(flex_attention, dynamic=False) if ON_GPU else flex_attention
     query = inputs.query.view(inputs.batch, inputs.num_rows, *inputs.query.shape[1:]).transpose(1, 2)
     keys, values = inputs.dense_keys.transpose(1, 2), inputs.dense_values.transpose(1, 2)
-
-    def call() -> Any:
-        return attend(query, keys, values, block_mask=block_mask, scale=inputs.scale, enable_gqa=True)
-
+    call = functools.partial(attend, query, keys, values, block_mask=block_mask, scale=inputs.scale, enable_gqa=True)
     return call, lambda result: result.transpose(1, 2).reshape(inputs.query.shape)
 
 

@@ -21,7 +21,6 @@ BLOCK_ROWS = 64
 
 
 def case(store: str, hidden: int, batch: str, num_tokens: int, top_n: int) -> Case:
-    """Return the case, with a store of shuffled blocks."""
     dtype, query_dtype = getattr(torch, store), torch.bfloat16 if ON_GPU else torch.float32
     num_reqs, num_queries = map(int, batch.split("x"))
     generator = torch.Generator(DEVICE).manual_seed(0)

@@ -169,8 +169,6 @@ def lacking(folder: Path, variable: str) -> str:
 
 
 class Case(NamedTuple):
-    """A row of the page."""
-
     name: str
     run: Callable[[Path], str]
 

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,6 @@ def commands(text):
 
 
 def programs(text, python):
-    """Return the Python blocks of a page."""
     return [[str(python), "-c", block] for block in re.findall(r"^```python\n([\s\S]*?)^```", text, re.MULTILINE)]
 
 
@@ -94,11 +94,8 @@ def test_a_recipe_does_what_its_page_says(served, title, program, option, text):
 def test_the_notebook_runs():
     """Its cells, one after the other. Catches: a name of vLLM's or ours that has changed; nothing drafted."""
     cells = json.loads((ROOT / "docs" / "offline.ipynb").read_text())["cells"]
-    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    printed = run([sys.executable, "-c", f"def main():\n{indented(code)}\nif __name__ == '__main__':\n    main()"])
+    source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    code = textwrap.indent(source, "    ")
+    printed = run([sys.executable, "-c", f"def main():\n{code}\nif __name__ == '__main__':\n    main()"])
     assert "the video shows" in printed
     assert float(re.search(r"acceptance length (\d\.\d+)", printed)[1]) > 2
-
-
-def indented(code):
-    return "\n".join(f"    {line}" for line in code.splitlines())

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -100,17 +99,14 @@ class Overheard(studio.Studio):
 
 @pytest.fixture(scope="module")
 def page(server):
+    import uvicorn
+
     listener = studio._listen(0)
     it = Overheard(server.base_url, admin_key=ADMIN, num_frames=32, is_own=True)
     it.heard, it.url = [], f"http://127.0.0.1:{listener.getsockname()[1]}"
-    threading.Thread(target=_serve_quietly, args=(it, listener), daemon=True).start()
+    serve = uvicorn.Server(uvicorn.Config(it.app(), log_level="warning")).run
+    threading.Thread(target=serve, args=([listener],), daemon=True).start()
     return it
-
-
-def _serve_quietly(it: studio.Studio, listener: socket.socket) -> None:
-    import uvicorn
-
-    uvicorn.Server(uvicorn.Config(it.app(), log_level="warning")).run(sockets=[listener])
 
 
 @pytest.fixture

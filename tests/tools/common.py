@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from vidspec_tools import captioned
 from vidspec_tools.bench import acceptance
 from vidspec_tools.captions import ATTRIBUTE_WORDS
 from vllm_vidspec.cli import app
+from vllm_vidspec.config import METHOD
 from vllm_vidspec.metrics import NAMES
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
@@ -26,6 +28,13 @@ SMALL_AXES = {"pruner": ("none", "random", "uv"), "prune_ratio": (0, 0.9, 1)}
 
 def invoke(*args):
     return CliRunner().invoke(app, list(args))
+
+
+def printed(*args, status=0):
+    """Run a command with `--json -`; return what it prints."""
+    result = invoke(*args, "--json", "-")
+    assert result.exit_code == status, result.stderr
+    return json.loads(result.stdout)
 
 
 def refuses(words, *args):
@@ -59,7 +68,6 @@ def is_gone(pid):
 
 
 def load(path):
-    """Return a script of this repository as a module."""
     path = ROOT / path
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
@@ -117,10 +125,8 @@ def sweep(**given):
     return acceptance.Sweep(axes, **{"requests": 2} | given)
 
 
-@functools.cache
-def caption_of(i):
-    """The caption of a held-out video, which is drawn once."""
-    return captioned.held_out(i).caption
+# The caption of a held-out video, which is drawn once.
+caption_of = functools.cache(lambda i: captioned.held_out(i).caption)
 
 
 def answer_captions(session, command, **counters):
@@ -149,3 +155,45 @@ def answer_captions(session, command, **counters):
             for caption in captions
         ]
     return answer
+
+
+# What a decode step of the target and a draft forward take, in seconds, and by appended layer.
+TARGET_S, TARGET_LAYER_S, DRAFT_S, DRAFT_LAYER_S = 0.04, 0.001, 0.004, 0.0005
+DECODED = 48
+
+
+def num_layers(checkpoint):
+    return json.loads(Path(checkpoint, "config.json").read_text())["text_config"]["num_hidden_layers"]
+
+
+class Clocks:
+    """Engines whose steps take what layers say: `turns` answered, `fails` (job, command -> why), `ids` by mode."""
+
+    def __init__(self):
+        self.turns, self.fails, self.ids = [], lambda job, command: None, {}
+
+    def mode(self, job):
+        spec = job["llm"].get("speculative_config")
+        if spec is None or spec["method"] != METHOD:
+            return "vanilla" if spec is None else "stock"
+        return "parallel" if "parallel" in spec else "sequential"
+
+    def __call__(self, session, command):
+        job, spec = session.job, session.job["llm"].get("speculative_config")
+        if reason := self.fails(job, command):
+            raise reason
+        mode = self.mode(job)
+        self.turns.append((mode, job["prompts"]["held_out"][command["index"]]))
+        target_s = TARGET_S + TARGET_LAYER_S * (num_layers(job["llm"]["model"]) - 4)
+        token_ids = self.ids.get(mode, list(range(DECODED + 1)))
+        answer = {"token_ids": token_ids, "ttft_s": 0.2, "metrics": None, "verified": []}
+        if spec is None:
+            return answer | {"decode_s": DECODED * target_s, "step_s": [target_s] * DECODED}
+        draft = job["llm"]["model"] if spec["model"] == "self" else spec["model"]
+        draft_s = DRAFT_S + DRAFT_LAYER_S * (num_layers(draft) - 3)
+        # Every step has four drafts and accepts three: twelve steps.
+        step_s = target_s + (0 if mode == "parallel" else 4 * draft_s)
+        spent = {"drafts": 12, "draft_tokens": 48, "accepted_tokens": 36, "draft_forwards": 48}
+        gained = counters(**spent, draft_decode_us=round(48e6 * draft_s), late_drafts=3, stale_streams=3)
+        verified = [[4, 3, 0]] * 12
+        return answer | {"decode_s": 12 * step_s, "step_s": [step_s] * 12, "metrics": gained, "verified": verified}

@@ -4,29 +4,32 @@ from types import SimpleNamespace
 
 import pytest
 
-from tools.clocks import Clocks
-from tools.common import answer_captions, counters
+from tools.common import Clocks, answer_captions, counters
 from vidspec_tools.bench import trials
 from vllm_vidspec.tools.engine_session import EngineSession
 
 
 @pytest.fixture
 def fake_engines(monkeypatch):
-    """Return what replaces engines by `answer(session, command)` and returns the sessions, with what each `asked`."""
+    """Return what replaces engines by `answer(session, command)`, and returns the sessions and what each `asked`."""
 
     def replace(answer, **ready):
         sessions = []
 
         def enter(session):
-            session.asked, session.ready = [], ready
+            session.asked, session.ready, session.is_open = [], ready, True
             sessions.append(session)
+            session.num_open = sum(one.is_open for one in sessions)
             return session
+
+        def leave(session, *error):
+            session.is_open = False
 
         def ask(session, command, report=None):
             session.asked.append(command)
             return answer(session, command)
 
-        for name, fake in (("__enter__", enter), ("__exit__", lambda *_: None), ("ask", ask)):
+        for name, fake in (("__enter__", enter), ("__exit__", leave), ("ask", ask)):
             monkeypatch.setattr(EngineSession, name, fake)
         return sessions
 

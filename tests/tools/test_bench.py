@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from tools.common import FAMILIES, counters, invoke, refuses
+from tools.common import FAMILIES, counters, invoke, printed, refuses
 from vidspec_tools.bench import acceptance, scaling
 from vidspec_tools.bench.session import BenchEngine
 from vidspec_tools.bench.trials import VANILLA_VARIANT, Workload
@@ -19,10 +19,7 @@ from vllm_vidspec.tools.engine_session import EngineSession
 
 
 def bench(*options, status=0):
-    """Run the command on two videos; return what it printed as JSON."""
-    result = invoke("bench", "acceptance", *options, "--requests", "2", "--json", "-")
-    assert result.exit_code == status, result.stderr
-    return json.loads(result.stdout)
+    return printed("bench", "acceptance", *options, "--requests", "2", status=status)
 
 
 def specs(engines):
@@ -41,17 +38,17 @@ def test_an_engine_that_fails_is_one_line(tmp_path):
 def test_json_has_one_row_per_combination(engines):
     engines.ours = [1, 3]
     axes = ("--family", ",".join(FAMILIES), "--draft", "draft,target", "--prune-ratio", "0.5,0.9")
-    printed = bench(*axes, "--temperature", "0,1", "--top-p", "0.9")
-    assert set(printed) == {"rows", "failures", "provenance"}
-    found = [tuple(row[name] for name in ("family", "draft", "prune_ratio", "temperature")) for row in printed["rows"]]
+    result = bench(*axes, "--temperature", "0,1", "--top-p", "0.9")
+    assert set(result) == {"rows", "failures", "provenance"}
+    found = [tuple(row[name] for name in ("family", "draft", "prune_ratio", "temperature")) for row in result["rows"]]
     assert found == list(itertools.product(FAMILIES, ("draft", "target"), (0.5, 0.9), (0.0, 1.0)))
-    row = printed["rows"][0]
+    row = result["rows"][0]
     assert set(acceptance.AXES) <= set(row)
     assert (row["acceptance_length"], row["acceptance_rate"], row["num_drafts"]) == (4.0, 0.6, 100)
     assert row["identical_frac"] == 0.5
     assert (row["draft_kv_bytes"], row["full_draft_kv_bytes"]) == ((20 + 500) * 8, (20 + 1000) * 8)
     assert row["decode_s"] == row["vanilla_decode_s"] == 1.0
-    assert {"git_sha", "versions", "argv", "device", "cpu", "date"} <= set(printed["provenance"])
+    assert {"git_sha", "versions", "argv", "device", "cpu", "date"} <= set(result["provenance"])
 
     drafts = [spec and spec["model"] == "self" for spec in specs(engines)]
     assert drafts == [None, False, False, True, True] * 2, "vanilla first, then an engine per configuration"
@@ -92,16 +89,16 @@ def test_what_fails_is_one_line_and_the_others_stay(engines):
     engines.fails = lambda job: error if "'num_speculative_tokens': 7" in str(job) else None
     result = invoke("bench", "acceptance", "--num-speculative-tokens", "7,3", "--requests", "2", "--json", "-")
     assert result.exit_code == 1 and result.stderr.count("RuntimeError: no") == 1
-    printed = json.loads(result.stdout)
-    assert [row["num_speculative_tokens"] for row in printed["rows"]] == [3]
-    assert [(one["num_speculative_tokens"], one["reason"]) for one in printed["failures"]] == [(7, str(error))]
+    found = json.loads(result.stdout)
+    assert [row["num_speculative_tokens"] for row in found["rows"]] == [3]
+    assert [(one["num_speculative_tokens"], one["reason"]) for one in found["failures"]] == [(7, str(error))]
 
     engines.sessions.clear()
     is_broken = lambda job: job["prompts"]["family"] == "qwen2.5-vl" and "speculative_config" not in job["llm"]  # noqa: E731
     engines.fails = lambda job: error if is_broken(job) else None
-    printed = bench("--family", ",".join(FAMILIES), "--prune-ratio", "0.2,0.3", status=1)
-    assert printed["failures"] == [{"family": "qwen2.5-vl", "reason": str(error)}]
-    assert {row["family"] for row in printed["rows"]} == {"llava-onevision"} and len(engines.sessions) == 1 + 3
+    found = bench("--family", ",".join(FAMILIES), "--prune-ratio", "0.2,0.3", status=1)
+    assert found["failures"] == [{"family": "qwen2.5-vl", "reason": str(error)}]
+    assert {row["family"] for row in found["rows"]} == {"llava-onevision"} and len(engines.sessions) == 1 + 3
 
 
 def test_table_and_files(engines, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -84,19 +85,16 @@ def verdict(name, step, **context):
 def test_a_steps_own_verdicts(monkeypatch):
     """Catches: an exception that counts as passed, numbers of nothing that count, a traceback for a word."""
 
-    def raises(error):
-        def step(context):
-            raise error
-
-        return step
+    def launches(context):
+        raise RuntimeError("CUDA error:\n  launch failed")
 
     fine = lambda context: {"a": 1}  # noqa: E731
     assert verdict("kernels", fine)["reason"] == "torch sees no CUDA device"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    found = verdict("kernels", raises(steps.SkippedError("no pytest")))
+    found = verdict("kernels", mock.Mock(side_effect=steps.SkippedError("no pytest")))
     assert (found["outcome"], found["reason"], found["facts"]) == ("skipped", "no pytest", {})
-    assert verdict("kernels", raises(steps.StepFailedError("differs")))["outcome"] == "failed"
-    broken = verdict("kernels", raises(RuntimeError("CUDA error:\n  launch failed")))
+    assert verdict("kernels", mock.Mock(side_effect=steps.StepFailedError("differs")))["outcome"] == "failed"
+    broken = verdict("kernels", launches)
     assert broken["outcome"] == "failed"
     assert broken["reason"].startswith("RuntimeError: CUDA error: launch failed (test_gpu_steps.py:")
     assert verdict("kernels", fine)["outcome"] == "passed" and verdict("kernels", fine)["facts"] == {"a": 1}

@@ -27,7 +27,6 @@ def tensors(folder):
 
 @pytest.fixture
 def original(tmp_path):
-    """A copy of the LLaVA target."""
     return shutil.copytree(pairs.checkpoint("llava-onevision", "target"), tmp_path / "original")
 
 
@@ -47,7 +46,6 @@ def test_appended_layers_cost_and_say_nothing(tmp_path, family, role):
     for name, tensor in new.items():
         is_output = name.endswith(("self_attn.o_proj.weight", "mlp.down_proj.weight"))
         assert bool(tensor.any()) is not is_output, name
-        assert tensor.isfinite().all()
         number = int(name.removeprefix(PREFIXES[family]).split(".")[0])
         twin = before[name.replace(f"layers.{number}.", f"layers.{(number - count) % count}.")]
         assert tensor.shape == twin.shape and tensor.dtype == twin.dtype

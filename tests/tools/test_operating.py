@@ -122,19 +122,15 @@ def test_every_metric_of_ours_is_shown_or_left_out(tmp_path):
     assert used | left_out == ours and not used & left_out
 
 
-def heading_anchors(page):
-    """The anchors of a page's headings, as the usual renderers make them."""
-    heads = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
-
-
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
 def test_an_alert_says_what_to_do(rule):
     assert set(rule) - {"for"} == {"alert", "expr", "labels", "annotations"}
     assert rule["labels"]["severity"] in ("info", "warning") and set(rule["annotations"]) == {"summary", "description"}
     page = PAGE.read_text()
+    heads = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}  # as usual renderers make them
     (anchor,) = re.findall(r"docs/operating\.md#([\w-]+)", rule["annotations"]["description"])
-    assert anchor in heading_anchors(page) and f"`{rule['alert']}`" in page
+    assert anchor in anchors and f"`{rule['alert']}`" in page
 
 
 def test_alerts_fire_when_they_should(tmp_path):

@@ -13,9 +13,11 @@ import bench_overheads as overheads
 import harness
 
 
-@pytest.fixture
-def watched(monkeypatch):
-    """Every call takes a second of the engine's clock; an answer is two steps of its prompt and three verify steps."""
+def test_a_prompts_steps_are_one_and_each_verify_step_is_its_own(monkeypatch):
+    """Every call takes a second of the engine's clock; an answer is two steps of its prompt and three verify steps.
+
+    Catches: a prompt's pruning that counts to a verify step, a request's last step with the wait for the next.
+    """
     now = iter(range(1000))
     monkeypatch.setattr(overheads.time, "perf_counter", lambda: float(next(now)))
     monkeypatch.setattr(overheads.Watched, "_wrap", lambda self, runner: self._watch.wrap(runner, "prune", "pruning"))
@@ -25,11 +27,7 @@ def watched(monkeypatch):
         for drafts in ({}, {}, {"0": [1]}, {"0": [1]}, {"0": [1]}):
             runner.execute_model(SimpleNamespace(scheduled_spec_decode_tokens=drafts))
 
-    return overheads.Watched(SimpleNamespace(runner=runner, answer=answer))
-
-
-def test_a_prompts_steps_are_one_and_each_verify_step_is_its_own(watched):
-    """Catches: a prompt's pruning that counts to a verify step, a request's last step with the wait for the next."""
+    watched = overheads.Watched(SimpleNamespace(runner=runner, answer=answer))
     for _ in range(2):
         watched.answer({})
     assert [len(found) for found in (watched.prompts, watched.verifies)] == [2, 4]

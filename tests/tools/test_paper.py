@@ -4,29 +4,24 @@ import json
 
 import pytest
 
-from tools.clocks import DECODED, DRAFT_S, TARGET_S, Clocks, num_layers
-from tools.common import invoke, refuses
+from tools.common import DECODED, DRAFT_S, TARGET_S, Clocks, invoke, num_layers, printed, refuses
 from vidspec_tools import inflation
-from vidspec_tools.bench import interleaved, methods, paper, published, ratios, trials
+from vidspec_tools.bench import interleaved, methods, paper, ratios, trials
 from vidspec_tools.bench.paper import PaperBenchmark
 from vidspec_tools.bench.trials import Benchmark, Trial
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.engine_session import EngineSession
 
 SMALL = ("--requests", "1", "--rounds", "1")
 CHAIN = ("--methods", "SD-chain")
 
 
 def measured(*options):
-    result = invoke("bench", "paper", *options, "--json", "-")
-    assert result.exit_code == 0, result.stderr
-    return json.loads(result.stdout)
+    return printed("bench", "paper", *options)
 
 
 def specs(clocks):
-    """The speculative configuration of every engine that drafts, in order."""
     return [spec for session in clocks.sessions if (spec := session.job["llm"].get("speculative_config"))]
 
 
@@ -35,8 +30,8 @@ def specs(clocks):
 
 def test_turns_are_interleaved_on_one_core(clocks):
     """Catches: one engine after another, the same order each time, videos that an engine has seen, another core."""
-    printed = measured(*CHAIN, "--requests", "2", "--rounds", "3")
-    assert [row["mode"] for row in printed["rows"]] == ["vanilla", "sequential"]
+    rows = measured(*CHAIN, "--requests", "2", "--rounds", "3")["rows"]
+    assert [row["mode"] for row in rows] == ["vanilla", "sequential"]
     assert len(clocks.sessions) == 2
     pairs_of_turns = [clocks.turns[i : i + 2] for i in range(0, len(clocks.turns), 2)]
     assert [{mode for mode, _ in two} for two in pairs_of_turns] == [{"vanilla", "sequential"}] * 6
@@ -49,24 +44,11 @@ def test_turns_are_interleaved_on_one_core(clocks):
         assert {(one["sampling"]["temperature"], one["seed"]) for one in session.asked} == {(0.0, i) for i in range(6)}
 
 
-def test_vanilla_takes_turns_with_each_two(clocks, monkeypatch):
+def test_vanilla_takes_turns_with_each_two(clocks):
     """Catches: more engines alive than there is memory for, a vanilla that is loaded anew."""
-    alive, most = [], []
-    enter, leave = EngineSession.__enter__, EngineSession.__exit__
-
-    def entered(session):
-        alive.append(session)
-        most.append(len(alive))
-        return enter(session)
-
-    def left(session, *error):
-        alive.remove(session)
-        return leave(session, *error)
-
-    monkeypatch.setattr(EngineSession, "__enter__", entered)
-    monkeypatch.setattr(EngineSession, "__exit__", left)
     measured("--requests", "2", "--rounds", "1")
-    assert max(most) == 3 and not alive
+    assert max(session.num_open for session in clocks.sessions) == 3
+    assert not any(session.is_open for session in clocks.sessions)
     modes = [clocks.mode(session.job) for session in clocks.sessions]
     assert modes[0] == "vanilla" and modes.count("vanilla") == modes.count("parallel") == modes.count("stock") == 1
     turns = [clocks.turns[i : i + 3] for i in range(0, len(clocks.turns), 3)]
@@ -100,10 +82,10 @@ def test_a_method_that_fails_is_named_and_the_others_go_on(clocks):
     chosen = ("--methods", "SD-chain,SD-tree,SpecVLM")
     result = invoke("bench", "paper", *chosen, "--requests", "2", "--rounds", "1", "--json", "-")
     assert result.exit_code == 1 and "vidspec: qwen2.5-vl 0.0 SD-tree: it stopped" in result.stderr
-    printed = json.loads(result.stdout)
+    found = json.loads(result.stdout)
     named = {"family": "qwen2.5-vl", "inflate": 0.0, "method": "SD-tree", "reason": "it stopped"}
-    assert printed["failures"] == [named]
-    assert [row["method"] for row in printed["rows"]] == ["autoregressive", "SD-chain", "SpecVLM"]
+    assert found["failures"] == [named]
+    assert [row["method"] for row in found["rows"]] == ["autoregressive", "SD-chain", "SpecVLM"]
     clocks.fails = lambda job, command: VidSpecError("no") if clocks.mode(job) == "vanilla" else None
     with pytest.raises(VidSpecError, match=r"^no$"):  # nothing to compare with
         interleaved.run(Benchmark())
@@ -213,15 +195,15 @@ def test_streams_end_where_something_is_rejected(verified, num_streams):
 
 def test_parallel_drafter_has_a_core_of_its_own(clocks):
     knobs = ("--knob", "parallel_max_ahead=7", "--knob", "prune_seed=3")
-    printed = measured(*SMALL, "--methods", "SD-chain,ParallelVLM", *knobs)
+    found = measured(*SMALL, "--methods", "SD-chain,ParallelVLM", *knobs)
     sequential, ours = specs(clocks)
     assert "parallel" not in sequential
     assert ours["parallel"] == {"device": "cpu", "cpu_cores": "1", "max_ahead": 7}
     assert sequential["prune_seed"] == ours["prune_seed"] == 3
-    row = printed["rows"][-1]
+    row = found["rows"][-1]
     assert (row["late_frac"], row["late_drafts"], row["stale_streams"]) == (3 / 12, 3, 3)
     assert row["speedup"] == pytest.approx(4.0)
-    assert printed["provenance"]["cores"] == [0, 1]
+    assert found["provenance"]["cores"] == [0, 1]
 
 
 def test_vllms_own_method_has_no_times_where_its_kernels_are_interpreted(clocks, monkeypatch):
@@ -242,10 +224,10 @@ def test_vllms_own_method_has_no_times_where_its_kernels_are_interpreted(clocks,
 
 def test_every_method_is_a_row(clocks):
     """Catches: a method that is left out, or whose knobs are not those of its paper; --quick over what is asked for."""
-    printed = measured("--quick", "--requests", "1")
-    assert [row["method"] for row in printed["rows"]] == list(paper.ALL)
-    assert {(row["requests"], row["rounds"], row["max_tokens"]) for row in printed["rows"]} == {(1, 3, 64)}
-    found = {row["method"]: row for row in printed["rows"]}
+    rows = measured("--quick", "--requests", "1")["rows"]
+    assert [row["method"] for row in rows] == list(paper.ALL)
+    assert {(row["requests"], row["rounds"], row["max_tokens"]) for row in rows} == {(1, 3, 64)}
+    found = {row["method"]: row for row in rows}
     knobs = ("drafting", "pruner", "num_speculative_tokens")
     assert {name: tuple(row[one] for one in knobs) for name, row in found.items()} == {
         "autoregressive": (None, None, None),
@@ -298,16 +280,16 @@ def test_methods_fit_every_family(clocks):
 
 def test_published_lengths_hold_the_targets_own_token(clocks):
     """SpecVLM, SAGE and LVSpec print tau without it, ParallelVLM M with it. Catches: one added twice, or nowhere."""
-    assert published.figure("qwen2.5-vl", "SpecVLM") == {
+    assert methods.figure("qwen2.5-vl", "SpecVLM") == {
         "published_acceptance_length": 4.23,
         "published_speedup": 2.05,
         "published_tau": 3.23,
         "published_source": "SpecVLM, Qwen2.5-VL 7B & 32B",
     }
-    lengths = {name: one.acceptance_length for name, one in published.FIGURES["llava-onevision"].items()}
+    lengths = {name: one.acceptance_length for name, one in methods.FIGURES["llava-onevision"].items()}
     assert list(lengths.values()) == [4.14, 4.68, 4.19, 4.48, 6.74, 6.82, 8.34, 5.12, 3.67, 4.98]
-    assert set(published.figure("qwen3-vl", "OnSD").values()) == {None}
-    for family, found in published.FIGURES.items():
+    assert set(methods.figure("qwen3-vl", "OnSD").values()) == {None}
+    for family, found in methods.FIGURES.items():
         assert family in pairs.FAMILIES and set(found) <= set(methods.METHODS)
     rows = measured(*SMALL, "--family", "llava-onevision", "--methods", "SAGE,OnSD")["rows"]
     shown = [(row["published_acceptance_length"], row["published_speedup"], row["published_tau"]) for row in rows]
@@ -320,9 +302,7 @@ def test_published_lengths_hold_the_targets_own_token(clocks):
 def test_one_setting_beside_vanilla(clocks):
     """Catches: knobs that do not reach the engine; means of rounds for those of requests; a burst for a token."""
     given = ("--drafting", "tree-static", "--pruner", "uv", "--scorer", "fly", "--prune-ratio", "0.5")
-    result = invoke("bench", "speed", "--requests", "2", "--rounds", "1", *given, "--json", "-")
-    assert result.exit_code == 0, result.stderr
-    vanilla, ours = json.loads(result.stdout)["rows"]
+    vanilla, ours = printed("bench", "speed", "--requests", "2", "--rounds", "1", *given)["rows"]
     assert (vanilla["method"], ours["method"]) == ("vanilla", "vidspec")
     knobs = ("drafting", "pruner", "prune_ratio", "scorer", "num_speculative_tokens")
     assert [ours[name] for name in knobs] == ["tree-static", "uv", 0.5, "fly", 25]
@@ -335,7 +315,7 @@ def test_one_setting_beside_vanilla(clocks):
     assert (vanilla["request_ms"], ours["request_ms"]) == pytest.approx((200 + 48 * 40, 200 + 12e3 * step_s))
     assert vanilla["draft_decode_ms"] is None and ours["draft_decode_ms"] == pytest.approx(48 * 4)
     beside = ("bench", "speed", *SMALL, "--parallel", "--inflate", "5")
-    ours = json.loads(invoke(*beside, "--json", "-").stdout)["rows"][-1]
+    ours = printed(*beside)["rows"][-1]
     assert (ours["mode"], ours["num_speculative_tokens"]) == ("parallel", 10)
     tables = invoke(*beside).stdout
     assert all(words in tables for words in ("chain of 10", "late", "what drafting takes of a request", "relevance"))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tools.common import invoke
+from tools.common import invoke, printed
 
 QUICK = ("plan", "--video-tokens", "1000", "--draft-gpus", "0", "--prune-ratio", "0.9")
 ROW = {
@@ -14,33 +14,29 @@ ROW = {
 }
 
 
-def printed(*options):
-    result = invoke(*QUICK, *options, "--json", "-")
-    assert result.exit_code == 0, result.stderr
-    return json.loads(result.stdout)
+def planned(*options):
+    return printed(*QUICK, *options)
 
 
 def test_json_is_all_that_is_printed():
     """Catches: a field that is gone, a table in front of the JSON, figures that do not say that they are modelled."""
-    result = printed("--target", "Qwen/Qwen2.5-VL-72B-Instruct", "--draft", "7B", "--tp", "4", "--batch", "1,100")
+    result = planned("--target", "Qwen/Qwen2.5-VL-72B-Instruct", "--draft", "7B", "--tp", "4", "--batch", "1,100")
     assert set(result) == {
         *("kind", "target", "draft", "gpu", "tp", "draft_gpus", "video_tokens", "text_tokens", "answer_tokens", "rows"),
         *("when", "paying", "notes", "agreement", "measured", "assumed", "provenance", "quantised_draft"),
     }
-    assert (result["kind"], result["target"], result["draft"], result["gpu"], result["tp"]) == (
-        *("modelled", "Qwen2.5-VL 72B", "Qwen2.5-VL 7B", "h100", 4),
-    )
+    asked = [result[name] for name in ("kind", "target", "draft", "gpu", "tp")]
+    assert asked == ["modelled", "Qwen2.5-VL 72B", "Qwen2.5-VL 7B", "h100", 4]
     assert [row["batch"] for row in result["rows"]] == [1, 100]
     assert all(set(row) == ROW for row in result["rows"])
-    assert set(result["rows"][0]["memory"]) == {
-        *("target_weights", "draft_weights", "target_kv", "draft_kv", "reserved", "left")
-    }
+    memory = {"target_weights", "draft_weights", "target_kv", "draft_kv", "reserved", "left"}
+    assert result["rows"][0]["memory"].keys() == memory
     assert result["rows"][0]["shape"] in ("chain", "tree-static") and result["rows"][0]["speedup"] > 1.5
 
 
 def test_options_reach_the_plan():
     """Each changes what it is about. Catches: an option that nothing reads."""
-    row = printed("--batch", "4")["rows"][0]
+    row = planned("--batch", "4")["rows"][0]
     changed = {
         ("--gpu", "h20"): "t_target_ms",
         ("--tp", "4"): "t_target_ms",
@@ -55,11 +51,10 @@ def test_options_reach_the_plan():
         ("--draft-ms", "1"): "t_draft_ms",
     }
     for options, name in changed.items():
-        assert printed("--batch", "4", *options)["rows"][0][name] != row[name], options
-    parallel = printed("--batch", "4", "--draft-gpus", "1")["rows"][0]
+        assert planned("--batch", "4", *options)["rows"][0][name] != row[name], options
+    parallel = planned("--batch", "4", "--draft-gpus", "1")["rows"][0]
     assert parallel["alternatives"].keys() == {"chain", "tree-static", "parallel"}
-    ratios = invoke("plan", "--acceptance", "0.9,0.8,0.7", "--draft-gpus", "0", "--json", "-")
-    (agreement,) = json.loads(ratios.stdout)["agreement"]
+    (agreement,) = printed("plan", "--acceptance", "0.9,0.8,0.7", "--draft-gpus", "0")["agreement"]
     assert agreement["prune_ratio"] == 0.9 and agreement["rates"] == pytest.approx([0.9, 0.8 / 0.9, 0.7 / 0.8])
 
 

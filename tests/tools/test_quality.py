@@ -22,7 +22,6 @@ def names(what: Quality) -> list[str]:
 
 
 def quality_row(setting: Setting, **fields) -> dict:
-    """What a setting needs to be named."""
     return {"method": setting.scorer} | {name: getattr(setting, name) for name in DEFAULTS} | fields
 
 
@@ -57,12 +56,9 @@ SMALL = {"requests": 3, "lambdas": (0.5, 0.7), "position_shifts": (False,)}
 
 def test_one_engine_per_family_and_noise(sessions):
     what = Quality(families=FAMILIES, temperatures=(0.0, 1.0), draft_noises=("shared", "independent"), **SMALL)
-    totals, measured = [], []
-    result = quality.run(
-        what, lambda event, fields: (totals.append(fields.get("total")), measured.append(fields.get("note")))
-    )
-    rows = result["rows"]
-    assert len(rows) == what.num_batches == totals[0] == len([row for row in measured if row])
+    told = []
+    rows = quality.run(what, lambda event, fields: told.append(fields))["rows"]
+    assert len(rows) == what.num_batches == told[0]["total"] == sum("note" in fields for fields in told)
     assert len(sessions) == 2 * (1 + 1 + 2)
     llms = [session.job["llm"] for session in sessions]
     roles = [(Path(llm["model"]).name, llm.get("speculative_config", {}).get("draft_noise")) for llm in llms]
@@ -73,13 +69,11 @@ def test_one_engine_per_family_and_noise(sessions):
     spec = sessions[2].job["llm"]["speculative_config"]
     assert (spec["scorer"], spec["num_speculative_tokens"], spec["on_draft_error"]) == ("loose", 10, "raise")
 
-    settings = what.settings()
-    asked = sessions[2].asked
+    settings, asked = what.settings(), sessions[2].asked
     assert (asked[0]["knobs"], asked[0].get("watch")) == (None, None), "every video once, before any time is taken"
     assert [command["knobs"] for command in asked[1:]] == [setting.knobs(what.telling) for setting in settings] * 2
-    assert [command["sampling"]["temperature"] for command in asked[1:]] == [0.0] * len(settings) + [1.0] * len(
-        settings
-    )
+    temperatures = [command["sampling"]["temperature"] for command in asked[1:]]
+    assert temperatures == [0.0] * len(settings) + [1.0] * len(settings)
     assert {command["sampling"]["temperature"] for command in sessions[3].asked[1:]} == {1.0}, "at 0 noise is nothing"
     assert all(command["seed"] == 0 for command in asked)
 
@@ -120,9 +114,8 @@ def test_rows_say_what_was_measured(sessions):
     num_tokens = sum(len(captioned.held_out(i).caption.split()) for i in range(3))
     assert loose["tokens_per_caption"] == num_tokens / 3
     assert loose["delivered_length"] == (num_tokens - 3) / 100, "a request's first token comes from its prefill"
-    assert (loose["lambda_loose"], loose["top_n"], loose["position_shift"], loose["fly_entropy"]) == (
-        *(0.5, 10, False, None),
-    )
+    knobs = ("lambda_loose", "top_n", "position_shift", "fly_entropy")
+    assert [loose[name] for name in knobs] == [0.5, 10, False, None]
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,6 @@ class FakeLLM:
 
 @pytest.fixture
 def sampling_params(monkeypatch):
-    """SamplingParams without vLLM."""
     params = lambda **given: SimpleNamespace(**{"max_tokens": None} | given)  # noqa: E731
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=params))
 

@@ -123,7 +123,6 @@ def test_one_engine_per_kind_of_guidance():
 
 
 def test_command_writes_a_picture(monkeypatch, tmp_path):
-    """The engine measured rising scores."""
     pytest.importorskip("cv2")
     ran, grid, scores = [], TokenGrid(16, 4, 4), torch.arange(256).float()
 

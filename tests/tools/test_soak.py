@@ -14,7 +14,6 @@ from vllm_vidspec import metrics  # noqa: E402
 
 
 def reply(*answers: list[int], **fields) -> Reply:
-    """Return a whole reply of these tokens."""
     choices = {i: Choice(list(tokens), str(tokens), "stop", [-0.5] * len(tokens)) for i, tokens in enumerate(answers)}
     return Reply(**{"status": 200, "choices": choices, **fields})
 
@@ -111,13 +110,9 @@ def test_each_figure_fails_a_soak(name):
 # ---- traffic --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def asks() -> list[soak_traffic.Ask]:
-    return soak_traffic.Traffic(random.Random(0)).slice(400)
-
-
-def test_traffic_is_of_every_kind(asks):
+def test_traffic_is_of_every_kind():
     """Catches: a kind or a trait that is never drawn, a loose answer that is compared, a seed that is not."""
+    asks, again = (soak_traffic.Traffic(random.Random(0)).slice(400) for _ in range(2))
     assert {ask.about for ask in asks} == set(soak_traffic._ABOUT)
     traits = {trait for ask in asks for trait in ask.traits}
     assert {"streamed", "closed", "n > 1", "logprobs", "stop string", "duplicate", "scorer strict"} <= traits
@@ -131,7 +126,6 @@ def test_traffic_is_of_every_kind(asks):
         assert not ask.own.keys() & ask.body.keys()
         assert ask.rule == REFUSED or ask.body["temperature"] == 0 or "seed" in ask.body
         assert ("closed" in ask.traits) == (ask.close_after is not None)
-    again = soak_traffic.Traffic(random.Random(0)).slice(400)
     assert json.dumps([ask.body for ask in again]) == json.dumps([ask.body for ask in asks])
 
 

@@ -6,10 +6,11 @@ import re
 import threading
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
-from tools.common import ROOT, invoke, refuses
+from tools.common import ROOT, invoke, printed, refuses
 from vllm_vidspec import metrics
 from vllm_vidspec.tools import scrape, status, status_rules
 
@@ -253,9 +254,9 @@ def test_what_is_printed(sound, serving, tmp_path):
         assert words in result.stdout
     assert "lower num_speculative_tokens to 3" in result.stdout
     assert "engine 0" not in result.stdout, "one engine is no column of its own"
-    printed = json.loads(invoke("status", "--server", serving.url, "--json", "-").stdout)
-    assert set(printed) == {"server", "since_start", "interval", "interval_seconds", "engines", "advice"}
-    assert printed["since_start"] == sound.figures()
+    found = printed("status", "--server", serving.url, status=1)
+    assert set(found) == {"server", "since_start", "interval", "interval_seconds", "engines", "advice"}
+    assert found["since_start"] == sound.figures()
 
     sound.count(draft_tokens=-1000, draft_depth=-1000)
     serving.texts = [sound.text()]
@@ -273,12 +274,7 @@ def test_watching(sound, serving, monkeypatch, as_json):
     first = sound.text()
     sound.count(drafts=200, draft_tokens=200, draft_depth=200, accepted_tokens=20, accepted_at_pos_0=20)
     serving.texts = [first, sound.text()]
-    sleeps = iter([None, KeyboardInterrupt])
-
-    def sleep(_):
-        if (stop := next(sleeps)) is not None:
-            raise stop
-
+    sleep = mock.Mock(side_effect=[None, KeyboardInterrupt])
     monkeypatch.setattr(status, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     result = invoke("status", "--server", serving.url, "--watch", "5", *(["--json", "-"] if as_json else []))
     assert result.exit_code == 130

@@ -101,9 +101,7 @@ def check(sweep: Sweep) -> None:
 
 
 def run(sweep: Sweep, report: Report = silent) -> dict[str, Any]:
-    """Return the sweep's `rows` in the order asked for, its `failures` (a family whose vanilla failed is one), and
-    `provenance`.
-    """
+    """Return the sweep's `rows` in the order asked for, `failures` (vanilla's is its family's), and `provenance`."""
     check(sweep)
     rows: list[dict[str, Any]] = []
     failures: list[dict[str, Any]] = []
@@ -167,9 +165,7 @@ def make_rows(
 
 
 def shape_figures(counters: dict[str, int]) -> dict[str, float | None]:
-    """Return nodes, depth and the length that it allows, per verify step of a request, and draft forwards per step of a
-    batch; None where nothing was drafted.
-    """
+    """Return nodes, depth and longest length per verify step, and forwards per step of a batch; None without drafts."""
     drafts, steps = counters["drafts"], counters["draft_steps"]
     depth = counters["draft_depth"] / drafts if drafts else None
     return {

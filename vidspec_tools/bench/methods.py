@@ -1,7 +1,7 @@
-"""The methods of the papers' tables as this project runs them, beside vanilla: the one list of them; no engine."""
+"""The methods of the papers' tables: how this project runs them beside vanilla, and what is published of them."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 VANILLA, SEQUENTIAL, PARALLEL = "vanilla", "sequential", "parallel"
 STOCK = "stock"  # vLLM's own way to draft, without us
@@ -38,3 +38,76 @@ METHODS: dict[str, Method] = {
 def parallel_window(ratio: float) -> int:
     """Return the greatest window of parallel drafting at a ratio: twice it, as a step takes what is measured online."""
     return max(WINDOW, round(2 * ratio))
+
+
+# ---- what is published, all of it on VideoDetailCaption --------------------------------------------------------------
+
+QWEN, LLAVA = "Qwen2.5-VL 7B & 32B", "LLaVA-OV 7B & 72B"
+# ParallelVLM's Table 1: by pair and method its mean accepted length M, the target's own token included, and speedup.
+# 128 frames, 512 output tokens, 8 L40S; a window of 5, ParallelVLM's from the ratio (3 and 5 here); pruning 0.9.
+_ROWS = ("SD", "OnSD", "SD-Tree", "SpecVLM", "ParallelVLM")
+_TABLE_1 = {
+    QWEN: ((3.37, 1.26), (2.76, 1.38), (4.21, 1.60), (4.18, 2.11), (4.23, 2.40)),
+    LLAVA: ((4.14, 1.98), (3.67, 2.14), (4.64, 2.18), (4.51, 2.76), (6.82, 3.43)),
+}
+TABLE_1 = {pair: dict(zip(_ROWS, figures, strict=True)) for pair, figures in _TABLE_1.items()}
+# Papers whose tau is without the target's own token (SpecVLM's code and LVSpec's eq. 2 count accepted drafts only, SAGE
+# emits tau + 1); ParallelVLM's M is with it.
+WITHOUT_OWN_TOKEN = frozenset({"SpecVLM", "SAGE", "LVSpec"})
+
+
+class Figure(NamedTuple):
+    paper: str
+    pair: str  # draft and target, as papers write them
+    tau: float  # its mean accepted length as printed; for ParallelVLM its M
+    speedup: float  # over autoregressive decoding
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a verify step emits, the target's own included: what our own figures are."""
+        return round(self.tau + (self.paper in WITHOUT_OWN_TOKEN), 2)
+
+
+# By the family whose bundled pair represents the papers' and by method: that of the paper which proposes the method, or
+# else of the one that runs it as we do.
+FIGURES: dict[str, dict[str, Figure]] = {
+    "qwen2.5-vl": {
+        "SD-chain": Figure("ParallelVLM", QWEN, *TABLE_1[QWEN]["SD"]),
+        "SD-tree": Figure("SpecVLM", QWEN, 3.27, 1.40),
+        "SD-Rand": Figure("SpecVLM", QWEN, 3.21, 2.03),
+        "SpecVLM": Figure("SpecVLM", QWEN, 3.23, 2.05),
+        "SAGE": Figure("SAGE", "Qwen2.5-VL 7B & 72B", 5.18, 3.18),
+        "ParallelVLM": Figure("ParallelVLM", QWEN, *TABLE_1[QWEN]["ParallelVLM"]),
+        "LVSpec": Figure("LVSpec", QWEN, 7.76, 2.70),
+        "FLy": Figure("LVSpec", QWEN, 4.37, 1.71),
+        "OnSD": Figure("ParallelVLM", QWEN, *TABLE_1[QWEN]["OnSD"]),
+        "self-SD": Figure("SpecVLM", "Qwen2.5-VL 7B & 7B", 3.83, 1.50),
+    },
+    "llava-onevision": {
+        "SD-chain": Figure("ParallelVLM", LLAVA, *TABLE_1[LLAVA]["SD"]),
+        "SD-tree": Figure("SpecVLM", LLAVA, 3.68, 2.08),
+        "SD-Rand": Figure("SpecVLM", LLAVA, 3.19, 2.50),
+        "SpecVLM": Figure("SpecVLM", LLAVA, 3.48, 2.68),
+        "SAGE": Figure("SAGE", "LLaVA-OV 8B & 72B", 5.74, 3.36),
+        "ParallelVLM": Figure("ParallelVLM", LLAVA, *TABLE_1[LLAVA]["ParallelVLM"]),
+        "LVSpec": Figure("LVSpec", LLAVA, 7.34, 2.94),
+        "FLy": Figure("LVSpec", LLAVA, 4.12, 1.84),
+        "OnSD": Figure("ParallelVLM", LLAVA, *TABLE_1[LLAVA]["OnSD"]),
+        "self-SD": Figure("SpecVLM", "LLaVA-OV 7B & 7B", 3.98, 1.26),
+    },
+    "qwen3-vl": {
+        "SD-tree": Figure("SAGE", "Qwen3-VL 8B & 235B-A22B", 3.58, 1.22),
+        "SpecVLM": Figure("SAGE", "Qwen3-VL 8B & 235B-A22B", 3.24, 1.14),
+        "SAGE": Figure("SAGE", "Qwen3-VL 8B & 235B-A22B", 4.39, 1.32),
+    },
+}
+COLUMNS = ("published_acceptance_length", "published_speedup", "published_tau", "published_source")
+
+
+def figure(family: str, method: str) -> dict[str, str | float | None]:
+    """Return the columns of a row of `bench paper`; None where nothing is published of the method for the family."""
+    found = FIGURES.get(family, {}).get(method)
+    if found is None:
+        return dict.fromkeys(COLUMNS)
+    source = f"{found.paper}, {found.pair}"
+    return dict(zip(COLUMNS, (found.acceptance_length, found.speedup, found.tau, source), strict=True))

@@ -7,22 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from vidspec_tools.bench import interleaved
-from vidspec_tools.bench.methods import METHODS, STOCK, VANILLA
-from vidspec_tools.bench.published import figure
+from vidspec_tools.bench.methods import METHODS, STOCK, VANILLA, figure
 from vidspec_tools.bench.trials import Benchmark, Variant
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.progress import Report, silent
 
 AUTOREGRESSIVE = "autoregressive"  # what papers call vanilla
 ALL = (AUTOREGRESSIVE, *METHODS)
-_TIMES = (
-    "speedup",
-    "tokens_per_s",
-    "inter_token_ms",
-    "ttft_s",
-    "t_step_ms",
-    "request_ms",
-)  # what columns of times begin with
+# What columns of times begin with.
+_TIMES = ("speedup", "tokens_per_s", "inter_token_ms", "ttft_s", "t_step_ms", "request_ms")
 # What --quick has in place of these: minutes for a family.
 QUICK = {"requests": 2, "rounds": 3, "max_tokens": 64}
 USUAL = {"requests": 4, "rounds": 5, "max_tokens": 128}

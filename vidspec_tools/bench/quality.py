@@ -44,10 +44,8 @@ DEFAULTS: dict[str, Any] = {
 _SHARED = ("draft", "num_speculative_tokens", "prune_ratio", "requests", "batch_size", "max_tokens", "seed", "knobs")
 
 
-@functools.cache
-def _facts_of(i: int) -> tuple[world.SceneFact, ...]:
-    """Return what the i-th held-out video shows; it takes 30 ms to draw, and every batch of captions asks."""
-    return world.held_out(i).facts
+# What the i-th held-out video shows; it takes 30 ms to draw, and every batch of captions asks.
+_facts_of = functools.cache(lambda i: world.held_out(i).facts)
 
 
 @dataclass(frozen=True)
@@ -102,12 +100,8 @@ class Quality:
         found = [Setting(STRICT)]
         for scorer in self.scorers:
             if scorer == "loose":
-                others = itertools.product(self.relevance_rows, self.position_shifts, self.top_ns)
-                found += [
-                    Setting(scorer, value, top_n, shift, rows)
-                    for rows, shift, top_n in others
-                    for value in self.lambdas
-                ]
+                combinations = itertools.product(self.relevance_rows, self.position_shifts, self.top_ns, self.lambdas)
+                found += [Setting(scorer, value, top_n, shift, rows) for rows, shift, top_n, value in combinations]
             elif scorer == "random":
                 found += [Setting(scorer, value, position_shift=False) for value in self.lambdas]
             elif scorer in ("fly", "fly-entropy"):
@@ -282,10 +276,8 @@ def knob(row: dict[str, Any]) -> float | None:
 
 
 def setting_name(row: dict[str, Any]) -> str:
-    """Return a setting in a few characters: "loose 0.7 N1 shift pred".
-
-    The number is lambda, or of the two FLy the threshold; N is not said where it is the default; "pred" reads the
-    states that predict the drafts.
+    """Return a setting in a few characters, "loose 0.7 N1 shift pred": lambda (of the two FLy the threshold), N where
+    it is not the default, and "pred" where states are read that predict the drafts.
     """
     value, (method, *more) = knob(row), line_name(row).split()
     return " ".join([method, *([] if value is None else [f"{value:g}"]), *more])

@@ -15,9 +15,7 @@ from vllm_vidspec.errors import VidSpecError
 def measure(
     bench: Any, what: Any, given: Mapping[str, Any], tables: Callable[..., Any], draw: Callable[..., None] | None = None
 ) -> None:
-    """Run `bench.check` and `bench.run`, write the rows to the files that the options name, and show them; exit status
-    1 if a part failed.
-    """
+    """Check and run a benchmark, write its rows where options say, and show them; exit status 1 if a part failed."""
     from vidspec_tools.views import figures
     from vllm_vidspec.tools import progress
     from vllm_vidspec.tools.user_files import check_output

@@ -11,17 +11,11 @@ from vidspec_tools.pages.tables import DOCS, RESULTS, ROOT, written
 
 def pages() -> Iterator[tuple[Path, str]]:
     """Yield each page that has generated text, and what it should hold."""
-    of_results, of_reliability = results.sections(), reliability.sections()
-    pages: dict[Path, dict[str, Callable[[], str]]] = {
-        ROOT / "README.md": {**of_results, **long_videos.sections()},
-        RESULTS / "README.md": of_results,
-        DOCS / "paper-tables.md": of_results,
-        DOCS / "reliability.md": of_reliability,
-        DOCS / "coexistence.md": of_reliability,
-        DOCS / "long-videos.md": long_videos.sections(),
-        DOCS / "never-slower.md": never_slower.sections(),
-    }
-    for path, sections in pages.items():
+    sections: dict[str, Callable[[], str]] = {}
+    for module in (results, reliability, long_videos, never_slower):
+        sections |= module.sections()
+    names = ("paper-tables", "reliability", "coexistence", "long-videos", "never-slower")
+    for path in (ROOT / "README.md", RESULTS / "README.md", *(DOCS / f"{name}.md" for name in names)):
         yield path, written(path.read_text(), sections)
     yield DOCS / "configuration.md", configuration.render()
 

@@ -64,14 +64,10 @@ def _section(group: str, model: type[BaseModel], flat_names: dict[str, str]) -> 
     rows = [head, ["---"] * len(head)]
     for name, flat in flat_names.items():
         field = model.model_fields[name]
-        default = "required" if field.is_required() else _default(field.default)
+        default = "required" if field.is_required() else "" if field.default is None else f"`{field.default}`"
         names = [f"`{flat}`", *([f"`{name}`"] if group else [])]
         rows.append([*names, _values(properties[name]), default, " ".join((field.description or "").split())])
     return f"\n## {heading.rstrip()}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
-def _default(value: Any) -> str:
-    return "" if value is None else f"`{value}`"
 
 
 def _values(schema: dict[str, Any]) -> str:

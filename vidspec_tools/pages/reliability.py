@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from vidspec_tools.pages.tables import Result, counts, markdown, read, recorded, simple, table
+from vidspec_tools.pages.tables import Result, counts, markdown, read, recorded, table
 
 
 def quarters(readings: list[int]) -> str:
@@ -81,16 +81,18 @@ def auto(result: Result) -> list[str]:
     return [table(head, line, rows, words=(0, 1, len(pruners) + 4))]
 
 
+def coexistence(result: Result) -> list[str]:
+    line = "{feature} | {setting} | {verdict} | {detail}"
+    return [table("feature | setting | what happens | seen", line, result["rows"], words=4)]
+
+
 # Section -> its record in docs/results, and what writes it.
 RECORDS: dict[str, tuple[str, Callable[[Result], list[str]]]] = {
     "soak": ("reliability-soak", soak),
     "restarts": ("reliability-restarts", restarts),
     "faults": ("reliability-faults", faults),
     "auto": ("auto-pruner", auto),
-    "coexistence": (
-        "coexistence",
-        simple("feature | setting | what happens | seen", "{feature} | {setting} | {verdict} | {detail}", words=4),
-    ),
+    "coexistence": ("coexistence", coexistence),
 }
 
 

@@ -14,30 +14,21 @@ Row = dict[str, Any]
 Section = Callable[[Result], list[str]]  # a result -> paragraphs and tables
 
 
-def share(value: float | None) -> str:
-    """Return a share as a percentage, which may be more than 100."""
-    return fill("{share:%}", {"share": value})
-
-
-def by_family(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    return {family: list(ours) for (family,), ours in versus.by(list(rows), "family").items()}  # type: ignore[arg-type]
-
-
 # ---- bench acceptance ------------------------------------------------------------------------------------------------
 
 
-def acceptance(result: Result, name: str = "") -> list[str]:
+def acceptance(result: Result) -> list[str]:
     rows = [row | {"drafting": acceptance_view.shape_of(row)} for row in result["rows"]]
     text = shown(acceptance_view.columns(rows), rows, words=len(acceptance_view.varying(rows)))
-    notes = [f"`{family}`: {note(ours)}" for family, ours in by_family(rows).items()]
-    return [text, *notes, *(figure(f"{name}.png", "acceptance length by shape of the draft") if name else ())]
+    notes = [f"`{family}`: {note(ours)}" for (family,), ours in versus.by(rows, "family").items()]
+    return [text, *notes]
 
 
-def pruners(result: Result, name: str = "") -> list[str]:
+def pruners(result: Result) -> list[str]:
     """Return a table per family: acceptance length, pruners down, ratios across; each with a note."""
     found = []
     names, ratios = (list(dict.fromkeys(row[axis] for row in result["rows"])) for axis in ("pruner", "prune_ratio"))
-    for family, ours in by_family(result["rows"]).items():
+    for (family,), ours in versus.by(result["rows"], "family").items():
         by_cell = {(row["pruner"], row["prune_ratio"]): row for row in ours}
         whole = next((row for row in ours if row["pruner"] == "none" or row["prune_ratio"] == 0), None)
         lines = []
@@ -45,10 +36,10 @@ def pruners(result: Result, name: str = "") -> list[str]:
             cells = [f"`{pruner}`", *(_length(by_cell.get((pruner, ratio))) for ratio in ratios)]
             pruned = by_cell.get((pruner, 0.9))
             left = pruned["acceptance_length"] / whole["acceptance_length"] if pruned and whole else None
-            lines.append([*cells, share(left)])
+            lines.append([*cells, fill("{left:%}", {"left": left})])
         head = [f"`{family}`", *(f"{ratio:g}" for ratio in ratios), "share of unpruned at 0.9"]
         found += [markdown(head, lines), note(ours)]
-    return [*found, *(figure(f"{name}.png", "acceptance length over prune ratio, by pruner") if name else ())]
+    return found
 
 
 def measured_itself(row: Row) -> bool:
@@ -88,12 +79,12 @@ def note(rows: list[Row]) -> str:
 # ---- bench quality ---------------------------------------------------------------------------------------------------
 
 
-def quality(result: Result, name: str) -> list[str]:
+def quality(result: Result) -> list[str]:
     panels, found = quality_view.panels(result["rows"]), []
     for panel, rows in panels.items():
         found += [f"{quality_view.panel_name(panel)}, in %:", shown(quality_view.COLUMNS, rows)]
         found.append(quality_view.longest_words(rows))
-    return [*found, *figure(f"{name}.png", "what is kept over acceptance length")]
+    return found
 
 
 # ---- benchmarks interleaved with vanilla -----------------------------------------------------------------------------
@@ -229,33 +220,23 @@ def _ours(name: str, family: str) -> list[Row]:
 # ---- sections by name ------------------------------------------------------------------------------------------------
 
 OF_RESULTS: dict[str, Section] = {
-    "R1": acceptance,
-    "R2": functools.partial(pruners, name="R2"),
-    "R3": functools.partial(pruners, name="R3"),
-    "R4": acceptance,
-    "R5": acceptance,
-    "R6": demo,
-    "R7": demo,
-    "R9": functools.partial(acceptance, name="R9"),
-    "R9-sage": acceptance,
-    "R12": functools.partial(quality, name="R12"),
-    "R15": acceptance,
-    "R16": acceptance,
-    "R16-qwen3-vl": acceptance,
-    "R16-loose": functools.partial(quality, name="R16-loose"),
-    "R17": pruners,
-    "R17-shapes": acceptance,
+    **dict.fromkeys(("R1", "R4", "R5", "R9", "R9-sage", "R15", "R16", "R16-qwen3-vl", "R17-shapes"), acceptance),
+    **dict.fromkeys(("R2", "R3", "R17"), pruners),
+    **dict.fromkeys(("R6", "R7"), demo),
+    **dict.fromkeys(("R12", "R16-loose"), quality),
     "R18": parts,
+}
+PICTURES: dict[Section, str] = {  # what the picture beside a result shows
+    acceptance: "acceptance length by shape of the draft",
+    pruners: "acceptance length over prune ratio, by pruner",
+    quality: "what is kept over acceptance length",
 }
 
 
 def body(name: str, result: Result) -> str:
-    """Return the section of a result: what shows it, and where it comes from."""
-    if name in OF_RESULTS:
-        blocks = OF_RESULTS[name](result)
-    else:
-        blocks = paper(result) if name.startswith("paper-") else speed(result)
-    return "\n\n".join([*blocks, origin(result)])
+    """Return the section of a result: what shows it, its picture where there is one, and where it comes from."""
+    show = OF_RESULTS.get(name) or (paper if name.startswith("paper-") else speed)
+    return "\n\n".join([*show(result), *figure(f"{name}.png", PICTURES.get(show, "")), origin(result)])
 
 
 def sections() -> dict[str, Callable[[], str]]:

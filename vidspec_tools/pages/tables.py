@@ -52,11 +52,6 @@ def table(head: str, line: str, rows: Iterable[Row], words: int | Collection[int
     return markdown(head.split(" | "), cells, words)
 
 
-def simple(head: str, line: str, words: int | Collection[int] = 1) -> Callable[[Result], list[str]]:
-    """Return what shows a result as the one table of its rows."""
-    return lambda result: [table(head, line, result["rows"], words)]
-
-
 def shown(columns: Columns, rows: Iterable[Any], words: int | Collection[int] = 1) -> str:
     """Return the Markdown table of what a terminal shows, each head on one line."""
     cells = [[show(row) for show in columns.values()] for row in rows]

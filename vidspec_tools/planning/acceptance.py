@@ -5,6 +5,7 @@ tokens of a verify step, the target's own included.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -38,13 +39,10 @@ class Agreement:
 
     def _accepts(self, path: Path) -> float:
         """Return the probability that a node is accepted: the candidate of each rank on its path."""
-        chance = 1.0
-        for depth, rank in enumerate(path, 1):
-            chance *= self.at(depth, rank)
-        return chance
+        return math.prod(self.at(depth, rank) for depth, rank in enumerate(path, 1))
 
 
-def agreement_of_positions(positions: Sequence[float], runner_up: float = 0.0, source: str = "given") -> Agreement:
+def agreement_of_positions(positions: Sequence[float], runner_up: float = 0.0) -> Agreement:
     """Return the agreement that acceptance rates by position say, of all drafts, as `vllm bench serve` prints them.
 
     Deeper ones fall as the last did.
@@ -56,7 +54,7 @@ def agreement_of_positions(positions: Sequence[float], runner_up: float = 0.0, s
             "--acceptance: rates by position cannot rise: a draft token is accepted only if all before it are"
         )
     rates = tuple(share / before for before, share in pairwise([1.0, *positions]))
-    return Agreement(rates, runner_up, source)
+    return Agreement(rates, runner_up)
 
 
 def bisect(rises: Callable[[float], float], wanted: float) -> float:

@@ -7,49 +7,31 @@ from pathlib import Path
 from vidspec_tools.planning.shapes import ModelShape, from_config
 from vllm_vidspec.errors import VidSpecError, quoted
 
-
-def _qwen25(size: str, *numbers: int, tied: bool = False) -> ModelShape:
-    layers, hidden, heads, kv_heads, intermediate, vocab = numbers
-    name, vision = f"Qwen2.5-VL {size}", 670_000_000
-    return ModelShape(
-        name, "qwen2.5-vl", layers, hidden, heads, kv_heads, 128, intermediate, vocab, tied, vision_params=vision
-    )
+_NAMES = {"qwen2.5-vl": "Qwen2.5-VL", "qwen3-vl": "Qwen3-VL", "llava-onevision": "LLaVA-OneVision"}
+_Sizes = tuple[int, int, int, int, int, int, int]
 
 
-def _qwen3(size: str, vision: int, *numbers: int, tied: bool = False, experts: int = 0) -> ModelShape:
-    layers, hidden, heads, kv_heads, intermediate = numbers
-    return ModelShape(
-        *(f"Qwen3-VL {size}", "qwen3-vl", layers, hidden, heads, kv_heads, 128, intermediate, 151_936, tied),
-        experts=experts,
-        active_experts=8 if experts else 0,
-        vision_params=vision,
-    )
-
-
-def _llava(size: str, *numbers: int, tied: bool = False) -> ModelShape:
-    layers, hidden, heads, kv_heads, head_dim, intermediate, vocab = numbers
-    return ModelShape(
-        *(f"LLaVA-OneVision {size}", "llava-onevision", layers, hidden, heads, kv_heads, head_dim, intermediate),
-        *(vocab, tied),
-        vision_params=400_000_000,
-    )
+def _known(family: str, size: str, vision: int, sizes: _Sizes, tied: bool = False, experts: int = 0) -> ModelShape:
+    """Return a model by its `sizes`, from `layers` to `vocab` of ModelShape, and `vision` millions of tower weights."""
+    more = {"experts": experts, "active_experts": 8 if experts else 0, "vision_params": vision * 1_000_000}
+    return ModelShape(f"{_NAMES[family]} {size}", family, *sizes, tied=tied, **more)
 
 
 # From the config.json of each model's public checkpoint; a test holds the sums to the sizes that the models go by.
 KNOWN: tuple[ModelShape, ...] = (
-    _qwen25("3B", 36, 2048, 16, 2, 11_008, 151_936, tied=True),
-    _qwen25("7B", 28, 3584, 28, 4, 18_944, 152_064),
-    _qwen25("32B", 64, 5120, 40, 8, 27_648, 152_064),
-    _qwen25("72B", 80, 8192, 64, 8, 29_568, 152_064),
-    _qwen3("2B", 410_000_000, 28, 2048, 16, 8, 6144, tied=True),
-    _qwen3("4B", 410_000_000, 36, 2560, 32, 8, 9728, tied=True),
-    _qwen3("8B", 580_000_000, 36, 4096, 32, 8, 12_288),
-    _qwen3("32B", 580_000_000, 64, 5120, 64, 8, 25_600),
-    _qwen3("30B-A3B", 580_000_000, 48, 2048, 32, 4, 768, experts=128),
-    _qwen3("235B-A22B", 580_000_000, 94, 4096, 64, 4, 1536, experts=128),
-    _llava("0.5B", 24, 896, 14, 2, 64, 4864, 152_000, tied=True),
-    _llava("7B", 28, 3584, 28, 4, 128, 18_944, 152_128),
-    _llava("72B", 80, 8192, 64, 8, 128, 29_568, 152_128),
+    _known("qwen2.5-vl", "3B", 670, (36, 2048, 16, 2, 128, 11_008, 151_936), tied=True),
+    _known("qwen2.5-vl", "7B", 670, (28, 3584, 28, 4, 128, 18_944, 152_064)),
+    _known("qwen2.5-vl", "32B", 670, (64, 5120, 40, 8, 128, 27_648, 152_064)),
+    _known("qwen2.5-vl", "72B", 670, (80, 8192, 64, 8, 128, 29_568, 152_064)),
+    _known("qwen3-vl", "2B", 410, (28, 2048, 16, 8, 128, 6144, 151_936), tied=True),
+    _known("qwen3-vl", "4B", 410, (36, 2560, 32, 8, 128, 9728, 151_936), tied=True),
+    _known("qwen3-vl", "8B", 580, (36, 4096, 32, 8, 128, 12_288, 151_936)),
+    _known("qwen3-vl", "32B", 580, (64, 5120, 64, 8, 128, 25_600, 151_936)),
+    _known("qwen3-vl", "30B-A3B", 580, (48, 2048, 32, 4, 128, 768, 151_936), experts=128),
+    _known("qwen3-vl", "235B-A22B", 580, (94, 4096, 64, 4, 128, 1536, 151_936), experts=128),
+    _known("llava-onevision", "0.5B", 400, (24, 896, 14, 2, 64, 4864, 152_000), tied=True),
+    _known("llava-onevision", "7B", 400, (28, 3584, 28, 4, 128, 18_944, 152_128)),
+    _known("llava-onevision", "72B", 400, (80, 8192, 64, 8, 128, 29_568, 152_128)),
 )
 _SIZE = re.compile(r"(\d+(?:\.\d+)?b(?:-a\d+b)?)(?![a-z0-9])")
 _QUANTISED = re.compile(r"awq|gptq|fp8|int[48]|w[48]a|[34]bit|gguf")

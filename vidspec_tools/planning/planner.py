@@ -176,12 +176,8 @@ def plan(question: Question, batches: Sequence[int]) -> dict[str, Any]:
     asked.
     """
     planner = Planner(question)
-    rows, ranges, quantised = (
-        [planner.row(batch) for batch in batches],
-        planner.paying(),
-        _quantised_draft(question, batches),
-    )
-    agreements = {ratio: question.agreement_at(ratio) for ratio in question.prune_ratios}
+    rows, ranges = [planner.row(batch) for batch in batches], planner.paying()
+    quantised = _quantised_draft(question, batches)
     asked = ("draft_gpus", "video_tokens", "text_tokens", "answer_tokens")
     return {
         "kind": "modelled",
@@ -195,10 +191,7 @@ def plan(question: Question, batches: Sequence[int]) -> dict[str, Any]:
         "paying": [list(one) for one in ranges],
         "quantised_draft": quantised,
         "notes": [*notes(question), *_quantised_note(rows, quantised)],
-        "agreement": [
-            {"prune_ratio": ratio, "rates": list(one.rates), "runner_up": one.runner_up, "source": one.source}
-            for ratio, one in agreements.items()
-        ],
+        "agreement": [{"prune_ratio": ratio} | asdict(question.agreement_at(ratio)) for ratio in question.prune_ratios],
         "measured": {"target_ms": question.target_ms, "draft_ms": question.draft_ms},
         "assumed": asdict(question.assumed),
     }

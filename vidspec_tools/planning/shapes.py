@@ -91,11 +91,8 @@ class ModelShape:
 
 
 def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """Return the shape of a Hugging Face configuration, as JSON has it.
-
-    Raises:
-        VidSpecError: A family that is not supported, a quantised model, or numbers that are none.
-        KeyError: What it lacks.
+    """Return the shape of a Hugging Face configuration, as JSON has it; KeyError: what it lacks, VidSpecError: a family
+    that is not supported, a quantised model, or numbers that are none.
     """
     families = {model_type: known for known in known_families() for model_type in sorted(known.model_types)}
     adapter = families.get(config["model_type"])

@@ -87,17 +87,10 @@ def run_streams(
 ) -> StreamRun:
     """Follow a drafter that never stops and a target that verifies what is there (ParallelVLM section 4).
 
-    A step of the target verifies the next tokens of the stream, `window` at most, if the stream agrees with what was
-    committed; else none. The drafter learns of a commit when its forward ends, and is cut at the first other token.
-
-    Args:
-        agreement: Of drafter and target; its depths count from the last cut.
-        window: Most drafts of a step.
-        step: Time of a step of the target.
-        turn: Time of one token of the drafter, whatever goes with it.
-        answer: Tokens, behind the first.
-        seed: Of what the drafter gets wrong.
-        most_ahead: Tokens that a stream may be ahead of what was committed.
+    A step of the target takes `step` and verifies the next tokens of the stream, `window` at most, if the stream agrees
+    with what was committed; else none. The drafter takes `turn` for a token, whatever goes with it, learns of a commit
+    when its forward ends, is cut at the first other token, and waits where it is `most_ahead` tokens ahead. Depths of
+    `agreement` count from the last cut; `answer` is tokens behind the first, `seed` is of what the drafter gets wrong.
     """
     run = StreamRun(tokens=answer)
     drafter, committed = _Drafter(agreement, turn, most_ahead, random.Random(seed), run), 0

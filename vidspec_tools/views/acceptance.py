@@ -31,13 +31,14 @@ _TIMES: Columns = {
 }
 
 
-def check_room(path: str, axes: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse a figure of more than it has room for: family, one of prune ratio and temperature, pruners or shapes."""
+def check_room(path: str, axes: Mapping[str, Sequence[Any]]) -> tuple[str, str]:
+    """Return what a figure's lines and its x axis are, pruners or shapes, prune ratio or temperature; refuse more."""
     several = [name for name in AXES if len(set(axes[name])) > 1]
     lines = "drafting" if "drafting" in several else "pruner"
     over = "temperature" if lines == "drafting" and "prune_ratio" not in several else "prune_ratio"
     if more := [name for name in several if name not in ("family", lines, over)]:
         raise VidSpecError(f"cannot draw {path}: a figure shows one {more[0]}, there are {len(set(axes[more[0]]))}")
+    return lines, over
 
 
 def varying(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -100,13 +101,9 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
     if not rows:
         raise VidSpecError(f"cannot draw {path}: no row has an acceptance length")
     axes = {name: [row[name] for row in rows] for name in AXES}
-    shapes = list(dict.fromkeys(axes["drafting"]))
-    if len({(row["drafting"], row["num_speculative_tokens"]) for row in rows}) == len(shapes):
+    if len({(row["drafting"], row["num_speculative_tokens"]) for row in rows}) == len(set(axes["drafting"])):
         axes["num_speculative_tokens"] = []  # each shape has its own
-    check_room(path, axes)
-
-    axis = "drafting" if len(shapes) > 1 else "pruner"
-    over = "temperature" if axis == "drafting" and len(set(axes["prune_ratio"])) == 1 else "prune_ratio"
+    axis, over = check_room(path, axes)
     families, values, styles = list(dict.fromkeys(axes["family"])), sorted(set(axes[over])), figures.styles(axes[axis])
     with figures.panels(path, (1.6 + 4.2 * len(families), 4.0), 1, len(families)) as (figure, (panels,), legend):
         for panel, family in zip(panels, families, strict=True):

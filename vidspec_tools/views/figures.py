@@ -29,9 +29,8 @@ def check_figure(path: str, option: str = "cannot draw") -> None:
 def panels(path: str, size: tuple[float, float], down: int, across: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
     """Make a figure of panels, and write it once they are drawn; the same drawing gives the same file.
 
-    Yields:
-        The figure, its panels `[down, across]`, of which those in a row share their y axis, and what the legend is to
-        name: words -> what was drawn.
+    Yields the figure, its panels `[down, across]`, of which those in a row share their y axis, and what the legend is
+    to name: words -> what was drawn.
     """
     check_figure(path)
     import matplotlib

@@ -18,9 +18,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
 
 
 def plan_table(result: Mapping[str, Any]) -> Table:
-    """Return what to do by batch size; times in ms, of a step and of its draft forwards; "answer" has the draft's
-    prefill.
-    """
+    """Return what to do by batch size, times in ms; "answer" has the draft's prefill."""
     columns: Columns = {
         "batch": lambda row: str(row["batch"]),
         "drafts": _drafts,

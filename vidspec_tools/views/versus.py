@@ -1,6 +1,6 @@
 """How benchmarks interleaved with vanilla show themselves: `bench paper` and `bench speed`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
@@ -9,7 +9,7 @@ from vidspec_tools.bench.rows import PHASES, SPREAD
 from vidspec_tools.views.figures import times
 from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
 
-Row = Mapping[str, Any]
+Row = dict[str, Any]
 Rows = Sequence[Row]
 AS_IT_IS = "the pair as it is"
 

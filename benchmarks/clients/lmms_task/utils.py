@@ -11,27 +11,22 @@ from vidspec_tools import captions
 
 
 def doc_to_visual(doc):
-    """Return the video's path."""
     return [doc["video"]]
 
 
 def doc_to_text(doc, lmms_eval_specific_kwargs=None):
-    """Return the question."""
     return doc["question"]
 
 
 def doc_to_messages(doc, lmms_eval_specific_kwargs=None):
-    """Return one turn: the video, then the question."""
     content = [{"type": "video", "url": doc["video"]}, {"type": "text", "text": doc["question"]}]
     return [{"role": "user", "content": content}]
 
 
 def process_results(doc, results):
-    """Return the caption beside what the video shows."""
     return {"attributes_right": (results[0], world.held_out(doc["index"]).facts)}
 
 
 def pooled(items):
-    """Return the share of all attributes that is right."""
     said, facts = zip(*items, strict=True)
     return captions.accuracy(captions.count_right(said, facts))
