@@ -18,9 +18,8 @@ from vidspec_kernels import guidance_scores, merge_relevance, visual_relevance
 
 def guidance_case(device):
     inputs = guidance.make_inputs(device, requests=[(33, 70), (2, 67)], num_heads=1, num_kv_heads=1)
-    num_queries = len(inputs["query"])
-    weight, lse = torch.ones(num_queries, device=device), torch.zeros(num_queries, 1, device=device)
-    return guidance_scores, inputs | {"out": guidance.make_out(inputs), "query_weight": weight, "lse": lse}
+    lse = torch.zeros(len(inputs["query"]), 1, device=device)
+    return guidance_scores, inputs | {"out": guidance.make_out(inputs), "lse": lse}
 
 
 def relevance_case(device):
