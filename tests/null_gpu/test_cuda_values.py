@@ -54,7 +54,7 @@ def counted(step, times: int) -> dict:
             before = device.counters()
             step()
             steps.append(device.gained(before))
-    return {"steps": steps, "lines": {f"{event}|{line}": row for (event, line), row in seen.lines.items()}}
+    return {"steps": steps, "lines": seen}
 
 
 def complaints(row: dict, name: str) -> list[str]:
@@ -85,7 +85,7 @@ def run(
         for row in range(MAX_REQS):
             add(row, rng.integers(8, 20))
         # A request whose context ends soon, and one that goes on without drafts.
-        changes = (lambda: (here.end(1), add(1, MAX_LEN - 12)), lambda: here.skip(2))
+        changes = (lambda: (here.end(1), add(1, MAX_LEN - 12)), lambda: here.requests.skip(2, "too_long"))
         for change in (lambda: None, *changes[:num_changes]):
             change()
             # The logits of the first request are processed; three requests are padded.
