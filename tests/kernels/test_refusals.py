@@ -20,7 +20,7 @@ BUFFERS = {
     "StepBuffers": (StepBuffers, step_case.begin_case, "out"),
     "LevelBuffers": (LevelBuffers, step_case.level_case, "out"),
 }  # fmt: skip
-NAMES = [name for name in OPERATIONS if name not in ("accept", "next_level")] + [*BUFFERS]
+NAMES = [name for name in OPERATIONS if name not in ("accept", "next_level", "tree_attention")] + [*BUFFERS]
 # What may be shorter, narrower or of any strides or dtype than it is in the case, or is unpacked before it is checked.
 ALLOWED = {
     "LevelBuffers": "logical_pos short, positions stride, positions narrow, seq_lens short, masks narrow",
@@ -43,8 +43,8 @@ ALLOWED = {
     "path_penalties": "logits axis, logits narrow, logits short, parents narrow, parents short, prompt_bits narrow, "
                       "repetition short",
     "place_trees": "idx_mapping short, out_positions narrow, positions narrow, query_start_loc short",
-    "tree_attention": "block_table narrow, block_table short, key_cache stride, lse stride, masks narrow, query axis, "
-                      "rows short, value_cache stride",
+    "tree_attention of a prefix": "block_table narrow, block_table short, key_cache stride, lse stride, masks narrow, "
+                                  "query axis, rows short, value_cache stride",
     "tree_finish": "log_probs axis, next_free short",
     "tree_place": "token_ids narrow",
     "tree_plan": "log_probs narrow",
@@ -122,7 +122,8 @@ SPECIAL = [
     ("tree_attention", "max_queries", -1), ("tree_attention", "lse", lambda lse: lse.T),
     ("tree_attention", "scratch", lambda s: make_scratch(16, s.part_out.device)),
     ("tree_attention", "key_cache", lambda t: t[..., :8]), ("tree_attention", "value_cache", lambda t: t[:, :8]),
-    ("tree_attention", "prefix", lambda t: (t[0].half(), t[1])), ("tree_attention", "prefix", lambda t: (t[0], t[1].T)),
+    ("tree_attention of a prefix", "prefix", lambda t: (t[0].half(), t[1])),
+    ("tree_attention of a prefix", "prefix", lambda t: (t[0], t[1].T)),
     ("tree_begin", "num_reqs", 5), ("tree_begin", "rows", None),
     ("tree_begin", "template", lambda t: make_template(4, "cpu")),
     ("tree_finish", "num_reqs", 1), ("tree_finish", "num_reqs", 9), ("tree_finish", "max_nodes", 99),
