@@ -28,10 +28,8 @@ from vidspec_kernels.sampling.candidates import candidates, candidates_reference
 from vidspec_kernels.sampling.draw import draw, draw_reference
 from vidspec_kernels.sampling.noise import Noise, SampleScratch
 from vidspec_kernels.tree_attention.api import TreeAttentionScratch, tree_attention
-from vidspec_kernels.tree_attention.reference import tree_attention_reference
 from vidspec_kernels.uv_scores.api import uv_text_sum, uv_video_scores
 from vidspec_kernels.visual_relevance.api import merge_relevance, visual_relevance
-from vidspec_kernels.visual_relevance.reference import visual_relevance_reference
 from vidspec_kernels.visual_relevance.store import storage_scale, store_states
 from vidspec_kernels.windows.api import (
     NO_STREAM,

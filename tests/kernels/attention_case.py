@@ -1,6 +1,8 @@
 """Inputs of `tree_attention`, and a float64 loop over entries that says what it must write."""
 
 import dataclasses
+import functools
+import operator
 from dataclasses import dataclass
 from unittest import mock
 
@@ -73,9 +75,7 @@ class Case:
         # Of each request: {entry that some row attends to: its place}, float64 [n, 2, num_kv_heads, D] as stored.
         self.entries = []
         for i, request in enumerate(requests):
-            union = 0
-            for word in request.words:
-                union |= word
+            union = functools.reduce(operator.or_, request.words, 0)
             attended = list(range(request.prefix_len)) if request.words else []
             attended += [request.prefix_len + j for j in range(64) if union >> j & 1]
             attended = [entry for entry in attended if entry // block_size < self.max_blocks]

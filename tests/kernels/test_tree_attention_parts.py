@@ -1,9 +1,9 @@
 """tree_attention: equal shares of the work, an external prefix, the memory of calls."""
 
 import importlib
+import itertools
 import math
 from collections import Counter
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -52,62 +52,35 @@ def taken(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("counts are the interpreter's")
     counts: Counter[int] = Counter()
-    attend, builder = (
-        kernel_file._attend_tile,
-        importlib.import_module("triton.runtime.interpreter").interpreter_builder,
-    )
+    attend, interpreter = kernel_file._attend_tile, importlib.import_module("triton.runtime.interpreter")
 
     def counted(*args):
-        counts[builder.grid_idx[0]] += 1
+        counts[interpreter.interpreter_builder.grid_idx[0]] += 1
         return attend(*args)
 
     monkeypatch.setattr(kernel_file, "_attend_tile", counted)
     return counts
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive units of one item: key tiles first, then one for the nodes."""
+def shares(case: Case, num_sms: int) -> Counter[int]:
+    """Return the tiles that each program of a float32 case takes, two programs on each of so many multiprocessors.
 
-    row_tile: int
-    req_idx: int
-    kv_head: int
-    begin: int
-    end: int
-    num_units: int
-
-
-def shares(case: Case, num_sms: int) -> list[list[Piece]]:
-    """Return what each program does of a case that float32 makes, in order; programs without work are left out.
-
-    Two programs run on each of so many multiprocessors.
+    A unit of work is a tile of keys, or the nodes of a row tile: one tile of them, two where any is past 32.
     """
-    num_kv_heads = case.keys.shape[2]
+    num_kv_heads, units, num_items = case.keys.shape[2], [], 0
     group = case.query.shape[1] // num_kv_heads
     tile = tiles.tile_shape(case.max_queries * group, case.query.shape[2], True, True, LIMITS)
-    num_row_tiles = math.ceil(case.max_queries * group / tile.block_rows)
-    items = [
-        (row_tile, req_idx, kv_head, 1 + math.ceil(request.prefix_len / tile.block_keys))
-        for row_tile in range(num_row_tiles)
-        for req_idx, request in enumerate(case.requests)
-        if len(request.words) * group > row_tile * tile.block_rows
-        for kv_head in range(num_kv_heads)
-    ]
-    total = sum(num_units for *_, num_units in items)
-    num_programs = min(2 * num_sms, max(total // module.MIN_UNITS, len(items)))
+    num_row_tiles, num_queries = math.ceil(case.max_queries * group / tile.block_rows), tile.block_rows // group
+    for row_tile, request, _ in itertools.product(range(num_row_tiles), case.requests, range(num_kv_heads)):
+        if words := request.words[num_queries * row_tile :][:num_queries]:
+            num_items += 1
+            num_key_tiles = math.ceil(request.prefix_len / tile.block_keys)
+            units += [1] * num_key_tiles + [2 if any(word >> 32 for word in words) else 1]
+    num_programs = min(2 * num_sms, max(len(units) // module.MIN_UNITS, num_items))
     if num_programs > num_row_tiles:
         num_programs -= num_programs % num_row_tiles
-    found: list[list[Piece]] = [[] for _ in range(num_programs)]
-    program, item_begin = 0, 0
-    for row_tile, req_idx, kv_head, num_units in items:
-        unit, item_end = item_begin, item_begin + num_units
-        while unit < item_end:
-            end = min(item_end, total * (program + 1) // num_programs)
-            found[program].append(Piece(row_tile, req_idx, kv_head, unit - item_begin, end - item_begin, num_units))
-            unit = end
-            program += unit == total * (program + 1) // num_programs
-        item_begin = item_end
-    return found
+    bounds = [len(units) * program // num_programs for program in range(num_programs + 1)]
+    return Counter({program: sum(units[slice(*ends)]) for program, ends in enumerate(itertools.pairwise(bounds))})
 
 
 RAGGED = {
@@ -124,22 +97,7 @@ def test_programs_take_their_shares(device, taken, name, num_sms):
     """The interpreted kernel takes the tiles that `shares` says. Catches: a share lost, done twice or left to one."""
     case = Case(device, requests_of(*RAGGED[name]), num_heads=2, num_kv_heads=1)
     check(case, "triton", scratch=attention_case.make_scratch(32, device, num_sms))
-    found, expected = shares(case, num_sms), Counter()
-    units = [sum(piece.end - piece.begin for piece in pieces) for pieces in found]
-    assert max(units) - min(units) <= 1
-    for program, pieces in enumerate(found):
-        for piece in pieces:
-            is_last = piece.end == piece.num_units
-            expected[program] += piece.end - piece.begin - is_last
-            if is_last:  # of the words of the row tile's rows, those that hold a node
-                high = any(word >> 32 for word in words_of(case, piece))
-                expected[program] += 2 if high else 1
-    assert taken == expected
-
-
-def words_of(case, piece):
-    """Return the mask words of a row tile: 16 rows, of 2 heads each."""
-    return case.requests[piece.req_idx].words[8 * piece.row_tile : 8 * piece.row_tile + 8]
+    assert taken == shares(case, num_sms)
 
 
 def test_padding_changes_no_bit(device, monkeypatch):
