@@ -20,19 +20,16 @@ from vidspec_kernels.draft_tree.plan import tree_plan
 from vidspec_kernels.draft_tree.tables import PlanRules, TreePlans, TreeTables, TreeTemplate
 from vidspec_kernels.float8 import NO_SCALES, Scales
 from vidspec_kernels.guidance_scores.api import guidance_scores
-from vidspec_kernels.guidance_scores.reference import guidance_scores_reference
 from vidspec_kernels.kv_compact.api import CacheList, kv_compact
-from vidspec_kernels.loosen.api import CHANCE, RELEVANCE, LooseTables, loosen, random_scores
+from vidspec_kernels.loosen.api import CHANCE, RELEVANCE, LooseTables, loosen
 from vidspec_kernels.path_penalties.api import PenaltyTables, path_penalties
 from vidspec_kernels.place_trees.api import TreePlaces, place_trees
 from vidspec_kernels.sampling.candidates import candidates, candidates_reference
 from vidspec_kernels.sampling.draw import draw, draw_reference
 from vidspec_kernels.sampling.noise import Noise, SampleScratch
 from vidspec_kernels.tree_attention.api import TreeAttentionScratch, tree_attention
-from vidspec_kernels.tree_attention.reference import tree_attention_reference
-from vidspec_kernels.uv_scores.api import uv_scores_reference, uv_text_sum, uv_video_scores
+from vidspec_kernels.uv_scores.api import uv_text_sum, uv_video_scores
 from vidspec_kernels.visual_relevance.api import merge_relevance, visual_relevance
-from vidspec_kernels.visual_relevance.reference import visual_relevance_reference
 from vidspec_kernels.visual_relevance.store import storage_scale, store_states
 from vidspec_kernels.windows.api import (
     NO_STREAM,
@@ -43,15 +40,3 @@ from vidspec_kernels.windows.api import (
     copy_committed_suffix,
     gather_draft_windows,
 )  # fmt: skip
-
-__all__ = [
-    "CHANCE", "LOWEST", "NO_SCALES", "NO_STREAM", "NUM_ASKED", "NUM_HEADERS", "RELEVANCE", "SHIFT", "STALE", "WINDOW",
-    "WINDOW_INFO_SIZE", "CacheList", "Leaves", "LevelBuffers", "LooseTables", "Looseness", "Noise", "PenaltyTables",
-    "PlacedLevel", "PlanRules", "SampleScratch", "Scales", "StepBuffers", "StepTables", "Tally", "TreeAttentionScratch",
-    "TreeGrowBuffers", "TreePlaces", "TreePlans", "TreeShapes", "TreeTables", "TreeTemplate", "accept", "begin_step",
-    "candidates", "candidates_reference", "copy_committed_suffix", "draw", "draw_reference", "gather_draft_windows",
-    "guidance_scores", "guidance_scores_reference", "kv_compact", "loosen", "merge_relevance", "next_level",
-    "path_penalties", "place_trees", "random_scores", "storage_scale", "store_states", "tree_attention",
-    "tree_attention_reference", "tree_begin", "tree_finish", "tree_grow", "tree_place", "tree_plan",
-    "uv_scores_reference", "uv_text_sum", "uv_video_scores", "visual_relevance", "visual_relevance_reference",
-]  # fmt: skip

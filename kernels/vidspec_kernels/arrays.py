@@ -1,5 +1,7 @@
-"""Checks of tensors that wrappers share, and tensors without memory."""
+"""Checks of tensors that wrappers share, tensors without memory, and what holds tensors from step to step."""
 
+import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,3 +47,37 @@ def check_contiguous(device: torch.device, **tensors: tuple[Any, ...]) -> None:
 def arrays_of(tensors: Iterable[Tensor | None]) -> tuple[Any, ...]:
     """Return tensors of a CPU as arrays on the same memory, which loops take without a look; others as they are."""
     return tuple(part if part is None or part.device.type != "cpu" else part.numpy() for part in tensors)
+
+
+class Tensors:
+    """A dataclass of tensors, some of which may be None, all on one device; and of numbers."""
+
+    @functools.cached_property
+    def tensors(self) -> tuple[Any, ...]:
+        """All of them, in the order of the fields, which is the kernels'."""
+        return tuple(value for value in self._values().values() if value is None or isinstance(value, Tensor))
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Any, ...]:
+        return arrays_of(self.tensors)
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
+
+    @functools.cached_property
+    def plans(self) -> dict[Any, Any]:
+        """Of launches that write these (see `dispatch.launch`)."""
+        return {}
+
+    @functools.cached_property
+    def ready(self) -> dict[Any, Any]:
+        """Calls that write these (see `dispatch.remember`)."""
+        return {}
+
+    def as_meta(self) -> Any:
+        values = self._values().items()
+        return type(self)(**{name: as_meta(value) if isinstance(value, Tensor) else value for name, value in values})
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]

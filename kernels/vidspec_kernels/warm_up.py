@@ -69,10 +69,8 @@ def warm_place_trees(
     depths: Tensor, ancestors: Tensor, places: kernels.TreePlaces, positions: Tensor, out_positions: Tensor | None
 ) -> None:
     """Prepare `place_trees` for its own tables and these positions, real tensors of any values."""
-    names = ("query_start", "num_queries", "prefix_lens", "roots", "masks")
-    places = kernels.TreePlaces(*(as_meta(getattr(places, name)) for name in names))
     out_positions = None if out_positions is None else as_meta(out_positions)
-    tables = (as_meta(depths), as_meta(ancestors), as_meta(positions), places)
+    tables = (as_meta(depths), as_meta(ancestors), as_meta(positions), places.as_meta())
     kernels.place_trees(i64(1), i32(2), i32(1), *tables, size=1, out_positions=out_positions)
 
 
@@ -170,7 +168,7 @@ def warm_candidates(
 
 def warm_static_trees(tree: kernels.TreeTables, template: kernels.TreeTemplate, num_candidates: int) -> None:
     """Prepare what a step of static trees launches beside its levels' forwards."""
-    tree = tree.tables_as_meta()
+    tree = tree.as_meta()
     kernels.tree_begin(tree, template.as_meta(), 1)
     kernels.tree_place(tree, kernels.PlacedLevel(i64(1), i64(1), i64(1), i64(1, 1)), 1, i64(1, num_candidates))
 

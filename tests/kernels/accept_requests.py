@@ -1,4 +1,4 @@
-"""Requests for `accept`: how they become its arguments, and the oracle that walks over all paths of plain lists."""
+"""Requests for `accept`: how they become its arguments, and what is said of their steps."""
 
 import math
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from vidspec_kernels import LOWEST, SHIFT, WINDOW, Looseness, Tally, TreeShapes, accept
+from vidspec_kernels import Looseness, Tally, TreeShapes, accept
 
 # Whether drafts are trees, and whether some may stand loosely.
 MODES = [
@@ -45,55 +45,9 @@ def chain(target, drafts, rule=0, share=0.0, **rest):
     return Request([*range(-1, len(target) - 1)], target, [7, *drafts], rule, share, **rest)
 
 
-def single(value):
-    return float(np.float32(value))
-
-
 def way(tree, node):
     """The nodes from a child of the root down to this one."""
     return [*way(tree, tree[node]), node] if node else []
-
-
-def judge(request):
-    """The kind of each row's draft, 0 for those that do not stand."""
-    tree, target, fed = request.tree, request.target, request.fed
-    nodes = range(1, len(target))
-    branch = [0] + [way(tree, node)[0] for node in nodes]
-    exact = {node: fed[node] >= 0 and fed[node] == target[tree[node]] for node in nodes}
-
-    def some_match_below(node, levels):
-        children = [child for child in nodes if tree[child] == node and exact[child]]
-        return levels == 0 or any(some_match_below(child, levels - 1) for child in children)
-
-    kinds = [0] * len(target)
-    for node in nodes:
-        expected = target[tree[node]]
-        peers = [peer for peer in nodes if fed[peer] >= 0 and branch[peer] == branch[node]]
-        if exact[node]:
-            kinds[node] = 1
-        elif request.may[node] and node in peers:
-            ranked = sorted(
-                (INF if math.isnan(request.scores[peer]) else single(request.scores[peer]), peer) for peer in peers
-            )
-            loose = [peer for _, peer in ranked[: math.floor(single(request.share) * len(peers) + 1e-4)]]
-            unsure = single(request.entropies[tree[node]]) > single(MIN_ENTROPY)
-            in_loose_set = request.rule & LOWEST and node in loose
-            in_window = request.rule & WINDOW and unsure and some_match_below(node, request.window)
-            if in_loose_set or in_window:
-                kinds[node] = 2
-            elif request.rule & SHIFT and expected in [fed[peer] for peer in peers]:
-                kinds[node] = 3
-    return kinds
-
-
-def accepted(request):
-    """The nodes of the best path of those whose drafts all stand, and the kinds of all nodes."""
-    if not request.target:
-        return [], []
-    kinds = judge(request)
-    paths = [[0, *way(request.tree, node)] for node in range(len(request.target))]
-    standing = [path for path in paths if all(kinds[node] for node in path[1:])]
-    return min(standing, key=lambda path: (-len(path), sum(kinds[node] != 1 for node in path[1:]), path[-1])), kinds
 
 
 def word(bits):
@@ -158,29 +112,41 @@ def tally_of(arguments, has_draft, max_drafts, wants_kinds=True, keeps=True):
     )  # fmt: skip
 
 
-def case(device, in_trees=True, is_loose=True, num_reqs=16, max_drafts=8):
-    """Random requests, counted; every third has no real drafts."""
+def case(device, in_trees=True, is_loose=True, num_reqs=16, max_drafts=8, counts=True, **wishes):
+    """Random requests, counted or not; every third has no real drafts."""
     arguments = pack(random_requests(num_reqs, max_drafts, in_trees, is_loose), max_drafts, device, in_trees, is_loose)
-    return accept, arguments | {"tally": tally_of(arguments, [i % 3 > 0 for i in range(num_reqs)], max_drafts)}
+    tally = tally_of(arguments, [i % 3 > 0 for i in range(num_reqs)], max_drafts, **wishes) if counts else None
+    return accept, arguments | {"tally": tally}
 
 
-def check(impl, requests, device, max_drafts=None, in_trees=True, is_loose=True):
-    max_drafts = max_drafts if max_drafts is not None else max(1, *(len(request.tree) - 1 for request in requests))
-    sampled, num_sampled, path, kinds = accept(**pack(requests, max_drafts, device, in_trees, is_loose), impl=impl)
-    assert sampled.dtype == torch.int64 and num_sampled.dtype == torch.int32
-    assert sampled.shape == (len(requests), max_drafts + 1) and num_sampled.shape == (len(requests),)
-    for given, name, dtype in ((in_trees, path, torch.int32), (is_loose, kinds, torch.int8)):
-        assert name is None if not given else name.dtype == dtype and name.shape == sampled.shape
-    for req_idx, request in enumerate(requests):
-        nodes, kind = accepted(request)
-        rest = [0] * (max_drafts + 1 - len(nodes))
-        emitted = [request.fed[node] for node in nodes[1:]] + [request.target[node] for node in nodes[-1:]]
-        assert num_sampled[req_idx] == len(nodes)
-        assert sampled[req_idx].tolist() == emitted + rest
-        if in_trees:
-            assert path[req_idx].tolist() == nodes + list(range(len(nodes), max_drafts + 1))
-        if is_loose:
-            assert kinds[req_idx].tolist() == [kind[node] for node in nodes[1:]] + [0] * len(nodes[:1]) + rest
+def counted(request, kinds, max_drafts, is_real):
+    """What a request adds to the totals, whose emitted tokens are of these kinds."""
+    drafts, accepted = (range(1, len(request.target)), kinds[:-1]) if is_real else ((), [])
+    deepest = max((len(way(request.tree, node)) for node in drafts), default=0)
+    at_depth = [int(place < len(accepted)) for place in range(max_drafts)]
+    return [int(bool(drafts)), len(drafts), len(accepted), deepest, *map(accepted.count, (1, 2, 3)), *at_depth]
+
+
+def check(impl, literals, device, max_drafts, in_trees=True, is_loose=True):
+    """Assert of (request, its tokens, their kinds, its path) by name that these are returned, counted and kept."""
+    requests, has_draft = [request for request, *_ in literals.values()], [i % 3 > 0 for i in range(len(literals))]
+    arguments = pack(requests, max_drafts, device, in_trees, is_loose)
+    tally = tally_of(arguments, has_draft, max_drafts)
+    rows, before, sums = tally.rows.tolist(), tally.totals.clone(), []
+    results = sampled, num_sampled, paths, kinds = accept(**arguments, tally=tally, impl=impl)
+    dtypes = [torch.int64, torch.int32, torch.int32 if in_trees else None, torch.int8 if is_loose else None]
+    assert [part if part is None else part.dtype for part in results] == dtypes
+    for i, (name, (request, tokens, why, path)) in enumerate(literals.items()):
+        rest, whole = [0] * (max_drafts + 1 - len(path)), path + list(range(len(path), max_drafts + 1))
+        assert num_sampled[i] == len(path) and sampled[i].tolist() == tokens + rest, name
+        assert not in_trees or paths[i].tolist() == whole, name
+        assert not is_loose or kinds[i].tolist() == why + rest, name
+        sums.append(counted(request, why, max_drafts, has_draft[i]))
+        assert tally.by_kind[i].tolist() == sums[i][4:7], name
+        assert tally.path[rows[i]].tolist() == [*whole, GARBAGE] and tally.num_accepted[rows[i]] == len(path) - 1, name
+    assert (tally.totals - before).tolist() == np.sum(sums, axis=0).tolist()
+    others = [row for row in range(len(tally.path)) if row not in rows]
+    assert (tally.path[others] == GARBAGE).all() and (tally.num_accepted[others] == GARBAGE).all()
 
 
 def random_tree(rng, max_drafts):
@@ -210,7 +176,7 @@ def random_request(rng, max_drafts, in_trees, rule):
     )  # fmt: skip
 
 
-def random_requests(num_reqs, max_drafts, in_trees=True, is_loose=True, seed=0):
+def random_requests(num_reqs, max_drafts, in_trees, is_loose):
     """Requests with all eight rules in turn, or with none."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     return [random_request(rng, max_drafts, in_trees, i % 8 * is_loose) for i in range(num_reqs)]

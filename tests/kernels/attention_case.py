@@ -1,6 +1,8 @@
 """Inputs of `tree_attention`, and a float64 loop over entries that says what it must write."""
 
 import dataclasses
+import functools
+import operator
 from dataclasses import dataclass
 from unittest import mock
 
@@ -73,9 +75,7 @@ class Case:
         # Of each request: {entry that some row attends to: its place}, float64 [n, 2, num_kv_heads, D] as stored.
         self.entries = []
         for i, request in enumerate(requests):
-            union = 0
-            for word in request.words:
-                union |= word
+            union = functools.reduce(operator.or_, request.words, 0)
             attended = list(range(request.prefix_len)) if request.words else []
             attended += [request.prefix_len + j for j in range(64) if union >> j & 1]
             attended = [entry for entry in attended if entry // block_size < self.max_blocks]
@@ -143,20 +143,20 @@ def make_scratch(head_size, device, num_sms=3):
     return scratch
 
 
-def run(case, impl, attention=tree_attention, **changes):
+def run(case, impl, **changes):
     """Return output and LSE of a call on tensors full of sentinels; the scratch is as clean afterwards as before."""
     scratch = make_scratch(case.query.shape[2], case.device)
     arguments = case.arguments() | {"scratch": scratch} | changes
     out = torch.full_like(arguments["query"], SENTINEL, dtype=case.dtype)
     lse = torch.full(out.shape[1::-1], SENTINEL, device=case.device)
-    attention(**({"out": out, "lse": lse} | arguments), impl=impl)
+    tree_attention(**({"out": out, "lse": lse} | arguments), impl=impl)
     assert not arguments["scratch"].arrivals.any()
     return out, lse
 
 
-def check(case, impl, attention=tree_attention, **changes):
+def check(case, impl, **changes):
     """Compare a call with the float64 loop, the rows and LSEs that must be left alone included."""
-    out, lse = run(case, impl, attention, **changes)
+    out, lse = run(case, impl, **changes)
     expected, expected_lse = case.expect()
     assert (expected != SENTINEL).any() or not any(case.counts)
     tolerance = TOLERANCES[case.dtype]
@@ -174,10 +174,10 @@ def external_prefix(case):
     return out.to(case.device, case.dtype), lse.masked_fill(~written.T, NAN).to(case.device, torch.float32)
 
 
-def case(device, num_sms=5):
+def case(device, has_prefix=False):
     """A call of the operation as the table of operations takes it; items have parts in several programs."""
-    made = Case(device, requests_of((3, 19 * BLOCK), (2, 65), (1, 0)), num_heads=2, num_kv_heads=1)
+    made = Case(device, requests_of((5, 19 * BLOCK), (2, 65), (1, 0)))
     query = made.query.to(device)
     outs = {"out": torch.full_like(query, SENTINEL), "lse": torch.full(query.shape[1::-1], SENTINEL, device=device)}
-    prefix = (query.clone(), torch.zeros_like(outs["lse"]))
-    return tree_attention, made.arguments() | outs | {"scratch": make_scratch(32, device, num_sms), "prefix": prefix}
+    prefix = (query.clone(), torch.ones_like(outs["lse"])) if has_prefix else None
+    return tree_attention, made.arguments() | outs | {"scratch": make_scratch(32, device, 5), "prefix": prefix}

@@ -41,30 +41,27 @@ def branches(monkeypatch):
         module = sys.modules[getattr(vidspec_kernels, name).__module__]
         ran: list[str] = []
 
-        class Kernel:
-            def __init__(self, kernel):
-                self.kernel = kernel
+        class Watched:
+            """A kernel, a loop or a reference, which notes each use of it."""
+
+            def __init__(self, own, what):
+                self.own, self.what = own, what
 
             def __getitem__(self, grid):
-                ran.append("triton")
-                return self.kernel[grid]
-
-        class Watched:
-            def __init__(self, run, what):
-                self.run, self.what = run, what
+                ran.append(self.what)
+                return self.own[grid]
 
             def __call__(self, *args, **kwargs):
                 ran.append(self.what)
-                return self.run(*args, **kwargs)
+                return self.own(*args, **kwargs)
 
             def bind(self, *args):
                 ran.append(self.what)
-                return self.run.bind(*args)
+                return self.own.bind(*args)
 
-        for kernel in kernels or [f"_{name}_kernel"]:
-            monkeypatch.setattr(module, kernel, Kernel(getattr(module, kernel)))
-        if reference is not None:
-            monkeypatch.setattr(module, reference, Watched(getattr(module, reference), "torch"))
+        named = dict.fromkeys(kernels or [f"_{name}_kernel"], "triton")
+        for attribute, what in (named | ({reference: "torch"} if reference else {})).items():
+            monkeypatch.setattr(module, attribute, Watched(getattr(module, attribute), what))
         loops = vidspec_kernels.dispatch.load_loops()
         for loop in {name, f"bind_{name}"} & loops.keys():
             monkeypatch.setitem(loops, loop, Watched(loops[loop], "numba"))

@@ -26,7 +26,7 @@ def encode(rows, dtype):
 
 def make_inputs(
     requests=REQUESTS, hidden=96, block_rows=16, query_dtype=torch.float32, store_dtype=torch.float32, seed=0,
-    stale=None, normal=None,
+    stale=None, normal=None, device=DEVICE,
 ):  # fmt: skip
     """Random inputs, rows and blocks shuffled; stale rows and unlisted blocks would be the best of a query."""
     generator = torch.Generator().manual_seed(seed)
@@ -57,10 +57,10 @@ def make_inputs(
             if fill:
                 store[block, :fill] = unit(normal(fill, hidden))
     return {
-        "queries": queries.to(DEVICE),
-        "cu_num_logits": torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=DEVICE),
-        "rows": rows.to(DEVICE), "store": encode(store, store_dtype).to(DEVICE), "block_fill": block_fill.to(DEVICE),
-        "block_table": table.to(DEVICE), "num_blocks": num_blocks.to(DEVICE), "max_queries": max(counts),
+        "queries": queries.to(device),
+        "cu_num_logits": torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=device),
+        "rows": rows.to(device), "store": encode(store, store_dtype).to(device), "block_fill": block_fill.to(device),
+        "block_table": table.to(device), "num_blocks": num_blocks.to(device), "max_queries": max(counts),
         "max_blocks": max_blocks,
     }  # fmt: skip
 
@@ -89,8 +89,8 @@ def expect(inputs, top_n):
     return expected
 
 
-def check(inputs, top_n=5, impl="torch", run=visual_relevance, tolerance=2e-6):
-    got = run(**inputs, top_n=top_n, impl=impl)
+def check(inputs, top_n=5, impl="torch"):
+    got = visual_relevance(**inputs, top_n=top_n, impl=impl)
     assert got.dtype == torch.float32 and got.shape == (len(inputs["queries"]), top_n)
-    torch.testing.assert_close(got.cpu().double(), expect(inputs, top_n), rtol=0, atol=tolerance)
+    torch.testing.assert_close(got.cpu().double(), expect(inputs, top_n), rtol=0, atol=2e-6)
     return got

@@ -58,24 +58,34 @@ class SamplingCase:
     def scratch(self, num_candidates: int = 0, use_fp64: bool = False) -> SampleScratch:
         return SampleScratch(self.num_rows + 1, self.vocab_size, self.device, num_candidates, use_fp64)
 
+    def draw_arguments(self, noise: Noise, level: int | torch.Tensor) -> dict:
+        """Arguments of `draw`, into wider buffers full of -7."""
+        return self._noised(noise) | {
+            "level": level, "scratch": self.scratch(use_fp64=noise.use_fp64),
+            "out_tokens": torch.full((self.num_rows + 2, 4), -7, device=self.device),
+            "out_ids": torch.full((self.num_rows + 2,), -7, dtype=torch.int32, device=self.device),
+        }  # fmt: skip
 
-def draw_case(device, num_rows=5, vocab_size=2100, dtype=torch.float32):
-    """A draw into wider buffers full of -7, whose level lies on the device."""
-    case, noise = SamplingCase(num_rows, vocab_size, device, dtype), toy()
-    return draw, {
-        "logits": case.logits, "temperature": case.temperature, "seeds": case.seeds, "pos": case.pos, "noise": noise,
-        "level": torch.tensor([2], dtype=torch.int32, device=device), "scratch": case.scratch(),
-        "out_tokens": torch.full((num_rows + 2, 4), -7, device=device),
-        "out_ids": torch.full((num_rows + 2,), -7, dtype=torch.int32, device=device), "apply_temperature": True,
-    }  # fmt: skip
+    def candidates_arguments(self, num_candidates: int, noise: Noise | None) -> dict:
+        """Arguments of `candidates`, into wider buffers full of -7; without noise logits are scores."""
+        shape = (self.num_rows + 2, num_candidates)
+        return ({"logits": self.logits} if noise is None else self._noised(noise)) | {
+            "log_probs": torch.full(shape, -7.0, device=self.device), "ids": torch.full(shape, -7, device=self.device),
+            "scratch": self.scratch(num_candidates), "width": self.width, "first": self.first,
+        }  # fmt: skip
+
+    def _noised(self, noise: Noise) -> dict:
+        requests = {"temperature": self.temperature, "seeds": self.seeds, "pos": self.pos}
+        return {"logits": self.logits, **requests, "noise": noise}
 
 
-def candidates_case(device, num_rows=4, vocab_size=300, width=2, first=0, num_candidates=4):
-    """The best of noised logits, into wider buffers full of -7."""
-    case = SamplingCase(num_rows, vocab_size, device, width=width, first=first)
-    return candidates, {
-        "logits": case.logits, "temperature": case.temperature, "seeds": case.seeds, "pos": case.pos, "noise": toy(),
-        "log_probs": torch.full((num_rows + 2, num_candidates), -7.0, device=device),
-        "ids": torch.full((num_rows + 2, num_candidates), -7, device=device), "scratch": case.scratch(num_candidates),
-        "width": width, "first": first, "with_log_probs": True, "apply_temperature": True,
-    }  # fmt: skip
+def draw_case(device, num_rows=5, vocab_size=2100):
+    """A draw whose level lies on the device."""
+    level = torch.tensor([2], dtype=torch.int32, device=device)
+    return draw, SamplingCase(num_rows, vocab_size, device).draw_arguments(toy(), level)
+
+
+def candidates_case(device, num_rows=4, vocab_size=300, num_candidates=4):
+    """The best of noised logits."""
+    case = SamplingCase(num_rows, vocab_size, device, width=2)
+    return candidates, case.candidates_arguments(num_candidates, toy())

@@ -27,14 +27,14 @@ def make_template(max_nodes, device, num_nodes=0):
     return kernels.TreeTemplate(column - 1, column + 3, column.long() << 40, -column.float(), num_nodes)
 
 
-def make_growth(tree, rules=RULES, max_parents=9, max_frontier=4, num_candidates=6):
+def make_growth(tree, rules=RULES, max_parents=9):
     """Buffers full of garbage."""
     device, num_reqs = tree.device, len(tree.num_nodes)
     plans = TreePlans(num_reqs, rules, device)
     plans.max_depths.fill_(rules.depth_max)
     thresholds = torch.zeros(rules.depth_max + 1, rules.depth_max, device=device)
-    bounds = torch.zeros(rules.width_max + 1, rules.depth_max, num_candidates, device=device)
-    growth = kernels.TreeGrowBuffers(tree, plans, thresholds, bounds, max_parents, max_frontier)
+    bounds = torch.zeros(rules.width_max + 1, rules.depth_max, 6, device=device)
+    growth = kernels.TreeGrowBuffers(tree, plans, thresholds, bounds, max_parents, max_frontier=4)
     for tensor in (*growth.frontier, *growth.leftover, growth.next_free):
         tensor.fill_(-5)
     return growth
@@ -50,19 +50,23 @@ def begin_case(device, num_reqs=3, max_nodes=7):
     }  # fmt: skip
 
 
-def plan_case(device, num_reqs=3, num_candidates=6, adopts=True):
+def plan_case(device):
     """Plans of this very step."""
-    log_probs, rows = make_log_probs(num_reqs, num_candidates, 0, device)
-    plans = TreePlans(num_reqs + 1, RULES, device)
+    log_probs, rows = make_log_probs(3, 6, 0, device)
+    plans = TreePlans(4, RULES, device)
     plans.max_depths.fill_(7)
-    return tree_plan, {"plans": plans, "rows": rows, "log_probs": log_probs, "adopts": adopts}
+    return tree_plan, {"plans": plans, "rows": rows, "log_probs": log_probs, "adopts": True}
 
 
-def place_case(device, num_reqs=3, *sizes):
-    """A level of a static tree."""
-    level, offered = make_level(num_reqs, *(sizes or (4, 5, 9, 4)), device)
-    tree = make_tables(num_reqs + 1, 64, device)
-    return tree_place, {"tree": tree, "level": level, "num_reqs": num_reqs, "token_ids": offered}
+def place_case(device, num_reqs=3, frontier=4, num_candidates=5, num_placed=9, num_fed=4):
+    """A level of a static tree that takes some of the candidates, in any order."""
+    generator = torch.Generator().manual_seed(num_placed)
+    offered = torch.randint(0, 999, (num_reqs * frontier, num_candidates), generator=generator)
+    sources = torch.randperm(frontier * num_candidates, generator=generator)[:num_placed]
+    nodes = torch.randperm(64, generator=generator)[:num_placed] + 1
+    parts = (sources, nodes, sources.flip(0)[:num_fed].clone(), torch.full((num_reqs + 1, num_fed), 77))
+    level, tree = PlacedLevel(*(part.to(device) for part in parts)), make_tables(num_reqs + 1, 64, device)
+    return tree_place, {"tree": tree, "level": level, "num_reqs": num_reqs, "token_ids": offered.to(device)}
 
 
 def finish_case(device):
@@ -89,14 +93,16 @@ def test_trees_become_their_template(device, impl, num_reqs, max_nodes):
 
 @pytest.mark.parametrize("window", [0, 1, 3, 4, 10])
 def test_frontiers_and_history(device, impl, window):
-    """Against lists of lengths. Catches: another window, a mean over empty places, a depth beyond its bounds."""
+    """Against lists of lengths, rows of padding (5) among them. Catches: another window, a mean over empty places, a
+    depth beyond its bounds, a table without a row for padding."""
     rules = RULES._replace(history=window)
     tree = make_tables(5, 6, device)
     growth, lengths, depths = make_growth(tree, rules, max_parents=300), [[] for _ in range(6)], [7] * 6
     generator = torch.Generator().manual_seed(window)
     for _ in range(15):
-        rows = torch.randperm(5, generator=generator)[:4]
+        rows = torch.cat((torch.randperm(5, generator=generator)[:2], torch.tensor([5, 5])))
         told = torch.randint(-1, 5, (4,), generator=generator, dtype=torch.int32)
+        told[3] = -1
         for row, length in zip(rows.tolist(), told.tolist(), strict=True):
             if length >= 0 and window:
                 lengths[row] = [*lengths[row], length][-window:]
@@ -109,20 +115,6 @@ def test_frontiers_and_history(device, impl, window):
         assert not growth.frontier_nodes[:4, 0].any() and not growth.frontier_log_probs[:4, 0].any()
         assert growth.leftover_log_probs[:4].isneginf().all() and (growth.leftover_log_probs[4] == -5).all()
     assert (growth.frontier_nodes[:, 1:] == -5).all() and (growth.frontier_nodes[4] == -5).all()
-
-
-def test_padding_rows_touch_nothing(device, impl):
-    """Rows `max_num_reqs`, several of them: no request's history moves. Catches: a table without a row for them."""
-    tree = make_tables(6, 5, device)
-    growth = make_growth(tree)
-    before = [table.clone() for table in growth.plans.observed]
-    rows = torch.tensor([6, 2, 6, 6], device=device)
-    tree_begin(tree, make_template(5, device), 4, growth, rows, torch.tensor([-1, 0, -1, 3], device=device).int(),
-               impl=impl)  # fmt: skip
-    for table, old in zip(growth.plans.observed, before, strict=True):
-        others = [0, 1, 3, 4, 5]
-        assert torch.equal(table[others], old[others]) and len(table) == 7
-    assert growth.plans.num_observed[2] == 1 and growth.plans.max_depths[2] == 6
 
 
 def confidence_by_hand(log_probs, top_k):
@@ -178,17 +170,6 @@ def test_what_is_no_number(device, impl):
     assert not plans.depths[1:4].any()
 
 
-def make_level(num_reqs, frontier, num_candidates, num_placed, num_fed, device):
-    """A level that takes some of the candidates, in any order, and what is offered."""
-    generator = torch.Generator().manual_seed(num_placed)
-    offered = torch.randint(0, 999, (num_reqs * frontier, num_candidates), generator=generator)
-    sources = torch.randperm(frontier * num_candidates, generator=generator)[:num_placed]
-    nodes = torch.randperm(64, generator=generator)[:num_placed] + 1
-    fed_tokens = torch.full((num_reqs + 1, num_fed), 77)
-    tensors = (sources, nodes, sources.flip(0)[:num_fed].clone(), fed_tokens)
-    return PlacedLevel(*(tensor.to(device) for tensor in tensors)), offered.to(device)
-
-
 @pytest.mark.parametrize("sizes", [(0, 1, 4, 2, 1), (1, 1, 1, 1, 0), (3, 4, 5, 9, 4), (2, 10, 64, 64, 33)])
 def test_place_equals_the_loop(device, sizes):
     """Catches: another request's candidate, a rank for a place, nodes or rows touched that are not the level's."""
@@ -212,21 +193,21 @@ def make_chains(num_reqs, max_nodes, num_nodes, device):
     """Tables whose row r is a chain of `num_nodes[r]` nodes, garbage behind."""
     tree = make_tables(num_reqs, max_nodes, device)
     for row, count in enumerate(num_nodes):
-        words = [(1 << node) - 1 for node in range(count + 1)]
+        bits = torch.ones(count + 1, dtype=torch.int64) << torch.arange(count + 1)
         tree.parents[row, : count + 1] = torch.arange(-1, count)
         tree.depths[row, : count + 1] = torch.arange(count + 1)
-        tree.ancestors[row, : count + 1] = torch.tensor([word - (word >> 63 << 64) for word in words])
+        tree.ancestors[row, : count + 1] = bits.cumsum(0) - bits
         tree.tokens[row, : count + 1] = 9_000 + torch.arange(count + 1)
         tree.log_probs[row, : count + 1] = 0.0
         tree.num_nodes[row] = count
     return tree
 
 
-def make_leaves(num_reqs, num_parents, num_candidates, device, seed=0, lowest=9):
+def make_leaves(num_reqs, num_parents, num_candidates, device, seed=0):
     """Candidates with many ties, some that are none, rows apart from each other."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_reqs, num_parents + 2, num_candidates)
-    log_probs = -torch.randint(0, lowest, shape, generator=generator) / 4
+    log_probs = -torch.randint(0, 9, shape, generator=generator) / 4
     log_probs[torch.rand(shape, generator=generator) < 0.2] = -torch.inf
     log_probs[torch.rand(shape, generator=generator) < 0.1] = torch.nan
     tokens = torch.randint(0, 99, shape, generator=generator)

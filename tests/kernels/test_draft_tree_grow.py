@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.kernels.agreement import agree
-from vidspec_kernels import PlanRules, TreeGrowBuffers, TreePlans, TreeTables, tree_grow
+from tests.kernels.test_draft_tree import make_tables
+from vidspec_kernels import PlanRules, TreeGrowBuffers, TreePlans, tree_grow
 
 NEVER = float("inf")
 NONE = -float("inf")
@@ -15,17 +16,9 @@ def buffers_for(
 ):
     """Buffers whose persistent row r has the plan (depth, width) of `plans[r]`; by default every candidate passes."""
     num_reqs = len(plans)
-    own_bits = [0, *(1 << node for node in range(min(max_nodes, 63))), *[-(2**63)] * (max_nodes // 64)]
-    depths = torch.tensor([depth for depth, _ in plans])
-    widths = torch.tensor([width for _, width in plans])
-    tables = (
-        torch.full((num_reqs, max_nodes + 1), -1),
-        torch.tensor([-1] + [0] * max_nodes, dtype=torch.int32).repeat(num_reqs, 1),
-        torch.tensor([0] + [1] * max_nodes, dtype=torch.int32).repeat(num_reqs, 1),
-        torch.tensor(own_bits).repeat(num_reqs, 1),
-        torch.zeros(num_reqs, max_nodes + 1),
-        torch.zeros(num_reqs, dtype=torch.int32),
-    )
+    depths, widths = torch.tensor(plans).T
+    tree = make_tables(num_reqs, max_nodes, device)
+    tree.ancestors[:, 0] = 0
     planned = TreePlans(num_reqs, PlanRules(1, 9, 1, 9, 2, 0, 0.0, 0.0), device)
     planned.depths[:-1], planned.widths[:-1] = depths, widths
     rules = (
@@ -33,8 +26,8 @@ def buffers_for(
         torch.full((int(widths.max()) + 1, num_levels, num_candidates), NONE) if bounds is None else bounds,
     )
     return TreeGrowBuffers(
-        TreeTables(*(tensor.to(device) for tensor in tables)), planned, *(tensor.to(device) for tensor in rules),
-        max_parents=1 + num_levels * max_frontier, max_frontier=max_frontier,
+        tree, planned, *(tensor.to(device) for tensor in rules), max_parents=1 + num_levels * max_frontier,
+        max_frontier=max_frontier,
     )  # fmt: skip
 
 
@@ -136,7 +129,7 @@ def test_a_hand_computed_level(device, impl):
     # Of node 1 (-2.0) only the greedy child; of node 3 (-1.0) rank 0 (-2.5) and rank 1 (-1.25), not rank 2.
     assert not buffers.frontier_nodes.any() and not buffers.frontier_tokens.any()
     expected = {
-        2: (4, 1, 2, 0b00011, -11.0), 4: (2, 3, 2, 0b01100, -1.25), 5: (1, 3, 2, 0b10100, -2.5), 6: (-1, 0, 1, 32, 0.0)
+        2: (4, 1, 2, 0b00011, -11.0), 4: (2, 3, 2, 0b01100, -1.25), 5: (1, 3, 2, 0b10100, -2.5), 6: (77,) * 5
     }  # fmt: skip
     assert nodes_of(buffers, 0, expected) == expected
     assert buffers.next_free.tolist() == [6]
@@ -185,7 +178,7 @@ def test_nan_and_impossible_candidates(device, impl):
     start(buffers)
     tree_grow(buffers, rows, log_probs, tokens, level=0, budget=64, first_parent=0, num_next=3, impl=impl)
     assert buffers.frontier_nodes[0, :3].tolist() == [1, 3, 4]
-    assert buffers.tree.tokens[0, 1:5].tolist() == [1, -1, 4, 2]
+    assert buffers.tree.tokens[0, 1:5].tolist() == [1, 77, 4, 2]
     log_probs = torch.tensor([[0.0] * 4, [NONE] * 4, [float("nan")] * 4], device=device)
     tree_grow(buffers, rows, log_probs, tokens.repeat(3, 1), level=1, budget=64, first_parent=1, num_next=5, impl=impl)
     assert buffers.tree.tokens[0, 2] == 1 and buffers.next_free.tolist() == [5]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.agreement import make_cache
-from vidspec_kernels import guidance_scores, guidance_scores_reference
+from vidspec_kernels import guidance_scores
 from vidspec_kernels.guidance_scores import api as module
 from vidspec_kernels.guidance_scores import reference
 
@@ -56,12 +56,22 @@ def make_out(inputs, max_keys=None, fill=0.0):
     return torch.full((len(inputs["out_row"]), size), fill, device=inputs["query"].device)
 
 
-def expect(inputs, **more):
-    """The specification in float64."""
-    wide = {name: inputs[name].double() for name in ("query", "key_cache")}
-    out = make_out(inputs).double()
-    guidance_scores_reference(**(inputs | wide), out=out, **more)
-    return out
+def float64(inputs):
+    """Scores, and the log-sum-exps [num_heads, num_queries] of the layer's own attention; every weight is held."""
+    cache, scores, sums = inputs["key_cache"], make_out(inputs).double(), []
+    num_heads, (_, block_size, num_kv_heads, _) = inputs["query"].shape[1], cache.shape
+    for req_idx, (start, end) in enumerate(itertools.pairwise(inputs["query_start_loc"].tolist())):
+        if start == end:
+            continue
+        pos = inputs["query_pos"][start:end]
+        index = torch.arange(int(pos.max()) + 1, device=cache.device)
+        keys = cache[inputs["block_table"][req_idx].long()[index // block_size], index % block_size].double()
+        keys = keys.repeat_interleave(num_heads // num_kv_heads, dim=1)
+        logits = torch.einsum("qhd,khd->hqk", inputs["query"][start:end].double(), keys) * inputs["scale"]
+        logits = logits.masked_fill(index > pos[:, None], -math.inf)
+        scores[inputs["out_row"][req_idx], : len(index)] += logits.softmax(dim=2).sum(dim=(0, 1))
+        sums.append(logits.logsumexp(dim=2))
+    return scores, torch.cat(sums, dim=1)
 
 
 def run(inputs, impl, fill=0.0, max_keys=None, **more):
@@ -84,24 +94,6 @@ def chosen(inputs, rows):
         "query_pos": pos,
         "query_start_loc": torch.tensor([0, len(query)], dtype=torch.int32, device=query.device),
     }
-
-
-def test_reference_equals_plain_loops(device):
-    """The specification against one query, head and key at a time: it is what everything else is compared with."""
-    inputs = make_inputs(device, requests=[(2, 5), (0, 3), (3, 9)], block_size=4)
-    weight = torch.rand(5, device=device)
-    expected = make_out(inputs).double()
-    bounds = inputs["query_start_loc"].tolist()
-    for req, (start, end) in enumerate(itertools.pairwise(bounds)):
-        for i, head in itertools.product(range(start, end), range(4)):
-            exps = []
-            for j in range(int(inputs["query_pos"][i]) + 1):
-                key = inputs["key_cache"][inputs["block_table"][req, j // 4], j % 4, head // 2]
-                exps.append(math.exp(inputs["scale"] * float(inputs["query"][i, head].double() @ key.double())))
-            for j, value in enumerate(exps):
-                expected[inputs["out_row"][req], j] += float(weight[i]) * value / sum(exps)
-    got = expect(inputs, query_weight=weight)
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
 
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -131,7 +123,7 @@ def test_sizes(device, impl, name):
     inputs["key_cache"] = inputs["key_cache"].to(keys or inputs["key_cache"].dtype)
     assert name != "real_size" or inputs["block_table"].shape[1] * 32 > module._KEYS_PER_SPLIT
     got = run(inputs, impl)
-    assert_close(got, expect(inputs))
+    assert_close(got, float64(inputs)[0])
     num_queries, num_heads, _ = inputs["query"].shape
     assert got.double().sum().item() == pytest.approx(num_queries * num_heads, rel=1e-5)
 
@@ -142,7 +134,7 @@ def test_splits_of_the_keys(device, impl, monkeypatch):
     inputs = make_inputs(device, requests=[(3, 450), (2, 65), (1, 3)], spare_blocks=9)
     inputs["block_table"][1, :3] = inputs["block_table"][0, :3]  # a cached prefix, scored as if each had its own
     got = run(inputs, impl)
-    assert_close(got, expect(inputs))
+    assert_close(got, float64(inputs)[0])
     # An exact bound of queries and a loose one give the same bits: no atomic adds, no order that depends on the grid.
     assert all(torch.equal(run(inputs, impl, max_queries_per_req=bound), got) for bound in (3, 50))
     inputs["query"] = inputs["query"] * 1e3  # exp without the row's maximum overflows; a split without keys is no NaN
@@ -152,11 +144,10 @@ def test_splits_of_the_keys(device, impl, monkeypatch):
 
 @pytest.mark.parametrize("entries", [1, 300])
 def test_strips_of_the_torch_path(device, monkeypatch, entries):
-    """Strips of one row, and a last strip that is shorter: each with its own mask and weights."""
+    """Strips of one row, and a last strip that is shorter: each with its own mask."""
     monkeypatch.setattr(reference, "_STRIP_ENTRIES", entries)
     inputs = make_inputs(device, requests=[(5, 70), (7, 90)])
-    weight = torch.rand(12, device=device)
-    assert_close(run(inputs, "torch", query_weight=weight), expect(inputs, query_weight=weight))
+    assert_close(run(inputs, "torch"), float64(inputs)[0])
 
 
 def test_non_contiguous_query(device, impl):
@@ -173,37 +164,21 @@ def test_non_contiguous_query(device, impl):
         assert torch.equal(run(inputs | {"query": query}, impl), expected)
 
 
-def own_lse(inputs):
-    """What the layer's own attention tells: heads before tokens, and of every token of the forward."""
-    wide = {name: inputs[name].double() for name in ("query", "key_cache")}
-    group = inputs["query"].shape[1] // inputs["key_cache"].shape[2]
-    found = []
-    for req_idx, (start, end) in enumerate(itertools.pairwise(inputs["query_start_loc"].tolist())):
-        for i in range(start, end):
-            index = torch.arange(int(inputs["query_pos"][i]) + 1, device=inputs["query"].device)
-            block = inputs["block_table"][req_idx].long()[index // inputs["key_cache"].shape[1]]
-            keys = wide["key_cache"][block, index % inputs["key_cache"].shape[1]].repeat_interleave(group, dim=1)
-            logits = torch.einsum("hd,khd->hk", wide["query"][i], keys) * inputs["scale"]
-            found.append(logits.logsumexp(dim=1))
-    return torch.stack(found, dim=1).float()  # [num_heads, num_queries]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("is_weighted", [False, True])
-def test_lse_of_the_layer(device, branches, impl, dtype, is_weighted):
+def test_lse_of_the_layer(device, branches, impl, dtype):
     """Told the log-sum-exps, the scores are the reference's, within what float32 says of them, and one pass runs."""
     inputs = make_inputs(device, num_heads=14, head_dim=64, dtype=dtype)
-    weight = {"query_weight": torch.rand(14, device=device)} if is_weighted else {}
     ran = branches("guidance_scores", ("_row_stats_kernel", "_guidance_scores_kernel"), "_guidance_scores_torch")
-    lse = own_lse(inputs).T
+    expected, lse = float64(inputs)
+    lse = lse.float().T
     assert not lse.is_contiguous()
-    got = run(inputs, impl, lse=lse, **weight)
-    assert_close(got, expect(inputs, **weight), rtol=1e-5)
-    assert_close(got, run(inputs, impl, **weight).double(), rtol=1e-5)
+    got = run(inputs, impl, lse=lse)
+    assert_close(got, expected, rtol=1e-5)
+    assert_close(got, run(inputs, impl).double(), rtol=1e-5)
     assert ran == ([impl] * 2 if impl == "torch" else [impl] * 3)
     for wrong in (lse * math.log2(math.e), lse.roll(1, 0), -lse):  # another base, the neighbour's rows, another sign
         with pytest.raises(AssertionError):
-            assert_close(run(inputs, impl, lse=wrong, **weight), expect(inputs, **weight), rtol=1e-5)
+            assert_close(run(inputs, impl, lse=wrong), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 20])

@@ -53,10 +53,8 @@ def case(
         prefix = min(ints(0, 4)[0], max(count, 0))  # stays in place
         rest = prefix + 1 + torch.randperm(max_drafts - prefix, generator=generator)[: max(count, 0) - prefix]
         path[req_idx, 1 : max(count, 0) + 1] = torch.cat((torch.arange(1, prefix + 1), rest.sort().values))
-    counts, starts = (
-        torch.tensor(counts, dtype=torch.int64),
-        ints(0, max_blocks * block_size - max_drafts // 2, num_reqs),
-    )
+    counts = torch.tensor(counts, dtype=torch.int64)
+    starts = ints(0, max_blocks * block_size - max_drafts // 2, num_reqs)
     column = torch.arange(max_drafts + 1)
     assert num_reqs == 0 or max_drafts == 1 or ((path != column) & (column <= counts[:, None]))[:, 1:].any()
     path_rows = None

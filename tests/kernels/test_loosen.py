@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.agreement import agree
-from vidspec_kernels import CHANCE, RELEVANCE, LooseTables, loosen, random_scores
+from vidspec_kernels import CHANCE, RELEVANCE, LooseTables, loosen
 
 VOCAB, MAX_REQS, NUM_COLS = 70, 6, 6
 NAN, INF = math.nan, math.inf
@@ -51,6 +51,14 @@ def test_equals_the_loop(device, in_trees, is_measured, is_predicting):
         assert len(left[".result.0"]) == len(left[".nodes"]) and (len(left[".nodes"]) > 128) == ("times" in sizes)
 
 
+def chance(seed, position):
+    """splitmix64 of seed and position, in whole numbers modulo 2 ** 64; 24 bits of it."""
+    word = (seed + position * 0x1E3779B97F4A7C15) % 2**64
+    word = (word ^ word >> 30) * -0x40A7B892E31B1A47 % 2**64
+    word = (word ^ word >> 27) * -0x6B2FB644ECCEEE15 % 2**64
+    return ((word ^ word >> 31) >> 40) / 2**24
+
+
 def test_by_hand(device, impl):
     """A root and four drafts of a tree: what forbids each, where its score comes from, NaN that may not stand."""
     put = {"device": device}
@@ -80,11 +88,10 @@ def test_by_hand(device, impl):
     relevance = [0.5, NAN, 1.0, 2.0, 3.0]
     assert ask(RELEVANCE, tree, relevance)[1] == [True, False, True, True, True]
     assert ask(0, tree, relevance)[1] == every and ask(0, tree, relevance)[0][2:] == [1.0, 2.0, 3.0]
-    expected = random_scores(torch.full((5,), 77), torch.arange(5)).tolist()
-    assert ask(CHANCE, tree, relevance) == (expected, every)
+    assert ask(CHANCE, tree, relevance) == ([chance(77, position) for position in range(5)], every)
 
 
 def test_scores_by_chance_are_uniform():
-    scores = random_scores(torch.arange(4096), torch.arange(4096) // 7)
-    assert scores.min() >= 0 and scores.max() < 1
+    scores = [chance(seed, seed // 7) for seed in range(4096)]
+    assert min(scores) >= 0 and max(scores) < 1
     assert np.abs(np.histogram(scores, bins=8, range=(0, 1))[0] - 512).max() < 100

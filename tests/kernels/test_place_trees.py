@@ -9,21 +9,6 @@ from vidspec_kernels.place_trees.api import _BLOCK_TOKENS
 SENTINEL = -(10**6)
 
 
-def chain_tables(max_rows, num_cols, device):
-    depths = torch.arange(num_cols, dtype=torch.int32, device=device).repeat(max_rows, 1)
-    words = [(1 << node) - 1 for node in range(num_cols)]
-    words = torch.tensor([word - (1 << 64) if word >> 63 else word for word in words], device=device)
-    return depths, words.repeat(max_rows, 1)
-
-
-def make_places(max_reqs, num_cols, device):
-    """Places that hold a batch of before."""
-    places = TreePlaces.empty(max_reqs, num_cols, device)
-    for tensor in vars(places).values():
-        tensor.fill_(SENTINEL)
-    return places
-
-
 def case(device, counts=(6, 2, 6), num_cols=6, num_axes=3, spare=3, out_of_place=False, padding=2):
     """Requests of so many query rows, at random persistent rows, of which every third is a chain."""
     generator = torch.Generator().manual_seed(len(counts))
@@ -32,7 +17,8 @@ def case(device, counts=(6, 2, 6), num_cols=6, num_axes=3, spare=3, out_of_place
         return torch.randint(low, high, shape, generator=generator, dtype=dtype)
 
     max_rows, total = len(counts) + 4, sum(counts)
-    depths, ancestors = chain_tables(max_rows, num_cols, device)
+    bits = torch.ones(num_cols, dtype=torch.int64) << torch.arange(num_cols)
+    depths, ancestors = torch.arange(num_cols).int().repeat(max_rows, 1), (bits.cumsum(0) - bits).repeat(max_rows, 1)
     for row in range(max_rows):
         if row % 3:
             depths[row, 1:] = ints(1, max(num_cols, 2), (num_cols - 1,), torch.int32)
@@ -41,12 +27,15 @@ def case(device, counts=(6, 2, 6), num_cols=6, num_axes=3, spare=3, out_of_place
     bounds = torch.cat((torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int(), torch.full((2,), 10**6).int()))
     positions = ints(0, 5000, (num_axes, total + spare + 1)).to(device)[:, : total + spare]
     out = torch.full((num_axes, total + spare + 9), SENTINEL, device=device)[:, : total + spare + 2]
+    places = TreePlaces.empty(len(counts) + padding + 3, num_cols, device)  # which hold a batch of before
+    for tensor in vars(places).values():
+        tensor.fill_(SENTINEL)
     return place_trees, {
         "idx_mapping": torch.randperm(max_rows, generator=generator)[: len(counts)].to(device),
         "query_start_loc": bounds.to(device),
-        "seq_lens": (counts + ints(0, 3000, counts.shape, torch.int32)).to(device), "depths": depths,
-        "ancestors": ancestors, "positions": positions, "out_positions": out if out_of_place else None,
-        "places": make_places(len(counts) + padding + 3, num_cols, device), "size": len(counts) + padding,
+        "seq_lens": (counts + ints(0, 3000, counts.shape, torch.int32)).to(device), "depths": depths.to(device),
+        "ancestors": ancestors.to(device), "positions": positions, "out_positions": out if out_of_place else None,
+        "places": places, "size": len(counts) + padding,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Of every tensor of every operation's call another dtype, device or shape is refused by name, before a kernel runs."""
+"""Of every tensor of a call, or of buffers, another dtype, device or shape is refused by name, before a kernel runs."""
 
 import dataclasses
 import functools
@@ -6,16 +6,26 @@ import functools
 import pytest
 import torch
 
-from tests.kernels import sampling_case
+from tests.kernels import sampling_case, step_case
+from tests.kernels.agreement import tensors_in
 from tests.kernels.attention_case import make_scratch
 from tests.kernels.operations import OPERATIONS
 from tests.kernels.test_draft_tree import make_leaves, make_template
-from vidspec_kernels import storage_scale, store_states
+from vidspec_kernels import LevelBuffers, StepBuffers, StepTables, storage_scale, store_states
 
 OTHER = {torch.int64: torch.int32, torch.int32: torch.int64, torch.bool: torch.int8}
-NAMES = [name for name in OPERATIONS if name not in ("accept", "next_level")]
+# Checked once, as launches check only what changes from step to step; where a case has some.
+BUFFERS = {
+    "StepTables": (StepTables, step_case.begin_case, "tables"),
+    "StepBuffers": (StepBuffers, step_case.begin_case, "out"),
+    "LevelBuffers": (LevelBuffers, step_case.level_case, "out"),
+}  # fmt: skip
+NAMES = [name for name in OPERATIONS if name not in ("accept", "next_level", "tree_attention")] + [*BUFFERS]
 # What may be shorter, narrower or of any strides or dtype than it is in the case, or is unpacked before it is checked.
 ALLOWED = {
+    "LevelBuffers": "logical_pos short, positions stride, positions narrow, seq_lens short, masks narrow",
+    "StepBuffers": "rows short, batch_table narrow, positions stride, positions narrow, path narrow",
+    "StepTables": "text narrow, block_table short, block_table narrow, path narrow",
     "accept of trees": "has_draft short, path narrow",
     "begin_step": "batch_rows short, picked short",
     "candidates": "ids short, log_probs short, logits axis, logits short, pos short, seeds short, "
@@ -33,8 +43,8 @@ ALLOWED = {
     "path_penalties": "logits axis, logits narrow, logits short, parents narrow, parents short, prompt_bits narrow, "
                       "repetition short",
     "place_trees": "idx_mapping short, out_positions narrow, positions narrow, query_start_loc short",
-    "tree_attention": "block_table narrow, block_table short, key_cache stride, lse stride, masks narrow, query axis, "
-                      "rows short, value_cache stride",
+    "tree_attention of a prefix": "block_table narrow, block_table short, key_cache stride, lse stride, masks narrow, "
+                                  "query axis, rows short, value_cache stride",
     "tree_finish": "log_probs axis, next_free short",
     "tree_place": "token_ids narrow",
     "tree_plan": "log_probs narrow",
@@ -69,9 +79,18 @@ def parts(arguments):
                 yield field, part, lambda new, name=name, change=change: arguments | {name: change(new)}
 
 
+def call_of(name, device):
+    """Return a wrapper or a kind of buffers, and its arguments."""
+    if name in OPERATIONS:
+        return OPERATIONS[name](device)
+    kind, case, argument = BUFFERS[name]
+    _, arguments = case(device, **({} if kind is LevelBuffers else {"in_trees": True}))
+    return kind, {path.removeprefix("."): tensor for path, tensor in tensors_in(arguments[argument]).items()}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_wrong_tensors(device, name):
-    wrapper, arguments = OPERATIONS[name](device)
+    wrapper, arguments = call_of(name, device)
     allowed = ALLOWED.get(name, "").split(", ")
     wrongs = [(part, form, functools.partial(replaced, wrong)) for part, tensor, replaced in parts(arguments)
               for form, wrong in forms(tensor).items() if f"{part} {form}" not in allowed]  # fmt: skip
@@ -97,12 +116,14 @@ SPECIAL = [
     ("draw", "scratch", lambda s: sampling_case.SamplingCase(5, 2100, s.device).scratch(use_fp64=True)),
     ("gather_draft_windows", "streams", lambda t: t[:, :-1].contiguous()),
     *(("guidance_scores", "key_cache", change) for change in (lambda t: t[..., :8], lambda t: t[:, :, [0, 0]])),
+    ("LevelBuffers", "input_ids", None), ("LevelBuffers", "masks", None),
     ("next_level of trees", "size", 99), ("next_level of trees", "level", 0), ("next_level of trees", "nodes", None),
     *(("place_trees", "size", value) for value in (4, 99)),
     ("tree_attention", "max_queries", -1), ("tree_attention", "lse", lambda lse: lse.T),
     ("tree_attention", "scratch", lambda s: make_scratch(16, s.part_out.device)),
     ("tree_attention", "key_cache", lambda t: t[..., :8]), ("tree_attention", "value_cache", lambda t: t[:, :8]),
-    ("tree_attention", "prefix", lambda t: (t[0].half(), t[1])), ("tree_attention", "prefix", lambda t: (t[0], t[1].T)),
+    ("tree_attention of a prefix", "prefix", lambda t: (t[0].half(), t[1])),
+    ("tree_attention of a prefix", "prefix", lambda t: (t[0], t[1].T)),
     ("tree_begin", "num_reqs", 5), ("tree_begin", "rows", None),
     ("tree_begin", "template", lambda t: make_template(4, "cpu")),
     ("tree_finish", "num_reqs", 1), ("tree_finish", "num_reqs", 9), ("tree_finish", "max_nodes", 99),
@@ -117,7 +138,7 @@ SPECIAL = [
 
 @pytest.mark.parametrize(("name", "argument", "change"), SPECIAL)
 def test_wrong_numbers(device, name, argument, change):
-    wrapper, arguments = OPERATIONS[name](device)
+    wrapper, arguments = call_of(name, device)
     wrong = change(arguments[argument]) if callable(change) else change
     with pytest.raises(AssertionError):
         wrapper(**arguments | {argument: wrong})

@@ -9,18 +9,12 @@ from vidspec_kernels.sampling import candidates as candidates_module
 from vidspec_kernels.sampling.noise import BLOCK
 
 IMPLS = ["triton", "numba", "torch"]
-SENTINEL, NUM_LEVELS = -7, 4
+SENTINEL = -7
 
 
 def draw_of(case, impl, level=2, noise=None, **changes):
     """Return the columns of tokens and the ids that a draw leaves."""
-    noise = noise or toy()
-    arguments = {
-        "logits": case.logits, "temperature": case.temperature, "seeds": case.seeds, "pos": case.pos, "noise": noise,
-        "level": level, "scratch": case.scratch(use_fp64=noise.use_fp64),
-        "out_tokens": torch.full((case.num_rows + 2, NUM_LEVELS), SENTINEL, device=case.device),
-        "out_ids": torch.full((case.num_rows + 2,), SENTINEL, dtype=torch.int32, device=case.device),
-    } | changes  # fmt: skip
+    arguments = case.draw_arguments(noise or toy(), level) | changes
     draw(**arguments, impl=impl)
     return arguments["out_tokens"], arguments["out_ids"]
 
@@ -81,15 +75,7 @@ def test_draws_of_no_numbers(device, impl, poison):
 
 def candidates_of(case, num_candidates, impl, noise=None, **changes):
     """Return the log-probabilities and the ids; `noise` None: logits are scores."""
-    arguments = {
-        "logits": case.logits, "width": case.width, "first": case.first,
-        "log_probs": torch.full((case.num_rows + 2, num_candidates), float(SENTINEL), device=case.device),
-        "ids": torch.full((case.num_rows + 2, num_candidates), SENTINEL, device=case.device),
-        "scratch": case.scratch(num_candidates),
-    }  # fmt: skip
-    if noise is not None:
-        arguments |= {"temperature": case.temperature, "seeds": case.seeds, "pos": case.pos, "noise": noise}
-    arguments |= changes
+    arguments = case.candidates_arguments(num_candidates, noise) | changes
     candidates(**arguments, impl=impl)
     return arguments["log_probs"], arguments["ids"]
 

@@ -45,15 +45,13 @@ def case(device, num_reqs=9, ring=16, seed=0):
     return gather_draft_windows, {name: tensor.to(device) for name, tensor in given.items()}
 
 
-def suffix_case(device, num_reqs=9):
+def suffix_case(device):
     """Committed texts, of which one is shorter than its end."""
-    given = {
-        name: tensor for name, tensor in case(device, num_reqs)[1].items() if name in ("rows", "num_tokens", "text")
-    }
+    _, step = case(device)
+    given = {name: step[name] for name in ("rows", "num_tokens", "text")}
     given["num_tokens"][given["rows"][0]] = 3
-    return copy_committed_suffix, given | {
-        "out": torch.full((num_reqs, 2 + NUM_DRAFTS), -7, dtype=torch.int32, device=device)
-    }
+    out = torch.full((len(given["rows"]), 2 + NUM_DRAFTS), -7, dtype=torch.int32, device=device)
+    return copy_committed_suffix, given | {"out": out}
 
 
 @pytest.mark.parametrize("ring", [1, 2, 16, 64])

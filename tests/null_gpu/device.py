@@ -41,27 +41,15 @@ def where(address: int) -> int:
     return _library.ng_where(address, None, None, None)
 
 
-def caller(depth: int = 3) -> str:
-    """Return the innermost `depth` Python lines that are not the frameworks' own, innermost first."""
+def caller() -> str:
+    """Return the innermost three Python lines that are not the frameworks' own, innermost first."""
     frame, lines = sys._getframe(1), []
-    while frame is not None and len(lines) < depth:
+    while frame is not None and len(lines) < 3:
         path = frame.f_code.co_filename
         if not _FRAMEWORKS.search(path):
             lines.append(f"{'/'.join(path.split('/')[-3:])}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return " < ".join(lines) or "(no Python line)"
-
-
-class Trace:
-    """Events by name and Python line: `lines[event, line] = [times, bytes]`."""
-
-    def __init__(self) -> None:
-        self.lines: dict[tuple[str, str], list[int]] = {}
-
-    def add(self, event: str, line: str, size: int) -> None:
-        row = self.lines.setdefault((event, line), [0, 0])
-        row[0] += 1
-        row[1] += size
 
 
 @contextlib.contextmanager
@@ -75,13 +63,15 @@ def _called(function: Callable[[int, bytes, int], None], categories: tuple[str, 
 
 
 @contextlib.contextmanager
-def trace(*categories: str) -> Iterator[Trace]:
-    """Record events of `CATEGORIES` with the Python lines that caused them; one trace at a time."""
-    seen = Trace()
+def trace(*categories: str) -> Iterator[dict[str, list[int]]]:
+    """Yield what gains events of `CATEGORIES`, `event|Python lines` to `[times, bytes]`; one trace at a time."""
+    seen: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
 
     def note(_category: int, name: bytes, size: int) -> None:
         try:
-            seen.add(name.decode(errors="replace")[:60], caller(), size)
+            row = seen[f"{name.decode(errors='replace')[:60]}|{caller()}"]
+            row[0] += 1
+            row[1] += size
         except Exception as error:  # nothing may be raised into C
             sys.stderr.write(f"[null GPU] trace: {error!r}\n")
 

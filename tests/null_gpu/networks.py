@@ -1,5 +1,6 @@
 """Two networks of integers, and stand-ins for the parts of vLLM around them; kernels are functions of host tensors."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -65,20 +66,16 @@ def attend(
     return torch.from_numpy(hidden)
 
 
-def agreed_logits(hidden: torch.Tensor) -> np.ndarray:
-    """Return `[n, VOCAB]` float32 that follow from the last two tokens, ties among them."""
-    _, previous, last = hidden.numpy().T[:, :, None]
-    return (hashed(previous, last, np.arange(VOCAB)) % 40 / 8).astype(np.float32)
+def logits_of(hidden: torch.Tensor, salt: int, spread: int) -> torch.Tensor:
+    """Return `[n, VOCAB]` float32: what follows from the last two tokens, ties among it, and a network's own part."""
+    everything, previous, last = hidden.numpy().T[:, :, None]
+    agreed = (hashed(previous, last, np.arange(VOCAB)) % 40 / 8).astype(np.float32)
+    own = hashed(everything, np.arange(VOCAB), salt) % spread / 8
+    return torch.from_numpy(agreed + own.astype(np.float32))
 
 
-def target_logits(hidden: torch.Tensor) -> torch.Tensor:
-    own = hashed(hidden.numpy()[:, :1], np.arange(VOCAB), 1) % 8 / 8
-    return torch.from_numpy(agreed_logits(hidden) + own.astype(np.float32))
-
-
-def draft_logits(hidden: torch.Tensor) -> torch.Tensor:
-    own = hashed(hidden.numpy()[:, :1], np.arange(VOCAB), 2) % 12 / 8
-    return torch.from_numpy(agreed_logits(hidden) + own.astype(np.float32))
+target_logits = functools.partial(logits_of, salt=1, spread=8)
+draft_logits = functools.partial(logits_of, salt=2, spread=12)
 
 
 def as_dict(step: Any) -> dict[str, Any] | None:
@@ -187,16 +184,10 @@ class FakeSampler:
         return tokens, processed
 
 
-def gumbel_sample(logits, rows, temperature, seeds, pos, **_options: Any) -> torch.Tensor:
+def gumbel_sample(logits, rows, temperature, seeds, pos) -> torch.Tensor:
     """Stand in for vLLM's kernel, with shared noise."""
-    noisy = logits.clone()
-    add_noise(noisy, None, rows, seeds, pos, temperature, logits.shape[1])
-    return noisy.argmax(dim=-1)
-
-
-def add_noise(logits, _stride, rows, seeds, pos, temperature, vocab_size, **_constants: Any) -> None:
-    """Add Gumbel noise, as the draft's kernel does."""
-    is_noisy = temperature[rows].numpy() != 0
-    keys = np.arange(vocab_size, dtype=np.uint32)
+    noisy, is_noisy = logits.clone(), temperature[rows].numpy() != 0
+    keys = np.arange(logits.shape[1], dtype=np.uint32)
     values = cpu_kernels.gumbel_noise(seeds[rows].numpy()[is_noisy], pos.numpy()[is_noisy], keys)
-    logits.numpy()[is_noisy] += values
+    noisy.numpy()[is_noisy] += values
+    return noisy.argmax(dim=-1)

@@ -17,7 +17,7 @@ class Probe:
     def __init__(self) -> None:
         self._emulating = contextlib.ExitStack()
         self._tracing = contextlib.ExitStack()
-        self._seen = device.Trace()
+        self._seen: dict[str, list[int]] = {}
 
     def emulate(self, on: bool) -> None:
         self._emulating.close()
@@ -25,9 +25,9 @@ class Probe:
             self._emulating.enter_context(emulate.emulating())
 
     def trace(self, on: bool) -> dict[str, list[int]]:
-        """Begin or end a trace; return the lines so far: `event|line` to `[times, bytes]`."""
+        """Begin or end a trace; return the lines so far, see `device.trace`."""
         self._tracing.close()
-        lines = {f"{event}|{line}": row for (event, line), row in self._seen.lines.items()}
+        lines = dict(self._seen)
         if on:
             self._seen = self._tracing.enter_context(device.trace(*TRACED))
         return lines

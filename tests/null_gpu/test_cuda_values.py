@@ -17,7 +17,6 @@ from null_gpu.cases import PLANNED_DEPTHS, TRANSFERS
 from null_gpu.emulate import emulating, to_device, to_host
 from null_gpu.networks import MAX_LEN, MAX_REQS, VOCAB, FakeDraft
 from null_gpu.world import World, world
-from vidspec_kernels import random_scores
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.draft.chains import ChainDrafter
 from vllm_vidspec.engine.draft.drafter import Drafter
@@ -55,7 +54,7 @@ def counted(step, times: int) -> dict:
             before = device.counters()
             step()
             steps.append(device.gained(before))
-    return {"steps": steps, "lines": {f"{event}|{line}": row for (event, line), row in seen.lines.items()}}
+    return {"steps": steps, "lines": seen}
 
 
 def complaints(row: dict, name: str) -> list[str]:
@@ -86,7 +85,7 @@ def run(
         for row in range(MAX_REQS):
             add(row, rng.integers(8, 20))
         # A request whose context ends soon, and one that goes on without drafts.
-        changes = (lambda: (here.end(1), add(1, MAX_LEN - 12)), lambda: here.skip(2))
+        changes = (lambda: (here.end(1), add(1, MAX_LEN - 12)), lambda: here.requests.skip(2, "too_long"))
         for change in (lambda: None, *changes[:num_changes]):
             change()
             # The logits of the first request are processed; three requests are padded.
@@ -279,7 +278,6 @@ def test_scores():
     logits[0, 5:] = -torch.inf
     for top_k in (0, 1, 8):
         same_on_the_gpu(lambda logits, top_k=top_k: top_entropy(logits, top_k), logits)
-    same_on_the_gpu(random_scores, torch.randint(0, 2**62, (20,), generator=generator), torch.arange(20))
 
 
 @settings(max_examples=15, deadline=None)

@@ -117,7 +117,7 @@ class World:
         at[: len(tokens)] = torch.from_numpy(tokens.astype(np.int32))
         to_host(self.total_len)[row] = len(tokens)
         to_host(self.last_sampled)[row] = 3
-        here = self.speculator.backend.drafter
+        here = self.drafter
         here.kv.add(row, num_dropped, 0)
         assert here.kv.reserve(np.array([row]), np.array([len(tokens) - num_dropped + self.K]))[0]
         here.kv.apply()
@@ -146,9 +146,6 @@ class World:
     def end(self, row: int) -> None:
         self.requests.remove(row)
         self.counters.end_requests([str(row)])
-
-    def skip(self, row: int) -> None:
-        self.requests.skip(row, "too_long")
 
     # ---- the drafter -----------------------------------------------------------------------------------------------
 

@@ -29,14 +29,7 @@ def _slot(batch_table_ptr, entry, block_size, max_blocks):
 
 @triton.jit(
     do_not_specialize=["num_reqs", "padding_row", "max_position", "max_drafts", "text_stride", "last_sampled_stride"],
-    do_not_specialize_on_alignment=[
-        "batch_rows_ptr",
-        "picked_ptr",
-        "num_sampled_ptr",
-        "is_verified_ptr",
-        "temperature_ptr",
-        "seeds_ptr",
-    ],
+    do_not_specialize_on_alignment=[name for name in _CHANGING if name.endswith("_ptr")],
 )
 def _begin_step_kernel(
     batch_rows_ptr,  # [n]

@@ -4,41 +4,12 @@ Made and checked once. Kernels take these whole, so that a launch checks nothing
 """
 
 import functools
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vidspec_kernels.arrays import arrays_of, as_meta, check
-
-
-class _Tensors:
-    """A frozen dataclass of tensors, some of which may be None, all on one device."""
-
-    @functools.cached_property
-    def device(self) -> torch.device:
-        return self._fields()[0][1].device  # type: ignore[union-attr]
-
-    @functools.cached_property
-    def plans(self) -> dict[Any, Any]:
-        """Of launches that write these (see `dispatch.launch`)."""
-        return {}
-
-    @functools.cached_property
-    def ready(self) -> dict[Any, Any]:
-        """Calls that write these (see `dispatch.remember`)."""
-        return {}
-
-    @functools.cached_property
-    def arrays(self) -> tuple[Any, ...]:
-        return arrays_of(value for _, value in self._fields())
-
-    def as_meta(self) -> Any:
-        return type(self)(**{name: value if value is None else as_meta(value) for name, value in self._fields()})
-
-    def _fields(self) -> list[tuple[str, Tensor | None]]:
-        return [(field.name, getattr(self, field.name)) for field in fields(self)]  # type: ignore[arg-type]
+from vidspec_kernels.arrays import Tensors, check
 
 
 def _check_positions(positions: Tensor, device: torch.device, num_columns: int) -> None:
@@ -48,7 +19,7 @@ def _check_positions(positions: Tensor, device: torch.device, num_columns: int) 
 
 
 @dataclass(frozen=True, eq=False)
-class StepTables(_Tensors):
+class StepTables(Tensors):
     """What is known of requests, by persistent row (`req_state_idx`)."""
 
     # int32 [max_reqs], logical length of the committed text, the root included; >= 2 where it is read.
@@ -80,7 +51,7 @@ class StepTables(_Tensors):
 
 
 @dataclass(frozen=True, eq=False)
-class StepBuffers(_Tensors):
+class StepBuffers(Tensors):
     """A step by batch row, and the inputs of its first forward, which feeds two tokens a request; `begin_step` writes.
 
     M is the most requests of a batch.
@@ -118,13 +89,10 @@ class StepBuffers(_Tensors):
     @classmethod
     def allocate(cls, max_batch: int, max_blocks: int, positions: Tensor, path_cols: int = 0) -> "StepBuffers":
         """Return buffers of zeros on the device of `positions`; `path_cols` is K + 1, 0 if only chains are drafted."""
-
-        def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=positions.device)
-
-        i32, i64 = functools.partial(zeros, torch.int32), functools.partial(zeros, torch.int64)
+        zeros = functools.partial(torch.zeros, device=positions.device)
+        i32, i64 = functools.partial(zeros, dtype=torch.int32), functools.partial(zeros, dtype=torch.int64)
         return cls(
-            rows=i64(max_batch), num_accepted=i32(max_batch), temperature=zeros(torch.float32, max_batch),
+            rows=i64(max_batch), num_accepted=i32(max_batch), temperature=zeros(max_batch),
             seeds=i64(max_batch), root_slot=i32(max_batch), root_pos=i64(max_batch), pos_delta=i64(max_batch),
             last_root=i32(max_batch), batch_table=i32(max_batch, max_blocks), level=i32(1),
             input_ids=i32(2 * max_batch), positions=positions, slot_mapping=i64(2 * max_batch),
@@ -137,7 +105,7 @@ class StepBuffers(_Tensors):
 
 
 @dataclass(frozen=True, eq=False)
-class LevelBuffers(_Tensors):
+class LevelBuffers(Tensors):
     """The inputs of a level's forward; `next_level` writes. Place f of batch row b, of F, is entry b * F + f.
 
     W is the most places of a request, 1 of chains; M the most requests.
@@ -165,12 +133,9 @@ class LevelBuffers(_Tensors):
     @classmethod
     def allocate(cls, max_batch: int, positions: Tensor, width: int = 0) -> "LevelBuffers":
         """Return buffers of zeros on the device of `positions`, for `width` places a request; 0: for chains."""
-        num_places, device = max_batch * max(width, 1), positions.device
+        num_places, zeros = max_batch * max(width, 1), functools.partial(torch.zeros, device=positions.device)
+        i32, i64 = functools.partial(zeros, dtype=torch.int32), functools.partial(zeros, dtype=torch.int64)
         return cls(
-            logical_pos=torch.zeros(num_places, dtype=torch.int64, device=device),
-            positions=positions,
-            slot_mapping=torch.zeros(num_places, dtype=torch.int64, device=device),
-            seq_lens=torch.zeros(max_batch, dtype=torch.int32, device=device),
-            input_ids=torch.zeros(num_places, dtype=torch.int32, device=device) if width else None,
-            masks=torch.zeros(max_batch, width, dtype=torch.int64, device=device) if width else None,
-        )
+            logical_pos=i64(num_places), positions=positions, slot_mapping=i64(num_places), seq_lens=i32(max_batch),
+            input_ids=i32(num_places) if width else None, masks=i64(max_batch, width) if width else None,
+        )  # fmt: skip

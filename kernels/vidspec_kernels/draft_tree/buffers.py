@@ -77,6 +77,6 @@ class TreeGrowBuffers:
 
     def as_meta(self) -> "TreeGrowBuffers":
         return TreeGrowBuffers(
-            self.tree.tables_as_meta(), self.plans.as_meta(), as_meta(self.rules[0]), as_meta(self.rules[1]),
+            self.tree.as_meta(), self.plans.as_meta(), as_meta(self.rules[0]), as_meta(self.rules[1]),
             self.max_parents, self.max_frontier,
         )  # fmt: skip

@@ -1,15 +1,13 @@
 """tree_place: one level of static draft trees, in one launch; one program a request."""
 
-import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import arrays_of, check_contiguous
+from vidspec_kernels.arrays import Tensors, check_contiguous
 from vidspec_kernels.dispatch import Impl, launcher, on_host, use_triton
 from vidspec_kernels.draft_tree.tables import TreeTables
 
@@ -17,15 +15,11 @@ _BLOCK = 64  # the most nodes of a tree
 
 
 @dataclass(frozen=True)
-class PlacedLevel:
+class PlacedLevel(Tensors):
     sources: Tensor  # int64 [m], of the frontier's candidates (flat, F * C) those that become nodes
     nodes: Tensor  # int64 [m], the nodes that they become
     fed_sources: Tensor  # int64 [F'], those whose nodes the next level feeds; empty on the last level
     fed_tokens: Tensor  # Out, int64 [max_num_reqs, F'], their tokens
-
-    @functools.cached_property
-    def arrays(self) -> tuple[Any, ...]:
-        return arrays_of((self.sources, self.nodes, self.fed_sources, self.fed_tokens))
 
 
 @triton.jit(do_not_specialize=["num_offered", "num_placed", "num_fed"])
@@ -69,7 +63,6 @@ def tree_place(tree: TreeTables, level: PlacedLevel, num_reqs: int, token_ids: T
         on_host(impl, tree.device, "tree_place")(tree.arrays[0], token_ids, *level.arrays, num_reqs)
         return
     launcher(_tree_place_kernel, (num_reqs,), tree.device)(
-        token_ids, tree.tokens, level.sources, level.nodes, level.fed_sources, level.fed_tokens,
-        tree.num_cols, token_ids.numel() // num_reqs, len(level.sources), len(level.fed_sources),
-        BLOCK=_BLOCK, num_warps=1,
+        token_ids, tree.tokens, *level.tensors, tree.num_cols, token_ids.numel() // num_reqs, len(level.sources),
+        len(level.fed_sources), BLOCK=_BLOCK, num_warps=1,
     )  # fmt: skip

@@ -1,49 +1,40 @@
 """What the launches of draft trees read and write in every step: node tables, plans and frontiers, checked once."""
 
-import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vidspec_kernels.arrays import arrays_of, as_meta, check_contiguous
+from vidspec_kernels.arrays import Tensors, arrays_of, as_meta, check_contiguous
 
 
-class TreeTables:
-    """The trees of a batch, one batch row each, column 0 the root.
+@dataclass(eq=False)
+class TreeTables(Tensors):
+    """The trees of a batch, one batch row each, column 0 the root."""
 
-    Args:
-        tokens: int64 [max_num_reqs, K + 1], contiguous as all of these.
-        parents: int32 [max_num_reqs, K + 1], smaller than the node's own index; root -1.
-        depths: int32 [max_num_reqs, K + 1], edges up to the root.
-        ancestors: int64 [max_num_reqs, K + 1]; bit j - 1 of node i is set iff node j is i or an ancestor of i.
-        log_probs: float32 [max_num_reqs, K + 1], the draft's log-probability of the path to the node.
-        num_nodes: int32 [max_num_reqs], draft nodes of the tree.
-    """
+    tokens: Tensor  # int64 [max_num_reqs, K + 1], contiguous as all of these
+    parents: Tensor  # int32 [max_num_reqs, K + 1], smaller than the node's own index; root -1
+    depths: Tensor  # int32 [max_num_reqs, K + 1], edges up to the root
+    ancestors: Tensor  # int64 [max_num_reqs, K + 1]; bit j - 1 of node i is set iff node j is i or an ancestor of i
+    log_probs: Tensor  # float32 [max_num_reqs, K + 1], the draft's log-probability of the path to the node
+    num_nodes: Tensor  # int32 [max_num_reqs], draft nodes of the tree
 
-    def __init__(
-        self, tokens: Tensor, parents: Tensor, depths: Tensor, ancestors: Tensor, log_probs: Tensor, num_nodes: Tensor
-    ):
-        self.tokens, self.parents, self.depths, self.ancestors = tokens, parents, depths, ancestors
-        self.log_probs, self.num_nodes = log_probs, num_nodes
-        self.device, self.num_cols = tokens.device, tokens.shape[-1]
-        shape = ([tokens.shape[0]], [tokens.shape[1]])
+    def __post_init__(self) -> None:
+        self.num_cols = self.tokens.shape[-1]
+        shape = ([self.tokens.shape[0]], [self.num_cols])
         check_contiguous(
-            self.device, tokens=(tokens, torch.int64, *shape), parents=(parents, torch.int32, *shape),
-            depths=(depths, torch.int32, *shape), ancestors=(ancestors, torch.int64, *shape),
-            log_probs=(log_probs, torch.float32, *shape), num_nodes=(num_nodes, torch.int32, shape[0]),
+            self.device, tokens=(self.tokens, torch.int64, *shape), parents=(self.parents, torch.int32, *shape),
+            depths=(self.depths, torch.int32, *shape), ancestors=(self.ancestors, torch.int64, *shape),
+            log_probs=(self.log_probs, torch.float32, *shape), num_nodes=(self.num_nodes, torch.int32, shape[0]),
         )  # fmt: skip
-        # In the kernels' order, and the same as arrays for the loops.
-        self.tensors = (tokens, parents, depths, ancestors, log_probs, num_nodes)
-        self.arrays = arrays_of(self.tensors)
 
-    def tables_as_meta(self) -> "TreeTables":
+    def as_meta(self) -> "TreeTables":
         return TreeTables(*map(as_meta, self.tensors))
 
 
 @dataclass(frozen=True)
-class TreeTemplate:
+class TreeTemplate(Tensors):
     """What a tree is at the beginning of a step, but its tokens."""
 
     parents: Tensor  # int32 [K + 1], contiguous as all of these
@@ -51,19 +42,6 @@ class TreeTemplate:
     ancestors: Tensor  # int64 [K + 1]
     log_probs: Tensor  # float32 [K + 1]
     num_nodes: int = 0  # Draft nodes
-
-    @functools.cached_property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.parents, self.depths, self.ancestors, self.log_probs
-
-    def as_meta(self) -> "TreeTemplate":
-        parents, depths, ancestors, log_probs = map(as_meta, self.tensors)
-        return TreeTemplate(parents, depths, ancestors, log_probs, self.num_nodes)
-
-    @functools.cached_property
-    def arrays(self) -> tuple[Any, ...]:
-        """The same as loops take them."""
-        return arrays_of(self.tensors)
 
 
 class PlanRules(NamedTuple):

@@ -29,7 +29,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, FP8)
 
 def guidance_scores(
     query: Tensor, key_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, query_pos: Tensor, out: Tensor,
-    out_row: Tensor, num_keys: Tensor, scale: float, *, query_weight: Tensor | None = None, lse: Tensor | None = None,
+    out_row: Tensor, num_keys: Tensor, scale: float, *, lse: Tensor | None = None,
     max_queries_per_req: int | None = None, scales: Scales = NO_SCALES, impl: Impl = "auto",
 ) -> None:  # fmt: skip
     """Add to `out` the softmax attention weight that each key receives, summed over the guiding queries and all heads.
@@ -51,7 +51,6 @@ def guidance_scores(
             one. Those of requests without queries are not read.
         num_keys: int32 [num_reqs]; only keys below it (and below max_keys) are written, which changes no weight.
         scale: Factor of the logits, as in the model's attention.
-        query_weight: float32 [num_queries], factor of each query's weights; 1 where None.
         lse: float32 [num_queries, num_heads], any strides: log of the sum of exp(scale * q . k) over a row's keys, as
             fused attention computes it on its way. Saves the GPU the pass that finds it.
         max_queries_per_req: Host-known bound of a request's queries, which makes the grid smaller; num_queries if None.
@@ -71,7 +70,6 @@ def guidance_scores(
         device, block_table=(block_table, torch.int32, 0, 0), query_pos=(query_pos, torch.int32, num_queries),
         query_start_loc=(query_start_loc, torch.int32, num_reqs + 1), out=(out, torch.float32, 0, 0),
         out_row=(out_row, out_row.dtype, num_reqs), num_keys=(num_keys, torch.int32, num_reqs),
-        query_weight=(query_weight, torch.float32, num_queries),
     )  # fmt: skip
     if lse is not None:
         assert lse.dtype == torch.float32 and lse.device == device, f"lse: {lse.dtype} on {lse.device}"
@@ -83,15 +81,15 @@ def guidance_scores(
         query = query.to(torch.float16)  # exactly
     launch = _launch if use_triton(impl, device) else _guidance_scores_torch
     launch(
-        query, key_cache, block_table, query_start_loc, query_pos, out, out_row, num_keys, scale, query_weight, lse,
+        query, key_cache, block_table, query_start_loc, query_pos, out, out_row, num_keys, scale, lse,
         max_queries_per_req or num_queries, scales[:2],
     )  # fmt: skip
 
 
 def _launch(
     query: Tensor, key_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, query_pos: Tensor, out: Tensor,
-    out_row: Tensor, num_keys: Tensor, scale: float, query_weight: Tensor | None, lse: Tensor | None,
-    max_queries_per_req: int, scales: tuple[Tensor | None, ...],
+    out_row: Tensor, num_keys: Tensor, scale: float, lse: Tensor | None, max_queries_per_req: int,
+    scales: tuple[Tensor | None, ...],
 ) -> None:  # fmt: skip
     """Launch both passes, or the second alone; the grids come from shapes alone."""
     _, num_heads, head_dim = query.shape
@@ -123,11 +121,8 @@ def _launch(
         shift, factor = _row_stats(
             query, key_cache, block_table, inputs, factors, scale_log2, max_queries_per_req, tiles
         )
-        if query_weight is not None:
-            factor *= query_weight[: len(query), None]
-            query_weight = None
     launcher(_guidance_scores_kernel, (triton.cdiv(out.shape[1], _BLOCK_KEYS), num_reqs), query.device)(
-        *inputs, shift, *shift.stride(), factor, query_weight, out, out.stride(0), out_row, num_keys, *factors,
+        *inputs, shift, *shift.stride(), factor, out, out.stride(0), out_row, num_keys, *factors,
         num_heads, num_kv_heads, block_size, scale_log2, out.shape[1], **tiles,
     )  # fmt: skip
 

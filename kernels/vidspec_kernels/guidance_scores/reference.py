@@ -1,4 +1,4 @@
-"""`guidance_scores` in torch: the specification, and the strips that run on a CPU."""
+"""`guidance_scores` in torch: the strips that run on a CPU."""
 
 import itertools
 
@@ -12,8 +12,8 @@ _STRIP_ENTRIES = 2**21
 
 def _guidance_scores_torch(
     query: Tensor, key_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, query_pos: Tensor, out: Tensor,
-    out_row: Tensor, num_keys: Tensor, scale: float, query_weight: Tensor | None, lse: Tensor | None,
-    max_queries_per_req: int, scales: tuple[Tensor | None, ...],
+    out_row: Tensor, num_keys: Tensor, scale: float, lse: Tensor | None, max_queries_per_req: int,
+    scales: tuple[Tensor | None, ...],
 ) -> None:  # fmt: skip
     """Do the same with matrix products over strips of whole rows: each logit is computed once, not twice.
 
@@ -34,9 +34,7 @@ def _guidance_scores_torch(
         hidden = torch.arange(first_limit, num_seen, device=pos.device) > pos[:, None]  # [rows, num_seen - first_limit]
         blocks = block_table[req_idx, : triton.cdiv(num_seen, block_size)]
         sums = out[out_row[req_idx], :num_written]
-        factor = query.new_ones(len(pos), dtype=torch.float32)
-        if query_weight is not None:
-            factor = query_weight[start:end].repeat_interleave(group)
+        ones = query.new_ones(len(pos), dtype=torch.float32)
         strip = max(1, min(_STRIP_ENTRIES // num_seen, len(pos)))
         logits = query.new_empty(strip, num_seen, dtype=torch.float32)
         weights = torch.empty_like(logits)
@@ -58,27 +56,4 @@ def _guidance_scores_torch(
                 else:
                     shift = lse[start:end, heads].reshape(-1, 1)[top : top + size]
                     torch.exp(logits[:size] - shift, out=weights[:size])
-                sums += factor[top : top + size] @ weights[:size, :num_written]
-
-
-def guidance_scores_reference(
-    query: Tensor, key_cache: Tensor, block_table: Tensor, query_start_loc: Tensor, query_pos: Tensor, out: Tensor,
-    out_row: Tensor, num_keys: Tensor, scale: float, *, query_weight: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Do what `guidance_scores` does, holding every weight: the specification. Computes in the inputs' dtype."""
-    group = query.shape[1] // key_cache.shape[2]
-    for req_idx in range(block_table.shape[0]):
-        chosen = slice(int(query_start_loc[req_idx]), int(query_start_loc[req_idx + 1]))
-        pos = query_pos[chosen]
-        if len(pos) == 0:
-            continue
-        index = torch.arange(int(pos.max()) + 1, device=query.device)  # [keys]
-        block = block_table[req_idx].to(torch.int64)[index // key_cache.shape[1]]
-        keys = key_cache[block, index % key_cache.shape[1]].repeat_interleave(group, dim=1)  # [keys, num_heads, D]
-        logits = torch.einsum("qhd,khd->qhk", query[chosen], keys) * scale
-        logits = logits.masked_fill(index > pos[:, None, None], float("-inf"))
-        weights = logits.softmax(dim=-1)  # [queries, num_heads, keys]
-        if query_weight is not None:
-            weights = weights * query_weight[chosen, None, None]
-        size = min(int(num_keys[req_idx]), out.shape[1], len(index))
-        out[out_row[req_idx], :size] += weights.sum(dim=(0, 1))[:size]
+                sums += ones[top : top + size] @ weights[:size, :num_written]

@@ -116,8 +116,7 @@ def _guidance_scores_kernel(
     query_pos_ptr,  # [num_queries]
     # [num_queries, num_heads]: maxima of logits times log2 e, or where there is no factor log-sum-exps
     row_shift_ptr, row_shift_stride, row_shift_head_stride,
-    row_factor_ptr,  # [num_queries, num_heads], query weight / sum; or None
-    query_weight_ptr,  # [num_queries] factors where there are no others; or None
+    row_factor_ptr,  # [num_queries, num_heads], 1 / sum; or None
     out_ptr, out_stride,  # [num_out_rows, max_keys]
     out_row_ptr, num_keys_ptr,  # [num_reqs]
     # [num_kv_heads] each, or None
@@ -181,8 +180,6 @@ def _guidance_scores_kernel(
             if row_factor_ptr is not None:
                 factor = tl.load(row_factor_ptr + query.to(tl.int64) * num_heads + head, mask=row_mask, other=0.0)
                 weights *= factor[:, None]
-            elif query_weight_ptr is not None:
-                weights *= tl.load(query_weight_ptr + query, mask=row_mask, other=0.0)[:, None]
             total += tl.sum(weights, axis=0)
     out_ptrs = out_ptr + tl.load(out_row_ptr + req_idx).to(tl.int64) * out_stride + keys
     tl.store(out_ptrs, tl.load(out_ptrs, mask=key_mask, other=0.0) + total, mask=key_mask)

@@ -82,6 +82,7 @@ def _loosen_kernel(
         # NaN: not measured; a request that is scored by it is verified strictly.
         may = may & ((score == score) | (source != RELEVANCE))
     word = tl.load(seeds_ptr + req_state_idx, mask=mask, other=0)
+    # splitmix64's steps, modulo 2 ** 64, so that runs repeat.
     word += tl.load(pos_ptr + row, mask=mask, other=0) * 0x1E3779B97F4A7C15
     word = (word ^ ((word >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     word = (word ^ ((word >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
@@ -158,17 +159,3 @@ def _check(
         ends=(tables.ends, *words), parents=(parents, torch.int32, max_reqs, 0),
     )  # fmt: skip
     assert tables.ends.stride() == tables.protected.stride(), "ends: expected the strides of protected"
-
-
-def random_scores(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return float32 [n] uniform in [0, 1): a hash of each row's seed and position, so that runs repeat.
-
-    Args:
-        seeds: int64 [n] of the rows' requests.
-        positions: int64 [n].
-    """
-    word = seeds + positions * 0x1E3779B97F4A7C15  # splitmix64's steps, modulo 2 ** 64
-    word = (word ^ ((word >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-    word = (word ^ ((word >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    word = word ^ ((word >> 31) & 0x1FFFFFFFF)
-    return ((word >> 40) & 0xFFFFFF).float() / 2**24

@@ -1,15 +1,13 @@
 """place_trees: where the trees of a target's forward lie, their masks and their positions, in one launch."""
 
-import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vidspec_kernels.arrays import check, check_contiguous
+from vidspec_kernels.arrays import Tensors, check, check_contiguous
 from vidspec_kernels.dispatch import Impl, known, launch, on_host, use_triton
 
 # Tokens that a program copies at a time, past the first nodes.
@@ -22,7 +20,7 @@ _CHANGING = (
 
 
 @dataclass(frozen=True)
-class TreePlaces:
+class TreePlaces(Tensors):
     """Where the trees of a forward lie, by batch row: memory whose addresses stay, so that a CUDA graph may read it.
 
     A row of no request, or of one with more queries than a tree has nodes, has no queries here.
@@ -43,11 +41,6 @@ class TreePlaces:
         )  # fmt: skip
         check_contiguous(self.query_start.device, masks=(self.masks, torch.int64, rows, 0))
 
-    @functools.cached_property
-    def plans(self) -> dict[Any, Any]:
-        """Known launches that write these, see `dispatch.launch`."""
-        return {}
-
     @classmethod
     def empty(cls, max_reqs: int, num_cols: int, device: torch.device | str) -> "TreePlaces":
         """Return the places of no trees, with room for `max_reqs` of `num_cols` nodes, the root counted."""
@@ -56,14 +49,8 @@ class TreePlaces:
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "positions_stride", "out_positions_stride"],
-    do_not_specialize_on_alignment=[
-        "idx_mapping_ptr",
-        "query_start_loc_ptr",
-        "seq_lens_ptr",
-        "positions_ptr",
-        "out_positions_ptr",
-    ],
+    do_not_specialize=[name for name in _CHANGING if not name.endswith("_ptr")],
+    do_not_specialize_on_alignment=[name for name in _CHANGING if name.endswith("_ptr")],
 )
 def _place_trees_kernel(
     idx_mapping_ptr,  # [num_reqs]
@@ -151,17 +138,16 @@ def place_trees(
         plan((size,), *vectors, positions, stride, out_positions, out_stride)
         return
     num_cols = _check(idx_mapping, query_start_loc, seq_lens, depths, ancestors, positions, places, size, out_positions)
-    outs = (places.query_start, places.num_queries, places.prefix_lens, places.roots, places.masks)
     if size == 0:
         return
     if not use_triton(impl, idx_mapping.device):
         loop, is_apart = on_host(impl, idx_mapping.device, "place_trees"), out_positions is not None
         to = out_positions if is_apart else positions
-        loop(idx_mapping, query_start_loc, seq_lens, depths, ancestors, positions, to, is_apart, *outs, size)
+        loop(idx_mapping, query_start_loc, seq_lens, depths, ancestors, positions, to, is_apart, *places.arrays, size)
         return
     args = (
         idx_mapping, num_reqs, query_start_loc, seq_lens, depths, ancestors, num_cols,
-        positions, stride, out_positions, out_stride, *outs,
+        positions, stride, out_positions, out_stride, *places.tensors,
     )  # fmt: skip
     constants = {
         "NUM_AXES": num_axes, "BLOCK_COLS": triton.next_power_of_2(num_cols), "BLOCK_TOKENS": _BLOCK_TOKENS,

@@ -123,7 +123,7 @@ def tree_attention(
     if rows.shape[0] == 0 or max_queries == 0 or query.shape[0] == 0:
         return
     if use_triton(impl, query.device):
-        plan(*arguments, scale, prefix, lse, scales)
+        plan(arguments, scale, prefix, lse, scales)
     else:
         tree_attention_reference(
             *arguments, scale=scale, max_queries=max_queries, prefix=prefix, lse=lse, scales=scales
@@ -209,16 +209,16 @@ def _plan(
     variant = (*dtypes, prefix is None, lse is None, num_kv_heads, *strides, *table_strides, tile)
 
     def launch_one(
-        query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, rows: Tensor, query_start: Tensor,
-        num_queries: Tensor, prefix_lens: Tensor, masks: Tensor, out: Tensor, scale: float,
-        prefix: tuple[Tensor, Tensor] | None, lse: Tensor | None, scales: Scales,
+        arguments: tuple[Tensor, ...], scale: float, prefix: tuple[Tensor, Tensor] | None, lse: Tensor | None,
+        scales: Scales,
     ) -> None:  # fmt: skip
+        query, key_cache, value_cache, block_table, *vectors, masks, out = arguments
         before, before_lse = prefix or (None, None)
         query, key_cache, value_cache = readable(query), readable(key_cache), readable(value_cache)
         args = (
-            query, *query_strides, key_cache, *keys, value_cache, *values, block_table, *table_strides, rows,
-            query_start, num_queries, prefix_lens, masks, *mask_strides, before, *prefix_out, before_lse, *prefix_lse,
-            out, *outs, lse, *lses, scratch.part_out, scratch.part_lse, scratch.arrivals,
+            query, *query_strides, key_cache, *keys, value_cache, *values, block_table, *table_strides, *vectors,
+            masks, *mask_strides, before, *prefix_out, before_lse, *prefix_lse, out, *outs, lse, *lses,
+            scratch.part_out, scratch.part_lse, scratch.arrivals,
             *itertools.chain(*zip(scales, scale_strides, strict=True)), scale * _LOG2E, *numbers,
         )  # fmt: skip
         aligned = (query, key_cache, value_cache, block_table, before, before_lse, out, lse)

@@ -50,19 +50,3 @@ def uv_video_scores(hidden: Tensor, text_sum: Tensor) -> Tensor:
 def _inverse_norm(rows: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(rows, dim=1)
     return torch.where(norm > 0, 1 / norm, 0.0)
-
-
-def uv_scores_reference(hidden_layers: Tensor, is_video: Tensor, is_text: Tensor) -> Tensor:
-    """Return the scores by the literal double sum over text tokens and layers: the specification.
-
-    Args:
-        hidden_layers: float [L + 1, n, d], hidden states of layers 0..L; computed in its dtype.
-        is_video: bool [n].
-        is_text: bool [n].
-
-    Returns:
-        [m] in the dtype of `hidden_layers`.
-    """
-    unit = torch.nn.functional.normalize(hidden_layers, dim=2)
-    cosines = unit[:, is_video] @ unit[:, is_text].transpose(1, 2)  # [L + 1, m, texts]
-    return (cosines[1:] - cosines[:-1]).sum(dim=(0, 2))

@@ -8,9 +8,9 @@ depends on values alone, not on an order of summation over tiles: equal inputs g
 import torch
 from torch import Tensor
 
-from vidspec_kernels.arrays import check
+from vidspec_kernels.arrays import check, check_contiguous
 from vidspec_kernels.dispatch import Impl, launcher, on_host, use_triton
-from vidspec_kernels.float8 import FP8_CAPABILITY
+from vidspec_kernels.float8 import FP8_CAPABILITY, widens
 from vidspec_kernels.limits import device_limits
 from vidspec_kernels.visual_relevance.reference import _merge_relevance_torch, visual_relevance_reference
 from vidspec_kernels.visual_relevance.store import _QUERY_DTYPES, _STORE_DTYPES, storage_scale
@@ -73,20 +73,17 @@ def _check(
     num_blocks: Tensor, top_n: int, max_queries: int, max_blocks: int,
 ) -> None:  # fmt: skip
     device, num_reqs = queries.device, rows.shape[0]
-    assert queries.dtype in _QUERY_DTYPES and queries.ndim == 2, f"queries: {queries.dtype} {list(queries.shape)}"
-    assert queries.numel() == 0 or queries.shape[1] == 1 or queries.stride(1) == 1, (
-        "queries: expected unit stride in a row"
-    )
+    assert queries.dtype in _QUERY_DTYPES, f"queries: {queries.dtype}"
+    assert store.dtype in _STORE_DTYPES, f"store: {store.dtype}"
     check(
-        device, rows=(rows, torch.int64, 0), cu_num_logits=(cu_num_logits, torch.int32, [num_reqs + 1]),
-        block_fill=(block_fill, torch.int32, store.shape[0]), num_blocks=(num_blocks, torch.int32, 0),
+        device, queries=(queries, queries.dtype, 0, 0), rows=(rows, torch.int64, 0),
+        cu_num_logits=(cu_num_logits, torch.int32, [num_reqs + 1]), num_blocks=(num_blocks, torch.int32, 0),
+        block_fill=(block_fill, torch.int32, store.shape[0]),
         block_table=(block_table, torch.int32, [num_blocks.shape[0]], 0),
     )  # fmt: skip
-    assert store.dtype in _STORE_DTYPES and store.ndim == 3, f"store: {store.dtype} {list(store.shape)}"
-    assert store.shape[2] == queries.shape[1], f"store: rows of {store.shape[2]}, queries of {queries.shape[1]}"
+    check_contiguous(device, store=(store, store.dtype, 0, 1, [queries.shape[1]]))
     block_rows = store.shape[1]
-    assert block_rows > 0 and block_rows & (block_rows - 1) == 0, f"store: blocks of {block_rows} rows"
-    assert store.is_contiguous() and store.device == device, f"store: expected contiguous on {device}"
+    assert block_rows & (block_rows - 1) == 0, f"store: blocks of {block_rows} rows"
     assert 0 <= max_blocks <= block_table.shape[1], f"max_blocks {max_blocks}, block_table: {list(block_table.shape)}"
     assert 1 <= top_n <= MAX_TOP_N, f"top_n {top_n}"
     assert 0 <= max_queries <= MAX_QUERIES, f"max_queries {max_queries}"
@@ -103,7 +100,7 @@ def _launch(
     (num_rows, hidden_size), num_reqs, block_rows = queries.shape, rows.shape[0], store.shape[1]
     # Two at least: a single entry would be a tensor without axes.
     log_top = max(1, (top_n - 1).bit_length())
-    tile = _tile(queries.dtype, store.dtype, max_queries, log_top, limits, queries.device.type == "cpu")
+    tile = _tile(queries.dtype, store.dtype, max_queries, log_top, limits, widens(queries, store))
     num_slots = tile.programs_per_sm * limits.num_sms
     num_splits = _num_splits(num_reqs * tile.num_groups, max_blocks * block_rows, num_slots)
     part = queries.new_empty(num_rows, num_splits, 2**log_top, dtype=torch.float32)
@@ -135,10 +132,8 @@ def merge_relevance(partials: Tensor, impl: Impl = "auto") -> Tensor:
         a shard has NaN. The sum runs over descending values, so equal cosines give equal bits however they are dealt to
         shards.
     """
-    assert partials.dtype == torch.float32 and partials.ndim == 3, f"partials: {partials.dtype} {list(partials.shape)}"
+    check(partials.device, partials=(partials, torch.float32, 1, 0, 1))
     num_shards, num_rows, top_n = partials.shape
-    assert num_shards >= 1 and top_n >= 1, f"partials: {list(partials.shape)}"
-    assert top_n == 1 or partials.stride(2) == 1, "partials: expected unit stride in a row"
     if not use_triton(impl, partials.device):
         return _merge_relevance_torch(partials)
     out = partials.new_empty(num_rows)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from vidspec_kernels.arrays import check
+from vidspec_kernels.arrays import check, check_contiguous
 from vidspec_kernels.float8 import as_bytes
 
 # float32 copies of store_states.
@@ -49,8 +49,7 @@ def store_states(states: Tensor, source: Tensor, slots: Tensor, store: Tensor) -
     """
     hidden_size, device = states.shape[1], states.device
     scale = storage_scale(store.dtype, hidden_size)
-    assert store.ndim == 3 and store.shape[2] == hidden_size, f"store: {list(store.shape)} for rows of {hidden_size}"
-    assert store.is_contiguous() and store.device == device, f"store: expected contiguous on {device}"
+    check_contiguous(device, store=(store, store.dtype, 0, 0, [hidden_size]))
     check(device, source=(source, torch.int64, 0), slots=(slots, torch.int64, [len(source)]))
     lines = as_bytes(store).view(-1, hidden_size)
     for chosen, goal in zip(source.split(_CHUNK_ROWS), slots.split(_CHUNK_ROWS), strict=True):

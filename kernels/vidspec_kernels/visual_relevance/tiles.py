@@ -61,13 +61,9 @@ def _query_blocks(num_queries: int) -> tuple[int, int | None]:
 @functools.cache
 def _tile(
     query_dtype: torch.dtype, store_dtype: torch.dtype, max_queries: int, log_top: int, limits: DeviceLimits,
-    interpreted: bool,
+    widen: bool,
 ) -> _Tile:  # fmt: skip
-    """Return the tiles of a launch: the same for videos of any length."""
-    # Products of float32, or of two dtypes, keep float32's precision, but float8 becomes any of them exactly. bfloat16
-    # is widened in the interpreter, whose dot multiplies bfloat16's bit patterns as integers.
-    mixed = store_dtype not in (query_dtype, torch.float8_e4m3fn)
-    widen = query_dtype == torch.float32 or mixed or (interpreted and query_dtype == torch.bfloat16)
+    """Return the tiles of a launch: the same for videos of any length; `widen` as `float8.widens` says."""
     most = _MOST_QUERIES_LONG_TOP if 2**log_top > _LONG_TOP else _MOST_QUERIES
     num_queries = max_queries if max_queries <= most else _MOST_QUERIES_LONG_TOP
     log_queries, log_more = _query_blocks(num_queries)
