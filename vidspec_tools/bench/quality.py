@@ -44,8 +44,10 @@ DEFAULTS: dict[str, Any] = {
 _SHARED = ("draft", "num_speculative_tokens", "prune_ratio", "requests", "batch_size", "max_tokens", "seed", "knobs")
 
 
-# What the i-th held-out video shows; it takes 30 ms to draw, and every batch of captions asks.
-_facts_of = functools.cache(lambda i: world.held_out(i).facts)
+@functools.cache
+def _facts_of(i: int) -> tuple[world.SceneFact, ...]:
+    """Return what the i-th held-out video shows; it takes 30 ms to draw, and every batch of captions asks."""
+    return world.held_out(i).facts
 
 
 @dataclass(frozen=True)

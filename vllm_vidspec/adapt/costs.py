@@ -4,8 +4,8 @@ A step is described by a few sums over its batch (`FEATURES`), and a non-negativ
 of steps predicts every other kind: no table is needed, and what is known of one batch size or number of draft tokens
 informs the next. A kind that was measured moves from the fit to its own mean, the further the more often it was seen.
 
-An engine's first steps are slow, and a machine's speed changes: where steps of one kind follow one another, a change
-of what they take is the machine's, and holds for all kinds; only a kind's first steps after others are its own.
+An engine's first steps are slow, and a machine's speed changes: where steps of one option follow one another, a change
+of what they take is the machine's, and holds for all kinds; only an option's first steps after others are its own.
 """
 
 from collections.abc import Hashable, Sequence
@@ -26,7 +26,7 @@ _MISFIT = 0.08  # and of the mean of a kind from the fit
 _REFIT_AT, _REFIT_EVERY = (1, 3, 8, 20), 512  # steps of one kind, and of all, after which the weights are fitted
 _FIRST = 5  # steps of a kind of which the median is taken
 _COLD, _COLD_COUNTS = 2, 0.1  # first steps of a kind, which may be slow once; what they count for together
-_OWN_STEPS = 8  # measured steps of a kind after those of another that tell its own cost; later ones the machine's speed
+_OWN_STEPS = 8  # measured steps of an option after another's that tell its own cost; later ones the machine's speed
 _SPEED = 0.1  # share of a step in the machine's speed
 _LEAST = 0.1  # of the fastest kind of step that was measured: no step is predicted to take less
 _NEW = 0.05  # share of a new step in the means of its kind, once it has many
