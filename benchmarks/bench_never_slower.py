@@ -98,20 +98,22 @@ def variants(fixed: tuple[int, ...]) -> list[Variant]:
 
 
 def ask(
-    sessions: list[BenchSession | None], benchmark: scaling.ScalingBenchmark, command: dict[str, Any]
+    sessions: list[BenchSession | None], benchmark: scaling.ScalingBenchmark, command: dict[str, Any], first: int = 0
 ) -> list[dict[str, Any] | None]:
-    """Let every engine answer these requests in turn; none: no answer.
+    """Let every engine answer these requests in turn, beginning with the `first`, modulo their number; none: no answer.
 
     Where prompts are kept, the first tokens are answered before, unmeasured: a server's caches have its own code and
     weights, and not those of the engine before.
     """
     command = command | {"sampling": benchmark.sampling, "keeps_prefixes": benchmark.kept_requests > 0}
     warm = command | {"sampling": benchmark.sampling | {"max_tokens": max(2, benchmark.max_tokens // WARM)}}
-    answers = []
-    for session in sessions:
-        if session and command["command"] == "batch" and benchmark.kept_requests:
-            session.ask(warm)
-        answers.append(session and session.ask(command))
+    answers = list[dict[str, Any] | None]([None] * len(sessions))
+    for turn in range(len(sessions)):
+        place = (first + turn) % len(sessions)
+        if session := sessions[place]:
+            if command["command"] == "batch" and benchmark.kept_requests:
+                session.ask(warm)
+            answers[place] = session.ask(command)
     return answers
 
 
@@ -130,10 +132,12 @@ def rows_of(engines: list[Variant], turns: list[list[dict[str, Any] | None]]) ->
         speedups = [its["tpot_s"] / ours["tpot_s"] for ours, its in zip(found, vanilla, strict=False)]
         delays = [1e3 * (ours["ttft_s"] - its["ttft_s"]) for ours, its in zip(found, vanilla, strict=False)]
         last, begin = rounds[-1]["metrics"], LEARNING if len(found) > LEARNING else 0
+        num, spread = len(speedups[begin:]), statistics.pstdev(speedups[begin:])
         rows.append(
             {
                 "engine": engine.method,
                 "speedup": statistics.median(speedups[begin:]),
+                "speedup_error": 2 * 1.25 * spread / max(1, num - 1) ** 0.5,  # two standard errors of a median
                 "speedup_first": speedups[0],
                 "tokens_per_s": statistics.median(one["tokens_per_s"] for one in found[begin:]),
                 "ttft_ms": 1e3 * statistics.median(one["ttft_s"] for one in found[begin:]),
@@ -244,9 +248,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 if not todo:
                     continue
                 family, draft = DRAFTS[name] or (FAMILY, path_of_untrained)
-                for tokens, batch, rows in measure(args, family, draft, pads, engines, todo):
+                for tokens, batch, rounds, rows in measure(args, family, draft, pads, engines, todo):
                     cell = {"tokens": tokens, "draft": name, "batch": batch, "pads": pads}
-                    cell |= {"max_tokens": args.max_tokens, "rounds": args.rounds - LEARNING, "kept": args.keep}
+                    cell |= {"max_tokens": args.max_tokens, "rounds": rounds - LEARNING, "kept": args.keep}
                     cells.append(cell | {"commit": (provenance()["git_sha"] or "")[:10], "rows": rows})
                     path.write_text(json.dumps(found | {"provenance": provenance()}, indent=1) + "\n")
                     print(" | ".join(line(cells[-1])), flush=True)
@@ -260,8 +264,10 @@ def measure(
     pads: float,
     engines: list[Variant],
     points: list[tuple[int, int]],
-) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
-    """Let the same engines answer the rounds of one cell after another; yield tokens, batch and the cell's rows."""
+) -> Iterator[tuple[int, int, int, list[dict[str, Any]]]]:
+    """Let the same engines answer the rounds of one cell after another; yield each cell's tokens, batch, number of
+    rounds and rows.
+    """
     longest, largest = map(max, zip(*points, strict=True))
     benchmark, workload = benchmark_of(args, family, draft, pads, longest, largest)
     # Requests of a point follow those of the one before; kept ones are the same for all batches of a length.
@@ -274,13 +280,15 @@ def measure(
         cold = [ask(sessions, benchmark, {"command": "keep", "index": i}) for i in range(len(kept) * args.keep)]
         for tokens, batch in points:
             asked, turns = list[BenchSession | None](sessions), list[list[dict[str, Any] | None]]()
-            for number in range(args.rounds):
+            end = time.monotonic() + args.seconds
+            while len(turns) < args.rounds or time.monotonic() < end:
+                number = len(turns)
                 indices = range(begin, begin + batch)
                 if args.keep:
                     indices = [
                         kept[tokens] + place % args.keep for place in range(number * batch, (number + 1) * batch)
                     ]
-                turns.append(ask(asked, benchmark, batch_of(benchmark, indices)))
+                turns.append(ask(asked, benchmark, batch_of(benchmark, indices), number))
                 each = ["-" if one is None else f"{1e3 * scaling.by_round(one)['tpot_s']:.2f}" for one in turns[-1]]
                 print(f"{tokens} tokens, batch {batch}, round {number}: ms a token {' '.join(each)}", flush=True)
                 begin += batch
@@ -294,7 +302,7 @@ def measure(
                 of_length = cold[kept[tokens] : kept[tokens] + args.keep]
                 for row, alone in zip(rows, rows_of(engines, of_length), strict=True):
                     row |= {"cold_ttft_ms": alone["ttft_ms"], "speedup_first": alone["speedup_first"]}
-            yield tokens, batch, rows
+            yield tokens, batch, len(turns), rows
 
 
 def decision_us(steps_per_arrival: int, num_reqs: int = 64, num_steps: int = 2000) -> tuple[float, float]:
@@ -351,6 +359,7 @@ def main() -> None:
     parser.add_argument("--pads", default="0,9", help="forwards of the draft that one of the target costs; 0: as it is")
     parser.add_argument("--fixed", type=numbers, default="5,2")
     parser.add_argument("--rounds", type=int, default=LEARNING + 5)
+    parser.add_argument("--seconds", type=float, default=0.0, help="go on for so long with each cell (needs --keep)")
     parser.add_argument(
         "--keep",
         type=int,
@@ -362,6 +371,8 @@ def main() -> None:
     parser.add_argument("--mixed", action="store_true", help="measure mixed traffic, and no cells")
     parser.add_argument("--decisions", action="store_true", help="measure the host time of decisions, and no cells")
     args = parser.parse_args()
+    if args.seconds and not args.keep:
+        parser.error("--seconds needs --keep: every round asks about other videos without")
     if args.decisions:
         for name, steps_per_arrival in (("the same requests", 10**9), ("one comes in every third step", 3)):
             learning, later = decision_us(steps_per_arrival)

@@ -81,9 +81,12 @@ def summary(cells: list[Row]) -> str:
     ):
         found = sorted((value, name(cell)) for cell in cells if (value := figure(cell)) is not None)
         num_slow = sum(round(value, 2) < LEAST for value, _ in found)
+        errors = {name(cell): cell["rows"][1].get("speedup_error", 0.0) for cell in cells}
+        num_sure = sum(value + errors[words] < LEAST for value, words in found)
         lowest = "; ".join(f"{value:.2f} ({words})" for value, words in found[:LOWEST])
         middle = found[len(found) // 2][0]
-        lines.append(f"Over {what}: median {middle:.2f}; under {LEAST} in {num_slow} of {len(found)}; lowest {lowest}.")
+        slow = f"under {LEAST} in {num_slow} of {len(found)}, in {num_sure} by more than the rounds' chance"
+        lines.append(f"Over {what}: median {middle:.2f}; {slow}; lowest {lowest}.")
     identical = min(row["identical_frac"] for cell in cells for row in cell["rows"])
     return "\n".join(f"- {line}" for line in (*lines, f"Answers identical to vanilla's: {100 * identical:g} %."))
 

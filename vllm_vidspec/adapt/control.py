@@ -85,6 +85,7 @@ class Controller:
         self._decision, self._chosen_for = Decision(REST, frozenset(), 0, pads), frozenset[str]()
         self._left, self._wait, self._limit, self._unmeasured = 0, _DECIDE_FIRST, -1, 0
         self._is_measured = False  # what the last step measured is known
+        self._is_hopeless = False  # nobody of the batch may be drafted for
         self._usual_size = 0.0  # requests of a step, the mean of late
         # What is yet to be taken in: steps, alike ones together (their kind, `[n]` slots, `[n]` tokens of each step,
         # seconds of each that is timed), and requests that have ended.
@@ -212,7 +213,9 @@ class Controller:
             if is_alike and self._left > 0:
                 self._left = min(self._left, _FOLLOW)
                 slots = self._last_slots()
-                return self._decided(self._decision.option, self._is_drafted[slots] & self._may_draft[slots])
+                may_draft = self._may_draft[slots]
+                self._is_hopeless = self._is_hopeless and not may_draft.any()
+                return self._decided(self._decision.option, self._is_drafted[slots] & may_draft)
         self.learn()
         self._wait = min(2 * self._wait, _DECIDE_LAST) if is_alike else _DECIDE_FIRST
         self._chosen_for = frozenset(req_ids)
@@ -240,9 +243,11 @@ class Controller:
 
     def _choose(self, slots: np.ndarray, most: int | None) -> tuple[Option, np.ndarray]:
         """Return what is drafted, and `[n]` bool for whom."""
+        self._is_hopeless = False
         if not len(slots):
             return (self.options[0] if most is None else REST), np.zeros(0, dtype=bool)
-        if not self._may_draft[slots].any():
+        self._is_hopeless = not self._may_draft[slots].any()
+        if self._is_hopeless:
             return REST, np.zeros(len(slots), dtype=bool)
         batch = self._batch(slots)
         situation = self._situations.setdefault(batch.place, Situation())
@@ -268,6 +273,7 @@ class Controller:
         is_probed = (self._probe_left[slots] > 0) & self._may_draft[slots]
         if best == rest and is_probed.any() and len(places) > 1:
             rates[rest] = 0.0
+            self._left = min(self._left, int(self._probe_left[slots[is_probed]].min()))
             return self.options[places[rates.argmax()]], is_probed
         chosen = best
         if self._trials.is_due(situation):
@@ -332,6 +338,17 @@ class Controller:
         self._num_waiting += 1
         if self._num_waiting >= _TOGETHER:
             self.learn()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether steps like the last have nothing to teach: nobody can be drafted for, and their time is known."""
+        return self._is_hopeless and self._is_measured
+
+    def pass_over(self, num_steps: int, seconds: float) -> None:
+        """Take note of so many quiet steps, of so many seconds each, that nobody has looked at."""
+        self._tokens[self._last_slots()] += num_steps
+        self._num_steps += num_steps
+        self._trials.elapse(num_steps * seconds)
 
     def learn(self) -> None:
         """Take in the steps that wait for it, and the ends of requests."""

@@ -16,6 +16,7 @@ from vllm_vidspec.names import CLASS_LABELS
 logger = init_logger("vllm.vidspec")
 
 _GREEDY = 1e-5  # a temperature below this is vLLM's argmax
+_UNSEEN_STEPS = 15  # of a batch of which nothing is to be learned, between two that are looked at
 
 
 class SchedulerControl:
@@ -46,6 +47,7 @@ class SchedulerControl:
         self._last: tuple[float, Decision | None] = (0.0, None)
         # Of the last step: by what steps alike are known, what the controller is told of them, whether they are timed.
         self._alike: tuple[tuple, Any, bool] = ((), None, False)
+        self._num_unseen = self._may_pass = 0  # steps since one was looked at, and that may yet pass so
 
     def _option(self, plan: Plan) -> Option:
         """Return a plan as the controller knows it; with a drafter process of its own no draft forward runs here."""
@@ -116,6 +118,8 @@ class SchedulerControl:
             most: Draft tokens that no request may exceed; None for as many as was configured.
         """
         req_ids = list(scheduler_output.num_scheduled_tokens)
+        if scheduler_output.finished_req_ids or scheduler_output.scheduled_new_reqs:
+            self._look()
         if scheduler_output.finished_req_ids:
             self._controller.remove(scheduler_output.finished_req_ids)
         if not req_ids:
@@ -133,6 +137,7 @@ class SchedulerControl:
 
     def close(self) -> None:
         """Count what the requests that still run have got so far: another controller takes over."""
+        self._look()
         self._controller.remove_all()
         self._count_ended()
 
@@ -143,8 +148,20 @@ class SchedulerControl:
                 self._file.add(f"tokens_{CLASS_LABELS[ended.label]}", ended.verify_tokens)
         self._controller.ended.clear()
 
+    def _look(self) -> None:
+        """Look at the next step, which is not like those before."""
+        if not (self._num_unseen or self._may_pass):
+            return
+        self._controller.pass_over(self._num_unseen, 0.0)
+        self._num_unseen = self._may_pass = 0
+        self._last = 0.0, None
+
     def observe(self, scheduler_output: Any, output: Any) -> None:
         """Learn from the output of a step."""
+        if self._may_pass:
+            self._may_pass -= 1
+            self._num_unseen += 1
+            return
         decision = compat.decision_of(scheduler_output)
         if decision is None or not output.req_ids:
             return
@@ -153,6 +170,10 @@ class SchedulerControl:
         drafts, num_reqs = scheduler_output.scheduled_spec_decode_tokens, len(req_ids)
         before, last = self._last
         self._last = now, decision
+        step_s = (now - before) / (1 + self._num_unseen)
+        if self._num_unseen:
+            self._controller.pass_over(self._num_unseen, step_s)
+            self._num_unseen = 0
         num_tokens = np.fromiter(map(len, output.sampled_token_ids), dtype=np.int64, count=num_reqs)
         is_timed = last is not None and not scheduler_output.scheduled_new_reqs
         num_scheduled = scheduler_output.total_num_scheduled_tokens
@@ -169,5 +190,7 @@ class SchedulerControl:
             is_pure = num_scheduled == num_reqs + int(rows.sum())
             self._alike = () if report.reading else key, kind, is_timed and is_pure
         _, kind, is_timed = self._alike
-        self._controller.observe(kind, num_tokens, now - before if is_timed else None)
+        self._controller.observe(kind, num_tokens, step_s if is_timed else None)
         self._controller.cannot_draft(report.skipped)
+        if is_timed and self._controller.is_quiet:
+            self._may_pass = _UNSEEN_STEPS

@@ -113,11 +113,11 @@ class VidSpecModelRunner(GPUModelRunner):
 
     def add_requests(self, scheduler_output) -> None:
         super().add_requests(scheduler_output)
-        for request in scheduler_output.scheduled_new_reqs:
-            found = self._new_request(request)
-            self.counters.begin_request(found)
-            self.requests.add(found)
         if scheduler_output.scheduled_new_reqs:
+            for request in scheduler_output.scheduled_new_reqs:
+                found = self._new_request(request)
+                self.counters.begin_request(found)
+                self.requests.add(found)
             self._publish_active()
 
     def _new_request(self, request: Any) -> NewRequest:
@@ -144,8 +144,8 @@ class VidSpecModelRunner(GPUModelRunner):
 
     def finish_requests(self, scheduler_output) -> None:
         super().finish_requests(scheduler_output)
-        self.counters.end_requests(scheduler_output.finished_req_ids)  # without those that are preempted
         if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
+            self.counters.end_requests(scheduler_output.finished_req_ids)  # without those that are preempted
             self._publish_active()
 
     def _publish_active(self) -> None:
@@ -167,7 +167,8 @@ class VidSpecModelRunner(GPUModelRunner):
 
     def prepare_inputs(self, *args, **kwargs):
         batch = super().prepare_inputs(*args, **kwargs)
-        self.hooks.before_forward(batch)
+        if not self.hooks.are_idle:
+            self.hooks.before_forward(batch)
         return batch
 
     def execute_model(self, scheduler_output, *args, **kwargs):
@@ -180,9 +181,10 @@ class VidSpecModelRunner(GPUModelRunner):
         if is_empty and (carried := self.counters.carried()) is not None:
             output = copy.copy(output)  # it may be every empty step's
             scheduler.attach(output, None, carried)
-        state = self.execute_model_state
-        states = (None, None) if state is None else (state.hidden_states, state.aux_hidden_states)
-        self.hooks.after_forward(Forward(*states))
+        if not self.hooks.are_idle:
+            state = self.execute_model_state
+            states = (None, None) if state is None else (state.hidden_states, state.aux_hidden_states)
+            self.hooks.after_forward(Forward(*states))
         return output
 
     def sample(self, hidden_states, input_batch, grammar_output):
@@ -196,16 +198,17 @@ class VidSpecModelRunner(GPUModelRunner):
         return output, num_sampled, num_rejected
 
     def sample_tokens(self, grammar_output):
-        verified = self._verified()  # until `propose` puts the next drafts in their place
         # Earlier pipeline stages wait for drafts in every step.
         self._was_at_rest = self.speculator.is_at_rest and not self.use_pp
+        verified = frozenset[str]()
         if self._was_at_rest:  # the step costs what it would without us
-            self.counters.add("undrafted_steps")
+            self.counters.rest()
             self.speculator.backend.reading = frozenset()
             output = compat.without_drafts(self, super().sample_tokens, grammar_output)
             if self.counters.is_settled and self.recorder is None and not self._has_new_skips:
                 return output
         else:
+            verified = self._verified()  # until `propose` puts the next drafts in their place
             output = super().sample_tokens(grammar_output)
         self.counters.flush()
         publish, carried = self.counters.publisher(), self.counters.carried()

@@ -56,6 +56,7 @@ class SchedulerSide:
         self._is_alone = vllm_config.parallel_config.data_parallel_size == 1
         self._control = self._controlled(config) if config.adaptive_tokens and self._is_alone else None
         self._limit: int | None = None  # what an operator has set
+        self.has_drafts = True  # whether the last step that was planned drafts anything
         self._breaker = _Breaker(config, self._file) if self._is_alone and self._file is not None else None
         self._publish()
 
@@ -71,7 +72,9 @@ class SchedulerSide:
 
     def plan(self, scheduler_output: Any) -> Decision | None:
         """Return what a step drafts; None where vLLM's table says it."""
-        return None if self._control is None else self._control.plan(scheduler_output, self._most_now)
+        decision = None if self._control is None else self._control.plan(scheduler_output, self._most_now)
+        self.has_drafts = decision is None or decision.option.num_tokens > 0
+        return decision
 
     def observe(self, scheduler_output: Any, output: Any) -> None:
         """Take in the output of a step."""

@@ -22,7 +22,7 @@ def make_guidance(kind: type[Guidance], monkeypatch, **more) -> Guidance:
         monkeypatch.setattr(attention.kv_views, "attention_layers", lambda config: {"layers.0": layer})
         monkeypatch.setattr(attention, "get_tensor_model_parallel_world_size", lambda: 1)
         monkeypatch.setattr(attention.kv_views, "check_readable", lambda *_: None)
-        monkeypatch.setattr(attention.compat, "observe_attention", lambda *_: None)
+        monkeypatch.setattr(attention.compat, "observe_attention", lambda *_: lambda is_on: None)
         model = SimpleNamespace(get_total_num_hidden_layers=lambda: 1)
         vllm_config = SimpleNamespace(model_config=model, device_config=SimpleNamespace(device=CPU))
         return AttentionGuidance(fakes.make_knobs(**more), vllm_config, counters, fakes.ALONE)

@@ -58,30 +58,31 @@ class _RowSums:
 _row_sums = _RowSums()
 
 
-def observe_attention(layer: Any, observer: Callable, is_observed: Callable[[], bool] = lambda: True) -> None:
-    """Call `observer(layer, query, kv_cache, attn_metadata, lse)` after each forward of a target's attention layer.
+def observe_attention(layer: Any, observer: Callable) -> Callable[[bool], None]:
+    """Let `observer(layer, query, kv_cache, attn_metadata, lse)` be called after each forward of a target's attention
+    layer; return what switches it on and off. It is off, and the layer as it was: a decode step observes nothing.
 
     Why: fused attention keeps its weights to itself; q and the paged keys meet here and nowhere else. The wrapper runs
     inside vLLM's opaque attention operator, hence under torch.compile and piecewise graphs too.
 
     `lse` is float32 `[num_heads, num_tokens]`, the log-sum-exp of each row, or None where the backend does not tell it.
-    `is_observed` says whether there is anything to observe in the forward that runs: seldom in a decode step.
     """
-    original = layer.impl.forward
+    impl, original = layer.impl, layer.impl.forward
     expect_parameters(original, *_ATTENTION_FORWARD)
     if layer.get_attn_backend().get_name() == "FLASH_ATTN":
         _row_sums.install(sys.modules[type(layer.impl).__module__])
 
     @functools.wraps(original)
     def forward(attn_layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs):
-        if not is_observed():
-            return original(attn_layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
         with _row_sums.observed() as observed:
             result = original(attn_layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
         observer(attn_layer, query, kv_cache, attn_metadata, observed[0] if len(observed) == 1 else None)
         return result
 
-    layer.impl.forward = forward
+    def switch(is_on: bool) -> None:
+        impl.forward = forward if is_on else original
+
+    return switch
 
 
 def intercept_attention(layer: Any, interceptor: Callable) -> None:

@@ -37,13 +37,14 @@ def hook_scheduler(attach: Callable) -> None:
     """Attach a part of ours to the scheduler of an engine that uses our method, and send workers more.
 
     Why: only the scheduler sees every step of every request on the host, and what it decides reaches all ranks with
-    its output; vLLM's own extension point, `--scheduler-cls`, is left to the user. The scheduler strips the pixels of
+    its output; vLLM's own extension point, `--scheduler-cls`, is left to the user. A scheduler that does not run ahead
+    asks all workers for drafts after each step, of one that drafts nothing too. The scheduler strips the pixels of
     media that the prefix cache covers; the draft has a cache of its own and needs them, as in the second turn of a chat
     about a video. And workers do not get the cache salt, by which our hooks keep tenants' prompts apart.
 
     `attach`, of the scheduler and the VllmConfig, returns what has `add(request)`, called before a new request is
     queued, `is_shown(request)` when it is first scheduled, `plan(scheduler_output)` before the scheduler goes on from a
-    step's plan, which returns the `Decision` of what is drafted, `observe(scheduler_output, output)` after each step,
+    step's plan, which returns the `Decision` of what is drafted, `has_drafts`, whether that is anything, `observe(scheduler_output, output)` after each step,
     `close()`, and `retuned(knobs)`, entered around the workers' change of what it yields.
     """
     from vllm.v1.core.sched import output
@@ -60,6 +61,7 @@ def hook_scheduler(attach: Callable) -> None:
     wrap(Scheduler, "add_request", patches.add_request, "self", "request")
     wrap(Scheduler, "update_from_output", patches.update, "self", "scheduler_output", "model_runner_output")
     wrap(Scheduler, "shutdown", patches.shutdown, "self")
+    wrap(EngineCore, "post_step", patches.post_step, "self", "model_executed")
     wrap(EngineCore, "collective_rpc", patches.collective_rpc, "self", "method", "timeout", "args", "kwargs")
 
 
@@ -116,6 +118,11 @@ class _Patches:
         if records := told_with(model_runner_output).records:
             _hand_over(records, outputs)
         return outputs
+
+    @staticmethod
+    def post_step(original, core, model_executed):
+        side = core.scheduler._vidspec_side
+        original(core, model_executed and (side is None or side.has_drafts))
 
     @staticmethod
     def shutdown(original, scheduler):

@@ -82,9 +82,11 @@ class AttentionGuidance(Guidance):
             logger.info("vidspec: guidance observes the last pipeline stage, layers %d to %d of %d", *where)
         self._select(knobs.current)
         knobs.on_change(self._select)
-        for index, layer in layers.items():
+        for layer in layers.values():
             kv_views.check_readable(layer, READER)
-            compat.observe_attention(layer, functools.partial(self._observe, index), lambda: self._step is not None)
+        self._switches = [
+            compat.observe_attention(layer, functools.partial(self._observe, index)) for index, layer in layers.items()
+        ]
 
     def _select(self, config: VidSpecConfig) -> None:
         self._layers = chosen_layers(config.prune.guidance_layers, self._num_layers, self.attention)
@@ -97,7 +99,7 @@ class AttentionGuidance(Guidance):
                     compat.keep_block_table(builder)
 
     def before_forward(self, batch: Any) -> None:
-        self._step = None
+        self._watch(None)
         rows, positions, found, req_indices = [], [], [], []
         for req_idx, prompt, start, end in prefills(batch, self._prompts):
             first = max(start, prompt.text_start)
@@ -112,7 +114,7 @@ class AttentionGuidance(Guidance):
         upload = functools.partial(async_tensor_h2d, device=self.device)
         num_keys, counts = [prompt.text_start for prompt, _ in found], [count for _, count in found]
         query_rows = np.concatenate(rows)
-        self._step = _AttentionStep(
+        step = _AttentionStep(
             query_rows=upload(query_rows, dtype=torch.int64),
             query_start_loc=upload(np.cumsum([0, *counts]), dtype=torch.int32),
             query_pos=upload(np.concatenate(positions), dtype=torch.int32),
@@ -124,6 +126,14 @@ class AttentionGuidance(Guidance):
             max_queries=max(counts),
             max_row=int(query_rows.max()),
         )
+        self._watch(step)
+
+    def _watch(self, step: _AttentionStep | None) -> None:
+        """Observe the layers while there is something to see in a step."""
+        if (step is None) != (self._step is None):
+            for switch in self._switches:
+                switch(step is not None)
+        self._step = step
 
     def _observe(self, index: int, *args: Any) -> None:
         """Observe one layer in the forward, which an exception must not leave: `after_forward` raises it."""
@@ -161,7 +171,8 @@ class AttentionGuidance(Guidance):
         self.counters.add("guidance_us", int(1e6 * (time.perf_counter() - begin)))
 
     def after_forward(self, forward: Forward) -> None:
-        step, self._step = self._step, None
+        step = self._step
+        self._watch(None)
         error, self._error = self._error, None
         if error is not None:
             raise error

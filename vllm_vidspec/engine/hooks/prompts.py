@@ -94,6 +94,10 @@ class Guidance(TargetHook):
         self._prompts: dict[int, Any] = {}  # by persistent row
         self._remembered: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # key -> [m] float32 on the CPU
 
+    @property
+    def is_idle(self) -> bool:
+        return not self._prompts
+
     def add(self, request: NewRequest) -> None:
         """Begin to observe a request, if there is anything to choose in it."""
         if request.has_embeds:

@@ -25,6 +25,11 @@ class TargetHook(RowTable):
 
     loss: str  # what an exception costs, for the log
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step has anything to tell it, asked in every one."""
+        return False
+
     def reserve(self, available_bytes: int) -> int:
         """Return how many bytes of a rank's KV memory it takes; a VidSpecError if a knob asks for too much."""
         return 0
@@ -89,6 +94,13 @@ class TargetHooks:
         """Take a request in that has just got its row; one that the draft is not shown costs the target nothing."""
         if request.is_shown:
             self._tell("add", request)
+
+    @property
+    def are_idle(self) -> bool:
+        for hook, _ in self._guarded:
+            if not hook.is_idle:
+                return False
+        return True
 
     def before_forward(self, batch: Any) -> None:
         self._tell("before_forward", batch)

@@ -24,6 +24,7 @@ _DRAFTS, _ACCEPTED = _TOTALS.index("drafts"), _TOTALS.index("accepted_tokens")
 WINDOW = 128  # verify steps that are judged at once: their mean varies by about a tenth of a token
 LOW = 0.5  # draft tokens that must stand per verify step: the cost of five forwards of a tenth of the target's
 SOUND = 1.0  # the log speaks again only after a window as good as this
+_RESTS = 32  # steps at rest that are counted together
 
 
 class Counters:
@@ -58,6 +59,7 @@ class Counters:
         self._logged: set[str] = set()
         self._alarm = AcceptanceAlarm()
         self.is_paused = False  # whether nothing is counted: what runs is nobody's request
+        self._num_rests = 0  # steps for which nobody drafts that are not in the file yet
         self._slots = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] in the file, by persistent row
         self._held: dict[str, int] = {}  # slots of requests that have not finished, running or preempted
         self._pending: list[tuple[np.ndarray, torch.Tensor]] = []  # slots and counts of the step in flight
@@ -148,6 +150,8 @@ class Counters:
         """Publish what has been counted; on a GPU what a copy has brought by now, and begin the next copy."""
         if self._file is None or self.is_paused:
             return
+        if self._num_rests:
+            self._publish_rests()
         if self._copied is None:
             if self._has_news:
                 self._has_news = False
@@ -171,6 +175,16 @@ class Counters:
         self._published += gained
         if self._alarm.observe(num_steps, int(gained[_ACCEPTED])):
             self._file.add("low_acceptance_windows")
+
+    def rest(self) -> None:
+        """Count a step for which nobody drafts."""
+        self._num_rests += not self.is_paused
+        if self._num_rests >= _RESTS:
+            self._publish_rests()
+
+    def _publish_rests(self) -> None:
+        self.add("undrafted_steps", self._num_rests)
+        self._num_rests = 0
 
     def add(self, name: str, value: int = 1) -> None:
         """Add to a host-side counter."""
