@@ -48,6 +48,7 @@ class SchedulerControl:
         # Of the last step: by what steps alike are known, what the controller is told of them, whether they are timed.
         self._alike: tuple[tuple, Any, bool] = ((), None, False)
         self._num_unseen = self._may_pass = 0  # steps since one was looked at, and that may yet pass so
+        self._step_s = 0.0  # what a step of those takes
 
     def _option(self, plan: Plan) -> Option:
         """Return a plan as the controller knows it; with a drafter process of its own no draft forward runs here."""
@@ -152,7 +153,7 @@ class SchedulerControl:
         """Look at the next step, which is not like those before."""
         if not (self._num_unseen or self._may_pass):
             return
-        self._controller.pass_over(self._num_unseen, 0.0)
+        self._controller.pass_over(self._num_unseen, self._step_s)
         self._num_unseen = self._may_pass = 0
         self._last = 0.0, None
 
@@ -193,4 +194,4 @@ class SchedulerControl:
         self._controller.observe(kind, num_tokens, step_s if is_timed else None)
         self._controller.cannot_draft(report.skipped)
         if is_timed and self._controller.is_quiet:
-            self._may_pass = _UNSEEN_STEPS
+            self._may_pass, self._step_s = _UNSEEN_STEPS, step_s

@@ -219,7 +219,7 @@ def test_a_class_that_does_not_pay_is_not_shown_and_probes_are_bounded():
         requests.append(engine.add(4096, 0.0, 128))
     probes = engine.num_shown - shown
     assert 1 <= probes <= 401 // module._PROBE_EVERY + 1
-    assert max(request.verified for request in requests) <= module._PROBE_STEPS + 2 * module._DECIDE_FIRST
+    assert max(request.verified for request in requests) <= module._PROBE_STEPS + 1
     without = SimulatedEngine(0)
     without.serve((4096, 0.0), requests=401)
     assert engine.seconds - seconds < 1.02 * without.seconds

@@ -117,6 +117,16 @@ def test_what_is_not_published_is_not_settled(server):
     assert not counters_of(vllm_config(node_rank_within_dp=1)).is_settled
 
 
+def test_steps_at_rest_are_counted_together(server):
+    """Catches: a count that waits for ever, or is written in every step."""
+    counters, found = worker_counters(server()), []
+    for number in range(2 * counters_module._RESTS + 3):
+        counters.rest()
+        found.append(server_counters._current[0].values()["undrafted_steps"])
+    counters.flush()  # as at the end of the last request
+    assert len(set(found)) == 3 and server_counters._current[0].values()["undrafted_steps"] == len(found)
+
+
 def test_the_alarm_speaks_once_and_is_armed_by_a_sound_window(warned):
     """Catches: a line per window, an alarm that a single good answer re-arms, one that never speaks again."""
     alarm = AcceptanceAlarm()
@@ -241,6 +251,7 @@ def test_vllms_warm_up_leaves_no_trace(server, warned):
             verify(counters, [3, 3, 3])
             counters.skip("pool_full", "_warmup_0_", "no room")
             counters.add("prompts", 3)
+            counters.rest()
             return 1 / self.num_seconds
 
     warming = type("Worker", (worker.VidSpecWorker, Base), {})()

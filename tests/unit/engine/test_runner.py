@@ -10,6 +10,8 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_vidspec.adapt import Controller
+from vllm_vidspec.adapt.classes import RequestClass
+from vllm_vidspec.adapt.trials import Trials
 from vllm_vidspec.config import VidSpecConfig, parse_config
 from vllm_vidspec.engine import control as module
 from vllm_vidspec.engine.compat.scheduler import _DECISION, StepReport, attach, report_of
@@ -30,9 +32,10 @@ def request_of(req_id, num_cached=0):
     )
 
 
-def decisions(monkeypatch, num_steps, sampled, num_requests=1):
+def decisions(monkeypatch, num_steps, sampled, num_requests=1, pause_s=0.0):
     """Let a scheduler's control decide steps of which `sampled(step, rows)` tells each request's tokens; a request ends
-    after 25 steps, its neighbour after 17. Return the control, and each step's number of drafts."""
+    after 25 steps, its neighbour after 17, then nothing runs for so long. Return the control, and each step's number of
+    drafts."""
     now = 0.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     config, _ = parse_config({"model": "draft", "num_speculative_tokens": 5})
@@ -46,6 +49,7 @@ def decisions(monkeypatch, num_steps, sampled, num_requests=1):
         if age == 17:
             step.finished_req_ids = {f"{generation}-1"}
         if not age:
+            now += pause_s
             step.finished_req_ids = {f"{generation - 1}-0"}
             for req_id in req_ids:
                 control.is_shown(request_of(req_id), 0)
@@ -78,6 +82,36 @@ def test_placeholders_cost_rows_and_are_not_rejected_drafts(monkeypatch):
     control._controller.learn()
     assert control._controller.acceptance.tries(0) == 0
     assert any(record.x[4] > 0 for record in control._controller.costs._records.values())
+
+
+@pytest.mark.parametrize("num_unseen", [0, 4, 15])
+def test_steps_that_nobody_looks_at_are_counted(num_unseen, monkeypatch):
+    """Nobody may be drafted for. Catches: tokens of an answer that are lost, a pause between two answers that pays for
+    probes, steps that are all looked at.
+    """
+    monkeypatch.setattr(module, "_UNSEEN_STEPS", num_unseen)
+    monkeypatch.setattr(Controller, "_is_shown", lambda *_: False)
+    elapsed, looked, answers = [], [], []
+    for owner, name, told in (
+        (Trials, "elapse", lambda self, seconds: elapsed.append(seconds)),
+        (Controller, "observe", lambda self, kind, *_: looked.append(kind)),
+        (RequestClass, "learn", lambda self, num_tokens, start_s: answers.append(num_tokens)),
+    ):
+        monkeypatch.setattr(owner, name, heard(getattr(owner, name), told))
+    decisions(monkeypatch, 20 * 25, lambda number, rows: (1, False), num_requests=2, pause_s=10.0)
+    assert answers == [17, 25] * 19 + [17]
+    assert sum(elapsed) == pytest.approx(0.01 * 20 * 25, rel=0.2) and max(elapsed) < 1
+    assert (len(looked) < 0.4 * 20 * 25) == (num_unseen > 0)
+
+
+def heard(original, told):
+    """Return a method that tells what it is given before it does what it did."""
+
+    def method(self, *args):
+        told(self, *args)
+        return original(self, *args)
+
+    return method
 
 
 def test_steps_that_wait_change_no_decision(monkeypatch):

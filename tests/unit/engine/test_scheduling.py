@@ -9,6 +9,7 @@ import pytest
 from vllm_vidspec.adapt import StepKind
 from vllm_vidspec.config import METHOD, parse_config
 from vllm_vidspec.engine import scheduling
+from vllm_vidspec.engine.compat import scheduler as compat
 from vllm_vidspec.engine.scheduling import SchedulerSide, way_of
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import MetricsFile, path_for
@@ -113,6 +114,17 @@ def test_the_shape_changes_among_those_that_the_engine_drafts(world):
     ):
         with pytest.raises(VidSpecError, match=line), other.side.retuned({"draft_shape": shape}):
             pytest.fail("it was entered")
+
+
+@pytest.mark.parametrize("most", [0, None])
+def test_workers_are_asked_for_drafts_where_there_are_any(most, world):
+    """Catches: a call of all workers after each step at rest; drafts that nobody takes."""
+    it, asked = world(adaptive_tokens=True), []
+    it.retune(num_speculative_tokens=most)
+    it.scheduler._vidspec_side = it.side
+    it.side.plan(SimpleNamespace(num_scheduled_tokens={"a": 1}, finished_req_ids=set(), scheduled_new_reqs=[]))
+    compat._Patches.post_step(lambda core, executed: asked.append(executed), SimpleNamespace(scheduler=it.scheduler), True)
+    assert asked == [most is None]
 
 
 def test_a_change_of_shape_loses_no_count(world):

@@ -185,11 +185,14 @@ def make_layer(backend, name="FLASH_ATTN", fa_version=3, max_seqlen_q=NUM_TOKENS
 def run(layer):
     """Return the output of one forward and the LSE that its observer hears."""
     heard = []
-    compat.observe_attention(layer, lambda layer, query, kv_cache, metadata, lse: heard.append(lse))(True)
+    switch = compat.observe_attention(layer, lambda layer, query, kv_cache, metadata, lse: heard.append(lse))
+    switch(True)
     query = torch.arange(NUM_TOKENS * NUM_HEADS * HEAD_SIZE).view(NUM_TOKENS, NUM_HEADS, HEAD_SIZE).float()
     out = layer.impl.forward(layer, query, None, None, None, object(), torch.empty_like(query))
     assert torch.equal(out, query)
     (lse,) = heard
+    switch(False)
+    assert layer.impl.forward == type(layer.impl).forward.__get__(layer.impl), "a layer that nobody observes"
     return query, lse
 
 
