@@ -12,13 +12,12 @@ Three decisions, none of which changes a token of the output:
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from typing import NamedTuple
 
 import numpy as np
 
 from vllm_vidspec.adapt.acceptance import AcceptanceTable
 from vllm_vidspec.adapt.classes import Ended, RequestClass
-from vllm_vidspec.adapt.costs import FEATURES, StepCosts
+from vllm_vidspec.adapt.costs import FEATURES, Batch, StepCosts, Steps
 from vllm_vidspec.adapt.options import REST, Decision, Option, StepKind
 from vllm_vidspec.adapt.trials import Situation, Trials
 
@@ -33,23 +32,6 @@ _LEAST_KNOWN = 6.0  # verify steps of a class before it may rest
 _PROBE_STEPS = 8  # verify steps of a request of a resting class that is drafted for nevertheless
 _PROBE_EVERY = 8  # requests of a resting class between two probes, at least
 _NEW_SIZE = 0.05  # share of a step in the usual size of a batch
-
-
-class _Batch(NamedTuple):
-    """Requests of a step."""
-
-    slots: np.ndarray  # `[n]` int64
-    place: tuple[int, int]  # Class of its size (1, 2, 3 to 4, 5 to 8, ...) and of its mean context (powers of two)
-    context: np.ndarray  # `[n]` thousands of tokens that the target has of each
-    draft_context: np.ndarray  # `[n]` the same of the draft
-
-
-class _Steps(NamedTuple):
-    """Steps that a batch may take, one for each option."""
-
-    kinds: list[tuple]  # `[m]` keys of StepCosts
-    features: np.ndarray  # `[m, len(FEATURES)]`
-    seconds: np.ndarray  # `[m]` predicted
 
 
 class Controller:
@@ -304,7 +286,7 @@ class Controller:
             found[~is_prefix] = self.acceptance.expected_tree(slots, hopeful_from is not None)
         return found
 
-    def _paying(self, batch: _Batch, places: np.ndarray, lengths: np.ndarray, situation: Situation) -> np.ndarray:
+    def _paying(self, batch: Batch, places: np.ndarray, lengths: np.ndarray, situation: Situation) -> np.ndarray:
         """Return `[m, n]` bool: the requests whose drafts are worth more than they cost by themselves, given what a
         token costs in seconds; what all of them cost together is the option's.
         """
@@ -434,18 +416,18 @@ class Controller:
     def _slots_of(self, req_ids: Iterable[str]) -> np.ndarray:
         return np.fromiter(map(self._slots.get, req_ids, repeat(-1)), dtype=np.int64)
 
-    def _batch(self, slots: np.ndarray) -> _Batch:
+    def _batch(self, slots: np.ndarray) -> Batch:
         gained = 1e-3 * self._tokens[slots]
         context, num_reqs = self._context[slots] + gained, len(slots)
         mean = 1e3 * float(context.sum()) / max(num_reqs, 1)
         place = max(0, num_reqs - 1).bit_length(), (int(mean) // 256).bit_length()
-        return _Batch(slots, place, context, self._draft_context[slots] + gained)
+        return Batch(slots, place, context, self._draft_context[slots] + gained)
 
-    def _step(self, batch: _Batch, place: int, drafted: np.ndarray) -> _Steps:
+    def _step(self, batch: Batch, place: int, drafted: np.ndarray) -> Steps:
         """Return a step of one option, given `[n]` bool for whom it drafts."""
         return self._steps(batch, np.array([place]), drafted[None])
 
-    def _steps(self, batch: _Batch, places: np.ndarray, drafted: np.ndarray) -> _Steps:
+    def _steps(self, batch: Batch, places: np.ndarray, drafted: np.ndarray) -> Steps:
         """Return a step of each of these options, given `[m, n]` bool for whom it drafts."""
         num_reqs, total, num_drafted = len(batch.slots), float(batch.context.sum()), drafted.sum(axis=1)
         drafts = num_drafted > 0
@@ -459,4 +441,4 @@ class Controller:
         # Steps of one kind: size and context of the batch, option, and quarters of the batch that are drafted for.
         quarters = -(-4 * num_drafted // max(num_reqs, 1))
         kinds = [(*batch.place, place, share) for place, share in zip(places.tolist(), quarters.tolist(), strict=True)]
-        return _Steps(kinds, x, self.costs.seconds(kinds, x))
+        return Steps(kinds, x, self.costs.seconds(kinds, x))

@@ -120,7 +120,7 @@ def test_what_is_not_published_is_not_settled(server):
 def test_steps_at_rest_are_counted_together(server):
     """Catches: a count that waits for ever, or is written in every step."""
     counters, found = worker_counters(server()), []
-    for number in range(2 * counters_module._RESTS + 3):
+    for _ in range(2 * counters_module._RESTS + 3):
         counters.rest()
         found.append(server_counters._current[0].values()["undrafted_steps"])
     counters.flush()  # as at the end of the last request

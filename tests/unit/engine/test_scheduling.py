@@ -123,7 +123,9 @@ def test_workers_are_asked_for_drafts_where_there_are_any(most, world):
     it.retune(num_speculative_tokens=most)
     it.scheduler._vidspec_side = it.side
     it.side.plan(SimpleNamespace(num_scheduled_tokens={"a": 1}, finished_req_ids=set(), scheduled_new_reqs=[]))
-    compat._Patches.post_step(lambda core, executed: asked.append(executed), SimpleNamespace(scheduler=it.scheduler), True)
+    compat._Patches.post_step(
+        lambda core, executed: asked.append(executed), SimpleNamespace(scheduler=it.scheduler), True
+    )
     assert asked == [most is None]
 
 
