@@ -67,7 +67,7 @@ def over_vanilla(cell: Row) -> float:
 
 
 def best_fixed(cell: Row) -> tuple[float, str]:
-    """Return the decode speed over vanilla's of the best fixed number of drafts, 0 among them, and what it is called."""
+    """Return the decode speed over vanilla's of the best fixed number of drafts, and what it is called."""
     found = [(row["speedup"] / vanilla_speed(cell), row["engine"]) for row in chains(cell)]
     return max([(1.0, "vanilla"), *found])
 

@@ -44,8 +44,9 @@ def hook_scheduler(attach: Callable) -> None:
 
     `attach`, of the scheduler and the VllmConfig, returns what has `add(request)`, called before a new request is
     queued, `is_shown(request)` when it is first scheduled, `plan(scheduler_output)` before the scheduler goes on from a
-    step's plan, which returns the `Decision` of what is drafted, `has_drafts`, whether that is anything, `observe(scheduler_output, output)` after each step,
-    `close()`, and `retuned(knobs)`, entered around the workers' change of what it yields.
+    step's plan, which returns the `Decision` of what is drafted, `has_drafts`, whether that is anything,
+    `observe(scheduler_output, output)` after each step, `close()`, and `retuned(knobs)`, entered around the workers'
+    change of what it yields.
     """
     from vllm.v1.core.sched import output
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler

@@ -97,10 +97,7 @@ class TargetHooks:
 
     @property
     def are_idle(self) -> bool:
-        for hook, _ in self._guarded:
-            if not hook.is_idle:
-                return False
-        return True
+        return all(hook.is_idle for hook, _ in self._guarded)
 
     def before_forward(self, batch: Any) -> None:
         self._tell("before_forward", batch)
