@@ -31,6 +31,8 @@ _MARGIN = 1.02  # an option must be so much faster than rest or the one in use, 
 _LEAST_KNOWN = 6.0  # verify steps of a class before it may rest
 _PROBE_STEPS = 8  # verify steps of a request of a resting class that is drafted for nevertheless
 _PROBE_EVERY = 8  # requests of a resting class between two probes, at least
+_SETTLE = 4  # first steps without drafts after others: the caches have lost what they need
+_NEAR = 0.6  # of the best rate: a rate without drafts that is lower is not measured again
 _NEW_SIZE = 0.05  # share of a step in the usual size of a batch
 
 
@@ -68,6 +70,7 @@ class Controller:
         self._left, self._wait, self._limit, self._unmeasured = 0, _DECIDE_FIRST, -1, 0
         self._is_measured = False  # what the last step measured is known
         self._is_hopeless = False  # nobody of the batch may be drafted for
+        self._option, self._settled = REST, 0  # of the last steps, and how many there were
         self._usual_size = 0.0  # requests of a step, the mean of late
         # What is yet to be taken in: steps, alike ones together (their kind, `[n]` slots, `[n]` tokens of each step,
         # seconds of each that is timed), and requests that have ended.
@@ -75,7 +78,6 @@ class Controller:
         self._ending: list[str] = []
         self._num_steps = self._num_waiting = 0
         self.ended: list[Ended] = []  # what there is to tell of the requests that have ended; who tells it empties it
-        self._rest_sizes: set[int] = set()  # classes of batch size of which a step without drafts was measured
 
     # ---- a request's life ------------------------------------------------------------------------------------------
 
@@ -265,7 +267,9 @@ class Controller:
             fastest = np.where(places == places[rest], 0.0, seconds[rest])
             hopes = (len(slots) + (hoped * drafted).sum(axis=1)) / np.maximum(seconds / (1 + doubt), fastest)
             hopes *= rates > 0
-            if batch.place[0] not in self._rest_sizes:  # what all else is compared with must not be a guess
+            # What all else is compared with must not be a guess, or what it took while the engine was new.
+            is_near = not situation.rest_wait or rates[rest] > _NEAR * rates[best]
+            if is_near and self._num_steps >= situation.rest_due:
                 hopes[rest] = np.inf
             chosen = self._trials.begin(situation, rates, hopes, seconds, best)
             situation.trial = int(places[chosen]) if chosen != best else None
@@ -371,6 +375,8 @@ class Controller:
         self._usual_size += (1 - (1 - _NEW_SIZE) ** len(num_tokens)) * (len(slots) - self._usual_size)
         self._trials.elapse(sum(seconds))
         self._unmeasured += len(seconds)
+        before = self._settled if kind.decision.option == self._option else 0
+        self._option, self._settled = kind.decision.option, before + len(num_tokens)
         if not kind.reading and (not seconds or (self._is_measured and self._unmeasured < _MEASURE_EVERY)):
             return
         had = ((kind.drafted > 0) & num_tokens.any(axis=0))[is_known]  # placeholders cost as much as real draft tokens
@@ -383,10 +389,10 @@ class Controller:
             starting = starting[starting >= 0]
             self._start_s[starting] += reading_s / max(len(starting), 1)
         if seconds and self._is_measured and not kind.reading:
-            seconds = [sorted(seconds)[len(seconds) // 2]]
+            seconds, before = [sorted(seconds)[len(seconds) // 2]], self._settled
         is_alike = kind.is_steady and not kind.reading and (kind.decision.option.num_tokens > 0) == had.any()
-        for each_s in seconds:
-            self._measure(place, slots, had, each_s, is_alike)
+        for number, each_s in enumerate(seconds, before):
+            self._measure(place, slots, had, each_s, is_alike and (had.any() or number >= _SETTLE))
 
     def _measure(self, place: int, slots: np.ndarray, drafted: np.ndarray, seconds: float, is_alike: bool) -> None:
         """Let the costs learn of a step.
@@ -407,7 +413,7 @@ class Controller:
         step = self._step(batch, place, drafted)
         self.costs.observe(step.kinds[0], step.features[0], seconds, place)
         if not self._num_tokens[place]:
-            self._rest_sizes.add(batch.place[0])
+            situation.rest_measured(self._num_steps)
         self._is_measured = self.costs.count(step.kinds[0]) > 2 * _MEASURE_EVERY and situation.trial is None
         situation.measured += place == situation.trial
 

@@ -14,6 +14,7 @@ TRIAL_STEPS = 4  # measured steps of a trial,
 _LONGEST_TRIAL = 16  # and steps after which it ends in any case: a draft may first have to read what it missed
 _BETWEEN = 4  # steps between two trials
 _PAUSE = 64  # and where the allowance is used up
+_REST_AGAIN, _REST_SELDOM = 64, 1024  # steps until one without drafts is measured again: twice as many each time
 _UNMEASURED = 2  # steps that a change costs: they verify what the option before has drafted
 _ALLOWANCE = 0.01  # share of the time that trials may cost, and probes as much
 _DEBT_STEPS = 20  # steps without drafts, more than which nobody may owe who is to try something
@@ -29,6 +30,14 @@ class Situation:
     trial: int | None = None  # The option that is tried; None: none is
     measured: int = 0  # Steps of the trial that were measured
     until: int = _BETWEEN  # Step at which the trial ends, or the next one may begin
+    rest_due: int = 0  # Step of all situations from which on one without drafts is to be measured again
+    rest_wait: int = 0  # Steps between two such; 0: none was measured
+
+    def rest_measured(self, step: int) -> None:
+        """Take note of a step without drafts that was measured, given how many there were in all situations."""
+        if step >= self.rest_due:
+            self.rest_wait = min(max(2 * self.rest_wait, _REST_AGAIN), _REST_SELDOM)
+            self.rest_due = step + self.rest_wait
 
 
 class Trials:

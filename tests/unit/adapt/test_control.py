@@ -324,12 +324,36 @@ def test_a_machine_whose_speed_changes_is_followed(num_steps, factor, batch, cha
         return lambda *step: cost(*step) * (factor if next(steps) < num_steps else 1.0)
 
     ratios = []
-    for seed in range(4):
+    for seed in range(8):
         engine = SimulatedEngine(cost=changing(noisy(with_dear_levels, seed)), start_s=0.0, seed=seed)
         engine.serve((1024, chance), requests=15 * batch, batch=batch)
         found = engine.serve((1024, chance), requests=30 * batch, batch=batch)
         ratios.append(found / best_fixed_of_steady_machine(chance, batch, seed))
-    assert np.median(ratios) > 0.97 and min(ratios) > 0.9, ratios
+    assert np.median(ratios) > 0.975 and sorted(ratios)[1] > 0.9, ratios
+
+
+@pytest.mark.parametrize(("batch", "chance"), [(1, 0.45), (1, 0.6), (4, 0.45), (4, 0.6)])
+def test_caches_that_drafts_have_emptied_are_not_believed(batch, chance):
+    """After drafts, four steps without take longer; the engine's first 40 steps, too. Catches: drafts that do not pay
+    for ever, since what rest takes was measured then, and is never tried again."""
+
+    def cold(cost):
+        steps, since_drafts = itertools.count(), [4]
+
+        def with_caches(num_reqs, context, drafted, levels):
+            since_drafts[0] = 0 if levels else since_drafts[0] + 1
+            factor = 1.5 if next(steps) < 40 else 1.0
+            return cost(num_reqs, context, drafted, levels) * factor * (1.25 if 0 < since_drafts[0] <= 4 else 1.0)
+
+        return with_caches
+
+    ratios = []
+    for seed in range(8):
+        engine = SimulatedEngine(cost=cold(noisy(with_dear_levels, seed)), start_s=0.0, seed=seed)
+        engine.serve((1024, chance), requests=5 * batch, batch=batch)
+        found = engine.serve((1024, chance), requests=10 * batch, batch=batch)
+        ratios.append(found / best_fixed_of_steady_machine(chance, batch, seed))
+    assert np.median(ratios) > 0.96 and sorted(ratios)[1] > 0.9, ratios
 
 
 def test_a_tree_is_chosen_where_it_gains_more():
