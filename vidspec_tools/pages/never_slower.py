@@ -91,7 +91,7 @@ def summary(cells: list[Row]) -> str:
     ):
         found = sorted((figure(cell), name(cell)) for cell in cells)
         num_slow = sum(round(value, 2) < LEAST for value, _ in found)
-        errors = {name(cell): cell["rows"][1].get("speedup_error", 0.0) for cell in cells}
+        errors = {name(cell): cell["rows"][1].get("speedup_error", 1.0) for cell in cells}
         num_sure = sum(value + errors[words] < LEAST for value, words in found)
         lowest = "; ".join(f"{value:.2f} ({words})" for value, words in found[:LOWEST])
         middle = found[len(found) // 2][0]
