@@ -171,8 +171,9 @@ class Controller:
         everyone = np.repeat(self._num_tokens[:, None] > 0, len(batch.slots), axis=1)
         seconds = self._steps(batch, places, everyone).seconds
         lengths = np.where(self._is_prefix, chains[np.where(self._is_prefix, self._num_tokens, 0)], tree)
-        answers_s = known.answer_tokens / (1 + lengths) * seconds + len(batch.slots) * known.start_s
         rest = self._places[REST]
+        seconds = np.maximum(seconds, seconds[rest])
+        answers_s = known.answer_tokens / (1 + lengths) * seconds + len(batch.slots) * known.start_s
         alone_s = known.answer_tokens * seconds[rest]
         answers_s[rest] = np.inf
         best = int(answers_s.argmin())
@@ -193,7 +194,7 @@ class Controller:
             return self._decision
         is_alike = limit == self._limit and _FEW * len(self._chosen_for.symmetric_difference(req_ids)) < len(req_ids)
         if req_ids != self._last[0]:
-            self._take(req_ids)
+            self._last = list(req_ids), self._slots_of(req_ids)
             if is_alike and self._left > 0:
                 self._left = min(self._left, _FOLLOW)
                 slots = self._last_slots()
@@ -208,9 +209,6 @@ class Controller:
         if self._decided(*self._choose(self._last_slots(), most)) is not before:
             self._left = self._wait = _DECIDE_FIRST if self._left > 1 else 1
         return self._decision
-
-    def _take(self, req_ids: list[str]) -> None:
-        self._last = list(req_ids), self._slots_of(req_ids)
 
     def _last_slots(self) -> np.ndarray:
         return self._last[1][self._last[1] >= 0]
@@ -243,11 +241,13 @@ class Controller:
         both = np.concatenate((everyone, everyone & self._paying(batch, places, lengths, situation)))
         steps = self._steps(batch, np.tile(places, 2), both)
         num_tokens = len(slots) + (np.tile(lengths, (2, 1)) * both).sum(axis=1)
-        rates = np.where(both.any(axis=1), num_tokens / steps.seconds, 0.0)
-        rates[rest] = len(slots) / steps.seconds[rest]
+        # No step with drafts is faster than one without.
+        seconds = np.maximum(steps.seconds, steps.seconds[rest])
+        rates = np.where(both.any(axis=1), num_tokens / seconds, 0.0)
+        rates[rest] = len(slots) / seconds[rest]
         num = len(places)
         rows = np.arange(num) + num * (rates[num:] > _MARGIN * rates[:num])
-        rates, seconds, drafted = rates[rows], steps.seconds[rows], both[rows]
+        rates, seconds, drafted = rates[rows], seconds[rows], both[rows]
         self._trials.step_s = float(seconds[rest])
 
         favour = np.where(places == situation.in_use, _MARGIN, 1.0)
@@ -263,7 +263,6 @@ class Controller:
         if self._trials.is_due(situation):
             hoped = self._lengths(slots, places, int(self._num_tokens[places[best]]))
             doubt = self.costs.doubt([steps.kinds[row] for row in rows.tolist()], steps.features[rows], best)
-            # No step with drafts is faster than one without.
             fastest = np.where(places == places[rest], 0.0, seconds[rest])
             hopes = (len(slots) + (hoped * drafted).sum(axis=1)) / np.maximum(seconds / (1 + doubt), fastest)
             hopes *= rates > 0
