@@ -391,7 +391,7 @@ class Controller:
             seconds, before = [sorted(seconds)[len(seconds) // 2]], self._settled
         is_alike = kind.is_steady and not kind.reading and (kind.decision.option.num_tokens > 0) == had.any()
         for number, each_s in enumerate(seconds, before):
-            self._measure(place, slots, had, each_s, is_alike and (had.any() or number >= _SETTLE))
+            self._measure(place, slots, had, each_s, bool(is_alike and (had.any() or number >= _SETTLE)))
 
     def _measure(self, place: int, slots: np.ndarray, drafted: np.ndarray, seconds: float, is_alike: bool) -> None:
         """Let the costs learn of a step.
