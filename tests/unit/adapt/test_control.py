@@ -356,6 +356,21 @@ def test_caches_that_drafts_have_emptied_are_not_believed(batch, chance):
     assert np.median(ratios) > 0.96 and sorted(ratios)[1] > 0.9, ratios
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_step_with_drafts_is_not_taken_for_the_faster_one(batch):
+    """The first 60 steps without drafts are slow, beside other work, and no draft is ever accepted. Catches: drafts that
+    cannot gain, in use because a step with them is believed to be faster."""
+    steps = itertools.count()
+
+    def slow_at_rest(num_reqs, context, drafted, levels):
+        return with_dear_levels(num_reqs, context, drafted, levels) * (5 if not levels and next(steps) < 60 else 1)
+
+    engine = SimulatedEngine(cost=slow_at_rest, start_s=0.0)
+    engine.serve((1024, 0.0), batch=batch, requests=6 * batch)
+    drafting = [decision.option.num_tokens > 0 for decision in engine.decisions[100:]]
+    assert sum(drafting) < 0.1 * len(drafting), sum(drafting) / len(drafting)
+
+
 def test_a_tree_is_chosen_where_it_gains_more():
     """`draft_shape: auto`: catches a tree's acceptance that is never tried, or taken for a chain's."""
     tree = Option("tree-static", 25, 5, False)
