@@ -358,7 +358,7 @@ def test_caches_that_drafts_have_emptied_are_not_believed(batch, chance):
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_step_with_drafts_is_not_taken_for_the_faster_one(batch):
-    """The first 60 steps without drafts are slow, beside other work, and no draft is ever accepted. Catches: drafts that
+    """The first 60 steps without drafts are slow, beside other work, and no draft is accepted. Catches: drafts that
     cannot gain, in use because a step with them is believed to be faster."""
     steps = itertools.count()
 
