@@ -32,6 +32,7 @@ logger = init_logger("vllm.vidspec")
 _WAY = "_vidspec_way"
 _SAVE_EVERY = 64  # requests between two saves
 LIMIT, SHAPE = HERE = ("num_speculative_tokens", "draft_shape")  # knobs that are changed here and not in the workers
+_UNDER_WAY = 16  # steps at the same time, at most: pipeline stages
 _POLL_S = 0.2  # between two readings of the worker's counters
 
 
@@ -56,7 +57,7 @@ class SchedulerSide:
         self._is_alone = vllm_config.parallel_config.data_parallel_size == 1
         self._control = self._controlled(config) if config.adaptive_tokens and self._is_alone else None
         self._limit: int | None = None  # what an operator has set
-        self.has_drafts = True  # whether the last step that was planned drafts anything
+        self._num_undrafted = 0  # steps since one was planned that drafts anything
         self._breaker = _Breaker(config, self._file) if self._is_alone and self._file is not None else None
         self._publish()
 
@@ -73,8 +74,14 @@ class SchedulerSide:
     def plan(self, scheduler_output: Any) -> Decision | None:
         """Return what a step drafts; None where vLLM's table says it."""
         decision = None if self._control is None else self._control.plan(scheduler_output, self._most_now)
-        self.has_drafts = decision is None or decision.option.num_tokens > 0
+        drafts = decision is None or decision.option.num_tokens > 0
+        self._num_undrafted = 0 if drafts else self._num_undrafted + 1
         return decision
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether any step that may be under way, or has just ended, drafts anything."""
+        return self._num_undrafted <= _UNDER_WAY
 
     def observe(self, scheduler_output: Any, output: Any) -> None:
         """Take in the output of a step."""

@@ -122,7 +122,10 @@ def test_workers_are_asked_for_drafts_where_there_are_any(most, world):
     it, asked = world(adaptive_tokens=True), []
     it.retune(num_speculative_tokens=most)
     it.scheduler._vidspec_side = it.side
-    it.side.plan(SimpleNamespace(num_scheduled_tokens={"a": 1}, finished_req_ids=set(), scheduled_new_reqs=[]))
+    step = SimpleNamespace(num_scheduled_tokens={"a": 1}, finished_req_ids=set(), scheduled_new_reqs=[])
+    for _ in range(scheduling._UNDER_WAY + 1):
+        assert it.side.has_drafts, "of a step that may be under way"
+        it.side.plan(step)
     compat._Patches.post_step(
         lambda core, executed: asked.append(executed), SimpleNamespace(scheduler=it.scheduler), True
     )

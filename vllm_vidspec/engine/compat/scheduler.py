@@ -44,7 +44,7 @@ def hook_scheduler(attach: Callable) -> None:
 
     `attach`, of the scheduler and the VllmConfig, returns what has `add(request)`, called before a new request is
     queued, `is_shown(request)` when it is first scheduled, `plan(scheduler_output)` before the scheduler goes on from a
-    step's plan, which returns the `Decision` of what is drafted, `has_drafts`, whether that is anything,
+    step's plan, which returns the `Decision` of what is drafted, `has_drafts`, whether that was anything lately,
     `observe(scheduler_output, output)` after each step, `close()`, and `retuned(knobs)`, entered around the workers'
     change of what it yields.
     """
