@@ -85,15 +85,11 @@ def whole_s(cell: Row, row: Row) -> float:
 def summary(cells: list[Row]) -> str:
     """Return which cells are slower than they should be."""
     lines = [f"Measured are {len(cells)} of 96 cells."]
-    for what, figure in (
-        ("vanilla", over_vanilla),
-        ("the best fixed number", over_best),
-    ):
-        found = sorted((figure(cell), name(cell)) for cell in cells)
-        num_slow = sum(round(value, 2) < LEAST for value, _ in found)
-        errors = {name(cell): cell["rows"][1].get("speedup_error", 1.0) for cell in cells}
-        num_sure = sum(value + errors[words] < LEAST for value, words in found)
-        lowest = "; ".join(f"{value:.2f} ({words})" for value, words in found[:LOWEST])
+    for what, figure in (("vanilla", over_vanilla), ("the best fixed number", over_best)):
+        found = sorted((figure(cell), name(cell), cell["rows"][1].get("speedup_error", 1.0)) for cell in cells)
+        num_slow = sum(round(value, 2) < LEAST for value, _, _ in found)
+        num_sure = sum(value + error < LEAST for value, _, error in found)
+        lowest = "; ".join(f"{value:.2f} ({words})" for value, words, _ in found[:LOWEST])
         middle = found[len(found) // 2][0]
         slow = f"under {LEAST} in {num_slow} of {len(found)}, in {num_sure} by more than the rounds' chance"
         lines.append(f"Over {what}: median {middle:.2f}; {slow}; lowest {lowest}.")

@@ -113,11 +113,11 @@ class VidSpecModelRunner(GPUModelRunner):
 
     def add_requests(self, scheduler_output) -> None:
         super().add_requests(scheduler_output)
+        for request in scheduler_output.scheduled_new_reqs:
+            found = self._new_request(request)
+            self.counters.begin_request(found)
+            self.requests.add(found)
         if scheduler_output.scheduled_new_reqs:
-            for request in scheduler_output.scheduled_new_reqs:
-                found = self._new_request(request)
-                self.counters.begin_request(found)
-                self.requests.add(found)
             self._publish_active()
 
     def _new_request(self, request: Any) -> NewRequest:
