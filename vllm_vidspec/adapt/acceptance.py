@@ -11,7 +11,7 @@ _OWN = 10.0  # verified tokens of a request that weigh as much as the estimate o
 _CLASS = 8.0  # verified tokens of a class at one position that weigh as much as its mean over positions
 _HALF_LIFE = 256.0  # verify steps of a class after which they count half
 _REQUEST_DECAY = 0.98  # of a request's verified tokens, a step
-_FORGOTTEN = 24.0  # verified tokens that `forget` leaves of a class
+_FORGOTTEN = 12.0  # verified tokens that `forget` leaves of a class
 _MOST_CLASSES = 128
 
 

@@ -29,7 +29,7 @@ _GAIN_HOLDS = 16  # steps for which what a class gains is not asked again
 _STICKY = 1.25  # by how much a request's drafts must be worth more than they cost until it changes what it gets
 _MARGIN = 1.02  # an option must be so much faster than rest or the one in use, drafting for some than for all
 _LEAST_KNOWN = 6.0  # verify steps of a class before it may rest
-_PROBE_STEPS = 8  # verify steps of a request of a resting class that is drafted for nevertheless
+_PROBE_STEPS = 12  # verify steps of a request of a resting class that is drafted for nevertheless
 _PROBE_EVERY = 8  # requests of a resting class between two probes, at least
 _SETTLE = 4  # first steps without drafts after others: the caches have lost what they need
 _NEAR = 0.6  # of the best rate: a rate without drafts that is lower is not measured again
@@ -121,8 +121,7 @@ class Controller:
         self.learn()
 
     def _end(self, req_id: str) -> None:
-        slot = self._slots.pop(req_id)
-        self._free.append(slot)
+        self._free.append(slot := self._slots.pop(req_id))
         known = self.classes[self.acceptance.classes[slot]]
         known.learn(int(self._tokens[slot]), float(self._start_s[slot]))
         self.ended.append(Ended(known.label, int(self._verify_steps[slot]), int(self._verify_tokens[slot])))
@@ -154,6 +153,7 @@ class Controller:
             if known.since_probe < _PROBE_EVERY or not self._trials.owe(cost_s, "probes"):
                 return False
             known.since_probe, self._probe_left[slot] = 0, _PROBE_STEPS
+            self.acceptance.forget(index)
             return True
         if known.rests or known.gain < 1.0:  # it changes
             known.rests, known.since_probe, known.gain_at = not known.rests, 0, -1
@@ -174,11 +174,10 @@ class Controller:
         rest = self._places[REST]
         seconds = np.maximum(seconds, seconds[rest])
         answers_s = known.answer_tokens / (1 + lengths) * seconds + len(batch.slots) * known.start_s
-        alone_s = known.answer_tokens * seconds[rest]
         answers_s[rest] = np.inf
         best = int(answers_s.argmin())
         of_one = self._step(batch, best, np.arange(len(batch.slots)) == 0).seconds[0]
-        return float(alone_s / answers_s[best]), float(max(0.0, of_one - seconds[rest]))
+        return float(known.answer_tokens * seconds[rest] / answers_s[best]), float(max(0.0, of_one - seconds[rest]))
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -257,6 +256,7 @@ class Controller:
         is_probed = (self._probe_left[slots] > 0) & self._may_draft[slots]
         if best == rest and is_probed.any() and len(places) > 1:
             rates[rest] = 0.0
+            rates[places == self._places[self._decision.option]] *= _STICKY  # a few steps of one teach more
             self._left = min(self._left, int(self._probe_left[slots[is_probed]].min()))
             return self.options[places[rates.argmax()]], is_probed
         chosen = best
@@ -413,7 +413,8 @@ class Controller:
         self.costs.observe(step.kinds[0], step.features[0], seconds, place)
         if not self._num_tokens[place]:
             situation.rest_measured(self._num_steps)
-        self._is_measured = self.costs.count(step.kinds[0]) > 2 * _MEASURE_EVERY and situation.trial is None
+        is_tried = situation.trial is not None or bool(self._probe_left[slots].any())
+        self._is_measured = self.costs.count(step.kinds[0]) > 2 * _MEASURE_EVERY and not is_tried
         situation.measured += place == situation.trial
 
     # ---- what a step takes -----------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ _OWN_STEPS = 8  # measured steps of an option after another's that tell its own 
 _SPEED = 0.1  # share of a step in the machine's speed
 _LEAST = 0.1  # of the fastest kind of step that was measured: no step is predicted to take less
 _NEW = 0.05  # share of a new step in the means of its kind, once it has many
+_OLD = 64  # steps of other kinds after which what comes of a kind counts more than what was
 _HALF_LIFE = 1024  # steps after which what was measured of a kind counts half
 
 
@@ -101,6 +102,8 @@ class StepCosts:
             expected_s = float(self.seconds([kind], x[None])[0])
             self._slowness *= (min(seconds, 2 * expected_s) / expected_s) ** _SPEED
         seconds /= self._slowness
+        if self._num_steps - record.seen > _OLD:
+            record.count = min(record.count, _COLD + _FIRST + 1)
         record.count, record.seen = record.count + 1, self._num_steps
         if record.count == _COLD + 1:
             record.first = []

@@ -17,7 +17,8 @@ _PAUSE = 64  # and where the allowance is used up
 _REST_AGAIN, _REST_SELDOM = 64, 1024  # steps until one without drafts is measured again: twice as many each time
 _UNMEASURED = 2  # steps that a change costs: they verify what the option before has drafted
 _ALLOWANCE = 0.01  # share of the time that trials may cost, and probes as much
-_DEBT_STEPS = 20  # steps without drafts, more than which nobody may owe who is to try something
+# Steps without drafts, more than which nobody may owe who is to try something.
+_DEBT_STEPS = {"trials": 20, "probes": 2}
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Trials:
 
     def __init__(self) -> None:
         self.step_s = 0.0
-        self._debt_s = dict.fromkeys(("trials", "probes"), 0.0)
+        self._debt_s = dict.fromkeys(_DEBT_STEPS, 0.0)
 
     def elapse(self, seconds: float) -> None:
         """Pay debts off with what has passed."""
@@ -58,7 +59,7 @@ class Trials:
 
     def owe(self, seconds: float, of: str = "trials") -> bool:
         """Add what a trial, or a probe, loses to what they owe; return False if that is too much already."""
-        if self._debt_s[of] > _DEBT_STEPS * self.step_s:
+        if self._debt_s[of] > _DEBT_STEPS[of] * self.step_s:
             return False
         self._debt_s[of] += seconds
         return True

@@ -236,13 +236,28 @@ def test_probes_save_nothing_up(batch):
     assert engine.serve((1024, 0.0), batch=batch, requests=200) > 0.975 * without
 
 
-@pytest.mark.parametrize(("num_visual", "batch"), [(256, 1), (4096, 1), (256, 16), (4096, 16)])
-def test_a_class_that_begins_to_pay_is_found_again(num_visual, batch):
+@pytest.mark.parametrize("start_s", [5e-3, 3e-2])
+@pytest.mark.parametrize("batch", [4, 16])
+def test_probes_come_one_by_one(batch, start_s):
+    """Some short answers of a hopeless class, after a long time without any, are 0.95 as fast as without drafts.
+    Catches: several probes at once, which are paid for later."""
+    without = SimulatedEngine(0, cost=like_a_small_pair).serve((1024, 0.0), batch=batch, requests=10 * batch, length=32)
+    engine = SimulatedEngine(cost=like_a_small_pair, start_s=start_s)
+    engine.serve((1024, 0.0), batch=batch, requests=40)
+    engine.serve((256, 0.95), batch=batch, requests=100 * batch)
+    assert engine.serve((1024, 0.0), batch=batch, requests=10 * batch, length=32) > 0.95 * without
+
+
+@pytest.mark.parametrize("cost", [memory_bound, like_a_small_pair])
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("num_visual", [256, 4096])
+def test_a_class_that_begins_to_pay_is_found_again(num_visual, batch, cost):
     """A better draft behind the same name: within 200 requests all are shown, and drafted for. Catches: probes that
-    are paid for as if all of a batch were drafted for, so that none of sixteen is ever probed."""
-    engine = SimulatedEngine()
+    are paid for as if all of a batch were drafted for, so that none of sixteen is ever probed; a class that remembers
+    all probes that failed."""
+    engine = SimulatedEngine(cost=cost)
     engine.serve((num_visual, 0.0), batch=batch, requests=100)
-    assert not engine.add(num_visual, 0.0, 1).shown
+    assert engine.controller.classes[0].rests
     engine.serve((num_visual, 0.95), batch=batch, requests=200)
     shown = engine.num_shown
     engine.serve((num_visual, 0.95), batch=batch, requests=20)
@@ -318,7 +333,7 @@ def over_best_fixed(changed: Callable, chance: float, batch: int, num_answers: i
     steps cost; so many answers of each slot of a batch come first, then twice as many that are measured.
     """
     ratios = []
-    for seed in range(8):
+    for seed in range(16):
         engine = SimulatedEngine(cost=changed(noisy(with_dear_levels, seed)), start_s=0.0, seed=seed)
         engine.serve((1024, chance), requests=num_answers * batch, batch=batch)
         found = engine.serve((1024, chance), requests=2 * num_answers * batch, batch=batch)
@@ -337,7 +352,7 @@ def test_a_machine_whose_speed_changes_is_followed(num_steps, factor, batch, cha
         return lambda *step: cost(*step) * (factor if next(steps) < num_steps else 1.0)
 
     ratios = over_best_fixed(changing, chance, batch, num_answers=15)
-    assert np.median(ratios) > 0.975 and sorted(ratios)[1] > 0.9, ratios
+    assert np.median(ratios) > 0.975 and sorted(ratios)[3] > 0.9, ratios
 
 
 @pytest.mark.parametrize(("batch", "chance"), [(1, 0.45), (1, 0.6), (4, 0.45), (4, 0.6)])
@@ -356,7 +371,7 @@ def test_caches_that_drafts_have_emptied_are_not_believed(batch, chance):
         return with_caches
 
     ratios = over_best_fixed(cold, chance, batch, num_answers=5)
-    assert np.median(ratios) > 0.96 and sorted(ratios)[1] > 0.9, ratios
+    assert np.median(ratios) > 0.96 and sorted(ratios)[3] > 0.9, ratios
 
 
 @pytest.mark.parametrize("batch", [1, 4])
