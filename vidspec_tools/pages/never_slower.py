@@ -1,5 +1,6 @@
 """Sections of docs/never-slower.md: the controller beside vanilla and fixed chains, a row a cell; mixed traffic."""
 
+import statistics
 from collections.abc import Callable, Iterable
 
 from vidspec_tools.pages import tables
@@ -9,6 +10,8 @@ NAME = "never-slower"
 AGAIN = "vanilla again"  # a second vanilla engine: what two engines that do the same differ by
 LEAST = 0.97  # of vanilla, or of the best fixed number: what no cell should be under
 LOWEST = 5  # cells that are named
+PAYS = 1.05  # over vanilla: what the best fixed number gains at least where drafts are said to pay
+LATER = 2.0, 0.03  # ms, or share of vanilla's: by how much a first token may be later where a class rests
 HEAD = (
     "video tokens", "draft", "batch", "target padded to", "best fixed over vanilla", "controller over vanilla",
     "over best fixed", "first answer", "time to first token, cached", "cold", "whole answers over vanilla",
@@ -36,7 +39,7 @@ def line(cell: Row) -> list[str]:
         f"{best:.2f} ({its_name})",
         f"{over_vanilla(cell):.2f}" + (f" ± {ours['speedup_error']:.2f}" if "speedup_error" in ours else ""),
         *(f"{value:.2f}" for value in (over_best(cell), ours["speedup_first"])),
-        f"{ours['ttft_more_ms']:+.1f} of {vanilla['ttft_ms']:.0f} ms" if is_cached else "-",
+        f"{later_ms(cell):+.1f} of {vanilla['ttft_ms']:.0f} ms" if is_cached else "-",
         f"{ours[cold] - vanilla[cold]:+.0f} of {vanilla[cold]:.0f} ms",
         f"{whole_s(cell, vanilla) / whole_s(cell, ours):.2f}",
         f"{min(whole_s(cell, row) for row in (vanilla, *chains(cell))) / whole_s(cell, ours):.2f}",
@@ -77,6 +80,17 @@ def over_best(cell: Row) -> float:
     return over_vanilla(cell) / best_fixed(cell)[0]
 
 
+def later_ms(cell: Row) -> float:
+    """Return by how much the controller's first tokens are later than those of both vanilla engines, at the mean."""
+    again = [row["ttft_more_ms"] for row in cell["rows"] if row["engine"] == AGAIN]
+    return cell["rows"][1]["ttft_more_ms"] - statistics.mean([0.0, *again])
+
+
+def rests(cell: Row) -> bool:
+    """Return whether nothing was drafted in the last round."""
+    return not cell["rows"][1]["verify_steps_last"]
+
+
 def whole_s(cell: Row, row: Row) -> float:
     """Return the seconds of a round's answers, from the request on."""
     return 1e-3 * row["ttft_ms"] + (cell["max_tokens"] - 1) * cell["batch"] / row["tokens_per_s"]
@@ -93,8 +107,43 @@ def summary(cells: list[Row]) -> str:
         middle = found[len(found) // 2][0]
         slow = f"under {LEAST} in {num_slow} of {len(found)}, in {num_sure} by more than the rounds' chance"
         lines.append(f"Over {what}: median {middle:.2f}; {slow}; lowest {lowest}.")
+    resting, drafting = [cell for cell in cells if rests(cell)], [cell for cell in cells if not rests(cell)]
+    paying = [cell for cell in drafting if best_fixed(cell)[0] >= PAYS]
+    hardly = [cell for cell in drafting if best_fixed(cell)[0] < PAYS]
+    for words, those, figure, of in (
+        ("Where nothing is drafted in the last round", resting, over_vanilla, "vanilla"),
+        (f"Where it drafts and the best fixed number gains less than {PAYS - 1:.0%}", hardly, over_vanilla, "vanilla"),
+        ("Where it drafts and that gains more", paying, over_best, "the best fixed number"),
+        ("The same", paying, over_vanilla, "vanilla"),
+        ("Very first answers of a length, where nothing is drafted later", resting, first_answer, "vanilla"),
+    ):
+        if those:
+            lines.append(f"{words} ({len(those)} cells): {spread([figure(cell) for cell in those])} of {of}.")
+    again = [value for cell in cells if (value := second_vanilla(cell)) is not None]
+    if again:
+        lines.append(f"A second vanilla: {spread(again)} of the first.")
+    late = [cell for cell in resting if later_ms(cell) > max(LATER[0], LATER[1] * cell["rows"][0]["ttft_ms"])]
+    lines.append(
+        f"First tokens at rest (cached prompts): within {LATER[0]:g} ms or {LATER[1]:.0%} in "
+        f"{len(resting) - len(late)} of {len(resting)} cells; the others: "
+        + (
+            "; ".join(f"{later_ms(cell):+.1f} of {cell['rows'][0]['ttft_ms']:.0f} ms ({name(cell)})" for cell in late)
+            or "none"
+        )
+        + "."
+    )
     identical = min(row["identical_frac"] for cell in cells for row in cell["rows"])
     return "\n".join(f"- {line}" for line in (*lines, f"Answers identical to vanilla's: {100 * identical:g} %."))
+
+
+def first_answer(cell: Row) -> float:
+    """Return the decode speed over vanilla's of the very first answer of a length."""
+    return cell["rows"][1]["speedup_first"]
+
+
+def spread(values: list[float]) -> str:
+    """Return the least, the most and the median of them."""
+    return f"{min(values):.2f} to {max(values):.2f}, {statistics.median(values):.2f} at the median,"
 
 
 def name(cell: Row) -> str:

@@ -28,7 +28,7 @@ _TOGETHER = 64  # steps that are taken in together, at most: a step's work evict
 _GAIN_HOLDS = 16  # steps for which what a class gains is not asked again
 _STICKY = 1.25  # by how much a request's drafts must be worth more than they cost until it changes what it gets
 _MARGIN = 1.02  # an option must be so much faster than rest or the one in use, drafting for some than for all
-_LEAST_KNOWN = 6.0  # verify steps of a class before it may rest
+_LEAST_KNOWN = 3.0  # verify steps of a class before it may rest
 _PROBE_STEPS = 12  # verify steps of a request of a resting class that is drafted for nevertheless
 _PROBE_EVERY = 8  # requests of a resting class between two probes, at least
 _SETTLE = 4  # first steps without drafts after others: the caches have lost what they need
@@ -260,13 +260,13 @@ class Controller:
             self._left = min(self._left, int(self._probe_left[slots[is_probed]].min()))
             return self.options[places[rates.argmax()]], is_probed
         chosen = best
-        if self._trials.is_due(situation):
+        # What all else is compared with must not be a guess, or what it took while the engine was new.
+        if self._trials.is_due(situation) and (situation.rest_wait or best != rest):
             hoped = self._lengths(slots, places, int(self._num_tokens[places[best]]))
             doubt = self.costs.doubt([steps.kinds[row] for row in rows.tolist()], steps.features[rows], best)
             fastest = np.where(places == places[rest], 0.0, seconds[rest])
             hopes = (len(slots) + (hoped * drafted).sum(axis=1)) / np.maximum(seconds / (1 + doubt), fastest)
             hopes *= rates > 0
-            # What all else is compared with must not be a guess, or what it took while the engine was new.
             is_near = not situation.rest_wait or rates[rest] > _NEAR * rates[best]
             if is_near and self._num_steps >= situation.rest_due:
                 hopes[rest] = np.inf
