@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.engine import harness
 from tests.engine.harness import QWEN
@@ -81,3 +82,20 @@ def test_overheads_find_all_the_parts_that_they_name(monkeypatch):
             watched.unwrap()
     labels = {label for _, parts in watched.verifies for label in parts}
     assert {"guidance", "scoring", "the rest", "tree building"} <= labels
+
+
+def test_hooks_can_be_taken_out_of_a_resting_engine(monkeypatch):
+    """Catches: a hook that was renamed, and that benchmarks/bench_rest.py would leave where it is."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    bench = load("benchmarks/bench_rest.py")
+    prompts = [prompt for prompt, *_ in harness.videos(QWEN, 2)]
+    sampling = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+    with harness.engine(QWEN, "draft", adaptive_tokens=True) as engine:
+        bench.never_shown(engine)
+        outputs, counted = engine.measured([(prompt, sampling) for prompt in prompts])
+        hooks = bench.Hooks(engine)
+        times, answers = bench.answer(engine.llm.llm_engine, hooks, prompts, SamplingParams(**sampling))
+        hooks.switch(True)
+    assert answers == [list(output.outputs[0].token_ids) for output in outputs] and not counted["drafts"]
+    assert len(times[True]) > 8 and len(times[False]) > 8
+    assert len(hooks.names) == 4 + len(bench.OF_RUNNER)

@@ -17,6 +17,7 @@ HEAD = (
     "over best fixed", "first answer", "time to first token, cached", "cold", "whole answers over vanilla",
     "whole over best fixed", "tokens per verify step", "a second vanilla over vanilla",
 )  # fmt: skip
+REST = "{batch} | {with_ms:.3f} ms | {without_ms:.3f} ms | {ratio:.3f}"
 MIXED = "{engine} | {good_beside_hopeless:.2f} | {good_beside_good:.2f} | {tokens_per_s:.2f}"
 
 
@@ -162,4 +163,5 @@ def sections() -> dict[str, Callable[[], str]]:
         "cells": lambda: table(found["cells"]),
         "cells-summary": lambda: summary(found["cells"]),
         "mixed": lambda: tables.table(head, MIXED, found["mixed"]["rows"]),
+        "rest": lambda: tables.table("requests | with our hooks | without | ratio", REST, read("rest")["rows"]),
     }

@@ -238,8 +238,8 @@ class Controller:
         # For all that may be drafted for, or for those alone whose drafts pay: what one costs is known less well.
         everyone = self._may_draft[slots] & (self._num_tokens[places] > 0)[:, None]
         both = np.concatenate((everyone, everyone & self._paying(batch, places, lengths, situation)))
-        steps = self._steps(batch, np.tile(places, 2), both)
-        num_tokens = len(slots) + (np.tile(lengths, (2, 1)) * both).sum(axis=1)
+        steps = self._steps(batch, np.concatenate((places, places)), both)
+        num_tokens = len(slots) + (np.concatenate((lengths, lengths)) * both).sum(axis=1)
         # No step with drafts is faster than one without.
         seconds = np.maximum(steps.seconds, steps.seconds[rest])
         rates = np.where(both.any(axis=1), num_tokens / seconds, 0.0)
@@ -352,10 +352,10 @@ class Controller:
         """Learn what was accepted, given steps of chains or of trees: their kind, `[n]` slots, `[s, n]` tokens."""
         if not steps:
             return
-        slots = np.concatenate([np.tile(slots, len(those)) for _, slots, those, _ in steps])
+        slots = np.concatenate([each for _, slots, those, _ in steps for each in [slots] * len(those)])
         tokens = np.concatenate([those.ravel() for _, _, those, _ in steps])
         # Placeholders are no draft tokens.
-        drafted = np.concatenate([np.tile(kind.drafted * kind.is_real, len(those)) for kind, _, those, _ in steps])
+        drafted = np.concatenate([each for k, _, those, _ in steps for each in [k.drafted * k.is_real] * len(those)])
         is_verified, num_slots = (slots >= 0) & (drafted > 0) & (tokens > 0), len(self._tokens)
         self._tokens += np.bincount(slots + 1, tokens, num_slots + 1)[1:].astype(np.int64)
         if not is_verified.any():
