@@ -50,16 +50,14 @@ class Hooks:
         self._spec = self._runner.speculator, self._runner.num_speculative_steps
         of_vllm = [(owner, name) for owner in (Scheduler, AsyncScheduler, EngineCore) for name in OF_VLLM]
         of_vllm = [(owner, name) for owner, name in of_vllm if hasattr(vars(owner).get(name), MARK)]
-        of_runner, ours = GPUModelRunner, VidSpecModelRunner
-        self._methods = [(owner, name, vars(owner)[name], getattr(vars(owner)[name], MARK)) for owner, name in of_vllm]
-        self._methods += [(ours, name, vars(ours)[name], getattr(of_runner, name)) for name in OF_RUNNER]
-
-    @property
-    def names(self) -> list[str]:
-        return [name for _, name, _, _ in self._methods]
+        # Whose each is, what it is called, ours and vLLM's.
+        self.methods = [(owner, name, vars(owner)[name], getattr(vars(owner)[name], MARK)) for owner, name in of_vllm]
+        for name in OF_RUNNER:
+            ours, its = vars(VidSpecModelRunner)[name], getattr(GPUModelRunner, name)
+            self.methods.append((VidSpecModelRunner, name, ours, its))
 
     def switch(self, on: bool) -> None:
-        for owner, name, ours, its in self._methods:
+        for owner, name, ours, its in self.methods:
             setattr(owner, name, ours if on else its)
         self._runner.speculator, self._runner.num_speculative_steps = self._spec if on else (None, 0)
         self._core.check_for_draft_tokens = on

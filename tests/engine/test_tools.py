@@ -98,4 +98,4 @@ def test_hooks_can_be_taken_out_of_a_resting_engine(monkeypatch):
         hooks.switch(True)
     assert answers == [list(output.outputs[0].token_ids) for output in outputs] and not counted["drafts"]
     assert len(times[True]) > 8 and len(times[False]) > 8
-    assert len(hooks.names) == 4 + len(bench.OF_RUNNER)
+    assert len(hooks.methods) == 4 + len(bench.OF_RUNNER)

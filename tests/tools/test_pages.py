@@ -54,6 +54,10 @@ def test_what_is_between_other_markers_stays():
     assert tables.written(page, {"x": lambda: "new"}) == page.replace("old", "new")
 
 
+def test_an_empty_section_is_filled():
+    assert tables.written("<!-- x -->\n<!-- /x -->\n", {"x": lambda: "new"}) == "<!-- x -->\nnew\n<!-- /x -->\n"
+
+
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ def table(cells: Iterable[Row]) -> str:
 def line(cell: Row) -> list[str]:
     """Return a cell as a row of the table."""
     vanilla, ours, *_ = cell["rows"]
-    (best, its_name), again = best_fixed(cell), second_vanilla(cell)
+    (best, its_name), second = best_fixed(cell), second_vanilla(cell)
     steps, is_cached = ours["verify_steps_last"], "cold_ttft_ms" in ours
     cold = "cold_ttft_ms" if is_cached else "ttft_ms"
     return [
@@ -39,13 +39,13 @@ def line(cell: Row) -> list[str]:
         f"{cell['pads']:g} drafts" if cell["pads"] else "-",
         f"{best:.2f} ({its_name})",
         f"{over_vanilla(cell):.2f}" + (f" ± {ours['speedup_error']:.2f}" if "speedup_error" in ours else ""),
-        *(f"{value:.2f}" for value in (over_best(cell), ours["speedup_first"])),
+        *(f"{value:.2f}" for value in (over_best(cell), first_answer(cell))),
         f"{later_ms(cell):+.1f} of {vanilla['ttft_ms']:.0f} ms" if is_cached else "-",
         f"{ours[cold] - vanilla[cold]:+.0f} of {vanilla[cold]:.0f} ms",
         f"{whole_s(cell, vanilla) / whole_s(cell, ours):.2f}",
         f"{min(whole_s(cell, row) for row in (vanilla, *chains(cell))) / whole_s(cell, ours):.2f}",
         f"{1 + ours['accepted_last'] / steps:.2f}" if steps else "rests",
-        "-" if again is None else f"{again:.2f}",
+        "-" if second is None else f"{second:.2f}",
     ]
 
 
@@ -54,15 +54,21 @@ def chains(cell: Row) -> list[Row]:
     return [row for row in cell["rows"][2:] if row["engine"] != AGAIN]
 
 
+def again(cell: Row) -> Row | None:
+    """Return the second vanilla engine's row, None where there is but one engine."""
+    return next((row for row in cell["rows"] if row["engine"] == AGAIN), None)
+
+
 def second_vanilla(cell: Row) -> float | None:
     """Return a second vanilla engine's decode speed over the first's, None where there is but one."""
-    return next((row["speedup"] for row in cell["rows"] if row["engine"] == AGAIN), None)
+    row = again(cell)
+    return None if row is None else row["speedup"]
 
 
 def vanilla_speed(cell: Row) -> float:
     """Return the decode speed that others are compared with, the mean of two vanilla engines', over the first's."""
-    again = second_vanilla(cell)
-    return 1.0 if again is None else (1 + again) / 2
+    speed = second_vanilla(cell)
+    return 1.0 if speed is None else (1 + speed) / 2
 
 
 def over_vanilla(cell: Row) -> float:
@@ -83,8 +89,8 @@ def over_best(cell: Row) -> float:
 
 def later_ms(cell: Row) -> float:
     """Return by how much the controller's first tokens are later than those of both vanilla engines, at the mean."""
-    again = [row["ttft_more_ms"] for row in cell["rows"] if row["engine"] == AGAIN]
-    return cell["rows"][1]["ttft_more_ms"] - statistics.mean([0.0, *again])
+    row = again(cell)
+    return cell["rows"][1]["ttft_more_ms"] - (0.0 if row is None else row["ttft_more_ms"] / 2)
 
 
 def rests(cell: Row) -> bool:
@@ -113,26 +119,25 @@ def summary(cells: list[Row]) -> str:
     hardly = [cell for cell in drafting if best_fixed(cell)[0] < PAYS]
     for words, those, figure, of in (
         ("Where nothing is drafted in the last round", resting, over_vanilla, "vanilla"),
-        (f"Where it drafts and the best fixed number gains less than {PAYS - 1:.0%}", hardly, over_vanilla, "vanilla"),
+        (
+            f"Where it drafts and the best fixed number gains less than {100 * (PAYS - 1):.0f} %",
+            hardly,
+            over_vanilla,
+            "vanilla",
+        ),
         ("Where it drafts and that gains more", paying, over_best, "the best fixed number"),
         ("The same", paying, over_vanilla, "vanilla"),
         ("Very first answers of a length, where nothing is drafted later", resting, first_answer, "vanilla"),
     ):
         if those:
             lines.append(f"{words} ({len(those)} cells): {spread([figure(cell) for cell in those])} of {of}.")
-    again = [value for cell in cells if (value := second_vanilla(cell)) is not None]
-    if again:
-        lines.append(f"A second vanilla: {spread(again)} of the first.")
+    seconds = [value for cell in cells if (value := second_vanilla(cell)) is not None]
+    if seconds:
+        lines.append(f"A second vanilla: {spread(seconds)} of the first.")
     late = [cell for cell in resting if later_ms(cell) > max(LATER[0], LATER[1] * cell["rows"][0]["ttft_ms"])]
-    lines.append(
-        f"First tokens at rest (cached prompts): within {LATER[0]:g} ms or {LATER[1]:.0%} in "
-        f"{len(resting) - len(late)} of {len(resting)} cells; the others: "
-        + (
-            "; ".join(f"{later_ms(cell):+.1f} of {cell['rows'][0]['ttft_ms']:.0f} ms ({name(cell)})" for cell in late)
-            or "none"
-        )
-        + "."
-    )
+    within = f"within {LATER[0]:g} ms or {100 * LATER[1]:g} % in {len(resting) - len(late)} of {len(resting)} cells"
+    others = [f"{later_ms(cell):+.1f} of {cell['rows'][0]['ttft_ms']:.0f} ms ({name(cell)})" for cell in late]
+    lines.append(f"First tokens at rest (cached prompts): {within}; the others: {'; '.join(others) or 'none'}.")
     identical = min(row["identical_frac"] for cell in cells for row in cell["rows"])
     return "\n".join(f"- {line}" for line in (*lines, f"Answers identical to vanilla's: {100 * identical:g} %."))
 

@@ -88,6 +88,8 @@ def written(page: str, sections: Mapping[str, Callable[[], str]]) -> str:
 
     def section(match: re.Match[str]) -> str:
         opening, name, old, closing = match.groups()
-        return opening + (sections[name]().strip() if name in sections else old) + closing
+        if name not in sections:
+            return match.group()
+        return opening + sections[name]().strip() + (closing if old else "\n" + closing)
 
-    return re.sub(r"(<!-- (\S+) -->\n+)(.*?)(\n+<!-- /\2 -->)", section, page, flags=re.DOTALL)
+    return re.sub(r"(<!-- (\S+) -->\n+)(.*?)(\n*<!-- /\2 -->)", section, page, flags=re.DOTALL)
