@@ -13,7 +13,8 @@ Every round asks about the same two videos, which are in the prefix cache: promp
 
     python benchmarks/bench_never_slower.py --mixed --keep 12
 
-Mixed traffic: half of 16 requests are about 256 video tokens, half about 4,096, where the bundled draft is hopeless.
+Mixed traffic: half of the requests are about 256 video tokens, half about 4,096, where the bundled draft is hopeless;
+16 of them at once, and 96 of which 16 run at a time.
 
     python benchmarks/bench_never_slower.py --decisions
 
@@ -28,7 +29,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +45,7 @@ from vidspec_tools.bench.acceptance import identical_frac
 from vidspec_tools.bench.methods import SEQUENTIAL
 from vidspec_tools.bench.session import BenchSession
 from vidspec_tools.bench.trials import VANILLA_VARIANT, Variant, Workload
-from vidspec_tools.pages.never_slower import AGAIN, line, table
+from vidspec_tools.pages.never_slower import AGAIN, line, mixed_table, table
 from vllm_vidspec import assets
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.engine.compat import scheduler as compat
@@ -58,6 +59,7 @@ DRAFTS = {"bundled": (FAMILY, "draft"), "far": (FAMILY, assets.FAR), "plain": (a
 CONTROLLER = "controller"
 WARM = 8  # an engine that takes its turn first answers the same for a part of so many, unmeasured
 LEARNING = 1  # rounds that are shown apart
+WAVES = 6  # of sixteen requests each, in mixed traffic
 HOPELESS = 0.8  # of vanilla's speed: a fixed chain that is slower in these rounds is not asked again
 
 
@@ -185,40 +187,57 @@ def started(
 def measure_mixed(
     benchmark: scaling.ScalingBenchmark, workload: Workload, engines: list[Variant]
 ) -> list[dict[str, Any]]:
-    """Let every engine answer rounds of eight hopeless and eight good requests, and of sixteen good ones.
-    `good_beside_hopeless` and `good_beside_good` are how much faster than vanilla's the same eight good answers
-    decode."""
+    """Let every engine answer rounds of eight hopeless and eight good requests, of sixteen good ones, and of many of
+    both kinds in turn, of which sixteen run at a time; return figures of each over vanilla's. The same eight good
+    answers are looked at beside hopeless ones and beside good ones.
+    """
     size, half = benchmark.batch_size, benchmark.batch_size // 2
-    mixed, good = [], []
     # The hopeless ones come first, as their prompts take long: the good ones then decode beside them.
     num_videos = [benchmark.num_videos] * half + [1] * size
     num = len(num_videos)
+    hopeless, neighbours, good = range(half), range(half, size), range(size, num)
+    asked = {
+        "mixed": (*hopeless, *good),
+        "good": (*neighbours, *good),
+        "traffic": [place for pair in zip(hopeless, good, strict=True) for place in pair] * WAVES,
+    }
+    answered: dict[str, list[list[dict[str, Any] | None]]] = {name: [] for name in asked}
     num_kept = num if benchmark.kept_requests else 0
     with started(benchmark, workload, engines, num_videos * (1 if num_kept else benchmark.rounds)) as sessions:
+        in_traffic = list[BenchSession | None](sessions)
         for index in range(num_kept):
             ask(sessions, benchmark, {"command": "keep", "index": index})
         for number in range(benchmark.rounds):
             begin = 0 if num_kept else num * number
-            for found, others in ((mixed, range(half)), (good, range(half, size))):
-                indices = [begin + place for place in (*others, *range(size, num))]
-                found.append(ask(sessions, benchmark, batch_of(benchmark, indices)))
-            print(f"round {number}", flush=True)
+            for name, places in asked.items():
+                command = batch_of(benchmark, [begin + place for place in places])
+                answered[name].append(ask(in_traffic if name == "traffic" else sessions, benchmark, command, number))
+            seconds = [one and max(answer["last_s"] for answer in one["answers"]) for one in answered["traffic"][-1]]
+            print(f"round {number}: seconds of traffic {seconds}", flush=True)
+            if number + 1 == LEARNING:
+                in_traffic = [
+                    None if one is None or HOPELESS * one > seconds[0] else session
+                    for one, session in zip(seconds, sessions, strict=True)
+                ]
 
-    def over_vanilla(rounds: list[list[dict[str, Any]]], figure: Any) -> list[float]:
-        ratios = [[figure(one) / figure(of_round[0]) for one in of_round] for of_round in rounds[LEARNING:]]
-        return [statistics.median(of_engine) for of_engine in zip(*ratios, strict=True)]
+    def over_vanilla(name: str, figure: Callable[[dict[str, Any]], float]) -> list[float]:
+        of_engines = zip(*answered[name], strict=True)
+        vanilla, *others = [[figure(one) for one in of_engine if one is not None] for of_engine in of_engines]
+        ratios = [[one / its for one, its in zip(each, vanilla, strict=False)] for each in (vanilla, *others)]
+        return [statistics.median(each[LEARNING:] or each) for each in ratios]
 
     def good_tokens_per_s(one: dict[str, Any]) -> float:
         return scaling.by_round({"answers": one["answers"][half:]})["tokens_per_s"]
 
-    def whole_tokens_per_s(one: dict[str, Any]) -> float:
+    def tokens_per_s(one: dict[str, Any]) -> float:
         tokens = sum(len(answer["token_ids"]) for answer in one["answers"])
         return tokens / max(answer["last_s"] for answer in one["answers"])
 
     figures = {
-        "good_beside_hopeless": over_vanilla(mixed, good_tokens_per_s),
-        "good_beside_good": over_vanilla(good, good_tokens_per_s),
-        "tokens_per_s": over_vanilla(mixed, whole_tokens_per_s),
+        "good_beside_hopeless": over_vanilla("mixed", good_tokens_per_s),
+        "good_beside_good": over_vanilla("good", good_tokens_per_s),
+        "sixteen_tokens_per_s": over_vanilla("mixed", tokens_per_s),
+        "traffic_tokens_per_s": over_vanilla("traffic", tokens_per_s),
     }
     return [
         {"engine": engine.method, **{name: of_engine[place] for name, of_engine in figures.items()}}
@@ -233,10 +252,7 @@ def run_mixed(args: argparse.Namespace) -> list[dict[str, Any]]:
     path = Path(args.json)
     found = json.loads(path.read_text()) if path.exists() else {"cells": [], "provenance": provenance()}
     path.write_text(json.dumps(found | {"mixed": {"max_tokens": args.max_tokens, "rows": rows}}, indent=1) + "\n")
-    print("| engine | good beside hopeless | good beside good | tokens/s of all |\n| --- | ---: | ---: | ---: |")
-    for row in rows:
-        figures = (row["good_beside_hopeless"], row["good_beside_good"], row["tokens_per_s"])
-        print(f"| {row['engine']} | {' | '.join(f'{figure:.2f}' for figure in figures)} |")
+    print(mixed_table(rows))
     return rows
 
 

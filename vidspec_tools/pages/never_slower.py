@@ -7,6 +7,7 @@ from vidspec_tools.pages import tables
 from vidspec_tools.pages.tables import Row, markdown, read, recorded
 
 NAME = "never-slower"
+CELL = ("tokens", "draft", "batch", "pads")  # what tells a cell from others
 AGAIN = "vanilla again"  # a second vanilla engine: what two engines that do the same differ by
 LEAST = 0.97  # of vanilla, or of the best fixed number: what no cell should be under
 LOWEST = 5  # cells that are named
@@ -18,12 +19,43 @@ HEAD = (
     "whole over best fixed", "tokens per verify step", "a second vanilla over vanilla",
 )  # fmt: skip
 REST = "{batch} | {with_ms:.3f} ms | {without_ms:.3f} ms | {ratio:.3f}"
-MIXED = "{engine} | {good_beside_hopeless:.2f} | {good_beside_good:.2f} | {tokens_per_s:.2f}"
+MIXED_HEAD = "engine | good beside hopeless | good beside good | tokens/s, 16 requests | tokens/s, 96 requests"
+MIXED = (
+    "{engine} | {good_beside_hopeless:.2f} | {good_beside_good:.2f} | {sixteen_tokens_per_s:.2f} |"
+    " {traffic_tokens_per_s:.2f}"
+)
+
+
+def pooled(cells: Iterable[Row]) -> list[Row]:
+    """Return every cell once: of those that were measured with several starts the median of each figure, speeds over
+    the mean of each start's vanilla engines.
+    """
+    starts: dict[tuple, list[Row]] = {}
+    for cell in cells:
+        of_vanilla = vanilla_speed(cell)
+        rows = [row | {"speedup": row["speedup"] / of_vanilla} for row in cell["rows"]]
+        starts.setdefault(tuple(cell[of] for of in CELL), []).append(cell | {"rows": rows})
+    found = []
+    for of_cell in starts.values():
+        rows = [
+            {
+                name: statistics.median(row[name] for row in of_engine) if isinstance(value, int | float) else value
+                for name, value in of_engine[0].items()
+            }
+            for of_engine in zip(*(cell["rows"] for cell in of_cell), strict=True)
+        ]
+        found.append(of_cell[0] | {"rows": rows, "starts": len(of_cell)})
+    return found
 
 
 def table(cells: Iterable[Row]) -> str:
     """Return the table of cells."""
     return markdown(HEAD, map(line, cells), words=0)
+
+
+def mixed_table(rows: list[Row]) -> str:
+    """Return the table of mixed traffic."""
+    return tables.table(MIXED_HEAD, MIXED, rows)
 
 
 def line(cell: Row) -> list[str]:
@@ -38,7 +70,9 @@ def line(cell: Row) -> list[str]:
         str(cell["batch"]),
         f"{cell['pads']:g} drafts" if cell["pads"] else "-",
         f"{best:.2f} ({its_name})",
-        f"{over_vanilla(cell):.2f}" + (f" ± {ours['speedup_error']:.2f}" if "speedup_error" in ours else ""),
+        f"{over_vanilla(cell):.2f}"
+        + (f" ± {ours['speedup_error']:.2f}" if "speedup_error" in ours else "")
+        + (f" ({cell['starts']} starts)" if cell.get("starts", 1) > 1 else ""),
         *(f"{value:.2f}" for value in (over_best(cell), first_answer(cell))),
         f"{later_ms(cell):+.1f} of {vanilla['ttft_ms']:.0f} ms" if is_cached else "-",
         f"{ours[cold] - vanilla[cold]:+.0f} of {vanilla[cold]:.0f} ms",
@@ -62,13 +96,13 @@ def again(cell: Row) -> Row | None:
 def second_vanilla(cell: Row) -> float | None:
     """Return a second vanilla engine's decode speed over the first's, None where there is but one."""
     row = again(cell)
-    return None if row is None else row["speedup"]
+    return None if row is None else row["speedup"] / cell["rows"][0]["speedup"]
 
 
 def vanilla_speed(cell: Row) -> float:
-    """Return the decode speed that others are compared with, the mean of two vanilla engines', over the first's."""
-    speed = second_vanilla(cell)
-    return 1.0 if speed is None else (1 + speed) / 2
+    """Return the decode speed that others are compared with, the mean of both vanilla engines'."""
+    first, row = cell["rows"][0]["speedup"], again(cell)
+    return first if row is None else (first + row["speedup"]) / 2
 
 
 def over_vanilla(cell: Row) -> float:
@@ -105,7 +139,8 @@ def whole_s(cell: Row, row: Row) -> float:
 
 def summary(cells: list[Row]) -> str:
     """Return which cells are slower than they should be."""
-    lines = [f"Measured are {len(cells)} of 96 cells."]
+    again_too = sum(cell["starts"] > 1 for cell in cells)
+    lines = [f"Measured are {len(cells)} of 96 cells, {again_too} of them with several starts of all engines."]
     for what, figure in (("vanilla", over_vanilla), ("the best fixed number", over_best)):
         found = sorted((figure(cell), name(cell), cell["rows"][1].get("speedup_error", 1.0)) for cell in cells)
         num_slow = sum(round(value, 2) < LEAST for value, _, _ in found)
@@ -163,10 +198,10 @@ def sections() -> dict[str, Callable[[], str]]:
     if not recorded(NAME):
         return {}
     found = read(NAME)
-    head = "engine | good beside hopeless | good beside good | tokens per second of all"
+    cells = pooled(found["cells"])
     return {
-        "cells": lambda: table(found["cells"]),
-        "cells-summary": lambda: summary(found["cells"]),
-        "mixed": lambda: tables.table(head, MIXED, found["mixed"]["rows"]),
+        "cells": lambda: table(cells),
+        "cells-summary": lambda: summary(cells),
+        "mixed": lambda: mixed_table(found["mixed"]["rows"]),
         "rest": lambda: tables.table("requests | with our hooks | without | ratio", REST, read("rest")["rows"]),
     }

@@ -234,7 +234,7 @@ class Controller:
         situation = self._situations.setdefault(batch.place, Situation())
         places = np.arange(len(self.options)) if most is None else np.flatnonzero(self._num_tokens <= most)
         rest = int(np.flatnonzero(self._num_tokens[places] == 0)[0])
-        lengths = self._lengths(slots, places)
+        lengths = self._lengths(batch, places)
         # For all that may be drafted for, or for those alone whose drafts pay: what one costs is known less well.
         everyone = self._may_draft[slots] & (self._num_tokens[places] > 0)[:, None]
         both = np.concatenate((everyone, everyone & self._paying(batch, places, lengths, situation)))
@@ -262,7 +262,7 @@ class Controller:
         chosen = best
         # What all else is compared with must not be a guess, or what it took while the engine was new.
         if self._trials.is_due(situation) and (situation.rest_wait or best != rest):
-            hoped = self._lengths(slots, places, int(self._num_tokens[places[best]]))
+            hoped = self._lengths(batch, places, int(self._num_tokens[places[best]]))
             doubt = self.costs.doubt([steps.kinds[row] for row in rows.tolist()], steps.features[rows], best)
             fastest = np.where(places == places[rest], 0.0, seconds[rest])
             hopes = (len(slots) + (hoped * drafted).sum(axis=1)) / np.maximum(seconds / (1 + doubt), fastest)
@@ -279,15 +279,15 @@ class Controller:
         self._is_drafted[slots] = drafted[chosen]
         return self.options[places[chosen]], drafted[chosen]
 
-    def _lengths(self, slots: np.ndarray, places: np.ndarray, hopeful_from: int | None = None) -> np.ndarray:
-        """Return `[m, n]` draft tokens of each request that are expected to be accepted, or hoped for beyond a number
-        that is verified anyway.
+    def _lengths(self, batch: Batch, places: np.ndarray, hopeful_from: int | None = None) -> np.ndarray:
+        """Return `[m, n]` draft tokens that are expected to be accepted, or hoped for beyond a number that is verified
+        anyway. A token counts as what it takes without drafts: many of short contexts do not make up for few long ones.
         """
-        is_prefix = self._is_prefix[places]
+        slots, is_prefix = batch.slots, self._is_prefix[places]
         found = self.acceptance.expected(slots, hopeful_from)[:, np.where(is_prefix, self._num_tokens[places], 0)].T
         if self._has_trees:
             found[~is_prefix] = self.acceptance.expected_tree(slots, hopeful_from is not None)
-        return found
+        return found * self.costs.worth(batch)
 
     def _paying(self, batch: Batch, places: np.ndarray, lengths: np.ndarray, situation: Situation) -> np.ndarray:
         """Return `[m, n]` bool: the requests whose drafts are worth more than they cost by themselves, given what a
@@ -425,9 +425,9 @@ class Controller:
     def _batch(self, slots: np.ndarray) -> Batch:
         gained = 1e-3 * self._tokens[slots]
         context, num_reqs = self._context[slots] + gained, len(slots)
-        mean = 1e3 * float(context.sum()) / max(num_reqs, 1)
-        place = max(0, num_reqs - 1).bit_length(), (int(mean) // 256).bit_length()
-        return Batch(slots, place, context, self._draft_context[slots] + gained)
+        total = float(context.sum())
+        place = max(0, num_reqs - 1).bit_length(), (int(1e3 * total / max(num_reqs, 1)) // 256).bit_length()
+        return Batch(slots, place, context, total, self._draft_context[slots] + gained)
 
     def _step(self, batch: Batch, place: int, drafted: np.ndarray) -> Steps:
         """Return a step of one option, given `[n]` bool for whom it drafts."""
@@ -435,7 +435,7 @@ class Controller:
 
     def _steps(self, batch: Batch, places: np.ndarray, drafted: np.ndarray) -> Steps:
         """Return a step of each of these options, given `[m, n]` bool for whom it drafts."""
-        num_reqs, total, num_drafted = len(batch.slots), float(batch.context.sum()), drafted.sum(axis=1)
+        num_reqs, total, num_drafted = len(batch.slots), batch.total, drafted.sum(axis=1)
         drafts = num_drafted > 0
         most, levels = self._num_tokens[places] * drafts, self._num_levels[places] * drafts
         x = np.empty((len(places), len(FEATURES)))

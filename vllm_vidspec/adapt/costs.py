@@ -32,7 +32,7 @@ _SPEED = 0.1  # share of a step in the machine's speed
 _LEAST = 0.1  # of the fastest kind of step that was measured: no step is predicted to take less
 _NEW = 0.05  # share of a new step in the means of its kind, once it has many
 _OLD = 64  # steps of other kinds after which what comes of a kind counts more than what was
-_HALF_LIFE = 1024  # steps after which what was measured of a kind counts half
+_HALF_LIFE = 1024  # steps after which what was measured of a kind, or compared, counts half
 
 
 @dataclass
@@ -59,6 +59,7 @@ class Batch(NamedTuple):
     slots: np.ndarray  # `[n]` int64
     place: tuple[int, int]  # Class of its size (1, 2, 3 to 4, 5 to 8, ...) and of its mean context (powers of two)
     context: np.ndarray  # `[n]` thousands of tokens that the target has of each
+    total: float  # Their sum
     draft_context: np.ndarray  # `[n]` the same of the draft
 
 
@@ -85,6 +86,9 @@ class StepCosts:
         self.is_fitted, self._least_s = False, _LEAST
         self._slowness = 1.0  # by how much longer steps take by now
         self._last: tuple[int | None, int] = (None, 0)  # option of the last steps, and how many there were
+        # Means of the features of these steps and of their seconds, the late ones above all; and products of what steps
+        # differ by from such means, over these seconds.
+        self._late, self._compared = np.zeros(len(FEATURES) + 1), np.zeros((len(FEATURES) + 1, len(FEATURES) + 1))
 
     def observe(self, kind: Hashable, x: np.ndarray, seconds: float, option: int) -> None:
         """Take in a step.
@@ -102,13 +106,15 @@ class StepCosts:
             expected_s = float(self.seconds([kind], x[None])[0])
             self._slowness *= (min(seconds, 2 * expected_s) / expected_s) ** _SPEED
         seconds /= self._slowness
+        self._compare(x, seconds)
         if self._num_steps - record.seen > _OLD:
             record.count = min(record.count, _COLD + _FIRST + 1)
         record.count, record.seen = record.count + 1, self._num_steps
         if record.count == _COLD + 1:
             record.first = []
         share = max(_NEW, 1 / max(1, record.count - _COLD))
-        record.x += share * (x - record.x)
+        if record.count <= _COLD + _FIRST or self._last[1] <= _OWN_STEPS:
+            record.x += share * (x - record.x)
         if record.count <= _COLD + _FIRST:
             record.first = sorted((*record.first, seconds))
             record.seconds = record.first[(len(record.first) - 1) // 2]
@@ -117,6 +123,20 @@ class StepCosts:
         if record.count in _REFIT_AT or self._num_steps - self._fitted_at >= _REFIT_EVERY:
             self._fit()
         record.correct(float(self._fitted(record.x)), self._known(record))
+
+    def _compare(self, x: np.ndarray, seconds: float) -> None:
+        """Learn what requests cost that have come, gone or grown since the steps just before this one, which were of
+        the same option: whatever the machine's speed, and its share in the whole step.
+        """
+        num, late_s = self._last[1], self._late[-1]
+        more = np.empty_like(self._late)
+        more[:-1], more[-1] = x, seconds if num == 1 else min(seconds, 2 * late_s)
+        more -= self._late
+        self._late += max(_SPEED, 1 / num) * more
+        if num > 1:
+            more /= late_s
+            self._compared *= 0.5 ** (1 / _HALF_LIFE)
+            self._compared += more[:, None] * more
 
     @staticmethod
     def _known(record: _Record) -> float:
@@ -136,6 +156,15 @@ class StepCosts:
             if record is not None:
                 found[place] *= record.factor
         return found
+
+    def worth(self, batch: Batch) -> np.ndarray:
+        """Return `[n]` seconds that a token of each request takes without drafts, over their mean: an equal share of
+        the step, and what the request adds to it.
+        """
+        step_s, request_s, context_s = self.weights[:3].tolist()
+        num, each_s = len(batch.slots), step_s / max(len(batch.slots), 1) + request_s
+        total_s = num * each_s + context_s * batch.total
+        return (context_s * batch.context + each_s) * (num / total_s) if total_s else np.ones(num)
 
     def doubt(self, kinds: Sequence[Hashable], x: np.ndarray, known: int) -> np.ndarray:
         """Return `[m]` relative standard errors of the seconds of steps, compared with those of one of them.
@@ -168,6 +197,8 @@ class StepCosts:
         prior_precision = 1 / (scale * _PRIOR_SPREAD) ** 2
         gram = (design * precision[:, None]).T @ design + np.diag(prior_precision)
         wanted = design.T @ precision + prior_precision * scale * _PRIOR
+        gram += self._compared[:-1, :-1] / _NOISE**2
+        wanted += self._compared[:-1, -1] / _NOISE**2
         self.weights, self._covariance = _non_negative(gram, wanted), np.linalg.inv(gram)
         self._least_s = _LEAST * float(seconds.min())
         for record in records:

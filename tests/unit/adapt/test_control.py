@@ -264,6 +264,23 @@ def test_a_class_that_begins_to_pay_is_found_again(num_visual, batch, cost):
     assert engine.num_shown - shown == 20
 
 
+@pytest.mark.parametrize(("num_visual", "chance"), [(4096, 0.95), (4096, 0.75), (14848, 0.75)])
+@pytest.mark.parametrize(("cost", "least"), [(memory_bound, 0.98), (like_a_small_pair, 0.96)])
+def test_hopeless_neighbours_do_not_pay(cost, least, num_visual, chance):
+    """Half of the requests are hopeless and long, half short and good, sixteen at a time: all are answered nearly as
+    soon as without drafts, or sooner. Catches: many tokens of short contexts that make up for fewer of long ones, by
+    which the good ones are drafted for at a cost that their sooner end never makes good."""
+    kinds = ((256, chance), (num_visual, 0.0))
+
+    def rate(fixed: int | None, seed: int) -> float:
+        engine = SimulatedEngine(fixed, cost=cost, seed=seed)
+        engine.serve(*kinds, batch=16, requests=100)
+        return engine.serve(*kinds, batch=16, requests=400)
+
+    ratios = [rate(None, seed) / rate(0, seed) for seed in range(3)]
+    assert np.median(ratios) > least, ratios
+
+
 def test_costs_are_those_of_the_batch_size():
     """Rows that are free alone and dear together: drafts for one, none for sixteen."""
 
@@ -332,28 +349,31 @@ def with_dear_levels(num_reqs: int, context: np.ndarray, drafted: np.ndarray, le
 
 
 @functools.cache
-def best_fixed_of_steady_machine(chance: float, batch: int, seed: int) -> float:
+def best_fixed_of_steady_machine(chance: float, batch: int) -> float:
     """Return tokens a second with the best fixed number of drafts where the speed of steps does not change."""
 
     def rate(fixed: int) -> float:
-        engine = SimulatedEngine(fixed, cost=noisy(with_dear_levels, seed), start_s=0.0, seed=seed)
-        engine.serve((1024, chance), requests=15 * batch, batch=batch)
-        return engine.serve((1024, chance), requests=30 * batch, batch=batch)
+        rates = []
+        for seed in range(8):
+            engine = SimulatedEngine(fixed, cost=noisy(with_dear_levels, seed), start_s=0.0, seed=seed)
+            rates.append(engine.serve((1024, chance), requests=30 * batch, batch=batch))
+        return float(np.mean(rates))
 
     return max(map(rate, FIXED))
 
 
 def over_best_fixed(changed: Callable, chance: float, batch: int, num_answers: int) -> list[float]:
-    """Return by seed tokens a second over the best fixed number's on a steady machine, where `changed` changes what
-    steps cost; so many answers of each slot of a batch come first, then twice as many that are measured.
+    """Return tokens a second of 32 engines over the best fixed number's on a steady machine, lowest first, where
+    `changed` changes what steps cost; so many answers of each slot of a batch come first, then twice as many that are
+    measured.
     """
     ratios = []
-    for seed in range(16):
+    for seed in range(32):
         engine = SimulatedEngine(cost=changed(noisy(with_dear_levels, seed)), start_s=0.0, seed=seed)
         engine.serve((1024, chance), requests=num_answers * batch, batch=batch)
         found = engine.serve((1024, chance), requests=2 * num_answers * batch, batch=batch)
-        ratios.append(found / best_fixed_of_steady_machine(chance, batch, seed))
-    return ratios
+        ratios.append(found / best_fixed_of_steady_machine(chance, batch))
+    return sorted(ratios)
 
 
 @pytest.mark.parametrize(("batch", "chance"), [(1, 0.3), (1, 0.6), (1, 0.75), (1, 0.85), (4, 0.75)])
@@ -367,7 +387,7 @@ def test_a_machine_whose_speed_changes_is_followed(num_steps, factor, batch, cha
         return lambda *step: cost(*step) * (factor if next(steps) < num_steps else 1.0)
 
     ratios = over_best_fixed(changing, chance, batch, num_answers=15)
-    assert np.median(ratios) > 0.975 and sorted(ratios)[3] > 0.9, ratios
+    assert np.median(ratios) > 0.975 and ratios[7] > 0.9, ratios
 
 
 @pytest.mark.parametrize(("batch", "chance"), [(1, 0.45), (1, 0.6), (4, 0.45), (4, 0.6)])
@@ -386,7 +406,7 @@ def test_caches_that_drafts_have_emptied_are_not_believed(batch, chance):
         return with_caches
 
     ratios = over_best_fixed(cold, chance, batch, num_answers=5)
-    assert np.median(ratios) > 0.96 and sorted(ratios)[3] > 0.9, ratios
+    assert np.median(ratios) > 0.96 and ratios[7] > 0.9, ratios
 
 
 @pytest.mark.parametrize("batch", [1, 4])
