@@ -14,7 +14,7 @@ Every round asks about the same two videos, which are in the prefix cache: promp
     python benchmarks/bench_never_slower.py --mixed --keep 12
 
 Mixed traffic: half of the requests are about 256 video tokens, half about 4,096, where the bundled draft is hopeless;
-16 of them at once, and 96 of which 16 run at a time.
+16 of them at once, and 192 of which 16 run at a time.
 
     python benchmarks/bench_never_slower.py --decisions
 
@@ -59,7 +59,7 @@ DRAFTS = {"bundled": (FAMILY, "draft"), "far": (FAMILY, assets.FAR), "plain": (a
 CONTROLLER = "controller"
 WARM = 8  # an engine that takes its turn first answers the same for a part of so many, unmeasured
 LEARNING = 1  # rounds that are shown apart
-WAVES = 6  # of sixteen requests each, in mixed traffic
+WAVES = 12  # of sixteen requests each, in mixed traffic
 HOPELESS = 0.8  # of vanilla's speed: a fixed chain that is slower in these rounds is not asked again
 
 

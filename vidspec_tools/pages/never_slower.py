@@ -19,7 +19,7 @@ HEAD = (
     "whole over best fixed", "tokens per verify step", "a second vanilla over vanilla",
 )  # fmt: skip
 REST = "{batch} | {with_ms:.3f} ms | {without_ms:.3f} ms | {ratio:.3f}"
-MIXED_HEAD = "engine | good beside hopeless | good beside good | tokens/s, 16 requests | tokens/s, 96 requests"
+MIXED_HEAD = "engine | good beside hopeless | good beside good | tokens/s, 16 requests | tokens/s, 192 requests"
 MIXED = (
     "{engine} | {good_beside_hopeless:.2f} | {good_beside_good:.2f} | {sixteen_tokens_per_s:.2f} |"
     " {traffic_tokens_per_s:.2f}"
