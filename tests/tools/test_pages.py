@@ -16,7 +16,7 @@ from tests.serve import restarts
 from tools.common import FAMILIES, ROOT, SMALL_AXES, printed, sweep
 from vidspec_tools.bench import acceptance
 from vidspec_tools.pages import __main__ as builder
-from vidspec_tools.pages import measure, reliability, results, tables
+from vidspec_tools.pages import measure, never_slower, reliability, results, tables
 from vidspec_tools.views import acceptance as acceptance_view
 from vllm_vidspec.cli import app
 
@@ -129,6 +129,24 @@ def test_captions_of_several_commands_are_one(sessions, merged):
 
 
 # ---- reliability and coexistence -------------------------------------------------------------------------------------
+
+
+def test_a_cell_of_several_starts_is_their_median():
+    """Catches: a start that decides alone, one that is left out, speeds over one of a start's two vanilla engines."""
+
+    def start(*speeds: float, identical: float = 1.0) -> dict:
+        names = ("vanilla", "controller", "chain of 5", never_slower.AGAIN)
+        rows = [
+            {"engine": name, "speedup": speed, "identical_frac": identical}
+            for name, speed in zip(names, speeds, strict=True)
+        ]
+        return {"tokens": 256, "draft": "far", "batch": 1, "pads": 0.0, "rows": rows}
+
+    starts = [start(1, 1.2, 1.5, 1.4), start(1, 1.1, 0.9, 1.0), start(1, 0.8, 0.6, 0.6, identical=0.5)]
+    (cell,) = never_slower.pooled(starts)
+    assert cell["starts"] == 3 and never_slower.over_vanilla(cell) == pytest.approx(1.0)
+    assert never_slower.best_fixed(cell) == (pytest.approx(1.0), "vanilla")
+    assert cell["rows"][1]["identical_frac"] == 0.5
 
 
 def test_the_soak_was_long_whole_and_clean():

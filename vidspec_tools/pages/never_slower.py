@@ -37,15 +37,16 @@ def pooled(cells: Iterable[Row]) -> list[Row]:
         starts.setdefault(tuple(cell[of] for of in CELL), []).append(cell | {"rows": rows})
     found = []
     for of_cell in starts.values():
-        rows = [
-            {
-                name: statistics.median(row[name] for row in of_engine) if isinstance(value, int | float) else value
-                for name, value in of_engine[0].items()
-            }
-            for of_engine in zip(*(cell["rows"] for cell in of_cell), strict=True)
-        ]
+        rows = [of_starts(list(of_engine)) for of_engine in zip(*(cell["rows"] for cell in of_cell), strict=True)]
         found.append(of_cell[0] | {"rows": rows, "starts": len(of_cell)})
     return found
+
+
+def of_starts(rows: list[Row]) -> Row:
+    """Return an engine's row of a cell, given those of each start."""
+    numbers = [name for name, value in rows[0].items() if isinstance(value, int | float)]
+    medians = {name: statistics.median(row[name] for row in rows) for name in numbers}
+    return rows[-1] | medians | {"identical_frac": min(row["identical_frac"] for row in rows)}
 
 
 def table(cells: Iterable[Row]) -> str:
