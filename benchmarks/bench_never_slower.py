@@ -109,6 +109,7 @@ def ask(
     """
     command = command | {"sampling": benchmark.sampling, "keeps_prefixes": benchmark.kept_requests > 0}
     warm = command | {"sampling": benchmark.sampling | {"max_tokens": max(2, benchmark.max_tokens // WARM)}}
+    warm.pop("lengths", None)
     answers = list[dict[str, Any] | None]([None] * len(sessions))
     for turn in range(len(sessions)):
         place = (first + turn) % len(sessions)
@@ -201,6 +202,9 @@ def measure_mixed(
         "good": (*neighbours, *good),
         "traffic": [place for pair in zip(hopeless, good, strict=True) for place in pair] * WAVES,
     }
+    # Of one length they would all begin and end together without drafts, and one by one with them.
+    eighths = np.random.default_rng(0).integers(4, 13, WAVES * size).tolist()
+    lengths = [benchmark.max_tokens * eighth // 8 for eighth in eighths]
     answered: dict[str, list[list[dict[str, Any] | None]]] = {name: [] for name in asked}
     num_kept = num if benchmark.kept_requests else 0
     with started(benchmark, workload, engines, num_videos * (1 if num_kept else benchmark.rounds)) as sessions:
@@ -211,7 +215,10 @@ def measure_mixed(
             begin = 0 if num_kept else num * number
             for name, places in asked.items():
                 command = batch_of(benchmark, [begin + place for place in places])
-                answered[name].append(ask(in_traffic if name == "traffic" else sessions, benchmark, command, number))
+                if name == "traffic":
+                    answered[name].append(ask(in_traffic, benchmark, command | {"lengths": lengths}, number))
+                else:
+                    answered[name].append(ask(sessions, benchmark, command, number))
             seconds = [one and max(answer["last_s"] for answer in one["answers"]) for one in answered["traffic"][-1]]
             print(f"round {number}: seconds of traffic {seconds}", flush=True)
             if number + 1 == LEARNING:

@@ -202,15 +202,17 @@ class BenchEngine(Engine):
         request["multi_modal_data"]["video"] = [None] * len(videos)
         return answer
 
-    def batch(self, indices: list[int], sampling: dict[str, Any], seed: int | None) -> dict[str, Any]:
-        """Answer some requests at once; return when their tokens came.
+    def batch(
+        self, indices: list[int], sampling: dict[str, Any], seed: int | None, lengths: list[int] | None = None
+    ) -> dict[str, Any]:
+        """Answer some requests at once, of these lengths or all of one; return when their tokens came.
 
         Returns:
             `answers`, of each request `token_ids` and `first_s` and `last_s`, when its first and its last token came,
             from handing all of them in (their videos still to be preprocessed); `metrics`.
         """
         before, start = self.counters(), time.monotonic()
-        outputs = self.ask(sampling, seed, indices)
+        outputs = self.ask(sampling, seed, indices, lengths)
         return {
             "answers": [
                 {

@@ -128,11 +128,23 @@ class Engine:
         question = prompts["question"]
         return [pairs.media_prompt(family, question, videos=[video], num_frames=num_frames) for video in videos]
 
-    def ask(self, sampling: dict[str, Any], seed: int | None = None, indices: Sequence[int] | None = None) -> list[Any]:
-        """Answer requests, by default all, in one batch, by default greedily; request i has `seed` + i."""
+    def ask(
+        self,
+        sampling: dict[str, Any],
+        seed: int | None = None,
+        indices: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Answer requests, by default all, in one batch, by default greedily; request i has `seed` + i. `lengths` are the
+        tokens of each answer, by default those of `sampling`.
+        """
         ask = self.llm.chat if self.is_chat else self.llm.generate
         chosen = range(len(self.requests)) if indices is None else indices
-        params = [sampling_params(sampling, seed=None if seed is None else seed + i) for i in chosen]
+        ends = [{}] * len(chosen) if lengths is None else [{"max_tokens": length} for length in lengths]
+        params = [
+            sampling_params(sampling | end, seed=None if seed is None else seed + i)
+            for i, end in zip(chosen, ends, strict=True)
+        ]
         return ask([self.requests[i] for i in chosen], params, use_tqdm=self.progress())
 
     def counters(self) -> dict[str, int] | None:
