@@ -135,8 +135,9 @@ class Engine:
         indices: Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
     ) -> list[Any]:
-        """Answer requests, by default all, in one batch, by default greedily; request i has `seed` + i. `lengths` are the
-        tokens of each answer, by default those of `sampling`.
+        """Answer requests, by default all, in one batch, by default greedily; request i has `seed` + i.
+
+        `lengths` are the tokens of each answer, by default those of `sampling`.
         """
         ask = self.llm.chat if self.is_chat else self.llm.generate
         chosen = range(len(self.requests)) if indices is None else indices
