@@ -4,7 +4,7 @@ Three decisions, none of which changes a token of the output:
 
     a request comes            is it shown to the draft at all, given what requests like it have gained so far?
     the batch has changed, or  which option (shape and number of draft tokens), and which requests rest (get none), so
-    some steps have passed     that tokens a second of the whole batch are the most?
+    some steps have passed     that tokens a second, each counted as what it takes without drafts, are the most?
     now and then               an option (`trials.py`) or a class of requests that was not measured lately is tried
 
 `StepCosts` predicts the time of a step, `AcceptanceTable` how many draft tokens are accepted. Numpy only.

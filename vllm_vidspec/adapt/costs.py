@@ -5,7 +5,8 @@ of steps predicts every other kind: no table is needed, and what is known of one
 informs the next. A kind that was measured moves from the fit to its own mean, the further the more often it was seen.
 
 An engine's first steps are slow, and a machine's speed changes: where steps of one option follow one another, a change
-of what they take is the machine's, and holds for all kinds; only an option's first steps after others are its own.
+of what they take is the machine's, and holds for all kinds; only an option's first steps after others are its own. What
+requests cost shows where they come and go between such steps.
 """
 
 from collections.abc import Hashable, Sequence
@@ -113,12 +114,13 @@ class StepCosts:
         if record.count == _COLD + 1:
             record.first = []
         share = max(_NEW, 1 / max(1, record.count - _COLD))
-        if record.count <= _COLD + _FIRST or self._last[1] <= _OWN_STEPS:
+        is_first, is_own = record.count <= _COLD + _FIRST, self._last[1] <= _OWN_STEPS
+        if is_first or is_own:
             record.x += share * (x - record.x)
-        if record.count <= _COLD + _FIRST:
+        if is_first:
             record.first = sorted((*record.first, seconds))
             record.seconds = record.first[(len(record.first) - 1) // 2]
-        elif self._last[1] <= _OWN_STEPS:
+        elif is_own:
             record.seconds += share * (min(seconds, 2 * record.seconds) - record.seconds)
         if record.count in _REFIT_AT or self._num_steps - self._fitted_at >= _REFIT_EVERY:
             self._fit()
