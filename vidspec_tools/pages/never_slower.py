@@ -35,14 +35,14 @@ def pooled(cells: Iterable[Row]) -> list[Row]:
         of_vanilla = vanilla_speed(cell)
         rows = [{**row, "speedup": row["speedup"] / of_vanilla} for row in cell["rows"]]
         starts.setdefault(tuple(cell[of] for of in CELL), []).append({**cell, "rows": rows})
-    found = []
+    found = list[Row]()
     for of_cell in starts.values():
-        rows = [of_starts(list(of_engine)) for of_engine in zip(*(cell["rows"] for cell in of_cell), strict=True)]
-        found.append({**of_cell[0], "rows": rows, "starts": len(of_cell)})
+        engines = zip(*(cell["rows"] for cell in of_cell), strict=True)
+        found.append({**of_cell[0], "rows": [of_starts(rows) for rows in engines], "starts": len(of_cell)})
     return found
 
 
-def of_starts(rows: list[Row]) -> Row:
+def of_starts(rows: tuple[Row, ...]) -> Row:
     """Return an engine's row of a cell, given those of each start."""
     numbers = [name for name, value in rows[0].items() if isinstance(value, int | float)]
     medians = {name: statistics.median(row[name] for row in rows) for name in numbers}
