@@ -1,6 +1,7 @@
 """`vllm serve` with vidspec over HTTP: outputs identical to vanilla's, counters, bad input, start-up errors."""
 
 import base64
+import itertools
 import json
 import re
 import subprocess
@@ -178,10 +179,16 @@ def test_a_request_that_asks_for_too_much_is_a_400(server, wrong, tmp_path):
 def test_an_aborted_request_gives_its_blocks_back(server):
     messages = _video_message(pairs.sample_video().read_bytes())
     body = {"model": "target", "messages": messages, "max_tokens": 1000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.base_url}/v1/chat/completions", json=body, timeout=120) as stream:
-        # A scrape takes as long as many steps: one after a fixed number of lines may come before the gauge is set or
-        # after the answer has ended.
-        assert any(line and server.metrics()["draft_pool_blocks_used"] > 0 for line in stream.iter_lines())
+
+    def is_drafted_for() -> bool:
+        """Abort a request; return whether it was seen to hold blocks."""
+        with httpx.stream("POST", f"{server.base_url}/v1/chat/completions", json=body, timeout=120) as stream:
+            # A scrape takes as long as many steps: the first ones may come before the gauge is set.
+            lines = itertools.islice(stream.iter_lines(), 200)
+            return any(line and server.metrics()["draft_pool_blocks_used"] > 0 for line in lines)
+
+    # On a busy machine the class may be at rest; at least every eighth request of it is drafted for, if not all.
+    assert any(is_drafted_for() for _ in range(24))
     for _ in range(50):
         ask(server.base_url, QUESTION, max_tokens=2)  # a step of the engine publishes the gauge
         if server.metrics()["draft_pool_blocks_used"] == 0:
