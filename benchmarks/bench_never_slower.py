@@ -125,6 +125,16 @@ def batch_of(benchmark: scaling.ScalingBenchmark, indices: Iterable[int]) -> dic
     return {"command": "batch", "indices": list(indices), "seed": benchmark.seed}
 
 
+def without_hopeless(
+    sessions: list[BenchSession], engines: list[Variant], speedups: list[float]
+) -> list[BenchSession | None]:
+    """Return who is asked again: None in the place of a fixed chain that is `HOPELESS`."""
+    return [
+        None if speedup < HOPELESS and engine.method.startswith("chain") else session
+        for session, engine, speedup in zip(sessions, engines, speedups, strict=True)
+    ]
+
+
 def rows_of(engines: list[Variant], turns: list[list[dict[str, Any] | None]]) -> list[dict[str, Any]]:
     """Return a row of each engine, given what all of them answered in each round."""
     answers = [[one for one in of_engine if one is not None] for of_engine in zip(*turns, strict=True)]
@@ -204,33 +214,13 @@ def measure_mixed(
     }
     # Of one length they would all begin and end together without drafts, and one by one with them.
     eighths = np.random.default_rng(0).integers(4, 13, WAVES * size).tolist()
-    lengths = [benchmark.max_tokens * eighth // 8 for eighth in eighths]
+    more = {"traffic": {"lengths": [benchmark.max_tokens * eighth // 8 for eighth in eighths]}}
     answered: dict[str, list[list[dict[str, Any] | None]]] = {name: [] for name in asked}
-    num_kept = num if benchmark.kept_requests else 0
-    with started(benchmark, workload, engines, num_videos * (1 if num_kept else benchmark.rounds)) as sessions:
-        in_traffic = list[BenchSession | None](sessions)
-        for index in range(num_kept):
-            ask(sessions, benchmark, {"command": "keep", "index": index})
-        for number in range(benchmark.rounds):
-            begin = 0 if num_kept else num * number
-            for name, places in asked.items():
-                command = batch_of(benchmark, [begin + place for place in places])
-                if name == "traffic":
-                    answered[name].append(ask(in_traffic, benchmark, command | {"lengths": lengths}, number))
-                else:
-                    answered[name].append(ask(sessions, benchmark, command, number))
-            seconds = [one and max(answer["last_s"] for answer in one["answers"]) for one in answered["traffic"][-1]]
-            print(f"round {number}: seconds of traffic {seconds}", flush=True)
-            if number + 1 == LEARNING:
-                in_traffic = [
-                    None if one is None or HOPELESS * one > seconds[0] else session
-                    for one, session in zip(seconds, sessions, strict=True)
-                ]
 
     def over_vanilla(name: str, figure: Callable[[dict[str, Any]], float]) -> list[float]:
         of_engines = zip(*answered[name], strict=True)
-        vanilla, *others = [[figure(one) for one in of_engine if one is not None] for of_engine in of_engines]
-        ratios = [[one / its for one, its in zip(each, vanilla, strict=False)] for each in (vanilla, *others)]
+        found = [[figure(one) for one in of_engine if one is not None] for of_engine in of_engines]
+        ratios = [[one / its for one, its in zip(each, found[0], strict=False)] for each in found]
         return [statistics.median(each[LEARNING:] or each) for each in ratios]
 
     def good_tokens_per_s(one: dict[str, Any]) -> float:
@@ -239,6 +229,23 @@ def measure_mixed(
     def tokens_per_s(one: dict[str, Any]) -> float:
         tokens = sum(len(answer["token_ids"]) for answer in one["answers"])
         return tokens / max(answer["last_s"] for answer in one["answers"])
+
+    num_kept = num if benchmark.kept_requests else 0
+    with started(benchmark, workload, engines, num_videos * (1 if num_kept else benchmark.rounds)) as sessions:
+        going_on = {name: list[BenchSession | None](sessions) for name in asked}
+        for index in range(num_kept):
+            ask(sessions, benchmark, {"command": "keep", "index": index})
+        for number in range(benchmark.rounds):
+            begin = 0 if num_kept else num * number
+            for name, places in asked.items():
+                command = batch_of(benchmark, [begin + place for place in places]) | more.get(name, {})
+                answered[name].append(ask(going_on[name], benchmark, command, number))
+            speeds = over_vanilla("traffic", tokens_per_s)
+            print(
+                f"round {number}: tokens/s of traffic so far {' '.join(f'{speed:.2f}' for speed in speeds)}", flush=True
+            )
+            if number + 1 == LEARNING:
+                going_on["traffic"] = without_hopeless(sessions, engines, speeds)
 
     figures = {
         "good_beside_hopeless": over_vanilla("mixed", good_tokens_per_s),
@@ -323,10 +330,7 @@ def measure(
                 print(f"{tokens} tokens, batch {batch}, round {number}: ms a token {' '.join(each)}", flush=True)
                 begin += batch
                 if number + 1 == LEARNING:
-                    asked = [
-                        None if row["speedup"] < HOPELESS and row["engine"].startswith("chain") else session
-                        for row, session in zip(rows_of(engines, turns), asked, strict=True)
-                    ]
+                    asked = without_hopeless(sessions, engines, [row["speedup"] for row in rows_of(engines, turns)])
             rows = rows_of(engines, turns)
             if args.keep:
                 of_length = cold[kept[tokens] : kept[tokens] + args.keep]

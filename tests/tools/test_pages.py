@@ -128,9 +128,6 @@ def test_captions_of_several_commands_are_one(sessions, merged):
     assert text.count("At least 98 % kept: loose nowhere; fly 0.05 with 5.00 tokens per step (1.25 of strict's") == 4
 
 
-# ---- reliability and coexistence -------------------------------------------------------------------------------------
-
-
 def test_a_cell_of_several_starts_is_their_median():
     """Catches: a start that decides alone, one that is left out, speeds over one of a start's two vanilla engines."""
 
@@ -147,6 +144,9 @@ def test_a_cell_of_several_starts_is_their_median():
     assert cell["starts"] == 3 and never_slower.over_vanilla(cell) == pytest.approx(1.0)
     assert never_slower.best_fixed(cell) == (pytest.approx(1.0), "vanilla")
     assert cell["rows"][1]["identical_frac"] == 0.5
+
+
+# ---- reliability and coexistence -------------------------------------------------------------------------------------
 
 
 def test_the_soak_was_long_whole_and_clean():

@@ -164,7 +164,7 @@ class StepCosts:
         the step, and what the request adds to it.
         """
         step_s, request_s, context_s = self.weights[:3].tolist()
-        num, each_s = len(batch.slots), step_s / max(len(batch.slots), 1) + request_s
+        num, each_s = len(batch.slots), step_s / len(batch.slots) + request_s
         total_s = num * each_s + context_s * batch.total
         return (context_s * batch.context + each_s) * (num / total_s) if total_s else np.ones(num)
 

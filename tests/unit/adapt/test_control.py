@@ -3,150 +3,14 @@
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from vllm_vidspec.adapt import REST, Controller, Decision, Option, StepKind, class_label
+from tests.unit.adapt.simulated import CHAINS, SimulatedEngine, cold, like_a_small_pair, memory_bound, noisy
+from vllm_vidspec.adapt import REST, Controller, Option, StepKind, class_label
 from vllm_vidspec.adapt import control as module
 from vllm_vidspec.names import CLASS_LABELS
-
-CHAINS = tuple(Option("chain", k, k, True) for k in (5, 3, 2, 1))
-
-
-@dataclass
-class Running:
-    """A request: `chance` that a draft is accepted, tokens `left`, `context`, if it is `shown`, drafts in flight."""
-
-    chance: float
-    left: int
-    context: float
-    shown: bool
-    is_read: bool = False
-    in_flight: int = 0
-    verified: int = 0
-
-
-def memory_bound(num_reqs: int, context: np.ndarray, drafted: np.ndarray, levels: int) -> float:
-    """Return seconds of a step whose rows cost little beside its context and the draft's levels."""
-    rows = (drafted * (2e-4 + 1e-4 * context)).sum()
-    return 4e-3 + 5e-4 * num_reqs + 3e-4 * float(context.sum()) + float(rows) + 1e-3 * levels
-
-
-def like_a_small_pair(num_reqs: int, context: np.ndarray, drafted: np.ndarray, levels: int) -> float:
-    """Return seconds of a step as the bundled pair takes them on a CPU core: the draft costs a third of the target."""
-    num_drafted, rows = np.count_nonzero(drafted), float(drafted.sum())
-    seconds = 1.85e-3 + 2e-4 * num_reqs + 3e-4 * float(context.sum()) + 3e-5 * rows
-    return seconds + 9e-4 * (rows > 0 or levels > 0) + levels * (6e-4 + 1.4e-4 * max(num_drafted, 1))
-
-
-def noisy(cost: Callable[..., float], seed: int) -> Callable[..., float]:
-    """Return a cost whose steps vary by 12 %; one in a hundred takes four times as long."""
-    random = np.random.default_rng(seed)
-
-    def vary(*batch):
-        return cost(*batch) * float(np.exp(random.normal(0, 0.12))) * (4.0 if random.random() < 0.01 else 1.0)
-
-    return vary
-
-
-def cold(cost: Callable[..., float]) -> Callable[..., float]:
-    """Return a cost whose first steps with drafts, and the first of each number of drafts, take longer."""
-    seen: list[int] = []
-
-    def slow_at_first(num_reqs: int, context: np.ndarray, drafted: np.ndarray, levels: int) -> float:
-        factor = 1.0 if not levels else max(1.0, 4.0 - len(seen)) * (1.0 if levels in seen else 1.5)
-        seen.extend([levels] * (levels > 0))
-        return cost(num_reqs, context, drafted, levels) * factor
-
-    return slow_at_first
-
-
-class SimulatedEngine:
-    """Runs requests under a controller; time is the sum of its steps' costs.
-
-    Args:
-        controller: What decides; a number of tokens for a fixed chain of so many.
-        cost: `(requests, [n] thousands of tokens, [n] drafts to verify, levels of the draft) -> seconds`.
-        start_s: Of showing a prompt to the draft, by thousands of visual tokens.
-        seed: Of what is accepted.
-    """
-
-    def __init__(
-        self,
-        controller: Controller | int | None = None,
-        cost: Callable[..., float] = memory_bound,
-        start_s: float = 5e-3,
-        seed: int = 0,
-    ):
-        fixed = controller if isinstance(controller, int) else None
-        self.controller = (
-            Controller((*CHAINS, REST), 64, False) if fixed is not None or controller is None else controller
-        )
-        option = REST if not fixed else Option("chain", fixed, fixed, True)
-        self._fixed = None if fixed is None else Decision(option, frozenset(), 0, False)
-        self._cost, self._start_s, self._random = cost, start_s, np.random.default_rng(seed)
-        self.running: dict[str, Running] = {}
-        self.seconds, self.tokens, self.num_added, self.num_shown = 0.0, 0, 0, 0
-        self._last: Decision | None = None
-        self.decisions: list[Decision] = []
-
-    def add(self, num_visual: int, chance: float, length: int) -> Running:
-        """Let a request come, about a video of so many tokens."""
-        req_id = f"r{self.num_added}"
-        shown = self.controller.add(req_id, class_label(num_visual, 0), (), num_visual + 50, num_visual // 10 + 50)
-        if self._fixed is not None:
-            shown = self._fixed.option.num_tokens > 0
-        request = self.running[req_id] = Running(chance, length, (num_visual + 50) / 1e3, shown)
-        self.num_added, self.num_shown = self.num_added + 1, self.num_shown + shown
-        return request
-
-    def step(self) -> Decision:
-        """Let every request decode."""
-        ids, requests = list(self.running), list(self.running.values())
-        decision = self.controller.decide(ids) if self._fixed is None else self._fixed
-        drafted = np.array([request.in_flight for request in requests])
-        accepted = np.array([self._accepted(request) for request in requests])
-        starters = []
-        for req_id, request in zip(ids, requests, strict=True):
-            request.verified += request.in_flight > 0
-            request.in_flight = 0
-            if decision.option.num_tokens and request.shown and req_id not in decision.resting:
-                starters += [] if request.is_read else [req_id]
-                request.is_read, request.in_flight = True, decision.option.num_tokens
-        levels = decision.option.num_levels if any(request.in_flight for request in requests) else 0
-        seconds = self._cost(len(ids), np.array([request.context for request in requests]), drafted, levels)
-        reading_s = sum(self._start_s * self.running[req_id].context for req_id in starters)
-        seconds += reading_s
-        self.seconds += seconds
-        is_steady = self._last is not None and self._last.number == decision.number
-        kind = StepKind(decision, ids, drafted, True, is_steady, frozenset(starters), reading_s)
-        self.controller.observe(kind, 1 + accepted, seconds if self._last else None)
-        self._last = decision
-        self.decisions.append(decision)
-        for req_id, request, gained in zip(ids, requests, (1 + accepted).tolist(), strict=True):
-            self.tokens += min(gained, request.left)
-            request.left -= gained
-            request.context += gained / 1e3
-            if request.left <= 0:
-                self.controller.remove([req_id])
-                del self.running[req_id]
-        return decision
-
-    def serve(self, *kinds: tuple[int, float], batch: int = 1, requests: int = 20, length: int = 128) -> float:
-        """Run `requests` of these kinds (visual tokens, chance), so many at a time; return tokens a second."""
-        tokens, seconds, last = self.tokens, self.seconds, self.num_added + requests
-        while self.num_added < last or self.running:
-            while len(self.running) < batch and self.num_added < last:
-                self.add(*kinds[self.num_added % len(kinds)], length)
-            self.step()
-        return (self.tokens - tokens) / (self.seconds - seconds)
-
-    def _accepted(self, request: Running) -> int:
-        rejected = self._random.random(request.in_flight) >= request.chance
-        return int(rejected.argmax()) if rejected.any() else request.in_flight
-
 
 FIXED = (0, 1, 2, 3, 5)
 
@@ -267,9 +131,8 @@ def test_a_class_that_begins_to_pay_is_found_again(num_visual, batch, cost):
 @pytest.mark.parametrize(("num_visual", "chance"), [(4096, 0.95), (4096, 0.75), (14848, 0.75)])
 @pytest.mark.parametrize(("cost", "least"), [(memory_bound, 0.98), (like_a_small_pair, 0.96)])
 def test_hopeless_neighbours_do_not_pay(cost, least, num_visual, chance):
-    """Half of the requests are hopeless and long, half short and good, sixteen at a time: all are answered nearly as
-    soon as without drafts, or sooner. Catches: many tokens of short contexts that make up for fewer of long ones, by
-    which the good ones are drafted for at a cost that their sooner end never makes good."""
+    """Half of the requests are hopeless and long, half short and good: all are answered nearly as soon as without
+    drafts, or sooner. Catches: many tokens of short contexts that make up for fewer of long ones."""
     kinds = ((256, chance), (num_visual, 0.0))
 
     def rate(fixed: int | None, seed: int) -> float:
@@ -353,19 +216,17 @@ def best_fixed_of_steady_machine(chance: float, batch: int) -> float:
     """Return tokens a second with the best fixed number of drafts where the speed of steps does not change."""
 
     def rate(fixed: int) -> float:
-        rates = []
-        for seed in range(8):
-            engine = SimulatedEngine(fixed, cost=noisy(with_dear_levels, seed), start_s=0.0, seed=seed)
-            rates.append(engine.serve((1024, chance), requests=30 * batch, batch=batch))
-        return float(np.mean(rates))
+        costs = [noisy(with_dear_levels, seed) for seed in range(8)]
+        engines = [SimulatedEngine(fixed, cost=cost, start_s=0.0, seed=seed) for seed, cost in enumerate(costs)]
+        return float(np.mean([engine.serve((1024, chance), requests=30 * batch, batch=batch) for engine in engines]))
 
     return max(map(rate, FIXED))
 
 
 def over_best_fixed(changed: Callable, chance: float, batch: int, num_answers: int) -> list[float]:
-    """Return tokens a second of 32 engines over the best fixed number's on a steady machine, lowest first, where
-    `changed` changes what steps cost; so many answers of each slot of a batch come first, then twice as many that are
-    measured.
+    """Return tokens a second of 32 engines over the best fixed number's on a steady machine, lowest first.
+
+    `changed` changes what steps cost; after `num_answers` of each slot of a batch twice as many are measured.
     """
     ratios = []
     for seed in range(32):
