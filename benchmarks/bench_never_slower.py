@@ -11,6 +11,10 @@ target, one cell after another, as a server's traffic changes. A file of finishe
 
 Every round asks about the same two videos, which are in the prefix cache: prompts that take minutes are read once.
 
+    python benchmarks/bench_never_slower.py --one-engine --keep 2
+
+One engine plays all of them in turn: the same cells without the luck of an engine's start.
+
     python benchmarks/bench_never_slower.py --mixed --keep 12
 
 Mixed traffic: half of the requests are about 256 video tokens, half about 4,096, where the bundled draft is hopeless;
@@ -40,7 +44,7 @@ import numpy as np
 import numpy.ma  # an engine has it; np.median would import it within a decision
 from safetensors.torch import load_file, save_file
 
-from vidspec_tools.bench import interleaved, scaling
+from vidspec_tools.bench import interleaved, roles, scaling
 from vidspec_tools.bench.acceptance import identical_frac
 from vidspec_tools.bench.methods import SEQUENTIAL
 from vidspec_tools.bench.session import BenchSession
@@ -56,7 +60,7 @@ from vllm_vidspec.tools.provenance import provenance
 
 FAMILY = "qwen2.5-vl"
 DRAFTS = {"bundled": (FAMILY, "draft"), "far": (FAMILY, assets.FAR), "plain": (assets.PLAIN, "draft"), "untrained": ()}
-CONTROLLER = "controller"
+CONTROLLER = roles.CONTROLLER
 WARM = 8  # an engine that takes its turn first answers the same for a part of so many, unmeasured
 LEARNING = 1  # rounds that are shown apart
 WAVES = 12  # of sixteen requests each, in mixed traffic
@@ -99,13 +103,34 @@ def variants(fixed: tuple[int, ...]) -> list[Variant]:
     ]
 
 
+class Played:
+    """An engine in one of its roles (`vidspec_tools/bench/roles.py`), asked as an engine of its own."""
+
+    def __init__(self, session: BenchSession, role: str | int):
+        self._session, self._role = session, role
+
+    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        self._session.ask({"command": "play", "role": self._role, "keeps_prefixes": True})
+        return self._session.ask(command)
+
+
+Asked = BenchSession | Played
+
+
+def role_of(engine: Variant) -> str | int:
+    """Return how one engine plays another."""
+    if engine.mode == VANILLA_VARIANT.mode:
+        return roles.VANILLA
+    return roles.CONTROLLER if engine.method == CONTROLLER else int(engine.method.removeprefix("chain of "))
+
+
 def ask(
-    sessions: list[BenchSession | None], benchmark: scaling.ScalingBenchmark, command: dict[str, Any], first: int = 0
+    sessions: list[Asked | None], benchmark: scaling.ScalingBenchmark, command: dict[str, Any], first: int = 0
 ) -> list[dict[str, Any] | None]:
     """Let every engine answer these requests in turn, beginning with the `first`, modulo their number; none: no answer.
 
-    Where prompts are kept, the first tokens are answered before, unmeasured: a server's caches have its own code and
-    weights, and not those of the engine before.
+    Where prompts are kept, several engines answer the first tokens before, unmeasured: a server's caches have its own
+    code and weights, and not those of the engine before.
     """
     command = command | {"sampling": benchmark.sampling, "keeps_prefixes": benchmark.kept_requests > 0}
     warm = command | {"sampling": benchmark.sampling | {"max_tokens": max(2, benchmark.max_tokens // WARM)}}
@@ -114,7 +139,7 @@ def ask(
     for turn in range(len(sessions)):
         place = (first + turn) % len(sessions)
         if session := sessions[place]:
-            if command["command"] == "batch" and benchmark.kept_requests:
+            if isinstance(session, BenchSession) and command["command"] == "batch" and benchmark.kept_requests:
                 session.ask(warm)
             answers[place] = session.ask(command)
     return answers
@@ -125,9 +150,7 @@ def batch_of(benchmark: scaling.ScalingBenchmark, indices: Iterable[int]) -> dic
     return {"command": "batch", "indices": list(indices), "seed": benchmark.seed}
 
 
-def without_hopeless(
-    sessions: list[BenchSession], engines: list[Variant], speedups: list[float]
-) -> list[BenchSession | None]:
+def without_hopeless(sessions: list[Asked], engines: list[Variant], speedups: list[float]) -> list[Asked | None]:
     """Return who is asked again: None in the place of a fixed chain that is `HOPELESS`."""
     return [
         None if speedup < HOPELESS and engine.method.startswith("chain") else session
@@ -178,9 +201,13 @@ def benchmark_of(
 
 @contextlib.contextmanager
 def started(
-    benchmark: scaling.ScalingBenchmark, workload: Workload, engines: list[Variant], num_videos: list[int]
-) -> Iterator[list[BenchSession]]:
-    """Start every engine, with a request of so many videos each before it.
+    benchmark: scaling.ScalingBenchmark,
+    workload: Workload,
+    engines: list[Variant],
+    num_videos: list[int],
+    is_one: bool = False,
+) -> Iterator[list[Asked]]:
+    """Start every engine, or one that plays all, with a request of so many videos each before it.
 
     Of two that do the same the one that starts first may be some per cent slower or faster: the second one, the
     controller, starts in the middle of the others.
@@ -189,6 +216,10 @@ def started(
         made = [benchmark.job(workload, engine) for engine in engines]
         for job in made:
             job["prompts"] |= {"num_videos": num_videos, "held_out": list(range(len(num_videos)))}
+        if is_one:
+            session = stack.enter_context(BenchSession(made[1]))  # the controller
+            yield [Played(session, role_of(engine)) for engine in engines]
+            return
         order = list(range(len(made)))
         order.insert(len(made) // 2, order.pop(1))
         sessions = {place: stack.enter_context(BenchSession(made[place])) for place in order}
@@ -232,7 +263,7 @@ def measure_mixed(
 
     num_kept = num if benchmark.kept_requests else 0
     with started(benchmark, workload, engines, num_videos * (1 if num_kept else benchmark.rounds)) as sessions:
-        going_on = {name: list[BenchSession | None](sessions) for name in asked}
+        going_on = {name: list[Asked | None](sessions) for name in asked}
         for index in range(num_kept):
             ask(sessions, benchmark, {"command": "keep", "index": index})
         for number in range(benchmark.rounds):
@@ -313,10 +344,12 @@ def measure(
     nums = [args.keep] * len(kept) or [batch * args.rounds for _, batch in points]
     num_videos = np.repeat(np.array(list(kept) or lengths) // scaling.VIDEO_TOKENS, nums).tolist()
     begin = 0
-    with started(benchmark, workload, engines, num_videos) as sessions:
-        cold = [ask(sessions, benchmark, {"command": "keep", "index": i}) for i in range(len(kept) * args.keep)]
+    with started(benchmark, workload, engines, num_videos, args.one_engine) as sessions:
+        # Of one engine a fixed chain has prompts read, as drafts need what is measured of them then.
+        keepers = sessions[2:3] if args.one_engine else sessions
+        cold = [ask(keepers, benchmark, {"command": "keep", "index": i}) for i in range(len(kept) * args.keep)]
         for tokens, batch in points:
-            asked, turns = list[BenchSession | None](sessions), list[list[dict[str, Any] | None]]()
+            asked, turns = list[Asked | None](sessions), list[list[dict[str, Any] | None]]()
             end = time.monotonic() + args.seconds
             while len(turns) < args.rounds or time.monotonic() < end:
                 number = len(turns)
@@ -332,7 +365,7 @@ def measure(
                 if number + 1 == LEARNING:
                     asked = without_hopeless(sessions, engines, [row["speedup"] for row in rows_of(engines, turns)])
             rows = rows_of(engines, turns)
-            if args.keep:
+            if args.keep and not args.one_engine:  # which has read all prompts once its first role has
                 of_length = cold[kept[tokens] : kept[tokens] + args.keep]
                 for row, alone in zip(rows, rows_of(engines, of_length), strict=True):
                     row |= {"cold_ttft_ms": alone["ttft_ms"], "speedup_first": alone["speedup_first"]}
@@ -402,9 +435,12 @@ def main() -> None:
     )
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--json", default="docs/results/never-slower.json", help="finished cells, which are kept")
+    parser.add_argument("--one-engine", action="store_true", help="let one engine play all of them (needs --keep)")
     parser.add_argument("--mixed", action="store_true", help="measure mixed traffic, and no cells")
     parser.add_argument("--decisions", action="store_true", help="measure the host time of decisions, and no cells")
     args = parser.parse_args()
+    if args.one_engine and not args.keep:
+        parser.error("--one-engine needs --keep")
     if args.seconds and not args.keep:
         parser.error("--seconds needs --keep: every round asks about other videos without")
     if args.decisions:

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm import SamplingParams
 
 from tests.engine import harness
 from tests.engine.harness import QWEN
 from tests.tools.common import load
+from vidspec_tools.bench.roles import CONTROLLER, OF_RUNNER, VANILLA, Roles
 from vidspec_tools.bench.session import BenchSession
 from vidspec_tools.pictures import show_pruning
 from vllm_vidspec.errors import VidSpecError
@@ -84,18 +84,21 @@ def test_overheads_find_all_the_parts_that_they_name(monkeypatch):
     assert {"guidance", "scoring", "the rest", "tree building"} <= labels
 
 
-def test_hooks_can_be_taken_out_of_a_resting_engine(monkeypatch):
-    """Catches: a hook that was renamed, and that benchmarks/bench_rest.py would leave where it is."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    bench = load("benchmarks/bench_rest.py")
-    prompts = [prompt for prompt, *_ in harness.videos(QWEN, 2)]
-    sampling = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+def test_one_engine_plays_several():
+    """Catches: a hook that was renamed, and that vanilla would have; a controller that decides for a fixed chain, or is
+    not told that its requests have ended.
+    """
+    prompts = [(prompt, {"max_tokens": 24, "ignore_eos": True}) for prompt, *_ in harness.videos(QWEN, 2)]
     with harness.engine(QWEN, "draft", adaptive_tokens=True) as engine:
-        bench.never_shown(engine)
-        outputs, counted = engine.measured([(prompt, sampling) for prompt in prompts])
-        hooks = bench.Hooks(engine)
-        times, answers = bench.answer(engine.llm.llm_engine, hooks, prompts, SamplingParams(**sampling))
-        hooks.switch(True)
-    assert answers == [list(output.outputs[0].token_ids) for output in outputs] and not counted["drafts"]
-    assert len(times[True]) > 8 and len(times[False]) > 8
-    assert len(hooks.methods) == 4 + len(bench.OF_RUNNER)
+        roles = Roles(engine.llm)
+        seen = []
+        for role in (CONTROLLER, VANILLA, 2, VANILLA, CONTROLLER):
+            roles.play(role)
+            outputs, counted = engine.measured(prompts)
+            seen.append(([list(output.outputs[0].token_ids) for output in outputs], counted))
+        roles.play(CONTROLLER)
+        assert not engine.scheduler._vidspec_side._control._controller._slots
+    assert all(answers == seen[0][0] for answers, _ in seen)
+    assert [counted["drafts"] > 0 for _, counted in seen] == [True, False, True, False, True]
+    assert seen[2][1]["draft_tokens"] == 2 * seen[2][1]["drafts"]
+    assert len(roles.methods) == 4 + len(OF_RUNNER)

@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import functools
 import itertools
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vidspec_tools import reel, watching
+from vidspec_tools.bench.roles import Roles
 from vllm_vidspec import metrics
 from vllm_vidspec.config import METHOD
 from vllm_vidspec.errors import VidSpecError
@@ -60,7 +62,7 @@ def run_job() -> None:
 class BenchEngine(Engine):
     """An engine whose steps are timed."""
 
-    commands: ClassVar[tuple[str, ...]] = (*Engine.commands, "look", "clock", "batch", "keep", "retune")
+    commands: ClassVar[tuple[str, ...]] = (*Engine.commands, "look", "clock", "batch", "keep", "retune", "play")
 
     @classmethod
     def prepare(cls, job: dict[str, Any]) -> None:
@@ -122,6 +124,15 @@ class BenchEngine(Engine):
     def retune(self, knobs: dict[str, Any]) -> dict[str, Any]:
         """Change knobs of VidSpecConfig from here on."""
         self.llm.collective_rpc("vidspec_retune", args=(knobs,))
+        return {}
+
+    @functools.cached_property
+    def _roles(self) -> Roles:
+        return Roles(self.llm)
+
+    def play(self, role: str | int) -> dict[str, Any]:
+        """Be vanilla, the controller, or a fixed chain of so many draft tokens, from here on."""
+        self._roles.play(role)
         return {}
 
     def answer(self, watch: bool = False, **asked: Any) -> dict[str, Any]:

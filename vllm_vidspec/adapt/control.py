@@ -64,8 +64,8 @@ class Controller:
         self._class_of: dict[tuple, int] = {}
         self.classes: list[RequestClass] = []
         self._situations: dict[tuple[int, int], Situation] = {}
-        # The requests that were decided for last, and `[n]` their slots: -1 of one that nobody has taken in.
-        self._last: tuple[list[str], np.ndarray] = ([], np.zeros(0, dtype=np.int64))
+        # The requests that were decided for last, `[n]` their slots, -1 of one nobody has taken in, and those known.
+        self._last: tuple[list[str], np.ndarray, np.ndarray] = ([], *np.zeros((2, 0), dtype=np.int64))
         self._decision, self._chosen_for = Decision(REST, frozenset(), 0, pads), frozenset[str]()
         self._left, self._wait, self._limit, self._unmeasured = 0, _DECIDE_FIRST, -1, 0
         self._is_measured = False  # what the last step measured is known
@@ -193,10 +193,11 @@ class Controller:
             return self._decision
         is_alike = limit == self._limit and _FEW * len(self._chosen_for.symmetric_difference(req_ids)) < len(req_ids)
         if req_ids != self._last[0]:
-            self._last = list(req_ids), self._slots_of(req_ids)
+            slots = self._slots_of(req_ids)
+            self._last = list(req_ids), slots, slots[slots >= 0]
             if is_alike and self._left > 0:
                 self._left = min(self._left, _FOLLOW)
-                slots = self._last_slots()
+                slots = self._last[2]
                 may_draft = self._may_draft[slots]
                 self._is_hopeless = self._is_hopeless and not may_draft.any()
                 return self._decided(self._decision.option, self._is_drafted[slots] & may_draft)
@@ -205,18 +206,15 @@ class Controller:
         self._chosen_for = frozenset(req_ids)
         self._left, self._limit = self._wait, limit
         before = self._decision
-        if self._decided(*self._choose(self._last_slots(), most)) is not before:
+        if self._decided(*self._choose(self._last[2], most)) is not before:
             self._left = self._wait = _DECIDE_FIRST if self._left > 1 else 1
         return self._decision
-
-    def _last_slots(self) -> np.ndarray:
-        return self._last[1][self._last[1] >= 0]
 
     def _decided(self, option: Option, drafted: np.ndarray) -> Decision:
         """Return the decision to draft for `[n]` bool of the last requests, the same as before if it is."""
         resting = frozenset[str]()
         if option.num_tokens and not drafted.all():
-            slots = set(self._last_slots()[~drafted].tolist())
+            slots = set(self._last[2][~drafted].tolist())
             resting = frozenset(req_id for req_id in self._last[0] if self._slots.get(req_id) in slots)
         if (option, resting) != self._decision[:2]:
             self._decision = Decision(option, resting, self._decision.number + 1, self._pads)
@@ -331,7 +329,7 @@ class Controller:
 
     def pass_over(self, num_steps: int, seconds: float) -> None:
         """Take note of so many quiet steps, of so many seconds each, that nobody has looked at."""
-        self._tokens[self._last_slots()] += num_steps
+        self._tokens[self._last[2]] += num_steps
         self._num_steps += num_steps
         self._trials.elapse(num_steps * seconds)
 

@@ -43,6 +43,7 @@ class SchedulerControl:
         self._controller = Controller(options, 2 * scheduler.scheduler_config.max_num_seqs, pads)
         self._is_resting: dict[int, bool] = {}  # by place in `Controller.classes`, as logged last
         self._decision: Decision | None = None  # the last
+        self._num_reqs = 0  # for how many
         # Of the last step's output: when it came, and by what decision.
         self._last: tuple[float, Decision | None] = (0.0, None)
         # Of the last step: by what steps alike are known, what the controller is told of them, whether they are timed.
@@ -118,9 +119,12 @@ class SchedulerControl:
             scheduler_output: vLLM's, complete.
             most: Draft tokens that no request may exceed; None for as many as was configured.
         """
-        req_ids = list(scheduler_output.num_scheduled_tokens)
         if scheduler_output.finished_req_ids or scheduler_output.scheduled_new_reqs:
             self._look()
+        # In a step of few milliseconds our code is not in the caches: each line of it takes its time.
+        if self._may_pass and len(scheduler_output.num_scheduled_tokens) == self._num_reqs:
+            return self._decision
+        req_ids = list(scheduler_output.num_scheduled_tokens)
         if scheduler_output.finished_req_ids:
             self._controller.remove(scheduler_output.finished_req_ids)
         if not req_ids:
@@ -133,7 +137,7 @@ class SchedulerControl:
         decision = self._controller.decide(req_ids, most)
         if decision is not self._decision and self._file is not None:
             self._file.set("tokens_in_use", decision.option.num_tokens)
-        self._decision = decision
+        self._decision, self._num_reqs = decision, len(req_ids)
         return decision
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_vidspec import metrics
+from vllm_vidspec.adapt import Decision
 from vllm_vidspec.config import METHOD, VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.compat import model as compat
@@ -54,6 +55,7 @@ class VidSpecModelRunner(GPUModelRunner):
         if self.knobs.current.request_records and self.agreement.is_first:
             self.recorder = RequestRecorder(self.requests, device)
         self._was_at_rest = False  # whether nothing was drafted in the last step, nor asked for
+        self._rests_on: Decision | None = None  # of that step, if the next with it rests as well and tells nothing
         self._num_told_skips = 0  # of `RequestRows.num_skips`, those that the scheduler's side knows of
         self.drafter_client: DrafterClient | None = None  # of the first rank, where the draft is another process's
 
@@ -118,6 +120,7 @@ class VidSpecModelRunner(GPUModelRunner):
             self.counters.begin_request(found)
             self.requests.add(found)
         if scheduler_output.scheduled_new_reqs:
+            self._rests_on = None
             self._publish_active()
 
     def _new_request(self, request: Any) -> NewRequest:
@@ -198,14 +201,18 @@ class VidSpecModelRunner(GPUModelRunner):
         return output, num_sampled, num_rejected
 
     def sample_tokens(self, grammar_output):
+        if self._rests_on is not None and self._rests_on is self.speculator.decision:
+            self.counters.rest()
+            return compat.without_drafts(self, super().sample_tokens, grammar_output)
+        self._rests_on = None
         # Earlier pipeline stages wait for drafts in every step.
         self._was_at_rest = self.speculator.is_at_rest and not self.use_pp
         verified = frozenset[str]()
         if self._was_at_rest:  # the step costs what it would without us
             self.counters.rest()
-            self.speculator.backend.reading = frozenset()
             output = compat.without_drafts(self, super().sample_tokens, grammar_output)
             if self.counters.is_settled and self.recorder is None and not self._has_new_skips:
+                self._rests_on = self.speculator.decision
                 return output
         else:
             verified = self._verified()  # until `propose` puts the next drafts in their place
@@ -232,7 +239,8 @@ class VidSpecModelRunner(GPUModelRunner):
 
     def _report(self, verified: frozenset[str]) -> scheduler.StepReport | None:
         """Return what the controller beside the scheduler is told of a step; None if there is nothing to tell."""
-        reading, skipped = self.speculator.backend.reading, ()
+        reading = frozenset[str]() if self._was_at_rest else self.speculator.backend.reading
+        skipped = ()
         if self._has_new_skips:
             self._num_told_skips = self.requests.num_skips
             rows = self.req_states.req_id_to_index.items()

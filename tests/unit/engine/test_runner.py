@@ -150,7 +150,9 @@ def test_the_drafts_that_a_step_verifies(has_stages, expected):
     [(True, None, 2, False), (False, None, 2, True), (True, mock.Mock(), 2, True), (True, None, 3, True)],
 )
 def test_a_step_at_rest_publishes_what_there_is(is_settled, recorder, num_skips, publishes, monkeypatch):
-    """Catches: counts, records or requests without speculation that nobody is told of while nothing is drafted."""
+    """Catches: counts, records or requests without speculation that nobody is told of while nothing is drafted, also of
+    a request that comes while others rest; drafts that the next decision asks for and nobody makes.
+    """
     runner = VidSpecModelRunner.__new__(VidSpecModelRunner)
     backend = SimpleNamespace(reading=frozenset({"earlier"}), reading_s=0.0)
     runner.speculator = SimpleNamespace(is_at_rest=True, backend=backend, decision=object())
@@ -158,11 +160,24 @@ def test_a_step_at_rest_publishes_what_there_is(is_settled, recorder, num_skips,
     runner.requests = SimpleNamespace(num_skips=num_skips, in_flight=frozenset(), phase=np.array([Phase.SKIPPED]))
     runner.req_states = SimpleNamespace(req_id_to_index={"skipped": 0})
     runner.use_pp, runner.recorder, runner._num_told_skips, runner.num_speculative_steps = False, recorder, 2, 5
+    runner._rests_on = None
     output = SimpleNamespace()
     monkeypatch.setattr(GPUModelRunner, "sample_tokens", lambda self, grammar: output)
     assert runner.sample_tokens(None) is output and runner.counters.flush.called == publishes
     assert report_of(output).skipped == (("skipped",) if num_skips > 2 else ()) and runner.num_speculative_steps == 5
     assert recorder is None or recorder.publisher.called
+    runner.counters.flush.reset_mock()
+    assert runner.sample_tokens(None) is output and runner.num_speculative_steps == 5
+    assert runner.counters.flush.called == (not is_settled or recorder is not None)
+    for name in ("add_requests", "_new_request", "_publish_active"):
+        monkeypatch.setattr(VidSpecModelRunner.__base__ if name == "add_requests" else runner, name, mock.Mock())
+    runner.requests.add, output = lambda _: setattr(runner.requests, "num_skips", 4), SimpleNamespace()
+    runner.add_requests(SimpleNamespace(scheduled_new_reqs=["skipped"]))
+    assert report_of(runner.sample_tokens(None)).skipped == ("skipped",)
+    runner.sample_tokens(None)
+    runner.speculator.decision, runner.speculator.is_at_rest = object(), False
+    runner.sample_tokens(None)
+    assert not runner._was_at_rest
 
 
 def test_drafts_of_a_request_that_has_left_are_nobodys():

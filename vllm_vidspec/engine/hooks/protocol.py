@@ -78,6 +78,7 @@ class TargetHooks:
 
     def __init__(self, hooks: Sequence[TargetHook], knobs: Knobs, agreement: Agreement):
         self._guarded = [(hook, Guard(knobs, agreement, hook.loss)) for hook in hooks]
+        self._may_watch = False  # whether a request has come since all were idle
 
     def reserve(self, available_bytes: int) -> int:
         """Return how many of a rank's KV memory bytes they take, each of what the ones before it have left."""
@@ -93,11 +94,15 @@ class TargetHooks:
     def add(self, request: NewRequest) -> None:
         """Take a request in that has just got its row; one that the draft is not shown costs the target nothing."""
         if request.is_shown:
+            self._may_watch = True
             self._tell("add", request)
 
     @property
     def are_idle(self) -> bool:
-        return all(hook.is_idle for hook, _ in self._guarded)
+        """Whether no request is watched, asked twice a step."""
+        if self._may_watch:
+            self._may_watch = not all(hook.is_idle for hook, _ in self._guarded)
+        return not self._may_watch
 
     def before_forward(self, batch: Any) -> None:
         self._tell("before_forward", batch)
