@@ -1,7 +1,7 @@
 """Trials: when an option is tried that is not the best as far as is known; numpy only.
 
 An option is tried if it may be `WORTH` times as fast as the best, given how much its estimate is in doubt: a few
-measured steps remove the doubt. What trials are expected to lose is a debt, paid off with a hundredth of the time that
+measured steps remove the doubt. What trials are expected to lose is a debt, paid off with a share of the time that
 passes, and what probes lose is another: where nothing had to be tried for long, no more may be lost afterwards.
 """
 
@@ -16,7 +16,8 @@ _BETWEEN = 4  # steps between two trials
 _PAUSE = 64  # and where the allowance is used up
 _REST_AGAIN, _REST_SELDOM = 64, 1024  # steps until one without drafts is measured again: twice as many each time
 _UNMEASURED = 2  # steps that a change costs: they verify what the option before has drafted
-_ALLOWANCE = 0.01  # share of the time that trials may cost, and probes as much
+# Share of the time that they may cost: what follows a probe, as a change of what is drafted, is not counted.
+_ALLOWANCE = {"trials": 0.01, "probes": 0.007}
 # Steps without drafts, more than which nobody may owe who is to try something.
 _DEBT_STEPS = {"trials": 20, "probes": 2}
 
@@ -55,7 +56,7 @@ class Trials:
     def elapse(self, seconds: float) -> None:
         """Pay debts off with what has passed."""
         for of, debt_s in self._debt_s.items():
-            self._debt_s[of] = max(0.0, debt_s - _ALLOWANCE * seconds)
+            self._debt_s[of] = max(0.0, debt_s - _ALLOWANCE[of] * seconds)
 
     def owe(self, seconds: float, of: str = "trials") -> bool:
         """Add what a trial, or a probe, loses to what they owe; return False if that is too much already."""
