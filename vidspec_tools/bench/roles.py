@@ -7,12 +7,29 @@ a fixed chain is the engine without its controller. Of a request's begin and end
 
 from typing import Any
 
+from vllm_vidspec.adapt import Decision, Option
 from vllm_vidspec.engine.compat.contract import MARK
 
 VANILLA, CONTROLLER = "vanilla", "controller"
 # What runs in every step.
 OF_VLLM = ("_update_after_schedule", "update_from_output", "post_step")
 OF_RUNNER = ("prepare_inputs", "execute_model", "sample", "sample_tokens", "take_draft_token_ids")
+
+
+class _Fixed:
+    """Decides on a chain of so many draft tokens in every step, in a controller's place."""
+
+    def __init__(self, num_tokens: int):
+        self._decision = Decision(Option("chain", num_tokens, num_tokens, True), frozenset(), 1, False)
+
+    def is_shown(self, *_: Any) -> bool:
+        return True
+
+    def plan(self, *_: Any) -> Decision:
+        return self._decision
+
+    def observe(self, *_: Any) -> None:
+        """Learn nothing."""
 
 
 class Roles:
@@ -33,7 +50,7 @@ class Roles:
         self._engine, self._core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
         self._runner = self._core.model_executor.driver_worker.worker.model_runner
         self._side = self._core.scheduler._vidspec_side
-        self._control, self._limit = self._side._control, self._side._limit
+        self._control = self._side._control
         self._spec = self._runner.speculator, self._runner.num_speculative_steps
         patched = [(owner, name) for owner in (Scheduler, AsyncScheduler, EngineCore) for name in OF_VLLM]
         patched = [(owner, name) for owner, name in patched if hasattr(vars(owner).get(name), MARK)]
@@ -52,6 +69,4 @@ class Roles:
             setattr(owner, name, its if is_vanilla else ours)
         self._runner.speculator, self._runner.num_speculative_steps = (None, 0) if is_vanilla else self._spec
         self._core.check_for_draft_tokens = not is_vanilla
-        self._side._control = self._control if role == CONTROLLER else None
-        self._side._limit = role if isinstance(role, int) else self._limit
-        self._side._publish()
+        self._side._control = _Fixed(role) if isinstance(role, int) else None if is_vanilla else self._control
