@@ -88,7 +88,8 @@ def test_one_engine_plays_several():
     """Catches: a hook that was renamed, and that vanilla would have; a step of a fixed chain that drafts otherwise; a
     controller that is not told that its requests have ended.
     """
-    prompts = [(prompt, {"max_tokens": 24, "ignore_eos": True}) for prompt, *_ in harness.videos(QWEN, 2)]
+    sampling = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+    prompts = [(prompt, sampling) for prompt, *_ in harness.videos(QWEN, 2)]
     with harness.engine(QWEN, "draft", adaptive_tokens=True) as engine:
         roles = Roles(engine.llm)
         seen = []
