@@ -19,7 +19,7 @@ from vllm_vidspec.adapt.acceptance import AcceptanceTable
 from vllm_vidspec.adapt.classes import Ended, RequestClass
 from vllm_vidspec.adapt.costs import FEATURES, Batch, StepCosts, Steps
 from vllm_vidspec.adapt.options import REST, Decision, Option, StepKind
-from vllm_vidspec.adapt.trials import Situation, Trials
+from vllm_vidspec.adapt.trials import Situation, Trials, is_doubtful
 
 _DECIDE_FIRST, _DECIDE_LAST = 4, 64  # steps between two decisions about a batch: ever more while they are alike
 _FEW, _FOLLOW = 4, 16  # where fewer than one in so many has come or gone, a decision holds for so many steps more
@@ -250,7 +250,7 @@ class Controller:
         favour = np.where(places == situation.in_use, _MARGIN, 1.0)
         favour[rest] = _MARGIN
         best = int((rates * favour).argmax())
-        situation.in_use, situation.rate = int(places[best]), float(rates[best])
+        situation.use(int(places[best]), float(rates[best]))
         is_probed = (self._probe_left[slots] > 0) & self._may_draft[slots]
         if best == rest and is_probed.any() and len(places) > 1:
             rates[rest] = 0.0
@@ -268,6 +268,7 @@ class Controller:
             is_near = not situation.rest_wait or rates[rest] > _NEAR * rates[best]
             if is_near and self._num_steps >= situation.rest_due:
                 hopes[rest] = np.inf
+            hopes[(places == situation.checked()) & is_doubtful(rates / rates[best])] = np.inf
             chosen = self._trials.begin(situation, rates, hopes, seconds, best)
             situation.trial = int(places[chosen]) if chosen != best else None
         elif situation.trial is not None and ((places == situation.trial) & (rates > 0)).any():

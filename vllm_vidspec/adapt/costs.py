@@ -29,6 +29,7 @@ _REFIT_AT, _REFIT_EVERY = (1, 3, 8, 20), 64  # steps of one kind, and of all, af
 _FIRST = 5  # steps of a kind of which the median is taken
 _COLD, _COLD_COUNTS = 2, 0.1  # first steps of a kind, which may be slow once; what they count for together
 _OWN_STEPS = 8  # measured steps of an option after another's that tell its own cost; later ones the machine's speed
+_SHIFT_STEPS, _SHIFT = 3, 0.3  # the first of these, which are believed if all differ by so much from what was known
 _SPEED = 0.1  # share of a step in the machine's speed
 _LEAST = 0.1  # of the fastest kind of step that was measured: no step is predicted to take less
 _NEW = 0.05  # share of a new step in the means of its kind, once it has many
@@ -87,6 +88,7 @@ class StepCosts:
         self.is_fitted, self._least_s = False, _LEAST
         self._slowness = 1.0  # by how much longer steps take by now
         self._last: tuple[int | None, int] = (None, 0)  # option of the last steps, and how many there were
+        self._own: list[float] = []  # the first of these over what was known of them
         # Means of the features of these steps and of their seconds, the late ones above all; and products of what steps
         # differ by from such means, over these seconds.
         self._late, self._compared = np.zeros(len(FEATURES) + 1), np.zeros((len(FEATURES) + 1, len(FEATURES) + 1))
@@ -103,6 +105,7 @@ class StepCosts:
         self._num_steps += 1
         record = self._records.setdefault(kind, _Record(x.copy()))
         self._last = option, 1 + (self._last[1] if option == self._last[0] else 0)
+        self._own = self._own if self._last[1] > 1 else []
         if self._last[1] > _OWN_STEPS and record.count > _COLD + _FIRST:
             expected_s = float(self.seconds([kind], x[None])[0])
             self._slowness *= (min(seconds, 2 * expected_s) / expected_s) ** _SPEED
@@ -113,7 +116,7 @@ class StepCosts:
         record.count, record.seen = record.count + 1, self._num_steps
         if record.count == _COLD + 1:
             record.first = []
-        share = max(_NEW, 1 / max(1, record.count - _COLD))
+        share, known_s = max(_NEW, 1 / max(1, record.count - _COLD)), record.seconds
         is_first, is_own = record.count <= _COLD + _FIRST, self._last[1] <= _OWN_STEPS
         if is_first or is_own:
             record.x += share * (x - record.x)
@@ -122,9 +125,20 @@ class StepCosts:
             record.seconds = record.first[(len(record.first) - 1) // 2]
         elif is_own:
             record.seconds += share * (min(seconds, 2 * record.seconds) - record.seconds)
+        if is_own and known_s:
+            self._shift(record, seconds, known_s)
         if record.count in _REFIT_AT or self._num_steps - self._fitted_at >= _REFIT_EVERY:
             self._fit()
         record.correct(float(self._fitted(record.x)), self._known(record))
+
+    def _shift(self, record: _Record, seconds: float, known_s: float) -> None:
+        """Believe the first steps of an option after others where all of them took far more, or less, than was known:
+        what else the machine does has changed since.
+        """
+        self._own.append(seconds / known_s)
+        if len(self._own) == _SHIFT_STEPS and (min(self._own) > 1 + _SHIFT or max(self._own) < 1 - _SHIFT):
+            record.seconds = seconds * sorted(self._own)[1] / self._own[-1]
+            record.count, record.first = _COLD + 1, [record.seconds]
 
     def _compare(self, x: np.ndarray, seconds: float) -> None:
         """Learn what requests cost that have come, gone or grown since the steps just before this one, which were of

@@ -15,6 +15,8 @@ _LONGEST_TRIAL = 16  # and steps after which it ends in any case: a draft may fi
 _BETWEEN = 4  # steps between two trials
 _PAUSE = 64  # and where the allowance is used up
 _REST_AGAIN, _REST_SELDOM = 64, 1024  # steps until one without drafts is measured again: twice as many each time
+_CHECK_AFTER = 16  # steps of another option after which the one before is measured once more, if it is in doubt
+_DOUBTFUL = 0.4, 0.94  # shares of the best rate between which what else the machine did may be why it is the best
 _UNMEASURED = 2  # steps that a change costs: they verify what the option before has drafted
 # Share of the time that they may cost: what follows a probe, as a change of what is drafted, is not counted.
 _ALLOWANCE = {"trials": 0.01, "probes": 0.007}
@@ -34,12 +36,32 @@ class Situation:
     until: int = _BETWEEN  # Step at which the trial ends, or the next one may begin
     rest_due: int = 0  # Step of all situations from which on one without drafts is to be measured again
     rest_wait: int = 0  # Steps between two such; 0: none was measured
+    replaced: int = -1  # The option that was in use before, if it is to be measured once more; -1: none is
+    check_at: int = 0  # Step from which on
+
+    def use(self, place: int, rate: float) -> None:
+        """Take note of the best option and its rate."""
+        if self.in_use not in (None, place):
+            self.replaced, self.check_at = self.in_use, self.steps + _CHECK_AFTER
+        self.in_use, self.rate = place, rate
+
+    def checked(self) -> int:
+        """Return the option that is to be measured once more by now, and forget it; -1 for none."""
+        if self.steps < self.check_at:
+            return -1
+        place, self.replaced = self.replaced, -1
+        return place
 
     def rest_measured(self, step: int) -> None:
         """Take note of a step without drafts that was measured, given how many there were in all situations."""
         if step >= self.rest_due:
             self.rest_wait = min(max(2 * self.rest_wait, _REST_AGAIN), _REST_SELDOM)
             self.rest_due = step + self.rest_wait
+
+
+def is_doubtful(shares: np.ndarray) -> np.ndarray:
+    """Return `[m]` bool: options that may be the better ones after all, given their shares of the best rate."""
+    return (shares > _DOUBTFUL[0]) & (shares < _DOUBTFUL[1])
 
 
 class Trials:
