@@ -47,9 +47,9 @@ from safetensors.torch import load_file, save_file
 from vidspec_tools.bench import interleaved, roles, scaling
 from vidspec_tools.bench.acceptance import identical_frac
 from vidspec_tools.bench.methods import SEQUENTIAL
-from vidspec_tools.bench.session import BenchSession
+from vidspec_tools.bench.session import BenchSession, Played
 from vidspec_tools.bench.trials import VANILLA_VARIANT, Variant, Workload
-from vidspec_tools.pages.never_slower import AGAIN, line, mixed_table, table
+from vidspec_tools.pages.never_slower import AGAIN, NAME, ONE_ENGINE, line, mixed_table, table
 from vllm_vidspec import assets
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.engine.compat import scheduler as compat
@@ -101,17 +101,6 @@ def variants(fixed: tuple[int, ...]) -> list[Variant]:
         ),
         Variant(AGAIN, VANILLA_VARIANT.mode),
     ]
-
-
-class Played:
-    """An engine in one of its roles (`vidspec_tools/bench/roles.py`), asked as an engine of its own."""
-
-    def __init__(self, session: BenchSession, role: str | int):
-        self._session, self._role = session, role
-
-    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
-        self._session.ask({"command": "play", "role": self._role, "keeps_prefixes": True})
-        return self._session.ask(command)
 
 
 Asked = BenchSession | Played
@@ -434,11 +423,12 @@ def main() -> None:
         help="ask about so many videos again and again (0: new ones; --mixed: all or none)",
     )
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--json", default="docs/results/never-slower.json", help="finished cells, which are kept")
+    parser.add_argument("--json", help="finished cells, which are kept; default: what docs/never-slower.md is made of")
     parser.add_argument("--one-engine", action="store_true", help="let one engine play all of them (needs --keep)")
     parser.add_argument("--mixed", action="store_true", help="measure mixed traffic, and no cells")
     parser.add_argument("--decisions", action="store_true", help="measure the host time of decisions, and no cells")
     args = parser.parse_args()
+    args.json = args.json or f"docs/results/{ONE_ENGINE if args.one_engine else NAME}.json"
     if args.one_engine and not args.keep:
         parser.error("--one-engine needs --keep")
     if args.seconds and not args.keep:

@@ -54,6 +54,17 @@ class BenchSession(EngineSession):
         ctypes.CDLL(None).personality(_ADDR_NO_RANDOMIZE)
 
 
+class Played:
+    """An engine in one of its roles (`vidspec_tools/bench/roles.py`), asked as an engine of its own."""
+
+    def __init__(self, session: BenchSession, role: str | int):
+        self._session, self._role = session, role
+
+    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        self._session.ask({"command": "play", "role": self._role, "keeps_prefixes": True})
+        return self._session.ask(command)
+
+
 def run_job() -> None:
     """Be the subprocess of a `BenchSession`."""
     sys.exit(main(BenchEngine))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from vidspec_tools.pages import tables
 from vidspec_tools.pages.tables import Row, markdown, read, recorded
 
-NAME = "never-slower"
+NAME, ONE_ENGINE = "never-slower", "one-engine"
 CELL = ("tokens", "draft", "batch", "pads")  # what tells a cell from others
 AGAIN = "vanilla again"  # a second vanilla engine: what two engines that do the same differ by
 LEAST = 0.97  # of vanilla, or of the best fixed number: what no cell should be under
@@ -18,7 +18,9 @@ HEAD = (
     "over best fixed", "first answer", "time to first token, cached", "cold", "whole answers over vanilla",
     "whole over best fixed", "tokens per verify step", "a second vanilla over vanilla",
 )  # fmt: skip
-REST = "{batch} | {with_ms:.3f} ms | {without_ms:.3f} ms | {ratio:.3f}"
+OF_ONE = (0, 1, 2, 3, 4, 5, 6, 12, 13)  # columns that one engine in several roles tells
+REST_HEAD = "video tokens | requests | with our hooks | without | ratio"
+REST = "{tokens:,} | {batch} | {with_ms:.3f} ms | {without_ms:.3f} ms | {ratio:.3f} ± {ratio_error:.3f}"
 MIXED_HEAD = "engine | good beside hopeless | good beside good | tokens/s, 16 requests | tokens/s, 192 requests"
 MIXED = (
     "{engine} | {good_beside_hopeless:.2f} | {good_beside_good:.2f} | {sixteen_tokens_per_s:.2f} |"
@@ -52,6 +54,12 @@ def of_starts(rows: tuple[Row, ...]) -> Row:
 def table(cells: Iterable[Row]) -> str:
     """Return the table of cells."""
     return markdown(HEAD, map(line, cells), words=0)
+
+
+def table_of_one(cells: Iterable[Row]) -> str:
+    """Return the table of cells of one engine in several roles."""
+    rows = ([line(cell)[column] for column in OF_ONE] for cell in cells)
+    return markdown([HEAD[column] for column in OF_ONE], rows, words=0)
 
 
 def mixed_table(rows: list[Row]) -> str:
@@ -142,6 +150,31 @@ def summary(cells: list[Row]) -> str:
     """Return which cells are slower than they should be."""
     again_too = sum(cell["starts"] > 1 for cell in cells)
     lines = [f"Measured are {len(cells)} of 96 cells, {again_too} of them with several starts of all engines."]
+    resting = [cell for cell in cells if rests(cell)]
+    firsts = spread([first_answer(cell) for cell in resting])
+    lines += decode_lines(cells)
+    lines.append(
+        f"Very first answers of a length, where nothing is drafted later ({len(resting)} cells): {firsts} of vanilla."
+    )
+    late = [cell for cell in resting if later_ms(cell) > max(LATER[0], LATER[1] * cell["rows"][0]["ttft_ms"])]
+    within = f"within {LATER[0]:g} ms or {100 * LATER[1]:g} % in {len(resting) - len(late)} of {len(resting)} cells"
+    others = [f"{later_ms(cell):+.1f} of {cell['rows'][0]['ttft_ms']:.0f} ms ({name(cell)})" for cell in late]
+    lines.append(f"First tokens at rest (cached prompts): {within}; the others: {'; '.join(others) or 'none'}.")
+    return bullets(*lines)
+
+
+def summary_of_one(cells: list[Row]) -> str:
+    """Return the same of one engine in several roles."""
+    return bullets(f"Measured are {len(cells)} of 96 cells.", *decode_lines(cells))
+
+
+def bullets(*lines: str) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def decode_lines(cells: list[Row]) -> list[str]:
+    """Return how fast cells decode."""
+    lines = []
     for what, figure in (("vanilla", over_vanilla), ("the best fixed number", over_best)):
         found = sorted((figure(cell), name(cell), cell["rows"][1].get("speedup_error", 1.0)) for cell in cells)
         num_slow = sum(round(value, 2) < LEAST for value, _, _ in found)
@@ -163,19 +196,14 @@ def summary(cells: list[Row]) -> str:
         ),
         ("Where it drafts and that gains more", paying, over_best, "the best fixed number"),
         ("The same", paying, over_vanilla, "vanilla"),
-        ("Very first answers of a length, where nothing is drafted later", resting, first_answer, "vanilla"),
     ):
         if those:
             lines.append(f"{words} ({len(those)} cells): {spread([figure(cell) for cell in those])} of {of}.")
     seconds = [value for cell in cells if (value := second_vanilla(cell)) is not None]
     if seconds:
         lines.append(f"A second vanilla: {spread(seconds)} of the first.")
-    late = [cell for cell in resting if later_ms(cell) > max(LATER[0], LATER[1] * cell["rows"][0]["ttft_ms"])]
-    within = f"within {LATER[0]:g} ms or {100 * LATER[1]:g} % in {len(resting) - len(late)} of {len(resting)} cells"
-    others = [f"{later_ms(cell):+.1f} of {cell['rows'][0]['ttft_ms']:.0f} ms ({name(cell)})" for cell in late]
-    lines.append(f"First tokens at rest (cached prompts): {within}; the others: {'; '.join(others) or 'none'}.")
     identical = min(row["identical_frac"] for cell in cells for row in cell["rows"])
-    return "\n".join(f"- {line}" for line in (*lines, f"Answers identical to vanilla's: {100 * identical:g} %."))
+    return [*lines, f"Answers identical to vanilla's: {100 * identical:g} %."]
 
 
 def first_answer(cell: Row) -> float:
@@ -199,10 +227,12 @@ def sections() -> dict[str, Callable[[], str]]:
     if not recorded(NAME):
         return {}
     found = read(NAME)
-    cells = pooled(found["cells"])
+    cells, of_one = pooled(found["cells"]), pooled(read(ONE_ENGINE)["cells"])
     return {
         "cells": lambda: table(cells),
         "cells-summary": lambda: summary(cells),
+        "one-engine": lambda: table_of_one(of_one),
+        "one-engine-summary": lambda: summary_of_one(of_one),
         "mixed": lambda: mixed_table(found["mixed"]["rows"]),
-        "rest": lambda: tables.table("requests | with our hooks | without | ratio", REST, read("rest")["rows"]),
+        "rest": lambda: tables.table(REST_HEAD, REST, read("rest")["rows"]),
     }
