@@ -44,9 +44,10 @@ import numpy as np
 import numpy.ma  # an engine has it; np.median would import it within a decision
 from safetensors.torch import load_file, save_file
 
-from vidspec_tools.bench import interleaved, roles, scaling
+from vidspec_tools.bench import interleaved, scaling
 from vidspec_tools.bench.acceptance import identical_frac
 from vidspec_tools.bench.methods import SEQUENTIAL
+from vidspec_tools.bench.roles import CONTROLLER
 from vidspec_tools.bench.session import BenchSession, Played
 from vidspec_tools.bench.trials import VANILLA_VARIANT, Variant, Workload
 from vidspec_tools.pages.never_slower import AGAIN, NAME, ONE_ENGINE, line, mixed_table, table
@@ -60,7 +61,6 @@ from vllm_vidspec.tools.provenance import provenance
 
 FAMILY = "qwen2.5-vl"
 DRAFTS = {"bundled": (FAMILY, "draft"), "far": (FAMILY, assets.FAR), "plain": (assets.PLAIN, "draft"), "untrained": ()}
-CONTROLLER = roles.CONTROLLER
 WARM = 8  # an engine that takes its turn first answers the same for a part of so many, unmeasured
 LEARNING = 1  # rounds that are shown apart
 WAVES = 12  # of sixteen requests each, in mixed traffic
@@ -109,8 +109,8 @@ Asked = BenchSession | Played
 def role_of(engine: Variant) -> str | int:
     """Return how one engine plays another."""
     if engine.mode == VANILLA_VARIANT.mode:
-        return roles.VANILLA
-    return roles.CONTROLLER if engine.method == CONTROLLER else int(engine.method.removeprefix("chain of "))
+        return VANILLA_VARIANT.method
+    return CONTROLLER if engine.method == CONTROLLER else int(engine.method.removeprefix("chain of "))
 
 
 def ask(
@@ -157,12 +157,11 @@ def rows_of(engines: list[Variant], turns: list[list[dict[str, Any] | None]]) ->
         speedups = [its["tpot_s"] / ours["tpot_s"] for ours, its in zip(found, vanilla, strict=False)]
         delays = [1e3 * (ours["ttft_s"] - its["ttft_s"]) for ours, its in zip(found, vanilla, strict=False)]
         last, begin = rounds[-1]["metrics"], LEARNING if len(found) > LEARNING else 0
-        num, spread = len(speedups[begin:]), statistics.pstdev(speedups[begin:])
         rows.append(
             {
                 "engine": engine.method,
                 "speedup": statistics.median(speedups[begin:]),
-                "speedup_error": 2 * 1.25 * spread / max(1, num - 1) ** 0.5,  # two standard errors of a median
+                "speedup_error": scaling.median_error(speedups[begin:]),
                 "speedup_first": speedups[0],
                 "tokens_per_s": statistics.median(one["tokens_per_s"] for one in found[begin:]),
                 "ttft_ms": 1e3 * statistics.median(one["ttft_s"] for one in found[begin:]),

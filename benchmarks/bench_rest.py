@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import harness
 
 from vidspec_tools.bench import interleaved, scaling
-from vidspec_tools.bench.methods import SEQUENTIAL
-from vidspec_tools.bench.roles import CONTROLLER, VANILLA, Roles
+from vidspec_tools.bench.methods import SEQUENTIAL, VANILLA
+from vidspec_tools.bench.roles import CONTROLLER, Roles
 from vidspec_tools.bench.session import BenchEngine
 from vidspec_tools.bench.trials import Variant
 from vllm_vidspec.tools.progress import silent
@@ -84,12 +84,15 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def figures(rounds: list[dict[bool, list[float]]]) -> dict[str, float]:
-    """Return the figures of rounds, given seconds of steps with our hooks and without; an error is twice its own."""
+    """Return the figures of rounds, given seconds of steps with our hooks and without."""
     with_s, without_s = ([statistics.mean(times[on]) for times in rounds] for on in (True, False))
     ratios = [ours / its for ours, its in zip(with_s, without_s, strict=True)]
-    error = 2 * 1.25 * statistics.stdev(ratios) / len(ratios) ** 0.5
     found = {"with_ms": 1e3 * statistics.median(with_s), "without_ms": 1e3 * statistics.median(without_s)}
-    return found | {"ratio": statistics.median(ratios), "ratio_error": error, "rounds": len(rounds)}
+    return found | {
+        "ratio": statistics.median(ratios),
+        "ratio_error": scaling.median_error(ratios),
+        "rounds": len(rounds),
+    }
 
 
 if __name__ == "__main__":

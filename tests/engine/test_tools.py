@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.engine import harness
 from tests.engine.harness import QWEN
 from tests.tools.common import load
-from vidspec_tools.bench.roles import CONTROLLER, OF_RUNNER, VANILLA, Roles
+from vidspec_tools.bench.methods import VANILLA
+from vidspec_tools.bench.roles import CONTROLLER, OF_RUNNER, Roles
 from vidspec_tools.bench.session import BenchSession
 from vidspec_tools.pictures import show_pruning
 from vllm_vidspec.errors import VidSpecError
@@ -104,3 +106,19 @@ def test_one_engine_plays_several():
     fixed = seen[2][1]
     assert fixed["draft_tokens"] == 2 * fixed["drafts"] and fixed["drafts"] + fixed["accepted_tokens"] >= 2 * 23
     assert len(roles.methods) == 4 + len(OF_RUNNER)
+
+
+def test_hooks_can_be_taken_out_of_a_resting_engine(monkeypatch):
+    """Within an answer, too. Catches: what benchmarks/bench_rest.py relies on renamed, answers that it changes."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    bench = load("benchmarks/bench_rest.py")
+    prompts = [prompt for prompt, *_ in harness.videos(QWEN, 2)]
+    sampling = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+    with harness.engine(QWEN, "draft", adaptive_tokens=True) as engine:
+        bench.never_shown(engine)
+        outputs, counted = engine.measured([(prompt, sampling) for prompt in prompts])
+        roles = Roles(engine.llm)
+        times, answers = bench.answer(engine.core, roles, prompts, SamplingParams(**sampling))
+        roles.play(CONTROLLER)
+    assert answers == [list(output.outputs[0].token_ids) for output in outputs] and not counted["drafts"]
+    assert len(times[True]) > 8 and len(times[False]) > 8

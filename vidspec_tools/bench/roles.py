@@ -7,10 +7,11 @@ a fixed chain is the engine without its controller. Of a request's begin and end
 
 from typing import Any
 
+from vidspec_tools.bench.methods import VANILLA
 from vllm_vidspec.adapt import Decision, Option
 from vllm_vidspec.engine.compat.contract import MARK
 
-VANILLA, CONTROLLER = "vanilla", "controller"
+CONTROLLER = "controller"
 # What runs in every step.
 OF_VLLM = ("_update_after_schedule", "update_from_output", "post_step")
 OF_RUNNER = ("prepare_inputs", "execute_model", "sample", "sample_tokens", "take_draft_token_ids")
@@ -61,7 +62,7 @@ class Roles:
             self.methods.append((VidSpecModelRunner, name, ours, its))
 
     def play(self, role: str | int) -> None:
-        """Be vanilla, the controller, or a fixed chain of so many draft tokens, from here on; no request may run."""
+        """Be vanilla, the controller, or a fixed chain of so many draft tokens; no request may run but at rest."""
         while self._core.scheduler.has_finished_requests():  # who has answered them is told of their ends
             self._engine.step()
         is_vanilla = role == VANILLA

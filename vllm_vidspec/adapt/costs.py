@@ -105,7 +105,8 @@ class StepCosts:
         self._num_steps += 1
         record = self._records.setdefault(kind, _Record(x.copy()))
         self._last = option, 1 + (self._last[1] if option == self._last[0] else 0)
-        self._own = self._own if self._last[1] > 1 else []
+        if self._last[1] == 1:
+            self._own = []
         if self._last[1] > _OWN_STEPS and record.count > _COLD + _FIRST:
             expected_s = float(self.seconds([kind], x[None])[0])
             self._slowness *= (min(seconds, 2 * expected_s) / expected_s) ** _SPEED
