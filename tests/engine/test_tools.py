@@ -9,6 +9,7 @@ from vllm import SamplingParams
 
 from tests.engine import harness
 from tests.engine.harness import QWEN
+from tests.engine.test_control import steps
 from tests.tools.common import load
 from vidspec_tools.bench.methods import VANILLA
 from vidspec_tools.bench.roles import CONTROLLER, OF_RUNNER, Roles
@@ -92,7 +93,7 @@ def test_one_engine_plays_several():
     """
     sampling = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
     prompts = [(prompt, sampling) for prompt, *_ in harness.videos(QWEN, 2)]
-    with harness.engine(QWEN, "draft", adaptive_tokens=True) as engine:
+    with harness.engine(QWEN, "draft", adaptive_tokens=True) as engine, steps(engine):  # drafts pay by this clock
         roles = Roles(engine.llm)
         seen = []
         for role in (CONTROLLER, VANILLA, 2, VANILLA, CONTROLLER):
