@@ -36,9 +36,11 @@ class RequestClass:
     start_s: float = 0.0  # What it takes until the draft has read a prompt; 0: not known
     rests: bool = False  # Whether its requests are not drafted for, but for a probe now and then
     since_probe: int = 0  # Requests that came since the last probe
+    to_show: int = 0  # Requests that are yet to be shown, one after another, to measure anew what drafts take
     gain: float = 0.0  # Time of whole answers without drafts over that with them,
+    hope: float = 0.0  # the same as it may be by now,
     probe_s: float = 0.0  # what those of one request cost a step,
-    gain_at: int = -1  # and the step up to which both hold
+    gain_at: int = -1  # and the step up to which these hold
 
     def learn(self, answer_tokens: int, start_s: float) -> None:
         """Take in an answer; 0 of either: not known."""

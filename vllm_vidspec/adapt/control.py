@@ -17,7 +17,7 @@ import numpy as np
 
 from vllm_vidspec.adapt.acceptance import AcceptanceTable
 from vllm_vidspec.adapt.classes import Ended, RequestClass
-from vllm_vidspec.adapt.costs import FEATURES, Batch, StepCosts, Steps
+from vllm_vidspec.adapt.costs import FEATURES, Batch, StepCosts, Steps, features
 from vllm_vidspec.adapt.options import REST, Decision, Option, StepKind
 from vllm_vidspec.adapt.trials import Situation, Trials, is_doubtful
 
@@ -145,9 +145,15 @@ class Controller:
             return True
         if known.gain_at < self._num_steps:
             self.learn()
-            known.gain, known.probe_s = self._gain(known, slot)
+            known.gain, known.hope, known.probe_s = self._gain(known, slot)
             known.gain_at = self._num_steps + _GAIN_HOLDS
         if known.rests and known.gain <= _MARGIN:
+            if not known.to_show and known.hope > _MARGIN:
+                size = max(1, round(self._usual_size))
+                known.to_show = size * self._trials.owe(size * known.start_s, "probes")
+            if known.to_show:
+                known.to_show -= 1
+                return True
             known.since_probe += 1
             cost_s = known.start_s + _PROBE_STEPS * known.probe_s
             if known.since_probe < _PROBE_EVERY or not self._trials.owe(cost_s, "probes"):
@@ -161,23 +167,25 @@ class Controller:
                 self.acceptance.forget(index)
         return not known.rests
 
-    def _gain(self, known: RequestClass, slot: int) -> tuple[float, float]:
+    def _gain(self, known: RequestClass, slot: int) -> tuple[float, float, float]:
         """Return the time of whole answers without drafts over that with the best of them, the draft's reading of the
-        prompts included, in a batch of the usual size of such requests; and what those of one request cost a step.
+        prompts included, in a batch of the usual size of such requests; the same as it may be, as what drafts take may
+        have changed since they were measured; and what those of one request cost a step.
         """
         chains, tree = self.acceptance.expected_of_class(int(self.acceptance.classes[slot]))
         batch = self._batch(np.full(max(1, round(self._usual_size)), slot))
         places = np.arange(len(self.options))
         everyone = np.repeat(self._num_tokens[:, None] > 0, len(batch.slots), axis=1)
-        seconds = self._steps(batch, places, everyone).seconds
+        steps = self._steps(batch, places, everyone)
         lengths = np.where(self._is_prefix, chains[np.where(self._is_prefix, self._num_tokens, 0)], tree)
         rest = self._places[REST]
-        seconds = np.maximum(seconds, seconds[rest])
+        rest_s = steps.seconds[rest]
+        seconds = np.maximum(np.stack((steps.seconds, steps.seconds / (1 + self.costs.drift(steps.kinds)))), rest_s)
         answers_s = known.answer_tokens / (1 + lengths) * seconds + len(batch.slots) * known.start_s
-        answers_s[rest] = np.inf
-        best = int(answers_s.argmin())
-        of_one = self._step(batch, best, np.arange(len(batch.slots)) == 0).seconds[0]
-        return float(known.answer_tokens * seconds[rest] / answers_s[best]), float(max(0.0, of_one - seconds[rest]))
+        answers_s[:, rest] = np.inf
+        gain, hope = (known.answer_tokens * rest_s / answers_s.min(axis=1)).tolist()
+        of_one = self._step(batch, int(answers_s[0].argmin()), np.arange(len(batch.slots)) == 0).seconds[0]
+        return gain, hope, float(max(0.0, of_one - rest_s))
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -332,6 +340,7 @@ class Controller:
         """Take note of so many quiet steps, of so many seconds each, that nobody has looked at."""
         self._tokens[self._last[2]] += num_steps
         self._num_steps += num_steps
+        self.costs.pass_over(num_steps // _MEASURE_EVERY)
         self._trials.elapse(num_steps * seconds)
 
     def learn(self) -> None:
@@ -434,16 +443,8 @@ class Controller:
 
     def _steps(self, batch: Batch, places: np.ndarray, drafted: np.ndarray) -> Steps:
         """Return a step of each of these options, given `[m, n]` bool for whom it drafts."""
-        num_reqs, total, num_drafted = len(batch.slots), batch.total, drafted.sum(axis=1)
-        drafts = num_drafted > 0
-        most, levels = self._num_tokens[places] * drafts, self._num_levels[places] * drafts
-        x = np.empty((len(places), len(FEATURES)))
-        x[:, 0], x[:, 1], x[:, 2], x[:, 3] = 1.0, num_reqs, total, drafts
-        x[:, 4] = most * (num_reqs if self._pads else num_drafted)
-        x[:, 5] = most * (total if self._pads else drafted @ batch.context)
-        x[:, 6], x[:, 7] = levels, most * (levels > 0) * num_drafted
-        x[:, 8] = levels * (drafted @ batch.draft_context)
+        x = features(batch, self._num_tokens[places], self._num_levels[places], drafted, self._pads)
         # Steps of one kind: size and context of the batch, option, and quarters of the batch that are drafted for.
-        quarters = -(-4 * num_drafted // max(num_reqs, 1))
+        quarters = -(-4 * drafted.sum(axis=1) // max(len(batch.slots), 1))
         kinds = [(*batch.place, place, share) for place, share in zip(places.tolist(), quarters.tolist(), strict=True)]
         return Steps(kinds, x, self.costs.seconds(kinds, x))

@@ -35,6 +35,7 @@ _LEAST = 0.1  # of the fastest kind of step that was measured: no step is predic
 _NEW = 0.05  # share of a new step in the means of its kind, once it has many
 _OLD = 64  # steps of other kinds after which what comes of a kind counts more than what was
 _HALF_LIFE = 1024  # steps after which what was measured of a kind, or compared, counts half
+_DRIFT = 5e-4  # share by which what a kind takes may have changed, a step since it was measured last
 
 
 @dataclass
@@ -71,6 +72,28 @@ class Steps(NamedTuple):
     kinds: list[tuple]  # `[m]` keys of StepCosts
     features: np.ndarray  # `[m, len(FEATURES)]`
     seconds: np.ndarray  # `[m]` predicted
+
+
+def features(batch: Batch, most: np.ndarray, levels: np.ndarray, drafted: np.ndarray, pads: bool) -> np.ndarray:
+    """Return `[m, len(FEATURES)]` of steps of a batch.
+
+    Args:
+        batch: Its requests.
+        most: `[m]` draft tokens of each request that is drafted for.
+        levels: `[m]` forwards of the draft one after another.
+        drafted: `[m, n]` bool: who is.
+        pads: Whether all have as many rows as those.
+    """
+    num_drafted, num_reqs = drafted.sum(axis=1), len(batch.slots)
+    drafts = num_drafted > 0
+    most, levels = most * drafts, levels * drafts
+    x = np.empty((len(most), len(FEATURES)))
+    x[:, 0], x[:, 1], x[:, 2], x[:, 3] = 1.0, num_reqs, batch.total, drafts
+    x[:, 4] = most * (num_reqs if pads else num_drafted)
+    x[:, 5] = most * (batch.total if pads else drafted @ batch.context)
+    x[:, 6], x[:, 7] = levels, most * (levels > 0) * num_drafted
+    x[:, 8] = levels * (drafted @ batch.draft_context)
+    return x
 
 
 class StepCosts:
@@ -197,7 +220,17 @@ class StepCosts:
             if record is not None:
                 count = min(self._known(record), 1 / _NEW) * 0.5 ** ((self._num_steps - record.seen) / _HALF_LIFE)
                 variance[place] = 1 / (1 / variance[place] + count / _NOISE**2)
-        return np.sqrt(variance)
+        return np.sqrt(variance) + self.drift(kinds)
+
+    def drift(self, kinds: Sequence[Hashable]) -> np.ndarray:
+        """Return `[m]` by how much less steps of these kinds may take than when they were measured last, relative."""
+        records = [self._records.get(kind) for kind in kinds]
+        ages = [0 if record is None else self._num_steps - record.seen for record in records]
+        return _DRIFT * np.array(ages)
+
+    def pass_over(self, num_steps: int) -> None:
+        """Take note of so many steps that nobody has measured."""
+        self._num_steps += num_steps
 
     def _fitted(self, x: np.ndarray) -> np.ndarray:
         return np.maximum(x @ self.weights, self._least_s)

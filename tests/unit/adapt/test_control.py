@@ -269,6 +269,25 @@ def test_a_slow_start_is_not_believed(batch, chance):
     assert np.median(over_best_fixed(started, chance, batch, num_answers=15)) > 0.96
 
 
+@pytest.mark.parametrize("slow", [(1, 2, 3), (1, 2, 3, 5)])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_what_was_slow_for_a_while_is_measured_again(batch, slow):
+    """Some numbers of drafts, or all, take three times as long in the engine's first 200 steps: as other work came and
+    went between them. Catches: a number that is never tried again, a class that rests for good, as what drafts take is
+    only measured where somebody is drafted for."""
+
+    def changing(cost):
+        steps = itertools.count()
+        return lambda *step: cost(*step) * (3.0 if next(steps) < 200 and step[-1] in slow else 1.0)
+
+    ratios = []
+    for seed in range(4):
+        engine = SimulatedEngine(cost=changing(noisy(with_dear_levels, seed)), start_s=0.0, seed=seed)
+        engine.serve((1024, 0.85), requests=120 * batch, batch=batch)
+        ratios.append(engine.serve((1024, 0.85), requests=40 * batch, batch=batch))
+    assert np.median(ratios) > 0.96 * best_fixed_of_steady_machine(0.85, batch), ratios
+
+
 @pytest.mark.parametrize(("batch", "chance"), [(1, 0.45), (1, 0.6), (4, 0.45), (4, 0.6)])
 def test_caches_that_drafts_have_emptied_are_not_believed(batch, chance):
     """After drafts, four steps without take longer; the engine's first 40 steps, too. Catches: drafts that do not pay
