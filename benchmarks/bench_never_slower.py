@@ -64,7 +64,7 @@ DRAFTS = {"bundled": (FAMILY, "draft"), "far": (FAMILY, assets.FAR), "plain": (a
 WARM = 8  # an engine that takes its turn first answers the same for a part of so many, unmeasured
 LEARNING = 1  # rounds that are shown apart
 WAVES = 12  # of sixteen requests each, in mixed traffic
-HOPELESS = 0.8  # of vanilla's speed: a fixed chain that is slower in these rounds is not asked again
+HOPELESS = 0.65  # of vanilla's speed: a fixed chain that is slower in these rounds is not asked again
 
 
 def untrained(folder: Path) -> str:
@@ -160,6 +160,7 @@ def rows_of(engines: list[Variant], turns: list[list[dict[str, Any] | None]]) ->
         rows.append(
             {
                 "engine": engine.method,
+                "tpot_ms": [round(1e3 * one["tpot_s"], 4) for one in found],
                 "speedup": statistics.median(speedups[begin:]),
                 "speedup_error": scaling.median_error(speedups[begin:]),
                 "speedup_first": speedups[0],
