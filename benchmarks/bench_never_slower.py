@@ -46,11 +46,10 @@ from safetensors.torch import load_file, save_file
 
 from vidspec_tools.bench import interleaved, scaling
 from vidspec_tools.bench.acceptance import identical_frac
-from vidspec_tools.bench.methods import SEQUENTIAL
-from vidspec_tools.bench.roles import CONTROLLER
+from vidspec_tools.bench.methods import CONTROLLER, SEQUENTIAL
 from vidspec_tools.bench.session import BenchSession, Played
 from vidspec_tools.bench.trials import VANILLA_VARIANT, Variant, Workload
-from vidspec_tools.pages.never_slower import AGAIN, NAME, ONE_ENGINE, line, mixed_table, table
+from vidspec_tools.pages.never_slower import AGAIN, NAME, ONE_ENGINE, line, mixed_table
 from vllm_vidspec import assets
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.engine.compat import scheduler as compat
@@ -162,9 +161,7 @@ def rows_of(engines: list[Variant], turns: list[list[dict[str, Any] | None]]) ->
                 "engine": engine.method,
                 "tpot_ms": [round(1e3 * one["tpot_s"], 4) for one in found],
                 "speedup": statistics.median(speedups[begin:]),
-                "speedup_error": scaling.median_error(speedups[begin:]),
                 "speedup_first": speedups[0],
-                "tokens_per_s": statistics.median(one["tokens_per_s"] for one in found[begin:]),
                 "ttft_ms": 1e3 * statistics.median(one["ttft_s"] for one in found[begin:]),
                 "ttft_more_ms": statistics.median(delays[begin:]),
                 "verify_steps": [0 if one["metrics"] is None else one["metrics"]["drafts"] for one in rounds],
@@ -279,7 +276,7 @@ def measure_mixed(
     ]
 
 
-def run_mixed(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run_mixed(args: argparse.Namespace) -> None:
     """Measure mixed traffic of 16 with the bundled pair as it is; keep it in the file, and print it."""
     benchmark, workload = benchmark_of(args, *DRAFTS["bundled"], 0.0, tokens=4096, batch=16)
     rows = measure_mixed(benchmark, workload, variants(args.fixed))
@@ -287,11 +284,10 @@ def run_mixed(args: argparse.Namespace) -> list[dict[str, Any]]:
     found = json.loads(path.read_text()) if path.exists() else {"cells": [], "provenance": provenance()}
     path.write_text(json.dumps(found | {"mixed": {"max_tokens": args.max_tokens, "rows": rows}}, indent=1) + "\n")
     print(mixed_table(rows))
-    return rows
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure the cells that the file does not have yet; return all of them."""
+def run(args: argparse.Namespace) -> None:
+    """Measure the cells that the file does not have yet; keep each in the file, and print it."""
     path = Path(args.json)
     found = json.loads(path.read_text()) if path.exists() else {"cells": []}
     cells = found["cells"]
@@ -311,7 +307,6 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                     cells.append(cell | {"commit": (provenance()["git_sha"] or "")[:10], "rows": rows})
                     path.write_text(json.dumps(found | {"provenance": provenance()}, indent=1) + "\n")
                     print(" | ".join(line(cells[-1])), flush=True)
-    return cells
 
 
 def measure(
@@ -407,7 +402,7 @@ def decision_us(steps_per_arrival: int, num_reqs: int = 64, num_steps: int = 200
 
 
 def main() -> None:
-    """Measure, and print the table."""
+    """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=numbers, default="256,1024,4096,14848")
     parser.add_argument("--drafts", default=",".join(DRAFTS))
@@ -441,8 +436,7 @@ def main() -> None:
     if args.mixed:
         run_mixed(args)
         return
-    cells = run(args)
-    print(table(cells))
+    run(args)
 
 
 if __name__ == "__main__":

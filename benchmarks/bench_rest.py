@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import harness
 
 from vidspec_tools.bench import interleaved, scaling
-from vidspec_tools.bench.methods import SEQUENTIAL, VANILLA
-from vidspec_tools.bench.roles import CONTROLLER, Roles
+from vidspec_tools.bench.methods import CONTROLLER, SEQUENTIAL, VANILLA
+from vidspec_tools.bench.roles import Roles
 from vidspec_tools.bench.session import BenchEngine
 from vidspec_tools.bench.trials import Variant
 from vllm_vidspec.tools.progress import silent

@@ -11,8 +11,8 @@ from tests.engine import harness
 from tests.engine.harness import QWEN
 from tests.engine.test_control import steps
 from tests.tools.common import load
-from vidspec_tools.bench.methods import VANILLA
-from vidspec_tools.bench.roles import CONTROLLER, OF_RUNNER, Roles
+from vidspec_tools.bench.methods import CONTROLLER, VANILLA
+from vidspec_tools.bench.roles import OF_RUNNER, Roles
 from vidspec_tools.bench.session import BenchSession
 from vidspec_tools.pictures import show_pruning
 from vllm_vidspec.errors import VidSpecError

@@ -128,22 +128,25 @@ def test_captions_of_several_commands_are_one(sessions, merged):
     assert text.count("At least 98 % kept: loose nowhere; fly 0.05 with 5.00 tokens per step (1.25 of strict's") == 4
 
 
-def test_a_cell_of_several_starts_is_their_median():
-    """Catches: a start that decides alone, one that is left out, speeds over one of a start's two vanilla engines."""
+def test_rounds_of_a_cell_are_compared_one_by_one():
+    """Catches: a start's first round, a start that is left out, rounds of other questions compared, one of two vanilla
+    engines alone, a chain that was asked once."""
 
-    def start(*speeds: float, identical: float = 1.0) -> dict:
-        names = ("vanilla", "controller", "chain of 5", never_slower.AGAIN)
-        rows = [
-            {"engine": name, "speedup": speed, "identical_frac": identical}
-            for name, speed in zip(names, speeds, strict=True)
-        ]
+    def start(**ms: list[float]) -> dict:
+        names = ("vanilla", "controller", "chain of 5", "chain of 2", never_slower.AGAIN)
+        each = zip(names, ms.values(), strict=True)
+        rows = [{"engine": name, "tpot_ms": tpot_ms, "identical_frac": 1.0} for name, tpot_ms in each]
         return {"tokens": 256, "draft": "far", "batch": 1, "pads": 0.0, "rows": rows}
 
-    starts = [start(1, 1.2, 1.5, 1.4), start(1, 1.1, 0.9, 1.0), start(1, 0.8, 0.6, 0.6, identical=0.5)]
+    starts = [
+        start(vanilla=[9, 4, 8], ours=[1, 3, 5], five=[9, 6, 5], two=[40], again=[9, 8, 12]),
+        start(vanilla=[9, 2], ours=[9, 2], five=[1, 1], two=[40], again=[9, 4]),
+    ]
     (cell,) = never_slower.pooled(starts)
-    assert cell["starts"] == 3 and never_slower.over_vanilla(cell) == pytest.approx(1.0)
-    assert never_slower.best_fixed(cell) == (pytest.approx(1.0), "vanilla")
-    assert cell["rows"][1]["identical_frac"] == 0.5
+    assert never_slower.over_vanilla(cell) == [2.0, 2.0, 1.5]
+    assert never_slower.best_fixed(cell) == "chain of 5" and never_slower.over_best(cell) == [2.0, 1.0, 0.5]
+    assert never_slower.over_vanilla(cell, "chain of 2") == [9 / 40, 9 / 40]
+    assert never_slower.second_vanilla(cell) == [0.5, 8 / 12, 0.5]
 
 
 # ---- reliability and coexistence -------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 VANILLA, SEQUENTIAL, PARALLEL = "vanilla", "sequential", "parallel"
+CONTROLLER = "controller"  # drafts what its controller decides
 STOCK = "stock"  # vLLM's own way to draft, without us
 WINDOW = 5  # drafts a step of the papers' chains
 LOOSE_WINDOW = 10  # of methods that accept mismatches (LVSpec, section 4)

@@ -11,7 +11,6 @@ from vidspec_tools.bench.methods import VANILLA
 from vllm_vidspec.adapt import Decision, Option
 from vllm_vidspec.engine.compat.contract import MARK
 
-CONTROLLER = "controller"
 # What runs in every step.
 OF_VLLM = ("_update_after_schedule", "update_from_output", "post_step")
 OF_RUNNER = ("prepare_inputs", "execute_model", "sample", "sample_tokens", "take_draft_token_ids")
