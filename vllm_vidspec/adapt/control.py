@@ -19,7 +19,7 @@ from vllm_vidspec.adapt.acceptance import AcceptanceTable
 from vllm_vidspec.adapt.classes import Ended, RequestClass
 from vllm_vidspec.adapt.costs import FEATURES, Batch, StepCosts, Steps, features
 from vllm_vidspec.adapt.options import REST, Decision, Option, StepKind
-from vllm_vidspec.adapt.trials import Situation, Trials, is_doubtful
+from vllm_vidspec.adapt.trials import UNMEASURED, Situation, Trials, is_doubtful
 
 _DECIDE_FIRST, _DECIDE_LAST = 4, 64  # steps between two decisions about a batch: ever more while they are alike
 _FEW, _FOLLOW = 4, 16  # where fewer than one in so many has come or gone, a decision holds for so many steps more
@@ -32,7 +32,6 @@ _LEAST_KNOWN = 3.0  # verify steps of a class before it may rest
 _PROBE_STEPS = 12  # verify steps of a request of a resting class that is drafted for nevertheless
 _PROBE_EVERY = 8  # requests of a resting class between two probes, at least
 _SETTLE = 4  # first steps without drafts after others: the caches have lost what they need
-_NEAR = 0.6  # of the best rate: a rate without drafts that is lower is not measured again
 _NEW_SIZE = 0.05  # share of a step in the usual size of a batch
 
 
@@ -70,6 +69,7 @@ class Controller:
         self._left, self._wait, self._limit, self._unmeasured = 0, _DECIDE_FIRST, -1, 0
         self._is_measured = False  # what the last step measured is known
         self._is_hopeless = False  # nobody of the batch may be drafted for
+        self._trial_left = 0  # steps of a trial that are to come
         self._option, self._settled = REST, 0  # of the last steps, and how many there were
         self._usual_size = 0.0  # requests of a step, the mean of late
         # What is yet to be taken in: steps, alike ones together (their kind, `[n]` slots, `[n]` tokens of each step,
@@ -97,11 +97,9 @@ class Controller:
             return bool(self._may_draft[self._slots[req_id]])
         if not self._free:
             return True
-        key = (label, *kind)
-        if key not in self._class_of:
-            self._class_of[key] = len(self.classes)
+        index = self._class_of.setdefault((label, *kind), len(self.classes))
+        if index == len(self.classes):
             self.classes.append(RequestClass(label))
-        index = self._class_of[key]
         slot = self._slots[req_id] = self._free.pop()
         self.acceptance.begin(slot, index)
         self._context[slot], self._draft_context[slot] = num_tokens / 1e3, num_draft_tokens / 1e3
@@ -174,9 +172,8 @@ class Controller:
         """
         chains, tree = self.acceptance.expected_of_class(int(self.acceptance.classes[slot]))
         batch = self._batch(np.full(max(1, round(self._usual_size)), slot))
-        places = np.arange(len(self.options))
         everyone = np.repeat(self._num_tokens[:, None] > 0, len(batch.slots), axis=1)
-        steps = self._steps(batch, places, everyone)
+        steps = self._steps(batch, np.arange(len(self.options)), everyone)
         lengths = np.where(self._is_prefix, chains[np.where(self._is_prefix, self._num_tokens, 0)], tree)
         rest = self._places[REST]
         rest_s = steps.seconds[rest]
@@ -215,7 +212,8 @@ class Controller:
         self._left, self._limit = self._wait, limit
         before = self._decision
         if self._decided(*self._choose(self._last[2], most)) is not before:
-            self._left = self._wait = _DECIDE_FIRST if self._left > 1 else 1
+            self._left = self._wait = min(self._left, _DECIDE_FIRST)
+        self._left = self._trial_left or self._left
         return self._decision
 
     def _decided(self, option: Option, drafted: np.ndarray) -> Decision:
@@ -230,7 +228,7 @@ class Controller:
 
     def _choose(self, slots: np.ndarray, most: int | None) -> tuple[Option, np.ndarray]:
         """Return what is drafted, and `[n]` bool for whom."""
-        self._is_hopeless = False
+        self._is_hopeless, self._trial_left = False, 0
         if not len(slots):
             return (self.options[0] if most is None else REST), np.zeros(0, dtype=bool)
         self._is_hopeless = not self._may_draft[slots].any()
@@ -273,8 +271,7 @@ class Controller:
             fastest = np.where(places == places[rest], 0.0, seconds[rest])
             hopes = (len(slots) + (hoped * drafted).sum(axis=1)) / np.maximum(seconds / (1 + doubt), fastest)
             hopes *= rates > 0
-            is_near = not situation.rest_wait or rates[rest] > _NEAR * rates[best]
-            if is_near and self._num_steps >= situation.rest_due:
+            if situation.is_rest_due(self._num_steps, float(rates[rest] / rates[best])):
                 hopes[rest] = np.inf
             hopes[(places == situation.checked()) & is_doubtful(rates / rates[best])] = np.inf
             chosen = self._trials.begin(situation, rates, hopes, seconds, best)
@@ -282,7 +279,10 @@ class Controller:
         elif situation.trial is not None and ((places == situation.trial) & (rates > 0)).any():
             chosen = int(np.flatnonzero(places == situation.trial)[0])
         if situation.trial is not None:
-            self._left = 1
+            # To decide takes its time, too: none of what is measured.
+            is_on = self.options[places[chosen]] == self._decision.option
+            self._trial_left = situation.to_come(0 if is_on else UNMEASURED if chosen != rest else _SETTLE)
+            self._is_measured &= is_on
         self._is_drafted[slots] = drafted[chosen]
         return self.options[places[chosen]], drafted[chosen]
 

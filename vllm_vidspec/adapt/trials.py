@@ -15,9 +15,11 @@ _LONGEST_TRIAL = 16  # and steps after which it ends in any case: a draft may fi
 _BETWEEN = 4  # steps between two trials
 _PAUSE = 64  # and where the allowance is used up
 _REST_AGAIN, _REST_SELDOM = 64, 1024  # steps until one without drafts is measured again: twice as many each time
+_NEAR = 0.6  # of the best rate: a rate without drafts that is lower is not measured again
+_REST_LOSS = 2000  # and no more than so many times the share that such a step loses
 _CHECK_AFTER = 16  # steps of another option after which the one before is measured once more, if it is in doubt
 _DOUBTFUL = 0.4, 0.94  # shares of the best rate between which what else the machine did may be why it is the best
-_UNMEASURED = 2  # steps that a change costs: they verify what the option before has drafted
+UNMEASURED = 2  # steps that a change costs: they verify what the option before has drafted
 # Share of the time that they may cost: what follows a probe, as a change of what is drafted, is not counted.
 _ALLOWANCE = {"trials": 0.01, "probes": 0.007}
 # Steps without drafts, more than which nobody may owe who is to try something.
@@ -36,8 +38,13 @@ class Situation:
     until: int = _BETWEEN  # Step at which the trial ends, or the next one may begin
     rest_due: int = 0  # Step of all situations from which on one without drafts is to be measured again
     rest_wait: int = 0  # Steps between two such; 0: none was measured
+    rest_at: int = 0  # The last step of all situations in which one was
     replaced: int = -1  # The option that was in use before, if it is to be measured once more; -1: none is
     check_at: int = 0  # Step from which on
+
+    def to_come(self, unmeasured: int) -> int:
+        """Return the steps of its trial that are to come, given how many of them will not be measured."""
+        return max(1, TRIAL_STEPS - self.measured) + unmeasured
 
     def use(self, place: int, rate: float) -> None:
         """Take note of the best option and its rate."""
@@ -54,9 +61,16 @@ class Situation:
 
     def rest_measured(self, step: int) -> None:
         """Take note of a step without drafts that was measured, given how many there were in all situations."""
+        self.rest_at = step
         if step >= self.rest_due:
             self.rest_wait = min(max(2 * self.rest_wait, _REST_AGAIN), _REST_SELDOM)
             self.rest_due = step + self.rest_wait
+
+    def is_rest_due(self, step: int, share: float) -> bool:
+        """Return whether one without drafts is to be measured by now, given what share it has of the best rate."""
+        if self.rest_wait and share <= _NEAR:
+            return False
+        return step >= min(self.rest_due, self.rest_at + max(_REST_AGAIN, _REST_LOSS * (1 - share)))
 
 
 def is_doubtful(shares: np.ndarray) -> np.ndarray:
@@ -110,7 +124,7 @@ class Trials:
         if hopes[tried] <= WORTH * rates[best]:
             return best
         lost_s = float(max(0.0, 1 - rates[tried] / rates[best]) * seconds[tried])
-        if not self.owe((TRIAL_STEPS + _UNMEASURED) * lost_s):
+        if not self.owe((TRIAL_STEPS + UNMEASURED) * lost_s):
             situation.until = situation.steps + _PAUSE
             return best
         situation.until, situation.measured = situation.steps + _LONGEST_TRIAL, 0
