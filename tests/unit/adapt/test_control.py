@@ -288,6 +288,34 @@ def test_what_was_slow_for_a_while_is_measured_again(batch, slow):
     assert np.median(ratios) > 0.96 * best_fixed_of_steady_machine(0.85, batch), ratios
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+def test_what_a_decision_takes_is_no_cost_of_a_trial(batch):
+    """A step in which something is decided takes a quarter longer, and drafts, which had gained much, lose a twentieth
+    by now. Catches: decisions in every step of a trial, by which rest seems slower than drafts, which are in use."""
+
+    def dear(num_reqs, context, drafted, levels):
+        return 2.5e-3 + 1.3e-3 * levels
+
+    shares = []
+    for seed in range(4):
+        engine = SimulatedEngine(start_s=0.0, seed=seed)
+        choose, decided = engine.controller._choose, []
+        engine.controller._choose = lambda *batch, choose=choose, decided=decided: decided.append(1) or choose(*batch)
+
+        def cost(*step, cost=noisy(dear, seed), decided=decided):
+            share = 0.25 if decided else 0.0
+            decided.clear()
+            return cost(*step) + share * 2.5e-3
+
+        engine._cost = cost
+        engine.serve((256, 0.95), batch=batch, requests=15 * batch)
+        engine.serve((256, 0.45), batch=batch, requests=15 * batch)
+        learning = len(engine.decisions)
+        engine.serve((256, 0.45), batch=batch, requests=30 * batch)
+        shares.append(np.mean([decision.option.num_tokens > 0 for decision in engine.decisions[learning:]]))
+    assert np.median(shares) < 0.2, shares
+
+
 @pytest.mark.parametrize(("batch", "chance"), [(1, 0.45), (1, 0.6), (4, 0.45), (4, 0.6)])
 def test_caches_that_drafts_have_emptied_are_not_believed(batch, chance):
     """After drafts, four steps without take longer; the engine's first 40 steps, too. Catches: drafts that do not pay
