@@ -19,7 +19,8 @@ PAYS = 1.05  # over vanilla: what the best fixed number gains at least where dra
 LATER = 2.0, 0.03  # ms, or share of vanilla's: by how much a first token may be later where a class rests
 HEAD = (
     "video tokens", "draft", "batch", "target padded to", "rounds", "best fixed over vanilla",
-    "controller over vanilla", "controller over best fixed", "tokens per verify step", "a second vanilla over vanilla",
+    "controller over vanilla", "controller over best fixed", "whole answers over vanilla", "whole over best fixed",
+    "tokens per verify step", "a second vanilla over vanilla",
 )  # fmt: skip
 FIRST_HEAD = (*HEAD[:4], "first answer", "time to first token, cached", "cold")
 REST_HEAD = "video tokens | requests | with our hooks | without | ratio"
@@ -63,13 +64,14 @@ def labels(cell: Row) -> list[str]:
 
 def line(cell: Row) -> list[str]:
     """Return a cell as a row of the table."""
-    ours, best, found = cell["rows"][1], best_fixed(cell), over_vanilla(cell)
-    steps, num_starts = ours["verify_steps_last"], len(cell.get("starts", "."))
+    ours, best, found, answers = cell["rows"][1], best_fixed(cell), over_vanilla(cell), whole(cell)
+    steps, num_starts = ours["verify_steps_last"], len(starts(cell))
     return [
         *labels(cell),
         str(len(found)) + (f" ({num_starts} starts)" if num_starts > 1 else ""),
         f"{statistics.median(over_vanilla(cell, best)):.2f} ({VANILLA if best == BOTH else best})",
         *(f"{statistics.median(each):.2f} ± {median_error(each):.2f}" for each in (found, over_best(cell))),
+        *(f"{statistics.median(each):.2f}" for each in (over_vanilla(answers), over_best(answers))),
         f"{1 + ours['accepted_last'] / steps:.2f}" if steps else "rests",
         f"{statistics.median(second_vanilla(cell)):.2f}",
     ]
@@ -83,12 +85,30 @@ def first_line(cell: Row) -> list[str]:
     return [*labels(cell), f"{ours['speedup_first']:.2f}", cached, cold]
 
 
+def starts(cell: Row) -> list[Row]:
+    """Return what was measured of a cell, by start of the engine."""
+    return cell.get("starts", [cell])
+
+
+def whole(cell: Row) -> Row:
+    """Return a cell whose times are those of whole answers: the median time to a first token, and decode."""
+
+    def answers_ms(start: Row, row: Row) -> list[float]:
+        return [row["ttft_ms"] + (start["max_tokens"] - 1) * ms for ms in row["tpot_ms"]]
+
+    made = [
+        {**start, "rows": [{**row, "tpot_ms": answers_ms(start, row)} for row in start["rows"]]}
+        for start in starts(cell)
+    ]
+    return {**cell, "starts": made}
+
+
 def speeds(cell: Row, engine: str, over: str) -> list[float]:
     """Return the decode speed of an engine over that of another in every round but a start's first; in that one where
     one of them was not asked again. All engines of a round are asked the same.
     """
     found = []
-    for start in cell.get("starts", [cell]):
+    for start in starts(cell):
         ms = {row["engine"]: row["tpot_ms"] for row in start["rows"]}
         ms[BOTH] = [statistics.mean(both) for both in zip(ms[VANILLA], ms[AGAIN], strict=True)]
         ratios = [its / own for its, own in zip(ms[over], ms[engine], strict=False)]
@@ -155,13 +175,19 @@ def bullets(*lines: str) -> str:
 def decode_lines(cells: list[Row]) -> list[str]:
     """Return how fast cells decode."""
     lines = []
-    for what, of in (("vanilla", over_vanilla), ("the best fixed number", over_best)):
-        found = sorted((statistics.median(of(cell)), name(cell), median_error(of(cell))) for cell in cells)
+    answers = list(map(whole, cells))
+    for what, of, those in (
+        ("Decode over vanilla", over_vanilla, cells),
+        ("Decode over the best fixed number", over_best, cells),
+        ("Whole answers over vanilla", over_vanilla, answers),
+        ("Whole answers over the best fixed number of these", over_best, answers),
+    ):
+        found = sorted((statistics.median(of(cell)), name(cell), median_error(of(cell))) for cell in those)
         num_slow = sum(round(value, 2) < LEAST for value, _, _ in found)
         num_sure = sum(value + error < LEAST for value, _, error in found)
         lowest = "; ".join(f"{value:.2f} ± {error:.2f} ({words})" for value, words, error in found[:LOWEST])
         slow = f"under {LEAST} in {num_slow} of {len(found)}, in {num_sure} by more than the rounds' chance"
-        lines.append(f"Over {what}: median {found[len(found) // 2][0]:.2f}; {slow}; lowest {lowest}.")
+        lines.append(f"{what}: median {found[len(found) // 2][0]:.2f}; {slow}; lowest {lowest}.")
     resting, paying, hardly = list(filter(rests, cells)), list[Row](), list[Row]()
     for cell in cells:
         if not rests(cell):
@@ -177,7 +203,7 @@ def decode_lines(cells: list[Row]) -> list[str]:
             medians = spread([statistics.median(of(cell)) for cell in those])
             lines.append(f"{words} ({len(those)} cells): {medians} of {what}.")
     seconds = spread([statistics.median(second_vanilla(cell)) for cell in cells])
-    identical = min(row["identical_frac"] for cell in cells for start in cell["starts"] for row in start["rows"])
+    identical = min(row["identical_frac"] for cell in cells for start in starts(cell) for row in start["rows"])
     lines.append(f"A second vanilla: {seconds} of the first.")
     return [*lines, f"Answers identical to vanilla's: {100 * identical:g} %."]
 

@@ -30,6 +30,7 @@ _STICKY = 1.25  # by how much a request's drafts must be worth more than they co
 _MARGIN = 1.02  # an option must be so much faster than rest or the one in use, drafting for some than for all
 _LEAST_KNOWN = 3.0  # verify steps of a class before it may rest
 _PROBE_STEPS = 12  # verify steps of a request of a resting class that is drafted for nevertheless
+_OVER = -1  # steps left of a probe that is over: where its batch rests, nothing is drafted for it any more
 _PROBE_EVERY = 8  # requests of a resting class between two probes, at least
 _SETTLE = 4  # first steps without drafts after others: the caches have lost what they need
 _NEW_SIZE = 0.05  # share of a step in the usual size of a batch
@@ -252,11 +253,11 @@ class Controller:
         rows = np.arange(num) + num * (rates[num:] > _MARGIN * rates[:num])
         rates, seconds, drafted = rates[rows], seconds[rows], both[rows]
         self._trials.step_s = float(seconds[rest])
-
-        favour = np.where(places == situation.in_use, _MARGIN, 1.0)
-        favour[rest] = _MARGIN
+        favour = np.where((places == situation.in_use) | (places == places[rest]), _MARGIN, 1.0)
         best = int((rates * favour).argmax())
         situation.use(int(places[best]), float(rates[best]))
+        if best == rest:
+            self._may_draft[slots[self._probe_left[slots] == _OVER]] = False
         is_probed = (self._probe_left[slots] > 0) & self._may_draft[slots]
         if best == rest and is_probed.any() and len(places) > 1:
             rates[rest] = 0.0
@@ -371,7 +372,9 @@ class Controller:
         slots, tokens = slots[is_verified], tokens[is_verified]
         self.acceptance.observe(slots, drafted[is_verified], tokens - 1, is_chain)
         verified = np.bincount(slots, minlength=num_slots)
-        self._probe_left = np.maximum(self._probe_left - verified, 0)
+        is_probed = self._probe_left > 0
+        self._probe_left -= verified * is_probed
+        self._probe_left[is_probed & (self._probe_left <= 0)] = _OVER
         self._verify_steps += verified
         self._verify_tokens += np.bincount(slots, tokens, num_slots).astype(np.int64)
 
@@ -421,7 +424,7 @@ class Controller:
         self.costs.observe(step.kinds[0], step.features[0], seconds, place)
         if not self._num_tokens[place]:
             situation.rest_measured(self._num_steps)
-        is_tried = situation.trial is not None or bool(self._probe_left[slots].any())
+        is_tried = situation.trial is not None or bool((self._probe_left[slots] > 0).any())
         self._is_measured = self.costs.count(step.kinds[0]) > 2 * _MEASURE_EVERY and not is_tried
         situation.measured += place == situation.trial
 

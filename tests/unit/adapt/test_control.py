@@ -313,7 +313,7 @@ def test_what_a_decision_takes_is_no_cost_of_a_trial(batch):
         learning = len(engine.decisions)
         engine.serve((256, 0.45), batch=batch, requests=30 * batch)
         shares.append(np.mean([decision.option.num_tokens > 0 for decision in engine.decisions[learning:]]))
-    assert np.median(shares) < 0.2, shares
+    assert np.median(shares) < 0.4, shares
 
 
 @pytest.mark.parametrize(("batch", "chance"), [(1, 0.45), (1, 0.6), (4, 0.45), (4, 0.6)])
