@@ -86,6 +86,21 @@ def test_a_class_that_does_not_pay_is_not_shown_and_probes_are_bounded():
     assert max(request.verified for request in requests) <= module._PROBE_STEPS + 1
 
 
+def test_who_was_probed_is_at_rest_afterwards():
+    """Catches: a batch that is looked at step by step until a request ends whose probe is over."""
+    engine = SimulatedEngine()
+    engine.serve((4096, 0.0), requests=20)
+    shown = engine.num_shown
+    while engine.num_shown == shown:
+        request = engine.add(4096, 0.0, 400)
+        for _ in range(100):
+            engine.step()
+        assert engine.controller.is_quiet
+        while engine.running:
+            engine.step()
+    assert request.verified >= module._PROBE_STEPS
+
+
 @pytest.mark.parametrize("batch", [1, 4, 16])
 def test_probes_cost_a_hundredth_of_the_time_at_most(batch):
     """With all that follows from them, as steps whose drafts are on their way."""
