@@ -130,23 +130,26 @@ def test_captions_of_several_commands_are_one(sessions, merged):
 
 def test_rounds_of_a_cell_are_compared_one_by_one():
     """Catches: a start's first round, a start that is left out, rounds of other questions compared, one of two vanilla
-    engines alone, a chain that was asked once."""
+    engines alone, a chain that was asked once, an answer of one start that is not vanilla's."""
 
-    def start(**ms: list[float]) -> dict:
+    def start(identical: float = 1.0, **ms: list[float]) -> dict:
         names = ("vanilla", "controller", "chain of 5", "chain of 2", never_slower.AGAIN)
         each = zip(names, ms.values(), strict=True)
-        rows = [{"engine": name, "tpot_ms": tpot_ms, "identical_frac": 1.0} for name, tpot_ms in each]
-        return {"tokens": 256, "draft": "far", "batch": 1, "pads": 0.0, "rows": rows}
+        rest = {"ttft_ms": 0.0, "verify_steps_last": 0, "identical_frac": identical}
+        rows = [{"engine": name, "tpot_ms": tpot_ms, **rest} for name, tpot_ms in each]
+        return {"tokens": 256, "draft": "far", "batch": 1, "pads": 0.0, "max_tokens": 9, "rows": rows}
 
     starts = [
         start(vanilla=[9, 4, 8], ours=[1, 3, 5], five=[9, 6, 5], two=[40], again=[9, 8, 12]),
-        start(vanilla=[9, 2], ours=[9, 2], five=[1, 1], two=[40], again=[9, 4]),
+        start(vanilla=[9, 2], ours=[9, 2], five=[1, 1], two=[40], again=[9, 4], identical=0.5),
     ]
     (cell,) = never_slower.pooled(starts)
     assert never_slower.over_vanilla(cell) == [2.0, 2.0, 1.5]
     assert never_slower.best_fixed(cell) == "chain of 5" and never_slower.over_best(cell) == [2.0, 1.0, 0.5]
     assert never_slower.over_vanilla(cell, "chain of 2") == [9 / 40, 9 / 40]
     assert never_slower.second_vanilla(cell) == [0.5, 8 / 12, 0.5]
+    told = never_slower.summary([cell])
+    assert "1 of them with several starts" in told and "identical to vanilla's: 50 %" in told
 
 
 # ---- reliability and coexistence -------------------------------------------------------------------------------------
