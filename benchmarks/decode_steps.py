@@ -101,6 +101,14 @@ class DecodeLoop:
         torch.cuda.synchronize()
         return 1e3 * (time.perf_counter() - begun) / num_steps
 
+    def finish(self) -> float:
+        """Run the requests to their ends; return the milliseconds of a token of each, their mean."""
+        begun, tokens = time.perf_counter(), sum(self.num_tokens.values())
+        while self._engine.has_unfinished_requests():
+            self.step()
+        elapsed_ms = 1e3 * (time.perf_counter() - begun)
+        return elapsed_ms * len(self.num_tokens) / (sum(self.num_tokens.values()) - tokens)
+
     def stop(self) -> None:
         """Abort the requests and empty the engine; RuntimeError if one had ended before it was timed."""
         if self._engine.get_num_unfinished_requests() != len(self.num_tokens):

@@ -11,8 +11,8 @@ from typing import Any
 import gpu_plan
 from decode_steps import Clock, DecodeLoop, NotAllDraftError
 from gpu_plan import FAMILY, KERNELS, Engine, Sizes
-from gpu_steps import Context, Row, SkippedError, Step, engine
-from made_up import write_pair
+from gpu_steps import Context, Row, SkippedError, Step, engine, expect
+from made_up import user_kwargs, write_pair
 
 
 def kernel_rows(kernel: str, context: Context) -> None:
@@ -37,43 +37,43 @@ def llm_kwargs(
     from vllm_vidspec.tools import pairs
 
     widths = {rows * batch for batch in batches for rows in (1, engine.num_drafts + 1)}
-    overrides: dict[str, Any] = {
+    spec: dict[str, Any] | None = None
+    if engine.method == "blind":
+        spec = {"method": "draft_model", "model": where["draft"], "num_speculative_tokens": engine.num_drafts}
+    elif engine.num_drafts:
+        knobs: dict[str, Any] = {"prune_ratio": 0.9, "on_draft_error": "raise"}
+        if engine.method == "parallel":
+            # Of eight requests a tenth of the video and an answer, 57 KiB a token.
+            knobs |= {"parallel": {"device": "cuda:0"}, "draft_kv_bytes": 2 * 2**30}
+        elif engine.method == "controller":
+            knobs["adaptive_tokens"] = True
+        else:
+            knobs["drafting"] = engine.method
+        spec = pairs.speculative_config(FAMILY, where["draft"], num_speculative_tokens=engine.num_drafts, **knobs)
+    return user_kwargs(where, spec) | {
         "dtype": "bfloat16",
-        "load_format": "dummy",
         "max_model_len": sizes.video_tokens + gpu_plan.MAX_TOKENS + 100,
         "max_num_seqs": max(batches),
         "max_num_batched_tokens": 8192,
         # A parallel drafter has memory of its own.
         "gpu_memory_utilization": 0.75 if engine.method == "parallel" else 0.95,
-        "enable_prefix_caching": False,  # each request has KV blocks of its own
+        # Each request has KV blocks of its own; roles are played over videos that are read once.
+        "enable_prefix_caching": engine.method == "controller",
         "limit_mm_per_prompt": {"video": 1, "image": 0},
         "skip_mm_profiling": True,
-        "disable_log_stats": True,
         "compilation_config": {"mode": 0, "cudagraph_capture_sizes": sorted(widths)},
         **({"kv_cache_memory_bytes": 2**28} if dry_run else {}),
     }
-    if engine.method == "blind":
-        drafts = {"model": where["draft"], "num_speculative_tokens": engine.num_drafts}
-        overrides["speculative_config"] = {"method": "draft_model"} | drafts
-    if not engine.is_ours:
-        return pairs.llm_kwargs(FAMILY, target=where["target"], overrides=overrides)
-    spec: dict[str, Any] = {"prune_ratio": 0.9, "on_draft_error": "raise", "num_speculative_tokens": engine.num_drafts}
-    if engine.method == "parallel":
-        # Of eight requests a tenth of the video and an answer, 57 KiB a token.
-        spec |= {"parallel": {"device": "cuda:0"}, "draft_kv_bytes": 2 * 2**30}
-    else:
-        spec["drafting"] = engine.method
-    return pairs.llm_kwargs(FAMILY, where["draft"], target=where["target"], overrides=overrides, **spec)
 
 
-def prompt_of(sizes: Sizes) -> dict[str, Any]:
-    """Return a prompt with a video of noise, the same for all requests."""
+def prompt_of(sizes: Sizes, seed: int = 0) -> dict[str, Any]:
+    """Return a prompt with a video of noise."""
     import numpy as np
 
     from vllm_vidspec.tools import pairs
 
     shape = (sizes.num_frames, sizes.height, sizes.width, 3)
-    video = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    video = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
     metadata = {  # every frame counts, where `pairs.video_prompt` would sample
         "fps": pairs.FRAME_RATE, "total_num_frames": len(video), "duration": len(video) / pairs.FRAME_RATE,
         "frames_indices": list(range(len(video))), "video_backend": "opencv", "do_sample_frames": False,
@@ -88,8 +88,9 @@ def engine_rows(plan: Engine, context: Context) -> None:
 
     if importlib.util.find_spec("vllm") is None:
         raise SkippedError("vLLM is not installed")
-    sizes, batches = Sizes(), gpu_plan.BATCHES
-    name = gpu_plan.chosen_models(context.models, torch.cuda.mem_get_info()[1])
+    total = torch.cuda.mem_get_info()[1]
+    sizes, batches = Sizes(), gpu_plan.ROLES_BATCHES if plan.method == "controller" else gpu_plan.batches_of(total)
+    name = gpu_plan.chosen_models(context.models, total)
     models = gpu_plan.MODELS[name]
     if context.dry_run:
         sizes, batches, models, name = gpu_plan.TINY_SIZES, gpu_plan.TINY_BATCHES, gpu_plan.DRY_RUN_MODELS, "dry-run"
@@ -108,6 +109,14 @@ def engine_rows(plan: Engine, context: Context) -> None:
     begun = time.perf_counter()
     with engine(context, llm_kwargs(plan, where, sizes, batches, context.dry_run)) as running:
         common["start_s"] = round(time.perf_counter() - begun, 1)
+        common["graphs"] = running.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
+        expect(common["graphs"] != "NONE", "the engine has no CUDA graphs")
+        if plan.method == "controller":
+            prompts = [prompt_of(sizes, seed) for seed in range(max(batches))]
+            for batch in batches:
+                row = in_turn(running, prompts[:batch], sizes)
+                context.write(common | {"outcome": "measured", "reason": "", "batch": batch} | row)
+            return
         clock, prompt = Clock(running.runner.speculator), prompt_of(sizes)
         for batch in batches:
             try:
@@ -117,6 +126,32 @@ def engine_rows(plan: Engine, context: Context) -> None:
                 return
             row["tokens_per_s"] = round(1e3 * batch * (length or 1.0) / row["step_ms"], 2)
             context.write(common | {"outcome": "measured", "reason": "", "batch": batch} | row)
+
+
+def in_turn(running: Any, prompts: list[Any], sizes: Sizes) -> Row:
+    """Return the times of a token while the engine is vanilla and has its controller, in turn.
+
+    With made-up weights no token of a draft is accepted: what the controller costs where drafts are hopeless. The first
+    third of the rounds, in which it learns that, is apart.
+    """
+    from vidspec_tools.bench.methods import CONTROLLER, VANILLA
+    from vidspec_tools.bench.roles import Roles
+
+    roles, loop = Roles(running.llm), DecodeLoop(running.llm.llm_engine, is_ours=False)
+    token_ms: dict[str, list[float]] = {VANILLA: [], CONTROLLER: []}
+    before = running.counters()["draft_steps"]
+    for number in range(sizes.turns):
+        for role in (VANILLA, CONTROLLER)[:: 1 if number % 2 else -1]:
+            roles.play(role)
+            loop.start(prompts, sizes.turn_tokens, gpu_plan.MAX_STEPS)
+            token_ms[role].append(round(loop.finish(), 4))
+    ratios = [its / ours for its, ours in zip(token_ms[VANILLA], token_ms[CONTROLLER], strict=True)]
+    return {
+        "vanilla_ms": token_ms[VANILLA],
+        "controller_ms": token_ms[CONTROLLER],
+        "over_vanilla": round(statistics.median(ratios[sizes.turns // 3 :]), 4),
+        "draft_steps": running.counters()["draft_steps"] - before,
+    }
 
 
 def measured(running: Any, is_ours: bool, sizes: Sizes, prompts: list[Any], clock: Clock) -> Row:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 FAMILY = "qwen2.5-vl"
 BATCHES = (1, 4, 8)
+ROLES_BATCHES = (1, 4)  # of the engine that plays vanilla and the controller in turn
 
 # Of `benchmarks/kernel_cases`; last the one whose peers compile longest.
 KERNELS = ("draw", "candidates", "guidance_scores", "visual_relevance", "tree_attention")
@@ -29,6 +30,11 @@ MODELS = {
 }
 DRY_RUN_MODELS = Models(None, None, True)
 _BF16_FROM = 120 * 2**30  # bytes of a device that has room for four requests of ours beside weights in bf16
+
+
+def batches_of(total: int) -> tuple[int, ...]:
+    """Return how many requests run at a time on a device of `total` bytes: below 120 GiB no eight have room."""
+    return BATCHES if total >= _BF16_FROM else BATCHES[:-1]
 
 
 def chosen_models(name: str, total: int) -> str:
@@ -57,6 +63,7 @@ ENGINES = {
         Engine("vanilla"),
         Engine("tree-static", 25, 5, "SpecVLM"),
         Engine("chain", 5, 5, "SD"),
+        Engine("controller", 5, 5),
         Engine("blind", 5, 5, "OnSD"),
         Engine("parallel", 5, 5, "ParallelVLM"),
     )
@@ -81,6 +88,8 @@ class Sizes:
     skip: int = 8
     rounds: int = 3
     steps: int = 16
+    turns: int = 12  # in which an engine plays vanilla and the controller
+    turn_tokens: int = 96  # of each answer then
 
     @property
     def video_tokens(self) -> int:
@@ -90,4 +99,4 @@ class Sizes:
 
 MAX_TOKENS = 1500  # of an answer, more than is generated before and while it is measured
 MAX_STEPS = 200  # until all requests draft
-TINY_SIZES, TINY_BATCHES = Sizes(4, 56, 56, skip=0, rounds=1, steps=2), (1,)
+TINY_SIZES, TINY_BATCHES = Sizes(4, 56, 56, skip=0, rounds=1, steps=2, turns=2, turn_tokens=4), (1,)

@@ -11,7 +11,7 @@ import torch
 
 CPU = torch.device("cpu")
 # Attributes and arguments that hold no results.
-SKIPPED = {"ready", "known", "arrays", "tensors", "addresses", "scratch"}
+SKIPPED = {"ready", "known", "arrays", "adopted_arrays", "observed_arrays", "tensors", "addresses", "scratch"}
 
 
 def make_cache(num_blocks, block_size, num_kv_heads, head_size, dtype, layout, device, poison):

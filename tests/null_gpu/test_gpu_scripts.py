@@ -42,9 +42,11 @@ def test_every_row_of_the_plan_starts(tmp_path):
     }
     engines = {row["engine"]: row for row in found["rows"] if "engine" in row}
     assert engines.keys() == gpu_plan.ENGINES.keys()
+    in_turn = engines.pop("controller")
+    assert in_turn["over_vanilla"] > 0 and len(in_turn["vanilla_ms"]) == len(in_turn["controller_ms"])
     for name, row in engines.items():
         drafts = gpu_plan.ENGINES[name].num_drafts
-        assert row["outcome"] == "measured" and row["step_ms"] > 0, row
+        assert row["outcome"] == "measured" and row["step_ms"] > 0 and "FULL" in row["graphs"], row
         assert (row["propose_ms"] is None) == (not drafts)
         assert row["tokens_per_s"] > 0 and row["speedup"] > 0
     kernels = {row["kernel"] for row in found["rows"] if row.get("impl") == "triton" and row["outcome"] == "measured"}

@@ -52,6 +52,9 @@ class Roles:
         self._side = self._core.scheduler._vidspec_side
         self._control = self._side._control
         self._spec = self._runner.speculator, self._runner.num_speculative_steps
+        # How many places for drafts an asynchronous scheduler gives every request, by batch size where it has a table.
+        scheduler = self._core.scheduler
+        self._places = scheduler.num_spec_tokens, scheduler.num_lookahead_tokens, scheduler.dynamic_sd_lookup
         patched = [(owner, name) for owner in (Scheduler, AsyncScheduler, EngineCore) for name in OF_VLLM]
         patched = [(owner, name) for owner, name in patched if hasattr(vars(owner).get(name), MARK)]
         # Whose each is, what it is called, ours and vLLM's.
@@ -62,11 +65,14 @@ class Roles:
 
     def play(self, role: str | int) -> None:
         """Be vanilla, the controller, or a fixed chain of so many draft tokens; no request may run but at rest."""
-        while self._core.scheduler.has_finished_requests():  # who has answered them is told of their ends
+        # Who has answered is told of the requests' ends, and an asynchronous scheduler's last step is over.
+        while self._core.scheduler.has_finished_requests() or self._core.batch_queue:
             self._engine.step()
         is_vanilla = role == VANILLA
         for owner, name, ours, its in self.methods:
             setattr(owner, name, its if is_vanilla else ours)
         self._runner.speculator, self._runner.num_speculative_steps = (None, 0) if is_vanilla else self._spec
+        scheduler, places = self._core.scheduler, (0, 0, None) if is_vanilla else self._places
+        scheduler.num_spec_tokens, scheduler.num_lookahead_tokens, scheduler.dynamic_sd_lookup = places
         self._core.check_for_draft_tokens = not is_vanilla
         self._side._control = _Fixed(role) if isinstance(role, int) else None if is_vanilla else self._control
