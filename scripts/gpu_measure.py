@@ -54,7 +54,7 @@ def llm_kwargs(
         "dtype": "bfloat16",
         "max_model_len": sizes.video_tokens + gpu_plan.MAX_TOKENS + 100,
         "max_num_seqs": max(batches),
-        "max_num_batched_tokens": 8192,
+        "max_num_batched_tokens": sizes.video_tokens + 512,  # a video's embeddings must fit in
         # A parallel drafter has memory of its own.
         "gpu_memory_utilization": 0.75 if engine.method == "parallel" else 0.95,
         # Each request has KV blocks of its own; roles are played over videos that are read once.

@@ -79,7 +79,9 @@ def level_case(device, size=3, frontier=2, max_blocks=8, num_axes=3, level=1, wi
     trees = {}
     if frontier:
         # Every node once; slices of wider buffers, as a policy's.
-        nodes = ints(0, NUM_NODES, size, NUM_NODES).argsort(1, stable=True)[:, : frontier + 3] + 1  # as on any device
+        nodes = (
+            ints(0, NUM_NODES, size, NUM_NODES).argsort(dim=1, stable=True)[:, : frontier + 3] + 1
+        )  # as on any device
         nodes[ints(0, 4, *nodes.shape) == 0] = 0
         trees = {
             "nodes": nodes[:, :frontier], "tokens": ints(1, 1000, size + 1, frontier + 1)[:, :frontier],
