@@ -78,10 +78,9 @@ def level_case(device, size=3, frontier=2, max_blocks=8, num_axes=3, level=1, wi
     step.batch_table[::2] = 2**31 - 1
     trees = {}
     if frontier:
-        # Every node once; slices of wider buffers, as a policy's.
-        nodes = (
-            ints(0, NUM_NODES, size, NUM_NODES).argsort(dim=1, stable=True)[:, : frontier + 3] + 1
-        )  # as on any device
+        # Every node once, the same on any device; slices of wider buffers, as a policy's.
+        order = ints(0, NUM_NODES, size, NUM_NODES).argsort(dim=1, stable=True)
+        nodes = order[:, : frontier + 3] + 1
         nodes[ints(0, 4, *nodes.shape) == 0] = 0
         trees = {
             "nodes": nodes[:, :frontier], "tokens": ints(1, 1000, size + 1, frontier + 1)[:, :frontier],

@@ -34,17 +34,18 @@ def test_the_plan_holds_every_step_kernel_and_engine():
     assert set(steps.WITHOUT_NUMBERS) < ALL.keys()
     assert plan.KERNELS == bench_kernels.KERNELS
     engines = plan.ENGINES.values()
-    assert {engine.method for engine in engines} == {"vanilla", "chain", "tree-static", "parallel", "blind"}
+    assert {engine.method for engine in engines} == {
+        "vanilla", "chain", "tree-static", "controller", "parallel", "blind",
+    }  # fmt: skip
 
 
 def test_all_time_outs_fit_into_what_the_pages_say():
     """Catches: a step whose time-out the pages' time does not hold."""
     page, makefile = (ROOT / "docs" / "gpu.md").read_text(), (ROOT / "Makefile").read_text()
-    assert suite.SECONDS["smoke"] == 600 and "600 s" in page and "The first ten minutes on a GPU" in makefile
-    assert all(f"| {half} | {suite.SECONDS[part]} s |" in page for half, part in suite.HALVES.items())
-    assert sum(suite.SECONDS[part] for part in HALVES) <= 18 * 60
-    assert "in 18 minutes" in suite.__doc__ and "in 18 minutes at most" in page
-    assert "Eighteen minutes on a GPU" in makefile
+    assert suite.SECONDS["smoke"] <= 26 * 60 and "26 minutes in all" in page
+    assert all(f"| {half} | {suite.SECONDS[part]:,} s |" in page for half, part in suite.HALVES.items())
+    assert sum(suite.SECONDS[part] for part in HALVES) <= 25 * 60 and "25 minutes at most" in page
+    assert "Fifteen minutes on a GPU" in makefile and "The first fifteen minutes on a GPU" in makefile
 
 
 def test_the_acceptance_lengths_are_those_that_are_published():
@@ -52,24 +53,26 @@ def test_the_acceptance_lengths_are_those_that_are_published():
     lengths = {engine.method: plan.published_of(engine) for engine in plan.ENGINES.values()}
     assert lengths == {
         "vanilla": (None, None), "chain": (3.37, 1.26), "tree-static": (4.18, 2.11), "parallel": (4.23, 2.40),
-        "blind": (2.76, 1.38),
+        "blind": (2.76, 1.38), "controller": (None, None),
     }  # fmt: skip
     assert all(not length or length <= plan.ENGINES[method].depth + 1 for method, (length, _) in lengths.items())
 
 
 def test_the_models_are_those_that_a_card_has_room_for():
-    """Catches: four requests that do not fit beside weights in bf16, by the sizes of weights and KV caches."""
+    """Catches: requests that do not fit beside weights, by the sizes of weights and KV caches. An H100 had 5.4 GiB of
+    activations of a whole video's prefill, graphs and room.
+    """
     sizes = plan.Sizes()
     assert sizes.video_tokens == 25_088, "128 frames, as in the papers"
     assert [plan.chosen_models("auto", total) for total in (79 * GIB, 139 * GIB)] == ["32b-fp8", "32b-bf16"]
     assert plan.chosen_models("72b-fp8", 79 * GIB) == "72b-fp8"
-    for name, total in (("32b-fp8", 79 * GIB), ("32b-bf16", 139 * GIB)):
+    for name, total, num in (("32b-fp8", 79 * GIB, 3), ("32b-bf16", 139 * GIB, 4)):
         target, draft = (made_up.SHAPES[model] for model in (plan.MODELS[name].target, plan.MODELS[name].draft))
         one = sizes.video_tokens * (target.kv_bytes_per_token + draft.kv_bytes_per_token / 10)
         weights = sum(
             s.weight_bytes if "bf16" in name else s.quantised("fp8_per_tensor").weight_bytes for s in (target, draft)
         )
-        assert 0.95 * total - weights - 4 * GIB > 4 * one
+        assert 0.95 * total - weights - 5.4 * GIB > num * one and num >= max(plan.ROLES_BATCHES)
 
 
 # ---- the steps -------------------------------------------------------------------------------------------------------
@@ -129,7 +132,7 @@ def test_what_is_watched_for_synchronisation_is_there():
 
 
 def test_engines_are_told_what_the_plan_says():
-    """Catches: an engine with another's drafts, a graph size too few."""
+    """Catches: an engine with another's drafts, a graph size too few, an eager one, one without room for a video."""
     where = {"target": "T", "draft": "D"}
     kwargs = {n: measure.llm_kwargs(e, where, plan.Sizes(), (1, 4), False) for n, e in plan.ENGINES.items()}
     assert "speculative_config" not in kwargs["vanilla"]
@@ -140,7 +143,12 @@ def test_engines_are_told_what_the_plan_says():
     assert kwargs["parallel"]["speculative_config"]["parallel"] == {"device": "cuda:0"}
     assert kwargs["chain"]["compilation_config"]["cudagraph_capture_sizes"] == [1, 4, 6, 24]
     for one in kwargs.values():
-        assert one["max_num_seqs"] == 4 and one["load_format"] == "dummy" and not one["enable_prefix_caching"]
+        assert one["max_num_seqs"] == 4 and one["load_format"] == "dummy"
+        assert not one.keys() & {"enforce_eager", "kv_cache_memory_bytes"}
+        # Without a profile of its own an encoder's output has to fit in a step.
+        assert one["skip_mm_profiling"] and one["max_num_batched_tokens"] > plan.Sizes().video_tokens
+    assert [name for name, one in kwargs.items() if one["enable_prefix_caching"]] == ["controller"]
+    assert kwargs["controller"]["speculative_config"]["adaptive_tokens"]
 
 
 def test_a_clock_tells_what_a_step_drafts_for():
