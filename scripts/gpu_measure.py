@@ -131,8 +131,8 @@ def engine_rows(plan: Engine, context: Context) -> None:
 def in_turn(running: Any, prompts: list[Any], sizes: Sizes) -> Row:
     """Return the times of a token while the engine is vanilla and has its controller, in turn.
 
-    With made-up weights no token of a draft is accepted: what the controller costs where drafts are hopeless. The first
-    third of the rounds, in which it learns that, is apart.
+    With made-up weights hardly a draft token is accepted: what the controller costs where drafts are hopeless. The
+    first third of the rounds, in which it learns that, is apart.
     """
     from vidspec_tools.bench.methods import CONTROLLER, VANILLA
     from vidspec_tools.bench.roles import Roles
