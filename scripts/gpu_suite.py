@@ -49,8 +49,8 @@ class Step:
 # A kernel takes some 8 s for imports and 5 s a size to compile; FlexAttention takes 20 s.
 _KERNEL_S = {"tree_attention": 140, "visual_relevance": 30, "candidates": 35}
 ENVIRONMENT_STEP = Step("environment", 20)
-# By part, the most informative steps first. An H100's host starts an engine of bundled models in 20 to 40 s, one of real
-# shapes in 40 to 100 s, with torch.compile in three minutes.
+# By part, the most informative steps first. An H100's host starts an engine of bundled models in 20 to 40 s, one of
+# real shapes in 40 to 100 s, with torch.compile in three minutes.
 PLAN: dict[str, tuple[Step, ...]] = {
     "smoke": (
         ENVIRONMENT_STEP,
