@@ -85,7 +85,7 @@ docs: ## Build these pages as a site, strictly, in runs/site (DOCS_ARGS="serve" 
 bench: setup ## Measure acceptance on the bundled pairs (BENCH_ARGS="--prune-ratio 0.5,0.9" for other rows).
 	@$(PY) -m vllm_vidspec.cli bench acceptance $(BENCH_ARGS)
 
-bench-gpu: setup ## Fifteen minutes on a GPU: kernels, engines of real shapes (BENCH_GPU_ARGS="--half 1" or 2 for one half).
+bench-gpu: setup ## Kernels and engines of real shapes on a GPU, 25 minutes at most (BENCH_GPU_ARGS="--half 1" or 2 for one half).
 	@$(PY) scripts/gpu_suite.py --json gpu-suite.json $(BENCH_GPU_ARGS)
 
 soak: setup ## Minutes of mixed traffic to two servers, every answer compared (SOAK_ARGS="--minutes 2 --json soak.json").
@@ -94,7 +94,7 @@ soak: setup ## Minutes of mixed traffic to two servers, every answer compared (S
 doctor: setup ## Check the environment and say what to do about each problem.
 	@$(PY) -m vllm_vidspec.cli doctor
 
-gpu-smoke: setup ## The first fifteen minutes on a GPU: what runs, what agrees, what it takes (SMOKE_ARGS="--only kernels").
+gpu-smoke: setup ## The first minutes on a GPU, 26 at most: what runs, what agrees, what it takes (SMOKE_ARGS="--only kernels").
 	@$(PY) scripts/gpu_smoke.py --out gpu-smoke.json $(SMOKE_ARGS)
 
 clean: ## Remove caches and build products from the clone.

@@ -89,7 +89,9 @@ def engine_rows(plan: Engine, context: Context) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise SkippedError("vLLM is not installed")
     total = torch.cuda.mem_get_info()[1]
-    sizes, batches = Sizes(), gpu_plan.ROLES_BATCHES if plan.method == "controller" else gpu_plan.batches_of(total)
+    sizes, batches = Sizes(), gpu_plan.batches_of(total)
+    if plan.method == "controller":  # all its requests must fit: none is refused
+        batches = batches[:2]
     name = gpu_plan.chosen_models(context.models, total)
     models = gpu_plan.MODELS[name]
     if context.dry_run:

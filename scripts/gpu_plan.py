@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 FAMILY = "qwen2.5-vl"
 BATCHES = (1, 2, 4, 8)
-ROLES_BATCHES = (1, 2)  # of the engine that plays vanilla and the controller in turn: they have room on 80 GiB
 
 # Of `benchmarks/kernel_cases`; last the one whose peers compile longest.
 KERNELS = ("draw", "candidates", "guidance_scores", "visual_relevance", "tree_attention")
@@ -38,7 +37,7 @@ def batches_of(total: int) -> tuple[int, ...]:
 
 
 def chosen_models(name: str, total: int) -> str:
-    """Return a key of MODELS: the one named, or what leaves room for four requests on a device of `total` bytes."""
+    """Return a key of MODELS: the one named, or what leaves room for several requests on a device of `total` bytes."""
     if name != "auto":
         return name
     return "32b-bf16" if total >= _BF16_FROM else "32b-fp8"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The first fifteen minutes on a GPU: the checks of `gpu_suite.py`, whose other options this command takes too.
+"""The first minutes on a GPU: the checks of `gpu_suite.py`, whose other options this command takes too.
 
 python scripts/gpu_smoke.py --out gpu-smoke.json
 """

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """The GPU runner: checks (`smoke`), then kernels beside their floors and peers, and engines of real shapes.
 
-    python scripts/gpu_smoke.py --out gpu-smoke.json               # the checks alone, fifteen minutes
-    python scripts/gpu_suite.py --json gpu-suite.json              # kernels and engines, in 15 minutes on one GPU
+    python scripts/gpu_smoke.py --out gpu-smoke.json               # the checks alone, 26 minutes at most
+    python scripts/gpu_suite.py --json gpu-suite.json              # kernels and engines, 25 minutes at most
     python scripts/gpu_suite.py --json engines.json --half 2       # engines only; kernels are half 1
 
 Each step is a process of its own with its own time-out. A step that fails, crashes or hangs is recorded with its

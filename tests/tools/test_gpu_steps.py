@@ -42,10 +42,10 @@ def test_the_plan_holds_every_step_kernel_and_engine():
 def test_all_time_outs_fit_into_what_the_pages_say():
     """Catches: a step whose time-out the pages' time does not hold."""
     page, makefile = (ROOT / "docs" / "gpu.md").read_text(), (ROOT / "Makefile").read_text()
-    assert suite.SECONDS["smoke"] <= 26 * 60 and "26 minutes in all" in page
+    assert suite.SECONDS["smoke"] == 26 * 60 and "26 minutes in all" in page and "a GPU, 26 at most" in makefile
     assert all(f"| {half} | {suite.SECONDS[part]:,} s |" in page for half, part in suite.HALVES.items())
-    assert sum(suite.SECONDS[part] for part in HALVES) <= 25 * 60 and "25 minutes at most" in page
-    assert "Fifteen minutes on a GPU" in makefile and "The first fifteen minutes on a GPU" in makefile
+    assert sum(suite.SECONDS[part] for part in HALVES) <= 25 * 60
+    assert all("25 minutes at most" in text for text in (suite.__doc__, page, makefile))
 
 
 def test_the_acceptance_lengths_are_those_that_are_published():
@@ -59,8 +59,8 @@ def test_the_acceptance_lengths_are_those_that_are_published():
 
 
 def test_the_models_are_those_that_a_card_has_room_for():
-    """Catches: requests that do not fit beside weights, by the sizes of weights and KV caches. An H100 had 5.4 GiB of
-    activations of a whole video's prefill, graphs and room.
+    """Catches: requests that do not fit beside weights, by the sizes of weights and KV caches. Of an H100 7.9 GiB were
+    activations, graphs and room beside them, and three requests fitted, not four; the draft's pool has 0.3 of a video.
     """
     sizes = plan.Sizes()
     assert sizes.video_tokens == 25_088, "128 frames, as in the papers"
@@ -68,11 +68,12 @@ def test_the_models_are_those_that_a_card_has_room_for():
     assert plan.chosen_models("72b-fp8", 79 * GIB) == "72b-fp8"
     for name, total, num in (("32b-fp8", 79 * GIB, 3), ("32b-bf16", 139 * GIB, 4)):
         target, draft = (made_up.SHAPES[model] for model in (plan.MODELS[name].target, plan.MODELS[name].draft))
-        one = sizes.video_tokens * (target.kv_bytes_per_token + draft.kv_bytes_per_token / 10)
+        one = sizes.video_tokens * (target.kv_bytes_per_token + 0.3 * draft.kv_bytes_per_token)
         weights = sum(
             s.weight_bytes if "bf16" in name else s.quantised("fp8_per_tensor").weight_bytes for s in (target, draft)
         )
-        assert 0.95 * total - weights - 5.4 * GIB > num * one and num >= max(plan.ROLES_BATCHES)
+        room = 0.95 * total - weights - 7.9 * GIB
+        assert room > num * one and (name != "32b-fp8" or room < (num + 1) * one)
 
 
 # ---- the steps -------------------------------------------------------------------------------------------------------

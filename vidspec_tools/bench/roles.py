@@ -49,11 +49,12 @@ class Roles:
 
         self._engine, self._core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
         self._runner = self._core.model_executor.driver_worker.worker.model_runner
-        self._side = self._core.scheduler._vidspec_side
+        self._scheduler = self._core.scheduler
+        self._side = self._scheduler._vidspec_side
         self._control = self._side._control
         self._spec = self._runner.speculator, self._runner.num_speculative_steps
         # How many places for drafts an asynchronous scheduler gives every request, by batch size where it has a table.
-        scheduler = self._core.scheduler
+        scheduler = self._scheduler
         self._places = scheduler.num_spec_tokens, scheduler.num_lookahead_tokens, scheduler.dynamic_sd_lookup
         patched = [(owner, name) for owner in (Scheduler, AsyncScheduler, EngineCore) for name in OF_VLLM]
         patched = [(owner, name) for owner, name in patched if hasattr(vars(owner).get(name), MARK)]
@@ -66,13 +67,13 @@ class Roles:
     def play(self, role: str | int) -> None:
         """Be vanilla, the controller, or a fixed chain of so many draft tokens; no request may run but at rest."""
         # Who has answered is told of the requests' ends, and an asynchronous scheduler's last step is over.
-        while self._core.scheduler.has_finished_requests() or self._core.batch_queue:
+        while self._scheduler.has_finished_requests() or self._core.batch_queue:
             self._engine.step()
         is_vanilla = role == VANILLA
         for owner, name, ours, its in self.methods:
             setattr(owner, name, its if is_vanilla else ours)
         self._runner.speculator, self._runner.num_speculative_steps = (None, 0) if is_vanilla else self._spec
-        scheduler, places = self._core.scheduler, (0, 0, None) if is_vanilla else self._places
+        scheduler, places = self._scheduler, (0, 0, None) if is_vanilla else self._places
         scheduler.num_spec_tokens, scheduler.num_lookahead_tokens, scheduler.dynamic_sd_lookup = places
         self._core.check_for_draft_tokens = not is_vanilla
         self._side._control = _Fixed(role) if isinstance(role, int) else None if is_vanilla else self._control
