@@ -33,7 +33,8 @@ def test_every_part_is_prepared(monkeypatch):
         *("_place_trees_kernel", "_begin_step_kernel", "_next_level_kernel", "_path_penalties_kernel"),
         *("_tree_begin_kernel", "_tree_plan_kernel", "_tree_grow_kernel", "_tree_finish_kernel"),
         *("_candidates_kernel", "_merge_candidates_kernel"),
-        *("_tree_attention_kernel", "_visual_relevance_kernel", "_merge_splits_kernel", "_merge_relevance_kernel"),
+        *("_tree_attention_kernel", "_merge_parts_kernel"),
+        *("_visual_relevance_kernel", "_merge_splits_kernel", "_merge_relevance_kernel"),
         *("_row_stats_kernel", "_guidance_scores_kernel"),
     }
     assert prepared["_kv_compact_kernel"] >= 2

@@ -63,9 +63,12 @@ def agree(case, device, *sizes, atol=0.0, **more):
 
 @contextlib.contextmanager
 def mutated(folder, owner, name, *edits):
-    """Replace some text, every occurrence, of the file in which a module's kernel or reference is written."""
-    function = getattr(owner, name)
-    source = Path(sys.modules[getattr(function, "fn", function).__module__].__file__).read_text()
+    """Replace some text, every occurrence, of the file in which a module's kernel or reference is written.
+
+    The module's other kernels from that file are replaced with it.
+    """
+    origin = _origin(getattr(owner, name))
+    source = Path(sys.modules[origin].__file__).read_text()
     for old, new in edits:
         assert old in source, f"the mutation no longer applies: {old}"
         source = source.replace(old, new)
@@ -75,5 +78,12 @@ def mutated(folder, owner, name, *edits):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, getattr(module, name))
+        kernels = [key for key, value in vars(owner).items() if key.endswith("_kernel") and _origin(value) == origin]
+        for key in {name, *kernels}:
+            patch.setattr(owner, key, getattr(module, key))
         yield
+
+
+def _origin(function):
+    """Return the name of the module in which a function or a kernel is written."""
+    return getattr(function, "fn", function).__module__

@@ -144,13 +144,12 @@ def make_scratch(head_size, device, num_sms=3):
 
 
 def run(case, impl, **changes):
-    """Return output and LSE of a call on tensors full of sentinels; the scratch is as clean afterwards as before."""
+    """Return output and LSE of a call on tensors full of sentinels."""
     scratch = make_scratch(case.query.shape[2], case.device)
     arguments = case.arguments() | {"scratch": scratch} | changes
     out = torch.full_like(arguments["query"], SENTINEL, dtype=case.dtype)
     lse = torch.full(out.shape[1::-1], SENTINEL, device=case.device)
     tree_attention(**({"out": out, "lse": lse} | arguments), impl=impl)
-    assert not arguments["scratch"].arrivals.any()
     return out, lse
 
 

@@ -106,7 +106,7 @@ def test_nothing_spills(rows, arch):
     """Catches: more values held at a time than there are registers; each spilled one costs a round through memory."""
     rows = [row for row in rows if row["arch"] == arch]
     assert {row["kernel"] for row in rows} == {
-        *("tree_attention", "visual_relevance", "merge_splits", "row_stats", "guidance_scores"),
+        *("tree_attention", "merge_parts", "visual_relevance", "merge_splits", "row_stats", "guidance_scores"),
         *("accept", "tree_grow", "tree_finish", "place_trees", "path_penalties"),
         *("gather_draft_windows", "copy_committed_suffix"),
         *("begin_step", "next_level", "draw", "choose_draw", "candidates", "merge_candidates"),
@@ -116,25 +116,11 @@ def test_nothing_spills(rows, arch):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_programs_fill_a_multiprocessor(rows, arch):
-    """Two programs of 4 warps, or one of 8 that has as many rows as both, beside the driver's share of memory."""
+    """Two programs of 4 warps beside the driver's share of memory."""
     attention = [row for row in rows if row["arch"] == arch and row["kernel"] in ("tree_attention", "row_stats")]
     assert len(attention) >= 4
     assert all(row["programs_per_sm"] * row["num_warps"] >= 8 for row in attention), attention
-    assert all(row["programs_per_sm"] >= 2 or row["case"].startswith("28/4 Q26") for row in attention), attention
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_parts_are_written_before_they_are_announced(rows, arch):
-    """Stores, a barrier of the program, the arrival, a barrier, and only then loads of the other programs' parts."""
-    attention = [row for row in rows if row["arch"] == arch and row["kernel"] == "tree_attention"]
-    splitting = [row for row in attention if "atom" in row["memory"]]
-    assert {row["case"] for row in splitting} == {
-        *("28/4 Q9", "28/4 Q26", "28/4 Q26 fp8", "28/4 Q26 fp8 cache")
-    } and len(attention) == 5
-    for row in splitting:
-        assert row["memory"].count("atom") == 1
-        stored, *arrival = row["memory"][row["memory"].index("atom") - 2 :][:4]
-        assert stored.startswith("st") and arrival == ["bar", "atom", "bar"], row
+    assert all(row["programs_per_sm"] >= 2 for row in attention), attention
 
 
 def test_products_take_tensor_cores_and_fuse(rows):
@@ -155,9 +141,9 @@ def test_every_variant_that_steps_use_is_warmed():
     """150 random steps, with vectors cut out of others at any offset: nothing is left to compile while serving."""
     found = run("tests/kernels/variants.py")
     assert found["missing"] == [] and found["ambiguous"] == [] and found["stale"] == []
-    assert found["used"].keys() == found["warmed"].keys() and len(found["used"]) == 24
-    # Of three kinds of layers: 16 bits, float8, and float8 under queries of 16 bits; of one kind 53 at most.
-    assert sum(found["warmed"].values()) <= 66, found["warmed"]
+    assert found["used"].keys() == found["warmed"].keys() and len(found["used"]) == 25
+    # Of three kinds of layers: 16 bits, float8, and float8 under queries of 16 bits.
+    assert sum(found["warmed"].values()) <= 70, found["warmed"]
 
 
 def test_penalties_are_compiled_to_vllms_arithmetic():
@@ -186,14 +172,15 @@ def test_tiles_count_scratch_and_the_drivers_share(capability, keys, stages):
         (80, 130, (3, 64)),  # 26 nodes of a group of 5: two of 128 would be 256 rows for 130
         (86, 182, (3, 64)),
         (120, 208, (4, 64)),
-        (90, 130, (2, 128)),
+        (90, 130, (3, 64)),
+        (90, 325, (3, 128)),
         (100, 125, (1, 128)),
         (90, 42, (1, 64)),
         (80, 30, (1, 32)),
     ],
 )
 def test_row_tiles_are_wide_where_products_outrun_the_cache(capability, rows, tiles):
-    """Catches: half of an A100's products spent on the padding of a last tile; Hopper's keys read three times."""
+    """Catches: products spent on the padding of a last tile; keys that a Hopper reads more often than it must."""
     shared_kb = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}[capability]
     limits = DeviceLimits(100, (shared_kb + 1) * 1024, shared_kb * 1024, capability)
     shape = tile_shape(rows, 128, False, True, limits)

@@ -118,6 +118,7 @@ MUTATIONS = {
         "a prefix one entry short": ("entry_mask = entries < num_keys", "entry_mask = entries < num_keys - 1"),
         "a prefix one entry long": ("entry_mask = entries < num_keys", "entry_mask = entries < num_keys + 1"),
         "parts weighted equally": ("weights = tl.exp2(part_lse - shift)", "weights = tl.exp2(shift - shift)"),
+        "parts of the next item": ("(some_reqs < req_idx)", "(some_reqs <= req_idx)"),
         "heads of a group spread over the KV heads": ("first_head = kv_head * GROUP", "first_head = kv_head"),
     },
     "tree_attention of a prefix": {

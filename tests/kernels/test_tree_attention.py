@@ -28,6 +28,9 @@ SIZES = {
     **{f"every bit behind {n}": dict(requests=[Request(n, ALL_BITS)], num_heads=2, num_kv_heads=1) for n in (0, 30)},
     # One row a request, which attends to its ancestors of earlier levels.
     "a draft level": dict(requests=[Request(10 + 16 * i, [word]) for i, word in enumerate(LEVEL)]),
+    # Whole tiles of keys under many rows, which nothing masks, and the last one, which is masked.
+    **{f"whole tiles of {n}": dict(requests=requests_of((35, n), (2, 5)), dtype=torch.float16, poison=NAN)
+       for n in (0, 63, 64, 65, 200)},
     # Ragged rows and prefixes in one call, a request without rows among them, a bound larger than needed.
     "ragged": dict(requests=requests_of(*MIXED, (17, 130))),
     "ragged, a loose bound": dict(requests=requests_of(*MIXED), spare_queries=2, poison=NAN),

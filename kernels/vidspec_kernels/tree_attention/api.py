@@ -1,10 +1,10 @@
 """tree_attention: attention of draft-tree rows over a paged KV cache: a shared prefix, then nodes chosen by bit words.
 
 On the GPU as many programs as it holds at a time share the work equally, whatever the requests' lengths (stream-K:
-Osama et al., 2023; LeanAttention: Sanovar et al., 2024). Where a share ends within a row tile, the tile's parts
-are merged by log-sum-exp in an order that the lengths alone fix: equal inputs give equal bits. But where shares end
-depends on the whole batch, and so do the last bits of a result. That is the price of equal shares in bounded memory:
-splits of a fixed length would need partial results of every split of every request.
+Osama et al., 2023; LeanAttention: Sanovar et al., 2024). Where a share ends within a row tile, a second launch
+merges the tile's parts by log-sum-exp in an order that the lengths alone fix: equal inputs give equal bits. But where
+shares end depends on the whole batch, and so do the last bits of a result. That is the price of equal shares in
+bounded memory: splits of a fixed length would need partial results of every split of every request.
 """
 
 import copy
@@ -21,26 +21,26 @@ from vidspec_kernels.dispatch import Impl, launch, use_triton
 from vidspec_kernels.float8 import FP8, NO_SCALES, Scales, check_scales, readable, widens
 from vidspec_kernels.limits import device_limits
 from vidspec_kernels.tree_attention.reference import tree_attention_reference
-from vidspec_kernels.tree_attention.tiles import _MAX_BLOCK_ROWS, _PROGRAMS_PER_SM, _padded, tile_shape
-from vidspec_kernels.tree_attention.triton import _tree_attention_kernel
+from vidspec_kernels.tree_attention.tiles import _MAX_BLOCK_ROWS, _padded, tile_shape
+from vidspec_kernels.tree_attention.triton import _merge_parts_kernel, _tree_attention_kernel
 
 # Requests that a program looks at at once to find its share.
 _BLOCK_REQS = 128
 # A share of fewer tiles of keys writes about as much of its partial results as it reads of K and V.
 MIN_UNITS = 4
-# Up to so many parts one program merges alone.
-DIRECT_PARTS = 8
-# Rows that it merges at a time, and parts of them that are under way.
-_MERGE_ROWS = 16
+# Rows that a program merges, a part of every tile's, and parts of them that are under way.
+_MERGE_ROWS = 8
 _MERGE_PARTS = 4
 _LOG2E = 1.4426950408889634
+# Of both kernels.
+_SHARED_CONSTANTS = ("GROUP", "HEAD_SIZE", "BLOCK_DIM", "BLOCK_ROWS", "BLOCK_KEYS", "BLOCK_REQS", "MIN_UNITS")
 # Shapes of calls that are remembered as checked: most are of a few batch sizes.
 _MAX_PLANS = 1024
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, FP8)
 
 
 class TreeAttentionScratch:
-    """Memory of a model's `tree_attention` calls, for parts of results and their arrivals, made once.
+    """Memory of a model's `tree_attention` calls, for parts of results, made once.
 
     All layers share it: calls that do must follow each other on a stream. It has room for two tiles of partial results
     of every program that a device holds, whatever the batch: for each multiprocessor 256 rows of a padded head and of
@@ -57,15 +57,13 @@ class TreeAttentionScratch:
         num_rows = 2 * _MAX_BLOCK_ROWS * self.num_sms
         self.part_out = torch.empty(num_rows * _padded(head_size), dtype=torch.float32, device=device)
         self.part_lse = torch.empty(num_rows, dtype=torch.float32, device=device)
-        # Two levels of merges, two items that a program can have a part of.
-        self.arrivals = torch.zeros(4 * _PROGRAMS_PER_SM * self.num_sms, dtype=torch.int32, device=device)
         self.plans: dict[tuple[Any, ...], Callable[..., None]] = {}  # checked launches, by `_signature`
         self.variants: dict[Any, Any] = {}  # see `dispatch.launch`
 
     def as_meta(self) -> "TreeAttentionScratch":
         """Return what a launch is prepared with: the same, without memory."""
         other = copy.copy(self)
-        other.part_out, other.part_lse, other.arrivals = map(as_meta, (self.part_out, self.part_lse, self.arrivals))
+        other.part_out, other.part_lse = as_meta(self.part_out), as_meta(self.part_lse)
         other.plans, other.variants = {}, {}
         return other
 
@@ -157,7 +155,7 @@ def _check(
         prefix_lens=(prefix_lens, torch.int32, num_reqs), masks=(masks, torch.int64, num_reqs, max_queries),
     )  # fmt: skip
     assert max_queries >= 0, f"max_queries {max_queries}"
-    assert scratch.arrivals.device == device and scratch.head_size >= head_size, f"scratch for heads of {head_size}"
+    assert scratch.part_out.device == device and scratch.head_size >= head_size, f"scratch for heads of {head_size}"
     check_scales(device, scales, key_cache.shape[2])
     like_query, dtype = {"query": query, "out": out}, query.dtype if query.dtype != FP8 else out.dtype
     like_lse = {} if lse is None else {"lse": lse}
@@ -196,13 +194,15 @@ def _plan(
         found if i in (1, 2) else found[:2] for i, found in enumerate(strides)
     )
     numbers = (num_reqs, num_kv_heads, block_table.shape[1] * block_size, max_queries, num_row_tiles)
-    grid = (tile.programs_per_sm * scratch.num_sms,)
+    num_programs = tile.programs_per_sm * scratch.num_sms
+    merge_grid = (num_row_tiles * tile.block_rows // _MERGE_ROWS, num_kv_heads, num_reqs)
     constants = {
         "GROUP": group, "HEAD_SIZE": head_size, "BLOCK_SIZE": block_size, "BLOCK_DIM": _padded(head_size),
         "BLOCK_ROWS": tile.block_rows, "BLOCK_KEYS": tile.block_keys, "BLOCK_NODES": tile.block_nodes,
-        "BLOCK_REQS": _BLOCK_REQS, "MIN_UNITS": MIN_UNITS, "DIRECT_PARTS": DIRECT_PARTS, "MERGE_ROWS": _MERGE_ROWS,
-        "MERGE_PARTS": _MERGE_PARTS, "WIDEN": widen,
+        "BLOCK_REQS": _BLOCK_REQS, "MIN_UNITS": MIN_UNITS, "WIDEN": widen,
     }  # fmt: skip
+    merge_constants = {name: constants[name] for name in _SHARED_CONSTANTS}
+    merge_constants |= {"MERGE_ROWS": _MERGE_ROWS, "MERGE_PARTS": _MERGE_PARTS}
     options = {"num_stages": tile.num_stages, "num_warps": tile.num_warps}
     scale_strides = [0 if scale is None else scale.stride(0) for scale in scales]
     dtypes = (query.dtype, key_cache.dtype, out.dtype, *(scale is None for scale in scales))
@@ -215,15 +215,18 @@ def _plan(
         query, key_cache, value_cache, block_table, *vectors, masks, out = arguments
         before, before_lse = prefix or (None, None)
         query, key_cache, value_cache = readable(query), readable(key_cache), readable(value_cache)
+        parts = scratch.part_out, scratch.part_lse
         args = (
             query, *query_strides, key_cache, *keys, value_cache, *values, block_table, *table_strides, *vectors,
-            masks, *mask_strides, before, *prefix_out, before_lse, *prefix_lse, out, *outs, lse, *lses,
-            scratch.part_out, scratch.part_lse, scratch.arrivals,
+            masks, *mask_strides, before, *prefix_out, before_lse, *prefix_lse, out, *outs, lse, *lses, *parts,
             *itertools.chain(*zip(scales, scale_strides, strict=True)), scale * _LOG2E, *numbers,
         )  # fmt: skip
         aligned = (query, key_cache, value_cache, block_table, before, before_lse, out, lse)
         key = (variant, *(tensor is not None and tensor.data_ptr() % 16 for tensor in aligned))
-        launch(_tree_attention_kernel, grid, device, args, constants, scratch.variants, key, options)
+        launch(_tree_attention_kernel, (num_programs,), device, args, constants, scratch.variants, key, options)
+        if prefix is None:
+            args = (*vectors[1:], out, *outs, lse, *lses, *parts, *numbers, num_programs)
+            launch(_merge_parts_kernel, merge_grid, device, args, merge_constants, scratch.variants, key)
 
     return launch_one
 

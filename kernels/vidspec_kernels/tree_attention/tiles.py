@@ -8,8 +8,8 @@ import triton
 from vidspec_kernels.limits import DeviceLimits, shared_bytes_per_program
 
 # Rows of a tile: with more than 64, one program takes a multiprocessor and reads a key for twice as many. That pays
-# where products outrun the second-level cache, on Hopper and the large Blackwells; elsewhere the padding of a last tile
-# costs more than reading again.
+# where products outrun the second-level cache, on Hopper and the large Blackwells, unless tiles of 64 pad fewer rows;
+# elsewhere the padding of a last tile costs more than reading again.
 _MAX_BLOCK_ROWS = 128
 _SHARED_BLOCK_ROWS = 64
 _WIDE_TILES = range(90, 120)  # compute capabilities
@@ -58,7 +58,7 @@ def tile_shape(num_rows: int, head_size: int, widen: bool, reads_prefix: bool, l
     block_rows = max(16, triton.next_power_of_2(num_rows))
     if widen:
         block_rows = min(block_rows, _MAX_BLOCK_ROWS_WIDE)
-    elif line_bytes > 256 or limits.capability not in _WIDE_TILES:
+    elif line_bytes > 256 or limits.capability not in _WIDE_TILES or -num_rows % _MAX_BLOCK_ROWS >= _SHARED_BLOCK_ROWS:
         block_rows = min(block_rows, _SHARED_BLOCK_ROWS)
     else:
         block_rows = min(block_rows, _MAX_BLOCK_ROWS)

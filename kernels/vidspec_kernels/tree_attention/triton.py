@@ -7,26 +7,42 @@ from vidspec_kernels.float8 import as_float, scaled
 
 
 @triton.jit
+def _load(ptr, mask):
+    if mask is None:
+        loaded = tl.load(ptr)
+    else:
+        loaded = tl.load(ptr, mask=mask, other=0.0)
+    return loaded
+
+
+@triton.jit
 def _attend_tile(
     q, row_max, row_sum, acc, entries, entry_mask, seen, block_table_ptr,
     key_ptr, key_block_stride, key_slot_stride, key_dim_stride,
     value_ptr, value_block_stride, value_slot_stride, value_dim_stride,
     scale_log2, dims, dim_mask, BLOCK_SIZE: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax; nothing is read outside `entry_mask`, and nothing used outside `seen`."""
+    """One step of the online softmax; nothing is read outside `entry_mask`, and nothing used outside `seen`.
+
+    Both are None where all rows attend to all entries and a head fills its dimensions: then nothing is masked.
+    """
     # int64 before the product: a block's offset passes 2**31 in a large pool.
-    block = tl.load(block_table_ptr + entries // BLOCK_SIZE, mask=entry_mask, other=0).to(tl.int64)
+    block = _load(block_table_ptr + entries // BLOCK_SIZE, entry_mask).to(tl.int64)
     slot = (entries % BLOCK_SIZE).to(tl.int64)
+    key_mask = None
+    value_mask = None
+    if seen is not None:
+        key_mask = entry_mask[None, :] & dim_mask[:, None]
+        value_mask = entry_mask[:, None] & dim_mask[None, :]
     key_offset = block * key_block_stride + slot * key_slot_stride
-    k = tl.load(
-        key_ptr + key_offset[None, :] + dims[:, None] * key_dim_stride,
-        mask=entry_mask[None, :] & dim_mask[:, None], other=0.0,
-    )  # fmt: skip
+    k = _load(key_ptr + key_offset[None, :] + dims[:, None] * key_dim_stride, key_mask)
     if WIDEN:
         scores = tl.dot(q.to(tl.float32), as_float(k, tl.float32), input_precision="ieee")
     else:
         scores = tl.dot(q, as_float(k, q.dtype))
-    scores = tl.where(seen, scores * scale_log2, float("-inf"))
+    scores *= scale_log2
+    if seen is not None:
+        scores = tl.where(seen, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
     # Rows that have seen no entry yet keep -inf; the shift only has to be finite for them.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -34,10 +50,7 @@ def _attend_tile(
     correction = tl.exp2(row_max - shift)
     row_sum = row_sum * correction + tl.sum(weights, axis=1)
     value_offset = block * value_block_stride + slot * value_slot_stride
-    v = tl.load(
-        value_ptr + value_offset[:, None] + dims[None, :] * value_dim_stride,
-        mask=entry_mask[:, None] & dim_mask[None, :], other=0.0,
-    )  # fmt: skip
+    v = _load(value_ptr + value_offset[:, None] + dims[None, :] * value_dim_stride, value_mask)
     acc = acc * correction[:, None]
     if WIDEN:
         acc = tl.dot(weights, as_float(v, tl.float32), acc, input_precision="ieee")
@@ -59,6 +72,42 @@ def _units(
         num_keys = tl.minimum(tl.load(prefix_lens_ptr + req_idx, mask=mask, other=0), max_entries)
         num_units += tl.cdiv(tl.maximum(num_keys, 0), BLOCK_KEYS)
     return tl.cdiv(num_queries * GROUP, BLOCK_ROWS), num_units
+
+
+@triton.jit
+def _shares(
+    most_programs, num_reqs, num_queries_ptr, prefix_lens_ptr, num_kv_heads, max_entries, max_queries, num_row_tiles,
+    READS_PREFIX: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    BLOCK_REQS: tl.constexpr, MIN_UNITS: tl.constexpr,
+):  # fmt: skip
+    """Return all units of work, items, units of the smallest item, and programs that share them: program p has the
+    units from total * p // num_programs on.
+    """
+    total = 0
+    num_items = 0
+    smallest = 2**30
+    for first_req in range(0, num_reqs, BLOCK_REQS):
+        num_tiles, num_units = _units(
+            first_req + tl.arange(0, BLOCK_REQS), num_reqs, num_queries_ptr, prefix_lens_ptr, max_queries, max_entries,
+            READS_PREFIX, GROUP, BLOCK_ROWS, BLOCK_KEYS,
+        )  # fmt: skip
+        total += tl.sum(num_tiles * num_units, axis=0) * num_kv_heads
+        num_items += tl.sum(num_tiles, axis=0) * num_kv_heads
+        smallest = tl.minimum(smallest, tl.min(tl.where(num_tiles > 0, num_units, 2**30), axis=0))
+    # Fewer programs where shares would be too small to be worth merging. A multiple of the row tiles: where all
+    # requests have as many, the programs of a key's row tiles read it at the same time.
+    num_programs = tl.minimum(most_programs, tl.maximum(total // MIN_UNITS, num_items))
+    if num_programs > num_row_tiles:
+        num_programs -= num_programs % num_row_tiles
+    return total, num_items, smallest, num_programs
+
+
+@triton.jit
+def _programs_of(item_begin, item_units, total, num_programs):
+    """Return the first and the last program that has a share of an item, given its first unit and how many it has."""
+    first = ((item_begin + 1).to(tl.int64) * num_programs - 1) // total
+    last = ((item_begin + item_units).to(tl.int64) * num_programs - 1) // total
+    return first.to(tl.int32), last.to(tl.int32)
 
 
 @triton.jit
@@ -86,10 +135,10 @@ def _place(first_program, part):
 
 @triton.jit
 def _merge_rows(
-    row, part_out_ptr, part_lse_ptr, first_program, leader, num_parts, span,
+    row, part_out_ptr, part_lse_ptr, first_program, num_parts,
     BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Return base-2 LSE and output of rows: of every `span`-th part from `leader` on, weighted by their LSE."""
+    """Return base-2 LSE and output of rows: of their parts, weighted by their LSE, in the order of the parts."""
     offset = row[:, None] * BLOCK_DIM + tl.arange(0, BLOCK_DIM)[None, :]
     top = tl.full([MERGE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([MERGE_ROWS], tl.float32)
@@ -97,11 +146,10 @@ def _merge_rows(
     for first_part in range(0, num_parts, MERGE_PARTS):
         # Unrolled: so many parts are under way at a time.
         for i in tl.static_range(MERGE_PARTS):
-            place = _place(first_program, leader + tl.minimum(first_part + i, num_parts - 1) * span)
-            # Past the first-level cache, which may hold what the place held before.
-            part_lse = tl.load(part_lse_ptr + place * BLOCK_ROWS + row, cache_modifier=".cg")
+            place = _place(first_program, tl.minimum(first_part + i, num_parts - 1))
+            part_lse = tl.load(part_lse_ptr + place * BLOCK_ROWS + row)
             part_lse = tl.where(first_part + i < num_parts, part_lse, float("-inf"))
-            part_out = tl.load(part_out_ptr + place * (BLOCK_ROWS * BLOCK_DIM) + offset, cache_modifier=".cg")
+            part_out = tl.load(part_out_ptr + place * (BLOCK_ROWS * BLOCK_DIM) + offset)
             new_top = tl.maximum(top, part_lse)
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)
             weights = tl.exp2(part_lse - shift)
@@ -158,35 +206,21 @@ def _tree_attention_kernel(
     lse_ptr, lse_head_stride, lse_stride,  # [num_heads, num_tokens], or None
     part_out_ptr,  # [2 * num_programs, BLOCK_ROWS, BLOCK_DIM]
     part_lse_ptr,  # [2 * num_programs, BLOCK_ROWS], base 2
-    arrivals_ptr,  # [2, 2 * num_programs], zeros before and after
     # [num_kv_heads] each, or None
     query_scale_ptr, query_scale_stride, key_scale_ptr, key_scale_stride, value_scale_ptr, value_scale_stride,
     scale_log2, num_reqs, num_kv_heads, max_entries, max_queries, num_row_tiles,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_NODES: tl.constexpr, BLOCK_REQS: tl.constexpr,
-    MIN_UNITS: tl.constexpr, DIRECT_PARTS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
-    WIDEN: tl.constexpr,
+    MIN_UNITS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """An equal share of all the work: units of consecutive items, an item being a row tile of a request's KV head."""
     program = tl.program_id(0)
     reads_prefix: tl.constexpr = prefix_out_ptr is None
     some_reqs = tl.arange(0, BLOCK_REQS)
-    total = 0
-    num_items = 0
-    smallest = 2**30
-    for first_req in range(0, num_reqs, BLOCK_REQS):
-        num_tiles, num_units = _units(
-            first_req + some_reqs, num_reqs, num_queries_ptr, prefix_lens_ptr, max_queries, max_entries,
-            reads_prefix, GROUP, BLOCK_ROWS, BLOCK_KEYS,
-        )  # fmt: skip
-        total += tl.sum(num_tiles * num_units, axis=0) * num_kv_heads
-        num_items += tl.sum(num_tiles, axis=0) * num_kv_heads
-        smallest = tl.minimum(smallest, tl.min(tl.where(num_tiles > 0, num_units, 2**30), axis=0))
-    # Fewer programs where shares would be too small to be worth merging. A multiple of the row tiles: where all
-    # requests have as many, the programs of a key's row tiles read it at the same time.
-    num_programs = tl.minimum(tl.num_programs(0), tl.maximum(total // MIN_UNITS, num_items))
-    if num_programs > num_row_tiles:
-        num_programs -= num_programs % num_row_tiles
+    total, num_items, smallest, num_programs = _shares(
+        tl.num_programs(0), num_reqs, num_queries_ptr, prefix_lens_ptr, num_kv_heads, max_entries, max_queries,
+        num_row_tiles, reads_prefix, GROUP, BLOCK_ROWS, BLOCK_KEYS, BLOCK_REQS, MIN_UNITS,
+    )  # fmt: skip
     if program >= num_programs:
         return
     # Units fit into 32 bits, their products with programs into 64.
@@ -256,10 +290,22 @@ def _tree_attention_kernel(
                 row_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
                 row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
                 acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
-                for first_key in range(
-                    first_unit * BLOCK_KEYS, tl.minimum(last_unit * BLOCK_KEYS, num_keys), BLOCK_KEYS
-                ):
-                    entries = first_key + tl.arange(0, BLOCK_KEYS)
+                first_key = first_unit * BLOCK_KEYS
+                last_key = tl.minimum(last_unit * BLOCK_KEYS, num_keys)
+                # Masks take a tenth of the time of a large tile; without them there is more code, which small ones
+                # wait for.
+                if BLOCK_ROWS >= 64 and HEAD_SIZE == BLOCK_DIM:
+                    last_whole = last_key // BLOCK_KEYS * BLOCK_KEYS
+                    for whole_key in range(first_key, last_whole, BLOCK_KEYS):
+                        row_max, row_sum, acc = _attend_tile(
+                            q, row_max, row_sum, acc, whole_key + tl.arange(0, BLOCK_KEYS), None, None, table_ptr,
+                            key_ptr, key_block_stride, key_slot_stride, key_dim_stride,
+                            value_ptr, value_block_stride, value_slot_stride, value_dim_stride,
+                            item_scale_log2, dims, dim_mask, BLOCK_SIZE, WIDEN,
+                        )  # fmt: skip
+                    first_key = tl.maximum(first_key, last_whole)
+                for some_key in range(first_key, last_key, BLOCK_KEYS):
+                    entries = some_key + tl.arange(0, BLOCK_KEYS)
                     entry_mask = entries < num_keys
                     row_max, row_sum, acc = _attend_tile(
                         q, row_max, row_sum, acc, entries, entry_mask, entry_mask[None, :], table_ptr,
@@ -336,54 +382,67 @@ def _tree_attention_kernel(
                     request_lse_ptr, lse_head_stride, lse_stride, GROUP, HEAD_SIZE, BLOCK_DIM,
                 )  # fmt: skip
             elif reads_prefix:
-                # Program p has the units from total * p // num_programs on.
-                item_begin = unit - first_unit
-                first_program = (((item_begin + 1).to(tl.int64) * num_programs - 1) // total).to(tl.int32)
-                last_program = (((item_begin + item_units).to(tl.int64) * num_programs - 1) // total).to(tl.int32)
-                num_parts = last_program - first_program + 1
-                part = program - first_program
-                place = _place(first_program, part)
+                first_program, _ = _programs_of(unit - first_unit, item_units, total, num_programs)
+                place = _place(first_program, program - first_program)
                 tl.store(part_lse_ptr + place * BLOCK_ROWS + row, row_lse, mask=row_mask)
                 offset = row[:, None] * BLOCK_DIM + dims[None, :]
                 tl.store(part_out_ptr + place * (BLOCK_ROWS * BLOCK_DIM) + offset, acc, mask=row_mask[:, None])
-                # Many parts are merged by several programs, each some, before one merges the rest: twice their root.
-                fan_in = tl.ceil(tl.sqrt(num_parts.to(tl.float32))).to(tl.int32)
-                fan_in = tl.where(num_parts <= DIRECT_PARTS, num_parts, fan_in)
-                span = 1
-                level_ptr = arrivals_ptr
-                while num_parts > 1:
-                    # All threads' stores come before the arrival, which releases them and acquires the others'.
-                    tl.debug_barrier()
-                    leader = part - part % fan_in
-                    members = tl.minimum(fan_in, num_parts - leader)
-                    place = _place(first_program, leader * span)
-                    if tl.atomic_add(level_ptr + place, 1, sem="acq_rel", scope="gpu") == members - 1:
-                        # The last to arrive merges, in the order of the parts; none arrives before the next call.
-                        tl.store(level_ptr + place, 0)
-                        part = part // fan_in
-                        num_parts = tl.cdiv(num_parts, fan_in)
-                        for begin in range(0, tl.minimum(num_rows - first_row, BLOCK_ROWS), MERGE_ROWS):
-                            some = begin + tl.arange(0, MERGE_ROWS)
-                            some_lse, some_out = _merge_rows(
-                                some, part_out_ptr, part_lse_ptr, first_program, leader * span, members, span,
-                                BLOCK_ROWS, BLOCK_DIM, MERGE_ROWS, MERGE_PARTS,
-                            )  # fmt: skip
-                            some_mask = some < num_rows - first_row
-                            if num_parts == 1:
-                                _write_rows(
-                                    first_row + some, some_mask, some_lse, some_out, request_out_ptr, out_stride,
-                                    out_head_stride, request_lse_ptr, lse_head_stride, lse_stride,
-                                    GROUP, HEAD_SIZE, BLOCK_DIM,
-                                )  # fmt: skip
-                            else:
-                                # The leader's place is written again once all threads have read it.
-                                tl.debug_barrier()
-                                tl.store(part_lse_ptr + place * BLOCK_ROWS + some, some_lse, mask=some_mask)
-                                some_offset = some[:, None] * BLOCK_DIM + dims[None, :]
-                                some_ptr = part_out_ptr + place * (BLOCK_ROWS * BLOCK_DIM) + some_offset
-                                tl.store(some_ptr, some_out, mask=some_mask[:, None])
-                        span *= fan_in
-                        level_ptr += 2 * tl.num_programs(0)
-                    else:
-                        num_parts = 0
             unit += last_unit - first_unit
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "max_entries", "max_queries", "num_row_tiles", "most_programs"],
+    do_not_specialize_on_alignment=["query_start_ptr", "num_queries_ptr", "prefix_lens_ptr"],
+)
+def _merge_parts_kernel(
+    query_start_ptr, num_queries_ptr, prefix_lens_ptr,  # [num_reqs]
+    out_ptr, out_stride, out_head_stride,  # [num_tokens, num_heads, HEAD_SIZE]
+    lse_ptr, lse_head_stride, lse_stride,  # [num_heads, num_tokens], or None
+    part_out_ptr,  # [2 * num_programs, BLOCK_ROWS, BLOCK_DIM]
+    part_lse_ptr,  # [2 * num_programs, BLOCK_ROWS], base 2
+    num_reqs, num_kv_heads, max_entries, max_queries, num_row_tiles, most_programs,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, BLOCK_REQS: tl.constexpr, MIN_UNITS: tl.constexpr, MERGE_ROWS: tl.constexpr,
+    MERGE_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of MERGE_ROWS rows of an item (program axes: rows of all row tiles, KV head, request)."""
+    kv_head, req_idx = tl.program_id(1), tl.program_id(2)
+    first_row = tl.program_id(0) * MERGE_ROWS
+    row_tile = first_row // BLOCK_ROWS
+    num_rows = tl.minimum(tl.load(num_queries_ptr + req_idx), max_queries) * GROUP
+    if first_row >= num_rows:
+        return
+    total, _, _, num_programs = _shares(
+        most_programs, num_reqs, num_queries_ptr, prefix_lens_ptr, num_kv_heads, max_entries, max_queries,
+        num_row_tiles, True, GROUP, BLOCK_ROWS, BLOCK_KEYS, BLOCK_REQS, MIN_UNITS,
+    )  # fmt: skip
+    # Items are ordered by row tile, then by request, then by KV head.
+    units_before = 0
+    item_units = 0
+    for first_req in range(0, num_reqs, BLOCK_REQS):
+        some_reqs = first_req + tl.arange(0, BLOCK_REQS)
+        num_tiles, num_units = _units(
+            some_reqs, num_reqs, num_queries_ptr, prefix_lens_ptr, max_queries, max_entries,
+            True, GROUP, BLOCK_ROWS, BLOCK_KEYS,
+        )  # fmt: skip
+        tiles_before = tl.minimum(num_tiles, row_tile) + ((some_reqs < req_idx) & (num_tiles > row_tile)).to(tl.int32)
+        units_before += tl.sum(tiles_before * num_units, axis=0)
+        item_units += tl.sum(tl.where(some_reqs == req_idx, num_units, 0), axis=0)
+    item_begin = units_before * num_kv_heads + kv_head * item_units
+    first_program, last_program = _programs_of(item_begin, item_units, total, num_programs)
+    if first_program == last_program:
+        return
+    row = first_row % BLOCK_ROWS + tl.arange(0, MERGE_ROWS)
+    row_lse, acc = _merge_rows(
+        row, part_out_ptr, part_lse_ptr, first_program, last_program - first_program + 1,
+        BLOCK_ROWS, BLOCK_DIM, MERGE_ROWS, MERGE_PARTS,
+    )  # fmt: skip
+    token, first_head = tl.load(query_start_ptr + req_idx).to(tl.int64), kv_head * GROUP
+    out_ptr += token * out_stride + first_head * out_head_stride
+    if lse_ptr is not None:
+        lse_ptr += token * lse_stride + first_head * lse_head_stride
+    row += row_tile * BLOCK_ROWS
+    _write_rows(
+        row, row < num_rows, row_lse, acc, out_ptr, out_stride, out_head_stride,
+        lse_ptr, lse_head_stride, lse_stride, GROUP, HEAD_SIZE, BLOCK_DIM,
+    )  # fmt: skip
