@@ -182,6 +182,8 @@ def benchmark_of(
     sizes = {"video_tokens": tokens, "batch_size": batch, "rounds": args.rounds, "max_tokens": args.max_tokens}
     sizes["kept_requests"] = args.keep
     benchmark = scaling.ScalingBenchmark(families=(family,), inflate=(pads,), draft=draft, **sizes)
+    if args.layers:
+        return benchmark, Workload(family, 0.0, *args.layers)
     return benchmark, interleaved.workload_for(benchmark, family, pads, silent)
 
 
@@ -192,8 +194,10 @@ def started(
     engines: list[Variant],
     num_videos: list[int],
     is_one: bool = False,
+    more: dict[str, Any] | None = None,
 ) -> Iterator[list[Asked]]:
-    """Start every engine, or one that plays all, with a request of so many videos each before it.
+    """Start every engine, or one that plays all, with a request of so many videos each before it, and `more` arguments,
+    which let it use all cores.
 
     Of two that do the same the one that starts first may be some per cent slower or faster: the second one, the
     controller, starts in the middle of the others.
@@ -202,6 +206,9 @@ def started(
         made = [benchmark.job(workload, engine) for engine in engines]
         for job in made:
             job["prompts"] |= {"num_videos": num_videos, "held_out": list(range(len(num_videos)))}
+            if more:
+                job["llm"] |= more
+                del job["cpus"]
         if is_one:
             session = stack.enter_context(BenchSession(made[1]))  # the controller
             yield [Played(session, role_of(engine)) for engine in engines]
@@ -213,7 +220,7 @@ def started(
 
 
 def measure_mixed(
-    benchmark: scaling.ScalingBenchmark, workload: Workload, engines: list[Variant]
+    args: argparse.Namespace, benchmark: scaling.ScalingBenchmark, workload: Workload, engines: list[Variant]
 ) -> list[dict[str, Any]]:
     """Let every engine answer rounds of eight hopeless and eight good requests, of sixteen good ones, and of many of
     both kinds in turn, of which sixteen run at a time; return figures of each over vanilla's. The same eight good
@@ -229,9 +236,9 @@ def measure_mixed(
         "good": (*neighbours, *good),
         "traffic": [place for pair in zip(hopeless, good, strict=True) for place in pair] * WAVES,
     }
-    # Of one length they would all begin and end together without drafts, and one by one with them.
-    eighths = np.random.default_rng(0).integers(4, 13, WAVES * size).tolist()
-    more = {"traffic": {"lengths": [benchmark.max_tokens * eighth // 8 for eighth in eighths]}}
+    # Of one length, or of few, they would begin and end together without drafts, and one by one with them.
+    least, most = benchmark.max_tokens // 2, benchmark.max_tokens * 3 // 2
+    more = {"traffic": {"lengths": np.random.default_rng(0).integers(least, most + 1, WAVES * size).tolist()}}
     answered: dict[str, list[list[dict[str, Any] | None]]] = {name: [] for name in asked}
 
     def over_vanilla(name: str, figure: Callable[[dict[str, Any]], float]) -> list[float]:
@@ -248,10 +255,11 @@ def measure_mixed(
         return tokens / max(answer["last_s"] for answer in one["answers"])
 
     num_kept = num if benchmark.kept_requests else 0
-    with started(benchmark, workload, engines, num_videos * (1 if num_kept else benchmark.rounds)) as sessions:
+    num_videos *= 1 if num_kept else benchmark.rounds
+    with started(benchmark, workload, engines, num_videos, args.one_engine, args.llm) as sessions:
         going_on = {name: list[Asked | None](sessions) for name in asked}
         for index in range(num_kept):
-            ask(sessions, benchmark, {"command": "keep", "index": index})
+            ask(sessions[2:3] if args.one_engine else sessions, benchmark, {"command": "keep", "index": index})
         for number in range(benchmark.rounds):
             begin = 0 if num_kept else num * number
             for name, places in asked.items():
@@ -279,7 +287,7 @@ def measure_mixed(
 def run_mixed(args: argparse.Namespace) -> None:
     """Measure mixed traffic of 16 with the bundled pair as it is; keep it in the file, and print it."""
     benchmark, workload = benchmark_of(args, *DRAFTS["bundled"], 0.0, tokens=4096, batch=16)
-    rows = measure_mixed(benchmark, workload, variants(args.fixed))
+    rows = measure_mixed(args, benchmark, workload, variants(args.fixed))
     path = Path(args.json)
     found = json.loads(path.read_text()) if path.exists() else {"cells": [], "provenance": provenance()}
     path.write_text(json.dumps(found | {"mixed": {"max_tokens": args.max_tokens, "rows": rows}}, indent=1) + "\n")
@@ -328,7 +336,7 @@ def measure(
     nums = [args.keep] * len(kept) or [batch * args.rounds for _, batch in points]
     num_videos = np.repeat(np.array(list(kept) or lengths) // scaling.VIDEO_TOKENS, nums).tolist()
     begin = 0
-    with started(benchmark, workload, engines, num_videos, args.one_engine) as sessions:
+    with started(benchmark, workload, engines, num_videos, args.one_engine, args.llm) as sessions:
         # Of one engine a fixed chain has prompts read, as drafts need what is measured of them then.
         keepers = sessions[2:3] if args.one_engine else sessions
         cold = [ask(keepers, benchmark, {"command": "keep", "index": i}) for i in range(len(kept) * args.keep)]
@@ -418,6 +426,8 @@ def main() -> None:
         help="ask about so many videos again and again (0: new ones; --mixed: all or none)",
     )
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--layers", type=numbers, help="no-op layers of target and draft, in place of --pads")
+    parser.add_argument("--llm", type=json.loads, help="arguments of the engine that replace ours, as JSON: a GPU's")
     parser.add_argument("--json", help="finished cells, which are kept; default: what docs/never-slower.md is made of")
     parser.add_argument("--one-engine", action="store_true", help="let one engine play all of them (needs --keep)")
     parser.add_argument("--mixed", action="store_true", help="measure mixed traffic, and no cells")

@@ -168,21 +168,25 @@ class Controller:
 
     def _gain(self, known: RequestClass, slot: int) -> tuple[float, float, float]:
         """Return the time of whole answers without drafts over that with the best of them, the draft's reading of the
-        prompts included, in a batch of the usual size of such requests; the same as it may be, as what drafts take may
-        have changed since they were measured; and what those of one request cost a step.
+        prompts included, of such requests among those that run, as many as usually do; the same as it may be, as what
+        drafts take may have changed since they were measured; and what those of one request cost a step.
         """
         chains, tree = self.acceptance.expected_of_class(int(self.acceptance.classes[slot]))
-        batch = self._batch(np.full(max(1, round(self._usual_size)), slot))
-        everyone = np.repeat(self._num_tokens[:, None] > 0, len(batch.slots), axis=1)
-        steps = self._steps(batch, np.arange(len(self.options)), everyone)
+        size, running = max(1, round(self._usual_size)), self._last[2]
+        running = running[(running != slot) & np.isin(running, list(self._slots.values()))][: size - 1]
+        batch = self._batch(np.concatenate((running, np.full(size - len(running), slot))))
+        of_class = self.acceptance.classes[batch.slots] == self.acceptance.classes[slot]
+        steps = self._steps(batch, np.arange(len(self.options)), (self._num_tokens[:, None] > 0) & of_class)
         lengths = np.where(self._is_prefix, chains[np.where(self._is_prefix, self._num_tokens, 0)], tree)
         rest = self._places[REST]
         rest_s = steps.seconds[rest]
         seconds = np.maximum(np.stack((steps.seconds, steps.seconds / (1 + self.costs.drift(steps.kinds)))), rest_s)
-        answers_s = known.answer_tokens / (1 + lengths) * seconds + len(batch.slots) * known.start_s
-        answers_s[:, rest] = np.inf
-        gain, hope = (known.answer_tokens * rest_s / answers_s.min(axis=1)).tolist()
-        of_one = self._step(batch, int(answers_s[0].argmin()), np.arange(len(batch.slots)) == 0).seconds[0]
+        num_steps = known.answer_tokens / (1 + lengths)
+        answers_s = num_steps * seconds + of_class.sum() * known.start_s
+        gains = num_steps * (1 + lengths * (self.costs.worth(batch) @ of_class) / size) * rest_s / answers_s
+        gains[:, rest] = 0.0
+        gain, hope = gains.max(axis=1).tolist()
+        of_one = self._step(batch, int(gains[0].argmax()), np.arange(size) == size - 1).seconds[0]
         return gain, hope, float(max(0.0, of_one - rest_s))
 
     # ---- a step ----------------------------------------------------------------------------------------------------

@@ -199,12 +199,15 @@ class StepCosts:
 
     def worth(self, batch: Batch) -> np.ndarray:
         """Return `[n]` seconds that a token of each request takes without drafts, over their mean: an equal share of
-        the step, and what the request adds to it.
+        the step, and what its context adds to it: a standard error more than is known, as drafts for those of short
+        contexts may cost the others more than they save, and steps without drafts tell.
         """
         step_s, request_s, context_s = self.weights[:3].tolist()
-        num, each_s = len(batch.slots), step_s / len(batch.slots) + request_s
-        total_s = num * each_s + context_s * batch.total
-        return (context_s * batch.context + each_s) * (num / total_s) if total_s else np.ones(num)
+        num, total_s = len(batch.slots), step_s + len(batch.slots) * request_s + context_s * batch.total
+        if not total_s:
+            return np.ones(num)
+        context_s = min(context_s + float(np.sqrt(self._covariance[2, 2])), total_s / batch.total)
+        return 1 + context_s * (batch.context - batch.total / num) * (num / total_s)
 
     def doubt(self, kinds: Sequence[Hashable], x: np.ndarray, known: int) -> np.ndarray:
         """Return `[m]` relative standard errors of the seconds of steps, compared with those of one of them.

@@ -1,6 +1,6 @@
 """An engine without models for tests of the controller: requests with a chance of acceptance, and what steps cost."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,12 +129,22 @@ class SimulatedEngine:
                 del self.running[req_id]
         return decision
 
-    def serve(self, *kinds: tuple[int, float], batch: int = 1, requests: int = 20, length: int = 128) -> float:
-        """Run `requests` of these kinds (visual tokens, chance), so many at a time; return tokens a second."""
+    def serve(
+        self,
+        *kinds: tuple[int, float],
+        batch: int = 1,
+        requests: int = 20,
+        length: int = 128,
+        lengths: Sequence[int] = (),
+    ) -> float:
+        """Run `requests` of these kinds (visual tokens, chance), so many at a time, of one length or of these in turn;
+        return tokens a second.
+        """
+        lengths = lengths or (length,)
         tokens, seconds, last = self.tokens, self.seconds, self.num_added + requests
         while self.num_added < last or self.running:
             while len(self.running) < batch and self.num_added < last:
-                self.add(*kinds[self.num_added % len(kinds)], length)
+                self.add(*kinds[self.num_added % len(kinds)], lengths[self.num_added % len(lengths)])
             self.step()
         return (self.tokens - tokens) / (self.seconds - seconds)
 

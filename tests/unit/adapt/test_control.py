@@ -165,6 +165,22 @@ def test_hopeless_neighbours_do_not_pay(cost, least, num_visual, chance):
     assert np.median(ratios) > least, ratios
 
 
+@pytest.mark.parametrize(("cost", "start_s", "least"), [(like_a_small_pair, 2e-2, 0.975), (memory_bound, 5e-3, 1.01)])
+def test_mixed_traffic_is_not_slower(cost, start_s, least):
+    """Half of the requests hopeless and long, half short and good, sixteen at a time, one in place of another: the same
+    answers take no longer than without drafts, and less time where steps are bound by memory. Catches: the gain of a
+    class as if only its own ran; contexts that are taken to cost what a first guess of them says."""
+    kinds, lengths = ((4096, 0.1), (256, 0.85)), np.random.default_rng(0).integers(64, 193, 192).tolist()
+
+    def rate(fixed: int | None, seed: int) -> float:
+        engine = SimulatedEngine(fixed, cost=noisy(cost, seed), start_s=start_s, seed=seed)
+        engine.serve(*kinds, batch=16, requests=192, lengths=lengths)
+        return engine.serve(*kinds, batch=16, requests=384, lengths=lengths)
+
+    ratios = [rate(None, seed) / rate(0, seed) for seed in range(8)]
+    assert np.quantile(ratios, 0.25) > least, ratios
+
+
 def test_costs_are_those_of_the_batch_size():
     """Rows that are free alone and dear together: drafts for one, none for sixteen."""
 
