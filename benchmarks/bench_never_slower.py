@@ -369,7 +369,7 @@ def decision_us(steps_per_arrival: int, num_reqs: int = 64, num_steps: int = 200
     one comes in every `steps_per_arrival` steps; what that takes is part of the step.
     """
     config = parse_config({"model": "draft", "num_speculative_tokens": 5})[0]
-    scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=num_reqs))
+    scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=num_reqs), running=[])
     control, random = SchedulerControl(config, scheduler, SimpleNamespace(), None), np.random.default_rng(0)
     video = SimpleNamespace(modality="video", mm_position=SimpleNamespace(length=256))
     sampling = SimpleNamespace(temperature=0.0)

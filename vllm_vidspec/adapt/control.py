@@ -24,6 +24,7 @@ from vllm_vidspec.adapt.trials import UNMEASURED, Situation, Trials, is_doubtful
 _DECIDE_FIRST, _DECIDE_LAST = 4, 64  # steps between two decisions about a batch: ever more while they are alike
 _FEW, _FOLLOW = 4, 16  # where fewer than one in so many has come or gone, a decision holds for so many steps more
 _MEASURE_EVERY = 4  # steps of a kind that is known, of which one is measured
+_QUIET = 15  # steps at rest of which nothing is to be learned, between two that are looked at
 _TOGETHER = 64  # steps that are taken in together, at most: a step's work evicts this code from the caches
 _GAIN_HOLDS = 32  # steps for which what a class gains is not asked again
 _STICKY = 1.25  # by how much a request's drafts must be worth more than they cost until it changes what it gets
@@ -82,7 +83,15 @@ class Controller:
 
     # ---- a request's life ------------------------------------------------------------------------------------------
 
-    def add(self, req_id: str, label: int, kind: tuple, num_tokens: int, num_draft_tokens: int) -> bool:
+    def add(
+        self,
+        req_id: str,
+        label: int,
+        kind: tuple,
+        num_tokens: int,
+        num_draft_tokens: int,
+        running: Iterable[str] = (),
+    ) -> bool:
         """Take a request in; return whether it is shown to the draft.
 
         Args:
@@ -91,6 +100,7 @@ class Controller:
             kind: What else tells its class from others.
             num_tokens: Of its prompt.
             num_draft_tokens: Of its prompt as the draft would see it.
+            running: Ids of those beside which it will run, as far as any run.
         """
         if req_id in self._ending or not self._free:
             self.learn()
@@ -107,7 +117,7 @@ class Controller:
         for of_slots in (self._start_s, self._tokens, self._verify_steps, self._verify_tokens, self._probe_left):
             of_slots[slot] = 0
         self._is_drafted[slot] = True
-        self._may_draft[slot] = self._is_shown(self.classes[index], index, slot)
+        self._may_draft[slot] = self._is_shown(self.classes[index], index, slot, running)
         return bool(self._may_draft[slot])
 
     def remove(self, req_ids: Iterable[str]) -> None:
@@ -137,14 +147,14 @@ class Controller:
         chains, tree = self.acceptance.expected_of_class(class_index)
         return 1 + (float(chains[-1]) if self._has_chains else tree)
 
-    def _is_shown(self, known: RequestClass, index: int, slot: int) -> bool:
+    def _is_shown(self, known: RequestClass, index: int, slot: int, running: Iterable[str]) -> bool:
         """Return whether a request that has just got its slot is shown to the draft; keep its class's state."""
         if self.acceptance.tries(index) < _LEAST_KNOWN or not self.costs.is_fitted:
             known.rests = False
             return True
         if known.gain_at < self._num_steps:
             self.learn()
-            known.gain, known.hope, known.probe_s = self._gain(known, slot)
+            known.gain, known.hope, known.probe_s = self._gain(known, slot, self._slots_of(running))
             known.gain_at = self._num_steps + _GAIN_HOLDS
         if known.rests and known.gain <= _MARGIN:
             if not known.to_show and known.hope > _MARGIN:
@@ -166,14 +176,14 @@ class Controller:
                 self.acceptance.forget(index)
         return not known.rests
 
-    def _gain(self, known: RequestClass, slot: int) -> tuple[float, float, float]:
+    def _gain(self, known: RequestClass, slot: int, running: np.ndarray) -> tuple[float, float, float]:
         """Return the time of whole answers without drafts over that with the best of them, the draft's reading of the
-        prompts included, of such requests among those that run, as many as usually do; the same as it may be, as what
-        drafts take may have changed since they were measured; and what those of one request cost a step.
+        prompts included, of such requests beside those of these `[n]` slots, as many as usually run; the same as it may
+        be, as what drafts take may have changed since they were measured; and what those of one request cost a step.
         """
         chains, tree = self.acceptance.expected_of_class(int(self.acceptance.classes[slot]))
-        size, running = max(1, round(self._usual_size)), self._last[2]
-        running = running[(running != slot) & np.isin(running, list(self._slots.values()))][: size - 1]
+        size = max(1, round(self._usual_size))
+        running = running[(running >= 0) & (running != slot)][: size - 1]
         batch = self._batch(np.concatenate((running, np.full(size - len(running), slot))))
         of_class = self.acceptance.classes[batch.slots] == self.acceptance.classes[slot]
         steps = self._steps(batch, np.arange(len(self.options)), (self._num_tokens[:, None] > 0) & of_class)
@@ -337,14 +347,21 @@ class Controller:
             self.learn()
 
     @property
-    def is_quiet(self) -> bool:
-        """Whether steps like the last have nothing to teach: nobody can be drafted for, and their time is known."""
-        return self._is_hopeless and self._is_measured
+    def num_quiet(self) -> int:
+        """How many steps like the last have nothing to teach, at most: nothing is drafted, and their time is known."""
+        if not self._is_measured or self._option != REST:
+            return 0
+        if self._is_hopeless:
+            return _QUIET
+        return min(_QUIET, self._left - 1) if self._decision.option == REST else 0
 
     def pass_over(self, num_steps: int, seconds: float) -> None:
         """Take note of so many quiet steps, of so many seconds each, that nobody has looked at."""
         self._tokens[self._last[2]] += num_steps
         self._num_steps += num_steps
+        if not self._is_hopeless:
+            self._left -= num_steps
+            self._unmeasured += num_steps
         self.costs.pass_over(num_steps // _MEASURE_EVERY)
         self._trials.elapse(num_steps * seconds)
 

@@ -16,7 +16,6 @@ from vllm_vidspec.names import CLASS_LABELS
 logger = init_logger("vllm.vidspec")
 
 _GREEDY = 1e-5  # a temperature below this is vLLM's argmax
-_UNSEEN_STEPS = 15  # of a batch of which nothing is to be learned, between two that are looked at
 
 
 class SchedulerControl:
@@ -32,7 +31,7 @@ class SchedulerControl:
     def __init__(self, config: VidSpecConfig, scheduler: Any, vllm_config: Any, file: metrics.MetricsFile | None):
         from vllm.platforms import current_platform
 
-        self._config, self._file = config, file
+        self._config, self._scheduler, self._file = config, scheduler, file
         has_graphs = not current_platform.is_cpu()
         plans = config.choices(has_graphs)
         if config.is_parallel:  # a window is as long as it is
@@ -83,7 +82,9 @@ class SchedulerControl:
         # A video that the target knows the draft most likely knows, too: then showing it costs little.
         is_cached = 2 * request.num_computed_tokens >= num_tokens
         kind = is_sampled, way, is_cached
-        shown = self._controller.add(request.request_id, label, kind, num_tokens, num_tokens - total + int(num_kept))
+        running = (one.request_id for one in self._scheduler.running)
+        num_draft_tokens = num_tokens - total + int(num_kept)
+        shown = self._controller.add(request.request_id, label, kind, num_tokens, num_draft_tokens, running)
         self._log_classes()
         if self._file is not None:
             self._file.add(f"{'shown' if shown else 'unshown'}_{CLASS_LABELS[label]}")
@@ -197,5 +198,5 @@ class SchedulerControl:
         _, kind, is_timed = self._alike
         self._controller.observe(kind, num_tokens, step_s if is_timed else None)
         self._controller.cannot_draft(report.skipped)
-        if is_timed and self._controller.is_quiet:
-            self._may_pass, self._step_s = _UNSEEN_STEPS, step_s
+        if is_timed and (num_quiet := self._controller.num_quiet) > 0:
+            self._may_pass, self._step_s = num_quiet, step_s

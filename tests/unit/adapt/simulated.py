@@ -90,7 +90,8 @@ class SimulatedEngine:
     def add(self, num_visual: int, chance: float, length: int) -> Running:
         """Let a request come, about a video of so many tokens."""
         req_id = f"r{self.num_added}"
-        shown = self.controller.add(req_id, class_label(num_visual, 0), (), num_visual + 50, num_visual // 10 + 50)
+        label, sizes = class_label(num_visual, 0), (num_visual + 50, num_visual // 10 + 50)
+        shown = self.controller.add(req_id, label, (), *sizes, list(self.running))
         if self._fixed is not None:
             shown = self._fixed.option.num_tokens > 0
         request = self.running[req_id] = Running(chance, length, (num_visual + 50) / 1e3, shown)

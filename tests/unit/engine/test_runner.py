@@ -9,7 +9,8 @@ import pytest
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_vidspec.adapt import Controller
+from vllm_vidspec.adapt import REST, Controller
+from vllm_vidspec.adapt import control as control_module
 from vllm_vidspec.adapt.classes import RequestClass
 from vllm_vidspec.adapt.trials import Trials
 from vllm_vidspec.config import VidSpecConfig, parse_config
@@ -39,7 +40,7 @@ def decisions(monkeypatch, num_steps, sampled, num_requests=1, pause_s=0.0):
     now = 0.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     config, _ = parse_config({"model": "draft", "num_speculative_tokens": 5})
-    scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=64))
+    scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=64), running=[])
     control, found = module.SchedulerControl(config, scheduler, SimpleNamespace(), None), []
     for number in range(num_steps):
         generation, age = divmod(number, 25)
@@ -85,23 +86,29 @@ def test_placeholders_cost_rows_and_are_not_rejected_drafts(monkeypatch):
 
 
 @pytest.mark.parametrize("num_unseen", [0, 4, 15])
-def test_steps_that_nobody_looks_at_are_counted(num_unseen, monkeypatch):
-    """Nobody may be drafted for. Catches: tokens of an answer that are lost, a pause between two answers that pays for
-    probes, steps that are all looked at.
+@pytest.mark.parametrize("may_draft", [False, True])
+def test_steps_that_nobody_looks_at_are_counted(may_draft, num_unseen, monkeypatch):
+    """Nobody may be drafted for, or nobody is. Catches: tokens of an answer that are lost, a pause between two answers
+    that pays for probes, steps that are all looked at, decisions that come late.
     """
-    monkeypatch.setattr(module, "_UNSEEN_STEPS", num_unseen)
-    monkeypatch.setattr(Controller, "_is_shown", lambda *_: False)
-    elapsed, looked, answers = [], [], []
+    monkeypatch.setattr(control_module, "_QUIET", num_unseen)
+    monkeypatch.setattr(Controller, "_is_shown", lambda *_: may_draft)
+    if may_draft:
+        monkeypatch.setattr(Controller, "_choose", lambda self, slots, _: (REST, np.zeros(len(slots), dtype=bool)))
+    elapsed, looked, answers, decided = [], [], [], []
     for owner, name, told in (
         (Trials, "elapse", lambda self, seconds: elapsed.append(seconds)),
         (Controller, "observe", lambda self, kind, *_: looked.append(kind)),
+        (Controller, "_choose", lambda self, *_: decided.append(self._num_steps)),
         (RequestClass, "learn", lambda self, num_tokens, start_s: answers.append(num_tokens)),
     ):
         monkeypatch.setattr(owner, name, heard(getattr(owner, name), told))
     decisions(monkeypatch, 20 * 25, lambda number, rows: (1, False), num_requests=2, pause_s=10.0)
     assert answers == [17, 25] * 19 + [17]
     assert sum(elapsed) == pytest.approx(0.01 * 20 * 25, rel=0.2) and max(elapsed) < 1
-    assert (len(looked) < 0.4 * 20 * 25) == (num_unseen > 0)
+    assert (len(looked) < (0.75 if may_draft else 0.4) * 20 * 25) == (num_unseen > 0)
+    # After a request has come or gone in 4 steps, then in 8: never later, whoever looks.
+    assert np.diff(decided).max() <= (8 if may_draft else 25)
 
 
 def heard(original, told):
