@@ -260,7 +260,7 @@ _ALL = (
     Case("vanilla offloads", **_OFFLOADS),
     Case("chain offloads", {}, "vanilla offloads", **_OFFLOADS, most_launches=30),
     Case("vanilla pieces", **_PIECES),
-    Case("static pieces", _STATIC, "vanilla pieces", **_PIECES, most_launches=42),
+    Case("static pieces", _STATIC, "vanilla pieces", **_PIECES, most_launches=46),
     Case("vanilla defaults", overrides=DEFAULTS, **_VARIANT),
     Case("chain defaults", {}, "vanilla defaults", overrides=DEFAULTS, **_VARIANT, most_launches=30),
     Case("qwen2.5-omni two layers", {}, released=("qwen2.5-omni", *_OMNI), **_GRAPHS, **_ONE_STEP),
