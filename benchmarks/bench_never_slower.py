@@ -398,6 +398,7 @@ def decision_us(steps_per_arrival: int, num_reqs: int = 64, num_steps: int = 200
         accepted = np.minimum(random.geometric(0.3, len(req_ids)) - 1, last).tolist()
         output = SimpleNamespace(req_ids=req_ids, sampled_token_ids=[[0] * (1 + each) for each in accepted])
         compat.attach(output, compat.StepReport(frozenset(req_ids if last else ()), frozenset(), 0.0, ()), None)
+        scheduler.running = [SimpleNamespace(request_id=req_id) for req_id in req_ids]
         begin = time.thread_time()
         for request in requests:
             control.is_shown(request, 0)
