@@ -189,15 +189,14 @@ def benchmark_of(
 
 @contextlib.contextmanager
 def started(
+    args: argparse.Namespace,
     benchmark: scaling.ScalingBenchmark,
     workload: Workload,
     engines: list[Variant],
     num_videos: list[int],
-    is_one: bool = False,
-    more: dict[str, Any] | None = None,
 ) -> Iterator[list[Asked]]:
-    """Start every engine, or one that plays all, with a request of so many videos each before it, and `more` arguments,
-    which let it use all cores.
+    """Start every engine, or one that plays all, with a request of so many videos each before it; one with arguments of
+    its own may use all cores.
 
     Of two that do the same the one that starts first may be some per cent slower or faster: the second one, the
     controller, starts in the middle of the others.
@@ -206,10 +205,10 @@ def started(
         made = [benchmark.job(workload, engine) for engine in engines]
         for job in made:
             job["prompts"] |= {"num_videos": num_videos, "held_out": list(range(len(num_videos)))}
-            if more:
-                job["llm"] |= more
+            if args.llm:
+                job["llm"] |= args.llm
                 del job["cpus"]
-        if is_one:
+        if args.one_engine:
             session = stack.enter_context(BenchSession(made[1]))  # the controller
             yield [Played(session, role_of(engine)) for engine in engines]
             return
@@ -217,6 +216,11 @@ def started(
         order.insert(len(made) // 2, order.pop(1))
         sessions = {place: stack.enter_context(BenchSession(made[place])) for place in order}
         yield [sessions[place] for place in range(len(made))]
+
+
+def keepers(args: argparse.Namespace, sessions: list[Asked]) -> list[Asked]:
+    """Return who reads prompts that are kept: of one engine a fixed chain, as drafts need what is measured then."""
+    return sessions[2:3] if args.one_engine else sessions
 
 
 def measure_mixed(
@@ -256,10 +260,10 @@ def measure_mixed(
 
     num_kept = num if benchmark.kept_requests else 0
     num_videos *= 1 if num_kept else benchmark.rounds
-    with started(benchmark, workload, engines, num_videos, args.one_engine, args.llm) as sessions:
+    with started(args, benchmark, workload, engines, num_videos) as sessions:
         going_on = {name: list[Asked | None](sessions) for name in asked}
         for index in range(num_kept):
-            ask(sessions[2:3] if args.one_engine else sessions, benchmark, {"command": "keep", "index": index})
+            ask(keepers(args, sessions), benchmark, {"command": "keep", "index": index})
         for number in range(benchmark.rounds):
             begin = 0 if num_kept else num * number
             for name, places in asked.items():
@@ -336,10 +340,9 @@ def measure(
     nums = [args.keep] * len(kept) or [batch * args.rounds for _, batch in points]
     num_videos = np.repeat(np.array(list(kept) or lengths) // scaling.VIDEO_TOKENS, nums).tolist()
     begin = 0
-    with started(benchmark, workload, engines, num_videos, args.one_engine, args.llm) as sessions:
-        # Of one engine a fixed chain has prompts read, as drafts need what is measured of them then.
-        keepers = sessions[2:3] if args.one_engine else sessions
-        cold = [ask(keepers, benchmark, {"command": "keep", "index": i}) for i in range(len(kept) * args.keep)]
+    with started(args, benchmark, workload, engines, num_videos) as sessions:
+        keeps = [{"command": "keep", "index": index} for index in range(len(kept) * args.keep)]
+        cold = [ask(keepers(args, sessions), benchmark, command) for command in keeps]
         for tokens, batch in points:
             asked, turns = list[Asked | None](sessions), list[list[dict[str, Any] | None]]()
             end = time.monotonic() + args.seconds
@@ -369,7 +372,7 @@ def decision_us(steps_per_arrival: int, num_reqs: int = 64, num_steps: int = 200
     one comes in every `steps_per_arrival` steps; what that takes is part of the step.
     """
     config = parse_config({"model": "draft", "num_speculative_tokens": 5})[0]
-    scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=num_reqs), running=[])
+    scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=num_reqs))
     control, random = SchedulerControl(config, scheduler, SimpleNamespace(), None), np.random.default_rng(0)
     video = SimpleNamespace(modality="video", mm_position=SimpleNamespace(length=256))
     sampling = SimpleNamespace(temperature=0.0)

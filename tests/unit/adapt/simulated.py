@@ -131,17 +131,11 @@ class SimulatedEngine:
         return decision
 
     def serve(
-        self,
-        *kinds: tuple[int, float],
-        batch: int = 1,
-        requests: int = 20,
-        length: int = 128,
-        lengths: Sequence[int] = (),
+        self, *kinds: tuple[int, float], batch: int = 1, requests: int = 20, lengths: Sequence[int] = (128,)
     ) -> float:
-        """Run `requests` of these kinds (visual tokens, chance), so many at a time, of one length or of these in turn;
-        return tokens a second.
+        """Run `requests` of these kinds (visual tokens, chance) and lengths in turn, so many at a time; return tokens a
+        second.
         """
-        lengths = lengths or (length,)
         tokens, seconds, last = self.tokens, self.seconds, self.num_added + requests
         while self.num_added < last or self.running:
             while len(self.running) < batch and self.num_added < last:

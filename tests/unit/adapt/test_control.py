@@ -126,11 +126,13 @@ def test_probes_save_nothing_up(batch):
 def test_probes_come_one_by_one(batch, start_s):
     """Some short answers of a hopeless class, after a long time without any, are 0.95 as fast as without drafts.
     Catches: several probes at once, which are paid for later."""
-    without = SimulatedEngine(0, cost=like_a_small_pair).serve((1024, 0.0), batch=batch, requests=10 * batch, length=32)
+    without = SimulatedEngine(0, cost=like_a_small_pair).serve(
+        (1024, 0.0), batch=batch, requests=10 * batch, lengths=(32,)
+    )
     engine = SimulatedEngine(cost=like_a_small_pair, start_s=start_s)
     engine.serve((1024, 0.0), batch=batch, requests=40)
     engine.serve((256, 0.95), batch=batch, requests=100 * batch)
-    assert engine.serve((1024, 0.0), batch=batch, requests=10 * batch, length=32) > 0.95 * without
+    assert engine.serve((1024, 0.0), batch=batch, requests=10 * batch, lengths=(32,)) > 0.95 * without
 
 
 @pytest.mark.parametrize("cost", [memory_bound, like_a_small_pair])
@@ -237,7 +239,7 @@ def test_a_first_hopeless_answer_is_not_lost():
 
     def rate(fixed, seed):
         engine = SimulatedEngine(fixed, cost=noisy(dear, seed), start_s=0.0, seed=seed)
-        return engine.serve((14848, 0.0), requests=1, length=64)
+        return engine.serve((14848, 0.0), requests=1, lengths=(64,))
 
     ratios = [rate(None, seed) / rate(0, seed) for seed in range(8)]
     assert np.median(ratios) > 0.75, ratios
