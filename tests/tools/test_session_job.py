@@ -1,6 +1,8 @@
 """The engine's side of a session, vLLM replaced: what a batch is, what is watched of it, what a token adds."""
 
+import io
 import json
+import os
 import sys
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ from vidspec_tools.bench.session import BenchEngine
 from vllm_vidspec import metrics
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import NAMES
+from vllm_vidspec.tools import session_job
 from vllm_vidspec.tools.engine_session import answer_command
 
 
@@ -160,3 +163,18 @@ def test_kept_videos_are_sent_once(monkeypatch):
     assert {request["multi_modal_data"]["video"][0] for request in engine.requests} == {None}
     names = [name for request in engine.requests for name in request["multi_modal_uuids"]["video"]]
     assert len(set(names)) == 4
+
+
+def test_an_error_without_a_message_says_where_it_was(tmp_path, monkeypatch):
+    class Failing(BenchEngine):
+        @classmethod
+        def prepare(cls, job):
+            raise AssertionError
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"llm": {}}\n'))
+    with open(tmp_path / "messages", "w") as messages:
+        monkeypatch.setattr(sys, "argv", ["", str(os.dup(messages.fileno()))])
+        assert session_job.main(Failing) == 1
+    error = json.loads((tmp_path / "messages").read_text())["message"]
+    place, code = error.removeprefix("AssertionError at ").rsplit(": ", 1)
+    assert code == "raise AssertionError" and place.rsplit(":", 1)[0].endswith("test_session_job.py"), error

@@ -30,12 +30,18 @@ def main(kind: "type[Engine] | None" = None) -> int:
             send("answer", answer)
     except Exception as error:
         traceback.print_exc()
-        lines = str(error).strip().splitlines()
-        name = type(error).__name__
-        reason = lines[0] if name == "VidSpecError" else f"{name}: {lines[-1] if lines else 'no message'}"
-        send("error", {"message": reason})
+        send("error", {"message": _reason(error)})
         return 1
     return 0
+
+
+def _reason(error: Exception) -> str:
+    """Return one line of what went wrong; of an error that says nothing, as a bare assertion, what it stood for."""
+    lines, name = str(error).strip().splitlines(), type(error).__name__
+    if lines:
+        return lines[0] if name == "VidSpecError" else f"{name}: {lines[-1]}"
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{name} at {place.filename}:{place.lineno}: {place.line}"
 
 
 def _answers(kind: "type[Engine]", commands: Iterator[dict[str, Any]], report: Report) -> Iterator[dict[str, Any]]:
