@@ -418,7 +418,9 @@ class Controller:
                 reading_s = max(reading_s, seconds[0] - step.seconds[0])
             starting = self._slots_of(kind.reading)
             starting = starting[starting >= 0]
-            self._start_s[starting] += reading_s / max(len(starting), 1)
+            # A prompt's part of it is as long as it is: a short one beside long ones is not dear.
+            read = self._context[starting]
+            self._start_s[starting] += reading_s * read / max(float(read.sum()), 1e-9)
         if seconds and self._is_measured and not kind.reading:
             seconds, before = [sorted(seconds)[len(seconds) // 2]], self._settled
         is_alike = kind.is_steady and not kind.reading and (kind.decision.option.num_tokens > 0) == had.any()

@@ -183,6 +183,20 @@ def test_mixed_traffic_is_not_slower(cost, start_s, least):
     assert np.quantile(ratios, 0.25) > least, ratios
 
 
+def test_a_short_prompt_read_beside_long_ones_is_not_dear():
+    """Eight hopeless long requests and eight good short ones, whose prompts one step reads, then sixteen good ones:
+    those are drafted for in most of their steps. Catches: what the draft reads shared out by requests."""
+    for seed in range(6):
+        engine = SimulatedEngine(cost=noisy(like_a_small_pair, seed), start_s=3e-2, seed=seed)
+        shares = []
+        for _ in range(6):
+            engine.serve((4096, 0.1), (256, 0.97), batch=16, requests=16)
+            learning = len(engine.decisions)
+            engine.serve((256, 0.97), batch=16, requests=16)
+            shares.append(np.mean([decision.option.num_tokens > 0 for decision in engine.decisions[learning:]]))
+        assert np.median(shares) > 0.7, shares
+
+
 def test_costs_are_those_of_the_batch_size():
     """Rows that are free alone and dear together: drafts for one, none for sixteen."""
 
