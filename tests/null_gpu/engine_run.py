@@ -67,8 +67,8 @@ class Session:
         return self.llm.collective_rpc("null_gpu", args=(name, *args))
 
     @contextlib.contextmanager
-    def decoding(self, **sampling: Any) -> Iterator[None]:
-        """Let new requests with new videos decode under emulation; abort them at the end."""
+    def decoding(self, **sampling: Any) -> Iterator[list[str]]:
+        """Let new requests with new videos decode under emulation; yield their ids, and abort them at the end."""
         from vllm import SamplingParams
 
         self.probe("emulate", True)
@@ -78,7 +78,7 @@ class Session:
             names.append(f"{self._prompted}-{len(names)}")
             self.engine.add_request(names[-1], prompt, params)
         self._prefill(names)
-        yield
+        yield names
         self.probe("emulate", False)
         self._abort(names)
 

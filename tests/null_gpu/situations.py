@@ -100,6 +100,25 @@ def let_rest(first_alone: bool) -> Callable[[], None]:
     return before
 
 
+def want_drafts_for_a_step(session: Any) -> dict[str, int]:
+    """After `let_rest(False)`: want drafts in one step, in which no scores have come yet and nothing is drafted, and
+    none from the next one on, whose rows are there for them; return how many tokens the first request gets then.
+    """
+    from vllm_vidspec.adapt import REST, Controller, Decision
+
+    wanted = []
+
+    def decide(self: Any, *_: Any) -> Any:
+        wanted.append(self.options[0] if not wanted else REST)
+        return Decision(wanted[-1], frozenset(), min(2 + len(wanted), 4), self._pads)
+
+    with session.decoding() as names, mock.patch.object(Controller, "decide", decide):
+        before = session.tokens[names[0]]
+        for _ in range(8):
+            session.step()
+        return {"tokens_after": session.tokens[names[0]] - before}
+
+
 def kernels_of_a_step(session: Any) -> dict[str, Any]:
     """Make a step; return its kernels in order, those of graphs included, and the numbers of layers of both models."""
     from null_gpu import device

@@ -206,7 +206,7 @@ class VidSpecModelRunner(GPUModelRunner):
             return compat.without_drafts(self, super().sample_tokens, grammar_output)
         self._rests_on = None
         # Earlier pipeline stages wait for drafts in every step.
-        self._was_at_rest = self.speculator.is_at_rest and not self.use_pp
+        self._was_at_rest = self.speculator.is_at_rest and not self.use_pp and not self._has_draft_rows
         verified = frozenset[str]()
         if self._was_at_rest:  # the step costs what it would without us
             self.counters.rest()
@@ -232,6 +232,12 @@ class VidSpecModelRunner(GPUModelRunner):
             return self.requests.in_flight
         batch = self.execute_model_state.input_batch
         return frozenset(itertools.compress(batch.req_ids, self.requests.has_draft_np[batch.idx_mapping_np]))
+
+    @property
+    def _has_draft_rows(self) -> bool:
+        """Whether the step verifies draft tokens, if only the padding of requests that outlive those it was for."""
+        state = self.execute_model_state
+        return state is not None and state.input_batch.num_draft_tokens > 0
 
     @property
     def _has_new_skips(self) -> bool:

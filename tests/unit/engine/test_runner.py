@@ -167,7 +167,7 @@ def test_a_step_at_rest_publishes_what_there_is(is_settled, recorder, num_skips,
     runner.requests = SimpleNamespace(num_skips=num_skips, in_flight=frozenset(), phase=np.array([Phase.SKIPPED]))
     runner.req_states = SimpleNamespace(req_id_to_index={"skipped": 0})
     runner.use_pp, runner.recorder, runner._num_told_skips, runner.num_speculative_steps = False, recorder, 2, 5
-    runner._rests_on = None
+    runner._rests_on = runner.execute_model_state = None
     output = SimpleNamespace()
     monkeypatch.setattr(GPUModelRunner, "sample_tokens", lambda self, grammar: output)
     assert runner.sample_tokens(None) is output and runner.counters.flush.called == publishes
@@ -185,6 +185,24 @@ def test_a_step_at_rest_publishes_what_there_is(is_settled, recorder, num_skips,
     runner.speculator.decision, runner.speculator.is_at_rest = object(), False
     runner.sample_tokens(None)
     assert not runner._was_at_rest
+
+
+def test_a_step_with_draft_rows_is_not_at_rest(monkeypatch):
+    """Those that were drafted for have ended, and a request that was padded to their rows goes on. Catches: vLLM's
+    rejection sampler without a speculator."""
+    runner = VidSpecModelRunner.__new__(VidSpecModelRunner)
+    runner.speculator = SimpleNamespace(is_at_rest=True, decision=None)
+    runner.counters, runner.requests = mock.Mock(is_settled=True), SimpleNamespace(num_skips=0, in_flight=frozenset())
+    runner.use_pp, runner.recorder, runner._num_told_skips, runner.num_speculative_steps = False, None, 0, 5
+    runner._rests_on, output, had = None, SimpleNamespace(), []
+    monkeypatch.setattr(
+        GPUModelRunner, "sample_tokens", lambda self, _: had.append(self.speculator is not None) or output
+    )
+    for num_draft_tokens in (5, 0):
+        batch = SimpleNamespace(num_draft_tokens=num_draft_tokens)
+        runner.execute_model_state = SimpleNamespace(input_batch=batch)
+        runner.sample_tokens(None)
+    assert had == [True, False]
 
 
 def test_drafts_of_a_request_that_has_left_are_nobodys():
