@@ -289,13 +289,16 @@ def measure_mixed(
 
 
 def run_mixed(args: argparse.Namespace) -> None:
-    """Measure mixed traffic of 16 with the bundled pair as it is; keep it in the file, and print it."""
-    benchmark, workload = benchmark_of(args, *DRAFTS["bundled"], 0.0, tokens=4096, batch=16)
-    rows = measure_mixed(args, benchmark, workload, variants(args.fixed))
+    """Measure mixed traffic of 16 with the bundled pair, padded as asked; keep it in the file, and print it."""
     path = Path(args.json)
     found = json.loads(path.read_text()) if path.exists() else {"cells": [], "provenance": provenance()}
-    path.write_text(json.dumps(found | {"mixed": {"max_tokens": args.max_tokens, "rows": rows}}, indent=1) + "\n")
-    print(mixed_table(rows))
+    for pads in map(float, args.pads.split(",")):
+        benchmark, workload = benchmark_of(args, *DRAFTS["bundled"], pads, tokens=4096, batch=16)
+        rows = measure_mixed(args, benchmark, workload, variants(args.fixed))
+        others = [each for each in found.get("mixed", []) if each["pads"] != pads]
+        found["mixed"] = [*others, {"pads": pads, "max_tokens": args.max_tokens, "rows": rows}]
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        print(mixed_table(found["mixed"][-1:]), flush=True)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -25,9 +25,12 @@ HEAD = (
 FIRST_HEAD = (*HEAD[:4], "first answer", "time to first token, cached", "cold")
 REST_HEAD = "video tokens | requests | with our hooks | without | ratio"
 REST = "{tokens:,} | {batch} | {with_ms:.3f} ms | {without_ms:.3f} ms | {ratio:.3f} ± {ratio_error:.3f}"
-MIXED_HEAD = "engine | good beside hopeless | good beside good | tokens/s, 16 requests | tokens/s, 192 requests"
+MIXED_HEAD = (
+    "target padded to | engine | good beside hopeless | good beside good | tokens/s, 16 requests |"
+    " tokens/s, 192 requests"
+)
 MIXED = (
-    "{engine} | {good_beside_hopeless:.2f} | {good_beside_good:.2f} | {sixteen_tokens_per_s:.2f} |"
+    "{padded} | {engine} | {good_beside_hopeless:.2f} | {good_beside_good:.2f} | {sixteen_tokens_per_s:.2f} |"
     " {traffic_tokens_per_s:.2f}"
 )
 
@@ -51,15 +54,19 @@ def first_table(cells: Iterable[Row]) -> str:
     return markdown(FIRST_HEAD, map(first_line, cells), words=0)
 
 
-def mixed_table(rows: list[Row]) -> str:
+def mixed_table(mixed: list[Row]) -> str:
     """Return the table of mixed traffic."""
-    return tables.table(MIXED_HEAD, MIXED, rows)
+    return tables.table(MIXED_HEAD, MIXED, [row | {"padded": padded(each)} for each in mixed for row in each["rows"]])
+
+
+def padded(found: Row) -> str:
+    """Return what the target is padded to."""
+    return f"{found['pads']:g} drafts" if found["pads"] else "-"
 
 
 def labels(cell: Row) -> list[str]:
     """Return what tells a cell from others, as a row begins."""
-    padded = f"{cell['pads']:g} drafts" if cell["pads"] else "-"
-    return [f"{cell['tokens']:,}", cell["draft"], str(cell["batch"]), padded]
+    return [f"{cell['tokens']:,}", cell["draft"], str(cell["batch"]), padded(cell)]
 
 
 def line(cell: Row) -> list[str]:
@@ -215,8 +222,8 @@ def spread(values: list[float]) -> str:
 
 def name(cell: Row) -> str:
     """Return what a cell is called in a sentence."""
-    padded = f", padded to {cell['pads']:g} drafts" if cell["pads"] else ""
-    return f"`{cell['draft']}`, {cell['tokens']:,} tokens, batch {cell['batch']}{padded}"
+    to = f", padded to {padded(cell)}" if cell["pads"] else ""
+    return f"`{cell['draft']}`, {cell['tokens']:,} tokens, batch {cell['batch']}{to}"
 
 
 def sections() -> dict[str, Callable[[], str]]:
@@ -230,6 +237,6 @@ def sections() -> dict[str, Callable[[], str]]:
         "cells-summary": lambda: summary(cells),
         "first": lambda: first_table(of_starts),
         "first-summary": lambda: first_summary(of_starts),
-        "mixed": lambda: mixed_table(found["mixed"]["rows"]),
+        "mixed": lambda: mixed_table(found["mixed"]),
         "rest": lambda: tables.table(REST_HEAD, REST, read("rest")["rows"]),
     }
