@@ -133,8 +133,8 @@ class StepCosts:
         if self._last[1] > _OWN_STEPS and record.count > _COLD + _FIRST:
             expected_s = float(self.seconds([kind], x[None])[0])
             self._slowness *= (min(seconds, 2 * expected_s) / expected_s) ** _SPEED
-        seconds /= self._slowness
         self._compare(x, seconds)
+        seconds /= self._slowness
         if self._num_steps - record.seen > _OLD:
             record.count = min(record.count, _COLD + _FIRST + 1)
         record.count, record.seen = record.count + 1, self._num_steps
@@ -166,7 +166,8 @@ class StepCosts:
 
     def _compare(self, x: np.ndarray, seconds: float) -> None:
         """Learn what requests cost that have come, gone or grown since the steps just before this one, which were of
-        the same option: whatever the machine's speed, and its share in the whole step.
+        the same option: whatever the machine's speed, and its share in the whole step. The seconds are the clock's: the
+        speed that is believed follows what requests cost where that is not known yet.
         """
         num, late_s = self._last[1], self._late[-1]
         more = np.empty_like(self._late)
@@ -174,6 +175,7 @@ class StepCosts:
         more -= self._late
         self._late += max(_SPEED, 1 / num) * more
         if num > 1:
+            more[:-1] *= self._slowness
             more /= late_s
             self._compared *= 0.5 ** (1 / _HALF_LIFE)
             self._compared += more[:, None] * more
