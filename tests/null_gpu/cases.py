@@ -250,7 +250,7 @@ _ALL = (
     # A batch in which one request rests has whole graphs, padded; one at rest takes vLLM's way without speculation.
     Case("one rests", _CONTROLLED, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=34, before=let_rest(True)),
     Case("all rest", _CONTROLLED, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=24, before=let_rest(False),
-         after=situations.want_drafts_for_a_step),
+         after=situations.decide_by_chance),
     Case("static graphs", _STATIC, "vanilla graphs", **_GRAPHS, most_launches=36, after=kernels_of_drafts),
     Case("static graphs batch", _STATIC, _BESIDE_THREE, overrides=GRAPHS_104, **_THREE, most_launches=39),
     Case("adaptive graphs", _ADAPTIVE, "vanilla graphs", overrides=GRAPHS_65, **_PLANNED, **_LONG_STEPS,

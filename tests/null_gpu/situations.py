@@ -100,23 +100,32 @@ def let_rest(first_alone: bool) -> Callable[[], None]:
     return before
 
 
-def want_drafts_for_a_step(session: Any) -> dict[str, int]:
-    """After `let_rest(False)`: want drafts in one step, in which no scores have come yet and nothing is drafted, and
-    none from the next one on, whose rows are there for them; return how many tokens the first request gets then.
+def decide_by_chance(session: Any) -> dict[str, list[int]]:
+    """Let requests come and end while what is drafted, and for whom, changes in every second step; return the tokens
+    of each, all of which are to have 24.
     """
+    import numpy as np
+
     from vllm_vidspec.adapt import REST, Controller, Decision
 
-    wanted = []
+    random, last = np.random.default_rng(0), [Decision(REST, frozenset(), 1, True)]
+    asked_for: list[list[str]] = [[]]
 
-    def decide(self: Any, *_: Any) -> Any:
-        wanted.append(self.options[0] if not wanted else REST)
-        return Decision(wanted[-1], frozenset(), min(2 + len(wanted), 4), self._pads)
+    def decide(self: Any, req_ids: list[str], *_: Any) -> Any:
+        if req_ids != asked_for[0] or random.random() < 0.5:
+            option = self.options[random.integers(len(self.options))]
+            resting = frozenset(req_id for req_id in req_ids if option.num_tokens and random.random() < 0.4)
+            last[0], asked_for[0] = Decision(option, resting, last[0].number + 1, self._pads), list(req_ids)
+        return last[0]
 
-    with session.decoding() as names, mock.patch.object(Controller, "decide", decide):
-        before = session.tokens[names[0]]
-        for _ in range(8):
-            session.step()
-        return {"tokens_after": session.tokens[names[0]] - before}
+    found = []
+    with mock.patch.object(Controller, "decide", decide):
+        for _ in range(4):
+            with session.decoding(max_tokens=24) as names:
+                while session.engine.has_unfinished_requests():
+                    session.step()
+                found += [session.tokens[name] for name in names]
+    return {"by_chance": found}
 
 
 def kernels_of_a_step(session: Any) -> dict[str, Any]:
