@@ -175,7 +175,7 @@ class StepCosts:
         more -= self._late
         self._late += max(_SPEED, 1 / num) * more
         if num > 1:
-            more[:-1] *= self._slowness
+            more[:-1] *= self._slowness  # weights are those of the machine at first
             more /= late_s
             self._compared *= 0.5 ** (1 / _HALF_LIFE)
             self._compared += more[:, None] * more
