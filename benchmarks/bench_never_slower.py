@@ -15,7 +15,7 @@ Every round asks about the same two videos, which are in the prefix cache: promp
 
 One engine plays all of them in turn: the same cells without the luck of an engine's start.
 
-    python benchmarks/bench_never_slower.py --mixed --keep 12
+    python benchmarks/bench_never_slower.py --mixed --keep 12 --pads 0
 
 Mixed traffic: half of the requests are about 256 video tokens, half about 4,096, where the bundled draft is hopeless;
 16 of them at once, and 192 of which 16 run at a time.
