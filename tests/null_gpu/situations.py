@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 
@@ -104,8 +105,6 @@ def decide_by_chance(session: Any) -> dict[str, list[int]]:
     """Let requests come and end while what is drafted, and for whom, changes in every second step; return the tokens
     of each, all of which are to have 24.
     """
-    import numpy as np
-
     from vllm_vidspec.adapt import REST, Controller, Decision
 
     random, last = np.random.default_rng(0), [Decision(REST, frozenset(), 1, True)]

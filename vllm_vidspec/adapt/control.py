@@ -182,16 +182,17 @@ class Controller:
         that they will have; the same as it may be, as what drafts take may have changed since they were measured; and
         what those of one request cost a step.
         """
-        chains, tree = self.acceptance.expected_of_class(int(self.acceptance.classes[slot]))
+        index = int(self.acceptance.classes[slot])
+        chains, tree = self.acceptance.expected_of_class(index)
         size = max(1, round(self._usual_size))
         running = running[(running >= 0) & (running != slot)]
-        is_other = self.acceptance.classes[running] != self.acceptance.classes[slot]
+        is_other = self.acceptance.classes[running] != index
         num_own, others = 1.0 + np.count_nonzero(~is_other), running[is_other]
         if known.rests:  # once they are drafted for they end sooner, and others take their places
-            num_own /= self.expected_length(int(self.acceptance.classes[slot]))
+            num_own /= self.expected_length(index)
         num_others = size - max(1, round(size * num_own / (num_own + len(others))))
         batch = self._batch(np.concatenate((np.resize(others, num_others), np.full(size - num_others, slot))))
-        of_class = self.acceptance.classes[batch.slots] == self.acceptance.classes[slot]
+        of_class = np.arange(size) >= num_others
         steps = self._steps(batch, np.arange(len(self.options)), (self._num_tokens[:, None] > 0) & of_class)
         lengths = np.where(self._is_prefix, chains[np.where(self._is_prefix, self._num_tokens, 0)], tree)
         rest = self._places[REST]

@@ -235,7 +235,7 @@ class VidSpecModelRunner(GPUModelRunner):
 
     @property
     def _has_draft_rows(self) -> bool:
-        """Whether the step verifies draft tokens, if only the padding of requests that outlive those it was for."""
+        """Whether the step has rows for draft tokens, if only for some that were wanted and that nobody has made."""
         state = self.execute_model_state
         return state is not None and state.input_batch.num_draft_tokens > 0
 

@@ -188,8 +188,8 @@ def test_a_step_at_rest_publishes_what_there_is(is_settled, recorder, num_skips,
 
 
 def test_a_step_with_draft_rows_is_not_at_rest(monkeypatch):
-    """Those that were drafted for have ended, and a request that was padded to their rows goes on. Catches: vLLM's
-    rejection sampler without a speculator."""
+    """Drafts were wanted a step ago, nobody has made any, and none are wanted now. Catches: vLLM's rejection sampler
+    without a speculator."""
     runner = VidSpecModelRunner.__new__(VidSpecModelRunner)
     runner.speculator = SimpleNamespace(is_at_rest=True, decision=None)
     runner.counters, runner.requests = mock.Mock(is_settled=True), SimpleNamespace(num_skips=0, in_flight=frozenset())
