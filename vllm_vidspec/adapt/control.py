@@ -10,6 +10,7 @@ Three decisions, none of which changes a token of the output:
 `StepCosts` predicts the time of a step, `AcceptanceTable` how many draft tokens are accepted. Numpy only.
 """
 
+import statistics
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 
@@ -30,7 +31,7 @@ _GAIN_HOLDS = 32  # steps for which what a class gains is not asked again
 _STICKY = 1.25  # by how much a request's drafts must be worth more than they cost until it changes what it gets
 _MARGIN = 1.02  # an option must be so much faster than rest or the one in use, drafting for some than for all
 _LEAST_KNOWN = 3.0  # verify steps of a class before it may rest
-_PROBE_STEPS = 12  # verify steps of a request of a resting class that is drafted for nevertheless
+_PROBE_STEPS = 8  # verify steps of a request of a resting class that is drafted for nevertheless
 _OVER = -1  # steps left of a probe that is over: where its batch rests, nothing is drafted for it any more
 _PROBE_EVERY = 8  # requests of a resting class between two probes, at least
 _SETTLE = 4  # first steps without drafts after others: the caches have lost what they need
@@ -79,6 +80,8 @@ class Controller:
         self._waiting: list[tuple[StepKind, np.ndarray, list[np.ndarray], list[float]]] = []
         self._ending: list[str] = []
         self._num_steps = self._num_waiting = 0
+        # Quiet steps that are yet to be taken in, what they took, and `[n]` slots of their batch.
+        self._num_passed, self._passed_s, self._quiet_slots = 0, 0.0, self._last[2]
         self.ended: list[Ended] = []  # what there is to tell of the requests that have ended; who tells it empties it
 
     # ---- a request's life ------------------------------------------------------------------------------------------
@@ -360,17 +363,33 @@ class Controller:
             return 0
         if self._is_hopeless:
             return _QUIET
-        return min(_QUIET, self._left - 1) if self._decision.option == REST else 0
+        return max(0, min(_QUIET, self._left - 1)) if self._decision.option == REST else 0
 
     def pass_over(self, num_steps: int, seconds: float) -> None:
         """Take note of so many quiet steps, of so many seconds each, that nobody has looked at."""
         self._tokens[self._last[2]] += num_steps
         self._num_steps += num_steps
+        if self._quiet_slots is not self._last[2]:
+            self._learn_quiet()
+        self._quiet_slots = self._last[2]
+        self._num_passed += num_steps
+        self._passed_s += num_steps * seconds
         if not self._is_hopeless:
             self._left -= num_steps
-            self._unmeasured += num_steps
-        self.costs.pass_over(num_steps // _MEASURE_EVERY)
-        self._trials.elapse(num_steps * seconds)
+
+    def _learn_quiet(self) -> None:
+        """Learn how long quiet steps took."""
+        if self._num_passed:
+            slots, step_s = self._quiet_slots, self._passed_s / self._num_passed
+            self._elapse(len(slots), self._num_passed, [step_s] * self._num_passed)
+            self._measure(self._places[REST], slots, np.zeros(len(slots), dtype=bool), step_s, self._num_passed)
+            self._num_passed, self._passed_s = 0, 0.0
+
+    def _elapse(self, num_reqs: int, num_steps: int, seconds: list[float]) -> None:
+        """Take note of steps of a batch of so many, and of the seconds of those that are timed."""
+        self._usual_size += (1 - (1 - _NEW_SIZE) ** num_steps) * (num_reqs - self._usual_size)
+        self._trials.elapse(sum(seconds))
+        self._unmeasured += len(seconds)
 
     def learn(self) -> None:
         """Take in the steps that wait for it, and the ends of requests."""
@@ -379,6 +398,7 @@ class Controller:
             self._count([of_kind for of_kind in steps if of_kind[0].is_chain == is_chain], is_chain)
         for of_kind in steps:
             self._time(*of_kind)
+        self._learn_quiet()
         for req_id in self._ending:
             self._end(req_id)
         self._waiting.clear()
@@ -410,9 +430,7 @@ class Controller:
         """Learn how long steps of a kind took, given `[n]` slots, `[s, n]` tokens, and the seconds that are known."""
         is_known = slots >= 0
         slots = slots[is_known]
-        self._usual_size += (1 - (1 - _NEW_SIZE) ** len(num_tokens)) * (len(slots) - self._usual_size)
-        self._trials.elapse(sum(seconds))
-        self._unmeasured += len(seconds)
+        self._elapse(len(slots), len(num_tokens), seconds)
         before = self._settled if kind.decision.option == self._option else 0
         self._option, self._settled = kind.decision.option, before + len(num_tokens)
         if not kind.reading and (not seconds or (self._is_measured and self._unmeasured < _MEASURE_EVERY)):
@@ -428,35 +446,37 @@ class Controller:
             # A prompt's part of it is as long as it is: a short one beside long ones is not dear.
             read = self._context[starting]
             self._start_s[starting] += reading_s * read / max(float(read.sum()), 1e-9)
-        if seconds and self._is_measured and not kind.reading:
-            seconds, before = [sorted(seconds)[len(seconds) // 2]], self._settled
+        settled = seconds if had.any() else seconds[max(0, _SETTLE - before) :]
         is_alike = kind.is_steady and not kind.reading and (kind.decision.option.num_tokens > 0) == had.any()
-        for number, each_s in enumerate(seconds, before):
-            self._measure(place, slots, had, each_s, bool(is_alike and (had.any() or number >= _SETTLE)))
+        is_told = is_alike and bool(settled)
+        self._measure(place, slots, had, statistics.median(settled) if is_told else 0.0, is_told * len(settled))
 
-    def _measure(self, place: int, slots: np.ndarray, drafted: np.ndarray, seconds: float, is_alike: bool) -> None:
-        """Let the costs learn of a step.
+    def _measure(self, place: int, slots: np.ndarray, drafted: np.ndarray, seconds: float, num_steps: int) -> None:
+        """Let the costs learn of steps that followed one another.
 
         Args:
-            place: Its option.
-            slots: `[n]` its requests.
+            place: Their option.
+            slots: `[n]` their requests.
             drafted: `[n]` bool: which of them had draft tokens.
-            seconds: How long it took.
-            is_alike: Whether it has verified what it drafts; otherwise drafts are on their way, or out of it.
+            seconds: How long one took: their median, as one may have waited.
+            num_steps: How many there were; 0 where they have not verified what they draft: drafts are on their way, or
+                out of it.
         """
         batch = self._batch(slots)
         situation = self._situations.get(batch.place, Situation())
         situation.steps += self._unmeasured
         self._unmeasured = 0
-        if not is_alike:
+        if not num_steps:
             return
         step = self._step(batch, place, drafted)
-        self.costs.observe(step.kinds[0], step.features[0], seconds, place)
+        num = -(-num_steps // _MEASURE_EVERY) if self._is_measured else num_steps
+        for _ in range(num):
+            self.costs.observe(step.kinds[0], step.features[0], seconds, place)
         if not self._num_tokens[place]:
             situation.rest_measured(self._num_steps)
         is_tried = situation.trial is not None or bool((self._probe_left[slots] > 0).any())
         self._is_measured = self.costs.count(step.kinds[0]) > 2 * _MEASURE_EVERY and not is_tried
-        situation.measured += place == situation.trial
+        situation.measured += num * (place == situation.trial)
 
     # ---- what a step takes -----------------------------------------------------------------------------------------
 

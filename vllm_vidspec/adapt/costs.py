@@ -233,10 +233,6 @@ class StepCosts:
         ages = [0 if record is None else self._num_steps - record.seen for record in records]
         return _DRIFT * np.array(ages)
 
-    def pass_over(self, num_steps: int) -> None:
-        """Take note of so many steps that nobody has measured."""
-        self._num_steps += num_steps
-
     def _fitted(self, x: np.ndarray) -> np.ndarray:
         return np.maximum(x @ self.weights, self._least_s)
 

@@ -43,12 +43,12 @@ class SchedulerControl:
         self._is_resting: dict[int, bool] = {}  # by place in `Controller.classes`, as logged last
         self._decision: Decision | None = None  # the last
         self._num_reqs = 0  # for how many
-        # Of the last step's output: when it came, and by what decision.
+        # When the last step's output came, or was looked at where nothing is drafted; and by what decision it came.
         self._last: tuple[float, Decision | None] = (0.0, None)
         # Of the last step: by what steps alike are known, what the controller is told of them, whether they are timed.
         self._alike: tuple[tuple, Any, bool] = ((), None, False)
         self._num_unseen = self._may_pass = 0  # steps since one was looked at, and that may yet pass so
-        self._step_s = 0.0  # what a step of those takes
+        self._passed_at = 0.0  # when the last of those came
 
     def _option(self, plan: Plan) -> Option:
         """Return a plan as the controller knows it; with a drafter process of its own no draft forward runs here."""
@@ -158,7 +158,8 @@ class SchedulerControl:
         """Look at the next step, which is not like those before."""
         if not (self._num_unseen or self._may_pass):
             return
-        self._controller.pass_over(self._num_unseen, self._step_s)
+        if self._num_unseen:
+            self._controller.pass_over(self._num_unseen, (self._passed_at - self._last[0]) / self._num_unseen)
         self._num_unseen = self._may_pass = 0
         self._last = 0.0, None
 
@@ -167,6 +168,7 @@ class SchedulerControl:
         if self._may_pass:
             self._may_pass -= 1
             self._num_unseen += 1
+            self._passed_at = time.monotonic()
             return
         decision = compat.decision_of(scheduler_output)
         if decision is None or not output.req_ids:
@@ -198,5 +200,7 @@ class SchedulerControl:
         _, kind, is_timed = self._alike
         self._controller.observe(kind, num_tokens, step_s if is_timed else None)
         self._controller.cannot_draft(report.skipped)
-        if is_timed and (num_quiet := self._controller.num_quiet) > 0:
-            self._may_pass, self._step_s = num_quiet, step_s
+        if is_timed:
+            self._may_pass = self._controller.num_quiet
+        if not decision.option.num_tokens:  # where a class rests hardly a step is looked at: to look is no part of it
+            self._last = time.monotonic(), decision

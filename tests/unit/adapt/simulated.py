@@ -85,10 +85,13 @@ class SimulatedEngine:
         self.running: dict[str, Running] = {}
         self.seconds, self.tokens, self.num_added, self.num_shown = 0.0, 0, 0, 0
         self._last: Decision | None = None
+        self._alike: tuple = ((), None)  # what the last step was alike by, and its kind
+        self._passed, self._may_pass = list[float](), 0  # seconds of quiet steps, and how many more may pass
         self.decisions: list[Decision] = []
 
     def add(self, num_visual: int, chance: float, length: int) -> Running:
         """Let a request come, about a video of so many tokens."""
+        self._look()
         req_id = f"r{self.num_added}"
         label, sizes = class_label(num_visual, 0), (num_visual + 50, num_visual // 10 + 50)
         shown = self.controller.add(req_id, label, (), *sizes, list(self.running))
@@ -101,7 +104,7 @@ class SimulatedEngine:
     def step(self) -> Decision:
         """Let every request decode."""
         ids, requests = list(self.running), list(self.running.values())
-        decision = self.controller.decide(ids) if self._fixed is None else self._fixed
+        decision = self._last if self._may_pass else self._fixed or self.controller.decide(ids)
         drafted = np.array([request.in_flight for request in requests])
         accepted = np.array([self._accepted(request) for request in requests])
         starters = []
@@ -116,19 +119,49 @@ class SimulatedEngine:
         reading_s = sum(self._start_s * self.running[req_id].context for req_id in starters)
         seconds += reading_s
         self.seconds += seconds
-        is_steady = self._last is not None and self._last.number == decision.number
-        kind = StepKind(decision, ids, drafted, True, is_steady, frozenset(starters), reading_s)
-        self.controller.observe(kind, 1 + accepted, seconds if self._last else None)
-        self._last = decision
+        self._observe(decision, ids, drafted, accepted, (frozenset(starters), reading_s), seconds)
         self.decisions.append(decision)
         for req_id, request, gained in zip(ids, requests, (1 + accepted).tolist(), strict=True):
             self.tokens += min(gained, request.left)
             request.left -= gained
             request.context += gained / 1e3
             if request.left <= 0:
+                self._look()
                 self.controller.remove([req_id])
                 del self.running[req_id]
         return decision
+
+    def _observe(
+        self,
+        decision: Decision,
+        ids: list[str],
+        drafted: np.ndarray,
+        accepted: np.ndarray,
+        reading: tuple[frozenset[str], float],
+        seconds: float,
+    ) -> None:
+        """Tell the controller of a step, as `SchedulerControl` does: quiet ones pass, alike ones share a kind."""
+        self._passed.append(seconds)
+        if self._may_pass:
+            self._may_pass -= 1
+            return
+        mean_s, num_passed = float(np.mean(self._passed)), len(self._passed) - 1
+        self._passed.clear()
+        if num_passed:
+            self.controller.pass_over(num_passed, mean_s)
+        is_steady = self._last is not None and self._last.number == decision.number
+        key = decision.number, ids, drafted.tolist(), is_steady
+        if self._alike[0] != key or reading[0]:
+            self._alike = key, StepKind(decision, ids, drafted, True, is_steady, *reading)
+        self.controller.observe(self._alike[1], 1 + accepted, mean_s if self._last else None)
+        self._last, self._may_pass = decision, 0 if self._fixed else self.controller.num_quiet
+
+    def _look(self) -> None:
+        """Look at the next step, which is not like those before."""
+        if self._passed or self._may_pass:
+            self.controller.pass_over(len(self._passed), float(np.mean(self._passed or [0.0])))
+            self._passed.clear()
+            self._last, self._may_pass = None, 0
 
     def serve(
         self, *kinds: tuple[int, float], batch: int = 1, requests: int = 20, lengths: Sequence[int] = (128,)
