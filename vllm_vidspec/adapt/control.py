@@ -381,15 +381,15 @@ class Controller:
         """Learn how long quiet steps took."""
         if self._num_passed:
             slots, step_s = self._quiet_slots, self._passed_s / self._num_passed
-            self._elapse(len(slots), self._num_passed, [step_s] * self._num_passed)
+            self._elapse(len(slots), self._num_passed, self._num_passed, self._passed_s)
             self._measure(self._places[REST], slots, np.zeros(len(slots), dtype=bool), step_s, self._num_passed)
             self._num_passed, self._passed_s = 0, 0.0
 
-    def _elapse(self, num_reqs: int, num_steps: int, seconds: list[float]) -> None:
-        """Take note of steps of a batch of so many, and of the seconds of those that are timed."""
+    def _elapse(self, num_reqs: int, num_steps: int, num_timed: int, seconds: float) -> None:
+        """Take note of steps of a batch of so many requests, how many of them are timed, and what these took."""
         self._usual_size += (1 - (1 - _NEW_SIZE) ** num_steps) * (num_reqs - self._usual_size)
-        self._trials.elapse(sum(seconds))
-        self._unmeasured += len(seconds)
+        self._trials.elapse(seconds)
+        self._unmeasured += num_timed
 
     def learn(self) -> None:
         """Take in the steps that wait for it, and the ends of requests."""
@@ -430,7 +430,7 @@ class Controller:
         """Learn how long steps of a kind took, given `[n]` slots, `[s, n]` tokens, and the seconds that are known."""
         is_known = slots >= 0
         slots = slots[is_known]
-        self._elapse(len(slots), len(num_tokens), seconds)
+        self._elapse(len(slots), len(num_tokens), len(seconds), sum(seconds))
         before = self._settled if kind.decision.option == self._option else 0
         self._option, self._settled = kind.decision.option, before + len(num_tokens)
         if not kind.reading and (not seconds or (self._is_measured and self._unmeasured < _MEASURE_EVERY)):
@@ -447,9 +447,9 @@ class Controller:
             read = self._context[starting]
             self._start_s[starting] += reading_s * read / max(float(read.sum()), 1e-9)
         settled = seconds if had.any() else seconds[max(0, _SETTLE - before) :]
-        is_alike = kind.is_steady and not kind.reading and (kind.decision.option.num_tokens > 0) == had.any()
-        is_told = is_alike and bool(settled)
-        self._measure(place, slots, had, statistics.median(settled) if is_told else 0.0, is_told * len(settled))
+        if not kind.is_steady or kind.reading or (kind.decision.option.num_tokens > 0) != had.any():
+            settled = []
+        self._measure(place, slots, had, statistics.median(settled or [0.0]), len(settled))
 
     def _measure(self, place: int, slots: np.ndarray, drafted: np.ndarray, seconds: float, num_steps: int) -> None:
         """Let the costs learn of steps that followed one another.

@@ -126,12 +126,14 @@ class StepCosts:
             option: Place of what it drafted by.
         """
         self._num_steps += 1
-        record = self._records.setdefault(kind, _Record(x.copy()))
+        record = self._records.get(kind)
+        if record is None:
+            record = self._records[kind] = _Record(x.copy())
         self._last = option, 1 + (self._last[1] if option == self._last[0] else 0)
         if self._last[1] == 1:
             self._own = []
         if self._last[1] > _OWN_STEPS and record.count > _COLD + _FIRST:
-            expected_s = float(self.seconds([kind], x[None])[0])
+            expected_s = self._slowness * self._fitted_of_one(x) * record.factor
             self._slowness *= (min(seconds, 2 * expected_s) / expected_s) ** _SPEED
         self._compare(x, seconds)
         seconds /= self._slowness
@@ -153,7 +155,7 @@ class StepCosts:
             self._shift(record, seconds, known_s)
         if record.count in _REFIT_AT or self._num_steps - self._fitted_at >= _REFIT_EVERY:
             self._fit()
-        record.correct(float(self._fitted(record.x)), self._known(record))
+        record.correct(self._fitted_of_one(record.x), self._known(record))
 
     def _shift(self, record: _Record, seconds: float, known_s: float) -> None:
         """Believe the first steps of an option after others where all of them took far more, or less, than was known:
@@ -236,6 +238,9 @@ class StepCosts:
     def _fitted(self, x: np.ndarray) -> np.ndarray:
         return np.maximum(x @ self.weights, self._least_s)
 
+    def _fitted_of_one(self, x: np.ndarray) -> float:
+        return max(float(x @ self.weights), self._least_s)
+
     def _fit(self) -> None:
         """Fit the weights to all records, each by its relative error; none of them is negative."""
         self._fitted_at, self.is_fitted = self._num_steps, True
@@ -253,7 +258,7 @@ class StepCosts:
         self.weights, self._covariance = _non_negative(gram, wanted), np.linalg.inv(gram)
         self._least_s = _LEAST * float(seconds.min())
         for record in records:
-            record.correct(float(self._fitted(record.x)), self._known(record))
+            record.correct(self._fitted_of_one(record.x), self._known(record))
 
 
 def _non_negative(gram: np.ndarray, wanted: np.ndarray) -> np.ndarray:

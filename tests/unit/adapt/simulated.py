@@ -158,10 +158,12 @@ class SimulatedEngine:
 
     def _look(self) -> None:
         """Look at the next step, which is not like those before."""
-        if self._passed or self._may_pass:
-            self.controller.pass_over(len(self._passed), float(np.mean(self._passed or [0.0])))
+        if not (self._passed or self._may_pass):
+            return
+        if self._passed:
+            self.controller.pass_over(len(self._passed), float(np.mean(self._passed)))
             self._passed.clear()
-            self._last, self._may_pass = None, 0
+        self._last, self._may_pass = None, 0
 
     def serve(
         self, *kinds: tuple[int, float], batch: int = 1, requests: int = 20, lengths: Sequence[int] = (128,)
