@@ -12,6 +12,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm_vidspec.adapt import REST, Controller
 from vllm_vidspec.adapt import control as control_module
 from vllm_vidspec.adapt.classes import RequestClass
+from vllm_vidspec.adapt.costs import StepCosts
 from vllm_vidspec.adapt.trials import Trials
 from vllm_vidspec.config import VidSpecConfig, parse_config
 from vllm_vidspec.engine import control as module
@@ -33,12 +34,18 @@ def request_of(req_id, num_cached=0):
     )
 
 
-def decisions(monkeypatch, num_steps, sampled, num_requests=1, pause_s=0.0):
+def decisions(monkeypatch, num_steps, sampled, num_requests=1, pause_s=0.0, look_s=0.0):
     """Let a scheduler's control decide steps of which `sampled(step, rows)` tells each request's tokens; a request ends
-    after 25 steps, its neighbour after 17, then nothing runs for so long. Return the control, and each step's number of
-    drafts."""
+    after 25 steps, its neighbour after 17, then nothing runs for so long. To look at a step takes `look_s`. Return the
+    control, and each step's number of drafts."""
     now = 0.0
+
+    def look(*_):
+        nonlocal now
+        now += look_s
+
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(Controller, "observe", heard(Controller.observe, look))
     config, _ = parse_config({"model": "draft", "num_speculative_tokens": 5})
     scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=64), running=[])
     control, found = module.SchedulerControl(config, scheduler, SimpleNamespace(), None), []
@@ -109,6 +116,17 @@ def test_steps_that_nobody_looks_at_are_counted(may_draft, num_unseen, monkeypat
     assert (len(looked) < (0.75 if may_draft else 0.4) * 20 * 25) == (num_unseen > 0)
     # After a request has come or gone in 4 steps, then in 8: never later, whoever looks.
     assert np.diff(decided).max() <= (8 if may_draft else 25)
+
+
+@pytest.mark.parametrize("num_unseen", [0, 15])
+def test_to_look_is_no_part_of_a_step_at_rest(num_unseen, monkeypatch):
+    """Catches: rest that seems slower than it is, where hardly a step is looked at."""
+    monkeypatch.setattr(control_module, "_QUIET", num_unseen)
+    monkeypatch.setattr(Controller, "_is_shown", lambda *_: False)
+    seconds = []
+    monkeypatch.setattr(StepCosts, "observe", heard(StepCosts.observe, lambda _, kind, x, s, *__: seconds.append(s)))
+    decisions(monkeypatch, 20 * 25, lambda number, rows: (1, False), look_s=5e-4)
+    assert len(seconds) > 50 and seconds == pytest.approx([0.01] * len(seconds))
 
 
 def heard(original, told):
