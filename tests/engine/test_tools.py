@@ -101,7 +101,7 @@ def test_one_engine_plays_several():
             outputs, counted = engine.measured(prompts)
             seen.append(([list(output.outputs[0].token_ids) for output in outputs], counted))
         roles.play(CONTROLLER)
-        assert not engine.scheduler._vidspec_side._control._controller._slots
+        assert not list(engine.scheduler._vidspec_side._control._controller.requests)
     assert all(answers == seen[0][0] for answers, _ in seen)
     assert [counted["drafts"] > 0 for _, counted in seen] == [True, False, True, False, True]
     fixed = seen[2][1]

@@ -11,9 +11,10 @@ requests cost shows where they come and go between such steps.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
+
+from vllm_vidspec.adapt.requests import Batch
 
 # What a step's time is a sum of: a constant, requests, context of the target (thousands of tokens, summed over
 # requests), whether anything is drafted, draft tokens to verify and the context that they attend to, forwards of the
@@ -54,24 +55,6 @@ class _Record:
     def correct(self, fitted_s: float, known: float) -> None:
         """Compare with what the fit says of it, given how many steps its mean is worth."""
         self.factor = (self.seconds / fitted_s) ** (known / (known + (_NOISE / _MISFIT) ** 2))
-
-
-class Batch(NamedTuple):
-    """Requests of a step."""
-
-    slots: np.ndarray  # `[n]` int64
-    place: tuple[int, int]  # Class of its size (1, 2, 3 to 4, 5 to 8, ...) and of its mean context (powers of two)
-    context: np.ndarray  # `[n]` thousands of tokens that the target has of each
-    total: float  # Their sum
-    draft_context: np.ndarray  # `[n]` the same of the draft
-
-
-class Steps(NamedTuple):
-    """Steps that a batch may take, one for each option."""
-
-    kinds: list[tuple]  # `[m]` keys of StepCosts
-    features: np.ndarray  # `[m, len(FEATURES)]`
-    seconds: np.ndarray  # `[m]` predicted
 
 
 def features(batch: Batch, most: np.ndarray, levels: np.ndarray, drafted: np.ndarray, pads: bool) -> np.ndarray:

@@ -82,10 +82,12 @@ class Trials:
     """What they owe, and which option is tried.
 
     Attributes:
+        situations: By class of batch size and context.
         step_s: Time of a step without drafts, as it was predicted last.
     """
 
     def __init__(self) -> None:
+        self.situations: dict[tuple[int, int], Situation] = {}
         self.step_s = 0.0
         self._debt_s = dict.fromkeys(_DEBT_STEPS, 0.0)
 

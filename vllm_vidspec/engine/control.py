@@ -96,7 +96,7 @@ class SchedulerControl:
             if self._is_resting.get(index, False) == known.rests:
                 continue
             self._is_resting[index], name = known.rests, CLASS_LABELS[known.label]
-            length = self._controller.expected_length(index)
+            length = self._controller.forecast.longest_of_class(index)
             if self._file is not None:
                 self._file.add(f"{'rests' if known.rests else 'resumes'}_{name}")
             if known.rests:

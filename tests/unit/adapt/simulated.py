@@ -152,7 +152,8 @@ class SimulatedEngine:
         is_steady = self._last is not None and self._last.number == decision.number
         key = decision.number, ids, drafted.tolist(), is_steady
         if self._alike[0] != key or reading[0]:
-            self._alike = key, StepKind(decision, ids, drafted, True, is_steady, *reading)
+            is_chain = self._last is None or self._last.option.is_prefix
+            self._alike = key, StepKind(decision, ids, drafted, is_chain, is_steady, *reading)
         self.controller.observe(self._alike[1], 1 + accepted, mean_s if self._last else None)
         self._last, self._may_pass = decision, 0 if self._fixed else self.controller.num_quiet
 

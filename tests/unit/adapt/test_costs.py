@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from tests.unit.adapt.simulated import like_a_small_pair
-from vllm_vidspec.adapt.costs import FEATURES, Batch, StepCosts, features
+from vllm_vidspec.adapt.costs import FEATURES, StepCosts, features
+from vllm_vidspec.adapt.requests import Batch
 
 
 def test_what_contexts_cost_is_not_taken_for_the_speed_of_the_machine():

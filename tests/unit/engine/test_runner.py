@@ -80,16 +80,16 @@ def test_what_a_cold_prompt_costs_is_not_what_a_cached_one_costs(monkeypatch):
     control, _ = decisions(monkeypatch, 1, lambda number, rows: (1, False))
     for number, num_cached in enumerate((0, 64, 256, 288)):
         control.is_shown(request_of(f"more-{number}", num_cached), 0)
-    slots, classes = control._controller._slots, control._controller.acceptance.classes
-    assert [classes[slots[f"more-{number}"]] for number in range(4)] == [0, 0, 1, 1]
+    slots = control._controller.requests.slots([f"more-{number}" for number in range(4)])
+    assert control._controller.forecast.acceptance.classes[slots].tolist() == [0, 0, 1, 1]
 
 
 def test_placeholders_cost_rows_and_are_not_rejected_drafts(monkeypatch):
     """Rows scheduled for drafts which have not come: their time is learned, and no acceptance."""
     control, _ = decisions(monkeypatch, 20, lambda number, rows: (1, False))
     control._controller.learn()
-    assert control._controller.acceptance.tries(0) == 0
-    assert any(record.x[4] > 0 for record in control._controller.costs._records.values())
+    assert control._controller.forecast.acceptance.tries(0) == 0
+    assert any(record.x[4] > 0 for record in control._controller.forecast.costs._records.values())
 
 
 @pytest.mark.parametrize("num_unseen", [0, 4, 15])
@@ -106,7 +106,7 @@ def test_steps_that_nobody_looks_at_are_counted(may_draft, num_unseen, monkeypat
     for owner, name, told in (
         (Trials, "elapse", lambda self, seconds: elapsed.append(seconds)),
         (Controller, "observe", lambda self, kind, *_: looked.append(kind)),
-        (Controller, "_choose", lambda self, *_: decided.append(self._num_steps)),
+        (Controller, "_choose", lambda self, *_: decided.append(self._learning.num_steps)),
         (RequestClass, "learn", lambda self, num_tokens, start_s: answers.append(num_tokens)),
     ):
         monkeypatch.setattr(owner, name, heard(getattr(owner, name), told))
@@ -150,7 +150,7 @@ def test_steps_that_wait_change_no_decision(monkeypatch):
         original = getattr(Controller, name)
 
         def asked(self, *args, _original=original):
-            known.append(self._num_waiting + len(self._ending))
+            known.append(self._learning.num_waiting + len(self._ending))
             return _original(self, *args)
 
         monkeypatch.setattr(Controller, name, asked)

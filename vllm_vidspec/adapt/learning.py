@@ -1,0 +1,163 @@
+"""Learning: what the engine's steps teach, several of them taken in at a time; numpy only."""
+
+import statistics
+
+import numpy as np
+
+from vllm_vidspec.adapt.forecast import Forecast
+from vllm_vidspec.adapt.options import REST, StepKind
+from vllm_vidspec.adapt.requests import Requests
+from vllm_vidspec.adapt.trials import Situation, Trials
+
+SETTLE = 4  # first steps without drafts after others, of which nothing is learned: the caches have lost what they need
+MEASURE_EVERY = 4  # steps of a kind that is known, of which one is measured
+_TOGETHER = 64  # steps that are taken in together, at most: a step's work evicts this code from the caches
+_NEW_SIZE = 0.05  # share of a step in the usual size of a batch
+
+
+class Learning:
+    """Tells the forecast, the requests and the trials of one engine what its steps showed.
+
+    Attributes:
+        num_steps: How many there were, those that are yet to be taken in included.
+        num_waiting: How many of them are.
+        usual_size: Requests of a step, the mean of late.
+        is_measured: Whether what the last steps measured is known.
+        option: Of the last step.
+    """
+
+    def __init__(self, forecast: Forecast, requests: Requests, trials: Trials):
+        self._forecast, self._requests, self._trials = forecast, requests, trials
+        self.num_steps, self.usual_size, self.is_measured = 0, 0.0, False
+        self.option, self._settled = REST, 0  # and how many of that option followed one another
+        self._unmeasured = 0  # steps since one was measured
+        # Alike steps together: their kind, `[n]` slots, `[n]` tokens of each step, seconds of each that is timed.
+        self._waiting: list[tuple[StepKind, np.ndarray, list[np.ndarray], list[float]]] = []
+        self.num_waiting = 0
+        # Quiet steps, what they took, and `[n]` slots of their batch.
+        self._num_passed, self._passed_s, self._quiet_slots = 0, 0.0, np.zeros(0, dtype=np.int64)
+
+    def observe(self, kind: StepKind, num_tokens: np.ndarray, seconds: float | None) -> bool:
+        """Take note of the output of a step, as `Controller.observe`; return whether so many wait that they are to be
+        taken in.
+        """
+        timed = [] if seconds is None else [seconds]
+        if self._waiting and self._waiting[-1][0] is kind and bool(self._waiting[-1][3]) == bool(timed):
+            self._waiting[-1][2].append(num_tokens)
+            self._waiting[-1][3].extend(timed)
+        else:
+            self._waiting.append((kind, self._requests.slots(kind.req_ids), [num_tokens], timed))
+        self.num_steps += 1
+        self.num_waiting += 1
+        return self.num_waiting >= _TOGETHER
+
+    def pass_over(self, slots: np.ndarray, num_steps: int, seconds: float) -> None:
+        """Take note of so many quiet steps, of so many seconds each, of `[n]` slots: nobody has looked at them.
+
+        A batch is told of by the same array for as long as it is the same.
+        """
+        self._requests.tokens[slots] += num_steps
+        self.num_steps += num_steps
+        if self._quiet_slots is not slots:
+            self._learn_quiet()
+        self._quiet_slots = slots
+        self._num_passed += num_steps
+        self._passed_s += num_steps * seconds
+
+    def learn(self) -> None:
+        """Take in the steps that wait for it."""
+        steps = [(kind, slots, np.array(those), each) for kind, slots, those, each in self._waiting]
+        for is_chain in (True, False):
+            self._count([of_kind for of_kind in steps if of_kind[0].is_chain == is_chain], is_chain)
+        for of_kind in steps:
+            self._time(*of_kind)
+        self._learn_quiet()
+        self._waiting.clear()
+        self.num_waiting = 0
+
+    def _learn_quiet(self) -> None:
+        """Learn how long quiet steps took."""
+        if self._num_passed:
+            slots, step_s = self._quiet_slots, self._passed_s / self._num_passed
+            self._elapse(len(slots), self._num_passed, self._num_passed, self._passed_s)
+            self._measure(self._forecast.rest, slots, np.zeros(len(slots), dtype=bool), step_s, self._num_passed)
+            self._num_passed, self._passed_s = 0, 0.0
+
+    def _elapse(self, num_reqs: int, num_steps: int, num_timed: int, seconds: float) -> None:
+        """Take note of steps of a batch of so many requests, how many of them are timed, and what these took."""
+        self.usual_size += (1 - (1 - _NEW_SIZE) ** num_steps) * (num_reqs - self.usual_size)
+        self._trials.elapse(seconds)
+        self._unmeasured += num_timed
+
+    def _count(self, steps: list[tuple[StepKind, np.ndarray, np.ndarray, list[float]]], is_chain: bool) -> None:
+        """Learn what was accepted, given steps of chains or of trees: their kind, `[n]` slots, `[s, n]` tokens."""
+        if not steps:
+            return
+        slots = np.concatenate([each for _, slots, those, _ in steps for each in [slots] * len(those)])
+        tokens = np.concatenate([those.ravel() for _, _, those, _ in steps])
+        # Placeholders are no draft tokens.
+        drafted = np.concatenate([each for k, _, those, _ in steps for each in [k.drafted * k.is_real] * len(those)])
+        requests = self._requests
+        is_verified, num_slots = (slots >= 0) & (drafted > 0) & (tokens > 0), len(requests.tokens)
+        requests.tokens += np.bincount(slots + 1, tokens, num_slots + 1)[1:].astype(np.int64)
+        if not is_verified.any():
+            return
+        slots, tokens = slots[is_verified], tokens[is_verified]
+        self._forecast.acceptance.observe(slots, drafted[is_verified], tokens - 1, is_chain)
+        verified = np.bincount(slots, minlength=num_slots)
+        is_probed = requests.probe_left > 0
+        requests.probe_left -= verified * is_probed
+        requests.probe_left[is_probed & (requests.probe_left <= 0)] = requests.OVER
+        requests.verify_steps += verified
+        requests.verify_tokens += np.bincount(slots, tokens, num_slots).astype(np.int64)
+
+    def _time(self, kind: StepKind, slots: np.ndarray, num_tokens: np.ndarray, seconds: list[float]) -> None:
+        """Learn how long steps of a kind took, given `[n]` slots, `[s, n]` tokens, and the seconds that are known."""
+        is_known = slots >= 0
+        slots = slots[is_known]
+        self._elapse(len(slots), len(num_tokens), len(seconds), sum(seconds))
+        option = kind.decision.option
+        before = self._settled if option == self.option else 0
+        self.option, self._settled = option, before + len(num_tokens)
+        if not kind.reading and (not seconds or (self.is_measured and self._unmeasured < MEASURE_EVERY)):
+            return
+        had = ((kind.drafted > 0) & num_tokens.any(axis=0))[is_known]  # placeholders cost as much as real draft tokens
+        place = self._forecast.place(option)
+        if kind.reading:
+            reading_s, step = kind.reading_s, self._forecast.step(self._requests.batch(slots), place, had)
+            if (
+                seconds and self._forecast.costs.count(step.kinds[0]) > MEASURE_EVERY
+            ):  # else it is not known what it adds
+                reading_s = max(reading_s, seconds[0] - step.seconds[0])
+            self._requests.started(kind.reading, reading_s)
+        settled = seconds if had.any() else seconds[max(0, SETTLE - before) :]
+        if not kind.is_steady or kind.reading or (option.num_tokens > 0) != had.any():
+            settled = []
+        self._measure(place, slots, had, statistics.median(settled or [0.0]), len(settled))
+
+    def _measure(self, place: int, slots: np.ndarray, drafted: np.ndarray, seconds: float, num_steps: int) -> None:
+        """Let the costs learn of steps that followed one another.
+
+        Args:
+            place: Their option.
+            slots: `[n]` their requests.
+            drafted: `[n]` bool: which of them had draft tokens.
+            seconds: How long one took: their median, as one may have waited.
+            num_steps: How many there were; 0 where they have not verified what they draft: drafts are on their way, or
+                out of it.
+        """
+        batch = self._requests.batch(slots)
+        situation = self._trials.situations.get(batch.place, Situation())
+        situation.steps += self._unmeasured
+        self._unmeasured = 0
+        if not num_steps:
+            return
+        step, costs = self._forecast.step(batch, place, drafted), self._forecast.costs
+        num = -(-num_steps // MEASURE_EVERY) if self.is_measured else num_steps
+        for _ in range(num):
+            costs.observe(step.kinds[0], step.features[0], seconds, place)
+        if place == self._forecast.rest:
+            situation.rest_measured(self.num_steps)
+        is_tried = situation.trial is not None or bool((self._requests.probe_left[slots] > 0).any())
+        self.is_measured = costs.count(step.kinds[0]) > 2 * MEASURE_EVERY and not is_tried
+        situation.measured += num * (place == situation.trial)
