@@ -15,6 +15,7 @@ from vllm_vidspec.names import CLASS_LABELS
 
 logger = init_logger("vllm.vidspec")
 
+_LOG_EVERY_S = 60.0  # between two lines about a class: one that gains next to nothing comes and goes
 _GREEDY = 1e-5  # a temperature below this is vLLM's argmax
 
 
@@ -40,7 +41,9 @@ class SchedulerControl:
         pads = has_graphs and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         # Requests that are preempted keep their slot.
         self._controller = Controller(options, 2 * scheduler.scheduler_config.max_num_seqs, pads)
-        self._is_resting: dict[int, bool] = {}  # by place in `Controller.classes`, as logged last
+        # By place in `Controller.classes`: what was counted last, and what was logged, and when.
+        self._is_resting: dict[int, bool] = {}
+        self._logged: dict[int, tuple[bool, float]] = {}
         self._decision: Decision | None = None  # the last
         self._num_reqs = 0  # for how many
         # When the last step's output came, or was looked at where nothing is drafted; and by what decision it came.
@@ -91,14 +94,18 @@ class SchedulerControl:
         return shown
 
     def _log_classes(self) -> None:
-        """Log and count the classes that have come to rest, or resumed."""
+        """Count the classes that have come to rest, or resumed; log them, each once a minute at most."""
         for index, known in enumerate(self._controller.classes):
-            if self._is_resting.get(index, False) == known.rests:
+            name = CLASS_LABELS[known.label]
+            if self._is_resting.get(index, False) != known.rests:
+                self._is_resting[index] = known.rests
+                if self._file is not None:
+                    self._file.add(f"{'rests' if known.rests else 'resumes'}_{name}")
+            was_resting, logged_at = self._logged.get(index, (False, -_LOG_EVERY_S))
+            if was_resting == known.rests or (now := time.monotonic()) < logged_at + _LOG_EVERY_S:
                 continue
-            self._is_resting[index], name = known.rests, CLASS_LABELS[known.label]
+            self._logged[index] = known.rests, now
             length = self._controller.forecast.longest_of_class(index)
-            if self._file is not None:
-                self._file.add(f"{'rests' if known.rests else 'resumes'}_{name}")
             if known.rests:
                 logger.info(
                     "vidspec: requests of class %s are no longer drafted for: %.2f tokens per verify step do not pay "
