@@ -145,7 +145,7 @@ class Controller:
             known.gain_at = learning.num_steps + _GAIN_HOLDS
         if known.rests and known.gain <= _MARGIN:
             if not known.to_show and known.hope > _MARGIN:
-                size = max(1, round(learning.usual_size))
+                size = learning.usual_size
                 known.to_show = size * self._trials.owe(size * known.start_s, "probes")
             if known.to_show:
                 known.to_show -= 1
@@ -171,7 +171,7 @@ class Controller:
         """
         forecast = self.forecast
         classes = forecast.acceptance.classes
-        index, size = int(classes[slot]), max(1, round(self._learning.usual_size))
+        index, size = int(classes[slot]), self._learning.usual_size
         running = running[(running >= 0) & (running != slot)]
         is_other = classes[running] != index
         num_own, others = 1.0 + np.count_nonzero(~is_other), running[is_other]

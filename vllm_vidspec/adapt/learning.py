@@ -21,14 +21,14 @@ class Learning:
     Attributes:
         num_steps: How many there were, those that are yet to be taken in included.
         num_waiting: How many of them are.
-        usual_size: Requests of a step, the mean of late.
         is_measured: Whether what the last steps measured is known.
         option: Of the last step.
     """
 
     def __init__(self, forecast: Forecast, requests: Requests, trials: Trials):
         self._forecast, self._requests, self._trials = forecast, requests, trials
-        self.num_steps, self.usual_size, self.is_measured = 0, 0.0, False
+        self.num_steps, self.is_measured = 0, False
+        self._sizes = np.zeros(2)  # requests of a step, and their square: means of late
         self.option, self._settled = REST, 0  # and how many of that option followed one another
         self._unmeasured = 0  # steps since one was measured
         # Alike steps together: their kind, `[n]` slots, `[n]` tokens of each step, seconds of each that is timed.
@@ -36,6 +36,12 @@ class Learning:
         self.num_waiting = 0
         # Quiet steps, what they took, and `[n]` slots of their batch.
         self._num_passed, self._passed_s, self._quiet_slots = 0, 0.0, np.zeros(0, dtype=np.int64)
+
+    @property
+    def usual_size(self) -> int:
+        """How many run beside one another of late, as they find it: steps of what is left of many count little."""
+        mean, square = self._sizes.tolist()
+        return max(1, round(square / max(mean, 1e-9)))
 
     def observe(self, kind: StepKind, num_tokens: np.ndarray, seconds: float | None) -> bool:
         """Take note of the output of a step, as `Controller.observe`; return whether so many wait that they are to be
@@ -85,7 +91,7 @@ class Learning:
 
     def _elapse(self, num_reqs: int, num_steps: int, num_timed: int, seconds: float) -> None:
         """Take note of steps of a batch of so many requests, how many of them are timed, and what these took."""
-        self.usual_size += (1 - (1 - _NEW_SIZE) ** num_steps) * (num_reqs - self.usual_size)
+        self._sizes += (1 - (1 - _NEW_SIZE) ** num_steps) * (np.array((num_reqs, num_reqs**2)) - self._sizes)
         self._trials.elapse(seconds)
         self._unmeasured += num_timed
 
