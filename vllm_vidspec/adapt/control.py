@@ -329,7 +329,8 @@ class Controller:
             seconds: How long it took; None where it has read prompts.
         """
         self._left -= 1
-        if self._learning.observe(kind, num_tokens, seconds):
+        slots = self._last[1] if kind.req_ids == self._last[0] else self.requests.slots(kind.req_ids)
+        if self._learning.observe(kind, slots, num_tokens, seconds):
             self.learn()
 
     @property

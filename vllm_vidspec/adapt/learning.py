@@ -43,16 +43,16 @@ class Learning:
         mean, square = self._sizes.tolist()
         return max(1, round(square / max(mean, 1e-9)))
 
-    def observe(self, kind: StepKind, num_tokens: np.ndarray, seconds: float | None) -> bool:
-        """Take note of the output of a step, as `Controller.observe`; return whether so many wait that they are to be
-        taken in.
+    def observe(self, kind: StepKind, slots: np.ndarray, num_tokens: np.ndarray, seconds: float | None) -> bool:
+        """Take note of a step's output, as `Controller.observe` with `[n]` slots; return whether to take them in now,
+        as many wait.
         """
         timed = [] if seconds is None else [seconds]
         if self._waiting and self._waiting[-1][0] is kind and bool(self._waiting[-1][3]) == bool(timed):
             self._waiting[-1][2].append(num_tokens)
             self._waiting[-1][3].extend(timed)
         else:
-            self._waiting.append((kind, self._requests.slots(kind.req_ids), [num_tokens], timed))
+            self._waiting.append((kind, slots, [num_tokens], timed))
         self.num_steps += 1
         self.num_waiting += 1
         return self.num_waiting >= _TOGETHER
