@@ -228,8 +228,9 @@ class Controller:
         """Return the decision to draft for `[n]` bool of the last requests, the same as before if it is."""
         resting = frozenset[str]()
         if option.num_tokens and not drafted.all():
-            slots = set(self._last[2][~drafted].tolist())
-            resting = frozenset(req_id for req_id in self._last[0] if self.requests.slot(req_id) in slots)
+            req_ids, slots, known = self._last
+            at_rest = set(known[~drafted].tolist())
+            resting = frozenset(req_id for req_id, slot in zip(req_ids, slots.tolist(), strict=True) if slot in at_rest)
         if (option, resting) != self._decision[:2]:
             self._decision = Decision(option, resting, self._decision.number + 1, self._pads)
         return self._decision

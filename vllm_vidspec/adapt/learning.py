@@ -28,7 +28,7 @@ class Learning:
     def __init__(self, forecast: Forecast, requests: Requests, trials: Trials):
         self._forecast, self._requests, self._trials = forecast, requests, trials
         self.num_steps, self.is_measured = 0, False
-        self._sizes = np.zeros(2)  # requests of a step, and their square: means of late
+        self._size = self._square = 0.0  # requests of a step, and their square: means of late
         self.option, self._settled = REST, 0  # and how many of that option followed one another
         self._unmeasured = 0  # steps since one was measured
         # Alike steps together: their kind, `[n]` slots, `[n]` tokens of each step, seconds of each that is timed.
@@ -40,8 +40,7 @@ class Learning:
     @property
     def usual_size(self) -> int:
         """How many run beside one another of late, as they find it: steps of what is left of many count little."""
-        mean, square = self._sizes.tolist()
-        return max(1, round(square / max(mean, 1e-9)))
+        return max(1, round(self._square / max(self._size, 1e-9)))
 
     def observe(self, kind: StepKind, slots: np.ndarray, num_tokens: np.ndarray, seconds: float | None) -> bool:
         """Take note of a step's output, as `Controller.observe` with `[n]` slots; return whether to take them in now,
@@ -91,7 +90,9 @@ class Learning:
 
     def _elapse(self, num_reqs: int, num_steps: int, num_timed: int, seconds: float) -> None:
         """Take note of steps of a batch of so many requests, how many of them are timed, and what these took."""
-        self._sizes += (1 - (1 - _NEW_SIZE) ** num_steps) * (np.array((num_reqs, num_reqs**2)) - self._sizes)
+        share = 1 - (1 - _NEW_SIZE) ** num_steps
+        self._size += share * (num_reqs - self._size)
+        self._square += share * (num_reqs**2 - self._square)
         self._trials.elapse(seconds)
         self._unmeasured += num_timed
 
@@ -131,9 +132,8 @@ class Learning:
         place = self._forecast.place(option)
         if kind.reading:
             reading_s, step = kind.reading_s, self._forecast.step(self._requests.batch(slots), place, had)
-            if (
-                seconds and self._forecast.costs.count(step.kinds[0]) > MEASURE_EVERY
-            ):  # else it is not known what it adds
+            # What it adds to a step is known where such a step is.
+            if seconds and self._forecast.costs.count(step.kinds[0]) > MEASURE_EVERY:
                 reading_s = max(reading_s, seconds[0] - step.seconds[0])
             self._requests.started(kind.reading, reading_s)
         settled = seconds if had.any() else seconds[max(0, SETTLE - before) :]

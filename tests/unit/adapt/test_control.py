@@ -222,15 +222,20 @@ def test_what_is_left_of_a_batch_is_not_its_usual_size():
     """Sixteen begin together and end one by one, again and again; later one runs alone. Catches: the gain of a class
     asked for a handful when the next sixteen come, or for sixteen long after.
     """
-    engine, learning = SimulatedEngine(), lambda: engine.controller.learn() or engine.controller._learning
+    engine = SimulatedEngine()
+
+    def usual_size():
+        engine.controller.learn()
+        return engine.controller._learning.usual_size
+
     for _ in range(4):
         for length in range(100, 132, 2):
             engine.add(256, 0.0, length)
         while engine.running:
             engine.step()
-        assert learning().usual_size > 10
+        assert usual_size() > 10
     engine.serve((256, 0.0), requests=1)
-    assert learning().usual_size == 1
+    assert usual_size() == 1
 
 
 @pytest.mark.parametrize(("level", "drafts"), [(0.47, False), (0.36, True)])
