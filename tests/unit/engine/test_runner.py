@@ -129,18 +129,16 @@ def test_to_look_is_no_part_of_a_step_at_rest(num_unseen, monkeypatch):
     assert len(seconds) > 50 and seconds == pytest.approx([0.01] * len(seconds))
 
 
-def test_a_class_that_comes_and_goes_is_logged_once_a_minute(monkeypatch, caplog):
+def test_a_class_that_comes_and_goes_is_logged_once_a_minute(monkeypatch):
     """Catches: a line for each of its changes, a change that no line ever tells, a change that is not counted."""
-    now, counted = 0, []
+    now, counted, told = 0, [], []
     control, _ = decisions(monkeypatch, 1, lambda number, rows: (1, False))
     control._file = SimpleNamespace(add=counted.append)
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
-    monkeypatch.setattr(module.logger, "propagate", True)
-    with caplog.at_level("INFO"):
-        for now in range(0, 180, 10):
-            control._controller.classes[0].rests = now >= 100 or now // 10 % 2 == 0
-            control._log_classes()
-    told = ["again" in record.message for record in caplog.records]
+    monkeypatch.setattr(module.logger, "info", lambda line, *_: told.append("again" in line))
+    for now in range(0, 180, 10):
+        control._controller.classes[0].rests = now >= 100 or now // 10 % 2 == 0
+        control._log_classes()
     assert told == [False, True, False]  # at 0, 70 and 130 seconds
     assert counted == ["rests_video_256", "resumes_video_256"] * 5 + ["rests_video_256"]
 
