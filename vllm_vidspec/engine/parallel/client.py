@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.utils.network_utils import get_open_port
 
 from vllm_vidspec import metrics
 from vllm_vidspec.config import VidSpecConfig
@@ -53,16 +52,14 @@ class DrafterClient:
     def start(self) -> None:
         self.tables.forget_streams()
         self.tables.draft_us[:] = 0
-        init_method = f"tcp://127.0.0.1:{get_open_port()}"
+        rendezvous = launch.write_memory(b"", "vidspec-rendezvous")  # a port could be taken before they have begun
         devices = launch.devices_of(self._config, os.environ.get("CUDA_VISIBLE_DEVICES"))
         environment = launch.environment_for(self._config, devices)
         self._channel, other = Channel.pair(ToTarget, launch.cores_of(self._config, os.getpid()))
-        with other:
+        with other, open(rendezvous):  # the processes have their own
             for rank in range(self._config.parallel.tensor_parallel_size):
                 channel, memory = other.fileno() if rank == 0 else None, (self._memory, self._packed)
-                plan = launch.Plan(
-                    rank, os.getpid(), vars(self._sizes), *memory, channel, init_method, self._vocab_size
-                )
+                plan = launch.Plan(rank, os.getpid(), vars(self._sizes), *memory, channel, rendezvous, self._vocab_size)
                 self._processes.append(launch.start(plan, environment))
         self.num_restarts += 1
         self._since = time.monotonic()

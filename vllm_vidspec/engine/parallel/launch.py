@@ -28,7 +28,7 @@ class Plan:
     tables: int  # descriptor of their memory
     config: int  # descriptor of the memory that holds what `pack_config` made
     channel: int | None  # descriptor of the socket to the target; None of every rank but the first
-    init_method: str  # where the drafter's ranks meet
+    rendezvous: int  # descriptor of memory, empty as they start, by which the drafter's ranks find one another
     vocab_size: int  # of the target
 
 
@@ -57,7 +57,7 @@ def start(plan: Plan, environment: dict[str, str]) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", MODULE, json.dumps(asdict(plan))],
         env=environment,
-        pass_fds=[fd for fd in (plan.tables, plan.config, plan.channel) if fd is not None],
+        pass_fds=[fd for fd in (plan.tables, plan.config, plan.channel, plan.rendezvous) if fd is not None],
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # a terminal's interrupt is the server's to handle: it ends us
     )

@@ -44,7 +44,7 @@ def build(plan: Plan, vllm_config: Any, config: VidSpecConfig, tables: Tables) -
     vllm_config.kernel_config.ir_op_priority.set_default()
     vllm.ir.set_default_torch_wrap(vllm_config.compilation_config.ir_enable_torch_wrap)
     with set_current_vllm_config(vllm_config):
-        where = (plan.rank, plan.init_method, plan.rank, current_platform.dist_backend)
+        where = (plan.rank, f"file:///proc/self/fd/{plan.rendezvous}", plan.rank, current_platform.dist_backend)
         init_worker_distributed_environment(vllm_config, *where)
         init_workspace_manager(device)
         knobs, counters = Knobs(config), DrafterCounters(tables.counters if plan.rank == 0 else None)
