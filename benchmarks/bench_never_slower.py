@@ -15,7 +15,7 @@ Every round asks about the same two videos, which are in the prefix cache: promp
 
 One engine plays all of them in turn: the same cells without the luck of an engine's start.
 
-    python benchmarks/bench_never_slower.py --mixed --keep 12 --pads 0
+    python benchmarks/bench_never_slower.py --one-engine --mixed --keep 12 --pads 0 --rounds 11
 
 Mixed traffic: half of the requests are about 256 video tokens, half about 4,096, where the bundled draft is hopeless;
 16 of them at once, and 192 of which 16 run at a time.
@@ -227,8 +227,8 @@ def measure_mixed(
     args: argparse.Namespace, benchmark: scaling.ScalingBenchmark, workload: Workload, engines: list[Variant]
 ) -> list[dict[str, Any]]:
     """Let every engine answer rounds of eight hopeless and eight good requests, of sixteen good ones, and of many of
-    both kinds in turn, of which sixteen run at a time; return figures of each over vanilla's. The same eight good
-    answers are looked at beside hopeless ones and beside good ones.
+    both kinds in turn, of which sixteen run at a time; return figures of each over vanilla's, by round. The same eight
+    good answers are looked at beside hopeless ones and beside good ones.
     """
     size, half = benchmark.batch_size, benchmark.batch_size // 2
     # The hopeless ones come first, as their prompts take long: the good ones then decode beside them.
@@ -245,11 +245,13 @@ def measure_mixed(
     more = {"traffic": {"lengths": np.random.default_rng(0).integers(least, most + 1, WAVES * size).tolist()}}
     answered: dict[str, list[list[dict[str, Any] | None]]] = {name: [] for name in asked}
 
-    def over_vanilla(name: str, figure: Callable[[dict[str, Any]], float]) -> list[float]:
+    def over_vanilla(name: str, figure: Callable[[dict[str, Any]], float]) -> list[list[float]]:
+        """Return each engine's figures of the rounds but the first over the mean of those of both vanilla engines."""
         of_engines = zip(*answered[name], strict=True)
         found = [[figure(one) for one in of_engine if one is not None] for of_engine in of_engines]
-        ratios = [[one / its for one, its in zip(each, found[0], strict=False)] for each in found]
-        return [statistics.median(each[LEARNING:] or each) for each in ratios]
+        both = [statistics.mean(each) for each in zip(found[0], found[-1], strict=True)]
+        ratios = [[round(one / its, 4) for one, its in zip(each, both, strict=False)] for each in found]
+        return [each[LEARNING:] or each for each in ratios]
 
     def good_tokens_per_s(one: dict[str, Any]) -> float:
         return scaling.by_round({"answers": one["answers"][half:]})["tokens_per_s"]
@@ -269,7 +271,7 @@ def measure_mixed(
             for name, places in asked.items():
                 command = batch_of(benchmark, [begin + place for place in places]) | more.get(name, {})
                 answered[name].append(ask(going_on[name], benchmark, command, number))
-            speeds = over_vanilla("traffic", tokens_per_s)
+            speeds = list(map(statistics.median, over_vanilla("traffic", tokens_per_s)))
             print(
                 f"round {number}: tokens/s of traffic so far {' '.join(f'{speed:.2f}' for speed in speeds)}", flush=True
             )
@@ -296,7 +298,8 @@ def run_mixed(args: argparse.Namespace) -> None:
         benchmark, workload = benchmark_of(args, *DRAFTS["bundled"], pads, tokens=4096, batch=16)
         rows = measure_mixed(args, benchmark, workload, variants(args.fixed))
         others = [each for each in found.get("mixed", []) if each["pads"] != pads]
-        found["mixed"] = [*others, {"pads": pads, "max_tokens": args.max_tokens, "rows": rows}]
+        mixed = {"pads": pads, "one_engine": args.one_engine, "max_tokens": args.max_tokens}
+        found["mixed"] = [*others, mixed | {"commit": (provenance()["git_sha"] or "")[:10], "rows": rows}]
         path.write_text(json.dumps(found, indent=1) + "\n")
         print(mixed_table(found["mixed"][-1:]), flush=True)
 

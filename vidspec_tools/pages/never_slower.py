@@ -1,7 +1,7 @@
 """Sections of docs/never-slower.md: the controller beside vanilla and fixed chains, a row a cell; mixed traffic."""
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from vidspec_tools.bench.methods import CONTROLLER, VANILLA
 from vidspec_tools.bench.scaling import median_error
@@ -25,14 +25,12 @@ HEAD = (
 FIRST_HEAD = (*HEAD[:4], "first answer", "time to first token, cached", "cold")
 REST_HEAD = "video tokens | requests | with our hooks | without | ratio"
 REST = "{tokens:,} | {batch} | {with_ms:.3f} ms | {without_ms:.3f} ms | {ratio:.3f} ± {ratio_error:.3f}"
-MIXED_HEAD = (
-    "target padded to | engine | good beside hopeless | good beside good | tokens/s, 16 requests |"
-    " tokens/s, 192 requests"
-)
-MIXED = (
-    "{padded} | {engine} | {good_beside_hopeless:.2f} | {good_beside_good:.2f} | {sixteen_tokens_per_s:.2f} |"
-    " {traffic_tokens_per_s:.2f}"
-)
+MIXED = {
+    "good_beside_hopeless": "good beside hopeless",
+    "good_beside_good": "good beside good",
+    "sixteen_tokens_per_s": "tokens/s, 16 requests",
+    "traffic_tokens_per_s": "tokens/s, 192 requests",
+}
 
 
 def pooled(cells: Iterable[Row]) -> list[Row]:
@@ -56,7 +54,23 @@ def first_table(cells: Iterable[Row]) -> str:
 
 def mixed_table(mixed: list[Row]) -> str:
     """Return the table of mixed traffic."""
-    return tables.table(MIXED_HEAD, MIXED, [row | {"padded": padded(each)} for each in mixed for row in each["rows"]])
+    rows = [
+        [
+            padded(each),
+            "one" if each["one_engine"] else "each its own",
+            row["engine"],
+            str(len(row["good_beside_good"])),
+            *(with_error(row[of]) for of in MIXED),
+        ]
+        for each in mixed
+        for row in each["rows"]
+    ]
+    return markdown((HEAD[3], "engines", "which", HEAD[4], *MIXED.values()), rows, words=3)
+
+
+def with_error(ratios: Sequence[float]) -> str:
+    """Return the median of ratios, and its error."""
+    return f"{statistics.median(ratios):.2f} ± {median_error(ratios):.2f}"
 
 
 def padded(found: Row) -> str:
@@ -77,7 +91,7 @@ def line(cell: Row) -> list[str]:
         *labels(cell),
         str(len(found)) + (f" ({num_starts} starts)" if num_starts > 1 else ""),
         f"{statistics.median(over_vanilla(cell, best)):.2f} ({VANILLA if best == BOTH else best})",
-        *(f"{statistics.median(each):.2f} ± {median_error(each):.2f}" for each in (found, over_best(cell))),
+        *map(with_error, (found, over_best(cell))),
         *(f"{statistics.median(each):.2f}" for each in (over_vanilla(answers), over_best(answers))),
         f"{1 + ours['accepted_last'] / steps:.2f}" if steps else "rests",
         f"{statistics.median(second_vanilla(cell)):.2f}",
@@ -237,6 +251,6 @@ def sections() -> dict[str, Callable[[], str]]:
         "cells-summary": lambda: summary(cells),
         "first": lambda: first_table(of_starts),
         "first-summary": lambda: first_summary(of_starts),
-        "mixed": lambda: mixed_table(found["mixed"]),
+        "mixed": lambda: mixed_table([*read(ONE_ENGINE).get("mixed", []), *found["mixed"]]),
         "rest": lambda: tables.table(REST_HEAD, REST, read("rest")["rows"]),
     }
