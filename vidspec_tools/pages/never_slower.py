@@ -176,17 +176,23 @@ def summary(cells: list[Row]) -> str:
     return bullets(*lines, *decode_lines(cells))
 
 
-def first_summary(cells: list[Row]) -> str:
-    """Return how late first answers and first tokens are."""
-    resting = [cell for cell in cells if rests(cell)]
+def first_summary(cells: list[Row], of_one: list[Row]) -> str:
+    """Return how late first answers and first tokens are, given cells of engines and those of one engine."""
+    resting = list(filter(rests, cells))
     firsts = spread([cell["rows"][1]["speedup_first"] for cell in resting])
-    late = [cell for cell in resting if later_ms(cell) > max(LATER[0], LATER[1] * cell["rows"][0]["ttft_ms"])]
-    within = f"within {LATER[0]:g} ms or {100 * LATER[1]:g} % in {len(resting) - len(late)} of {len(resting)} cells"
-    others = [f"{later_ms(cell):+.1f} of {cell['rows'][0]['ttft_ms']:.0f} ms ({name(cell)})" for cell in late]
     return bullets(
         f"Very first answers of a length, where nothing is drafted later ({len(resting)} cells): {firsts} of vanilla.",
-        f"First tokens at rest (cached prompts): {within}; the others: {'; '.join(others) or 'none'}.",
+        f"First tokens at rest (cached prompts), an engine each: {late(resting)}.",
+        f"The same in one engine (the cells above): {late(list(filter(rests, of_one)))}.",
     )
+
+
+def late(cells: list[Row]) -> str:
+    """Return in how many cells first tokens are late, and by how much."""
+    found = [cell for cell in cells if later_ms(cell) > max(LATER[0], LATER[1] * cell["rows"][0]["ttft_ms"])]
+    within = f"within {LATER[0]:g} ms or {100 * LATER[1]:g} % in {len(cells) - len(found)} of {len(cells)} cells"
+    others = [f"{later_ms(cell):+.1f} of {cell['rows'][0]['ttft_ms']:.0f} ms ({name(cell)})" for cell in found]
+    return f"{within}; the others: {'; '.join(others) or 'none'}"
 
 
 def bullets(*lines: str) -> str:
@@ -250,7 +256,7 @@ def sections() -> dict[str, Callable[[], str]]:
         "cells": lambda: table(cells),
         "cells-summary": lambda: summary(cells),
         "first": lambda: first_table(of_starts),
-        "first-summary": lambda: first_summary(of_starts),
+        "first-summary": lambda: first_summary(of_starts, cells),
         "mixed": lambda: mixed_table([*read(ONE_ENGINE).get("mixed", []), *found["mixed"]]),
         "rest": lambda: tables.table(REST_HEAD, REST, read("rest")["rows"]),
     }
