@@ -35,7 +35,8 @@ class RequestClass:
     answer_tokens: float = 128.0  # Mean length of an answer
     start_s: float = 0.0  # What it takes until the draft has read a prompt; 0: not known
     rests: bool = False  # Whether its requests are not drafted for, but for a probe now and then
-    since_probe: int = 0  # Requests that came since the last probe
+    since_probe: int = 0  # Requests that came since the last probe,
+    probe_every: int = 0  # and that come before the next one, at least
     to_show: int = 0  # Requests that are yet to be shown, one after another, to measure anew what drafts take
     gain: float = 0.0  # Time of whole answers without drafts over that with them,
     hope: float = 0.0  # the same as it may be by now,

@@ -30,7 +30,9 @@ _STICKY = 1.25  # by how much a request's drafts must be worth more than they co
 _MARGIN = 1.02  # an option must be so much faster than rest or the one in use, drafting for some than for all
 _LEAST_KNOWN = 3.0  # verify steps of a class before it may rest
 _PROBE_STEPS = 8  # verify steps of a request of a resting class that is drafted for nevertheless
-_PROBE_EVERY = 8  # requests of a resting class between two probes, at least
+# Requests of a resting class between two probes, at least: twice as many after each, as the first tokens of all that come
+# at the same time wait for what the draft reads of one.
+_PROBE_EVERY, _PROBE_SELDOM = 8, 48
 
 
 class _Candidates(NamedTuple):
@@ -152,13 +154,14 @@ class Controller:
                 return True
             known.since_probe += 1
             cost_s = known.start_s + _PROBE_STEPS * known.probe_s
-            if known.since_probe < _PROBE_EVERY or not self._trials.owe(cost_s, "probes"):
+            if known.since_probe < known.probe_every or not self._trials.owe(cost_s, "probes"):
                 return False
-            known.since_probe, self.requests.probe_left[slot] = 0, _PROBE_STEPS
+            known.since_probe, known.probe_every = 0, min(2 * known.probe_every, _PROBE_SELDOM)
+            self.requests.probe_left[slot] = _PROBE_STEPS
             forecast.acceptance.forget(index)
             return True
         if known.rests or known.gain < 1.0:  # it changes
-            known.rests, known.since_probe, known.gain_at = not known.rests, 0, -1
+            known.rests, known.since_probe, known.probe_every, known.gain_at = not known.rests, 0, _PROBE_EVERY, -1
             if known.rests:
                 forecast.acceptance.forget(index)
         return not known.rests

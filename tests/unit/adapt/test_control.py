@@ -135,6 +135,23 @@ def test_probes_come_one_by_one(batch, start_s):
     assert engine.serve((1024, 0.0), batch=batch, requests=10 * batch, lengths=(32,)) > 0.95 * without
 
 
+@pytest.mark.parametrize("num_visual", [1024, 4096, 14848])
+def test_most_first_tokens_wait_for_no_probe(num_visual):
+    """All of sixteen that come at once wait for what the draft reads of one. Catches: a probe in four of five bursts,
+    as time allows one."""
+    engine = SimulatedEngine()
+    engine.serve((num_visual, 0.0), batch=16, requests=20)
+    shown = []
+    for _ in range(24):
+        before = engine.num_shown
+        for _ in range(16):
+            engine.add(num_visual, 0.0, 128)
+        shown.append(engine.num_shown > before)
+        while engine.running:
+            engine.step()
+    assert 1 <= sum(shown) < 12, shown
+
+
 @pytest.mark.parametrize("cost", [memory_bound, like_a_small_pair])
 @pytest.mark.parametrize("batch", [1, 4, 16])
 @pytest.mark.parametrize("num_visual", [256, 4096])
