@@ -30,8 +30,8 @@ _STICKY = 1.25  # by how much a request's drafts must be worth more than they co
 _MARGIN = 1.02  # an option must be so much faster than rest or the one in use, drafting for some than for all
 _LEAST_KNOWN = 3.0  # verify steps of a class before it may rest
 _PROBE_STEPS = 8  # verify steps of a request of a resting class that is drafted for nevertheless
-# Requests of a resting class between two probes, at least: twice as many after each, as the first tokens of all that come
-# at the same time wait for what the draft reads of one.
+# Requests of a resting class between two probes, at least: twice as many after each, as the first tokens of all that
+# come at the same time wait for what the draft reads of one.
 _PROBE_EVERY, _PROBE_SELDOM = 8, 48
 
 
@@ -314,7 +314,7 @@ class Controller:
             fastest = np.where(places == places[rest], 0.0, steps.seconds[rest])
             num_tokens = len(batch.slots) + (hoped * drafted).sum(axis=1)
             hopes = (rates > 0) * num_tokens / np.maximum(steps.seconds / (1 + doubt), fastest)
-            if situation.is_rest_due(self._learning.num_steps, float(rates[rest] / rates[best])):
+            if situation.is_rest_due(float(rates[rest] / rates[best])):
                 hopes[rest] = np.inf
             hopes[(places == situation.checked()) & is_doubtful(rates / rates[best])] = np.inf
             chosen = self._trials.begin(situation, rates, hopes, steps.seconds, best)

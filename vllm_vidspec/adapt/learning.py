@@ -163,7 +163,7 @@ class Learning:
         for _ in range(num):
             costs.observe(step.kinds[0], step.features[0], seconds, place)
         if place == self._forecast.rest:
-            situation.rest_measured(self.num_steps)
+            situation.rest_measured()
         is_tried = situation.trial is not None or bool((self._requests.probe_left[slots] > 0).any())
         self.is_measured = costs.count(step.kinds[0]) > 2 * MEASURE_EVERY and not is_tried
         situation.measured += num * (place == situation.trial)

@@ -36,9 +36,9 @@ class Situation:
     trial: int | None = None  # The option that is tried; None: none is
     measured: int = 0  # Steps of the trial that were measured
     until: int = _BETWEEN  # Step at which the trial ends, or the next one may begin
-    rest_due: int = 0  # Step of all situations from which on one without drafts is to be measured again
+    rest_due: int = 0  # Step from which on one without drafts is to be measured again
     rest_wait: int = 0  # Steps between two such; 0: none was measured
-    rest_at: int = 0  # The last step of all situations in which one was
+    rest_at: int = 0  # The last step in which one was
     replaced: int = -1  # The option that was in use before, if it is to be measured once more; -1: none is
     check_at: int = 0  # Step from which on
 
@@ -59,18 +59,18 @@ class Situation:
         place, self.replaced = self.replaced, -1
         return place
 
-    def rest_measured(self, step: int) -> None:
-        """Take note of a step without drafts that was measured, given how many there were in all situations."""
-        self.rest_at = step
-        if step >= self.rest_due:
+    def rest_measured(self) -> None:
+        """Take note of a step without drafts that was measured."""
+        self.rest_at = self.steps
+        if self.steps >= self.rest_due:
             self.rest_wait = min(max(2 * self.rest_wait, _REST_AGAIN), _REST_SELDOM)
-            self.rest_due = step + self.rest_wait
+            self.rest_due = self.steps + self.rest_wait
 
-    def is_rest_due(self, step: int, share: float) -> bool:
+    def is_rest_due(self, share: float) -> bool:
         """Return whether one without drafts is to be measured by now, given what share it has of the best rate."""
         if self.rest_wait and share <= _NEAR:
             return False
-        return step >= min(self.rest_due, self.rest_at + max(_REST_AGAIN, _REST_LOSS * (1 - share)))
+        return self.steps >= min(self.rest_due, self.rest_at + max(_REST_AGAIN, _REST_LOSS * (1 - share)))
 
 
 def is_doubtful(shares: np.ndarray) -> np.ndarray:

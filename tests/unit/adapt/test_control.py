@@ -135,6 +135,19 @@ def test_probes_come_one_by_one(batch, start_s):
     assert engine.serve((1024, 0.0), batch=batch, requests=10 * batch, lengths=(32,)) > 0.95 * without
 
 
+def test_a_batch_that_comes_now_and_then_drafts():
+    """Good requests after hopeless ones, again and again. Catches: what they take without drafts measured each time, as
+    others' steps have passed meanwhile."""
+    engine, shares = SimulatedEngine(cost=like_a_small_pair), []
+    engine.serve((256, 0.9), batch=16, requests=160)
+    for _ in range(12):
+        engine.serve((4096, 0.0), batch=16, requests=100)
+        engine.decisions.clear()
+        engine.serve((256, 0.9), batch=16, requests=16)
+        shares.append(np.mean([decision.option == REST for decision in engine.decisions]))
+    assert np.mean(shares) < 0.2, shares
+
+
 @pytest.mark.parametrize("num_visual", [1024, 4096, 14848])
 def test_most_first_tokens_wait_for_no_probe(num_visual):
     """All of sixteen that come at once wait for what the draft reads of one. Catches: a probe in four of five bursts,
