@@ -298,8 +298,8 @@ def run_mixed(args: argparse.Namespace) -> None:
         benchmark, workload = benchmark_of(args, *DRAFTS["bundled"], pads, tokens=4096, batch=16)
         rows = measure_mixed(args, benchmark, workload, variants(args.fixed))
         others = [each for each in found.get("mixed", []) if each["pads"] != pads]
-        mixed = {"pads": pads, "one_engine": args.one_engine, "max_tokens": args.max_tokens}
-        found["mixed"] = [*others, mixed | {"commit": (provenance()["git_sha"] or "")[:10], "rows": rows}]
+        mixed = {"pads": pads, "max_tokens": args.max_tokens, "commit": (provenance()["git_sha"] or "")[:10]}
+        found["mixed"] = [*others, mixed | {"rows": rows}]
         path.write_text(json.dumps(found, indent=1) + "\n")
         print(mixed_table(found["mixed"][-1:]), flush=True)
 

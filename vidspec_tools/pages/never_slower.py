@@ -55,17 +55,11 @@ def first_table(cells: Iterable[Row]) -> str:
 def mixed_table(mixed: list[Row]) -> str:
     """Return the table of mixed traffic."""
     rows = [
-        [
-            padded(each),
-            "one" if each["one_engine"] else "each its own",
-            row["engine"],
-            str(len(row["good_beside_good"])),
-            *(with_error(row[of]) for of in MIXED),
-        ]
+        [padded(each), row["engine"], str(len(row["good_beside_good"])), *(with_error(row[of]) for of in MIXED)]
         for each in mixed
         for row in each["rows"]
     ]
-    return markdown((HEAD[3], "engines", "which", HEAD[4], *MIXED.values()), rows, words=3)
+    return markdown((HEAD[3], "engine", HEAD[4], *MIXED.values()), rows, words=2)
 
 
 def with_error(ratios: Sequence[float]) -> str:
@@ -257,6 +251,6 @@ def sections() -> dict[str, Callable[[], str]]:
         "cells-summary": lambda: summary(cells),
         "first": lambda: first_table(of_starts),
         "first-summary": lambda: first_summary(of_starts, cells),
-        "mixed": lambda: mixed_table([*read(ONE_ENGINE).get("mixed", []), *found["mixed"]]),
+        "mixed": lambda: mixed_table(read(ONE_ENGINE)["mixed"]),
         "rest": lambda: tables.table(REST_HEAD, REST, read("rest")["rows"]),
     }
