@@ -290,6 +290,11 @@ def measure_mixed(
     ]
 
 
+def commit() -> str:
+    """Return what a result names its commit by; "" where there is none."""
+    return (provenance()["git_sha"] or "")[:10]
+
+
 def run_mixed(args: argparse.Namespace) -> None:
     """Measure mixed traffic of 16 with the bundled pair, padded as asked; keep it in the file, and print it."""
     path = Path(args.json)
@@ -298,8 +303,7 @@ def run_mixed(args: argparse.Namespace) -> None:
         benchmark, workload = benchmark_of(args, *DRAFTS["bundled"], pads, tokens=4096, batch=16)
         rows = measure_mixed(args, benchmark, workload, variants(args.fixed))
         others = [each for each in found.get("mixed", []) if each["pads"] != pads]
-        mixed = {"pads": pads, "max_tokens": args.max_tokens, "commit": (provenance()["git_sha"] or "")[:10]}
-        found["mixed"] = [*others, mixed | {"rows": rows}]
+        found["mixed"] = [*others, {"pads": pads, "max_tokens": args.max_tokens, "commit": commit(), "rows": rows}]
         path.write_text(json.dumps(found, indent=1) + "\n")
         print(mixed_table(found["mixed"][-1:]), flush=True)
 
@@ -322,7 +326,7 @@ def run(args: argparse.Namespace) -> None:
                 for tokens, batch, rounds, rows in measure(args, family, draft, pads, engines, todo):
                     cell = {"tokens": tokens, "draft": name, "batch": batch, "pads": pads}
                     cell |= {"max_tokens": args.max_tokens, "rounds": rounds - LEARNING, "kept": args.keep}
-                    cells.append(cell | {"commit": (provenance()["git_sha"] or "")[:10], "rows": rows})
+                    cells.append(cell | {"commit": commit(), "rows": rows})
                     path.write_text(json.dumps(found | {"provenance": provenance()}, indent=1) + "\n")
                     print(" | ".join(line(cells[-1])), flush=True)
 

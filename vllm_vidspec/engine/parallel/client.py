@@ -52,14 +52,15 @@ class DrafterClient:
     def start(self) -> None:
         self.tables.forget_streams()
         self.tables.draft_us[:] = 0
-        rendezvous = launch.write_memory(b"", "vidspec-rendezvous")  # a port could be taken before they have begun
         devices = launch.devices_of(self._config, os.environ.get("CUDA_VISIBLE_DEVICES"))
         environment = launch.environment_for(self._config, devices)
         self._channel, other = Channel.pair(ToTarget, launch.cores_of(self._config, os.getpid()))
-        with other, open(rendezvous):  # the processes have their own
+        # By memory, not by a port, which could be taken before they have begun.
+        with other, open(launch.write_memory(b"", "vidspec-rendezvous")) as rendezvous:
             for rank in range(self._config.parallel.tensor_parallel_size):
-                channel, memory = other.fileno() if rank == 0 else None, (self._memory, self._packed)
-                plan = launch.Plan(rank, os.getpid(), vars(self._sizes), *memory, channel, rendezvous, self._vocab_size)
+                channel = other.fileno() if rank == 0 else None
+                descriptors = self._memory, self._packed, channel, rendezvous.fileno()
+                plan = launch.Plan(rank, os.getpid(), vars(self._sizes), *descriptors, self._vocab_size)
                 self._processes.append(launch.start(plan, environment))
         self.num_restarts += 1
         self._since = time.monotonic()
