@@ -146,6 +146,12 @@ def without_hopeless(sessions: list[Asked], engines: list[Variant], speedups: li
     ]
 
 
+def verify_steps(rounds: Iterable[dict[str, Any] | None]) -> list[int]:
+    """Return how often requests had drafts verified in each round that an engine answered."""
+    answered = [one for one in rounds if one is not None]
+    return [0 if one["metrics"] is None else one["metrics"]["drafts"] for one in answered]
+
+
 def rows_of(engines: list[Variant], turns: list[list[dict[str, Any] | None]]) -> list[dict[str, Any]]:
     """Return a row of each engine, given what all of them answered in each round."""
     answers = [[one for one in of_engine if one is not None] for of_engine in zip(*turns, strict=True)]
@@ -164,7 +170,7 @@ def rows_of(engines: list[Variant], turns: list[list[dict[str, Any] | None]]) ->
                 "speedup_first": speedups[0],
                 "ttft_ms": 1e3 * statistics.median(one["ttft_s"] for one in found[begin:]),
                 "ttft_more_ms": statistics.median(delays[begin:]),
-                "verify_steps": [0 if one["metrics"] is None else one["metrics"]["drafts"] for one in rounds],
+                "verify_steps": verify_steps(rounds),
                 "verify_steps_last": 0 if last is None else last["drafts"],
                 "accepted_last": 0 if last is None else last["accepted_tokens"],
                 "identical_frac": identical_frac(
@@ -272,9 +278,9 @@ def measure_mixed(
                 command = batch_of(benchmark, [begin + place for place in places]) | more.get(name, {})
                 answered[name].append(ask(going_on[name], benchmark, command, number))
             speeds = list(map(statistics.median, over_vanilla("traffic", tokens_per_s)))
-            print(
-                f"round {number}: tokens/s of traffic so far {' '.join(f'{speed:.2f}' for speed in speeds)}", flush=True
-            )
+            drafted = {name: verify_steps([turns[-1][1]])[0] for name, turns in answered.items()}
+            of_all = " ".join(f"{speed:.2f}" for speed in speeds)
+            print(f"round {number}: tokens/s of traffic so far {of_all}; controller's drafts {drafted}", flush=True)
             if number + 1 == LEARNING:
                 going_on["traffic"] = without_hopeless(sessions, engines, speeds)
 
@@ -285,7 +291,9 @@ def measure_mixed(
         "traffic_tokens_per_s": over_vanilla("traffic", tokens_per_s),
     }
     return [
-        {"engine": engine.method, **{name: of_engine[place] for name, of_engine in figures.items()}}
+        {"engine": engine.method}
+        | {name: of_engine[place] for name, of_engine in figures.items()}
+        | {"verify_steps": {name: verify_steps([turn[place] for turn in turns]) for name, turns in answered.items()}}
         for place, engine in enumerate(engines)
     ]
 
