@@ -17,7 +17,7 @@ import numpy as np
 
 from vllm_vidspec.adapt.classes import Ended, RequestClass
 from vllm_vidspec.adapt.forecast import Forecast, Steps
-from vllm_vidspec.adapt.learning import SETTLE, Learning
+from vllm_vidspec.adapt.learning import PROBE_STEPS, SETTLE, Learning
 from vllm_vidspec.adapt.options import REST, Decision, Option, StepKind
 from vllm_vidspec.adapt.requests import Batch, Requests
 from vllm_vidspec.adapt.trials import UNMEASURED, Situation, Trials, is_doubtful
@@ -29,10 +29,10 @@ _GAIN_HOLDS = 32  # steps for which what a class gains is not asked again
 _STICKY = 1.25  # by how much a request's drafts must be worth more than they cost until it changes what it gets
 _MARGIN = 1.02  # an option must be so much faster than rest or the one in use, drafting for some than for all
 _LEAST_KNOWN = 3.0  # verify steps of a class before it may rest
-_PROBE_STEPS = 8  # verify steps of a request of a resting class that is drafted for nevertheless
 # Requests of a resting class between two probes, at least: twice as many after each, as the first tokens of all that
 # come at the same time wait for what the draft reads of one.
 _PROBE_EVERY, _PROBE_SELDOM = 8, 48
+_SHOW_EVERY, _SHOW_SELDOM = 1024, 16384  # steps between two times that so many of a class are shown as usually run
 
 
 class _Candidates(NamedTuple):
@@ -146,53 +146,72 @@ class Controller:
             known.gain, known.hope, known.probe_s = self._gain(known, slot, self.requests.slots(running))
             known.gain_at = learning.num_steps + _GAIN_HOLDS
         if known.rests and known.gain <= _MARGIN:
-            if not known.to_show and known.hope > _MARGIN:
+            if not known.to_show and known.hope > _MARGIN and known.show_at <= learning.num_steps:
                 size = learning.usual_size
-                known.to_show = size * self._trials.owe(size * known.start_s, "probes")
+                if self._trials.owe(size * known.start_s, "probes"):
+                    known.to_show, known.show_wait = size, min(max(2 * known.show_wait, _SHOW_EVERY), _SHOW_SELDOM)
+                    known.show_at = learning.num_steps + known.show_wait
             if known.to_show:
                 known.to_show -= 1
                 return True
             known.since_probe += 1
-            cost_s = known.start_s + _PROBE_STEPS * known.probe_s
+            cost_s = known.start_s + PROBE_STEPS * known.probe_s
             if known.since_probe < known.probe_every or not self._trials.owe(cost_s, "probes"):
                 return False
             known.since_probe, known.probe_every = 0, min(2 * known.probe_every, _PROBE_SELDOM)
-            self.requests.probe_left[slot] = _PROBE_STEPS
+            self.requests.probe_left[slot] = PROBE_STEPS // 2
             forecast.acceptance.forget(index)
             return True
         if known.rests or known.gain < 1.0:  # it changes
             known.rests, known.since_probe, known.probe_every, known.gain_at = not known.rests, 0, _PROBE_EVERY, -1
+            known.show_at = known.show_wait = 0
             if known.rests:
                 forecast.acceptance.forget(index)
         return not known.rests
 
-    def _gain(self, known: RequestClass, slot: int, running: np.ndarray) -> tuple[float, float, float]:
-        """Return the time of whole answers without drafts over that with the best of them, the draft's reading of the
-        prompts included, of such requests beside those of these `[n]` slots, as many as usually run and in the shares
-        that they will have; the same as it may be, as what drafts take may have changed since they were measured; and
-        what those of one request cost a step.
+    def _usual_batch(self, known: RequestClass, slot: int, running: np.ndarray) -> Batch:
+        """Return as many requests as usually run: such as that of a slot, the last of them, beside those of these `[n]`
+        slots, in the shares that they will have.
         """
-        forecast = self.forecast
-        classes = forecast.acceptance.classes
-        index, size = int(classes[slot]), self._learning.usual_size
+        classes, size = self.forecast.acceptance.classes, self._learning.usual_size
         running = running[(running >= 0) & (running != slot)]
-        is_other = classes[running] != index
+        is_other = classes[running] != classes[slot]
         num_own, others = 1.0 + np.count_nonzero(~is_other), running[is_other]
         if known.rests:  # once they are drafted for they end sooner, and others take their places
-            num_own /= forecast.longest_of_class(index)
+            num_own /= self.forecast.longest_of_class(int(classes[slot]))
         num_others = size - max(1, round(size * num_own / (num_own + len(others))))
-        batch = self.requests.batch(np.concatenate((np.resize(others, num_others), np.full(size - num_others, slot))))
-        of_class = np.arange(size) >= num_others
-        places = np.arange(len(self.options))
-        steps = forecast.steps(batch, places, (forecast.num_tokens[:, None] > 0) & of_class)
-        lengths, rest_s = forecast.lengths_of_class(index), steps.seconds[forecast.rest]
+        return self.requests.batch(np.concatenate((np.resize(others, num_others), np.full(size - num_others, slot))))
+
+    def _gain(self, known: RequestClass, slot: int, running: np.ndarray) -> tuple[float, float, float]:
+        """Return how fast a usual batch is with the best drafts for such requests over the best without; the same as it
+        may be, as what drafts take may have changed since they were measured; and what those of one cost a step.
+
+        Others are drafted for where that pays: classes that pay together need not pay alone.
+        """
+        forecast, batch = self.forecast, self._usual_batch(known, slot, running)
+        size, places = len(batch.slots), np.arange(len(self.options))
+        classes, of_class = np.unique(forecast.acceptance.classes[batch.slots], return_inverse=True)
+        members, num_sets = np.arange(len(classes))[:, None] == of_class, len(classes)
+        # `[classes, options]` of a step: what drafts save, in steps, and what it takes to read these prompts.
+        lengths = np.stack([forecast.lengths_of_class(each) for each in classes.tolist()])
+        saved = lengths * (members @ forecast.costs.worth(batch))[:, None] / size
+        start_s = np.array([self.classes[each].start_s / self.classes[each].answer_tokens for each in classes.tolist()])
+        read_s = (1 + lengths) * (members.sum(axis=1) * start_s)[:, None]
+        # Sets of classes for each option: first the one whose drafts save most for what they add, then the next, too.
+        added_s = members @ forecast.own_seconds(batch, places).T + read_s
+        rank = (added_s / np.maximum(saved, 1e-9)).argsort(axis=0).argsort(axis=0)
+        is_in = rank.T[:, None] <= np.arange(num_sets)[:, None]  # `[options, sets, classes]`
+        drafted = (is_in @ members).reshape(-1, size) & (forecast.num_tokens > 0).repeat(num_sets)[:, None]
+        steps = forecast.steps(batch, places.repeat(num_sets), drafted)
+        rest_s = steps.seconds[forecast.rest * num_sets]
         seconds = np.maximum(np.stack((steps.seconds, steps.seconds / (1 + forecast.costs.drift(steps.kinds)))), rest_s)
-        num_steps = known.answer_tokens / (1 + lengths)
-        answers_s = num_steps * seconds + of_class.sum() * known.start_s
-        gains = num_steps * (1 + lengths * (forecast.costs.worth(batch) @ of_class) / size) * rest_s / answers_s
-        gains[:, forecast.rest] = 0.0
-        gain, hope = gains.max(axis=1).tolist()
-        of_one = forecast.step(batch, int(gains[0].argmax()), np.arange(size) == size - 1).seconds[0]
+        in_steps, in_s = (np.einsum("osc,co->os", is_in, each).ravel() for each in (saved, read_s))
+        rates = drafted.any(axis=1) * (1 + in_steps) * rest_s / (seconds + in_s)
+        has_own = drafted[:, -1]
+        without = max(1.0, float((rates[0] * ~has_own).max()))
+        gain, hope = ((rates * has_own).max(axis=1) / without).tolist()
+        best = int((rates[0] * has_own).argmax()) // num_sets
+        of_one = forecast.step(batch, best, np.arange(size) == size - 1).seconds[0]
         return gain, hope, float(max(0.0, of_one - rest_s))
 
     # ---- a step ----------------------------------------------------------------------------------------------------
@@ -257,6 +276,8 @@ class Controller:
         situation.use(int(places[best]), float(rates[best]))
         if best == rest:
             requests.may_draft[slots[requests.probe_left[slots] == requests.OVER]] = False
+            if not requests.may_draft[slots].any():
+                return REST, np.zeros(len(slots), dtype=bool)
         is_probed = (requests.probe_left[slots] > 0) & requests.may_draft[slots]
         if best == rest and is_probed.any() and len(places) > 1:
             rates[rest] = 0.0

@@ -10,6 +10,7 @@ from vllm_vidspec.adapt.requests import Requests
 from vllm_vidspec.adapt.trials import Situation, Trials
 
 SETTLE = 4  # first steps without drafts after others, of which nothing is learned: the caches have lost what they need
+PROBE_STEPS = 8
 MEASURE_EVERY = 4  # steps of a kind that is known, of which one is measured
 _TOGETHER = 64  # steps that are taken in together, at most: a step's work evicts this code from the caches
 _NEW_SIZE = 0.05  # share of a step in the usual size of a batch
@@ -112,11 +113,14 @@ class Learning:
         slots, tokens = slots[is_verified], tokens[is_verified]
         self._forecast.acceptance.observe(slots, drafted[is_verified], tokens - 1, is_chain)
         verified = np.bincount(slots, minlength=num_slots)
-        is_probed = requests.probe_left > 0
-        requests.probe_left -= verified * is_probed
-        requests.probe_left[is_probed & (requests.probe_left <= 0)] = requests.OVER
         requests.verify_steps += verified
         requests.verify_tokens += np.bincount(slots, tokens, num_slots).astype(np.int64)
+        is_probed = requests.probe_left > 0
+        requests.probe_left -= verified * is_probed
+        # A second half follows where any draft was accepted.
+        goes_on = (requests.verify_tokens > requests.verify_steps) & (requests.verify_steps < PROBE_STEPS)
+        is_over = is_probed & (requests.probe_left <= 0)
+        requests.probe_left[is_over] = np.where(goes_on[is_over], PROBE_STEPS // 2, requests.OVER)
 
     def _time(self, kind: StepKind, slots: np.ndarray, num_tokens: np.ndarray, seconds: list[float]) -> None:
         """Learn how long steps of a kind took, given `[n]` slots, `[s, n]` tokens, and the seconds that are known."""

@@ -89,12 +89,12 @@ class SimulatedEngine:
         self._passed, self._may_pass = list[float](), 0  # seconds of quiet steps, and how many more may pass
         self.decisions: list[Decision] = []
 
-    def add(self, num_visual: int, chance: float, length: int) -> Running:
-        """Let a request come, about a video of so many tokens."""
+    def add(self, num_visual: int, chance: float, length: int, kind: tuple = ()) -> Running:
+        """Let a request come, about a video of so many tokens; `kind` is what else tells its class from others."""
         self._look()
         req_id = f"r{self.num_added}"
         label, sizes = class_label(num_visual, 0), (num_visual + 50, num_visual // 10 + 50)
-        shown = self.controller.add(req_id, label, (), *sizes, list(self.running))
+        shown = self.controller.add(req_id, label, kind, *sizes, list(self.running))
         if self._fixed is not None:
             shown = self._fixed.option.num_tokens > 0
         request = self.running[req_id] = Running(chance, length, (num_visual + 50) / 1e3, shown)
@@ -166,16 +166,15 @@ class SimulatedEngine:
             self._passed.clear()
         self._last, self._may_pass = None, 0
 
-    def serve(
-        self, *kinds: tuple[int, float], batch: int = 1, requests: int = 20, lengths: Sequence[int] = (128,)
-    ) -> float:
-        """Run `requests` of these kinds (visual tokens, chance) and lengths in turn, so many at a time; return tokens a
-        second.
+    def serve(self, *kinds: tuple, batch: int = 1, requests: int = 20, lengths: Sequence[int] = (128,)) -> float:
+        """Run `requests` of these kinds (visual tokens, chance, what else tells a class) and lengths in turn, so many
+        at a time; return tokens a second.
         """
         tokens, seconds, last = self.tokens, self.seconds, self.num_added + requests
         while self.num_added < last or self.running:
             while len(self.running) < batch and self.num_added < last:
-                self.add(*kinds[self.num_added % len(kinds)], lengths[self.num_added % len(lengths)])
+                num_visual, chance, *kind = kinds[self.num_added % len(kinds)]
+                self.add(num_visual, chance, lengths[self.num_added % len(lengths)], tuple(kind))
             self.step()
         return (self.tokens - tokens) / (self.seconds - seconds)
 

@@ -10,6 +10,7 @@ import pytest
 from tests.unit.adapt.simulated import CHAINS, SimulatedEngine, cold, like_a_small_pair, memory_bound, noisy
 from vllm_vidspec.adapt import REST, Controller, Option, StepKind, class_label
 from vllm_vidspec.adapt import control as module
+from vllm_vidspec.adapt.learning import PROBE_STEPS
 from vllm_vidspec.names import CLASS_LABELS
 
 FIXED = (0, 1, 2, 3, 5)
@@ -72,7 +73,8 @@ def test_first_steps_are_not_believed(chance):
 
 
 def test_a_class_that_does_not_pay_is_not_shown_and_probes_are_bounded():
-    """Catches: a class that is never given up, a probe that never ends, probes for every request."""
+    """Catches: a class that is never given up, a probe that never ends or that goes on although nothing is accepted,
+    probes for every request."""
     engine = SimulatedEngine()
     engine.serve((4096, 0.0), requests=20)
     shown = engine.num_shown
@@ -83,7 +85,7 @@ def test_a_class_that_does_not_pay_is_not_shown_and_probes_are_bounded():
         requests.append(engine.add(4096, 0.0, 128))
     probes = engine.num_shown - shown
     assert 1 <= probes <= 401 // module._PROBE_EVERY + 1
-    assert max(request.verified for request in requests) <= module._PROBE_STEPS + 1
+    assert max(request.verified for request in requests) <= PROBE_STEPS // 2 + 1
 
 
 def test_who_was_probed_is_at_rest_afterwards():
@@ -98,7 +100,18 @@ def test_who_was_probed_is_at_rest_afterwards():
         assert engine.controller.num_quiet > 0
         while engine.running:
             engine.step()
-    assert request.verified >= module._PROBE_STEPS
+    assert request.verified >= PROBE_STEPS // 2
+
+
+def test_a_probe_that_shows_something_goes_on():
+    """Catches: one that ends half-way whatever was accepted."""
+    engine = SimulatedEngine(cost=like_a_small_pair)
+    engine.serve((4096, 0.3), batch=16, requests=48)
+    probed = [engine.add(4096, 0.3, 128) for _ in range(48)]
+    while engine.running:
+        engine.step()
+    most = max(request.verified for request in probed)
+    assert PROBE_STEPS <= most <= PROBE_STEPS + 1
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
@@ -133,6 +146,21 @@ def test_probes_come_one_by_one(batch, start_s):
     engine.serve((1024, 0.0), batch=batch, requests=40)
     engine.serve((256, 0.95), batch=batch, requests=100 * batch)
     assert engine.serve((1024, 0.0), batch=batch, requests=10 * batch, lengths=(32,)) > 0.95 * without
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_classes_that_pay_together_are_drafted_for(is_new):
+    """Sixteen good requests of eight classes, which share what drafting for any of them takes, are as fast as of one.
+    Catches: classes that rest because each alone would not pay, be they new or at rest."""
+
+    def speed(num_classes: int) -> float:
+        engine, kinds = SimulatedEngine(cost=like_a_small_pair), [(256, 0.95, kind) for kind in range(num_classes)]
+        for kind in [] if is_new else kinds:  # beside hopeless ones it rests
+            engine.serve(kind, (4096, 0.0), (4096, 0.0), (4096, 0.0), batch=16, requests=96)
+        engine.serve(*kinds, batch=16, requests=96)
+        return engine.serve(*kinds, batch=16, requests=192)
+
+    assert speed(8) > 0.97 * speed(1)
 
 
 def test_a_batch_that_comes_now_and_then_drafts():
