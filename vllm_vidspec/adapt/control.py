@@ -32,7 +32,7 @@ _LEAST_KNOWN = 3.0  # verify steps of a class before it may rest
 # Requests of a resting class between two probes, at least: twice as many after each, as the first tokens of all that
 # come at the same time wait for what the draft reads of one.
 _PROBE_EVERY, _PROBE_SELDOM = 8, 48
-_SHOW_EVERY, _SHOW_SELDOM = 1024, 16384  # steps between two times that so many of a class are shown as usually run
+_SHOW_EVERY, _SHOW_SELDOM = 128, 16384  # steps between two times that so many of a class are shown as usually run
 
 
 class _Candidates(NamedTuple):
