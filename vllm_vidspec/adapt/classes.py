@@ -38,8 +38,6 @@ class RequestClass:
     since_probe: int = 0  # Requests that came since the last probe,
     probe_every: int = 0  # and that come before the next one, at least
     to_show: int = 0  # Requests that are yet to be shown, one after another, to measure anew what drafts take
-    show_at: int = 0  # The step from which on such may be shown again,
-    show_wait: int = 0  # and the steps between
     gain: float = 0.0  # Time of whole answers without drafts over that with them,
     hope: float = 0.0  # the same as it may be by now,
     probe_s: float = 0.0  # what those of one request cost a step,

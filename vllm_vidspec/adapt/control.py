@@ -32,7 +32,6 @@ _LEAST_KNOWN = 3.0  # verify steps of a class before it may rest
 # Requests of a resting class between two probes, at least: twice as many after each, as the first tokens of all that
 # come at the same time wait for what the draft reads of one.
 _PROBE_EVERY, _PROBE_SELDOM = 8, 48
-_SHOW_EVERY, _SHOW_SELDOM = 128, 16384  # steps between two times that so many of a class are shown as usually run
 
 
 class _Candidates(NamedTuple):
@@ -146,11 +145,9 @@ class Controller:
             known.gain, known.hope, known.probe_s = self._gain(known, slot, self.requests.slots(running))
             known.gain_at = learning.num_steps + _GAIN_HOLDS
         if known.rests and known.gain <= _MARGIN:
-            if not known.to_show and known.hope > _MARGIN and known.show_at <= learning.num_steps:
+            if not known.to_show and known.hope > _MARGIN:
                 size = learning.usual_size
-                if self._trials.owe(size * known.start_s, "probes"):
-                    known.to_show, known.show_wait = size, min(max(2 * known.show_wait, _SHOW_EVERY), _SHOW_SELDOM)
-                    known.show_at = learning.num_steps + known.show_wait
+                known.to_show = size * self._trials.owe(size * known.start_s, "probes")
             if known.to_show:
                 known.to_show -= 1
                 return True
@@ -164,7 +161,6 @@ class Controller:
             return True
         if known.rests or known.gain < 1.0:  # it changes
             known.rests, known.since_probe, known.probe_every, known.gain_at = not known.rests, 0, _PROBE_EVERY, -1
-            known.show_at = known.show_wait = 0
             if known.rests:
                 forecast.acceptance.forget(index)
         return not known.rests

@@ -10,7 +10,7 @@ from vllm_vidspec.adapt.requests import Requests
 from vllm_vidspec.adapt.trials import Situation, Trials
 
 SETTLE = 4  # first steps without drafts after others, of which nothing is learned: the caches have lost what they need
-PROBE_STEPS = 8
+PROBE_STEPS = 8  # verify steps of a request of a resting class that is drafted for nevertheless, at most
 MEASURE_EVERY = 4  # steps of a kind that is known, of which one is measured
 _TOGETHER = 64  # steps that are taken in together, at most: a step's work evicts this code from the caches
 _NEW_SIZE = 0.05  # share of a step in the usual size of a batch
