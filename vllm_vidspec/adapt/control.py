@@ -28,6 +28,7 @@ _QUIET = 15  # steps at rest of which nothing is to be learned, between two that
 _GAIN_HOLDS = 32  # steps for which what a class gains is not asked again
 _STICKY = 1.25  # by how much a request's drafts must be worth more than they cost until it changes what it gets
 _MARGIN = 1.02  # an option must be so much faster than rest or the one in use, drafting for some than for all
+_ALIKE = 0.3  # classes whose tokens per verify step differ by less, relative, gain together
 _LEAST_KNOWN = 3.0  # verify steps of a class before it may rest
 # Requests of a resting class between two probes, at least: twice as many after each, as the first tokens of all that
 # come at the same time wait for what the draft reads of one.
@@ -165,49 +166,38 @@ class Controller:
                 forecast.acceptance.forget(index)
         return not known.rests
 
-    def _usual_batch(self, known: RequestClass, slot: int, running: np.ndarray) -> Batch:
-        """Return as many requests as usually run: such as that of a slot, the last of them, beside those of these `[n]`
-        slots, in the shares that they will have.
+    def _gain(self, known: RequestClass, slot: int, running: np.ndarray) -> tuple[float, float, float]:
+        """Return the time of whole answers without drafts over that with the best of them, the draft's reading of the
+        prompts included, of such requests beside those of these `[n]` slots, as many as usually run and in the shares
+        that they will have; the same as it may be, as what drafts take may have changed since they were measured; and
+        what those of one request cost a step. Classes whose drafts are about as good are drafted for with it: what
+        drafting takes, whoever it is for, they share.
         """
-        classes, size = self.forecast.acceptance.classes, self._learning.usual_size
+        forecast = self.forecast
+        classes = forecast.acceptance.classes
+        index, size = int(classes[slot]), self._learning.usual_size
         running = running[(running >= 0) & (running != slot)]
-        is_other = classes[running] != classes[slot]
+        is_other = classes[running] != index
         num_own, others = 1.0 + np.count_nonzero(~is_other), running[is_other]
         if known.rests:  # once they are drafted for they end sooner, and others take their places
-            num_own /= self.forecast.longest_of_class(int(classes[slot]))
+            num_own /= forecast.longest_of_class(index)
         num_others = size - max(1, round(size * num_own / (num_own + len(others))))
-        return self.requests.batch(np.concatenate((np.resize(others, num_others), np.full(size - num_others, slot))))
-
-    def _gain(self, known: RequestClass, slot: int, running: np.ndarray) -> tuple[float, float, float]:
-        """Return how fast a usual batch is with the best drafts for such requests over the best without; the same as it
-        may be, as what drafts take may have changed since they were measured; and what those of one cost a step.
-
-        Others are drafted for where that pays: classes that pay together need not pay alone.
-        """
-        forecast, batch = self.forecast, self._usual_batch(known, slot, running)
-        size, places = len(batch.slots), np.arange(len(self.options))
-        classes, of_class = np.unique(forecast.acceptance.classes[batch.slots], return_inverse=True)
-        members, num_sets = np.arange(len(classes))[:, None] == of_class, len(classes)
-        # `[classes, options]` of a step: what drafts save, in steps, and what it takes to read these prompts.
-        lengths = np.stack([forecast.lengths_of_class(each) for each in classes.tolist()])
-        saved = lengths * (members @ forecast.costs.worth(batch))[:, None] / size
-        start_s = np.array([self.classes[each].start_s / self.classes[each].answer_tokens for each in classes.tolist()])
-        read_s = (1 + lengths) * (members.sum(axis=1) * start_s)[:, None]
-        # Sets of classes for each option: first the one whose drafts save most for what they add, then the next, too.
-        added_s = members @ forecast.own_seconds(batch, places).T + read_s
-        rank = (added_s / np.maximum(saved, 1e-9)).argsort(axis=0).argsort(axis=0)
-        is_in = rank.T[:, None] <= np.arange(num_sets)[:, None]  # `[options, sets, classes]`
-        drafted = (is_in @ members).reshape(-1, size) & (forecast.num_tokens > 0).repeat(num_sets)[:, None]
-        steps = forecast.steps(batch, places.repeat(num_sets), drafted)
-        rest_s = steps.seconds[forecast.rest * num_sets]
+        batch = self.requests.batch(np.concatenate((np.resize(others, num_others), np.full(size - num_others, slot))))
+        indices, members = np.unique(classes[batch.slots], return_inverse=True)
+        longest = np.array([forecast.longest_of_class(each) for each in indices.tolist()])
+        own = longest[members[-1]]
+        is_alike = (abs(longest - own) < _ALIKE * own)[members]
+        start_s = is_alike @ np.array([self.classes[each].start_s for each in indices.tolist()])[members]
+        places = np.arange(len(self.options))
+        steps = forecast.steps(batch, places, (forecast.num_tokens[:, None] > 0) & is_alike)
+        lengths, rest_s = forecast.lengths_of_class(index), steps.seconds[forecast.rest]
         seconds = np.maximum(np.stack((steps.seconds, steps.seconds / (1 + forecast.costs.drift(steps.kinds)))), rest_s)
-        in_steps, in_s = (np.einsum("osc,co->os", is_in, each).ravel() for each in (saved, read_s))
-        rates = drafted.any(axis=1) * (1 + in_steps) * rest_s / (seconds + in_s)
-        has_own = drafted[:, -1]
-        without = max(1.0, float((rates[0] * ~has_own).max()))
-        gain, hope = ((rates * has_own).max(axis=1) / without).tolist()
-        best = int((rates[0] * has_own).argmax()) // num_sets
-        of_one = forecast.step(batch, best, np.arange(size) == size - 1).seconds[0]
+        num_steps = known.answer_tokens / (1 + lengths)
+        answers_s = num_steps * seconds + start_s
+        gains = num_steps * (1 + lengths * (forecast.costs.worth(batch) @ is_alike) / size) * rest_s / answers_s
+        gains[:, forecast.rest] = 0.0
+        gain, hope = gains.max(axis=1).tolist()
+        of_one = forecast.step(batch, int(gains[0].argmax()), np.arange(size) == size - 1).seconds[0]
         return gain, hope, float(max(0.0, of_one - rest_s))
 
     # ---- a step ----------------------------------------------------------------------------------------------------
