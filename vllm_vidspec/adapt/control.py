@@ -170,8 +170,8 @@ class Controller:
         """Return the time of whole answers without drafts over that with the best of them, the draft's reading of the
         prompts included, of such requests beside those of these `[n]` slots, as many as usually run and in the shares
         that they will have; the same as it may be, as what drafts take may have changed since they were measured; and
-        what those of one request cost a step. Classes whose drafts are about as good are drafted for with it: what
-        drafting takes, whoever it is for, they share.
+        what those of one request cost a step. Classes whose drafts are about as good, and those of which nothing is
+        known, are drafted for with it: what drafting takes, whoever it is for, they share.
         """
         forecast = self.forecast
         classes = forecast.acceptance.classes
@@ -186,7 +186,8 @@ class Controller:
         indices, members = np.unique(classes[batch.slots], return_inverse=True)
         longest = np.array([forecast.longest_of_class(each) for each in indices.tolist()])
         own = longest[members[-1]]
-        is_alike = (abs(longest - own) < _ALIKE * own)[members]
+        is_new = np.array([forecast.acceptance.tries(each) < _LEAST_KNOWN for each in indices.tolist()])
+        is_alike = (is_new | (abs(longest - own) < _ALIKE * own))[members]
         start_s = is_alike @ np.array([self.classes[each].start_s for each in indices.tolist()])[members]
         places = np.arange(len(self.options))
         steps = forecast.steps(batch, places, (forecast.num_tokens[:, None] > 0) & is_alike)

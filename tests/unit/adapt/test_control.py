@@ -163,6 +163,18 @@ def test_classes_that_pay_together_are_drafted_for(is_new):
     assert speed(8) > 0.97 * speed(1)
 
 
+def test_a_class_pays_with_new_ones_beside_it():
+    """The first sixteen requests of four classes, of which one is known, are as fast as those of one. Catches: the
+    known one rests, as if new ones, which are drafted for in any case, did not share what drafting takes."""
+
+    def speed(num_classes: int) -> float:
+        engine = SimulatedEngine(cost=like_a_small_pair)
+        engine.serve((256, 0.95, 0), batch=16, requests=96)
+        return engine.serve(*((256, 0.95, kind) for kind in reversed(range(num_classes))), batch=16, requests=16)
+
+    assert speed(4) > 0.95 * speed(1)
+
+
 def test_a_batch_that_comes_now_and_then_drafts():
     """Good requests after hopeless ones, again and again. Catches: what they take without drafts measured each time, as
     others' steps have passed meanwhile."""
