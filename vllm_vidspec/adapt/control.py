@@ -138,7 +138,7 @@ class Controller:
     def _is_shown(self, known: RequestClass, index: int, slot: int, running: Iterable[str]) -> bool:
         """Return whether a request that has just got its slot is shown to the draft; keep its class's state."""
         forecast, learning = self.forecast, self._learning
-        if forecast.acceptance.tries(index) < _LEAST_KNOWN or not forecast.costs.is_fitted:
+        if self._is_new(index) or not forecast.costs.is_fitted:
             known.rests = False
             return True
         if known.gain_at < learning.num_steps:
@@ -166,6 +166,10 @@ class Controller:
                 forecast.acceptance.forget(index)
         return not known.rests
 
+    def _is_new(self, index: int) -> bool:
+        """Return whether too little is known of a class for it to rest."""
+        return self.forecast.acceptance.tries(index) < _LEAST_KNOWN
+
     def _gain(self, known: RequestClass, slot: int, running: np.ndarray) -> tuple[float, float, float]:
         """Return the time of whole answers without drafts over that with the best of them, the draft's reading of the
         prompts included, of such requests beside those of these `[n]` slots, as many as usually run and in the shares
@@ -176,17 +180,17 @@ class Controller:
         forecast = self.forecast
         classes = forecast.acceptance.classes
         index, size = int(classes[slot]), self._learning.usual_size
+        own = forecast.longest_of_class(index)
         running = running[(running >= 0) & (running != slot)]
         is_other = classes[running] != index
         num_own, others = 1.0 + np.count_nonzero(~is_other), running[is_other]
         if known.rests:  # once they are drafted for they end sooner, and others take their places
-            num_own /= forecast.longest_of_class(index)
+            num_own /= own
         num_others = size - max(1, round(size * num_own / (num_own + len(others))))
         batch = self.requests.batch(np.concatenate((np.resize(others, num_others), np.full(size - num_others, slot))))
         indices, members = np.unique(classes[batch.slots], return_inverse=True)
         longest = np.array([forecast.longest_of_class(each) for each in indices.tolist()])
-        own = longest[members[-1]]
-        is_new = np.array([forecast.acceptance.tries(each) < _LEAST_KNOWN for each in indices.tolist()])
+        is_new = np.array([self._is_new(each) for each in indices.tolist()])
         is_alike = (is_new | (abs(longest - own) < _ALIKE * own))[members]
         start_s = is_alike @ np.array([self.classes[each].start_s for each in indices.tolist()])[members]
         places = np.arange(len(self.options))
