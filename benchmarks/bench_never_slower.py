@@ -19,10 +19,6 @@ One engine plays all of them in turn: the same cells without the luck of an engi
 
 Mixed traffic: half of the requests are about 256 video tokens, half about 4,096, where the bundled draft is hopeless;
 16 of them at once, and 192 of which 16 run at a time.
-
-    python benchmarks/bench_never_slower.py --decisions
-
-Host time of a decision for 64 requests, without an engine: CPU time of this thread, so that other work counts little.
 """
 
 import argparse
@@ -35,13 +31,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-import numpy.ma  # an engine has it; np.median would import it within a decision
 from safetensors.torch import load_file, save_file
 
 from vidspec_tools.bench import interleaved, scaling
@@ -51,9 +45,6 @@ from vidspec_tools.bench.session import BenchSession, Played
 from vidspec_tools.bench.trials import VANILLA_VARIANT, Variant, Workload
 from vidspec_tools.pages.never_slower import AGAIN, NAME, ONE_ENGINE, line, mixed_table
 from vllm_vidspec import assets
-from vllm_vidspec.config import parse_config
-from vllm_vidspec.engine.compat import scheduler as compat
-from vllm_vidspec.engine.control import SchedulerControl
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.progress import silent
 from vllm_vidspec.tools.provenance import provenance
@@ -385,52 +376,6 @@ def measure(
             yield tokens, batch, len(turns), rows
 
 
-def decision_us(steps_per_arrival: int, num_reqs: int = 64, num_steps: int = 2000) -> tuple[float, float]:
-    """Return mean microseconds a step of the scheduler's hooks: while it learns (200 steps), then. One request ends and
-    one comes in every `steps_per_arrival` steps; what that takes is part of the step.
-    """
-    config = parse_config({"model": "draft", "num_speculative_tokens": 5})[0]
-    scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=num_reqs))
-    control, random = SchedulerControl(config, scheduler, SimpleNamespace(), None), np.random.default_rng(0)
-    video = SimpleNamespace(modality="video", mm_position=SimpleNamespace(length=256))
-    sampling = SimpleNamespace(temperature=0.0)
-    req_ids, spent, last = list[str](), np.zeros(num_steps), 0
-    for number in range(num_steps):
-        new = (
-            [f"request-{number}-{i}" for i in range(1 if number else num_reqs)]
-            if number % steps_per_arrival == 0
-            else []
-        )
-        ended = set(req_ids[: len(new)]) if number else set()
-        req_ids = [*req_ids[len(ended) :], *new]
-        requests = [
-            SimpleNamespace(
-                request_id=req_id,
-                mm_features=[video],
-                sampling_params=sampling,
-                num_tokens=300,
-                num_computed_tokens=0,
-            )
-            for req_id in new
-        ]
-        step = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(req_ids, 1), finished_req_ids=ended)
-        step.scheduled_new_reqs, step.total_num_scheduled_tokens = new, len(req_ids) * (1 + last)
-        step.scheduled_spec_decode_tokens = {req_id: [0] * last for req_id in req_ids} if last else {}
-        accepted = np.minimum(random.geometric(0.3, len(req_ids)) - 1, last).tolist()
-        output = SimpleNamespace(req_ids=req_ids, sampled_token_ids=[[0] * (1 + each) for each in accepted])
-        compat.attach(output, compat.StepReport(frozenset(req_ids if last else ()), frozenset(), 0.0, ()), None)
-        scheduler.running = [SimpleNamespace(request_id=req_id) for req_id in req_ids]
-        begin = time.thread_time()
-        for request in requests:
-            control.is_shown(request, 0)
-        decision = control.plan(step, None)
-        setattr(step, compat._DECISION, decision)
-        control.observe(step, output)
-        spent[number] = time.thread_time() - begin
-        last = decision.option.num_tokens
-    return 1e6 * float(spent[:200].mean()), 1e6 * float(spent[200:].mean())
-
-
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -453,18 +398,12 @@ def main() -> None:
     parser.add_argument("--json", help="finished cells, which are kept; default: what docs/never-slower.md is made of")
     parser.add_argument("--one-engine", action="store_true", help="let one engine play all of them (needs --keep)")
     parser.add_argument("--mixed", action="store_true", help="measure mixed traffic, and no cells")
-    parser.add_argument("--decisions", action="store_true", help="measure the host time of decisions, and no cells")
     args = parser.parse_args()
     args.json = args.json or f"docs/results/{ONE_ENGINE if args.one_engine else NAME}.json"
     if args.one_engine and not args.keep:
         parser.error("--one-engine needs --keep")
     if args.seconds and not args.keep:
         parser.error("--seconds needs --keep: every round asks about other videos without")
-    if args.decisions:
-        for name, steps_per_arrival in (("the same requests", 10**9), ("one comes in every third step", 3)):
-            learning, later = decision_us(steps_per_arrival)
-            print(f"{name}: {learning:.0f} us a step while it learns, {later:.0f} us later")
-        return
     if args.mixed:
         run_mixed(args)
         return

@@ -17,7 +17,7 @@ import numpy as np
 
 from vllm_vidspec.adapt.classes import Ended, RequestClass
 from vllm_vidspec.adapt.forecast import Forecast, Steps
-from vllm_vidspec.adapt.learning import PROBE_STEPS, SETTLE, Learning
+from vllm_vidspec.adapt.learning import PROBE_FIRST, PROBE_STEPS, SETTLE, Learning
 from vllm_vidspec.adapt.options import REST, Decision, Option, StepKind
 from vllm_vidspec.adapt.requests import Batch, Requests
 from vllm_vidspec.adapt.trials import UNMEASURED, Situation, Trials, is_doubtful
@@ -157,7 +157,7 @@ class Controller:
             if known.since_probe < known.probe_every or not self._trials.owe(cost_s, "probes"):
                 return False
             known.since_probe, known.probe_every = 0, min(2 * known.probe_every, _PROBE_SELDOM)
-            self.requests.probe_left[slot] = PROBE_STEPS // 2
+            self.requests.probe_left[slot] = PROBE_FIRST
             forecast.acceptance.forget(index)
             return True
         if known.rests or known.gain < 1.0:  # it changes
@@ -172,29 +172,21 @@ class Controller:
 
     def _gain(self, known: RequestClass, slot: int, running: np.ndarray) -> tuple[float, float, float]:
         """Return the time of whole answers without drafts over that with the best of them, the draft's reading of the
-        prompts included, of such requests beside those of these `[n]` slots, as many as usually run and in the shares
-        that they will have; the same as it may be, as what drafts take may have changed since they were measured; and
-        what those of one request cost a step. Classes whose drafts are about as good, and those of which nothing is
-        known, are drafted for with it: what drafting takes, whoever it is for, they share.
+        prompts included, of requests such as that of this slot beside those of these `[n]` slots; the same as it may
+        be, as what drafts take may have changed since they were measured; and what those of one request cost a step.
+        Classes whose drafts are about as good, and those of which nothing is known, are drafted for with it: what
+        drafting takes, whoever it is for, they share.
         """
         forecast = self.forecast
-        classes = forecast.acceptance.classes
-        index, size = int(classes[slot]), self._learning.usual_size
+        batch = self._usual_batch(known.rests, slot, running)
+        index, size = int(forecast.acceptance.classes[slot]), len(batch.slots)
+        indices, members = np.unique(forecast.acceptance.classes[batch.slots], return_inverse=True)
         own = forecast.longest_of_class(index)
-        running = running[(running >= 0) & (running != slot)]
-        is_other = classes[running] != index
-        num_own, others = 1.0 + np.count_nonzero(~is_other), running[is_other]
-        if known.rests:  # once they are drafted for they end sooner, and others take their places
-            num_own /= own
-        num_others = size - max(1, round(size * num_own / (num_own + len(others))))
-        batch = self.requests.batch(np.concatenate((np.resize(others, num_others), np.full(size - num_others, slot))))
-        indices, members = np.unique(classes[batch.slots], return_inverse=True)
         longest = np.array([forecast.longest_of_class(each) for each in indices.tolist()])
         is_new = np.array([self._is_new(each) for each in indices.tolist()])
         is_alike = (is_new | (abs(longest - own) < _ALIKE * own))[members]
         start_s = is_alike @ np.array([self.classes[each].start_s for each in indices.tolist()])[members]
-        places = np.arange(len(self.options))
-        steps = forecast.steps(batch, places, (forecast.num_tokens[:, None] > 0) & is_alike)
+        steps = forecast.steps(batch, np.arange(len(self.options)), (forecast.num_tokens[:, None] > 0) & is_alike)
         lengths, rest_s = forecast.lengths_of_class(index), steps.seconds[forecast.rest]
         seconds = np.maximum(np.stack((steps.seconds, steps.seconds / (1 + forecast.costs.drift(steps.kinds)))), rest_s)
         num_steps = known.answer_tokens / (1 + lengths)
@@ -204,6 +196,19 @@ class Controller:
         gain, hope = gains.max(axis=1).tolist()
         of_one = forecast.step(batch, int(gains[0].argmax()), np.arange(size) == size - 1).seconds[0]
         return gain, hope, float(max(0.0, of_one - rest_s))
+
+    def _usual_batch(self, rests: bool, slot: int, running: np.ndarray) -> Batch:
+        """Return as many requests as usually run: such as that of this slot, the last of them, in the share that they
+        will have beside those of these `[n]` slots.
+        """
+        classes = self.forecast.acceptance.classes
+        running = running[(running >= 0) & (running != slot)]
+        others = running[classes[running] != classes[slot]]
+        num_own, size = 1.0 + len(running) - len(others), self._learning.usual_size
+        if rests:  # once they are drafted for they end sooner, and others take their places
+            num_own /= self.forecast.longest_of_class(int(classes[slot]))
+        num_others = size - max(1, round(size * num_own / (num_own + len(others))))
+        return self.requests.batch(np.concatenate((np.resize(others, num_others), np.full(size - num_others, slot))))
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ from vllm_vidspec.adapt.requests import Requests
 from vllm_vidspec.adapt.trials import Situation, Trials
 
 SETTLE = 4  # first steps without drafts after others, of which nothing is learned: the caches have lost what they need
-PROBE_STEPS = 8  # verify steps of a request of a resting class that is drafted for nevertheless, at most
+PROBE_STEPS = 8  # verify steps of a request of a resting class that is drafted for nevertheless, at most,
+PROBE_FIRST = 4  # of which these alone where none of their drafts is accepted
 MEASURE_EVERY = 4  # steps of a kind that is known, of which one is measured
 _TOGETHER = 64  # steps that are taken in together, at most: a step's work evicts this code from the caches
 _NEW_SIZE = 0.05  # share of a step in the usual size of a batch
@@ -117,10 +118,9 @@ class Learning:
         requests.verify_tokens += np.bincount(slots, tokens, num_slots).astype(np.int64)
         is_probed = requests.probe_left > 0
         requests.probe_left -= verified * is_probed
-        # A second half follows where any draft was accepted.
         goes_on = (requests.verify_tokens > requests.verify_steps) & (requests.verify_steps < PROBE_STEPS)
         is_over = is_probed & (requests.probe_left <= 0)
-        requests.probe_left[is_over] = np.where(goes_on[is_over], PROBE_STEPS // 2, requests.OVER)
+        requests.probe_left[is_over] = np.where(goes_on[is_over], PROBE_STEPS - PROBE_FIRST, requests.OVER)
 
     def _time(self, kind: StepKind, slots: np.ndarray, num_tokens: np.ndarray, seconds: list[float]) -> None:
         """Learn how long steps of a kind took, given `[n]` slots, `[s, n]` tokens, and the seconds that are known."""

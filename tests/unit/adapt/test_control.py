@@ -10,7 +10,7 @@ import pytest
 from tests.unit.adapt.simulated import CHAINS, SimulatedEngine, cold, like_a_small_pair, memory_bound, noisy
 from vllm_vidspec.adapt import REST, Controller, Option, StepKind, class_label
 from vllm_vidspec.adapt import control as module
-from vllm_vidspec.adapt.learning import PROBE_STEPS
+from vllm_vidspec.adapt.learning import PROBE_FIRST, PROBE_STEPS
 from vllm_vidspec.names import CLASS_LABELS
 
 FIXED = (0, 1, 2, 3, 5)
@@ -85,7 +85,7 @@ def test_a_class_that_does_not_pay_is_not_shown_and_probes_are_bounded():
         requests.append(engine.add(4096, 0.0, 128))
     probes = engine.num_shown - shown
     assert 1 <= probes <= 401 // module._PROBE_EVERY + 1
-    assert max(request.verified for request in requests) <= PROBE_STEPS // 2 + 1
+    assert max(request.verified for request in requests) <= PROBE_FIRST + 1
 
 
 def test_who_was_probed_is_at_rest_afterwards():
@@ -100,7 +100,7 @@ def test_who_was_probed_is_at_rest_afterwards():
         assert engine.controller.num_quiet > 0
         while engine.running:
             engine.step()
-    assert request.verified >= PROBE_STEPS // 2
+    assert request.verified >= PROBE_FIRST
 
 
 def test_a_probe_that_shows_something_goes_on():
