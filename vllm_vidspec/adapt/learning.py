@@ -130,9 +130,10 @@ class Learning:
         option = kind.decision.option
         before = self._settled if option == self.option else 0
         self.option, self._settled = option, before + len(num_tokens)
+        had = ((kind.drafted > 0) & num_tokens.any(axis=0))[is_known]  # placeholders cost as much as real draft tokens
+        self._requests.is_read[slots] |= had
         if not kind.reading and (not seconds or (self.is_measured and self._unmeasured < MEASURE_EVERY)):
             return
-        had = ((kind.drafted > 0) & num_tokens.any(axis=0))[is_known]  # placeholders cost as much as real draft tokens
         place = self._forecast.place(option)
         if kind.reading:
             reading_s, step = kind.reading_s, self._forecast.step(self._requests.batch(slots), place, had)

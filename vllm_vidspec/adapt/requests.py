@@ -26,6 +26,8 @@ class Requests:
         verify_steps: `[num_slots]` steps that verified drafts of it.
         verify_tokens: `[num_slots]` tokens that these gave.
         probe_left: `[num_slots]` verify steps left of a probe; 0 for no probe, `OVER` for one that is over.
+        is_read: `[num_slots]` bool: whether drafts of it were verified: what the draft reads from then on is text that
+            came while it rested.
         may_draft: `[num_slots]` bool: whether it is drafted for, where that pays.
         is_drafted: `[num_slots]` bool: whether the last decision drafts for it.
     """
@@ -37,7 +39,7 @@ class Requests:
         self._free = list(range(num_slots))[::-1]
         self._context, self._draft_context, self.start_s = np.zeros((3, num_slots))  # contexts: thousands of tokens
         self.tokens, self.verify_steps, self.verify_tokens, self.probe_left = np.zeros((4, num_slots), np.int64)
-        self.may_draft, self.is_drafted = np.zeros((2, num_slots), dtype=bool)
+        self.is_read, self.may_draft, self.is_drafted = np.zeros((3, num_slots), dtype=bool)
 
     def __iter__(self):
         return iter(self._slots)
@@ -70,7 +72,7 @@ class Requests:
         self._context[slot], self._draft_context[slot] = num_tokens / 1e3, num_draft_tokens / 1e3
         for of_slots in (self.start_s, self.tokens, self.verify_steps, self.verify_tokens, self.probe_left):
             of_slots[slot] = 0
-        self.is_drafted[slot] = True
+        self.is_drafted[slot], self.is_read[slot] = True, False
         return slot
 
     def end(self, req_id: str) -> int:
@@ -82,6 +84,7 @@ class Requests:
         """Share the time in which the draft has read prompts, or parts of them: a short one beside long is not dear."""
         slots = self.slots(req_ids)
         slots = slots[slots >= 0]
+        slots = slots[~self.is_read[slots]]
         read = self._context[slots]
         self.start_s[slots] += seconds * read / max(float(read.sum()), 1e-9)
 

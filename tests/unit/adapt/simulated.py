@@ -12,13 +12,16 @@ CHAINS = tuple(Option("chain", k, k, True) for k in (5, 3, 2, 1))
 
 @dataclass
 class Running:
-    """A request: `chance` that a draft is accepted, tokens `left`, `context`, if it is `shown`, drafts in flight."""
+    """A request: `chance` that a draft is accepted, tokens `left`, `context`, if it is `shown`, drafts in flight;
+    whether the draft has read its prompt, and lacks tokens that came since.
+    """
 
     chance: float
     left: int
     context: float
     shown: bool
     is_read: bool = False
+    is_behind: bool = False
     in_flight: int = 0
     verified: int = 0
 
@@ -65,6 +68,7 @@ class SimulatedEngine:
         controller: What decides; a number of tokens for a fixed chain of so many.
         cost: `(requests, [n] thousands of tokens, [n] drafts to verify, levels of the draft) -> seconds`.
         start_s: Of showing a prompt to the draft, by thousands of visual tokens.
+        catch_up_s: Of a step in which the draft reads tokens that came while it rested.
         seed: Of what is accepted.
     """
 
@@ -74,6 +78,7 @@ class SimulatedEngine:
         cost: Callable[..., float] = memory_bound,
         start_s: float = 5e-3,
         seed: int = 0,
+        catch_up_s: float = 0.0,
     ):
         fixed = controller if isinstance(controller, int) else None
         self.controller = (
@@ -82,8 +87,10 @@ class SimulatedEngine:
         option = REST if not fixed else Option("chain", fixed, fixed, True)
         self._fixed = None if fixed is None else Decision(option, frozenset(), 0, False)
         self._cost, self._start_s, self._random = cost, start_s, np.random.default_rng(seed)
+        self._catch_up_s = catch_up_s
         self.running: dict[str, Running] = {}
         self.seconds, self.tokens, self.num_added, self.num_shown = 0.0, 0, 0, 0
+        self.num_catch_ups = 0  # steps in which the draft caught up
         self._last: Decision | None = None
         self._alike: tuple = ((), None)  # what the last step was alike by, and its kind
         self._passed, self._may_pass = list[float](), 0  # seconds of quiet steps, and how many more may pass
@@ -107,19 +114,23 @@ class SimulatedEngine:
         decision = self._last if self._may_pass else self._fixed or self.controller.decide(ids)
         drafted = np.array([request.in_flight for request in requests])
         accepted = np.array([self._accepted(request) for request in requests])
-        starters = []
+        starters, late = [], []
         for req_id, request in zip(ids, requests, strict=True):
             request.verified += request.in_flight > 0
             request.in_flight = 0
             if decision.option.num_tokens and request.shown and req_id not in decision.resting:
                 starters += [] if request.is_read else [req_id]
+                late += [req_id] if request.is_behind else []
                 request.is_read, request.in_flight = True, decision.option.num_tokens
+            request.is_behind = request.is_read and not request.in_flight
         levels = decision.option.num_levels if any(request.in_flight for request in requests) else 0
         seconds = self._cost(len(ids), np.array([request.context for request in requests]), drafted, levels)
         reading_s = sum(self._start_s * self.running[req_id].context for req_id in starters)
+        reading_s += self._catch_up_s * bool(late)
+        self.num_catch_ups += bool(late)
         seconds += reading_s
         self.seconds += seconds
-        self._observe(decision, ids, drafted, accepted, (frozenset(starters), reading_s), seconds)
+        self._observe(decision, ids, drafted, accepted, (frozenset(starters + late), reading_s), seconds)
         self.decisions.append(decision)
         for req_id, request, gained in zip(ids, requests, (1 + accepted).tolist(), strict=True):
             self.tokens += min(gained, request.left)

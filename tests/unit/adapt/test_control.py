@@ -268,6 +268,16 @@ def test_a_short_prompt_read_beside_long_ones_is_not_dear():
         assert np.median(shares) > 0.7, shares
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+def test_what_a_draft_catches_up_on_is_no_reading_of_a_prompt(batch):
+    """Drafts and rest are about as fast, so that one follows the other, and the draft reads what came meanwhile:
+    a prompt takes what it takes to read it. Catches: all that is read of a request, by which drafts cost too much.
+    """
+    engine = SimulatedEngine(cost=noisy(like_a_small_pair, 0), start_s=2e-2, catch_up_s=4e-3)
+    engine.serve((256, 0.7), batch=batch, requests=40)
+    assert engine.num_catch_ups > 5 and engine.controller.classes[0].start_s < 1.15 * 2e-2 * 0.306
+
+
 def test_costs_are_those_of_the_batch_size():
     """Rows that are free alone and dear together: drafts for one, none for sixteen."""
 
