@@ -177,12 +177,12 @@ class Controller:
         Classes whose drafts are about as good, and those of which nothing is known, are drafted for with it: what
         drafting takes, whoever it is for, they share.
         """
-        forecast = self.forecast
+        forecast, classes = self.forecast, self.forecast.acceptance.classes
         batch = self._usual_batch(known.rests, slot, running)
-        index, size = int(forecast.acceptance.classes[slot]), len(batch.slots)
-        indices, members = np.unique(forecast.acceptance.classes[batch.slots], return_inverse=True)
-        own = forecast.longest_of_class(index)
+        index, size = int(classes[slot]), len(batch.slots)
+        indices, members = np.unique(classes[batch.slots], return_inverse=True)
         longest = np.array([forecast.longest_of_class(each) for each in indices.tolist()])
+        own = longest[members[-1]]
         is_new = np.array([self._is_new(each) for each in indices.tolist()])
         is_alike = (is_new | (abs(longest - own) < _ALIKE * own))[members]
         start_s = is_alike @ np.array([self.classes[each].start_s for each in indices.tolist()])[members]

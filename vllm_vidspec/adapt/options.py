@@ -34,6 +34,6 @@ class StepKind(NamedTuple):
     drafted: np.ndarray  # `[n]` draft tokens that it verified of each, placeholders included; 0 where there was none
     is_chain: bool = True  # Whether the verified drafts were chains
     is_steady: bool = True  # Whether the step before drafted by the same decision, so that it verified what that says
-    reading: frozenset[str] = frozenset()  # Requests of whose prompts the draft has prefilled a part in this step
+    reading: frozenset[str] = frozenset()  # Requests of which the draft has read a part: prompt, or text after a rest
     reading_s: float = 0.0  # Host time of that
     is_real: np.ndarray | bool = True  # `[n]` or of all: whose draft tokens were more than placeholders

@@ -81,10 +81,11 @@ class Requests:
         return slot
 
     def started(self, req_ids: Iterable[str], seconds: float) -> None:
-        """Share the time in which the draft has read prompts, or parts of them: a short one beside long is not dear."""
+        """Share the time in which the draft has read prompts, or parts of them: a short one beside long is not dear.
+        Who has read its own catches up after a rest, and has no share.
+        """
         slots = self.slots(req_ids)
-        slots = slots[slots >= 0]
-        slots = slots[~self.is_read[slots]]
+        slots = slots[(slots >= 0) & ~self.is_read[slots]]
         read = self._context[slots]
         self.start_s[slots] += seconds * read / max(float(read.sum()), 1e-9)
 

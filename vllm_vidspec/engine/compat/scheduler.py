@@ -17,7 +17,7 @@ class StepReport(NamedTuple):
     """What the worker reports of a step to the scheduler."""
 
     drafted: frozenset[str] = frozenset()  # Requests whose drafts were verified in it; no vLLM's placeholders
-    reading: frozenset[str] = frozenset()  # Requests of whose prompts the draft has prefilled a part in it
+    reading: frozenset[str] = frozenset()  # Those of which the draft has prefilled a part in it, after a rest, too
     reading_s: float = 0.0  # Host time of that
     skipped: tuple[str, ...] = ()  # Requests that run without speculation for good, reported once
 
