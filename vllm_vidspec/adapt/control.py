@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_vidspec.adapt.classes import Ended, RequestClass
-from vllm_vidspec.adapt.forecast import Forecast, Steps
-from vllm_vidspec.adapt.learning import PROBE_FIRST, PROBE_STEPS, SETTLE, Learning
+from vllm_vidspec.adapt.forecast import Forecast, Steps, useful
+from vllm_vidspec.adapt.learning import PROBE_FIRST, PROBE_STEPS, Learning
 from vllm_vidspec.adapt.options import REST, Decision, Option, StepKind
 from vllm_vidspec.adapt.requests import Batch, Requests
 from vllm_vidspec.adapt.trials import UNMEASURED, Situation, Trials, is_doubtful
@@ -110,6 +110,7 @@ class Controller:
             self.classes.append(RequestClass(label))
         slot = requests.begin(req_id, num_tokens, num_draft_tokens)
         self.forecast.acceptance.begin(slot, index)
+        requests.answer_tokens[slot] = self.classes[index].answer_tokens
         requests.may_draft[slot] = self._is_shown(self.classes[index], index, slot, running)
         return bool(requests.may_draft[slot])
 
@@ -189,6 +190,7 @@ class Controller:
         steps = forecast.steps(batch, np.arange(len(self.options)), (forecast.num_tokens[:, None] > 0) & is_alike)
         lengths, rest_s = forecast.lengths_of_class(index), steps.seconds[forecast.rest]
         seconds = np.maximum(np.stack((steps.seconds, steps.seconds / (1 + forecast.costs.drift(steps.kinds)))), rest_s)
+        lengths = useful(lengths, known.answer_tokens)
         num_steps = known.answer_tokens / (1 + lengths)
         answers_s = num_steps * seconds + start_s
         gains = num_steps * (1 + lengths * (forecast.costs.worth(batch) @ is_alike) / size) * rest_s / answers_s
@@ -285,7 +287,7 @@ class Controller:
         if situation.trial is not None:
             # To decide takes its time, too: none of what is measured.
             is_on = option == self._decision.option
-            self._trial_left = situation.to_come(0 if is_on else UNMEASURED if chosen != rest else SETTLE)
+            self._trial_left = situation.to_come(0 if is_on else UNMEASURED if chosen != rest else situation.settle)
             self._learning.is_measured &= is_on
         requests.is_drafted[slots] = found.drafted[chosen]
         return option, found.drafted[chosen]
@@ -297,7 +299,7 @@ class Controller:
         forecast, num_reqs = self.forecast, len(batch.slots)
         places = np.arange(len(self.options)) if most is None else np.flatnonzero(forecast.num_tokens <= most)
         rest = int(np.flatnonzero(places == forecast.rest)[0])
-        lengths = forecast.lengths(batch, places)
+        lengths = forecast.lengths(batch, places, self.requests.answer_tokens[batch.slots])
         everyone = self.requests.may_draft[batch.slots] & (places != forecast.rest)[:, None]
         both = np.concatenate((everyone, everyone & self._paying(batch, places, lengths, situation)))
         steps = forecast.steps(batch, np.concatenate((places, places)), both)
@@ -326,7 +328,8 @@ class Controller:
         places, rest, drafted, steps, rates = found
         # What all else is compared with must not be a guess, or what it took while the engine was new.
         if self._trials.is_due(situation) and (situation.rest_wait or best != rest):
-            hoped = self.forecast.lengths(batch, places, int(self.forecast.num_tokens[places[best]]))
+            most = int(self.forecast.num_tokens[places[best]])
+            hoped = self.forecast.lengths(batch, places, self.requests.answer_tokens[batch.slots], most)
             doubt = self.forecast.costs.doubt(steps.kinds, steps.features, best)
             fastest = np.where(places == places[rest], 0.0, steps.seconds[rest])
             num_tokens = len(batch.slots) + (hoped * drafted).sum(axis=1)
@@ -336,6 +339,8 @@ class Controller:
             hopes[(places == situation.checked()) & is_doubtful(rates / rates[best])] = np.inf
             chosen = self._trials.begin(situation, rates, hopes, steps.seconds, best)
             situation.trial = int(places[chosen]) if chosen != best else None
+            if situation.trial is not None and chosen == rest:
+                situation.try_rest(float(rates[rest] / rates[best]))
             return chosen
         if situation.trial is not None and ((places == situation.trial) & (rates > 0)).any():
             return int(np.flatnonzero(places == situation.trial)[0])

@@ -36,7 +36,8 @@ _LEAST = 0.1  # of the fastest kind of step that was measured: no step is predic
 _NEW = 0.05  # share of a new step in the means of its kind, once it has many
 _OLD = 64  # steps of other kinds after which what comes of a kind counts more than what was
 _HALF_LIFE = 1024  # steps after which what was measured of a kind, or compared, counts half
-_DRIFT = 5e-4  # share by which what a kind takes may have changed, a step since it was measured last
+_DRIFT = 5e-4  # share by which what a kind takes may have changed, a step since it was measured last,
+_SAME, _STEADIEST = 0.15, 4.0  # where that was not within so much of what was known; else a half, a fourth at last
 
 
 @dataclass
@@ -50,6 +51,7 @@ class _Record:
     first: list[float] = field(default_factory=list)  # Seconds of these first few
     count: int = 0  # How many there were
     seen: int = 0  # Step of all kinds in which the last was
+    steadiness: float = 1.0  # By how much less than `_DRIFT` it changes with time
     factor: float = 1.0  # By how much more such a step takes than the fit says, as far as its number is to be trusted
 
     def correct(self, fitted_s: float, known: float) -> None:
@@ -94,7 +96,8 @@ class StepCosts:
         self.is_fitted, self._least_s = False, _LEAST
         self._slowness = 1.0  # by how much longer steps take by now
         self._last: tuple[int | None, int] = (None, 0)  # option of the last steps, and how many there were
-        self._own: list[float] = []  # the first of these over what was known of them
+        self._own: list[float] = []  # the first of these over what was known of them,
+        self._is_old = False  # and whether that was long ago
         # Means of the features of these steps and of their seconds, the late ones above all; and products of what steps
         # differ by from such means, over these seconds.
         self._late, self._compared = np.zeros(len(FEATURES) + 1), np.zeros((len(FEATURES) + 1, len(FEATURES) + 1))
@@ -114,7 +117,7 @@ class StepCosts:
             record = self._records[kind] = _Record(x.copy())
         self._last = option, 1 + (self._last[1] if option == self._last[0] else 0)
         if self._last[1] == 1:
-            self._own = []
+            self._own, self._is_old = [], record.count > 0 and self._num_steps - record.seen > _OLD
         if self._last[1] > _OWN_STEPS and record.count > _COLD + _FIRST:
             expected_s = self._slowness * self._fitted_of_one(x) * record.factor
             self._slowness *= (min(seconds, 2 * expected_s) / expected_s) ** _SPEED
@@ -141,12 +144,20 @@ class StepCosts:
         record.correct(self._fitted_of_one(record.x), self._known(record))
 
     def _shift(self, record: _Record, seconds: float, known_s: float) -> None:
-        """Believe the first steps of an option after others where all of them took far more, or less, than was known:
-        what else the machine does has changed since.
+        """Compare the first steps of an option after others with what was known: where all of them took far more, or
+        less, what else the machine does has changed since, and they are believed; where they took the same a long time
+        after, the kind is steady.
         """
         self._own.append(seconds / known_s)
-        if len(self._own) == _SHIFT_STEPS and (min(self._own) > 1 + _SHIFT or max(self._own) < 1 - _SHIFT):
-            record.seconds = seconds * sorted(self._own)[1] / self._own[-1]
+        if len(self._own) != _SHIFT_STEPS:
+            return
+        least, middle, most = sorted(self._own)
+        if abs(middle - 1) > _SAME:
+            record.steadiness = 1.0
+        elif self._is_old:
+            record.steadiness = min(2 * record.steadiness, _STEADIEST)
+        if least > 1 + _SHIFT or most < 1 - _SHIFT:
+            record.seconds = seconds * middle / self._own[-1]
             record.count, record.first = _COLD + 1, [record.seconds]
 
     def _compare(self, x: np.ndarray, seconds: float) -> None:
@@ -215,7 +226,7 @@ class StepCosts:
     def drift(self, kinds: Sequence[Hashable]) -> np.ndarray:
         """Return `[m]` by how much less steps of these kinds may take than when they were measured last, relative."""
         records = [self._records.get(kind) for kind in kinds]
-        ages = [0 if record is None else self._num_steps - record.seen for record in records]
+        ages = [0 if record is None else (self._num_steps - record.seen) / record.steadiness for record in records]
         return _DRIFT * np.array(ages)
 
     def _fitted(self, x: np.ndarray) -> np.ndarray:

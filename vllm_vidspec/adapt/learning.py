@@ -6,10 +6,9 @@ import numpy as np
 
 from vllm_vidspec.adapt.forecast import Forecast
 from vllm_vidspec.adapt.options import REST, StepKind
-from vllm_vidspec.adapt.requests import Requests
+from vllm_vidspec.adapt.requests import Batch, Requests
 from vllm_vidspec.adapt.trials import Situation, Trials
 
-SETTLE = 4  # first steps without drafts after others, of which nothing is learned: the caches have lost what they need
 PROBE_STEPS = 8  # verify steps of a request of a resting class that is drafted for nevertheless, at most,
 PROBE_FIRST = 4  # of which these alone where none of their drafts is accepted
 MEASURE_EVERY = 4  # steps of a kind that is known, of which one is measured
@@ -141,10 +140,15 @@ class Learning:
             if seconds and self._forecast.costs.count(step.kinds[0]) > MEASURE_EVERY:
                 reading_s = max(reading_s, seconds[0] - step.seconds[0])
             self._requests.started(kind.reading, reading_s)
-        settled = seconds if had.any() else seconds[max(0, SETTLE - before) :]
+        settled = seconds
+        if not had.any():
+            settled = seconds[max(0, self._situation(self._requests.batch(slots)).settle - before) :]
         if not kind.is_steady or kind.reading or (option.num_tokens > 0) != had.any():
             settled = []
         self._measure(place, slots, had, statistics.median(settled or [0.0]), len(settled))
+
+    def _situation(self, batch: Batch) -> Situation:
+        return self._trials.situations.get(batch.place, Situation())
 
     def _measure(self, place: int, slots: np.ndarray, drafted: np.ndarray, seconds: float, num_steps: int) -> None:
         """Let the costs learn of steps that followed one another.
@@ -158,7 +162,7 @@ class Learning:
                 out of it.
         """
         batch = self._requests.batch(slots)
-        situation = self._trials.situations.get(batch.place, Situation())
+        situation = self._situation(batch)
         situation.steps += self._unmeasured
         self._unmeasured = 0
         if not num_steps:

@@ -23,6 +23,7 @@ class Requests:
     Attributes:
         start_s: `[num_slots]` seconds in which the draft has read the prompt so far.
         tokens: `[num_slots]` tokens of the answer.
+        answer_tokens: `[num_slots]` how many it is expected to have at last.
         verify_steps: `[num_slots]` steps that verified drafts of it.
         verify_tokens: `[num_slots]` tokens that these gave.
         probe_left: `[num_slots]` verify steps left of a probe; 0 for no probe, `OVER` for one that is over.
@@ -37,7 +38,8 @@ class Requests:
     def __init__(self, num_slots: int):
         self._slots: dict[str, int] = {}
         self._free = list(range(num_slots))[::-1]
-        self._context, self._draft_context, self.start_s = np.zeros((3, num_slots))  # contexts: thousands of tokens
+        # Contexts: thousands of tokens.
+        self._context, self._draft_context, self.start_s, self.answer_tokens = np.zeros((4, num_slots))
         self.tokens, self.verify_steps, self.verify_tokens, self.probe_left = np.zeros((4, num_slots), np.int64)
         self.is_read, self.may_draft, self.is_drafted = np.zeros((3, num_slots), dtype=bool)
 

@@ -11,11 +11,14 @@ import numpy as np
 
 WORTH = 1.03  # what cannot be so much faster than the best is not tried
 TRIAL_STEPS = 4  # measured steps of a trial,
-_LONGEST_TRIAL = 16  # and steps after which it ends in any case: a draft may first have to read what it missed
+_LONGEST_TRIAL = 24  # and steps after which it ends in any case: a draft may first have to read what it missed
+# First steps without drafts after others, of which nothing is learned: caches get back what drafts took from them step
+# by step (60 ms on a CPU, whose fifth step takes a tenth longer). Fewer where rest was never measured, or has less of
+# the best rate than this.
+_SETTLE, _SETTLE_SOON, _CLOSE = 12, 4, 0.8
 _BETWEEN = 4  # steps between two trials
 _PAUSE = 64  # and where the allowance is used up
 _REST_AGAIN, _REST_SELDOM = 64, 1024  # steps until one without drafts is measured again: twice as many each time
-_REST_LOSS = 2000  # and no more than so many times the share that such a step loses
 _NEAR = 0.6  # of the best rate: a rate without drafts that is lower is not measured again
 _CHECK_AFTER = 16  # steps of another option after which the one before is measured once more, if it is in doubt
 _DOUBTFUL = 0.4, 0.94  # shares of the best rate between which what else the machine did may be why it is the best
@@ -36,9 +39,9 @@ class Situation:
     trial: int | None = None  # The option that is tried; None: none is
     measured: int = 0  # Steps of the trial that were measured
     until: int = _BETWEEN  # Step at which the trial ends, or the next one may begin
+    settle: int = _SETTLE  # Steps without drafts after others of which nothing is learned
     rest_due: int = 0  # Step from which on one without drafts is to be measured again
     rest_wait: int = 0  # Steps between two such; 0: none was measured
-    rest_at: int = 0  # The last step in which one was
     replaced: int = -1  # The option that was in use before, if it is to be measured once more; -1: none is
     check_at: int = 0  # Step from which on
 
@@ -59,9 +62,12 @@ class Situation:
         place, self.replaced = self.replaced, -1
         return place
 
+    def try_rest(self, share: float) -> None:
+        """Begin a trial without drafts, given what share it has of the best rate."""
+        self.settle = _SETTLE if self.rest_wait and share > _CLOSE else _SETTLE_SOON
+
     def rest_measured(self) -> None:
         """Take note of a step without drafts that was measured."""
-        self.rest_at = self.steps
         if self.steps >= self.rest_due:
             self.rest_wait = min(max(2 * self.rest_wait, _REST_AGAIN), _REST_SELDOM)
             self.rest_due = self.steps + self.rest_wait
@@ -70,7 +76,7 @@ class Situation:
         """Return whether one without drafts is to be measured by now, given what share it has of the best rate."""
         if self.rest_wait and share <= _NEAR:
             return False
-        return self.steps >= min(self.rest_due, self.rest_at + max(_REST_AGAIN, _REST_LOSS * (1 - share)))
+        return self.steps >= self.rest_due
 
 
 def is_doubtful(shares: np.ndarray) -> np.ndarray:
@@ -107,7 +113,7 @@ class Trials:
     def is_due(situation: Situation) -> bool:
         """Return whether a trial may begin; one that has run long enough ends."""
         if situation.trial is not None and (situation.steps >= situation.until or situation.measured >= TRIAL_STEPS):
-            situation.trial, situation.until = None, situation.steps + _BETWEEN
+            situation.trial, situation.until, situation.settle = None, situation.steps + _BETWEEN, _SETTLE
         return situation.trial is None and situation.steps >= situation.until
 
     def begin(self, situation: Situation, rates: np.ndarray, hopes: np.ndarray, seconds: np.ndarray, best: int) -> int:

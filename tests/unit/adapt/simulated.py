@@ -61,6 +61,19 @@ def cold(cost: Callable[..., float]) -> Callable[..., float]:
     return slow_at_first
 
 
+def settling(cost: Callable[..., float]) -> Callable[..., float]:
+    """Return a cost whose first steps without drafts after others take longer, a fifth at most, each less than the one
+    before."""
+    num_at_rest = 0
+
+    def slow_to_settle(num_reqs: int, context: np.ndarray, drafted: np.ndarray, levels: int) -> float:
+        nonlocal num_at_rest
+        num_at_rest = 0 if levels or drafted.any() else num_at_rest + 1
+        return cost(num_reqs, context, drafted, levels) * (1 + 0.2 * 0.85**num_at_rest * (num_at_rest > 0))
+
+    return slow_to_settle
+
+
 class SimulatedEngine:
     """Runs requests under a controller; time is the sum of its steps' costs.
 

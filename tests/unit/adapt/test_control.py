@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.unit.adapt.simulated import CHAINS, SimulatedEngine, cold, like_a_small_pair, memory_bound, noisy
+from tests.unit.adapt.simulated import CHAINS, SimulatedEngine, cold, like_a_small_pair, memory_bound, noisy, settling
 from vllm_vidspec.adapt import REST, Controller, Option, StepKind, class_label
 from vllm_vidspec.names import CLASS_LABELS
 
@@ -167,6 +167,23 @@ def test_what_a_draft_catches_up_on_is_no_reading_of_a_prompt(batch):
     assert engine.num_catch_ups > 5 and engine.controller.classes[0].start_s < 1.15 * 2e-2 * 0.306
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+def test_rest_is_measured_once_it_has_settled(batch):
+    """Drafts gain next to nothing, and rest is measured now and then. Catches: its first steps, which take a fifth
+    longer at most, taken for all of them, by which drafts that lose some per cent are in use."""
+    engine = SimulatedEngine(cost=settling(like_a_small_pair), start_s=1e-3)
+    engine.serve((256, 0.75), batch=batch, requests=20 * batch)
+    for _ in range(batch):
+        engine.add(256, 0.75, 128)
+    engine.step()
+    assert engine.controller.decide(list(engine.running)).option != REST
+    requests, forecast = engine.controller.requests, engine.controller.forecast
+    nobody = np.zeros(batch, dtype=bool)
+    believed_s = forecast.step(requests.batch(requests.slots(engine.running)), forecast.rest, nobody).seconds[0]
+    context = np.array([request.context for request in engine.running.values()])
+    assert believed_s < 1.05 * like_a_small_pair(batch, context, nobody, 0)
+
+
 def test_costs_are_those_of_the_batch_size():
     """Rows that are free alone and dear together: drafts for one, none for sixteen."""
 
@@ -222,6 +239,19 @@ def test_a_gain_that_reading_takes_back_is_none(level, drafts):
         engine.serve((256, 0.5), batch=4, requests=20)
         shares.append(np.mean([decision.option.num_tokens > 0 for decision in engine.decisions[learning:]]))
     assert np.median(shares) > 0.9 if drafts else np.median(shares) < 0.3, shares
+
+
+@pytest.mark.parametrize(("length", "level"), [(4, 0.5), (8, 0.2), (8, 0.5), (12, 0.4)])
+def test_short_answers_have_few_drafts_or_none(length, level):
+    """Answers of a few tokens, as about a choice of several, are as fast as with the best fixed number, or without.
+    Catches: gains of a step in the midst of an answer, as the first one drafts in vain, and the last one in part."""
+
+    def serve(fixed: int | None) -> float:
+        engine = SimulatedEngine(fixed, cost=lambda *step: 4e-3 * (1 + level * step[-1]), start_s=0.0)
+        engine.serve((256, 0.9), requests=60, lengths=(length,))
+        return engine.serve((256, 0.9), requests=60, lengths=(length,))
+
+    assert serve(None) > 0.95 * max(map(serve, (0, 1, 2, 3, 5)))
 
 
 def test_a_step_without_drafts_is_measured_first():

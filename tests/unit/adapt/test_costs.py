@@ -25,3 +25,20 @@ def test_what_contexts_cost_is_not_taken_for_the_speed_of_the_machine():
         return costs.weights[FEATURES.index("context")] * costs._slowness
 
     assert np.mean([found(seed) for seed in range(8)]) == pytest.approx(3e-4, rel=0.07)
+
+
+def test_what_was_found_the_same_is_measured_more_seldom():
+    """Steps with drafts between a hundred without, again and again. Catches: what they take in as much doubt after a
+    while each time, and what has changed in as little doubt as what never did."""
+    costs, features_of = StepCosts(), np.eye(len(FEATURES))
+
+    def drift_after(seconds: float) -> float:
+        for _ in range(6):
+            costs.observe("drafts", features_of[3], seconds, 1)
+        for _ in range(100):
+            costs.observe("rest", features_of[0], 4e-3, 0)
+        return float(costs.drift(["drafts"])[0])
+
+    drifts = [drift_after(5e-3) for _ in range(5)]
+    assert drifts[1:] == pytest.approx([drifts[0] / share for share in (2, 4, 4, 4)])
+    assert drift_after(6.5e-3) == pytest.approx(drifts[0])
