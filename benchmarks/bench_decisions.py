@@ -45,6 +45,8 @@ def decision_us(steps_per_arrival: int, num_reqs: int = 64, num_steps: int = 200
                 sampling_params=sampling,
                 num_tokens=300,
                 num_computed_tokens=0,
+                max_tokens=128,
+                num_output_tokens=128,
             )
             for req_id in new
         ]

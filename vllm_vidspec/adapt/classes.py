@@ -32,7 +32,8 @@ class RequestClass:
     """What is known of a class."""
 
     label: int  # Its place in CLASS_LABELS
-    answer_tokens: float = 128.0  # Mean length of an answer
+    answer_tokens: float = 128.0  # Mean length of an answer,
+    num_answers: int = 0  # and of how many
     start_s: float = 0.0  # What it takes until the draft has read a prompt; 0: not known
     rests: bool = False  # Whether its requests are not drafted for, but for a probe now and then
     since_probe: int = 0  # Requests that came since the last probe,
@@ -46,6 +47,8 @@ class RequestClass:
     def learn(self, answer_tokens: int, start_s: float) -> None:
         """Take in an answer; 0 of either: not known."""
         if answer_tokens:
-            self.answer_tokens += _NEW_ANSWER * (answer_tokens - self.answer_tokens)
+            self.num_answers += 1
+            share = max(_NEW_ANSWER, 1 / self.num_answers)
+            self.answer_tokens += share * (answer_tokens - self.answer_tokens)
         if start_s:
             self.start_s += (start_s - self.start_s) * (_NEW_ANSWER if self.start_s else 1.0)

@@ -10,7 +10,7 @@ Three decisions, none of which changes a token of the output:
 `Forecast` says what an option is expected to give and to take, `Learning` takes in what steps showed. Numpy only.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -74,7 +74,8 @@ class Controller:
         self._left, self._wait, self._limit = 0, _DECIDE_FIRST, -1
         self._is_hopeless = False  # nobody of the batch may be drafted for
         self._trial_left = 0  # steps of a trial that are to come
-        self._ending: list[str] = []  # requests that have ended, and are yet to be taken in
+        # Requests that have ended, and are yet to be taken in, and the tokens of their answers; 0: not known.
+        self._ending: dict[str, int] = {}
         self.ended: list[Ended] = []
 
     # ---- a request's life ------------------------------------------------------------------------------------------
@@ -86,6 +87,7 @@ class Controller:
         kind: tuple,
         num_tokens: int,
         num_draft_tokens: int,
+        most_tokens: int,
         running: Iterable[str] = (),
     ) -> bool:
         """Take a request in; return whether it is shown to the draft.
@@ -96,6 +98,7 @@ class Controller:
             kind: What else tells its class from others.
             num_tokens: Of its prompt.
             num_draft_tokens: Of its prompt as the draft would see it.
+            most_tokens: Of its answer.
             running: Ids of those beside which it will run, as far as any run.
         """
         requests = self.requests
@@ -110,23 +113,25 @@ class Controller:
             self.classes.append(RequestClass(label))
         slot = requests.begin(req_id, num_tokens, num_draft_tokens)
         self.forecast.acceptance.begin(slot, index)
-        requests.answer_tokens[slot] = self.classes[index].answer_tokens
+        requests.answer_tokens[slot] = min(self.classes[index].answer_tokens, most_tokens)
         requests.may_draft[slot] = self._is_shown(self.classes[index], index, slot, running)
         return bool(requests.may_draft[slot])
 
-    def remove(self, req_ids: Iterable[str]) -> None:
-        """Forget requests that have ended, and learn from their lengths."""
-        self._ending.extend(req_id for req_id in req_ids if req_id in self.requests)
+    def remove(self, num_tokens: Mapping[str, int]) -> None:
+        """Forget requests that have ended, and learn from their answers' lengths, by id: drafts may be accepted beyond
+        the end.
+        """
+        self._ending |= {req_id: num for req_id, num in num_tokens.items() if req_id in self.requests}
 
     def remove_all(self) -> None:
         """Forget every request, and learn from what they got so far."""
-        self._ending = list(self.requests)
+        self._ending = dict.fromkeys(self.requests, 0)
         self.learn()
 
-    def _end(self, req_id: str) -> None:
+    def _end(self, req_id: str, num_tokens: int) -> None:
         requests, slot = self.requests, self.requests.end(req_id)
         known = self.classes[self.forecast.acceptance.classes[slot]]
-        known.learn(int(requests.tokens[slot]), float(requests.start_s[slot]))
+        known.learn(num_tokens, float(requests.start_s[slot]))
         self.ended.append(Ended(known.label, int(requests.verify_steps[slot]), int(requests.verify_tokens[slot])))
 
     def cannot_draft(self, req_ids: Iterable[str]) -> None:
@@ -190,8 +195,9 @@ class Controller:
         steps = forecast.steps(batch, np.arange(len(self.options)), (forecast.num_tokens[:, None] > 0) & is_alike)
         lengths, rest_s = forecast.lengths_of_class(index), steps.seconds[forecast.rest]
         seconds = np.maximum(np.stack((steps.seconds, steps.seconds / (1 + forecast.costs.drift(steps.kinds)))), rest_s)
-        lengths = useful(lengths, known.answer_tokens)
-        num_steps = known.answer_tokens / (1 + lengths)
+        answer_tokens = float(self.requests.answer_tokens[slot])
+        lengths = useful(lengths, answer_tokens)
+        num_steps = answer_tokens / (1 + lengths)
         answers_s = num_steps * seconds + start_s
         gains = num_steps * (1 + lengths * (forecast.costs.worth(batch) @ is_alike) / size) * rest_s / answers_s
         gains[:, forecast.rest] = 0.0
@@ -377,6 +383,6 @@ class Controller:
     def learn(self) -> None:
         """Take in the steps that wait for it, and the ends of requests."""
         self._learning.learn()
-        for req_id in self._ending:
-            self._end(req_id)
+        for req_id, num_tokens in self._ending.items():
+            self._end(req_id, num_tokens)
         self._ending.clear()

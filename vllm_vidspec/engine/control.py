@@ -16,6 +16,7 @@ from vllm_vidspec.names import CLASS_LABELS
 logger = init_logger("vllm.vidspec")
 
 _LOG_EVERY_S = 60.0  # between two lines about a class: one that gains next to nothing comes and goes
+_SHORT = 16  # tokens: answers that may not have more, as about a choice of several, are of a class of their own
 _GREEDY = 1e-5  # a temperature below this is vLLM's argmax
 
 
@@ -41,6 +42,7 @@ class SchedulerControl:
         pads = has_graphs and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         # Requests that are preempted keep their slot.
         self._controller = Controller(options, 2 * scheduler.scheduler_config.max_num_seqs, pads)
+        self._running: dict[str, Any] = {}  # vLLM's requests
         # By place in `Controller.classes`: what was counted last, and what was logged, and when.
         self._is_resting: dict[int, bool] = {}
         self._logged: dict[int, tuple[bool, float]] = {}
@@ -84,10 +86,13 @@ class SchedulerControl:
         is_sampled = params is not None and params.temperature > _GREEDY
         # A video that the target knows the draft most likely knows, too: then showing it costs little.
         is_cached = 2 * request.num_computed_tokens >= num_tokens
-        kind = is_sampled, way, is_cached
+        kind = is_sampled, way, is_cached, request.max_tokens <= _SHORT
+        self._running[request.request_id] = request
         running = (one.request_id for one in self._scheduler.running)
         num_draft_tokens = num_tokens - total + int(num_kept)
-        shown = self._controller.add(request.request_id, label, kind, num_tokens, num_draft_tokens, running)
+        shown = self._controller.add(
+            request.request_id, label, kind, num_tokens, num_draft_tokens, request.max_tokens, running
+        )
         self._log_classes()
         if self._file is not None:
             self._file.add(f"{'shown' if shown else 'unshown'}_{CLASS_LABELS[label]}")
@@ -134,7 +139,8 @@ class SchedulerControl:
             return self._decision
         req_ids = list(scheduler_output.num_scheduled_tokens)
         if scheduler_output.finished_req_ids:
-            self._controller.remove(scheduler_output.finished_req_ids)
+            ended = [self._running.pop(req_id, None) for req_id in scheduler_output.finished_req_ids]
+            self._controller.remove({one.request_id: one.num_output_tokens for one in ended if one is not None})
         if not req_ids:
             self._controller.learn()
         if self._controller.ended:

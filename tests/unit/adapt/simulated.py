@@ -12,11 +12,12 @@ CHAINS = tuple(Option("chain", k, k, True) for k in (5, 3, 2, 1))
 
 @dataclass
 class Running:
-    """A request: `chance` that a draft is accepted, tokens `left`, `context`, if it is `shown`, drafts in flight;
-    whether the draft has read its prompt, and lacks tokens that came since.
+    """A request: `chance` that a draft is accepted, tokens of its answer and those `left`, `context`, if it is `shown`,
+    drafts in flight; whether the draft has read its prompt, and lacks tokens that came since.
     """
 
     chance: float
+    length: int
     left: int
     context: float
     shown: bool
@@ -114,10 +115,10 @@ class SimulatedEngine:
         self._look()
         req_id = f"r{self.num_added}"
         label, sizes = class_label(num_visual, 0), (num_visual + 50, num_visual // 10 + 50)
-        shown = self.controller.add(req_id, label, kind, *sizes, list(self.running))
+        shown = self.controller.add(req_id, label, kind, *sizes, 1024, list(self.running))
         if self._fixed is not None:
             shown = self._fixed.option.num_tokens > 0
-        request = self.running[req_id] = Running(chance, length, (num_visual + 50) / 1e3, shown)
+        request = self.running[req_id] = Running(chance, length, length, (num_visual + 50) / 1e3, shown)
         self.num_added, self.num_shown = self.num_added + 1, self.num_shown + shown
         return request
 
@@ -151,7 +152,7 @@ class SimulatedEngine:
             request.context += gained / 1e3
             if request.left <= 0:
                 self._look()
-                self.controller.remove([req_id])
+                self.controller.remove({req_id: request.length})
                 del self.running[req_id]
         return decision
 

@@ -241,7 +241,7 @@ def test_a_gain_that_reading_takes_back_is_none(level, drafts):
     assert np.median(shares) > 0.9 if drafts else np.median(shares) < 0.3, shares
 
 
-@pytest.mark.parametrize(("length", "level"), [(4, 0.5), (8, 0.2), (8, 0.5), (12, 0.4)])
+@pytest.mark.parametrize(("length", "level"), [(4, 0.6), (8, 0.4), (12, 0.4), (12, 0.6)])
 def test_short_answers_have_few_drafts_or_none(length, level):
     """Answers of a few tokens, as about a choice of several, are as fast as with the best fixed number, or without.
     Catches: gains of a step in the midst of an answer, as the first one drafts in vain, and the last one in part."""
@@ -421,7 +421,7 @@ def test_a_tree_is_chosen_where_it_gains_more():
     """`draft_shape: auto`: catches a tree's acceptance that is never tried, or taken for a chain's."""
     tree = Option("tree-static", 25, 5, False)
     controller = Controller((tree, *CHAINS, REST), 8, False)
-    controller.add("a", class_label(256, 0), (), 300, 80)
+    controller.add("a", class_label(256, 0), (), 300, 80, 128)
     last, tokens = None, {tree: 5, REST: 1} | dict.fromkeys(CHAINS, 2)
     for _ in range(300):
         decision = controller.decide(["a"])
@@ -437,7 +437,7 @@ def test_who_cannot_be_drafted_for_rests():
     """Catches: a request that was skipped for good and still holds rows of the target's forward."""
     controller = Controller((*CHAINS, REST), 8, False)
     for req_id in ("a", "b"):
-        controller.add(req_id, 0, (), 50, 50)
+        controller.add(req_id, 0, (), 50, 50, 128)
     assert not controller.decide(["a", "b"]).resting
     controller.cannot_draft(["b"])
     decision = controller.decide(["a", "b"])

@@ -11,7 +11,6 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_vidspec.adapt import REST, Controller
 from vllm_vidspec.adapt import control as control_module
-from vllm_vidspec.adapt.classes import RequestClass
 from vllm_vidspec.adapt.costs import StepCosts
 from vllm_vidspec.adapt.trials import Trials
 from vllm_vidspec.config import VidSpecConfig, parse_config
@@ -25,10 +24,10 @@ from vllm_vidspec.engine.worker import VidSpecWorker
 from vllm_vidspec.errors import VidSpecError
 
 
-def request_of(req_id, num_cached=0):
+def request_of(req_id, num_cached=0, max_tokens=64):
     """Return a request of 300 tokens, 250 of them a video's, of which the prefix cache has so many."""
     video = SimpleNamespace(modality="video", mm_position=SimpleNamespace(length=250))
-    sizes = {"num_tokens": 300, "num_computed_tokens": num_cached}
+    sizes = {"num_tokens": 300, "num_computed_tokens": num_cached, "max_tokens": max_tokens, "num_output_tokens": 25}
     return SimpleNamespace(
         request_id=req_id, mm_features=[video], sampling_params=SimpleNamespace(temperature=0.0), **sizes
     )
@@ -84,6 +83,19 @@ def test_what_a_cold_prompt_costs_is_not_what_a_cached_one_costs(monkeypatch):
     assert control._controller.forecast.acceptance.classes[slots].tolist() == [0, 0, 1, 1]
 
 
+def test_an_answer_ends_where_vllm_ends_it(monkeypatch):
+    """Catches: drafts accepted beyond the end taken for a part of it, by which short answers seem twice as long; the
+    length of others' answers where this one may not have so many tokens; requests that are kept for ever."""
+    control, _ = decisions(monkeypatch, 200, lambda number, rows: (1 + rows, rows > 0))
+    control._controller.learn()
+    assert control._controller.classes[0].answer_tokens == 25 and list(control._running) == ["7-0"]
+    for req_id, max_tokens in (("long", 64), ("bounded", 20), ("short", 8)):
+        control.is_shown(request_of(req_id, max_tokens=max_tokens), 0)
+    requests, slots = control._controller.requests, control._controller.requests.slots(["long", "bounded", "short"])
+    assert requests.answer_tokens[slots].tolist() == [25, 20, 8]
+    assert control._controller.forecast.acceptance.classes[slots].tolist() == [0, 0, 1]
+
+
 def test_placeholders_cost_rows_and_are_not_rejected_drafts(monkeypatch):
     """Rows scheduled for drafts which have not come: their time is learned, and no acceptance."""
     control, _ = decisions(monkeypatch, 20, lambda number, rows: (1, False))
@@ -107,7 +119,7 @@ def test_steps_that_nobody_looks_at_are_counted(may_draft, num_unseen, monkeypat
         (Trials, "elapse", lambda self, seconds: elapsed.append(seconds)),
         (Controller, "observe", lambda self, kind, *_: looked.append(kind)),
         (Controller, "_choose", lambda self, *_: decided.append(self._learning.num_steps)),
-        (RequestClass, "learn", lambda self, num_tokens, start_s: answers.append(num_tokens)),
+        (Controller, "_end", lambda self, req_id, _: answers.append(self.requests.tokens[self.requests.slot(req_id)])),
     ):
         monkeypatch.setattr(owner, name, heard(getattr(owner, name), told))
     decisions(monkeypatch, 20 * 25, lambda number, rows: (1, False), num_requests=2, pause_s=10.0)

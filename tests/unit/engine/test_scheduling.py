@@ -137,9 +137,9 @@ def test_a_change_of_shape_loses_no_count(world):
     it = world(draft_shape="auto", adaptive_tokens=True, num_speculative_tokens=25)
     controller, reqs = it.side._control._controller, ["ends", "runs"]
     for req_id in reqs:
-        controller.add(req_id, 1, (), 300, 60)
+        controller.add(req_id, 1, (), 300, 60, 128)
     controller.observe(StepKind(controller.decide(reqs), reqs, np.array([5, 5])), np.array([4, 2]), 0.01)
-    controller.remove(["ends"])
+    controller.remove({"ends": 4})
     it.retune(draft_shape="chain")
     assert [it.file.value(f"{name}_{CLASS_LABELS[1]}") for name in ("steps", "tokens")] == [2, 6]
 
