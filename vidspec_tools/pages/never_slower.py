@@ -23,6 +23,7 @@ HEAD = (
     "tokens per verify step", "a second vanilla over vanilla",
 )  # fmt: skip
 FIRST_HEAD = (*HEAD[:4], "first answer", "time to first token, cached", "cold")
+SHORT_HEAD = ("answer's tokens", *HEAD[1:3], "rounds", "best fixed over vanilla", *HEAD[8:11])
 REST_HEAD = "video tokens | requests | with our hooks | without | ratio"
 REST = "{tokens:,} | {batch} | {with_ms:.3f} ms | {without_ms:.3f} ms | {ratio:.3f} ± {ratio_error:.3f}"
 MIXED = {
@@ -60,6 +61,15 @@ def mixed_table(mixed: list[Row]) -> str:
         for row in each["rows"]
     ]
     return markdown((HEAD[3], "engine", HEAD[4], *MIXED.values()), rows, words=2)
+
+
+def short_table(cells: Iterable[Row]) -> str:
+    """Return the table of short answers: how soon they are there, the first token included."""
+    rows = []
+    for cell in map(whole, cells):
+        _, draft, batch, _, rounds, best, speed, of_best, _, _, steps, _ = line(cell)
+        rows.append([str(cell["max_tokens"]), draft, batch, rounds, best, speed, of_best, steps])
+    return markdown(SHORT_HEAD, rows, words=0)
 
 
 def with_error(ratios: Sequence[float]) -> str:
@@ -251,6 +261,7 @@ def sections() -> dict[str, Callable[[], str]]:
         "cells-summary": lambda: summary(cells),
         "first": lambda: first_table(of_starts),
         "first-summary": lambda: first_summary(of_starts, cells),
+        "short": lambda: short_table(read(ONE_ENGINE)["short"]),
         "mixed": lambda: mixed_table(read(ONE_ENGINE)["mixed"]),
         "rest": lambda: tables.table(REST_HEAD, REST, read("rest")["rows"]),
     }

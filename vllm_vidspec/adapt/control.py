@@ -343,10 +343,8 @@ class Controller:
             if situation.is_rest_due(float(rates[rest] / rates[best])):
                 hopes[rest] = np.inf
             hopes[(places == situation.checked()) & is_doubtful(rates / rates[best])] = np.inf
-            chosen = self._trials.begin(situation, rates, hopes, steps.seconds, best)
+            chosen = self._trials.begin(situation, rates, hopes, steps.seconds, best, rest)
             situation.trial = int(places[chosen]) if chosen != best else None
-            if situation.trial is not None and chosen == rest:
-                situation.try_rest(float(rates[rest] / rates[best]))
             return chosen
         if situation.trial is not None and ((places == situation.trial) & (rates > 0)).any():
             return int(np.flatnonzero(places == situation.trial)[0])

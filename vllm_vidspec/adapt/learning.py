@@ -139,7 +139,8 @@ class Learning:
             # What it adds to a step is known where such a step is.
             if seconds and self._forecast.costs.count(step.kinds[0]) > MEASURE_EVERY:
                 reading_s = max(reading_s, seconds[0] - step.seconds[0])
-            self._requests.started(kind.reading, reading_s)
+            if not self._requests.started(kind.reading, reading_s):
+                self._trials.caught_up(reading_s)
         settled = seconds
         if not had.any():
             settled = seconds[max(0, self._situation(self._requests.batch(slots)).settle - before) :]

@@ -82,14 +82,15 @@ class Requests:
         self._free.append(slot := self._slots.pop(req_id))
         return slot
 
-    def started(self, req_ids: Iterable[str], seconds: float) -> None:
+    def started(self, req_ids: Iterable[str], seconds: float) -> bool:
         """Share the time in which the draft has read prompts, or parts of them: a short one beside long is not dear.
-        Who has read its own catches up after a rest, and has no share.
+        Who has read its own catches up after a rest, and has no share. Return whether anybody had.
         """
         slots = self.slots(req_ids)
         slots = slots[(slots >= 0) & ~self.is_read[slots]]
         read = self._context[slots]
         self.start_s[slots] += seconds * read / max(float(read.sum()), 1e-9)
+        return len(slots) > 0
 
     def batch(self, slots: np.ndarray) -> Batch:
         """Return a batch of requests, given `[n]` slots; one of them may be there several times."""

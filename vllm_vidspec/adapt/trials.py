@@ -16,6 +16,7 @@ _LONGEST_TRIAL = 24  # and steps after which it ends in any case: a draft may fi
 # by step (60 ms on a CPU, whose fifth step takes a tenth longer). Fewer where rest was never measured, or has less of
 # the best rate than this.
 _SETTLE, _SETTLE_SOON, _CLOSE = 12, 4, 0.8
+_NEW_CATCH_UP = 0.1  # share of a new one in their mean
 _BETWEEN = 4  # steps between two trials
 _PAUSE = 64  # and where the allowance is used up
 _REST_AGAIN, _REST_SELDOM = 64, 1024  # steps until one without drafts is measured again: twice as many each time
@@ -62,10 +63,6 @@ class Situation:
         place, self.replaced = self.replaced, -1
         return place
 
-    def try_rest(self, share: float) -> None:
-        """Begin a trial without drafts, given what share it has of the best rate."""
-        self.settle = _SETTLE if self.rest_wait and share > _CLOSE else _SETTLE_SOON
-
     def rest_measured(self) -> None:
         """Take note of a step without drafts that was measured."""
         if self.steps >= self.rest_due:
@@ -90,11 +87,12 @@ class Trials:
     Attributes:
         situations: By class of batch size and context.
         step_s: Time of a step without drafts, as it was predicted last.
+        catch_up_s: What the draft takes to read what came while it rested: a mean.
     """
 
     def __init__(self) -> None:
         self.situations: dict[tuple[int, int], Situation] = {}
-        self.step_s = 0.0
+        self.step_s = self.catch_up_s = 0.0
         self._debt_s = dict.fromkeys(_DEBT_STEPS, 0.0)
 
     def elapse(self, seconds: float) -> None:
@@ -116,7 +114,13 @@ class Trials:
             situation.trial, situation.until, situation.settle = None, situation.steps + _BETWEEN, _SETTLE
         return situation.trial is None and situation.steps >= situation.until
 
-    def begin(self, situation: Situation, rates: np.ndarray, hopes: np.ndarray, seconds: np.ndarray, best: int) -> int:
+    def caught_up(self, seconds: float) -> None:
+        """Take note of what the draft took to read what came while it rested."""
+        self.catch_up_s += (seconds - self.catch_up_s) * (_NEW_CATCH_UP if self.catch_up_s else 1.0)
+
+    def begin(
+        self, situation: Situation, rates: np.ndarray, hopes: np.ndarray, seconds: np.ndarray, best: int, rest: int
+    ) -> int:
         """Return the row of the option that is tried from now on, or of the best.
 
         Args:
@@ -125,15 +129,20 @@ class Trials:
             hopes: `[m]` the same, as it may be.
             seconds: `[m]` of a step.
             best: Row of the best option.
+            rest: Row of the one without drafts.
         """
         hopes = hopes.copy()
         hopes[best] = 0.0
         tried = int(hopes.argmax())
         if hopes[tried] <= WORTH * rates[best]:
             return best
-        lost_s = float(max(0.0, 1 - rates[tried] / rates[best]) * seconds[tried])
-        if not self.owe((TRIAL_STEPS + UNMEASURED) * lost_s):
+        share = float(rates[tried] / rates[best])
+        lost_s = (TRIAL_STEPS + UNMEASURED) * max(0.0, 1 - share) * float(seconds[tried])
+        # Between drafts and none, there or back, the draft reads what it has missed, and caches lack what they had.
+        if not self.owe(lost_s + (self.catch_up_s + self.step_s) * (rest in (tried, best))):
             situation.until = situation.steps + _PAUSE
             return best
+        if tried == rest:
+            situation.settle = _SETTLE if situation.rest_wait and share > _CLOSE else _SETTLE_SOON
         situation.until, situation.measured = situation.steps + _LONGEST_TRIAL, 0
         return tried
