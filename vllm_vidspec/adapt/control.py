@@ -366,7 +366,7 @@ class Controller:
     @property
     def num_quiet(self) -> int:
         """How many steps like the last have nothing to teach, at most: nothing is drafted, and their time is known."""
-        if not self._learning.is_measured or self._learning.option != REST:
+        if not self._learning.is_measured or self._learning.option != REST or not self._learning.is_steady:
             return 0
         if self._is_hopeless:
             return _QUIET

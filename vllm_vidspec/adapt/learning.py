@@ -7,7 +7,7 @@ import numpy as np
 from vllm_vidspec.adapt.forecast import Forecast
 from vllm_vidspec.adapt.options import REST, StepKind
 from vllm_vidspec.adapt.requests import Batch, Requests
-from vllm_vidspec.adapt.trials import Situation, Trials
+from vllm_vidspec.adapt.trials import SETTLE, TRIAL_STEPS, Situation, Trials
 
 PROBE_STEPS = 8  # verify steps of a request of a resting class that is drafted for nevertheless, at most,
 PROBE_FIRST = 4  # of which these alone where none of their drafts is accepted
@@ -42,6 +42,13 @@ class Learning:
     def usual_size(self) -> int:
         """How many run beside one another of late, as they find it: steps of what is left of many count little."""
         return max(1, round(self._square / max(self._size, 1e-9)))
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether caches have settled since the option was another one, and as many steps were measured as of a trial:
+        of later ones the mean will do.
+        """
+        return self._settled >= SETTLE + TRIAL_STEPS
 
     def observe(self, kind: StepKind, slots: np.ndarray, num_tokens: np.ndarray, seconds: float | None) -> bool:
         """Take note of a step's output, as `Controller.observe` with `[n]` slots; return whether to take them in now,

@@ -15,7 +15,7 @@ _LONGEST_TRIAL = 24  # and steps after which it ends in any case: a draft may fi
 # First steps without drafts after others, of which nothing is learned: caches get back what drafts took from them step
 # by step (60 ms on a CPU, whose fifth step takes a tenth longer). Fewer where rest was never measured, or has less of
 # the best rate than this.
-_SETTLE, _SETTLE_SOON, _CLOSE = 12, 4, 0.8
+SETTLE, _SETTLE_SOON, _CLOSE = 12, 4, 0.8
 _NEW_CATCH_UP = 0.1  # share of a new one in their mean
 _BETWEEN = 4  # steps between two trials
 _PAUSE = 64  # and where the allowance is used up
@@ -40,7 +40,7 @@ class Situation:
     trial: int | None = None  # The option that is tried; None: none is
     measured: int = 0  # Steps of the trial that were measured
     until: int = _BETWEEN  # Step at which the trial ends, or the next one may begin
-    settle: int = _SETTLE  # Steps without drafts after others of which nothing is learned
+    settle: int = SETTLE  # Steps without drafts after others of which nothing is learned
     rest_due: int = 0  # Step from which on one without drafts is to be measured again
     rest_wait: int = 0  # Steps between two such; 0: none was measured
     replaced: int = -1  # The option that was in use before, if it is to be measured once more; -1: none is
@@ -111,7 +111,7 @@ class Trials:
     def is_due(situation: Situation) -> bool:
         """Return whether a trial may begin; one that has run long enough ends."""
         if situation.trial is not None and (situation.steps >= situation.until or situation.measured >= TRIAL_STEPS):
-            situation.trial, situation.until, situation.settle = None, situation.steps + _BETWEEN, _SETTLE
+            situation.trial, situation.until, situation.settle = None, situation.steps + _BETWEEN, SETTLE
         return situation.trial is None and situation.steps >= situation.until
 
     def caught_up(self, seconds: float) -> None:
@@ -143,6 +143,6 @@ class Trials:
             situation.until = situation.steps + _PAUSE
             return best
         if tried == rest:
-            situation.settle = _SETTLE if situation.rest_wait and share > _CLOSE else _SETTLE_SOON
+            situation.settle = SETTLE if situation.rest_wait and share > _CLOSE else _SETTLE_SOON
         situation.until, situation.measured = situation.steps + _LONGEST_TRIAL, 0
         return tried
