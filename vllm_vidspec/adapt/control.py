@@ -111,10 +111,10 @@ class Controller:
         index = self._class_of.setdefault((label, *kind), len(self.classes))
         if index == len(self.classes):
             self.classes.append(RequestClass(label))
-        slot = requests.begin(req_id, num_tokens, num_draft_tokens)
+        known = self.classes[index]
+        slot = requests.begin(req_id, num_tokens, num_draft_tokens, min(known.answer_tokens, most_tokens))
         self.forecast.acceptance.begin(slot, index)
-        requests.answer_tokens[slot] = min(self.classes[index].answer_tokens, most_tokens)
-        requests.may_draft[slot] = self._is_shown(self.classes[index], index, slot, running)
+        requests.may_draft[slot] = self._is_shown(known, index, slot, running)
         return bool(requests.may_draft[slot])
 
     def remove(self, num_tokens: Mapping[str, int]) -> None:
@@ -124,7 +124,7 @@ class Controller:
         self._ending |= {req_id: num for req_id, num in num_tokens.items() if req_id in self.requests}
 
     def remove_all(self) -> None:
-        """Forget every request, and learn from what they got so far."""
+        """Forget every request, and learn from what was verified of them."""
         self._ending = dict.fromkeys(self.requests, 0)
         self.learn()
 
@@ -195,7 +195,7 @@ class Controller:
         steps = forecast.steps(batch, np.arange(len(self.options)), (forecast.num_tokens[:, None] > 0) & is_alike)
         lengths, rest_s = forecast.lengths_of_class(index), steps.seconds[forecast.rest]
         seconds = np.maximum(np.stack((steps.seconds, steps.seconds / (1 + forecast.costs.drift(steps.kinds)))), rest_s)
-        answer_tokens = float(self.requests.answer_tokens[slot])
+        answer_tokens = float(batch.answer_tokens[-1])
         lengths = useful(lengths, answer_tokens)
         num_steps = answer_tokens / (1 + lengths)
         answers_s = num_steps * seconds + start_s
@@ -305,7 +305,7 @@ class Controller:
         forecast, num_reqs = self.forecast, len(batch.slots)
         places = np.arange(len(self.options)) if most is None else np.flatnonzero(forecast.num_tokens <= most)
         rest = int(np.flatnonzero(places == forecast.rest)[0])
-        lengths = forecast.lengths(batch, places, self.requests.answer_tokens[batch.slots])
+        lengths = forecast.lengths(batch, places)
         everyone = self.requests.may_draft[batch.slots] & (places != forecast.rest)[:, None]
         both = np.concatenate((everyone, everyone & self._paying(batch, places, lengths, situation)))
         steps = forecast.steps(batch, np.concatenate((places, places)), both)
@@ -334,8 +334,7 @@ class Controller:
         places, rest, drafted, steps, rates = found
         # What all else is compared with must not be a guess, or what it took while the engine was new.
         if self._trials.is_due(situation) and (situation.rest_wait or best != rest):
-            most = int(self.forecast.num_tokens[places[best]])
-            hoped = self.forecast.lengths(batch, places, self.requests.answer_tokens[batch.slots], most)
+            hoped = self.forecast.lengths(batch, places, int(self.forecast.num_tokens[places[best]]))
             doubt = self.forecast.costs.doubt(steps.kinds, steps.features, best)
             fastest = np.where(places == places[rest], 0.0, steps.seconds[rest])
             num_tokens = len(batch.slots) + (hoped * drafted).sum(axis=1)

@@ -115,15 +115,16 @@ class StepCosts:
         record = self._records.get(kind)
         if record is None:
             record = self._records[kind] = _Record(x.copy())
+        is_old = record.count > 0 and self._num_steps - record.seen > _OLD
         self._last = option, 1 + (self._last[1] if option == self._last[0] else 0)
         if self._last[1] == 1:
-            self._own, self._is_old = [], record.count > 0 and self._num_steps - record.seen > _OLD
+            self._own, self._is_old = [], is_old
         if self._last[1] > _OWN_STEPS and record.count > _COLD + _FIRST:
             expected_s = self._slowness * self._fitted_of_one(x) * record.factor
             self._slowness *= (min(seconds, 2 * expected_s) / expected_s) ** _SPEED
         self._compare(x, seconds)
         seconds /= self._slowness
-        if self._num_steps - record.seen > _OLD:
+        if is_old:
             record.count = min(record.count, _COLD + _FIRST + 1)
         record.count, record.seen = record.count + 1, self._num_steps
         if record.count == _COLD + 1:

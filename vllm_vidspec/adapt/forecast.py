@@ -60,18 +60,15 @@ class Forecast:
 
     # ---- accepted tokens -------------------------------------------------------------------------------------------
 
-    def lengths(
-        self, batch: Batch, places: np.ndarray, answer_tokens: np.ndarray, hopeful_from: int | None = None
-    ) -> np.ndarray:
-        """Return `[m, n]` draft tokens that are expected to be of use in answers of `[n]` tokens, or hoped for beyond a
-        number that is verified anyway. A token counts as what it takes without drafts: many of short contexts do not
-        make up for few long ones.
+    def lengths(self, batch: Batch, places: np.ndarray, hopeful_from: int | None = None) -> np.ndarray:
+        """Return `[m, n]` draft tokens that are expected to be of use, or hoped for beyond a number that is verified
+        anyway. A token counts as what it takes without drafts: many of short contexts do not make up for few long ones.
         """
         slots, is_prefix = batch.slots, self._is_prefix[places]
         found = self.acceptance.expected(slots, hopeful_from)[:, np.where(is_prefix, self.num_tokens[places], 0)].T
         if self._has_trees:
             found[~is_prefix] = self.acceptance.expected_tree(slots, hopeful_from is not None)
-        return useful(found, answer_tokens) * self.costs.worth(batch)
+        return useful(found, batch.answer_tokens) * self.costs.worth(batch)
 
     def lengths_of_class(self, class_index: int) -> np.ndarray:
         """Return `[m]` the same of each option, of a request of a class that nothing is known of."""

@@ -93,7 +93,8 @@ class Learning:
         if self._num_passed:
             slots, step_s = self._quiet_slots, self._passed_s / self._num_passed
             self._elapse(len(slots), self._num_passed, self._num_passed, self._passed_s)
-            self._measure(self._forecast.rest, slots, np.zeros(len(slots), dtype=bool), step_s, self._num_passed)
+            batch, nobody = self._requests.batch(slots), np.zeros(len(slots), dtype=bool)
+            self._measure(self._forecast.rest, batch, nobody, step_s, self._num_passed)
             self._num_passed, self._passed_s = 0, 0.0
 
     def _elapse(self, num_reqs: int, num_steps: int, num_timed: int, seconds: float) -> None:
@@ -140,36 +141,33 @@ class Learning:
         self._requests.is_read[slots] |= had
         if not kind.reading and (not seconds or (self.is_measured and self._unmeasured < MEASURE_EVERY)):
             return
-        place = self._forecast.place(option)
+        place, batch = self._forecast.place(option), self._requests.batch(slots)
         if kind.reading:
-            reading_s, step = kind.reading_s, self._forecast.step(self._requests.batch(slots), place, had)
+            reading_s, step = kind.reading_s, self._forecast.step(batch, place, had)
             # What it adds to a step is known where such a step is.
             if seconds and self._forecast.costs.count(step.kinds[0]) > MEASURE_EVERY:
                 reading_s = max(reading_s, seconds[0] - step.seconds[0])
             if not self._requests.started(kind.reading, reading_s):
                 self._trials.caught_up(reading_s)
-        settled = seconds
-        if not had.any():
-            settled = seconds[max(0, self._situation(self._requests.batch(slots)).settle - before) :]
+        settled = seconds if had.any() else seconds[max(0, self._situation(batch).settle - before) :]
         if not kind.is_steady or kind.reading or (option.num_tokens > 0) != had.any():
             settled = []
-        self._measure(place, slots, had, statistics.median(settled or [0.0]), len(settled))
+        self._measure(place, batch, had, statistics.median(settled or [0.0]), len(settled))
 
     def _situation(self, batch: Batch) -> Situation:
         return self._trials.situations.get(batch.place, Situation())
 
-    def _measure(self, place: int, slots: np.ndarray, drafted: np.ndarray, seconds: float, num_steps: int) -> None:
+    def _measure(self, place: int, batch: Batch, drafted: np.ndarray, seconds: float, num_steps: int) -> None:
         """Let the costs learn of steps that followed one another.
 
         Args:
             place: Their option.
-            slots: `[n]` their requests.
+            batch: Their requests.
             drafted: `[n]` bool: which of them had draft tokens.
             seconds: How long one took: their median, as one may have waited.
             num_steps: How many there were; 0 where they have not verified what they draft: drafts are on their way, or
                 out of it.
         """
-        batch = self._requests.batch(slots)
         situation = self._situation(batch)
         situation.steps += self._unmeasured
         self._unmeasured = 0
@@ -181,6 +179,6 @@ class Learning:
             costs.observe(step.kinds[0], step.features[0], seconds, place)
         if place == self._forecast.rest:
             situation.rest_measured()
-        is_tried = situation.trial is not None or bool((self._requests.probe_left[slots] > 0).any())
+        is_tried = situation.trial is not None or bool((self._requests.probe_left[batch.slots] > 0).any())
         self.is_measured = costs.count(step.kinds[0]) > 2 * MEASURE_EVERY and not is_tried
         situation.measured += num * (place == situation.trial)

@@ -15,6 +15,7 @@ class Batch(NamedTuple):
     context: np.ndarray  # `[n]` thousands of tokens that the target has of each
     total: float  # Their sum
     draft_context: np.ndarray  # `[n]` the same of the draft
+    answer_tokens: np.ndarray  # `[n]` that each answer is expected to have at last
 
 
 class Requests:
@@ -23,7 +24,6 @@ class Requests:
     Attributes:
         start_s: `[num_slots]` seconds in which the draft has read the prompt so far.
         tokens: `[num_slots]` tokens of the answer.
-        answer_tokens: `[num_slots]` how many it is expected to have at last.
         verify_steps: `[num_slots]` steps that verified drafts of it.
         verify_tokens: `[num_slots]` tokens that these gave.
         probe_left: `[num_slots]` verify steps left of a probe; 0 for no probe, `OVER` for one that is over.
@@ -39,7 +39,7 @@ class Requests:
         self._slots: dict[str, int] = {}
         self._free = list(range(num_slots))[::-1]
         # Contexts: thousands of tokens.
-        self._context, self._draft_context, self.start_s, self.answer_tokens = np.zeros((4, num_slots))
+        self._context, self._draft_context, self.start_s, self._answer_tokens = np.zeros((4, num_slots))
         self.tokens, self.verify_steps, self.verify_tokens, self.probe_left = np.zeros((4, num_slots), np.int64)
         self.is_read, self.may_draft, self.is_drafted = np.zeros((3, num_slots), dtype=bool)
 
@@ -62,16 +62,18 @@ class Requests:
         """Return `[n]` int64 slots, -1 where nobody has taken the request in."""
         return np.fromiter(map(self._slots.get, req_ids, repeat(-1)), dtype=np.int64)
 
-    def begin(self, req_id: str, num_tokens: int, num_draft_tokens: int) -> int:
+    def begin(self, req_id: str, num_tokens: int, num_draft_tokens: int, answer_tokens: float) -> int:
         """Give a request a slot, and return it.
 
         Args:
             req_id: Its id, a new one.
             num_tokens: Of its prompt.
             num_draft_tokens: Of its prompt as the draft sees it.
+            answer_tokens: That its answer is expected to have.
         """
         slot = self._slots[req_id] = self._free.pop()
         self._context[slot], self._draft_context[slot] = num_tokens / 1e3, num_draft_tokens / 1e3
+        self._answer_tokens[slot] = answer_tokens
         for of_slots in (self.start_s, self.tokens, self.verify_steps, self.verify_tokens, self.probe_left):
             of_slots[slot] = 0
         self.is_drafted[slot], self.is_read[slot] = True, False
@@ -98,4 +100,4 @@ class Requests:
         context, num_reqs = self._context[slots] + gained, len(slots)
         total = float(context.sum())
         place = max(0, num_reqs - 1).bit_length(), (int(1e3 * total / max(num_reqs, 1)) // 256).bit_length()
-        return Batch(slots, place, context, total, self._draft_context[slots] + gained)
+        return Batch(slots, place, context, total, self._draft_context[slots] + gained, self._answer_tokens[slots])

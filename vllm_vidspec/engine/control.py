@@ -42,7 +42,7 @@ class SchedulerControl:
         pads = has_graphs and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         # Requests that are preempted keep their slot.
         self._controller = Controller(options, 2 * scheduler.scheduler_config.max_num_seqs, pads)
-        self._running: dict[str, Any] = {}  # vLLM's requests
+        self._requests: dict[str, Any] = {}  # vLLM's, which tell how long their answers are
         # By place in `Controller.classes`: what was counted last, and what was logged, and when.
         self._is_resting: dict[int, bool] = {}
         self._logged: dict[int, tuple[bool, float]] = {}
@@ -87,7 +87,7 @@ class SchedulerControl:
         # A video that the target knows the draft most likely knows, too: then showing it costs little.
         is_cached = 2 * request.num_computed_tokens >= num_tokens
         kind = is_sampled, way, is_cached, request.max_tokens <= _SHORT
-        self._running[request.request_id] = request
+        self._requests[request.request_id] = request
         running = (one.request_id for one in self._scheduler.running)
         num_draft_tokens = num_tokens - total + int(num_kept)
         shown = self._controller.add(
@@ -139,7 +139,7 @@ class SchedulerControl:
             return self._decision
         req_ids = list(scheduler_output.num_scheduled_tokens)
         if scheduler_output.finished_req_ids:
-            ended = [self._running.pop(req_id, None) for req_id in scheduler_output.finished_req_ids]
+            ended = [self._requests.pop(req_id, None) for req_id in scheduler_output.finished_req_ids]
             self._controller.remove({one.request_id: one.num_output_tokens for one in ended if one is not None})
         if not req_ids:
             self._controller.learn()

@@ -18,7 +18,9 @@ def test_what_contexts_cost_is_not_taken_for_the_speed_of_the_machine():
             num_long += random.integers(-1, 2) * (step % 8 == 0) * (2 < num_long < 14)
             context = np.array([4.2] * num_long + [0.4] * (16 - num_long))
             total = float(context.sum())
-            batch = Batch(np.arange(16), (4, int(total / 4).bit_length()), context, total, context / 10)
+            batch = Batch(
+                np.arange(16), (4, int(total / 4).bit_length()), context, total, context / 10, np.full(16, 128.0)
+            )
             x = features(batch, np.zeros(1), np.zeros(1), np.zeros((1, 16), dtype=bool), False)[0]
             seconds = like_a_small_pair(16, context, np.zeros(16), 0) * np.exp(random.normal(0, 0.08))
             costs.observe(batch.place, x, seconds, 0)

@@ -88,11 +88,11 @@ def test_an_answer_ends_where_vllm_ends_it(monkeypatch):
     length of others' answers where this one may not have so many tokens; requests that are kept for ever."""
     control, _ = decisions(monkeypatch, 200, lambda number, rows: (1 + rows, rows > 0))
     control._controller.learn()
-    assert control._controller.classes[0].answer_tokens == 25 and list(control._running) == ["7-0"]
+    assert control._controller.classes[0].answer_tokens == 25 and list(control._requests) == ["7-0"]
     for req_id, max_tokens in (("long", 64), ("bounded", 20), ("short", 8)):
         control.is_shown(request_of(req_id, max_tokens=max_tokens), 0)
     requests, slots = control._controller.requests, control._controller.requests.slots(["long", "bounded", "short"])
-    assert requests.answer_tokens[slots].tolist() == [25, 20, 8]
+    assert requests.batch(slots).answer_tokens.tolist() == [25, 20, 8]
     assert control._controller.forecast.acceptance.classes[slots].tolist() == [0, 0, 1]
 
 
