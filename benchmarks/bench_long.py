@@ -1,11 +1,12 @@
-"""Long videos: acceptance and decode speed of a long pair by length, pruner and share dropped, beside vanilla vLLM.
+"""Acceptance and decode speed of a pair by length, pruner and share dropped, beside vanilla vLLM.
 
     python benchmarks/bench_long.py acceptance --tokens 256,1024,4096,16384 --shares 0.5,0.9,0.99
+    python benchmarks/bench_long.py acceptance --family qwen2.5-vl --compacted specvlm,uniform
     python benchmarks/bench_long.py speed --tokens 1024,4096,16384 --pads 0,5,9
     python -m vidspec_tools.pages
 
-Each request is a held-out reel with one question of its own. `acceptance` asks one engine with every setting in turn;
-`speed` holds all engines at once and lets each answer a request before the next request comes. Finished points stay in
+Each request of a long pair is a held-out reel with one question of its own, of another pair a held-out video of 256
+tokens to describe. `acceptance` asks one engine with every setting in turn; `speed` holds all engines at once and lets each answer a request before the next request comes. Finished points stay in
 the file, and a run measures what is missing.
 """
 
@@ -29,7 +30,8 @@ from vllm_vidspec.tools.provenance import provenance
 FAMILY = assets.LONG
 MAX_TOKENS = 160
 WHOLE, BLIND = {"pruner": "none", "prune_ratio": 0.0}, {"pruner": "uniform", "prune_ratio": 1.0}
-PRUNERS = ("specvlm", "uv", "uniform", "random")
+PRUNERS = ("specvlm", "specvlm:stride", "uv", "uniform", "uniform:stride", "random")
+SHORT = 256  # video tokens of a pair that is not long
 FIGURE = "docs/long-videos.png"
 
 
@@ -58,7 +60,8 @@ def job(
         overrides=overrides,
         **knobs,
     )
-    prompts = {"family": family, "reel_tokens": tokens, "held_out": list(held_out), "warm_up": 10_000}
+    shown = {"reel_tokens": tokens} if family in assets.LONG_PAIRS else {"question": pairs.DEFAULT_QUESTION}
+    prompts = {"family": family, **shown, "held_out": list(held_out), "warm_up": 10_000}
     return {"llm": llm, "prompts": prompts, "cpus": [cores()[0]]}
 
 
@@ -69,27 +72,35 @@ def clock(session: BenchSession, index: int) -> dict[str, Any]:
 
 
 def acceptance(args: argparse.Namespace, data: dict[str, Any]) -> None:
+    is_long = args.family in assets.LONG_PAIRS
     settings = {"whole": WHOLE, "blind": BLIND}
     settings |= {
         f"{one} {share:g}": {"pruner": one, "prune_ratio": share} for share in args.shares for one in args.pruners
     }
-    for tokens in args.tokens:
+    settings |= {
+        f"{one} {share:g} compacted": {**settings[f"{one} {share:g}"], "draft_positions": "compacted"}
+        for share in args.shares
+        for one in args.compacted
+    }
+    for tokens in args.tokens if is_long else [SHORT]:
         points = data["acceptance"].setdefault(str(tokens), {})
         missing = [(name, spec) for name, spec in settings.items() if args.again or name not in points]
         if not missing:
             continue
         with BenchSession(job(tokens, range(args.requests), None, family=args.family)) as session:
             vanilla = [clock(session, i)["token_ids"] for i in range(args.requests)]
-        kinds = [reel.held_out(i, tokens)[1].kind for i in range(args.requests)]
+        kinds = [reel.held_out(i, tokens)[1].kind if is_long else "caption" for i in range(args.requests)]
         # An engine that starts with a guided pruner can change to an unguided one, not to another guided one.
-        for guided in ("specvlm", "uv"):
-            own = [(name, spec) for name, spec in missing if (spec["pruner"] == "uv") == (guided == "uv")]
-            if not own:
-                continue
-            start = {"pruner": guided, "prune_ratio": 0.9}
+        starts: dict[tuple[str, str], list[tuple[str, dict[str, Any]]]] = {}
+        for name, spec in missing:
+            guided = "uv" if spec["pruner"] == "uv" else "specvlm"
+            starts.setdefault((guided, spec.get("draft_positions", "original")), []).append((name, spec))
+        for (guided, positions), own in starts.items():
+            start = {"pruner": guided, "prune_ratio": 0.9, "draft_positions": positions}
             with BenchSession(job(tokens, range(args.requests), start, family=args.family)) as session:
                 for name, spec in own:
-                    session.ask({"command": "retune", "knobs": spec})
+                    knobs = {knob: value for knob, value in spec.items() if knob != "draft_positions"}
+                    session.ask({"command": "retune", "knobs": knobs})
                     answers = [clock(session, i) for i in range(args.requests)]
                     points[name] = list(map(acceptance_of, answers, vanilla, kinds))
                     save(data)
@@ -217,6 +228,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=numbers(int), default=[256, 1024, 4096, 16384])
     parser.add_argument("--shares", type=numbers(float), default=[0.5, 0.8, 0.9, 0.95, 0.99])
     parser.add_argument("--pruners", type=numbers(str), default=list(PRUNERS))
+    parser.add_argument(
+        "--compacted", type=numbers(str), default=[], help="pruners to measure with the draft's positions renumbered, too"
+    )
     parser.add_argument("--pads", type=numbers(float), default=[0.0])
     parser.add_argument("--padded-at", type=int, default=1024, help="video tokens at which the padding is measured")
     parser.add_argument(
@@ -224,11 +238,12 @@ def main() -> None:
     )
     parser.add_argument("--adaptive", action="store_true", help="also with the controller, as by default")
     parser.add_argument("--again", action="store_true", help="measure also what the file has")
-    parser.add_argument("--requests", type=int, default=12)
+    parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--at-once", type=int, default=3, help="engines beside vanilla that are in memory together")
     args = parser.parse_args()
     {"acceptance": acceptance, "speed": speed}[args.what](args, load(args.family))
-    draw(FIGURE)
+    if args.family in assets.LONG_PAIRS:
+        draw(FIGURE)
 
 
 if __name__ == "__main__":

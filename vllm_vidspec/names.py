@@ -1,7 +1,7 @@
 """Names shared by rooms that do not import each other; imports nothing."""
 
 PRUNERS = (
-    *("none", "specvlm", "attention", "uv", "uniform", "random"),
+    *("none", "specvlm", "specvlm:stride", "attention", "uv", "uniform", "uniform:stride", "random"),
     *("window:front", "window:middle", "window:end", "frame", "fastvid", "dycoke"),
 )
 WRITER_THREAD = "vidspec-channel"  # of the target's process, on the drafter's cores: it writes large messages

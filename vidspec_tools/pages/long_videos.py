@@ -10,6 +10,7 @@ from vllm_vidspec import assets
 
 NAME = "long-videos"
 NAMES = dict(zip(assets.LONG_PAIRS, (NAME, f"{NAME}-llava"), strict=True))  # of results, by pair
+NAMES |= {family: f"pruners-{family}" for family in (*assets.FAMILIES, assets.PLAIN)}
 KEPT = 0.9  # the share dropped of the tables
 SEEN = {"whole": "whole video", "pruned": "10 %", "sized": "10 %, pool sized for it", "specvlm": "10 %, `specvlm`"}
 SEEN |= {"vanilla": "(vanilla)", "blind": "no video", "uniform": "10 %, `uniform`"}
@@ -276,6 +277,7 @@ def draw(path: str) -> None:
     lengths, (tokens, longest) = sorted(map(int, found)), _most_shares(found)
     styles = {"whole": ("#000000", "o"), "blind": ("#777777", "P"), "specvlm": ("#882255", "o"), "uv": ("#AA4499", "^")}
     styles |= {"uniform": ("#332288", "D"), "random": ("#88CCEE", "v")}
+    styles |= {"specvlm:stride": ("#CC6677", "x"), "uniform:stride": ("#117733", "+")}
     with figures.panels(path, (9, 3.4), 1, 2) as (_, panels, lines):
         of_length: dict[str, Any] = {}
         for name in _settings(found):

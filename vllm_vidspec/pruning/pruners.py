@@ -6,10 +6,14 @@ from torch import Tensor
 from vllm_vidspec.config import PRUNERS, PruneKnobs
 from vllm_vidspec.errors import VidSpecError, nearest
 from vllm_vidspec.pruning.base import PruneInputs, Pruner, SelectFn
+from vllm_vidspec.pruning.grid import TokenGrid
 
 _COLUMNS = 128  # features widened to float64 at a time: 25,000 tokens need some 150 MB instead of some 4 GB
 _SAME = 1e-12  # below the precision of any feature; makes an unchanged token's novelty 0 on every device
 _GROUP = 4  # frames of a DyCoke group
+# Of a lattice over columns, rows and frames, in 2 ** -32: 1 / g, 1 / g^2 and 1 / g^3 for the real g with g^4 = g + 1,
+# the generalised golden ratio whose multiples fill a cube most evenly (Roberts 2018, the R3 sequence).
+_LATTICE = (3518319155, 2882110345, 2360945575)
 
 
 def get_pruner(name: str) -> Pruner:
@@ -35,6 +39,25 @@ def linspace_indices(num_candidates: int, num_keep: int, device: torch.device | 
     """
     steps = torch.arange(num_keep, dtype=torch.int64, device=device)
     return steps * (num_candidates - 1) // max(num_keep - 1, 1)
+
+
+def lattice_ranks(grid: TokenGrid, device: torch.device | str = "cpu") -> Tensor:
+    """Return int64 [num_tokens]: the tokens of the k lowest ranks are spread evenly over columns, rows and frames.
+
+    A token at (x, y, t) ranks by the fraction of x a + y b + t c with a, b, c of `_LATTICE`, in exact integers: the
+    tokens under any threshold are a lattice of low discrepancy, for every k. A stride in raster order is not: at a
+    tenth of a grid that is 10, 20 or 30 wide it returns to few columns. Trailing tokens continue the raster.
+    """
+    index = torch.arange(grid.num_tokens, dtype=torch.int64, device=device)
+    x, y, t = index % max(grid.width, 1), index // max(grid.width, 1), index // max(grid.tokens_per_frame, 1)
+    y = y % max(grid.height, 1)
+    return (x * _LATTICE[0] + y * _LATTICE[1] + t * _LATTICE[2]) % 2**32
+
+
+def spread_indices(ranks: Tensor, num_keep: int) -> Tensor:
+    """Return the indices of the `num_keep` lowest int64 ranks [n], of equal ones the lower index first: int64
+    [num_keep], ascending."""
+    return ranks.sort(stable=True).indices[:num_keep].sort().values
 
 
 def descending_order(scores: Tensor) -> Tensor:
@@ -73,23 +96,32 @@ def _select_top_k(inputs: PruneInputs) -> Tensor:
     return top_k_indices(inputs.scores, inputs.num_keep)
 
 
-def _select_specvlm(inputs: PruneInputs) -> Tensor:
-    """Keep the top tokens that hold `lambda_r` of the score, and of the others as many as fit, evenly spaced.
+def _specvlm(by_stride: bool) -> SelectFn:
+    """Return SpecVLM: the top tokens that hold `lambda_r` of the score, and of the others as many as fit, evenly spread.
 
-    SpecVLM, eq. 6 (stage I, Top-P retention) and eq. 7 (stage II, spatially uniform reduction), as its code reads
-    them: stage II fills the budget that stage I leaves, from the other tokens in sequence order, both ends included;
-    stage I alone is cut to the budget, the highest scores first. Of equal scores the lower index ranks higher. Without
-    any score, and at `lambda_r` 0, stage I is empty and the choice is that of `uniform`.
+    Eq. 6 (stage I, Top-P retention), then eq. 7 (stage II, spatially uniform reduction), which as printed adds (1 - r)
+    of all tokens: as in the authors' code it fills the budget that stage I leaves, and stage I alone is cut to the
+    budget, the highest scores first. Of equal scores the lower index ranks higher. Without any score, and at
+    `lambda_r` 0, stage I is empty and the choice is that of `uniform`. `by_stride` is the authors' stage II, a stride
+    in raster order over the others, both ends included; else it is `lattice_ranks`.
     """
-    scores, num_tokens = inputs.scores, inputs.grid.num_tokens
-    assert scores is not None  # checked
-    order = descending_order(scores)  # [num_tokens]
-    retained = order[: min(top_p_size(scores[order], inputs.lambda_r), inputs.num_keep)]
-    is_rest = torch.ones(num_tokens, dtype=torch.bool, device=inputs.device)
-    is_rest[retained] = False
-    rest = is_rest.nonzero()[:, 0]  # [num_tokens - |V_R|], in sequence order
-    spread = rest[linspace_indices(len(rest), inputs.num_keep - len(retained), inputs.device)]
-    return torch.cat((retained, spread)).sort().values
+
+    def select(inputs: PruneInputs) -> Tensor:
+        scores, num_tokens = inputs.scores, inputs.grid.num_tokens
+        assert scores is not None  # checked
+        order = descending_order(scores)  # [num_tokens]
+        retained = order[: min(top_p_size(scores[order], inputs.lambda_r), inputs.num_keep)]
+        is_rest = torch.ones(num_tokens, dtype=torch.bool, device=inputs.device)
+        is_rest[retained] = False
+        rest = is_rest.nonzero()[:, 0]  # [num_tokens - |V_R|], in sequence order
+        num_spread = inputs.num_keep - len(retained)
+        if by_stride:
+            spread = rest[linspace_indices(len(rest), num_spread, inputs.device)]
+        else:
+            spread = rest[spread_indices(lattice_ranks(inputs.grid, inputs.device)[rest], num_spread)]
+        return torch.cat((retained, spread)).sort().values
+
+    return select
 
 
 # ---- pruners that need nothing but the grid --------------------------------------------------------------------------
@@ -101,6 +133,10 @@ def _select_none(inputs: PruneInputs) -> Tensor:
 
 
 def _select_uniform(inputs: PruneInputs) -> Tensor:
+    return spread_indices(lattice_ranks(inputs.grid, inputs.device), inputs.num_keep)
+
+
+def _select_stride(inputs: PruneInputs) -> Tensor:
     return linspace_indices(inputs.grid.num_tokens, inputs.num_keep, inputs.device)
 
 
@@ -223,10 +259,12 @@ ALL_PRUNERS = {
     for pruner in (
         Pruner("none", _select_none),
         # `attention` and `uv` are one rule: SpecVLM's guidance without stage II, and UV-Prune, which may be negative.
-        Pruner("specvlm", _select_specvlm, needs=frozenset({"attention"}), refuses_negative=True),
+        Pruner("specvlm", _specvlm(by_stride=False), needs=frozenset({"attention"}), refuses_negative=True),
+        Pruner("specvlm:stride", _specvlm(by_stride=True), needs=frozenset({"attention"}), refuses_negative=True),
         Pruner("attention", _select_top_k, needs=frozenset({"attention"})),
         Pruner("uv", _select_top_k, needs=frozenset({"uv"})),
         Pruner("uniform", _select_uniform),
+        Pruner("uniform:stride", _select_stride),
         Pruner("random", _select_random),
         Pruner("window:front", _window(0)),
         Pruner("window:middle", _window(1)),
