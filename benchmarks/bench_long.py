@@ -229,7 +229,10 @@ def main() -> None:
     parser.add_argument("--shares", type=numbers(float), default=[0.5, 0.8, 0.9, 0.95, 0.99])
     parser.add_argument("--pruners", type=numbers(str), default=list(PRUNERS))
     parser.add_argument(
-        "--compacted", type=numbers(str), default=[], help="pruners to measure with the draft's positions renumbered, too"
+        "--compacted",
+        type=numbers(str),
+        default=[],
+        help="pruners to measure with the draft's positions renumbered, too",
     )
     parser.add_argument("--pads", type=numbers(float), default=[0.0])
     parser.add_argument("--padded-at", type=int, default=1024, help="video tokens at which the padding is measured")

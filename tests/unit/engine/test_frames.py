@@ -14,7 +14,7 @@ from vllm_vidspec.pruning import PruneInputs, TokenGrid, budget, get_pruner
 
 FRAMES, GRID = 8, TokenGrid(8, 4, 6)  # 24 tokens a frame: the tower's budget of 100 is four frames
 SIZE = GRID.tokens_per_frame
-GUIDED = ("specvlm", "attention", "uv")
+GUIDED = ("specvlm", "specvlm:stride", "attention", "uv")
 TEXT = 5  # an id; no embedding's first column is an integer
 
 

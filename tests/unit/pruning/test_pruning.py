@@ -13,7 +13,8 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, budget, get_pruner, linspace_indices
 from vllm_vidspec.pruning.pruners import ALL_PRUNERS
 
-NEEDS = {"specvlm": "attention", "attention": "attention", "uv": "uv", "fastvid": "features", "dycoke": "features"}
+NEEDS = dict.fromkeys(("specvlm", "specvlm:stride", "attention"), "attention")
+NEEDS |= {"uv": "uv", "fastvid": "features", "dycoke": "features"}
 MEASURED = {name: "features" if need == "features" else "scores" for name, need in NEEDS.items()}
 
 
@@ -131,8 +132,11 @@ BLOCK, FIVE_FRAMES, NEWLINE = TokenGrid(2, 2, 2, 1), TokenGrid(5, 2, 2), TokenGr
 FIRST, LAST = [0, 1, 2, 3], [16, 17, 18, 19]  # of five frames
 CASES = [
     # Catches: a stride that misses the last token, rounding where the paper's code truncates.
-    ("uniform", TokenGrid(1, 1, 10), {1: [0], 2: [0, 9], 3: [0, 4, 9], 4: [0, 3, 6, 9]}),  # 4.5 goes down
-    ("uniform", TokenGrid(1, 1, 5), {4: [0, 1, 2, 4]}),
+    ("uniform:stride", TokenGrid(1, 1, 10), {1: [0], 2: [0, 9], 3: [0, 4, 9], 4: [0, 3, 6, 9]}),  # 4.5 goes down
+    ("uniform:stride", TokenGrid(1, 1, 5), {4: [0, 1, 2, 4]}),
+    # Ranks are x .819 + y .671 + t .550, of that the fraction. Catches: exchanged axes, a threshold of the wrong side.
+    ("uniform", TokenGrid(2, 2, 2), {1: [0], 2: [0, 7], 4: [0, 5, 6, 7], 5: [0, 3, 5, 6, 7]}),
+    ("uniform", TokenGrid(0, 0, 0, 4), {1: [0], 2: [0, 2]}),  # without frames: 0, .550, .099, .649
     # Catches: front and end exchanged, a middle off its centre, a trailing token that does not count.
     ("window:front", BLOCK, {3: [0, 1, 2]}),
     ("window:end", BLOCK, {3: [6, 7, 8]}),
@@ -157,8 +161,39 @@ def test_by_hand(name, grid, choices):
 def test_uniform_is_exact_for_long_videos():
     """Catches: a linspace in float32 (it has no odd numbers beyond 2**24); gaps that differ by more than rounding."""
     assert linspace_indices(2**25 + 3, 3).tolist() == [0, 2**24 + 1, 2**25 + 2]
-    gaps = get_pruner("uniform")(PruneInputs(TokenGrid(64, 14, 14, 1), 1255)).diff()
+    gaps = get_pruner("uniform:stride")(PruneInputs(TokenGrid(64, 14, 14, 1), 1255)).diff()
     assert gaps.min() >= 10 and gaps.max() <= 11  # 12544 / 1254 = 10.003...
+
+
+def seen_of(kept, grid, num_frames):
+    """Return the shares of a frame's columns, and of its cells, that some of the first `num_frames` frames keep."""
+    places = kept[kept < num_frames * grid.tokens_per_frame] % grid.tokens_per_frame
+    return len((places % grid.width).unique()) / grid.width, len(places.unique()) / grid.tokens_per_frame
+
+
+@pytest.mark.parametrize("width", range(6, 41))
+def test_even_choices_reach_every_column(width):
+    """Catches: a choice that returns to the same columns, as a stride does where the grid's width is a multiple of it;
+    one that returns to the same cells frame after frame; frames or halves of a frame that get more than others.
+    """
+    grid, scores = TokenGrid(64, 12, width), torch.zeros(64 * 12 * width)
+    for name in ("uniform", "specvlm"):  # without any score the latter is stage II alone
+        kept = get_pruner(name)(PruneInputs(grid, budget(grid.num_tokens, 0.9), scores=scores))
+        columns, cells = seen_of(kept, grid, 4)
+        assert columns == 1.0 and cells > 0.36  # of 0.4 at most
+        frames = torch.bincount(kept // grid.tokens_per_frame, minlength=64)
+        assert (frames - len(kept) / 64).abs().max() < 7
+        assert ((kept % width < width // 2).sum() / len(kept) - width // 2 / width).abs() < 0.02
+        assert ((kept // width % 12 < 6).sum() / len(kept) - 0.5).abs() < 0.02
+
+
+@pytest.mark.parametrize("width", [10, 20, 30])
+def test_a_stride_is_seen_to_miss_columns(width):
+    """The check above would not pass whatever the choice was: the authors' stride keeps few of such a grid's columns."""
+    grid = TokenGrid(64, 12, width)
+    kept = get_pruner("uniform:stride")(PruneInputs(grid, budget(grid.num_tokens, 0.9)))
+    columns, cells = seen_of(kept, grid, 4)
+    assert columns <= 0.2 and cells < 0.2
 
 
 def test_random_seeds():

@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -83,13 +84,31 @@ def stage_one_by_loops(inputs):
     return retained
 
 
-def specvlm_by_loops(inputs):
-    """Return SpecVLM's choice: eq. 6, then integer linspace over the remaining tokens in sequence order (eq. 7)."""
+def lattice_by_loops(grid, candidates, num_keep):
+    """Return the candidates of the least fractions of x / g + y / g^2 + t / g^3, each rounded to 2 ** -32."""
+    g = 1.2207440846057596  # g^4 = g + 1
+    steps = [round(2**32 / g**power) for power in (1, 2, 3)]
+    ranked = []
+    for t in range(grid.num_frames):
+        for y in range(grid.height):
+            ranked += [(x * steps[0] + y * steps[1] + t * steps[2]) % 2**32 for x in range(grid.width)]
+    per_frame, width = max(grid.height * grid.width, 1), max(grid.width, 1)
+    for index in range(len(ranked), grid.num_tokens):  # trailing ones: as if the last frame went on
+        x, y, t = index % width, index // width % max(grid.height, 1), index // per_frame
+        ranked.append((x * steps[0] + y * steps[1] + t * steps[2]) % 2**32)
+    return sorted(sorted(candidates, key=lambda index: (ranked[index], index))[:num_keep])
+
+
+def specvlm_by_loops(inputs, by_stride=False):
+    """Return SpecVLM's choice: eq. 6, then of the remaining tokens an even spread, or the authors' integer linspace in
+    sequence order (eq. 7)."""
     retained = stage_one_by_loops(inputs)
     if len(retained) > inputs.num_keep:
         return sorted(retained[: inputs.num_keep])
-    rest = [index for index in range(inputs.grid.num_tokens) if index not in retained]
-    return sorted(retained + linspace_by_loops(rest, inputs.num_keep - len(retained)))
+    rest, left = [i for i in range(inputs.grid.num_tokens) if i not in retained], inputs.num_keep - len(retained)
+    return sorted(
+        retained + (linspace_by_loops(rest, left) if by_stride else lattice_by_loops(inputs.grid, rest, left))
+    )
 
 
 def novelty_by_loops(first, second):
@@ -104,8 +123,8 @@ def novelty_by_loops(first, second):
 def fastvid_by_loops(inputs):
     grid, rows = inputs.grid, inputs.features.tolist()
     per_frame = grid.tokens_per_frame
-    if per_frame == 0 or grid.num_frames == 0:
-        return linspace_by_loops(range(grid.num_tokens), inputs.num_keep)
+    if per_frame == 0 or grid.num_frames <= 1:
+        return lattice_by_loops(grid, range(grid.num_tokens), inputs.num_keep)
     tokens_of = [list(range(frame * per_frame, (frame + 1) * per_frame)) for frame in range(grid.num_frames)]
     change = {0: math.inf}
     for frame in range(1, grid.num_frames):
@@ -135,7 +154,7 @@ def dycoke_by_loops(inputs):
             reference = (4 * group + {1: 0, 2: 0, 3: 2}[phase]) * per_frame + token % per_frame
             rank[token] = -novelty_by_loops(rows[token], rows[reference])
     if not first:
-        return linspace_by_loops(range(grid.num_tokens), inputs.num_keep)
+        return lattice_by_loops(grid, range(grid.num_tokens), inputs.num_keep)
     if inputs.num_keep <= len(first):
         return linspace_by_loops(first, inputs.num_keep)
     return sorted(first + sorted(rank, key=lambda token: (rank[token], token))[: inputs.num_keep - len(first)])
@@ -146,6 +165,8 @@ REFERENCES = {
     "attention": (top_k_by_loops, flat_inputs(low=-20)),
     "uv": (top_k_by_loops, flat_inputs(low=-20)),
     "specvlm": (specvlm_by_loops, flat_inputs()),
+    "specvlm:stride": (partial(specvlm_by_loops, by_stride=True), flat_inputs()),
+    "uniform": (lambda it: lattice_by_loops(it.grid, range(it.grid.num_tokens), it.num_keep), videos()),
     "fastvid": (fastvid_by_loops, videos()),
     "dycoke": (dycoke_by_loops, videos()),
 }
@@ -185,7 +206,7 @@ def test_ties_of_a_long_video_go_to_the_first(name, scores):
 
 @pytest.mark.parametrize(("scores", "lambda_r", "num_keep", "kept"), BY_HAND)
 def test_specvlm_by_hand(scores, lambda_r, num_keep, kept):
-    assert get_pruner("specvlm")(inputs_of(scores, num_keep, lambda_r)).tolist() == kept
+    assert get_pruner("specvlm:stride")(inputs_of(scores, num_keep, lambda_r)).tolist() == kept
 
 
 def test_specvlm_threshold_among_25_000_tokens():
@@ -193,7 +214,7 @@ def test_specvlm_threshold_among_25_000_tokens():
     scores = [float(2**25)] + [1.0] * 25_087
     lambda_r = (2**25 + 999.5) / (2**25 + 25_087)  # reached by the large one and 1,000 others
     assert pruners.top_p_size(torch.tensor(scores), lambda_r) == 1001
-    kept = get_pruner("specvlm")(inputs_of(scores, 2508, lambda_r))
+    kept = get_pruner("specvlm:stride")(inputs_of(scores, 2508, lambda_r))
     assert kept[:1001].tolist() == list(range(1001)) and kept[1001] == 1001 and kept[-1] == 25_087
     assert kept[1001:].diff().min() >= 15  # 24,086 / 1,506 = 15.99
 
@@ -247,7 +268,7 @@ NOVELTY = {
     "no norm": lambda features, tokens, references: -(features[tokens] * features[references]).double().sum(1),
 }
 MUTATIONS = [
-    *(("specvlm", "top_p_size", wrong, inputs) for wrong in STAGE_ONE.values() for inputs in STAGE_ONE_EXAMPLES),
+    *(("specvlm:stride", "top_p_size", wrong, inputs) for wrong in STAGE_ONE.values() for inputs in STAGE_ONE_EXAMPLES),
     ("specvlm", "top_p_size", exceeds, inputs_of([0, 8, 0, 4, 0, 4, 0, 0], 3, 0.5)),  # 8 of 16
     *((name, "novelty", wrong, of_all_lengths()) for name in ("fastvid", "dycoke") for wrong in NOVELTY.values()),
 ]

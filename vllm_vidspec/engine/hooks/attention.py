@@ -4,7 +4,7 @@ import functools
 import itertools
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,16 @@ READER = kv_views.Reader(
 class _AttentionPrompt(ObservedPrompt):
     total: torch.Tensor | None = None  # [text_start] float32 sums of softmax weights, of this rank's heads
     num_queries: int = 0
+    first: int | None = None  # index of the first token after the last visual one that its own prefill computes
+    known: list[torch.Tensor] = field(default_factory=list)  # mean scores [m_i] of what that leaves out, if known
+    num_known: int = 0  # tokens that `known` are of, the first ones
+
+    @property
+    def rows(self) -> int:
+        """How many tokens its scores rest on, if those are all after the last visual one, else 0."""
+        assert self.first is not None
+        is_whole = self.first <= self.text_start + self.num_known
+        return self.num_tokens - self.text_start if is_whole else 0
 
     def __post_init__(self) -> None:
         if self.text_start >= self.num_tokens:
@@ -63,7 +73,9 @@ class AttentionGuidance(Guidance):
     """SpecVLM eq. 4-5: the attention that each visual token receives from the text after the last visual token.
 
     Mean over queries, heads and layers of the softmax weight, softmax over all keys. A query is scored in the chunk
-    that computes it, against keys that are in the cache by then, whoever computed them.
+    that computes it, against keys that are in the cache by then, whoever computed them. A cached prefix may reach into
+    the text (a repeated prompt, another turn): the mean over the tokens that nobody computes is that of the earlier
+    prompt, if the text is the same; other tokens that are left out have no say.
     """
 
     _kind, need = _AttentionPrompt, "attention"
@@ -103,6 +115,11 @@ class AttentionGuidance(Guidance):
         rows, positions, found, req_indices = [], [], [], []
         for req_idx, prompt, start, end in prefills(batch, self._prompts):
             first = max(start, prompt.text_start)
+            if prompt.first is None and first < end:
+                prompt.first = first
+                if first > prompt.text_start:
+                    prompt.known, prompt.num_known = self._known_text(prompt)
+            first = max(first, prompt.text_start + prompt.num_known)
             if first < end:
                 offset = int(batch.query_start_loc_np[req_idx]) - start
                 positions.append(np.arange(first, end))
@@ -191,11 +208,11 @@ class AttentionGuidance(Guidance):
         prompt = self._prompts.pop(req_state_idx, None)
         if prompt is None:
             return None
-        was_observed = prompt.missed is None and prompt.total is not None
+        was_observed = prompt.missed is None and (prompt.total is not None or prompt.num_known > 0)
         total = torch.zeros(prompt.text_start + 1, dtype=torch.float32, device=self.device)
-        if was_observed:
+        if was_observed and prompt.total is not None:
             total[:-1] = prompt.total
-        else:
+        elif not was_observed:
             total[-1:].fill_(1.0)  # how many ranks have not observed it, summed with the rest
         if not self._agreement.is_alone:
             with self._agreement.collective():
@@ -208,8 +225,12 @@ class AttentionGuidance(Guidance):
             if was_observed:
                 prompt.missed = "error"  # of another rank
             return self._finish(prompt, [None] * len(prompt.items))
-        mean = total[:-1] / (prompt.num_queries * self._num_heads * len(self._layers))
-        return self._finish(prompt, [mean[item] for item in prompt.items])
+        sums = total[:-1] / (self._num_heads * len(self._layers))
+        num_tokens = prompt.num_queries + prompt.num_known
+        scores = [sums[item] / num_tokens for item in prompt.items]
+        for score, known in zip(scores, prompt.known, strict=False):  # of all items or none
+            score += known * (prompt.num_known / num_tokens)
+        return self._finish(prompt, scores, prompt.rows, is_reused=prompt.num_known > 0)  # type: ignore[arg-type]
 
 
 def chosen_layers(layers: str | tuple[int, ...], num_layers: int, here: Collection[int]) -> frozenset[int]:

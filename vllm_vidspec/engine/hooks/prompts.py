@@ -1,8 +1,8 @@
 """Guidance: observes the target's prefill and scores a prompt's visual tokens for the draft's pruner.
 
-A request is observed over as many prefill chunks as it takes. Scores that a cached prefix hides are those of the last
-prompt that vLLM would share that prefix with (`content_keys`); failing that there is no guidance, which is counted by
-reason, and the pruner is `uniform`.
+A request is observed over as many prefill chunks as it takes. What a cached prefix hides is taken from the last prompt
+that vLLM would share that prefix with (`content_keys`); failing that there is no guidance, which is counted by reason,
+and the pruner is `uniform`.
 """
 
 import hashlib
@@ -29,6 +29,14 @@ from vllm_vidspec.pruning.prompt import UnsupportedPrompt, embedding_indices
 _MAX_REMEMBERED, _LEAST_REMEMBERED = 64 * 25_000, 256
 
 
+class Remembered(NamedTuple):
+    """What an earlier prompt has shown of an image or video."""
+
+    scores: torch.Tensor  # [m] float32 on the CPU
+    num_rows: int = 0  # of the text after the last visual token, all of which they rest on; 0: not on whole text
+    digest: bytes = b""  # of these rows' tokens
+
+
 @dataclass(eq=False)
 class ObservedPrompt:
     """A request whose prefill is being observed."""
@@ -46,6 +54,11 @@ class ObservedPrompt:
     def text_start(self) -> int:
         """The first index after the last visual token: from here on, text asks."""
         return max(int(item[-1]) for item in self.items) + 1
+
+    def digest(self, num_rows: int) -> bytes:
+        """Return what tells so many tokens after the last visual one from others."""
+        text = self.token_ids[self.text_start : self.text_start + num_rows]
+        return hashlib.sha256(np.asarray(text, dtype=np.int64).tobytes()).digest()
 
 
 class Guided(NamedTuple):
@@ -92,7 +105,8 @@ class Guidance(TargetHook):
         self.knobs, self.counters, self.device, self._agreement = knobs, counters, device, agreement
         self.attention: dict[int, Any] = {}  # the target's attention layers that are observed, by index
         self._prompts: dict[int, Any] = {}  # by persistent row
-        self._remembered: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # key -> [m] float32 on the CPU
+        # By content key that of the last prompt; and, as a question may come again after others, by its text, too.
+        self._remembered: OrderedDict[bytes, Remembered] = OrderedDict()
 
     @property
     def is_idle(self) -> bool:
@@ -145,22 +159,46 @@ class Guidance(TargetHook):
         """Forget what earlier prompts have shown, because some ranks may have kept what others have not."""
         self._remembered.clear()
 
-    def _finish(self, prompt: ObservedPrompt, observed: list[torch.Tensor | None]) -> Guided:
-        """Return a request's scores, of each item those `[m_i]` of this prefill or else remembered ones."""
-        pairs = list(zip(prompt.keys, observed, strict=True))
-        scores = [self._remembered.get(key) if fresh is None else fresh for key, fresh in pairs]
-        for key, fresh in pairs:
-            if fresh is not None:
-                self._remembered[key] = fresh.clone()  # it may be a view, which would keep the whole prompt's
-                self._remembered.move_to_end(key)
-        sizes = {key: max(_LEAST_REMEMBERED, len(score)) for key, score in self._remembered.items()}
+    def _finish(
+        self, prompt: ObservedPrompt, observed: list[torch.Tensor | None], num_rows: int = 0, is_reused: bool = False
+    ) -> Guided:
+        """Return a request's scores, of each item those `[m_i]` of this prefill or else remembered ones.
+
+        `num_rows` is how much text they rest on, if that is all of it, else 0; then they do not take the place of
+        scores that rest on more. `is_reused` says that they are an earlier prompt's in part.
+        """
+        digest = prompt.digest(num_rows) if num_rows else b""
+        scores = []
+        for key, fresh in zip(prompt.keys, observed, strict=True):
+            known = self._remembered.get(key)
+            scores.append(known.scores if fresh is None and known is not None else fresh)
+            if fresh is not None and (num_rows or known is None or not known.num_rows):
+                # A copy: it may be a view, which would keep the whole prompt's.
+                known = Remembered(fresh.clone(), num_rows, digest)
+            for name in (key, key + digest) if known is not None and fresh is not None else ():
+                self._remembered[name] = known
+                self._remembered.move_to_end(name)
+        sizes = {key: max(_LEAST_REMEMBERED, len(one.scores)) for key, one in self._remembered.items()}
         total = sum(sizes.values())
         while total > _MAX_REMEMBERED:
             total -= sizes[self._remembered.popitem(last=False)[0]]
         if any(score is None for score in scores):
             return Guided(None, (f"unguided_{prompt.missed or 'cached'}",))
-        is_reused = any(fresh is None for fresh in observed)
+        is_reused = is_reused or any(fresh is None for fresh in observed)
         return Guided(scores, ("guided_prompts", "reused_guidance") if is_reused else ("guided_prompts",))  # type: ignore[arg-type]
+
+    def _known_text(self, prompt: ObservedPrompt) -> tuple[list[torch.Tensor], int]:
+        """Return scores `[m_i]` of each item from an earlier prompt whose text this one's begins with, and how many of
+        its tokens that is; [], 0 where there is none."""
+        same = prompt.digest(prompt.num_tokens - prompt.text_start)
+        found = [self._remembered.get(key + same, self._remembered.get(key)) for key in prompt.keys]
+        first = found[0]
+        if first is None or not first.num_rows or prompt.text_start + first.num_rows > prompt.num_tokens:
+            return [], 0
+        # All of one prompt, or their means are of different text.
+        if any(one is None or one[1:] != first[1:] for one in found) or prompt.digest(first.num_rows) != first.digest:
+            return [], 0
+        return [one.scores for one in found if one is not None], first.num_rows
 
 
 def content_keys(request: NewRequest, shown: Sequence[Any], ends: Sequence[int]) -> list[bytes]:
