@@ -6,8 +6,9 @@
     python -m vidspec_tools.pages
 
 Each request of a long pair is a held-out reel with one question of its own, of another pair a held-out video of 256
-tokens to describe. `acceptance` asks one engine with every setting in turn; `speed` holds all engines at once and lets each answer a request before the next request comes. Finished points stay in
-the file, and a run measures what is missing.
+tokens to describe. `acceptance` asks one engine with every setting in turn; `speed` holds all engines at once and lets
+each answer a request before the next request comes. Finished points stay in the file, and a run measures what is
+missing.
 """
 
 import argparse

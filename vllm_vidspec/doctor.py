@@ -192,10 +192,6 @@ def _device() -> Iterator[Check]:
             yield Check("device", "warn", "this machine has an NVIDIA GPU, the engine is for CPU", _INSTALL_GPU)
         else:
             yield Check("device", "ok", f"CPU, {platform.machine()}, {cores} core{'s' if cores > 1 else ''}")
-        if torch.cpu._is_amx_tile_supported():
-            detail = "AMX packs bf16 KV caches: trees and pruners that read attention (as the default) cannot read them"
-            remedy = "start vLLM with --dtype float32, or use the pruner uv and chains"
-            yield Check("bf16 on AMX", "warn", detail, remedy)
         if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
             remedy = "install g++, or start vLLM with --enforce-eager"
             yield Check("compiler", "warn", "no C++ compiler: vLLM cannot compile models for the CPU", remedy)

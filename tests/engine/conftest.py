@@ -4,6 +4,7 @@ import pickle
 from collections.abc import Callable
 
 import pytest
+import torch
 from filelock import FileLock
 
 pytest.register_assert_rewrite("tests.engine.harness")  # it asserts for many tests: a failure says what differs
@@ -27,6 +28,16 @@ SCENARIOS: dict[str, Callable[[str], list]] = {
     "sparse": harness.sparse_videos,
     "videos and texts": harness.videos_and_texts,
 }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def without_amx():
+    """Let vLLM choose the kernels that every CPU has: with AMX those of eight bits refuse float32, in which answers are
+    compared, and those of bf16 round otherwise by the number of rows.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        yield
 
 
 @pytest.fixture(scope="session")

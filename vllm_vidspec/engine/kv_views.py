@@ -59,7 +59,7 @@ def check_dtype(name: str, reader: Reader) -> None:
 
 
 def check_layout(layers: Iterable[Any], reader: Reader) -> None:
-    """Refuse keys packed in a way that no view describes (bf16 on AMX); call it once the caches exist."""
+    """Refuse keys packed in a way that no view describes; call it once the caches exist."""
     for layer in layers:
         if (layout := getattr(layer, "isa", None)) is not None:
             check_layout_name(layout, reader)

@@ -240,8 +240,8 @@ def _pruned_twice(model: Any, config: VidSpecConfig) -> Iterator[str]:
 def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
     """Refuse a target whose layers or KV cache cannot be read as configured, and choose a backend where vLLM's cannot.
 
-    The VidSpecError names the way out of layers that the target does not have, a quantised cache, keys that the CPU
-    packs (bf16 with AMX), a backend of which nothing of ours reads the cache.
+    The VidSpecError names the way out of layers that the target does not have, a quantised cache, a layout of
+    the CPU's (on ARM, say), a backend of which nothing of ours reads the cache.
     """
     needs, prune = needs_of(config.prune), config.prune
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -261,9 +261,12 @@ def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
         if not cache.kv_cache_dtype_skip_layers:  # some layers may be plain: each is looked at when it exists
             kv_views.check_dtype(cache.cache_dtype, reader)
         if platforms.current_platform.is_cpu():
-            from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+            from vllm.v1.attention.backends import cpu_attn
 
-            layout = _get_attn_isa(model.dtype, cache.block_size, model.get_head_size())
+            from vllm_vidspec.engine.compat import cpu
+
+            cpu.keep_caches_readable()
+            layout = cpu_attn._get_attn_isa(model.dtype, cache.block_size, model.get_head_size())
             kv_views.check_layout_name(layout, reader)
         choose_backend(vllm_config, reader)
 

@@ -56,7 +56,8 @@ def lattice_ranks(grid: TokenGrid, device: torch.device | str = "cpu") -> Tensor
 
 def spread_indices(ranks: Tensor, num_keep: int) -> Tensor:
     """Return the indices of the `num_keep` lowest int64 ranks [n], of equal ones the lower index first: int64
-    [num_keep], ascending."""
+    [num_keep], ascending.
+    """
     return ranks.sort(stable=True).indices[:num_keep].sort().values
 
 
@@ -97,7 +98,7 @@ def _select_top_k(inputs: PruneInputs) -> Tensor:
 
 
 def _specvlm(by_stride: bool) -> SelectFn:
-    """Return SpecVLM: the top tokens that hold `lambda_r` of the score, and of the others as many as fit, evenly spread.
+    """Return SpecVLM: the top tokens that hold `lambda_r` of the score, and as many others as fit, evenly spread.
 
     Eq. 6 (stage I, Top-P retention), then eq. 7 (stage II, spatially uniform reduction), which as printed adds (1 - r)
     of all tokens: as in the authors' code it fills the budget that stage I leaves, and stage I alone is cut to the

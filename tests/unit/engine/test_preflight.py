@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import inspect
 import json
 import re
 import shutil
@@ -303,15 +304,24 @@ def test_what_the_target_cannot_be_read_as_is_refused_before_it_loads(whole, mon
     assert "Model Runner V2" in refusal(by=whole, **fp32)
 
 
-def test_bf16_on_a_cpu_with_amx_is_refused_where_the_cache_is_read(whole, monkeypatch):
-    """`--dtype auto` is bf16 for every real checkpoint, and there the CPU packs the keys."""
+def test_bf16_on_a_cpu_with_amx_keeps_its_keys_readable(monkeypatch):
+    """`--dtype auto` is bf16 for every real checkpoint, for which vLLM packs the keys there.
+
+    Catches: a start that is refused for its CPU; a packed layout that is taken for a plain one, or another layout that
+    nothing of ours reads accepted.
+    """
+    from vllm.v1.attention.backends import cpu_attn
+
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    wanted = "attention guidance cannot read the CPU cache layout 'amx': use --dtype float32, or"
-    assert refusal(by=whole, dtype="bfloat16").startswith(wanted)
-    engine_args(spec={"pruner": "uv"}, dtype="bfloat16").create_engine_config()
-    engine_args(dtype="float32").create_engine_config()
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    engine_args(dtype="bfloat16").create_engine_config()
+    original = inspect.unwrap(cpu_attn._get_attn_isa)
+    assert original(torch.bfloat16, 32, 64) == "amx"
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", original)
+    for spec in ({}, {"draft_shape": "tree-static", "num_speculative_tokens": 25}):
+        engine_args(spec=spec, dtype="bfloat16").create_engine_config()
+    assert [cpu_attn._get_attn_isa(torch.bfloat16, 32, size) for size in (64, 80)] == ["vec", "vec16"]
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda dtype, block_size, head_size: "neon")
+    with pytest.raises(VidSpecError, match="cannot read the CPU cache layout 'neon': use --dtype float32, or"):
+        engine_args(dtype="bfloat16").create_engine_config()
 
 
 @pytest.mark.parametrize(

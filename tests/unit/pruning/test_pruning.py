@@ -189,7 +189,7 @@ def test_even_choices_reach_every_column(width):
 
 @pytest.mark.parametrize("width", [10, 20, 30])
 def test_a_stride_is_seen_to_miss_columns(width):
-    """The check above would not pass whatever the choice was: the authors' stride keeps few of such a grid's columns."""
+    """The check above would not pass whatever the choice was: the authors' stride keeps few columns of such grids."""
     grid = TokenGrid(64, 12, width)
     kept = get_pruner("uniform:stride")(PruneInputs(grid, budget(grid.num_tokens, 0.9)))
     columns, cells = seen_of(kept, grid, 4)

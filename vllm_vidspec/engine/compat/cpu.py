@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from vllm_vidspec.engine.compat.contract import MARK, expect_parameters, replace
+from vllm_vidspec.engine.compat.contract import MARK, expect_parameters, replace, wrap
 from vllm_vidspec.engine.cpu import batch_kernels, kernels
 
 
@@ -22,6 +22,21 @@ def cpu_model_runner(make: Callable) -> Iterator[None]:
         yield
     finally:
         module.CPUModelRunner = original  # type: ignore[misc]
+
+
+def keep_caches_readable() -> None:
+    """Let keys lie in the CPU's caches as a strided view describes them, for guidance and trees to read.
+
+    Why: with AMX vLLM packs those in bf16, pairs of numbers to a word, and no argument of its engine says otherwise.
+    Until: for good.
+    """
+    import vllm.v1.attention.backends.cpu_attn as cpu_attn
+
+    def layout(original: Callable[..., str], *args, **kwargs) -> str:
+        found = original(*args, **kwargs)
+        return "vec" if found == "amx" else found
+
+    wrap(cpu_attn, "_get_attn_isa", layout, "dtype", "block_size")
 
 
 def repair_interpreter_kernels() -> None:

@@ -10,7 +10,7 @@ from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vidspec_kernels.dispatch import load_loops
-from vllm_vidspec.engine.compat.cpu import cpu_model_runner
+from vllm_vidspec.engine.compat.cpu import cpu_model_runner, keep_caches_readable
 from vllm_vidspec.engine.runner import VidSpecModelRunner
 from vllm_vidspec.engine.stages import EarlierStage, is_last
 from vllm_vidspec.engine.worker import VidSpecWorker, tells_why
@@ -31,6 +31,7 @@ class VidSpecCPUWorker(VidSpecWorker, CPUWorker):
 
     @tells_why
     def init_device(self):
+        keep_caches_readable()
         with cpu_model_runner(lambda *args: (VidSpecCPUModelRunner if is_last() else EarlierCPUStage)(*args)):
             super().init_device()
 

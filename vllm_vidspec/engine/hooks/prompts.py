@@ -171,11 +171,14 @@ class Guidance(TargetHook):
         scores = []
         for key, fresh in zip(prompt.keys, observed, strict=True):
             known = self._remembered.get(key)
-            scores.append(known.scores if fresh is None and known is not None else fresh)
-            if fresh is not None and (num_rows or known is None or not known.num_rows):
+            if fresh is None:
+                scores.append(known and known.scores)
+                continue
+            scores.append(fresh)
+            if num_rows or known is None or not known.num_rows:
                 # A copy: it may be a view, which would keep the whole prompt's.
                 known = Remembered(fresh.clone(), num_rows, digest)
-            for name in (key, key + digest) if known is not None and fresh is not None else ():
+            for name in (key, key + digest):
                 self._remembered[name] = known
                 self._remembered.move_to_end(name)
         sizes = {key: max(_LEAST_REMEMBERED, len(one.scores)) for key, one in self._remembered.items()}
@@ -189,7 +192,8 @@ class Guidance(TargetHook):
 
     def _known_text(self, prompt: ObservedPrompt) -> tuple[list[torch.Tensor], int]:
         """Return scores `[m_i]` of each item from an earlier prompt whose text this one's begins with, and how many of
-        its tokens that is; [], 0 where there is none."""
+        its tokens that is; [], 0 where there is none.
+        """
         same = prompt.digest(prompt.num_tokens - prompt.text_start)
         found = [self._remembered.get(key + same, self._remembered.get(key)) for key in prompt.keys]
         first = found[0]
