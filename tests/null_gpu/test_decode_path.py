@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,7 +42,9 @@ def measured(request, tmp_path_factory):
     parts = [part for part in (*singles, double, *whole) if part]
     with ThreadPoolExecutor(1 if target else 2) as pool:
         folders = [tmp_path_factory.mktemp("null_gpu") for _ in parts]
-        for found in pool.map(run, folders, parts):
+        shown = request.config.pluginmanager.get_plugin("terminalreporter").write_line
+        shown(f"\n{sum(map(len, parts))} engine cases run first, two at a time; of each a line as it ends")
+        for found in pool.map(lambda *part: run(*part, shown), folders, parts):
             rows += found
     timed = {row["name"]: row for row in rows if not row["error"] and row["host_ms"]}
     beside = {name: timed.get(CASES[name].vanilla if CASES[name].spec is not None else name) for name in timed}
@@ -60,17 +63,29 @@ def split(names, share):
     return names[:middle], names[middle:]
 
 
-def run(folder, names):
-    path, case = folder / "results.json", CASES[names[0]]
+def run(folder, names, shown):
+    """Run cases in a process of their own, and show the line that it writes of each as it ends."""
+    path, log, case = folder / "results.json", folder / "stderr", CASES[names[0]]
     machine = {"NULLGPU_DEVICES": str(case.num_devices), "NULLGPU_MEM_GB": str(case.device_gb)}
     environment = os.environ | machine | {"VLLM_LOGGING_LEVEL": "WARNING"}
     command = [sys.executable, "-m", "null_gpu.engine_run", str(path), *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    end, num_shown = time.monotonic() + TIMEOUT_S, 0
+    with log.open("w") as file, subprocess.Popen(command, env=environment, stderr=file, stdout=file) as process:
+        while process.poll() is None:
+            time.sleep(0.5)
+            lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("[null GPU] ")]
+            for line in lines[num_shown:]:
+                shown(line)
+            num_shown = len(lines)
+            if time.monotonic() > end:
+                shown(f"[null GPU] {names[min(num_shown, len(names) - 1)]}: not done after {TIMEOUT_S} s, ended")
+                process.kill()
+    stderr = log.read_text(errors="replace")
     rows = json.loads(path.read_text()) if path.exists() else []
     for row in rows:
-        row["error"] = row["error"] and row["error"] + done.stderr[-6000:]
+        row["error"] = row["error"] and row["error"] + stderr[-6000:]
     ran = {row["name"] for row in rows}
-    lost = {"error": f"the process ended with {done.returncode}:\n{done.stderr[-4000:]}"}
+    lost = {"error": f"the process ended with {process.returncode}:\n{stderr[-4000:]}"}
     return rows + [{"name": name, "steps": [], **lost} for name in names if name not in ran]
 
 

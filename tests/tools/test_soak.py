@@ -89,22 +89,35 @@ def test_what_is_held_at_rest_has_leaked(held, leaked):
     assert (found["leaked_blocks"], found["leaked_states"]) == leaked
 
 
-def test_slope_is_of_the_second_two_thirds():
-    """2 MB a minute after caches have filled; catches: the first third, bytes per second, a mean of steps."""
-    filling = [(float(at), int(5e6 * at)) for at in range(60)]
-    growing = [(60.0 + at, int(4e8 + 2e6 * at / 60)) for at in range(121)]
+def test_slope_is_of_the_second_half():
+    """2 MB a minute after caches have filled; catches: the first half, bytes per second, a mean of steps; a judgement
+    of the minutes in which caches fill, as of a soak of two.
+    """
+    filling = [(float(at), int(1e6 * at)) for at in range(0, 300, 2)]
+    growing = [(300.0 + at, int(3e8 + 2e6 * at / 60)) for at in range(0, 302, 2)]
     assert soak_judge.slope_mb_per_min(filling + growing) == pytest.approx(2.0, abs=0.01)
-    assert soak_judge.slope_mb_per_min([(0.0, 5), (9.0, 5), (18.0, 5), (27.0, 5)]) == 0.0
-    assert soak_judge.slope_mb_per_min([]) is soak_judge.slope_mb_per_min(growing[:3]) is None
+    assert soak_judge.slope_mb_per_min([(250.0 * at, 5) for at in range(5)]) == 0.0
+    assert soak_judge.slope_mb_per_min([]) is soak_judge.slope_mb_per_min(growing) is None
 
 
-PASS = {"wrong_answers": 0, "errors_unexpected": 0, "leaked_blocks": 0, "leaked_states": 0, "rss_slope_mb_per_min": 1.0}
+CONFIG = {"config": "chain", "rss_slope_mb_per_min": 2.0, "vanilla_rss_slope_mb_per_min": -1.0}
+PASS = {"wrong_answers": 0, "errors_unexpected": 0, "leaked_blocks": 0, "leaked_states": 0}
 
 
 @pytest.mark.parametrize("name", PASS)
 def test_each_figure_fails_a_soak(name):
-    assert soak_judge.is_bad(PASS, 5.0) == soak_judge.is_bad(PASS | {"rss_slope_mb_per_min": None}, 5.0) == []
-    assert soak_judge.is_bad(PASS | {name: 6}, 5.0) == [name]
+    assert soak_judge.is_bad(PASS | {"configs": [CONFIG]}, 3.0) == []
+    assert soak_judge.is_bad(PASS | {"configs": [CONFIG], name: 6}, 3.0) == [name]
+
+
+@pytest.mark.parametrize(
+    ("ours", "vanillas", "fails"),
+    # A leak of 5.5 MB a minute is seen, which vanilla's own growth explains or does not; what was not judged passes.
+    [(5.5, 0.4, True), (5.5, 3.0, False), (5.5, None, True), (None, None, False), (3.1, -2.0, True)],
+)
+def test_memory_is_held_to_vanillas(ours, vanillas, fails):
+    row = CONFIG | {"rss_slope_mb_per_min": ours, "vanilla_rss_slope_mb_per_min": vanillas}
+    assert soak_judge.is_bad(PASS | {"configs": [CONFIG, row]}, 3.0) == (["memory of chain"] if fails else [])
 
 
 # ---- traffic --------------------------------------------------------------------------------------------------------

@@ -14,18 +14,11 @@ def quarters(readings: list[int]) -> str:
 def soak(result: Result) -> list[str]:
     made, traits = result["provenance"], dict(result["traits"])
     sampled = traits.pop("sampled", 0)
-    vanilla = {
-        "config": "vanilla, all the time",
-        "requests": result["requests"],
-        "memory": quarters(result["vanilla_rss_mb_over_time"]),
-        "rss_slope_mb_per_min": result["vanilla_rss_slope_mb_per_min"],
-        "preemptions": result["vanilla_preemptions"],
-        "accepted": "none",
-    }
     configs = []
     for row in result["configs"]:
         accepted = f"{row['counters']['accepted_tokens'] / max(1, row['counters']['drafts']):.2f}"
-        configs.append(row | {"memory": quarters(row["rss_mb_over_time"]), "accepted": accepted})
+        memory = {"memory": quarters(row["rss_mb_over_time"]), "beside": quarters(row["vanilla_rss_mb_over_time"])}
+        configs.append(row | memory | {"accepted": accepted})
     answered = sum(row["answered"] for row in result["by_kind"].values())
     times = {**result["by_kind"], "all": result | {"answered": answered}}
     totals = {
@@ -43,9 +36,11 @@ def soak(result: Result) -> list[str]:
         f"With: {counts(traits)}.",
         markdown(["checked", "count"], [(words, str(result[name])) for words, name in totals.items()]),
         table(
-            "configuration | requests | memory over its time, MB | slope, MB a minute | preempted | accepted / drafts",
-            "{config} | {requests} | {memory} | {rss_slope_mb_per_min} | {preemptions} | {accepted}",
-            [*configs, vanilla],
+            "configuration | requests | memory over its time, MB | vanilla's, MB | slope, MB a minute | vanilla's | "
+            "preempted | accepted / drafts",
+            "{config} | {requests} | {memory} | {beside} | {rss_slope_mb_per_min} | {vanilla_rss_slope_mb_per_min} | "
+            "{preemptions} | {accepted}",
+            configs,
         ),
         table(
             "latency, s | answered | p50 | p95 | vanilla p50 | vanilla p95",
