@@ -41,6 +41,11 @@ class StreamRun:
         """Mean tokens of a step that verified something, the target's own included."""
         return 1 + self.accepted / self.drafts if self.drafts else 1.0
 
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean tokens of any step, those that verified nothing included: what a step's time is divided by."""
+        return self.tokens / self.steps
+
     def speedup(self, target: float) -> float:
         return self.tokens * target / self.time
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
+from vidspec_tools.bench.methods import PARALLEL
 from vidspec_tools.bench.rows import PHASES, SPREAD
 from vidspec_tools.views.figures import times
 from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
@@ -25,6 +26,13 @@ def _spread(row: Row) -> str:
     return "-" if row["speedup"] is None else " - ".join(f"{row[f'speedup_{p}']:.2f}" for p in SPREAD)
 
 
+def _published_length(row: Row) -> str:
+    """Return tokens of a step; of a parallel drafter the paper's M, which is none: marked."""
+    if row["mode"] == PARALLEL and row["published_tau"] is not None:
+        return f"M {row['published_tau']:.2f}"
+    return number(row["published_acceptance_length"], 2)
+
+
 def _rounds(row: Row) -> str:
     return f"{row['rounds']:.0f} rounds of {row['requests']:.0f} requests; {row['label'] or AS_IT_IS}"
 
@@ -42,13 +50,14 @@ PAPER: Columns = {
     **_LENGTH,
     "forwards": lambda row: number(row["forwards"], 1),
     **(_TOKENS | _SPEEDUP | _SAME),
-    "published\nlength": lambda row: number(row["published_acceptance_length"], 2),
+    "published\nlength": lambda row: _published_length(row),
     "published\nspeedup": lambda row: times(row["published_speedup"]),
 }
 
 
 def paper_caption(row: Row) -> str:
-    return f"{_rounds(row)}; published on VideoDetailCaption, lengths with the target's own token"
+    lengths = "lengths with the target's own token; M: from one rejection to the next"
+    return f"{_rounds(row)}; published on VideoDetailCaption, {lengths}"
 
 
 def paper_tables(rows: Rows) -> list[Table]:
@@ -85,7 +94,7 @@ PHASE_TIMES: Columns = {
 
 def setting(rows: Rows) -> str:
     row = rows[-1]
-    place = ", drafter in a process of its own" if row["mode"] == "parallel" else ""
+    place = ", drafter in a process of its own" if row["mode"] == PARALLEL else ""
     tokens, ratio = f"{row['num_speculative_tokens']:.0f}", f"{row['prune_ratio']:g}"
     return f"{row['drafting']} of {tokens}, {row['pruner']} {ratio}, {row['scorer']}{place}"
 
@@ -95,7 +104,7 @@ def speed_tables(rows: Rows) -> list[Table]:
     found = []
     for group in by(rows, "family", "inflate").values():
         title = f"{group[0]['family']}: {setting(group)}"
-        is_parallel = group[-1]["mode"] == "parallel"
+        is_parallel = group[-1]["mode"] == PARALLEL
         columns = SPEED | _STREAMS if is_parallel else SPEED
         found.append(by_columns(columns, group, title=title, caption=_rounds(group[0])))
         note = "the draft's vision and pruning are in draft prefill; the rest is the target's and the host's"
