@@ -47,7 +47,7 @@ class Placement:
 def forward_seconds(
     shape: ModelShape, place: Placement, batch: int, rows: int, context: float, is_tree: bool = False
 ) -> float:
-    """Return what one decode forward takes, in seconds (T_t, T_t^K or T_d of METHODS' speed model).
+    """Return what one decode forward takes, in seconds (T_t, T_t^K or T_d).
 
     A request has `rows` query tokens, 1 to decode, K + 1 to verify K drafts (`is_tree`: those of a tree), and `context`
     tokens in its KV cache. Nothing is overlapped but bytes with products.

@@ -11,7 +11,7 @@ from vidspec_tools.planning.acceptance import Agreement
 
 
 def speedup(length: float, target: float, draft: float, verify: float, overhead: float = 0.0) -> float:
-    """Return tokens per second over vanilla's: tau T_t / (gamma T_d + T_t^gamma) (SpecVLM eq. 3, METHODS' speed model).
+    """Return tokens per second over vanilla's: tau T_t / (gamma T_d + T_t^gamma) (SpecVLM eq. 3).
 
     `length` is tau, `draft` gamma T_d (all draft forwards of a step), `verify` T_t^gamma.
     """
