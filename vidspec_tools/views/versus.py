@@ -5,8 +5,9 @@ from typing import Any
 
 from rich.table import Table
 
-from vidspec_tools.bench.methods import PARALLEL
+from vidspec_tools.bench.methods import PARALLEL, VANILLA
 from vidspec_tools.bench.rows import PHASES, SPREAD
+from vidspec_tools.views import figures
 from vidspec_tools.views.figures import times
 from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
 
@@ -65,6 +66,36 @@ def paper_tables(rows: Rows) -> list[Table]:
         by_columns(PAPER, group, title=f"{group[0]['family']}: one request at a time", caption=paper_caption(group[0]))
         for group in by(rows, "family", "inflate").values()
     ]
+
+
+def draw(rows: Rows, path: str) -> None:
+    """Draw decode speed over vanilla by the ratio that was reached, with the 20th and 80th percentile of the rounds.
+
+    A panel per family, a colour per mode. The same rows give the same file.
+    """
+    families, shown = by(rows, "family"), [row["mode"] for row in rows if row["mode"] != VANILLA]
+    styles = figures.styles(shown)
+    with figures.panels(path, (1.8 + 3.8 * len(families), 3.4), 1, len(families)) as (_, (panels,), legend):
+        for panel, ((family,), ours) in zip(panels, families.items(), strict=True):
+            groups = list(by(ours, "inflate").values())
+            for place, group in enumerate(groups):
+                drafting = [row for row in group if row["mode"] != VANILLA]
+                for number, row in enumerate(drafting):
+                    x, y = place + 2 * figures.DODGE * (number - (len(drafting) - 1) / 2), row["speedup"]
+                    spread = [[y - row["speedup_p20"]], [row["speedup_p80"] - y]]
+                    color, marker = styles[row["mode"]]
+                    legend[row["mode"]] = panel.errorbar(x, y, spread, color=color, marker=marker, capsize=3, ls="none")
+            panel.axhline(1, color="#777777", linestyle="--", linewidth=1)
+            names = [f"{group[-1]['ratio']:.1f}\n+{group[-1]['target_layers']}" for group in groups]
+            panel.set_xticks(range(len(groups)), names)
+            panel.set(
+                xlabel="T_t / T_d, and the no-op layers of the target for it",
+                title=family,
+                xlim=(-0.5, len(groups) - 0.5),
+            )
+            panel.set_ylim(bottom=0)
+            figures.tidy(panel, "y")
+        panels[0].set_ylabel("decode speed over vanilla")
 
 
 SPEED: Columns = {
