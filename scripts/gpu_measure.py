@@ -96,13 +96,14 @@ def engine_rows(plan: Engine, context: Context) -> None:
     models = gpu_plan.MODELS[name]
     if context.dry_run:
         sizes, batches, models, name = gpu_plan.TINY_SIZES, gpu_plan.TINY_BATCHES, gpu_plan.DRY_RUN_MODELS, "dry-run"
-    length, speedup = gpu_plan.published_of(plan)
+    published = gpu_plan.published_of(plan)
     common = asdict(plan) | {
         "engine": plan.method,
         "models": name,
         "video_tokens": sizes.video_tokens,
-        "published_acceptance_length": length,
-        "published_speedup": speedup,
+        "published_length": published and published.tau,
+        "published_over": published and published.over,
+        "published_speedup": published and published.speedup,
     }
     where = write_pair(
         FAMILY, Path(context.work_dir) / f"models-{name}", (models.target, models.draft),
@@ -126,8 +127,20 @@ def engine_rows(plan: Engine, context: Context) -> None:
             except NotAllDraftError as error:  # they do not fit, and no more do
                 context.write(common | {"outcome": "refused", "batch": batch, "reason": str(error)})
                 return
-            row["tokens_per_s"] = round(1e3 * batch * (length or 1.0) / row["step_ms"], 2)
+            client = getattr(running.runner, "drafter_client", None)
+            turn_ms = client and float(client.tables.draft_us[batch]) / 1e3
+            row |= rate_of(plan, batch, row["step_ms"], turn_ms)
             context.write(common | {"outcome": "measured", "reason": "", "batch": batch} | row)
+
+
+def rate_of(plan: Engine, batch: int, step_ms: float, draft_ms: float | None) -> Row:
+    """Return tokens per second: those of a step, and where they are from, over its time.
+
+    `draft_ms` is a forward of a parallel drafter beside the target, as it tells itself; 0: it has told none.
+    """
+    tokens, kind = gpu_plan.step_tokens(plan, step_ms, draft_ms)
+    rate = None if tokens is None else round(1e3 * batch * tokens / step_ms, 2)
+    return {"draft_ms": draft_ms, "step_tokens": tokens, "step_tokens_kind": kind, "tokens_per_s": rate}
 
 
 def in_turn(running: Any, prompts: list[Any], sizes: Sizes) -> Row:

@@ -4,6 +4,10 @@ Standard library only: the runner reads it without torch.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vidspec_tools.bench.methods import Figure
 
 FAMILY = "qwen2.5-vl"
 BATCHES = (1, 2, 4, 8)
@@ -69,11 +73,34 @@ ENGINES = {
 }
 
 
-def published_of(engine: Engine) -> tuple[float | None, float | None]:
-    """Return the published acceptance length, which is forced, and the published speedup; None for vanilla."""
+def published_of(engine: Engine) -> "Figure | None":
+    """Return what is published of an engine's method; None for vanilla and the controller."""
     from vidspec_tools.bench.methods import QWEN, TABLE_1
 
-    return TABLE_1[QWEN].get(engine.tau_of, (None, None))
+    return TABLE_1[QWEN].get(engine.tau_of)
+
+
+def step_tokens(engine: Engine, step_ms: float, draft_ms: float | None) -> tuple[float | None, str]:
+    """Return the tokens that a step of one request emits, and what they are: counted, published or modelled.
+
+    A length that is counted over rejections is of several steps: a stream that is right as often is followed with the
+    step's and the draft forward's times (None of them: no tokens are told). M is taken not to have the target's own
+    token, the reading with which it is more.
+    """
+    from vidspec_tools.bench.methods import STEP
+    from vidspec_tools.planning.acceptance import Agreement, rate_of_stream
+    from vidspec_tools.planning.speed import run_streams
+
+    found = published_of(engine)
+    if found is None:
+        return 1.0, "counted"
+    if found.over == STEP:
+        return found.acceptance_length, "published"
+    if not draft_ms:
+        return None, "modelled"
+    agreement = Agreement((rate_of_stream(found.tau, counts_own_token=False),))
+    run = run_streams(agreement, engine.num_drafts, step_ms, draft_ms, answer=20_000)
+    return round(run.tokens_per_step, 2), "modelled"
 
 
 @dataclass(frozen=True)

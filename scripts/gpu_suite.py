@@ -174,7 +174,7 @@ def report(records: list[Record], args: argparse.Namespace, steps: Sequence[Step
 
 def with_speedups(rows: list[Record]) -> list[Record]:
     """Return rows with `speedup`: tokens per second relative to vanilla of the same batch size."""
-    measured = [row for row in rows if "tokens_per_s" in row]
+    measured = [row for row in rows if row.get("tokens_per_s") is not None]
     vanilla = {row["batch"]: row["tokens_per_s"] for row in measured if row["method"] == "vanilla"}
     for row in measured:
         if row["batch"] in vanilla:

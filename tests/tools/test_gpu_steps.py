@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from tools.common import ROOT, load
+from vidspec_tools.planning.acceptance import Agreement
+from vidspec_tools.planning.speed import run_streams
 from vllm_vidspec import SUPPORTED_VLLM
 
 steps, made_up = load("scripts/gpu_steps.py"), load("scripts/made_up.py")
@@ -50,12 +52,43 @@ def test_all_time_outs_fit_into_what_the_pages_say():
 
 def test_the_acceptance_lengths_are_those_that_are_published():
     """Catches: an acceptance of one's own choice, the length of another method or pair."""
-    lengths = {engine.method: plan.published_of(engine) for engine in plan.ENGINES.values()}
-    assert lengths == {
-        "vanilla": (None, None), "chain": (3.37, 1.26), "tree-static": (4.18, 2.11), "parallel": (4.23, 2.40),
-        "blind": (2.76, 1.38), "controller": (None, None),
+    found = {engine.method: plan.published_of(engine) for engine in plan.ENGINES.values()}
+    assert {method: one and (one.tau, one.over, one.speedup) for method, one in found.items()} == {
+        "vanilla": None, "chain": (3.37, "step", 1.26), "tree-static": (4.18, "step", 2.11),
+        "parallel": (4.23, "rejection", 2.40), "blind": (2.76, "step", 1.38), "controller": None,
     }  # fmt: skip
-    assert all(not length or length <= plan.ENGINES[method].depth + 1 for method, (length, _) in lengths.items())
+
+
+@pytest.mark.parametrize("method", plan.ENGINES)
+def test_no_step_has_the_tokens_between_two_rejections(method):
+    """Catches: a length that is counted over several steps (ParallelVLM's M), divided by the time of one."""
+    engine = plan.ENGINES[method]
+    published = plan.published_of(engine)
+    row = measure.rate_of(engine, 2, 34.0, 4.3)
+    assert row["tokens_per_s"] == pytest.approx(2e3 * row["step_tokens"] / 34.0, abs=0.01)
+    assert row["step_tokens"] <= engine.depth + 1
+    if published is None or published.over == "step":
+        assert row["step_tokens"] == (published.acceptance_length if published else 1.0)
+        assert row["step_tokens_kind"] == ("published" if published else "counted")
+        return
+    assert published.acceptance_length is None and row["step_tokens_kind"] == "modelled"
+    run = run_streams(Agreement((4.23 / 5.23,)), engine.num_drafts, 34.0, 4.3, answer=20_000)
+    assert row["step_tokens"] == pytest.approx(run.tokens / run.steps, abs=0.005)
+    assert row["step_tokens"] < published.tau
+    assert measure.rate_of(engine, 1, 34.0, 0.0)["tokens_per_s"] is None
+
+
+def test_recorded_rates_are_a_steps_tokens_over_its_time():
+    """Rows of docs/results/gpu-h100.json. Catches: a rate of another number of tokens than the plan's for the row."""
+    rows = json.loads((ROOT / "docs" / "results" / "gpu-h100.json").read_text())["engines"]
+    rows = [row for row in rows if row.get("tokens_per_s")]
+    assert {row["engine"] for row in rows} == set(plan.ENGINES) - {"controller"}
+    vanilla = {row["batch"]: row["tokens_per_s"] for row in rows if row["engine"] == "vanilla"}
+    for row in rows:
+        tokens, kind = plan.step_tokens(plan.ENGINES[row["engine"]], row["step_ms"], row.get("draft_ms"))
+        assert (row["step_tokens"], row["step_tokens_kind"]) == (tokens, kind), row
+        assert row["tokens_per_s"] == pytest.approx(1e3 * row["batch"] * tokens / row["step_ms"], abs=0.01)
+        assert row["speedup"] == pytest.approx(row["tokens_per_s"] / vanilla[row["batch"]], abs=1e-3)
 
 
 def test_the_models_are_those_that_a_card_has_room_for():

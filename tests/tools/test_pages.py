@@ -35,6 +35,19 @@ def test_every_result_has_a_section():
     assert measure.commands_by_name().keys() <= results.sections().keys()
 
 
+def test_what_is_not_specvlm_as_published_is_named_at_its_table():
+    """Catches: rows by the attention of one layer, without the second stage, that pass for SpecVLM's."""
+    line = "of `llava-onevision` layers [3] alone, no second stage (`lambda_r` 1)"
+    for name in (name for name in results.OF_RESULTS if tables.recorded(name)):
+        rows = tables.read(name).get("rows", [])
+        is_shown = any(
+            row.get("family") == "llava-onevision" and row.get("pruner", "specvlm") == "specvlm" for row in rows
+        )
+        assert (line in results.sections()[name]()) is (is_shown or name == "R7"), name
+    assert results.as_calibrated([{"family": "qwen2.5-vl"}, {"family": "qwen2.5-vl-plain"}]) == []
+    assert results.as_calibrated([{"family": "llava-onevision", "pruner": "uv"}]) == []
+
+
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 

@@ -23,13 +23,13 @@ def test_json_is_all_that_is_printed():
     result = planned("--target", "Qwen/Qwen2.5-VL-72B-Instruct", "--draft", "7B", "--tp", "4", "--batch", "1,100")
     assert set(result) == {
         *("kind", "target", "draft", "gpu", "tp", "draft_gpus", "video_tokens", "text_tokens", "answer_tokens", "rows"),
-        *("when", "paying", "notes", "agreement", "measured", "assumed", "provenance", "quantised_draft"),
+        *("when", "paying", "notes", "agreement", "measured", "assumed", "fitted", "provenance", "quantised_draft"),
     }
     asked = [result[name] for name in ("kind", "target", "draft", "gpu", "tp")]
     assert asked == ["modelled", "Qwen2.5-VL 72B", "Qwen2.5-VL 7B", "h100", 4]
     assert [row["batch"] for row in result["rows"]] == [1, 100]
     assert all(set(row) == ROW for row in result["rows"])
-    memory = {"target_weights", "draft_weights", "target_kv", "draft_kv", "reserved", "left"}
+    memory = {"target_weights", "draft_weights", "target_kv", "draft_kv", "draft_media", "reserved", "left"}
     assert result["rows"][0]["memory"].keys() == memory
     assert result["rows"][0]["shape"] in ("chain", "tree-static") and result["rows"][0]["speedup"] > 1.5
 
@@ -62,7 +62,13 @@ def test_tables_and_files(tmp_path):
     result = invoke(*QUICK, "--batch", "1,5000", "--json", str(tmp_path / "plan.json"))
     assert result.exit_code == 0, result.stderr
     words = " ".join(result.stdout.split())
-    for said in ("(modelled)", "tree-static 25", "does not fit", "Drafts pay at batch sizes 1 to", "there is no room"):
+    for said in (
+        "(modelled)",
+        "tree-static 25",
+        "does not fit",
+        "Drafts pay at batch sizes 1 to",
+        "no draft gains 5 %",
+    ):
         assert said in words, said
     written = json.loads((tmp_path / "plan.json").read_text())
     assert f"{written['rows'][0]['answer_speedup']:.2f}x" in words

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (
     {"", "errors", "names", "devices", "assets", "setup", "vidspec_kernels"},
     {"config", "metrics", "adapt", "parallel", "shapeworld"},
-    {"pruning", "drafting", "scoring", "planning", "counter_files"},
+    {"pruning", "drafting", "scoring", "planning"},
     {"families"},
     {"engine", "doctor"},
     {"plugin", "tools"},

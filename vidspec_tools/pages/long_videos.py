@@ -1,5 +1,6 @@
 """Sections of docs/long-videos.md: what long pairs accept, how fast they decode, and what that costs."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -278,12 +279,13 @@ def draw(path: str) -> None:
     styles = {"whole": ("#000000", "o"), "blind": ("#777777", "P"), "specvlm": ("#882255", "o"), "uv": ("#AA4499", "^")}
     styles |= {"uniform": ("#332288", "D"), "random": ("#88CCEE", "v")}
     styles |= {"specvlm:stride": ("#CC6677", "x"), "uniform:stride": ("#117733", "+")}
-    with figures.panels(path, (9, 3.4), 1, 2) as (_, panels, lines):
+    with figures.panels(path, (11, 3.6), 1, 2) as (_, panels, lines):
         of_length: dict[str, Any] = {}
         for name in _settings(found):
             points = {int(t): mean_length(points[name]) for t, points in found.items() if name in points}
-            of_length[name.split()[0]] = (styles[name.split()[0]], points)
-        lines |= figures.lines(panels[0, 0], lengths, of_length)
+            kind = name.split()[0]
+            of_length[{"whole": "whole video", "blind": "no video"}.get(kind, kind)] = (styles[kind], points)
+        lines |= figures.lines(panels[0, 0], lengths, of_length, math.log2)
         panels[0, 0].set(xlabel="video tokens; 90 % dropped where pruned", ylabel="tokens per verify step")
         shares = sorted({float(name.split()[1]) for name in longest if " " in name})
         by_pruner: dict[str, dict[float, float]] = {}

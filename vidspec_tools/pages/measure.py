@@ -26,14 +26,18 @@ from typing import Any
 from vidspec_tools.pages import __main__ as builder
 from vidspec_tools.pages.reliability import RECORDS
 from vidspec_tools.pages.tables import DOCS, RESULTS, ROOT, Result
-from vidspec_tools.views import acceptance, quality
+from vidspec_tools.views import acceptance, quality, versus
 from vllm_vidspec.tools.provenance import provenance
 
 # ---- commands of pages -----------------------------------------------------------------------------------------------
 
 PAGES = (RESULTS / "README.md", DOCS / "paper-tables.md")
 # Results that have a figure drawn from all their commands.
-FIGURES: dict[str, Callable[[Any, str], None]] = {"R9": acceptance.draw, "R12": quality.draw, "R16-loose": quality.draw}
+FIGURES: dict[str, Callable[[Any, str], None]] = {
+    **dict.fromkeys(("R3", "R9"), acceptance.draw),
+    **dict.fromkeys(("R12", "R16-loose"), quality.draw),
+    "R14-parallel": versus.draw,
+}
 
 
 def commands_by_name() -> dict[str, list[str]]:

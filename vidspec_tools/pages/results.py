@@ -1,6 +1,7 @@
 """Sections of docs/results/README.md, docs/paper-tables.md and README.md: what the results say, and nothing else."""
 
 import functools
+import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,6 +9,7 @@ from vidspec_tools.pages.tables import RESULTS, Result, figure, fill, markdown, 
 from vidspec_tools.views import acceptance as acceptance_view
 from vidspec_tools.views import quality as quality_view
 from vidspec_tools.views import versus
+from vllm_vidspec.tools.pairs import calibration
 from vllm_vidspec.tools.tables import demo_rows, number, percent
 
 Row = dict[str, Any]
@@ -172,7 +174,10 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("tokens per verify step, draft at 10 %, a chain of 5 (the maximum is 6)", "R9 drafting=chain temperature=0.0"),
     ("the same, SpecVLM's static tree of 25 nodes", "R9 drafting=tree-static temperature=0.0"),
     ("the same, SAGE's adaptive tree, depth 5 and 25 nodes too", "R9 num_speculative_tokens=25 drafting=tree-adaptive"),
-    ("the same, SAGE's adaptive tree by default (depth 3 to 8, 9 nodes)", "R9 num_speculative_tokens=64"),
+    (
+        "the same, SAGE's adaptive tree as it grows (depth 3 to 8; 9 nodes; asynchronous servers fill it to 64)",
+        "R9 num_speculative_tokens=64",
+    ),
     ("the same, chain of 10, temperature 1, the draft's own noise, `strict`", "R12 temperature=1.0 method=strict"),
     ("the same, `loose` as far as 98 % of the captions' facts stay right", "R12 temperature=1.0 method=loose"),
     ("the same, by FLy (`fly`)", "R12 temperature=1.0 method=fly"),
@@ -233,10 +238,31 @@ PICTURES: dict[Section, str] = {  # what the picture beside a result shows
 }
 
 
+def as_calibrated(rows: Iterable[Row]) -> list[str]:
+    """Return a line that says where `specvlm` in these rows is not what SpecVLM publishes (eq. 5 to 7), or nothing.
+
+    Bundled pairs are calibrated: some by the attention of one layer alone, or to `lambda_r` 1, without a second stage.
+    """
+    words = []
+    for family in dict.fromkeys(row["family"] for row in rows if row.get("pruner", "specvlm") == "specvlm"):
+        path = calibration(family)  # a pair without one has the defaults: all layers, both stages
+        config = json.loads(path.read_text())["config"] if path.is_file() else {}
+        parts = [] if config.get("guidance_layers", "all") == "all" else [f"layers {config['guidance_layers']} alone"]
+        parts += ["no second stage (`lambda_r` 1)"] if config.get("lambda_r") == 1 else []
+        words += [f"of `{family}` {', '.join(parts)}"] if parts else []
+    return [f"`specvlm` as calibrated: {'; '.join(words)}. SpecVLM has all layers and both stages."] if words else []
+
+
 def body(name: str, result: Result) -> str:
     """Return the section of a result: what shows it, its picture where there is one, and where it comes from."""
     show = OF_RESULTS.get(name) or (paper if name.startswith("paper-") else speed)
-    return "\n\n".join([*show(result), *figure(f"{name}.png", PICTURES.get(show, "")), origin(result)])
+    picture = figure(f"{name}.png", PICTURES.get(show, ""))
+    return "\n\n".join([*show(result), *as_calibrated(_rows_of(result)), *picture, origin(result)])
+
+
+def _rows_of(result: Result) -> list[Row]:
+    """Return the rows of a result that name a family; a demo is one row."""
+    return [row for row in result.get("rows", [result]) if row.get("family")]
 
 
 def sections() -> dict[str, Callable[[], str]]:

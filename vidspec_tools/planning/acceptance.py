@@ -76,7 +76,15 @@ def rate_of_tree(length: float, runner_up: float) -> float:
     return bisect(lambda rate: Agreement((rate,), runner_up).tree_length(), length)
 
 
-# ---- what the papers publish (METHODS, sections 1 to 3), the target's own token counted ------------------------------
+def rate_of_stream(length: float, counts_own_token: bool = True) -> float:
+    """Return the p with which a stream has so many tokens from one rejection to the next (ParallelVLM's M).
+
+    `counts_own_token`: whether the token that the target puts in place of the rejected one is among them.
+    """
+    return 1 - 1 / (length + (not counts_own_token))
+
+
+# ---- what the papers publish, the target's own token counted ------------------------------
 
 # SpecVLM, LLaVA-OneVision 72B with 7B, VideoDetailCaption: chains of 5 and the static tree, unpruned and at 0.9.
 SPECVLM_CHAIN, SPECVLM_TREE = 2.79 + 1, 3.48 + 1
@@ -103,7 +111,7 @@ def default_agreement(family: str, prune_ratio: float, is_self: bool = False) ->
     """
     kind = "llava-onevision" if family == "llava-onevision" else "qwen2.5-vl"
     if is_self:
-        rate, source = 1 - 1 / SELF_STREAMS[kind], f"ParallelVLM table 1, {kind} 7B that drafts for itself"
+        rate, source = rate_of_stream(SELF_STREAMS[kind]), f"ParallelVLM table 1, {kind} 7B that drafts for itself"
     elif family == "llava-onevision":
         rate, source = rate_of_chain(SPECVLM_CHAIN, 5), "SpecVLM, LLaVA-OneVision 72B with 7B, chains"
     else:

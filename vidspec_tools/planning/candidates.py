@@ -16,13 +16,17 @@ from vidspec_tools.planning.roofline import (
     weight_bytes,
 )
 from vidspec_tools.planning.speed import run_streams, speedup, window_of
+from vllm_vidspec.config.fields import PruneKnobs
 from vllm_vidspec.config.paths import SPECVLM_PATHS
+from vllm_vidspec.planning import pool
 
 NONE, CHAIN, TREE, PARALLEL = SHAPES = ("none", "chain", "tree-static", "parallel")
 MOST_CHAIN = 10
 WINDOWS = (16, 8, 4, 2)  # greatest windows that are tried
 # Nodes that have children, by level: what each draft forward of SpecVLM's tree computes; the root first.
 TREE_WIDTHS = (1, *(len({p[:-1] for p in SPECVLM_PATHS if len(p) == depth}) for depth in range(2, 6)))
+_IMAGES_KEPT = 1 - PruneKnobs().ratio_for("image")
+_BLOCK = 16  # tokens of a KV block, as vLLM has it by default
 # Tokens that a parallel run is followed for: of a row, and where only its place among others counts.
 LONG, SHORT = 20_000, 3000
 
@@ -64,10 +68,10 @@ class Candidates:
             modelled = self.draft_seconds(1, 1, question.prune_ratios[0], place)
             self._draft_scale = question.draft_ms / 1e3 / modelled
 
-    def target_seconds(self, batch: int, rows: int) -> float:
+    def target_seconds(self, batch: int, rows: int, is_tree: bool = False) -> float:
         """Return T_t of `rows` tokens a request, the host's share included; scaled to what was measured, if it was."""
         asked = self.question
-        forward = forward_seconds(asked.target, self._place, batch, rows, asked.context)
+        forward = forward_seconds(asked.target, self._place, batch, rows, asked.context, is_tree)
         return self._target_scale * (forward + asked.assumed.step_s)
 
     def draft_seconds(self, batch: int, rows: int, prune_ratio: float, place: Placement) -> float:
@@ -98,11 +102,14 @@ class Candidates:
     def _sequential(
         self, shape: str, batch: int, num_tokens: int, prune_ratio: float, length: float, widths: Mapping[int, int]
     ) -> Candidate:
-        target, verify = self.target_seconds(batch, 1), self.target_seconds(batch, num_tokens + 1)
+        is_tree, assumed = shape == TREE, self.question.assumed
+        target, verify = self.target_seconds(batch, 1), self.target_seconds(batch, num_tokens + 1, is_tree)
         draft = sum(
             number * self.draft_seconds(batch, rows, prune_ratio, self._place) for rows, number in widths.items()
         )
-        found = speedup(length, target, draft, verify, self.question.assumed.speculation_s)
+        if is_tree:
+            draft += (sum(widths.values()) - 1) * self.question.draft.layers * assumed.level_layer_s
+        found = speedup(length, target, draft, verify, assumed.speculation_s)
         # A draft's prefill keeps all requests waiting, and each brings one.
         prefill = batch * prefill_seconds(self.question.draft, self._place, self.question.draft_context(prune_ratio))
         vanilla = self.question.answer_tokens * target
@@ -136,7 +143,7 @@ class Candidates:
         run = run_streams(agreement, window, step, turn, answer=tokens)
         target, verify = self.target_seconds(batch, 1), self.target_seconds(batch, window + 1)
         ranks, seen = self._own_place.ranks, asked.draft_context(prune_ratio)
-        draft = (weight_bytes(asked.draft, ranks), kv_bytes(asked.draft, ranks, batch, seen))
+        draft = (weight_bytes(asked.draft, ranks), kv_bytes(asked.draft, ranks, batch, seen), 0.0)
         own = memory_split(self._own_place, draft=draft)
         found = run.speedup(target)
         vanilla = asked.answer_tokens * target
@@ -146,14 +153,22 @@ class Candidates:
         return Candidate(PARALLEL, window, prune_ratio, *gains, self._memory(batch, None), own)
 
     def _memory(self, batch: int, prune_ratio: float | None) -> MemorySplit:
-        """Return what a card of the target's holds; None: no draft beside it."""
+        """Return what a card of the target's holds; None: no draft beside it.
+
+        The draft's part is the engine's (`DraftMemory.plan`), with its defaults: a pool that follows from the memory
+        and not from the requests, in which images keep what they do by default.
+        """
         asked, ranks = self.question, self.question.ranks
         target = (weight_bytes(asked.target, ranks), kv_bytes(asked.target, ranks, batch, asked.context))
-        draft = (0.0, 0.0)
-        if prune_ratio is not None:
-            weights = 0.0 if asked.is_self else weight_bytes(asked.draft, ranks)
-            draft = (weights, kv_bytes(asked.draft, ranks, batch, asked.draft_context(prune_ratio)))
-        return memory_split(self._place, target, draft)
+        if prune_ratio is None:
+            return memory_split(self._place, target)
+        weights = 0.0 if asked.is_self else weight_bytes(asked.draft, ranks)
+        free = max(0.0, asked.assumed.usable_frac * asked.gpu.memory_bytes - target[0] - weights)
+        media = (pool.VISION_SHARE + (0.0 if asked.is_self else pool.PIXEL_SHARE)) * free
+        of_target, of_draft = (kv_bytes(shape, ranks, 1, 1) for shape in (asked.target, asked.draft))
+        kept = max(1 - prune_ratio, _IMAGES_KEPT)
+        size = pool.pool_bytes(int(free - media), of_target, of_draft, kept, asked.context, _BLOCK)
+        return memory_split(self._place, target, (weights, size, media))
 
     def candidates(self, batch: int) -> Iterator[Candidate]:
         """Yield everything that could be done at a batch size, whether it fits or not; vanilla first."""

@@ -8,6 +8,7 @@ from typing import Any
 from vidspec_tools.planning.acceptance import bisect, with_rate
 from vidspec_tools.planning.candidates import CHAIN, LONG, NONE, PARALLEL, TREE, Candidate, Candidates
 from vidspec_tools.planning.question import Question, notes
+from vidspec_tools.planning.roofline import FITTED
 from vidspec_tools.planning.shapes import FP8, WEIGHT_BYTES
 
 WORTH = 1.05  # a gain below this is within the model's error: it does not pay
@@ -172,8 +173,8 @@ def _quantised_note(rows: Sequence[Mapping[str, Any]], quantised: Mapping[str, A
 
 def plan(question: Question, batches: Sequence[int]) -> dict[str, Any]:
     """Return the answer to a question: `rows` by batch size, `quantised_draft` (None where it is no question), `when`
-    (a sentence), `paying` (ranges of batch sizes), `notes`, `agreement` by prune ratio, `assumed`, and what was
-    asked.
+    (a sentence), `paying` (ranges of batch sizes), `notes`, `agreement` by prune ratio, `assumed` and which of it is
+    `fitted`, and what was asked.
     """
     planner = Planner(question)
     rows, ranges = [planner.row(batch) for batch in batches], planner.paying()
@@ -194,4 +195,5 @@ def plan(question: Question, batches: Sequence[int]) -> dict[str, Any]:
         "agreement": [{"prune_ratio": ratio} | asdict(question.agreement_at(ratio)) for ratio in question.prune_ratios],
         "measured": {"target_ms": question.target_ms, "draft_ms": question.draft_ms},
         "assumed": asdict(question.assumed),
+        "fitted": list(FITTED),
     }

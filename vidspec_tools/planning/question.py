@@ -76,7 +76,10 @@ def check(question: Question) -> None:
 
 
 def notes(question: Question) -> Iterator[str]:
-    yield "Modelled, not measured: no figure of this plan was taken on a GPU. The vision tower is left out."
+    yield (
+        "Modelled, not measured: data sheets, and what steps of one H100 took beside them (fitted). "
+        "The vision tower is left out."
+    )
     if not question.may_be_sequential:
         yield (
             f"{question.draft.name} has {question.draft.heads} heads, which {question.ranks} ranks cannot share: it "

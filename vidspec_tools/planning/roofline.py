@@ -1,26 +1,32 @@
 """Rooflines: what a forward takes on given cards, from the bytes and products that it needs; plain Python.
 
 A forward is its weights' matrices and its attention, one after the other; each takes the longer of its bytes and its
-products, and launches and all-reduces come on top. Attention is that of a kernel that splits keys, as tree attention
-does where vLLM's own does not. A prefill is its products alone. The vision tower is not modelled.
+products, and what a layer takes beside them and all-reduces come on top. Attention is that of a kernel that splits
+keys, as tree attention does where vLLM's own does not. A prefill is its products alone. The vision tower is left out.
 """
 
 from dataclasses import dataclass
 
 from vidspec_tools.gpus import Gpu
-from vidspec_tools.planning.shapes import KV_BYTES, WEIGHT_BYTES, ModelShape
+from vidspec_tools.planning.shapes import KV_BYTES, QUANTISATIONS, WEIGHT_BYTES, ModelShape
+from vllm_vidspec.planning.draft_cost import FP8
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What is between a data sheet and a forward; none of it has been measured on a GPU by this project."""
+    """What is between a data sheet and a forward. `FITTED` are fitted to the steps of one H100, which they meet within
+    5 % (docs/results/gpu-h100.json), and taken to hold for other cards; the rest is assumed.
+    """
 
-    memory_frac: float = 0.8  # of the memory's peak that a whole forward reaches
+    memory_frac: float = 0.88  # of the memory's peak that a whole forward reaches
     flops_frac: float = 0.6  # of the products' peak
     link_frac: float = 0.7  # of the link's peak
-    launch_s: float = 1.5e-6  # from one kernel to the next, in a CUDA graph
-    layer_launches: int = 12  # kernels of a decoder layer
-    forward_launches: int = 10  # kernels of a forward beside its layers: inputs, head, the draw of a token
+    layer_s: float = 40e-6  # of a layer beside its bytes: its kernels' starts and ends, compiled, in a CUDA graph
+    fp8_layer_s: float = 60e-6  # the same of a layer in fp8, whose inputs are quantised by kernels of their own
+    # A tree's verification: a layer beside the above, and how often its KV cache is read, by tiles of rows
+    tree_layer_s: float = 40e-6
+    tree_kv_passes: float = 1.64
+    level_layer_s: float = 13e-6  # of a layer in a draft forward of a tree's level, beside the above
     step_s: float = 0.5e-3  # host time of a target's step that no kernel hides, with drafts or without
     speculation_s: float = 0.3e-3  # the same of a step with drafts, on top
     # Of a card's memory that weights and KV may take; the rest is activations, graphs and room
@@ -28,6 +34,7 @@ class Assumptions:
 
 
 ASSUMED = Assumptions()
+FITTED = ("memory_frac", "layer_s", "fp8_layer_s", "tree_layer_s", "tree_kv_passes", "level_layer_s")
 
 
 @dataclass(frozen=True)
@@ -37,11 +44,13 @@ class Placement:
     assumed: Assumptions = ASSUMED  # what a forward reaches of the card's peaks
 
 
-def forward_seconds(shape: ModelShape, place: Placement, batch: int, rows: int, context: float) -> float:
-    """Return what one decode forward takes, in seconds (T_t, T_t^K or T_d of METHODS' speed model).
+def forward_seconds(
+    shape: ModelShape, place: Placement, batch: int, rows: int, context: float, is_tree: bool = False
+) -> float:
+    """Return what one decode forward takes, in seconds (T_t, T_t^K or T_d).
 
-    A request has `rows` query tokens, 1 to decode, K + 1 to verify K drafts, and `context` tokens in its KV cache.
-    Nothing is overlapped but bytes with products.
+    A request has `rows` query tokens, 1 to decode, K + 1 to verify K drafts (`is_tree`: those of a tree), and `context`
+    tokens in its KV cache. Nothing is overlapped but bytes with products.
     """
     gpu, ranks, assumed = place.gpu, place.ranks, place.assumed
     bandwidth, flops = gpu.bandwidth * assumed.memory_frac, gpu.flops * assumed.flops_frac
@@ -49,9 +58,11 @@ def forward_seconds(shape: ModelShape, place: Placement, batch: int, rows: int, 
     matrices = max(shape.read_bytes(tokens) / ranks / bandwidth, 2 * shape.active_params * tokens / ranks / flops)
     entry_bytes = 2 * shape.layers * _kv_heads(shape, ranks) * shape.head_dim * KV_BYTES
     products = 4 * shape.layers * shape.heads / ranks * shape.head_dim
-    attention = max(batch * context * entry_bytes / bandwidth, tokens * context * products / flops)
-    launches = (shape.layers * assumed.layer_launches + assumed.forward_launches) * assumed.launch_s
-    return matrices + attention + launches + _all_reduces(shape, place, tokens)
+    passes = assumed.tree_kv_passes if is_tree else 1.0
+    attention = max(passes * batch * context * entry_bytes / bandwidth, tokens * context * products / flops)
+    layer_s = assumed.fp8_layer_s if shape.linear_bytes == QUANTISATIONS[FP8] else assumed.layer_s
+    layers = shape.layers * (layer_s + (assumed.tree_layer_s if is_tree else 0.0))
+    return matrices + attention + layers + _all_reduces(shape, place, tokens)
 
 
 def prefill_seconds(shape: ModelShape, place: Placement, tokens: float) -> float:
@@ -89,7 +100,8 @@ class MemorySplit:
     target_weights: float  # of this rank
     draft_weights: float  # of this rank; 0 where the target drafts for itself
     target_kv: float  # of all requests
-    draft_kv: float  # of all requests, over the tokens that the draft sees
+    draft_kv: float  # the draft's KV pool; of a parallel drafter what its requests take, over the tokens that it sees
+    draft_media: float  # what the draft keeps of pictures: vision embeddings and pixels
     reserved: float  # what weights and KV may not take
     left: float  # of the card; negative: it does not fit
 
@@ -99,8 +111,10 @@ class MemorySplit:
 
 
 def memory_split(
-    place: Placement, target: tuple[float, float] = (0.0, 0.0), draft: tuple[float, float] = (0.0, 0.0)
+    place: Placement, target: tuple[float, float] = (0.0, 0.0), draft: tuple[float, float, float] = (0.0, 0.0, 0.0)
 ) -> MemorySplit:
+    """Return what a card holds; `target` is weights and KV, `draft` weights, KV and media, all in bytes."""
     memory = place.gpu.memory_bytes
     reserved = (1 - place.assumed.usable_frac) * memory
-    return MemorySplit(target[0], draft[0], target[1], draft[1], reserved, memory - reserved - sum(target + draft))
+    left = memory - reserved - sum(target) - sum(draft)
+    return MemorySplit(target[0], draft[0], target[1], draft[1], draft[2], reserved, left)

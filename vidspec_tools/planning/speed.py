@@ -11,7 +11,7 @@ from vidspec_tools.planning.acceptance import Agreement
 
 
 def speedup(length: float, target: float, draft: float, verify: float, overhead: float = 0.0) -> float:
-    """Return tokens per second over vanilla's: tau T_t / (gamma T_d + T_t^gamma) (SpecVLM eq. 3, METHODS' speed model).
+    """Return tokens per second over vanilla's: tau T_t / (gamma T_d + T_t^gamma) (SpecVLM eq. 3).
 
     `length` is tau, `draft` gamma T_d (all draft forwards of a step), `verify` T_t^gamma.
     """
@@ -40,6 +40,11 @@ class StreamRun:
     def acceptance_length(self) -> float:
         """Mean tokens of a step that verified something, the target's own included."""
         return 1 + self.accepted / self.drafts if self.drafts else 1.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean tokens of any step, those that verified nothing included: what a step's time is divided by."""
+        return self.tokens / self.steps
 
     def speedup(self, target: float) -> float:
         return self.tokens * target / self.time

@@ -105,7 +105,8 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
         axes["num_speculative_tokens"] = []  # each shape has its own
     axis, over = check_room(path, axes)
     families, values, styles = list(dict.fromkeys(axes["family"])), sorted(set(axes[over])), figures.styles(axes[axis])
-    with figures.panels(path, (1.6 + 4.2 * len(families), 4.0), 1, len(families)) as (figure, (panels,), legend):
+    words = {"prune_ratio": "prune ratio (share of the video's tokens that is dropped)"}
+    with figures.panels(path, (1.6 + 4.2 * len(families), 4.0), 1, len(families)) as (_, (panels,), legend):
         for panel, family in zip(panels, families, strict=True):
             series: dict[str, tuple[figures.Style, dict[float, float]]] = {}
             for row in rows:
@@ -114,6 +115,5 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
                     points[row[over]] = row["acceptance_length"]
             legend |= figures.lines(panel, values, series)
             panel.set_title(family, fontsize=10)
+            panel.set_xlabel(words.get(over, over))
         panels[0].set_ylabel("acceptance length (tokens per verify step)")
-        words = {"prune_ratio": "prune ratio (share of the video's tokens that the draft does not see)"}
-        figure.supxlabel(words.get(over, over), fontsize=9)

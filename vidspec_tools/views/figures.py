@@ -2,12 +2,15 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_vidspec.tools.user_files import check_output, writing
 
 SUFFIXES = (".png", ".svg")
+LONG_NAME = 24  # characters of a legend's entry
+DODGE = 0.12  # between dots of one value, of the distance of two values
+LEAST_LINE = 3  # points that a line may join: two say nothing of what is between them
 # Paul Tol's "muted" palette, safe for the colour-blind, with grey and black, and a marker each.
 _COLORS = (
     *("#882255", "#CC6677", "#AA4499", "#332288", "#88CCEE", "#999933"),
@@ -40,8 +43,10 @@ def panels(path: str, size: tuple[float, float], down: int, across: int) -> Iter
         figure = Figure(figsize=size, dpi=160, layout="constrained")
         lines: dict[str, Any] = {}
         yield figure, figure.subplots(down, across, sharey="row", squeeze=False), lines
-        if lines:
-            figure.legend(list(lines.values()), list(lines), loc="outside right center", frameon=False)
+        if lines:  # long names go below, where they take no width from the panels
+            is_long = max(map(len, lines)) > LONG_NAME
+            place = {"loc": "outside lower center", "ncols": 2} if is_long else {"loc": "outside right center"}
+            figure.legend(list(lines.values()), list(lines), frameon=False, **place)
         with writing(path):
             figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
 
@@ -59,14 +64,27 @@ def draw_line(panel: Any, points: Sequence[tuple[float, float]], style: Style, *
 
 
 def lines(
-    panel: Any, values: Sequence[float], series: Mapping[str, tuple[Style, Mapping[float, float]]]
+    panel: Any,
+    values: Sequence[float],
+    series: Mapping[str, tuple[Style, Mapping[float, float]]],
+    place: Callable[[float], float] | None = None,
 ) -> dict[str, Any]:
-    """Draw a line for each series (name -> style, and y by value) over evenly spaced values; return them."""
-    found = {
-        name: draw_line(panel, sorted((values.index(x), y) for x, y in points.items()), style)
-        for name, (style, points) in series.items()
-    }
-    panel.set_xticks(range(len(values)), [f"{value:g}" for value in values])
+    """Draw each series (name -> style, and y by value), y from 0 on; return what was drawn.
+
+    `place` says where on the x axis a value is; by default values are evenly spaced. Fewer than `LEAST_LINE` are dots,
+    side by side.
+    """
+    place = place or values.index
+    are_dots = len(values) < LEAST_LINE
+    look = {"linestyle": "none", "markersize": 7} if are_dots else {}
+    found: dict[str, Any] = {}
+    for number, (name, (style, points)) in enumerate(series.items()):
+        aside = DODGE * (number - (len(series) - 1) / 2) if are_dots else 0.0
+        found[name] = draw_line(panel, sorted((place(x) + aside, y) for x, y in points.items()), style, **look)
+    panel.set_xticks([place(value) for value in values], [f"{value:,g}" for value in values])
+    most = max((y for _, points in series.values() for y in points.values()), default=1.0)
+    panel.set_ylim(0, max(panel.get_ylim()[1], 1.08 * most))
+    panel.margins(x=0.4 if are_dots else 0.05)
     tidy(panel, "y")
     return found
 

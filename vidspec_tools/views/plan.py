@@ -32,7 +32,8 @@ def plan_table(result: Mapping[str, Any]) -> Table:
         "p min": lambda row: number(row["break_even_agreement"], 2),
     }
     title = f"{result['target']} with {result['draft']} on {result['tp']} {result['gpu']} (modelled)"
-    caption = f"{result['video_tokens']} video tokens; below p min drafts do not pay; ms; +N: GPUs more"
+    times_of = "ms; T_d: all forwards of a step, of a drafter on +N GPUs one"
+    caption = f"{result['video_tokens']} video tokens; below p min drafts do not pay; {times_of}"
     return by_columns(columns, result["rows"], 2, title=title, caption=caption)
 
 
@@ -42,6 +43,7 @@ def memory_table(result: Mapping[str, Any]) -> Table:
         "batch": lambda row: str(row["batch"]),
         "weights": lambda row: _two(row["memory"], "weights"),
         "KV": lambda row: _two(row["memory"], "kv"),
+        "pictures": lambda row: f"{row['memory']['draft_media'] / 1e9:.1f}",
         "left": lambda row: f"{row['memory']['left'] / 1e9:.1f}",
         "fits": lambda row: "yes" if row["fits"] else "no",
         "left on the drafter's": lambda row: (

@@ -5,7 +5,9 @@ from typing import Any
 
 from rich.table import Table
 
+from vidspec_tools.bench.methods import PARALLEL, VANILLA
 from vidspec_tools.bench.rows import PHASES, SPREAD
+from vidspec_tools.views import figures
 from vidspec_tools.views.figures import times
 from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
 
@@ -25,6 +27,13 @@ def _spread(row: Row) -> str:
     return "-" if row["speedup"] is None else " - ".join(f"{row[f'speedup_{p}']:.2f}" for p in SPREAD)
 
 
+def _published_length(row: Row) -> str:
+    """Return tokens of a step; of a parallel drafter the paper's M, which is none: marked."""
+    if row["mode"] == PARALLEL and row["published_tau"] is not None:
+        return f"M {row['published_tau']:.2f}"
+    return number(row["published_acceptance_length"], 2)
+
+
 def _rounds(row: Row) -> str:
     return f"{row['rounds']:.0f} rounds of {row['requests']:.0f} requests; {row['label'] or AS_IT_IS}"
 
@@ -42,13 +51,14 @@ PAPER: Columns = {
     **_LENGTH,
     "forwards": lambda row: number(row["forwards"], 1),
     **(_TOKENS | _SPEEDUP | _SAME),
-    "published\nlength": lambda row: number(row["published_acceptance_length"], 2),
+    "published\nlength": lambda row: _published_length(row),
     "published\nspeedup": lambda row: times(row["published_speedup"]),
 }
 
 
 def paper_caption(row: Row) -> str:
-    return f"{_rounds(row)}; published on VideoDetailCaption, lengths with the target's own token"
+    lengths = "lengths with the target's own token; M: from one rejection to the next"
+    return f"{_rounds(row)}; published on VideoDetailCaption, {lengths}"
 
 
 def paper_tables(rows: Rows) -> list[Table]:
@@ -56,6 +66,36 @@ def paper_tables(rows: Rows) -> list[Table]:
         by_columns(PAPER, group, title=f"{group[0]['family']}: one request at a time", caption=paper_caption(group[0]))
         for group in by(rows, "family", "inflate").values()
     ]
+
+
+def draw(rows: Rows, path: str) -> None:
+    """Draw decode speed over vanilla by the ratio that was reached, with the 20th and 80th percentile of the rounds.
+
+    A panel per family, a colour per mode. The same rows give the same file.
+    """
+    families, shown = by(rows, "family"), [row["mode"] for row in rows if row["mode"] != VANILLA]
+    styles = figures.styles(shown)
+    with figures.panels(path, (1.8 + 3.8 * len(families), 3.4), 1, len(families)) as (_, (panels,), legend):
+        for panel, ((family,), ours) in zip(panels, families.items(), strict=True):
+            groups = list(by(ours, "inflate").values())
+            for place, group in enumerate(groups):
+                drafting = [row for row in group if row["mode"] != VANILLA]
+                for number, row in enumerate(drafting):
+                    x, y = place + 2 * figures.DODGE * (number - (len(drafting) - 1) / 2), row["speedup"]
+                    spread = [[y - row["speedup_p20"]], [row["speedup_p80"] - y]]
+                    color, marker = styles[row["mode"]]
+                    legend[row["mode"]] = panel.errorbar(x, y, spread, color=color, marker=marker, capsize=3, ls="none")
+            panel.axhline(1, color="#777777", linestyle="--", linewidth=1)
+            names = [f"{group[-1]['ratio']:.1f}\n+{group[-1]['target_layers']}" for group in groups]
+            panel.set_xticks(range(len(groups)), names)
+            panel.set(
+                xlabel="T_t / T_d, and the no-op layers of the target for it",
+                title=family,
+                xlim=(-0.5, len(groups) - 0.5),
+            )
+            panel.set_ylim(bottom=0)
+            figures.tidy(panel, "y")
+        panels[0].set_ylabel("decode speed over vanilla")
 
 
 SPEED: Columns = {
@@ -85,7 +125,7 @@ PHASE_TIMES: Columns = {
 
 def setting(rows: Rows) -> str:
     row = rows[-1]
-    place = ", drafter in a process of its own" if row["mode"] == "parallel" else ""
+    place = ", drafter in a process of its own" if row["mode"] == PARALLEL else ""
     tokens, ratio = f"{row['num_speculative_tokens']:.0f}", f"{row['prune_ratio']:g}"
     return f"{row['drafting']} of {tokens}, {row['pruner']} {ratio}, {row['scorer']}{place}"
 
@@ -95,7 +135,7 @@ def speed_tables(rows: Rows) -> list[Table]:
     found = []
     for group in by(rows, "family", "inflate").values():
         title = f"{group[0]['family']}: {setting(group)}"
-        is_parallel = group[-1]["mode"] == "parallel"
+        is_parallel = group[-1]["mode"] == PARALLEL
         columns = SPEED | _STREAMS if is_parallel else SPEED
         found.append(by_columns(columns, group, title=title, caption=_rounds(group[0])))
         note = "the draft's vision and pruning are in draft prefill; the rest is the target's and the host's"

@@ -45,7 +45,7 @@ def width_bounds(knobs: TreeKnobs, num_candidates: int) -> Tensor:
 
 
 class AdaptiveTree(TreePolicy):
-    """A `TreePolicy` that grows each request's tree to its confidence and history (SAGE, section 3; METHODS 2).
+    """A `TreePolicy` that grows each request's tree to its confidence and history (SAGE, section 3).
 
     From confidence alpha a tree gets its depth D = floor(D_min + alpha (D_r - D_min)) (eq. 10) and its first width
     W = floor(W_min + (1 - alpha) (W_max - W_min)) (eq. 11); deeper levels get narrower (eq. 12), and less probable
@@ -57,8 +57,11 @@ class AdaptiveTree(TreePolicy):
     - Before its first measurement a request has alpha 0.5.
     - Trees grow by levels, not depth first, since a level is one draft forward. Within one, better paths come first,
       and at most `max_frontier` = W_max nodes go on to the next (the paper bounds the number of nodes only).
-    - With lookahead, step t's plan for t + 1 is made in `finish`: the host then knows the batch's largest depth
-      without waiting for the device. History that `begin` adds takes effect with the plan that follows it.
+    - With lookahead, step t's plan for t + 1, its D and W, is made in `finish`: the host then knows the batch's largest
+      depth without waiting for the device. History that `begin` adds takes effect with the plan that follows it.
+      Widths of deeper levels (eq. 12) and thresholds are of step t + 1's own probabilities, as in section 3.2; the
+      paper's algorithm 1 (line 18) can be read as making the whole next tree from step t's.
+    - P_parent is the probability of the parent's path. At T > 0 it and the entropy are of the noised scores.
     - Without lookahead the root's distribution shapes its own tree, and every step takes D_max draft forwards.
     """
 

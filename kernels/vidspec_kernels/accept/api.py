@@ -27,9 +27,9 @@ def accept(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Accept each request's longest path of drafts that match the target's samples or may differ from them.
 
-    Shared-noise coupling (METHODS 0; Daliri, Musco, Suresh 2025): the target is sampled at every logits row as
+    Shared-noise coupling (Daliri, Musco, Suresh 2025): the target is sampled at every logits row as
     vanilla decoding would. The draft of a node with parent p passes if it is the target's sample at p, its expected
-    token. Else, only where `may_loosen` is set (METHODS 4), by the first of these that the request's `rules` have:
+    token. Else, only where `may_loosen` is set, by the first of these that the request's `rules` have:
 
     - LOWEST (LVSpec, eq. 9-10): it is among the floor(share * n) lowest scores of the n valid drafts of its branch,
       those that match counted too; of equal scores the lower node's is the lower, and NaN is the highest.

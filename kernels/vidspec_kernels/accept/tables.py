@@ -33,7 +33,7 @@ class Looseness(NamedTuple):
     shares: Tensor  # float32 [max_reqs], lambda of LOWEST, 0 to 1
     windows: Tensor  # int32 [max_reqs], W of WINDOW, >= 0; 0 leaves the entropy alone to decide
     scores: Tensor  # float32 [N], of each logits row's own draft (its visual relevance, eq. 8).
-    # float32 [N], normalised, of what the target samples after each logits row's input: a node's judges its children.
+    # float32 [N], in nats, of what the target samples after each logits row's input: a node's judges its children.
     entropies: Tensor
     may_loosen: Tensor  # bool [N], whether the draft of a logits row may be accepted though it differs
     min_entropy: float  # Above it the target is unsure; compared in float32

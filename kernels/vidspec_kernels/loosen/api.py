@@ -97,7 +97,7 @@ def loosen(
     tables: LooseTables, parents: Tensor | None = None, relevance: Tensor | None = None, *, is_predicting: bool = False,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return whether each logits row's draft may be accepted though it differs, and its score (METHODS 4).
+    """Return whether each logits row's draft may be accepted though it differs, and its score (LVSpec eq. 8-9).
 
     It may unless a parameter of its request forbids it (its logit at its parent is not finite), it or the target's
     token in its place is protected, the text has ended before it, or it is judged by a relevance that is NaN.

@@ -1,5 +1,6 @@
 """The planner: what it recommends follows from its candidates, its limits are exact, what cannot be is refused."""
 
+import contextlib
 import dataclasses
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from vidspec_tools.planning.question import Question, notes
 from vidspec_tools.planning.roofline import ASSUMED, Placement, forward_seconds, prefill_seconds
 from vllm_vidspec.config.paths import SPECVLM_PATHS
 from vllm_vidspec.drafting.static import topology_of
+from vllm_vidspec.errors import VidSpecError
 
 
 def question(target="Qwen2.5-VL-32B", draft="7B", gpu="h200", ranks=2, **given):
@@ -119,13 +121,20 @@ def test_memory_of_both_places():
     asked = question(draft_gpus=1)
     turns, apart = Planner(asked).chain(8, 3, 0.9), Planner(asked).parallel(8, 0.9)
     assert turns.memory.draft_weights == pytest.approx(asked.draft.params) and turns.drafter_memory is None
-    assert turns.memory.draft_kv == pytest.approx(8 * 612 * 57_344 / 2)
+    free = 0.9 * 141e9 - (turns.memory.target_weights + turns.memory.draft_weights)
+    assert turns.memory.draft_media == pytest.approx(0.03 * free)
+    # Images keep a fifth, and a tenth is for text: the pool's share of what is left, for both caches' tokens.
+    share = 0.3 * 57_344
+    assert turns.memory.draft_kv == pytest.approx(0.97 * free * share / (262_144 + share), rel=1e-6)
+    assert turns.memory.draft_kv == Planner(asked).chain(1, 3, 0.9).memory.draft_kv, "whatever the batch"
+    assert Planner(asked).chain(1, 3, 0.0).memory.draft_kv > 2 * turns.memory.draft_kv, "the whole video"
     assert apart.memory.draft_weights == apart.memory.draft_kv == 0
     assert apart.drafter_memory.draft_weights == pytest.approx(2 * asked.draft.params)
     assert apart.drafter_memory.draft_kv == pytest.approx(8 * 612 * 57_344)
     assert turns.memory.target_kv == apart.memory.target_kv == pytest.approx(8 * 1512 * 262_144 / 2)
     own = Planner(question(draft="self")).chain(8, 3, 0.9).memory
     assert own.draft_weights == 0 and own.draft_kv > 0
+    assert own.draft_media == pytest.approx(0.02 * (0.9 * 141e9 - own.target_weights)), "it shares its own pixels"
 
 
 def test_a_parallel_drafter_reads_while_the_target_goes_on_alone():
@@ -184,12 +193,42 @@ def test_rows_are_the_plan():
     assert result["kind"] == "modelled" and "not measured" in result["notes"][0]
 
 
+def page_of(name):
+    return (Path(__file__).resolve().parents[3] / "docs" / f"{name}.md").read_text()
+
+
+def test_the_budgets_page_says_what_the_planner_says():
+    """docs/gpu-budget.md, how many requests fit: one arithmetic for both. Catches: a page or a planner that leaves out
+    what the engine takes, as images' share of the pool.
+    """
+    rows = re.findall(r"^\| (\S+ \S+), (\S+) \| (\d) \| (.*\d.*) \|$", page_of("gpu-budget"), re.M)
+    assert len(rows) == 37
+    for target, draft, ranks, cells in rows:
+        for size, cell in zip((24, 48, 80, 96, 141), cells.split(" | "), strict=True):
+            gpu = dataclasses.replace(GPUS["h100"], memory_bytes=1e9 * size)
+            asked = dataclasses.replace(question(target, draft, ranks=int(ranks), draft_gpus=1), gpu=gpu)
+            asked = dataclasses.replace(asked, video_tokens=25_000, prune_ratios=(0.9,))
+            drafted, _, vanilla = cell.rpartition(" of ")
+            if vanilla == "-":
+                with contextlib.suppress(VidSpecError):  # weights alone do not fit
+                    assert not Planner(asked).vanilla(1).fits
+                continue
+            planner, most = Planner(asked), int(vanilla)
+            assert [planner.vanilla(batch).fits for batch in (most, most + 1)] == [True, False], (target, size)
+            assert asked.may_be_sequential is (drafted != "-"), (target, size)
+            for batch, fits in ((int(drafted), True), (int(drafted) + 1, False)) if drafted != "-" else ():
+                assert not batch or planner.chain(batch, 5, 0.9).fits is fits, (target, draft, ranks, size)
+
+
 def test_the_page_says_what_the_planner_says():
     """docs/planning.md is a record. Catches: an assumption or a plan that has changed, and the page has not."""
-    page = (Path(__file__).resolve().parents[3] / "docs" / "planning.md").read_text()
+    page = page_of("planning")
     for words in (
-        f"| {100 * ASSUMED.memory_frac:.0f} % of the memory's, {100 * ASSUMED.flops_frac:.0f} % of the tensor cores'",
-        f"| {1e6 * ASSUMED.launch_s:g} µs each, {ASSUMED.layer_launches} a layer and {ASSUMED.forward_launches} more",
+        f"| {100 * ASSUMED.memory_frac:.0f} % (fitted) |",
+        f"| {100 * ASSUMED.flops_frac:.0f} % and {100 * ASSUMED.link_frac:.0f} % |",
+        f"| {1e6 * ASSUMED.layer_s:g} µs, in fp8 {1e6 * ASSUMED.fp8_layer_s:g} µs (fitted) |",
+        f"| {1e6 * ASSUMED.tree_layer_s:g} µs a layer, and {ASSUMED.tree_kv_passes:g} times the bytes of its KV cache",
+        f"| {1e6 * ASSUMED.level_layer_s:g} µs a layer (fitted) |",
         f"| {1e3 * ASSUMED.step_s:g} ms a step, {1e3 * ASSUMED.speculation_s:g} ms more with drafts |",
         f"| memory for weights and KV | {100 * ASSUMED.usable_frac:.0f} % |",
         f"| a gain that counts as one | {100 * (WORTH - 1):.0f} % |",

@@ -15,10 +15,11 @@ from vidspec_tools.planning.roofline import (
     weight_bytes,
 )
 from vidspec_tools.planning.shapes import ModelShape
+from vllm_vidspec.planning.draft_cost import FP8
 
 # 1 TB/s, 100 TFLOP/s, 10 GB, links of 100 GB/s and 1 us; nothing is lost and nothing comes on top.
 CARD = Gpu("by hand", 90, 10e9, 1e12, 1e14, 1e11, 1e-6)
-EXACT = Assumptions(1.0, 1.0, 1.0, 0.0, 0, 0, 0.0, 0.0, 1.0)
+EXACT = Assumptions(1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
 # Attention 2 x 100 x 10 x (8 + 4), MLP 3 x 100 x 200, head 50 x 100: 84,000 a layer, 5,000.
 TINY = ModelShape("tiny", "qwen2.5-vl", 2, 100, 8, 4, 10, 200, 50)
 TINY_PARAMS = 2 * (24_000 + 60_000) + 5000
@@ -47,13 +48,25 @@ def test_products_bind_many_tokens():
 
 
 def test_what_comes_on_top():
-    """Launches of layers and of a forward; shares of peaks. Catches: a share that multiplies where it divides."""
+    """What a layer takes beside its bytes, in fp8 more; shares of peaks. Catches: a share that multiplies where it
+    divides, a time a forward that is a layer's, a draft in fp8 whose layers are only half as many bytes.
+    """
     base = forward_seconds(TINY, place(), 1, 1, 0)
-    assert forward_seconds(
-        TINY, place(launch_s=1e-6, layer_launches=12, forward_launches=10), 1, 1, 0
-    ) == pytest.approx(base + 34e-6)
+    layers = place(layer_s=12e-6, fp8_layer_s=17e-6)
+    assert forward_seconds(TINY, layers, 1, 1, 0) == pytest.approx(base + 24e-6)
+    fp8 = TINY.quantised(FP8)
+    assert forward_seconds(fp8, layers, 1, 1, 0) == pytest.approx(forward_seconds(fp8, place(), 1, 1, 0) + 34e-6)
     assert forward_seconds(TINY, place(memory_frac=0.5), 1, 1, 0) == pytest.approx(2 * base)
     assert forward_seconds(TINY, place(flops_frac=0.5), 1, 1, 0) == pytest.approx(base), "bytes bind"
+
+
+def test_a_trees_rows_read_the_cache_more_than_once():
+    """Catches: a tree verified at a chain's price; passes over weights, or where there is no context."""
+    one, tree = (forward_seconds(TINY, place(tree_kv_passes=1.5, tree_layer_s=7e-6), 1, 26, n) for n in (1000, 0))
+    base = forward_seconds(TINY, place(), 1, 26, 0)
+    assert (one, tree) == pytest.approx((base + 1000 * 320 / 1e12, base))
+    passes = forward_seconds(TINY, place(tree_kv_passes=1.5, tree_layer_s=7e-6), 1, 26, 1000, is_tree=True)
+    assert passes == pytest.approx(base + 1.5 * 1000 * 320 / 1e12 + 14e-6)
 
 
 def test_ranks_halve_the_work_and_reduce():
@@ -70,8 +83,8 @@ def test_ranks_halve_the_work_and_reduce():
 
 def test_a_card_is_what_its_split_adds_up_to():
     """Catches: KV of the draft left out, and a card that fits what it has no room for."""
-    split = memory_split(place(usable_frac=0.9), (4e9, 3e9), (1e9, 0.5e9))
-    parts = (split.target_weights, split.draft_weights, split.target_kv, split.draft_kv, split.reserved, split.left)
-    assert parts == pytest.approx((4e9, 1e9, 3e9, 0.5e9, 1e9, 0.5e9)) and split.fits
+    split = memory_split(place(usable_frac=0.9), (4e9, 3e9), (1e9, 0.3e9, 0.2e9))
+    parts = dataclasses.astuple(split)
+    assert parts == pytest.approx((4e9, 1e9, 3e9, 0.3e9, 0.2e9, 1e9, 0.5e9)) and split.fits
     assert sum(parts) == pytest.approx(CARD.memory_bytes)
     assert not memory_split(place(), (4e9, 6.1e9)).fits
