@@ -26,4 +26,9 @@ def quoted(value: Any, longest: int = 60) -> str:
         text = repr(value[:longest]) if isinstance(value, str) else short.repr(value)
     except (ValueError, RecursionError):  # Python refuses to print very large integers
         text = f"{type(value).__name__} of too many digits"
+    return shortened(text, longest)
+
+
+def shortened(text: str, longest: int) -> str:
+    """Return a text with at most `longest` characters."""
     return text if len(text) <= longest else text[: longest - 3] + "..."

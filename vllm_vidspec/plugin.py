@@ -11,8 +11,9 @@ def register() -> None:
     """
     from vllm_vidspec.engine import preflight, scheduling
     from vllm_vidspec.engine.compat import api, config, scheduler
-    from vllm_vidspec.engine.report import server_counters
+    from vllm_vidspec.engine.report import lines, server_counters
 
+    lines.bound_log_lines()
     config.install_error_line(server_counters.refusal)
     config.hook_engine_config(preflight.translate, preflight.finish)
     if preflight.version_problem() is not None:

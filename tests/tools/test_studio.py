@@ -23,7 +23,7 @@ class Server:
     """A `vllm serve`: it takes two keys, and answers in a stream that says whose it is."""
 
     def __init__(self, keeps_records=True):
-        self.keeps_records, self.limit, self.seen = keeps_records, None, []
+        self.keeps_records, self.limit, self.shape, self.seen = keeps_records, 25, "auto", []
 
     def __call__(self, request):
         key = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -32,11 +32,14 @@ class Server:
         if request.url.path == studio.KNOBS:
             if key != ADMIN:
                 return httpx.Response(401, json={"error": "unauthorized"})
-            if body and studio.LIMIT in body:
-                self.limit = body[studio.LIMIT]
+            body = body or {}
+            self.limit = body.get(studio.LIMIT, self.limit)
+            self.shape = body.get("draft_shape", self.shape)
             if body and "pruner" in body:
                 return httpx.Response(400, json={"error": "no such pruner"})
-            return httpx.Response(200, json=KNOBS)
+            holds = {studio.LIMIT: self.limit, "draft_shape": self.shape}
+            first = {name: KNOBS[name] for name in holds}
+            return httpx.Response(200, json=KNOBS | holds | {"speculation": "on", "configured": first})
         if key not in ("a", "b"):
             return httpx.Response(401, json={"error": "Unauthorized"})
         if request.url.path == "/v1/models":
@@ -82,7 +85,7 @@ def test_a_vanilla_answer_of_its_own_server_is_made_without_drafts(page):
     """And what was set before holds again afterwards, also where the answer has failed."""
     server = Server()
     it = page(server, admin_key=ADMIN, is_own=True)
-    assert ask(it, "vanilla")["limit"] == 0 and server.limit is None and ask(it)["limit"] is None
+    assert ask(it, "vanilla")["limit"] == 0 and server.limit == 25 and ask(it)["limit"] == 25
     assert it.post("/api/knobs", headers=GUARD, json={studio.LIMIT: 3}).status_code == 200
     assert ask(it, "vanilla", question="fail")["error"]["message"] == "no such thing" and server.limit == 3
 
@@ -125,7 +128,7 @@ def test_knobs_are_changed_by_the_operators_route(page):
 
 
 def test_the_page_is_told_what_holds_and_which_shapes_there_are(page):
-    """The route tells what was configured. Catches: a knob that a reload of the page takes back."""
+    """Catches: a knob that a reload of the page takes back, a bound that sinks with what was chosen."""
     it = page(Server(), admin_key=ADMIN)
     told = it.post("/api/knobs", headers=GUARD, json={"draft_shape": "chain", studio.LIMIT: 3}).json()
     for knobs in (told, it.get("/api/setup", headers={"Authorization": "Bearer a"}).json()["knobs"]):

@@ -45,7 +45,7 @@ except ModuleNotFoundError as missing:
 
 ADMIN_KEY = "VIDSPEC_ADMIN_KEY"
 KNOBS = "/vidspec/knobs"
-LIMIT, SHAPE = "num_speculative_tokens", "draft_shape"
+LIMIT = "num_speculative_tokens"
 GUARD = "x-vidspec-studio"  # on every request that does something: another site's script cannot send it
 MAX_BYTES = 96 << 20  # of a request; a video of 64 MiB as text
 _ANSWER = {"max_tokens": 256, "temperature": 0.0}
@@ -92,8 +92,6 @@ class Studio:
         self._server = address(server)
         self._vanilla = None if vanilla is None else address(vanilla, "--vanilla")
         self._admin, self._num_frames, self._is_own = admin_key, num_frames, is_own
-        # What the page has set of the knobs of which the route tells what was configured.
-        self._set: dict[str, Any] = {LIMIT: None, SHAPE: None}
         self._turn = asyncio.Lock()  # of the server's answers, while some are without drafts
 
     @property
@@ -122,7 +120,7 @@ class Studio:
         """Tell what there is to choose from; the server's answer where it refuses the caller's key."""
         async with self._client() as client:
             models = await client.get(f"{self._server}/v1/models", headers=_authorization(request))
-            knobs = await client.get(self._server + KNOBS, headers=self._bearer()) if self._admin else None
+        knobs = await self._told() if self._admin else None
         if models.status_code != 200:
             return _refused(f"the server answers {models.status_code}: does it need a key?", models.status_code)
         return _json(
@@ -153,17 +151,22 @@ class Studio:
             answer = await self._change(changes)
         if answer.status_code != 200:
             return _json(answer.json(), answer.status_code)
-        self._set |= {name: changes[name] for name in self._set.keys() & changes.keys()}
         return _json(self._holding(answer.json()))
 
-    def _holding(self, knobs: dict[str, Any]) -> dict[str, Any]:
+    @staticmethod
+    def _holding(told: dict[str, Any]) -> dict[str, Any]:
         """Return knobs as they hold, given what the route tells; `most` draft tokens, and `shapes` to choose from."""
+        first = told.get("configured", {})
+        knobs = {name: value for name, value in told.items() if name not in ("configured", "speculation")}
         try:
-            shapes = VidSpecConfig.checked(knobs, {}).choosable_shapes
+            shapes = VidSpecConfig.checked(knobs | first, {}).choosable_shapes
         except VidSpecError:  # a server of another version
             shapes = ()
-        held = {name: value for name, value in self._set.items() if value is not None}
-        return {**knobs, "most": knobs[LIMIT], "shapes": shapes, **held}
+        return {**knobs, "most": first.get(LIMIT, knobs[LIMIT]), "shapes": shapes}
+
+    async def _told(self) -> Any:
+        async with self._client() as client:
+            return await client.get(self._server + KNOBS, headers=self._bearer())
 
     async def _change(self, changes: dict[str, Any]) -> Any:
         async with self._client() as client:
@@ -212,15 +215,16 @@ class Studio:
 
     @contextlib.asynccontextmanager
     async def _without_drafts(self) -> AsyncIterator[None]:
-        """Let the server draft nothing within, and what was set before afterwards, even if the reader has gone."""
-        answer = await self._change({LIMIT: 0})
+        """Let the server draft nothing within, and what it did before afterwards, even if the reader has gone."""
+        before = await self._told()
+        answer = before if before.status_code != 200 else await self._change({LIMIT: 0})
         if answer.status_code != 200:
             raise VidSpecError(f"drafts cannot be switched off: {answer.json().get('error', answer.status_code)}")
         try:
             yield
         finally:
             with anyio.CancelScope(shield=True):
-                await self._change({LIMIT: self._set[LIMIT]})
+                await self._change({LIMIT: before.json()[LIMIT]})
 
     def _bearer(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._admin}"}
