@@ -15,7 +15,8 @@ def register() -> None:
 
     lines.bound_log_lines()
     config.install_error_line(server_counters.refusal)
-    config.hook_engine_config(preflight.translate, preflight.finish)
+    config.allow_method_flag()
+    config.hook_engine_config(preflight.translate, preflight.finish, preflight.warn_unnamed)
     if preflight.version_problem() is not None:
         return
     api.allow_sampling_parameters()
