@@ -303,3 +303,10 @@ def test_a_wrong_option_is_told_the_right_one(args, right):
 def test_names_that_other_tools_use_lead_to_options_of_ours():
     names = {option for command in COMMANDS.values() for one in command.params for option in one.opts}
     assert set(running._ELSEWHERE) <= names
+
+
+@pytest.mark.parametrize("command", [name for name, options in SURFACE.items() if "--family:" in " ".join(options)])
+def test_the_help_names_every_family(command):
+    """Catches: a family that the error lists and the help does not."""
+    words = " ".join(invoke(*command.split(), "--help").stdout.split())
+    assert all(family in words for family in pairs.FAMILIES)

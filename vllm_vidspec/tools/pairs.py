@@ -1,5 +1,6 @@
 """How to run the bundled target/draft pairs: engine and server arguments, prompts; imports no vLLM."""
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -92,6 +93,32 @@ def checkpoint(family: str, role: str) -> str:
         return str(assets.checkpoint(family, role))
     except ValueError as error:
         raise VidSpecError(str(error)) from None
+
+
+def check_checkpoint(option: str, name: str) -> None:
+    """Refuse what is neither a checkpoint's folder nor a name whose configuration an engine finds."""
+    if Path(name, "config.json").is_file():
+        return
+    if name.count("/") == 1 and not name.startswith(("/", ".", "~")) and not Path(name).exists():
+        if engine_env()["HF_HUB_OFFLINE"] != "1":
+            return
+        from huggingface_hub import try_to_load_from_cache
+
+        with contextlib.suppress(ValueError):  # no name that a repository can have
+            if isinstance(try_to_load_from_cache(name, "config.json"), str):
+                return
+    raise VidSpecError(f"{option}: no such checkpoint: {name}")
+
+
+def check_draft(family: str, draft: str) -> None:
+    """Refuse a draft that is none of `speculative_config`'s."""
+    if draft in ("draft", assets.FAR):
+        checkpoint(family, draft)
+    elif draft != "target":
+        try:
+            check_checkpoint("--draft", draft)
+        except VidSpecError:
+            raise VidSpecError(f"--draft: {draft!r} is neither a role of the bundled pair nor a checkpoint") from None
 
 
 def calibration(family: str) -> Path:
