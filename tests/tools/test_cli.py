@@ -257,10 +257,10 @@ def test_the_page_answers_until_ctrl_c(started, tmp_path):
     stdout, result = tmp_path / "stdout", tmp_path / "result.json"
     _, silence = listen(process, terminal, until=lambda: "Ctrl-C" in stdout.read_text() and result.exists())
     assert silence < SILENCE_S and "\x1b" not in stdout.read_text()
-    url = json.loads(result.read_text())["url"]
+    url, token = json.loads(result.read_text())["url"].split("/?token=")
 
     def said(path, **body):
-        request = urllib.request.Request(url + path, json.dumps(body).encode() if body else None, {studio.GUARD: "1"})
+        request = urllib.request.Request(url + path, json.dumps(body).encode() if body else None, {studio.GUARD: token})
         return urllib.request.urlopen(request).read().decode()
 
     setup, drafted, texts = json.loads(said("/api/setup")), {}, set()
