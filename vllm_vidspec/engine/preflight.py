@@ -349,7 +349,7 @@ def _warn(vllm_config: Any, config: VidSpecConfig) -> None:
     if prunes_videos(vllm_config.model_config) and vllm_config.cache_config.enable_prefix_caching:
         logger.warning(
             "vidspec: --video-pruning-rate with prefix caching: after a video from the cache vLLM does not correct the "
-            "positions of the text, and fewer drafts stand; --no-enable-prefix-caching avoids it"
+            "positions of the text, and fewer drafts are accepted; --no-enable-prefix-caching avoids it"
         )
     if not any(row.plan.num_tokens for row in config.plans):
         logger.warning("vidspec: nothing is ever drafted: the plan of every batch size has 0 tokens")
