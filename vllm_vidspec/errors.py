@@ -11,9 +11,10 @@ class VidSpecError(ValueError):
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return a hint at the known name closest to a wrong one, "" where none is close."""
-    match = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {match[0]!r}?)" if match else ""
+    """Return a hint at the known name closest to a wrong one, in whatever letters; "" where none is close."""
+    by_letters = {one.lower(): one for one in known}
+    match = difflib.get_close_matches(name.strip().lower(), by_letters, n=1)
+    return f" (did you mean {by_letters[match[0]]!r}?)" if match else ""
 
 
 def quoted(value: Any, longest: int = 60) -> str:
@@ -26,4 +27,9 @@ def quoted(value: Any, longest: int = 60) -> str:
         text = repr(value[:longest]) if isinstance(value, str) else short.repr(value)
     except (ValueError, RecursionError):  # Python refuses to print very large integers
         text = f"{type(value).__name__} of too many digits"
+    return shortened(text, longest)
+
+
+def shortened(text: str, longest: int) -> str:
+    """Return a text with at most `longest` characters."""
     return text if len(text) <= longest else text[: longest - 3] + "..."

@@ -11,10 +11,12 @@ def register() -> None:
     """
     from vllm_vidspec.engine import preflight, scheduling
     from vllm_vidspec.engine.compat import api, config, scheduler
-    from vllm_vidspec.engine.report import server_counters
+    from vllm_vidspec.engine.report import lines, server_counters
 
+    lines.bound_log_lines()
     config.install_error_line(server_counters.refusal)
-    config.hook_engine_config(preflight.translate, preflight.finish)
+    config.allow_method_flag()
+    config.hook_engine_config(preflight.translate, preflight.finish, preflight.warn_unnamed)
     if preflight.version_problem() is not None:
         return
     api.allow_sampling_parameters()

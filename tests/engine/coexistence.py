@@ -68,7 +68,7 @@ def works(feature: str, setting: str, says: str, case: Callable[[Path], tuple[di
 
     def run(folder: Path) -> Seen:
         counted, more = case(folder)
-        stand = f"{counted['accepted_tokens']} of {counted['draft_tokens']} draft tokens stand"
+        stand = f"{counted['accepted_tokens']} of {counted['draft_tokens']} draft tokens are accepted"
         return Seen(WORKS, f"answers are vanilla's; {stand}{more}")
 
     kind = "engine" if case.__module__ == cases.__name__ else "command"

@@ -269,9 +269,13 @@ def test_an_operator_changes_knobs_of_a_running_server(reference, server):
     first = knobs()
     assert (first["pruner"], first["prune_ratio"]) == ("specvlm", 0.9)
     try:
-        knobs(num_speculative_tokens=0)
+        off = knobs(num_speculative_tokens=0)
+        assert off == knobs() and (off["num_speculative_tokens"], off["speculation"]) == (0, "operator")
+        assert off["configured"] == {"num_speculative_tokens": 5, "draft_shape": "chain"}
         assert gained()["drafts"] == 0
-        knobs(num_speculative_tokens=2)
+        assert status.read(server.base_url).figures()["speculation"] == "operator"
+        assert knobs(num_speculative_tokens=2)["num_speculative_tokens"] == 2
+        assert status.read(server.base_url).figures()["speculation"] == "on"
         two = gained()
         assert two["draft_tokens"] <= 2 * two["drafts"] > 0
         assert knobs(num_speculative_tokens=5, pruner="uniform", prune_ratio=0.5)["pruner"] == "uniform"
@@ -279,7 +283,7 @@ def test_an_operator_changes_knobs_of_a_running_server(reference, server):
         assert half["guided_prompts"] == 0 and half["visual_tokens_kept"] == budget(256, 0.5)
         for wrong in ({"pruner": "unifrom"}, {"num_speculative_tokens": 6}, {"model": "another"}):
             message = knobs(400, **wrong)["error"]
-            assert next(iter(wrong)) in message and "\n" not in message
+            assert message.removeprefix("speculative config: ").startswith(next(iter(wrong))) and "\n" not in message
         assert knobs(401, key="another", prune_ratio=0.1) == {"error": "unauthorized"}
     finally:
         knobs(pruner="specvlm", prune_ratio=0.9)

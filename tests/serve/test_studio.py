@@ -103,7 +103,7 @@ def page(server):
 
     listener = studio._listen(0)
     it = Overheard(server.base_url, admin_key=ADMIN, num_frames=32, is_own=True)
-    it.heard, it.url = [], f"http://127.0.0.1:{listener.getsockname()[1]}"
+    it.heard, it.url = [], f"http://127.0.0.1:{listener.getsockname()[1]}/?token={it.token}"
     serve = uvicorn.Server(uvicorn.Config(it.app(), log_level="warning")).run
     threading.Thread(target=serve, args=([listener],), daemon=True).start()
     return it
@@ -303,7 +303,8 @@ def test_two_windows_of_two_keys_see_their_own(page, browser):
         check_colours(driver, page, "drafts", key)
         shown = run(driver, "return document.documentElement.outerHTML + JSON.stringify(studio.sides.drafts.steps)")
         assert KEYS[1 - KEYS.index(key)] not in shown
-    stranger = httpx.get(f"{page.url}/api/setup", headers={"Authorization": "Bearer other"}, timeout=30)
+    headers = {studio.GUARD: page.token, "Authorization": "Bearer other"}
+    stranger = httpx.get(httpx.URL(page.url).join("/api/setup"), headers=headers, timeout=30)
     assert stranger.status_code == 401
 
 
@@ -348,7 +349,7 @@ def test_knobs_change_what_comes_next(page, browser):
 
 DROPPED = """
 const carried = new DataTransfer();
-fetch('/api/sample').then(answer => answer.blob()).then(blob => {
+fetch('/api/sample', {headers: headers()}).then(answer => answer.blob()).then(blob => {
   carried.items.add(new File([blob], 'dropped.mp4', { type: 'video/mp4' }));
   document.getElementById('drop').dispatchEvent(new DragEvent('drop', { dataTransfer: carried, cancelable: true }));
 });

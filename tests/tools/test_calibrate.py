@@ -119,6 +119,7 @@ def test_unguided_prompts_are_no_measurement(fake_engines):
 
 
 def test_a_pair_of_ones_own_is_asked_through_its_chat_template(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     what = Calibration(target=str(tmp_path), draft="self", engine_args={"max_model_len": 4096})
     calibrate.check(what)
     job = what.job()

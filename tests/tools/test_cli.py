@@ -257,10 +257,10 @@ def test_the_page_answers_until_ctrl_c(started, tmp_path):
     stdout, result = tmp_path / "stdout", tmp_path / "result.json"
     _, silence = listen(process, terminal, until=lambda: "Ctrl-C" in stdout.read_text() and result.exists())
     assert silence < SILENCE_S and "\x1b" not in stdout.read_text()
-    url = json.loads(result.read_text())["url"]
+    url, token = json.loads(result.read_text())["url"].split("/?token=")
 
     def said(path, **body):
-        request = urllib.request.Request(url + path, json.dumps(body).encode() if body else None, {studio.GUARD: "1"})
+        request = urllib.request.Request(url + path, json.dumps(body).encode() if body else None, {studio.GUARD: token})
         return urllib.request.urlopen(request).read().decode()
 
     setup, drafted, texts = json.loads(said("/api/setup")), {}, set()
@@ -303,3 +303,10 @@ def test_a_wrong_option_is_told_the_right_one(args, right):
 def test_names_that_other_tools_use_lead_to_options_of_ours():
     names = {option for command in COMMANDS.values() for one in command.params for option in one.opts}
     assert set(running._ELSEWHERE) <= names
+
+
+@pytest.mark.parametrize("command", [name for name, options in SURFACE.items() if "--family:" in " ".join(options)])
+def test_the_help_names_every_family(command):
+    """Catches: a family that the error lists and the help does not."""
+    words = " ".join(invoke(*command.split(), "--help").stdout.split())
+    assert all(family in words for family in pairs.FAMILIES)

@@ -56,3 +56,17 @@ def test_servers_start_with_flags_that_exist(file):
     num_gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
     assert args.nnodes == workload["replicas"]
     assert args.nnodes * num_gpus == args.tensor_parallel_size * args.pipeline_parallel_size
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_who_has_the_operators_key_has_the_route(file):
+    """Catches: a key without the name by which vLLM loads the route, which then is missing without a word."""
+    pytest.importorskip("vllm")
+    from importlib.metadata import entry_points
+
+    (container,) = _read(file)[0]["spec"]["template"]["spec"]["containers"]
+    given = {variable["name"]: variable.get("value") for variable in container.get("env", ())}
+    plugins = {point.name for point in entry_points(group="vllm.endpoint_plugins")}
+    if "VIDSPEC_ADMIN_KEY" in given:
+        assert plugins & set((given.get("VLLM_PLUGINS") or "").split(",")) == {"vidspec"}
+    assert given.get("VLLM_PLUGINS") is None or "VIDSPEC_ADMIN_KEY" in given

@@ -1,14 +1,16 @@
 """What every tool stands on: prompts as the chat templates render them, arguments, logs, metrics, processes."""
 
 import json
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tools.common import is_gone
+from tools.common import ROOT, is_gone
 from vllm_vidspec import assets, metrics
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs, processes, scrape
@@ -75,9 +77,9 @@ def test_prometheus_text_round_trip(tmp_path):
     values = {name: index + 1 for index, name in enumerate(metrics.NAMES)}
     files = {engine: metrics.MetricsFile.create(tmp_path / f"m{engine}") for engine in (0, 1)}
     for name, value in values.items():
-        share = value if name.endswith("_per_token") else value // 2
+        share = value if name.endswith("_per_token") or name == "speculation_on" else value // 2
         files[0].set(name, share)
-        files[1].set(name, value - share)
+        files[1].set(name, value - share or value)  # on is where both are on
     registry = prometheus_client.CollectorRegistry()
     registry.register(metrics.Collector(files, 'a "model" {of} ours'))
     assert scrape.from_prometheus(prometheus_client.generate_latest(registry).decode()) == values
@@ -120,3 +122,47 @@ def test_a_pair_in_a_clone_alone(family, monkeypatch, tmp_path):
     monkeypatch.setattr(assets, "_CLONE_ROOT", tmp_path)
     with pytest.raises(VidSpecError, match="in a clone of the repository alone"):
         pairs.llm_kwargs(family, "draft")
+
+
+# ---- how many frames of a video a server reads ---------------------------------------------------------------------
+
+FRAMES = re.compile(r"^\| (.+?) \| (`\w+`(?:, `\w+`)*) \| `(.+?)` \|$", re.MULTILINE)
+ADVICE = FRAMES.findall((ROOT / "docs" / "serve.md").read_text())
+
+
+def read_by(processor, **settings):
+    """Return how many frames of the bundled video vLLM's own loader of a video processor reads."""
+    pytest.importorskip("vllm")
+    from vllm.multimodal.media.image import ImageMediaIO
+    from vllm.multimodal.media.video import VideoMediaIO
+    from vllm.multimodal.video import get_video_loader_backend_for_processor
+
+    if backend := get_video_loader_backend_for_processor(processor):
+        settings["video_backend"] = backend
+    return len(VideoMediaIO(ImageMediaIO(), **settings).load_bytes(pairs.sample_video().read_bytes()).media[0])
+
+
+@pytest.mark.parametrize(("families", "processors", "setting"), ADVICE)
+def test_advice_on_frames_has_its_effect(families, processors, setting):
+    """Catches: a setting of `--media-io-kwargs` that vLLM's loader of the family ignores."""
+    for processor in re.findall(r"\w+", processors):
+        assert (read_by(processor), read_by(processor, **json.loads(setting)["video"])) == (32, 8)
+
+
+def test_advice_on_frames_is_in_one_place_and_of_every_bundled_family():
+    """Catches: the same given elsewhere, without its effect; a tool that sets what is ignored."""
+    assert len(ADVICE) == 3 and all(family in "".join(one[0] for one in ADVICE) for family in pairs.FAMILIES)
+    for page in (*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*.ipynb")):
+        for line in page.read_text().splitlines():  # all of these commands serve a Qwen pair
+            assert not re.search(r"media.io.kwargs.*num_frames", line) or page.name == "serve.md", page.name
+    for family in pairs.FAMILIES:
+        (told,) = {
+            found
+            for path in Path(pairs.checkpoint(family, "target")).glob("*process*.json")
+            for found in re.findall(r'"video_processor_type": "(\w+)"', path.read_text())
+        }
+        (processor,) = [kind for _, kinds, _ in ADVICE for kind in re.findall(r"\w+", kinds) if kind == told]
+        assert read_by(processor, **pairs.video_sampling(family, 8)) == 8
+        args = pairs.serve_args(family)
+        given = json.loads(args[args.index("--media-io-kwargs") + 1])["video"]
+        assert given == pairs.video_sampling(family, pairs.pair_for(family).num_frames)

@@ -12,7 +12,7 @@ import pytest
 
 from tools.common import ROOT, invoke, printed, refuses
 from vllm_vidspec import metrics
-from vllm_vidspec.tools import scrape, status, status_rules
+from vllm_vidspec.tools import scrape, status, status_rules, status_views
 
 prometheus_client = pytest.importorskip("prometheus_client")
 
@@ -47,6 +47,8 @@ class Server:
     def __init__(self, folder, num_engines=1):
         self.files = {i: metrics.MetricsFile.create(folder / f"m{i}") for i in range(num_engines)}
         self.vllm = {}
+        for file in self.files.values():
+            file.set("speculation_on", 1)
 
     def count(self, engine=0, **values):
         for name, value in values.items():
@@ -143,6 +145,7 @@ CASES = {
     "late_drafts": {"late_drafts": 500},
     "stale_streams": {"stale_streams": 500},
     "eager_steps": {"draft_eager_steps": 50},
+    "switched_off": {"speculation_on": 0},
 }
 
 
@@ -154,6 +157,38 @@ def test_a_rule_speaks_when_it_should_and_not_before(sound, rule):
     sound.count(**CASES[rule])
     found = rules(sound.figures())[rule]
     assert found.remedy and "docs/metrics.md" not in found.remedy, "every reason of today has its own remedy"
+
+
+@pytest.mark.parametrize("counted", [SOUND, {}, {"undrafted_steps": 9}])
+@pytest.mark.parametrize(
+    ("off", "shown", "words", "remedy"),
+    [
+        ({"speculation_on": 0}, "off (operator)", "an operator", "null"),
+        ({"speculation_on": 0, "cooling_down": 1, "draft_failures": 8}, "off (cool-down)", "8 times", "cooldown_s"),
+    ],
+)
+def test_a_server_that_does_not_draft_is_not_healthy(server, serving, counted, off, shown, words, remedy):
+    """Catches: a server whose drafting is off that is called sound, or without requests; the wrong reason."""
+    server.count(**counted)
+    server.count(draft_tokens=-server.figures()["verify_steps"], draft_depth=-server.figures()["verify_steps"])
+    serving.texts = [server.text()]
+    assert invoke("status", "--server", serving.url).exit_code == (1 if counted == {"undrafted_steps": 9} else 0)
+    server.count(**off)
+    serving.texts = [server.text()]
+    result = invoke("status", "--server", serving.url)
+    assert result.exit_code == 1 and shown in result.stdout
+    assert set(rules(server.figures())) == {"switched_off"}
+    found = rules(server.figures())["switched_off"]
+    assert words in found.found and remedy in found.remedy and found.level == "warn"
+
+
+def test_one_engine_of_two_that_is_off_is_told(tmp_path):
+    """Catches: gauges of several engines that are added up, so that one that is off hides behind one that is on."""
+    server = Server(tmp_path, num_engines=2)
+    server.count(1, speculation_on=0, cooling_down=1)
+    found = status.result("s", status.parse(server.text()))
+    assert [found["engines"][engine]["speculation"] for engine in "01"] == ["on", "cool-down"]
+    assert found["since_start"]["speculation"] == "cool-down"
 
 
 def test_one_request_in_hundreds_is_an_accident(sound):
@@ -250,7 +285,7 @@ def test_what_is_printed(sound, serving, tmp_path):
     serving.texts = [sound.text()]
     result = invoke("status", "--server", serving.url + "/v1/")
     assert result.exit_code == 1 and serving.path == "/metrics"
-    for words in ("2.80", "45.0 %", "90 60 30 %", "10 of 50 (20.0 %)", "10.0 MiB of 50.0 MiB"):
+    for words in ("2.80", "1.80 of 4.00 (45.0 %)", "90 60 30 %", "10 of 50 (20.0 %)", "10.0 MiB of 50.0 MiB"):
         assert words in result.stdout
     assert "lower num_speculative_tokens to 3" in result.stdout
     assert "engine 0" not in result.stdout, "one engine is no column of its own"
@@ -266,6 +301,15 @@ def test_what_is_printed(sound, serving, tmp_path):
     serving.texts = [Server(tmp_path / "two", num_engines=2).text()]
     heads = invoke("status", "--server", serving.url).stdout.splitlines()[2]
     assert all(words in heads for words in ("since start", "engine 0", "engine 1"))
+
+
+def test_the_page_shows_what_is_printed(sound):
+    """Catches: a sample of the docs with other rows, or in another order, than the program has."""
+    page = (ROOT / "docs" / "operating.md").read_text()
+    (sample,) = re.findall(r"─\n(.*?)\n\n", page, re.DOTALL)
+    labels = [line[5:39].strip() for line in sample.splitlines() if line[5:39].strip()]
+    shown = status_views.table(status.result("s", status.parse(sound.text()))).columns[0].cells
+    assert labels == [str(label).strip() for label in shown]
 
 
 @pytest.mark.parametrize("as_json", [False, True])

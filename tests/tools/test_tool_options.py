@@ -5,6 +5,7 @@ import pytest
 from tools.common import ROOT, refuses
 from vidspec_tools.bench import trials
 from vidspec_tools.planning import planner
+from vllm_vidspec.tools import processes
 
 COMMANDS = ("calibrate", "show-pruning")
 OF_ALL = (
@@ -18,6 +19,7 @@ OF_ALL = (
 )
 BENCHES = ("bench acceptance", "bench quality")
 TURNS = ("bench speed", "bench paper")  # with vanilla
+DRAFTING = ("bench acceptance", "demo", *TURNS)
 OF_SEVERAL = (
     ("--family llava", "unknown family 'llava'", (*COMMANDS, *BENCHES, *TURNS, "demo")),
     ("--prune-ratio 1.5", "prune_ratio", (*COMMANDS, *BENCHES, "demo")),
@@ -27,7 +29,20 @@ OF_SEVERAL = (
     ("--json /no/such/rows.json", "cannot write /no/such/rows.json: no such folder", (*BENCHES, *TURNS)),
     ("--inflate 0.5", "a ratio of target time to draft time is at least 1", TURNS),
     ('--knob scorer="loose"', "--knob scorer: it has an option of its own", TURNS),
-    ("--draft small", "--draft: 'small' is neither a role of the bundled pair nor a checkpoint", TURNS),
+    *(
+        (f"--draft {one}", f"--draft: {one!r} is neither a role of the bundled pair nor a checkpoint", DRAFTING)
+        for one in ("small", "/no/such/draft", "some/draft", "docs", "README.md")
+    ),
+    *(
+        (f"--target {one}{more}", f"--target: no such checkpoint: {one}", commands)
+        for one in ("/no/such/target", "some/target", "docs", "README.md")
+        for more, commands in (("", ("bench acceptance", "demo")), (" --draft self", COMMANDS))
+    ),
+    (
+        "--target vllm_vidspec/assets/qwen2.5-vl/target --draft nowhere",
+        "--draft: no such checkpoint: nowhere",
+        COMMANDS,
+    ),
 )
 OF_ONE = {
     "calibrate": (
@@ -130,6 +145,8 @@ def test_wrong_options_are_one_line_and_exit_2(fake_engines, monkeypatch, comman
     sessions = fake_engines(lambda *_: None)
     monkeypatch.setattr(trials, "cores", lambda: [0, 1])
     monkeypatch.setattr(planner, "plan", lambda *_: pytest.fail("planned before every value was checked"))
+    monkeypatch.setattr(processes.VllmServer, "__enter__", lambda _: pytest.fail("a server has started"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(ROOT)
     refuses(words, *command.split(), *options.split())
     assert not sessions, "no engine starts before every value is checked"

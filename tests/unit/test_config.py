@@ -5,7 +5,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from vllm_vidspec.config import GROUPS, PASS_THROUGH_KEYS, VidSpecConfig, fields, parse_config
+from vllm_vidspec.config import GROUPS, PASS_THROUGH_KEYS, VidSpecConfig, fields, parse_config, spelling
 from vllm_vidspec.errors import VidSpecError
 
 GOOD = {"method": "vidspec", "model": "draft", "num_speculative_tokens": 5}
@@ -87,6 +87,37 @@ REFUSED = [
         "unknown pruner 'unifrom' (did you mean 'uniform'?)",
         f"known: {', '.join(fields.PRUNERS)}",
     ),
+    # Catches: a name in other letters, or a group's value without its group, that is not recognised.
+    ({"pruner": "SpecVLM"}, "unknown pruner 'SpecVLM' (did you mean 'specvlm'?)"),
+    ({"Prune_Ratio": 1}, "unknown key 'Prune_Ratio' (did you mean 'prune_ratio'?)"),
+    ({"model": "Self"}, "model: 'Self' (did you mean 'self'?)"),
+    ({"model": " self "}, "model: ' self ' (did you mean 'self'?)"),
+    ({"model": ""}, 'model: a name, a path or "self" is missing'),
+    ({"parallel": "cuda:1"}, 'parallel: expected an object of fields, such as {"device": "cuda:1"}, got'),
+    ({"prune": "uv"}, 'prune: expected an object of fields, such as {"pruner": "uv"}, got'),
+    ({"score": "loose"}, 'score: expected an object of fields, such as {"scorer": "loose"}, got'),
+    ({"parallel": {"device": "gpu1"}}, "parallel.device: expected cpu or cuda:N, such as cuda:1, got 'gpu1'"),
+    ({"parallel_cpu_cores": "2 to 5"}, "parallel_cpu_cores: expected numbers and ranges, such as 2-5,8, got '2 to 5'"),
+    # Catches: the first of several wrong keys alone, so that a start is needed for each.
+    (
+        {"prune_ratio": 2, "pruner": "x", "scorer": "y", "foo": 1, "pool": 3, "draft": "chain", "draft_shape": "chain"},
+        *("'foo'", "prune_ratio: ", "unknown pruner 'x'", "scorer: ", "pool: expected", "draft and draft_shape are"),
+    ),
+    (
+        {"tree": {"depth_max": 65, "qqqqqqqq": 1}, "prune_ratio": float("nan"), "lambda_r": 3},
+        "'tree.qqqqqqqq'",
+        "prune_ratio: ",
+    ),
+    # Catches: what has no effect, and is accepted.
+    ({"draft_table": [[1, 4, "chain", 5]]}, 'draft_table needs "draft_shape": "auto", this is \'chain\''),
+    (
+        {**STATIC, SCHEDULE: None, "draft_table": TABLE},
+        'draft_table needs "draft_shape": "auto", this is \'tree-static\'',
+    ),
+    *(
+        ({"model": "self", key: "fp8"}, f'{key} is a draft model\'s, and with "model": "self" there is none')
+        for key in sorted(PASS_THROUGH_KEYS)
+    ),
     # Catches: one of two that contradict each other silently dropped.
     ({"draft_kv_fraction": 0.1, "pool": {"kv_bytes": 1024}}, "draft_kv_fraction or draft_kv_bytes, not both"),
     ({"request_scorers": ["fly"], "scorer": "loose"}, "leaves out the server's own scorer, 'loose'"),
@@ -130,6 +161,14 @@ def test_refused(case):
     assert ("did you mean" in message) == ("did you mean" in "".join(words))
 
 
+def test_every_pattern_has_words():
+    """Catches: a regular expression as what a user is told to write."""
+    knobs = {flat: GROUPS[group].model_fields[own] for flat, (group, own) in PLACES.items()}
+    patterns = {key for key, field in knobs.items() if any(getattr(rule, "pattern", None) for rule in field.metadata)}
+    assert patterns == set(spelling.FORMS) == {"parallel_device", "parallel_cpu_cores"}
+    assert all("expected" in refused(**{key: "?"}) and "pattern" not in refused(**{key: "?"}) for key in patterns)
+
+
 SCHEMAS = {
     flat: GROUPS[group].model_json_schema()["properties"][own] for flat, (group, own) in PLACES.items()
 } | VidSpecConfig.model_json_schema()["properties"]
@@ -170,9 +209,10 @@ def taken(key: str):
 def test_every_spelling_reaches_its_knob(key):
     """Catches: a knob that a spelling does not reach, or two at once, or that a worker or a change does not get."""
     value = taken(key)
-    config = parsed(**{key: value})
+    beside = {"draft_shape": "auto"} if key == "draft_table" else {}
+    config = parsed(**{key: value}, **beside)
     assert config.flat()[key] == value
-    assert VidSpecConfig(**config.model_dump()) == parsed().changed({key: value}) == config
+    assert VidSpecConfig(**config.model_dump()) == parsed().changed({key: value} | beside) == config
     if key in PLACES:
         group, own = PLACES[key]
         assert getattr(getattr(config, group), own) == value

@@ -93,11 +93,14 @@ def check(sweep: Sweep) -> None:
     for name in sweep.knobs:
         if name in _NOT_KNOBS:
             raise VidSpecError(f"--knob {name}: it has an option of its own, --{_NOT_KNOBS[name].replace('_', '-')}")
+    if sweep.target is not None:
+        pairs.check_checkpoint("--target", sweep.target)
     for family in sweep.axes["family"]:
         pairs.pair_for(family)
+        for draft in sweep.axes["draft"]:
+            pairs.check_draft(family, draft)
         for configuration in sweep.configurations():
-            # The bundled checkpoints are not looked at: a wrong knob is refused without them.
-            parse_config(pairs.speculative_config(family, **configuration | sweep.knobs | {"draft": "target"}))
+            parse_config(pairs.speculative_config(family, **configuration | sweep.knobs))
 
 
 def run(sweep: Sweep, report: Report = silent) -> dict[str, Any]:

@@ -44,7 +44,8 @@ def check(benchmark: Benchmark) -> None:
             raise VidSpecError(f"--inflate: with --draft {SELF_DRAFT} there is no ratio to reach: layers slow both")
         for variant in variants:
             if variant.mode != STOCK:
-                parse_config(pairs.speculative_config(family, "target", **variant.knobs(benchmark)))
+                draft = draft_model(family, variant.draft or benchmark.draft)
+                parse_config(pairs.speculative_config(family, draft, **variant.knobs(benchmark)))
 
 
 def run(benchmark: Benchmark, report: Report = silent) -> dict[str, Any]:

@@ -168,8 +168,7 @@ def check(quality: Quality) -> None:
         pairs.pair_for(family)
         for draft_noise in quality.draft_noises:
             for setting in quality.settings():
-                # The bundled checkpoints are not looked at: a wrong knob is refused without them.
-                parse_config(pairs.speculative_config(family, "target", **quality.spec(draft_noise, setting)))
+                parse_config(pairs.speculative_config(family, quality.draft, **quality.spec(draft_noise, setting)))
 
 
 def run(quality: Quality, report: Report = silent) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from vllm_vidspec.assets import FAMILIES
 from vllm_vidspec.errors import VidSpecError
 
 
@@ -30,7 +31,7 @@ def values(option: str, text: str, kind: type) -> list[Any]:
 Video = Annotated[str | None, typer.Argument(help="A video file. Default: the bundled one.")]
 Seed = Annotated[int, typer.Option(help="Request i samples with seed + i.")]
 Values = Annotated[str, sweep("")]
-Families = Annotated[str, sweep("qwen2.5-vl, llava-onevision.")]
+Families = Annotated[str, sweep(f"{', '.join(FAMILIES)}.")]
 Temperature = Annotated[float, typer.Option(help="Of all requests.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Requests that run at once (max_num_seqs).")]
 Knobs = Annotated[

@@ -7,12 +7,13 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from vllm_vidspec.assets import FAMILIES
 from vllm_vidspec.errors import VidSpecError
 
 T = TypeVar("T")
 
 
-Family = Annotated[str, typer.Option(help="Bundled pair: qwen2.5-vl or llava-onevision.")]
+Family = Annotated[str, typer.Option(help=f"Bundled pair: {', '.join(FAMILIES)}.")]
 OwnTarget = Annotated[str | None, typer.Option(help="A target of your own in place of the bundled pair.")]
 OwnDraft = Annotated[str | None, typer.Option(help="Its draft: a checkpoint, or 'self'.")]
 BenchTarget = Annotated[str | None, typer.Option(help="A checkpoint in place of the bundled target.")]

@@ -20,7 +20,7 @@ def studio(
         int | None, typer.Option(help="Of the bundled pair: draft tokens per verify step.")
     ] = None,
     frames: Annotated[
-        int | None, typer.Option(min=1, help="Frames to which the server samples a video. Default: 32.")
+        int | None, typer.Option(min=1, help="Frames of a video that the page shows before an answer. Default: 32.")
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; 0: a free one.")] = 8010,
     log_dir: Annotated[str | None, typer.Option(help="Folder for the server's log.")] = None,

@@ -1,14 +1,14 @@
 """VidSpecConfig: one checked speculative configuration, the rules between its fields and what follows from them."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError, field_validator, model_validator
 
 from vllm_vidspec.config.fields import AUTO, Fields
 from vllm_vidspec.config.schedule import NONE, Cap, Plan, PlanRow, capped, check_table, without_gaps
-from vllm_vidspec.config.spelling import explain, flatten, grouped
+from vllm_vidspec.config.spelling import explain, flatten, grouped, read, refusal
 from vllm_vidspec.errors import VidSpecError, quoted
 
 METHOD = "vidspec"
@@ -27,12 +27,27 @@ class VidSpecConfig(Fields):
         return grouped(given)
 
     @classmethod
-    def checked(cls, flat: dict[str, Any], given: Mapping[str, Any]) -> "VidSpecConfig":
-        """Return the configuration of fields by flat names; a VidSpecError says all that is wrong, as `given` does."""
+    def checked(cls, flat: dict[str, Any], given: Mapping[str, Any], problems: Sequence[str] = ()) -> "VidSpecConfig":
+        """Return the configuration of fields by flat names; a VidSpecError says all that is wrong, as `given` does, and
+        what is known to be by now.
+        """
+        found = None
         try:
-            return cls(**flat)
+            found = cls(**flat)
         except ValidationError as error:
-            raise explain(error, given) from None
+            problems = [*problems, *explain(error, given)]
+        if found is None or problems:
+            raise refusal(problems)
+        return found
+
+    @field_validator("model")
+    @classmethod
+    def _named(cls, model: str) -> str:
+        if not model.strip():
+            raise ValueError(f'a name, a path or "{SELF}" is missing')
+        if model != SELF == model.strip().lower():
+            raise ValueError(f"{quoted(model)} (did you mean {SELF!r}?)")
+        return model
 
     @field_validator("num_speculative_tokens_per_batch_size")
     @classmethod
@@ -164,7 +179,8 @@ class VidSpecConfig(Fields):
 
     def changed(self, knobs: Mapping[str, Any]) -> "VidSpecConfig":
         """Return this configuration with some knobs changed, however spelled; no calibration is read again."""
-        return self.checked(self.flat() | flatten(knobs), knobs)
+        flat, problems = read(knobs)
+        return self.checked(self.flat() | flat, knobs, problems)
 
     @property
     def choosable_shapes(self) -> tuple[str, ...]:

@@ -18,6 +18,12 @@ GROUPS: dict[str, type[Group]] = {
     "pool": PoolKnobs,
     "parallel": ParallelKnobs,
 }
+_USUAL = {"prune": "pruner", "score": "scorer", "parallel": "device"}  # of a group, what one word most likely means
+# What a field's pattern asks for.
+FORMS = {
+    "parallel_device": "cpu or cuda:N, such as cuda:1",
+    "parallel_cpu_cores": "numbers and ranges, such as 2-5,8",
+}
 _ALIASES = {"draft": "draft_shape", "drafting": "draft_shape"}
 # The group of each field that is in one, and its name there, by its flat name.
 PLACES = {flat: (group, name) for group, knobs in GROUPS.items() for name, flat in knobs.flat_names().items()}
@@ -31,19 +37,32 @@ _MAX_KEY, _MAX_VALUE, _MAX_PARTS = 60, 120, 6
 
 def flatten(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields by their flat names, however they are spelled; a VidSpecError for an unknown one, or twice one."""
+    flat, problems = read(given)
+    if problems:
+        raise refusal(problems)
+    return flat
+
+
+def read(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields by their flat names, and what is wrong with how they are spelled, or with a value alone."""
     flat: dict[str, Any] = {}
     spelled: dict[str, str] = {}
-    unknown = []
+    unknown, problems = [], []
     for spelling, name, value in _spellings(given):
-        if not name:
+        if spelling in GROUPS:
+            such = f', such as {{"{_USUAL[spelling]}": "{value}"}}' if _is_usual(spelling, value) else ""
+            problems.append(f"{spelling}: expected an object of fields{such}, got {quoted(value)}")
+        elif not name:
             unknown.append(f"{quoted(spelling)}{nearest(spelling[:_MAX_KEY], KNOWN_KEYS)}")
         elif name in flat:
-            raise VidSpecError(f"speculative config: {spelled[name]} and {spelling} are aliases; set only one")
+            problems.append(f"{spelled[name]} and {spelling} are aliases; set only one")
         else:
             flat[name], spelled[name] = value, spelling
-    if unknown:
-        raise VidSpecError(f"speculative config: unknown key {_joined(unknown)}")
-    return flat
+    return flat, [f"unknown key {_joined(unknown)}"] * bool(unknown) + problems
+
+
+def _is_usual(group: str, value: Any) -> bool:
+    return group in _USUAL and isinstance(value, str) and value.isprintable() and len(value) <= _MAX_KEY
 
 
 def grouped(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,8 +75,13 @@ def grouped(given: Mapping[str, Any]) -> dict[str, Any]:
     return groups
 
 
-def explain(error: ValidationError, given: Mapping[str, Any]) -> VidSpecError:
-    """Return a validation error as one line, with the names that the user wrote."""
+def refusal(problems: Sequence[str]) -> VidSpecError:
+    """Return what is wrong as one line."""
+    return VidSpecError(f"speculative config: {_joined(problems)}")
+
+
+def explain(error: ValidationError, given: Mapping[str, Any]) -> list[str]:
+    """Return what a validation error says, with the names that the user wrote."""
     spelled = {name: spelling for spelling, name, _ in _spellings(given)}
     parts = []
     for item in error.errors():
@@ -66,13 +90,17 @@ def explain(error: ValidationError, given: Mapping[str, Any]) -> VidSpecError:
             where = [GROUPS[where[0]].flat_names()[where[1]], *where[2:]] if len(where) > 1 else []
         path = ".".join([spelled.get(where[0], where[0]), *where[1:]]) if where else ""
         message = item["msg"].removeprefix("Value error, ")[:MAX_MESSAGE]
+        if item["type"] == "string_pattern_mismatch":
+            message = f"expected {FORMS[where[0]]}"
         got = "" if item["type"] in ("missing", "value_error") else f", got {quoted(item['input'], _MAX_VALUE)}"
         parts.append(f"{path}: {message}{got}" if path else message)
-    return VidSpecError(f"speculative config: {_joined(parts)}")
+    return parts
 
 
 def _spellings(given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield each field's spelling (`tree.depth_max` in a group), its flat name ("" if it has none) and its value."""
+    """Yield each field's spelling (`tree.depth_max` in a group, the group alone where its value is no object), its flat
+    name ("" if it has none) and its value.
+    """
     for key, value in given.items():
         if key not in GROUPS:
             name = _ALIASES.get(key, key)
@@ -81,7 +109,8 @@ def _spellings(given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
         if isinstance(value, Group):
             value = value.model_dump(exclude_unset=True)
         if not isinstance(value, Mapping):
-            raise VidSpecError(f"speculative config: {key}: expected an object of fields, got {quoted(value)}")
+            yield key, "", value
+            continue
         for own, inner in value.items():
             own = own.replace("-", "_")
             yield f"{key}.{own}", GROUPS[key].flat_names().get(own, ""), inner

@@ -7,22 +7,26 @@ vLLM offers plugins a way to add routes, and loads them only where its `VLLM_PLU
 import hmac
 import json
 import os
+import re
 from argparse import Namespace
 from typing import Any
 
 from vllm.logger import init_logger
 
 from vllm_vidspec.config import METHOD, VidSpecConfig
-from vllm_vidspec.engine.compat.scheduler import RETUNE
+from vllm_vidspec.engine.compat.scheduler import KNOBS, RETUNE
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.scheduling import HERE
-from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.errors import VidSpecError, quoted, shortened
 
 logger = init_logger("vllm.vidspec")
 
 KEY = "VIDSPEC_ADMIN_KEY"
 PATH = "/vidspec/knobs"
 _MOST_BYTES = 1 << 16  # of a body
+_MOST_SAID = 500  # characters of a refusal
+# What vLLM puts around the engine's refusal on its way here: the call's name, and of a worker's where to look.
+_WRAPPED = re.compile(r"(?:Call to \w+ method failed: )?(?:Worker failed with error '(.*)', please check .*|(.*))")
 
 
 class AdminRoutes:
@@ -62,22 +66,30 @@ class AdminRoutes:
         try:
             if change:
                 await self._change(VidSpecConfig(**config), await _body(request))
-            (knobs, *_) = await self._engine.collective_rpc("vidspec_knobs")
+            (knobs, *_) = await self._engine.collective_rpc(KNOBS)
         except VidSpecError as error:
-            return JSONResponse({"error": str(error)}, 400)
+            return JSONResponse({"error": shortened(str(error), _MOST_SAID)}, 400)
         return JSONResponse(knobs)
 
     async def _change(self, first: VidSpecConfig, changes: dict[str, Any]) -> None:
         """Change knobs, all or none; a VidSpecError of one line for the client, before anything reaches the engine."""
         knobs = Knobs(first)
-        (now, *_) = await self._engine.collective_rpc("vidspec_knobs")
-        knobs.current = knobs.current.changed({name: value for name, value in now.items() if name not in HERE})
+        (now, *_) = await self._engine.collective_rpc(KNOBS)
+        held = knobs.current.flat().keys() - set(HERE)
+        knobs.current = knobs.current.changed({name: value for name, value in now.items() if name in held})
         knobs.retune({name: value for name, value in changes.items() if name not in HERE})
         try:
             await self._engine.collective_rpc(RETUNE, args=(changes,))
         except Exception as error:  # what the engine refuses comes back as text
-            raise VidSpecError(str(error).strip().splitlines()[-1]) from None
-        logger.info("vidspec: knobs changed: %s", ", ".join(f"{name}={value!r}" for name, value in changes.items()))
+            raise VidSpecError(_unwrapped(error)) from None
+        logger.info("vidspec: knobs changed: %s", ", ".join(f"{name}={quoted(of)}" for name, of in changes.items()))
+
+
+def _unwrapped(error: Exception) -> str:
+    """Return the last line of what the engine says, without vLLM's words around it."""
+    *_, line = str(error).strip().splitlines() or [type(error).__name__]
+    found = _WRAPPED.fullmatch(line)
+    return line if found is None else found[1] or found[2] or line
 
 
 async def _body(request: Any) -> dict[str, Any]:

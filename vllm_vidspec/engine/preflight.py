@@ -11,16 +11,17 @@ import vllm.platforms as platforms
 from vllm.distributed.utils import get_pp_indices
 
 from vllm_vidspec import SUPPORTED_CPU, SUPPORTED_VLLM, families, supported_releases, supports_vllm
-from vllm_vidspec.config import METHOD, REQUEST_RECORD, VidSpecConfig, parse_config
+from vllm_vidspec.config import MAX_MESSAGE, METHOD, REQUEST_RECORD, VidSpecConfig, parse_config
 from vllm_vidspec.engine import kv_views, tree_attention
 from vllm_vidspec.engine.compat import api
+from vllm_vidspec.engine.compat import config as compat
 from vllm_vidspec.engine.hints import say_hints
 from vllm_vidspec.engine.hooks import attention as attention_guidance
 from vllm_vidspec.engine.parallel import launch
 from vllm_vidspec.engine.report import server_counters
 from vllm_vidspec.engine.report.request_records import AnswerRecord
 from vllm_vidspec.engine.target_pruning import prunes_videos
-from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.errors import VidSpecError, nearest, quoted, shortened
 from vllm_vidspec.families.generic import GenericAdapter
 from vllm_vidspec.pruning import needs_of
 from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose
@@ -75,6 +76,16 @@ def translate(args: Any) -> VidSpecConfig | None:
     return config
 
 
+def warn_unnamed(vllm_config: Any) -> None:
+    """Warn of a draft that sees no video, which vLLM has chosen for a target that does, as nobody named a method."""
+    spec = vllm_config.speculative_config
+    if spec is not None and spec.method == "draft_model" and vllm_config.model_config.is_multimodal_model:
+        logger.warning(
+            "vidspec: no method is named, so vLLM's own draft_model drafts, which sees no images or videos: name "
+            '"method": "vidspec" to show them to the draft, or "draft_model" if that is meant'
+        )
+
+
 def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     """Check the configuration that vLLM built (`refusals`), open the counters and say what is active."""
     has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
@@ -101,8 +112,6 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
     platform = platforms.current_platform
     if config.is_self_draft and vllm_config.lora_config is not None:
         yield 'LoRA adapters cannot be used with "model": "self"; name a draft model instead'
-    if config.is_self_draft and vllm_config.speculative_config.kv_cache_dtype is not None:
-        yield 'kv_cache_dtype is a draft model\'s: with "model": "self" the cache is as --kv-cache-dtype says'
     if model.is_encoder_decoder:
         yield "encoder-decoder targets are not supported"
     if model.is_hybrid:
@@ -116,6 +125,12 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
     for one in {id(one): one for one in (model, draft)}.values():
         if isinstance(families.adapter_for(one.hf_config), GenericAdapter):
             yield from _without_adapter(one, scheduler)
+        elif one is draft and _mixes_attention(one, scheduler):
+            yield (
+                "drafts whose layers mix kinds of attention are not supported: "
+                f"{families.adapter_for(one.hf_config).name} with {', '.join(one.hf_config.architectures)}; name a "
+                "draft of one kind"
+            )
     if prunes_videos(model):
         yield from _pruned_twice(model, config)
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
@@ -171,14 +186,18 @@ def _without_adapter(model: Any, scheduler: Any) -> Iterator[str]:
         "vLLM shows it no images or videos": not model.is_multimodal_model,
         "its layers read token ids beside embeddings": model.requires_raw_input_tokens,
         "tokens of an image see those behind them, some of which would be pruned": model.is_mm_prefix_lm,
-        "its layers mix kinds of attention": (
-            len(set(getattr(model.hf_text_config, "layer_types", None) or ())) > 1
-            and not scheduler.disable_hybrid_kv_cache_manager
-        ),
+        "its layers mix kinds of attention": _mixes_attention(model, scheduler),
     }
     for reason, holds in why.items():
         if holds:
             yield f"{families.adapter_for(model.hf_config).name} has no adapter, and cannot do without: {reason}"
+
+
+def _mixes_attention(model: Any, scheduler: Any) -> bool:
+    """Return whether vLLM's `ModelConfig` names layers that need several KV caches; MiMo-V2 has a name of its own."""
+    names = ("layer_types", "hybrid_layer_pattern")
+    kinds = (getattr(model.hf_text_config, name, None) or () for name in names)
+    return any(len(set(of)) > 1 for of in kinds) and not scheduler.disable_hybrid_kv_cache_manager
 
 
 def _drafters_process(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
@@ -258,6 +277,10 @@ def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
     if "uv" in needs and prune.uv_layer is not None and prune.uv_layer > num_layers:
         raise VidSpecError(f"uv_layer: the target has layers 1 to {num_layers}, not {prune.uv_layer}")
     for reader in readers:
+        if model.use_mla:
+            raise VidSpecError(
+                f"{reader.what} reads the keys of heads, which a target with MLA does not cache: {reader.way_out}"
+            )
         if not cache.kv_cache_dtype_skip_layers:  # some layers may be plain: each is looked at when it exists
             kv_views.check_dtype(cache.cache_dtype, reader)
         if platforms.current_platform.is_cpu():
@@ -329,7 +352,7 @@ def _warn(vllm_config: Any, config: VidSpecConfig) -> None:
     if prunes_videos(vllm_config.model_config) and vllm_config.cache_config.enable_prefix_caching:
         logger.warning(
             "vidspec: --video-pruning-rate with prefix caching: after a video from the cache vLLM does not correct the "
-            "positions of the text, and fewer drafts stand; --no-enable-prefix-caching avoids it"
+            "positions of the text, and fewer drafts are accepted; --no-enable-prefix-caching avoids it"
         )
     if not any(row.plan.num_tokens for row in config.plans):
         logger.warning("vidspec: nothing is ever drafted: the plan of every batch size has 0 tokens")
@@ -358,11 +381,17 @@ def _requested(args: Any) -> dict[str, Any] | None:
     """Return the speculative config dict if it asks for our method, with the `--spec-*` flags merged in."""
     raw = dict(args.speculative_config or {})
     flags = {"method": args.spec_method, "model": args.spec_model, "num_speculative_tokens": args.spec_tokens}
-    merged = raw | {key: value for key, value in flags.items() if value is not None}
-    if merged.get("method") != METHOD:
+    flags = {key: value for key, value in flags.items() if value is not None}
+    method = flags.get("method", raw.get("method"))
+    if method != METHOD:
+        if isinstance(method, str) and method not in compat.methods() and (hint := nearest(method, [METHOD])):
+            raise VidSpecError(f"speculative config: unknown method {quoted(method)}{hint}")
         return None
+    if twice := [key for key in raw if key.replace("-", "_") in flags]:
+        flag = "--spec-" + twice[0].replace("-", "_").removeprefix("num_speculative_")
+        raise VidSpecError(f"{flag} and {twice[0]} of --speculative-config are the same key: give one")
     args.spec_method = args.spec_model = args.spec_tokens = None
-    return merged
+    return raw | flags
 
 
 def _check_args(args: Any) -> None:
@@ -393,14 +422,19 @@ def _check_pair(args: Any, config: VidSpecConfig, draft_revision: str | None) ->
 
 
 def _hf_config(model: str, revision: str | None, args: Any, role: str) -> Any:
-    if os.sep in model and model.startswith((os.sep, ".")) and not os.path.isdir(model):
-        raise VidSpecError(f"the {role} model's path does not exist: {model}")
+    shown, is_folder = quoted(model, MAX_MESSAGE).strip("'"), os.path.isdir(model)
+    if os.path.exists(model) and not is_folder:
+        raise VidSpecError(f"the {role} model's path is a file, and not a checkpoint's folder: {shown}")
+    if model.startswith((os.sep, ".", "~")) and not is_folder:
+        hint = " (~ is not expanded)" if model.startswith("~") else ""
+        raise VidSpecError(f"the {role} model's path does not exist: {shown}{hint}")
     from vllm.transformers_utils.config import get_config
 
     try:
         return get_config(model, trust_remote_code=args.trust_remote_code, revision=revision)
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if os.environ.get("HF_HUB_OFFLINE") == "1" and not os.path.isdir(model):
-            reason = f"HF_HUB_OFFLINE=1 is set and it is not in the cache: unset it, or download it first ({reason})"
-        raise VidSpecError(f"cannot read the {role} model {model!r}: {reason}") from None
+        if not is_folder:
+            where = "cache, and HF_HUB_OFFLINE=1 is set" if os.environ.get("HF_HUB_OFFLINE") == "1" else "Hub"
+            reason = f"it is no folder here, and not in the Hugging Face {where} ({reason})"
+        raise VidSpecError(f"cannot read the {role} model {quoted(model)}: {shortened(reason, MAX_MESSAGE)}") from None

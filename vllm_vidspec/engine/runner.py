@@ -35,6 +35,7 @@ from vllm_vidspec.engine.report.request_records import RequestRecorder
 from vllm_vidspec.engine.requests import NewRequest, Phase, RequestRows
 from vllm_vidspec.engine.scheduling import way_of
 from vllm_vidspec.engine.verify.step import VerifyStep
+from vllm_vidspec.families import adapter_for
 
 
 class VidSpecModelRunner(GPUModelRunner):
@@ -53,7 +54,7 @@ class VidSpecModelRunner(GPUModelRunner):
         # Of the first rank, whose output reaches the scheduler; None where no request may ask for a record of itself.
         self.recorder: RequestRecorder | None = None
         if self.knobs.current.request_records and self.agreement.is_first:
-            self.recorder = RequestRecorder(self.requests, device)
+            self.recorder = RequestRecorder(self.requests, device, adapter_for(self.model_config.hf_config).name)
         self._was_at_rest = False  # whether nothing was drafted in the last step, nor asked for
         self._rests_on: Decision | None = None  # of that step, if the next with it rests as well and tells nothing
         self._num_told_skips = 0  # of `RequestRows.num_skips`, those that the scheduler's side knows of

@@ -23,7 +23,7 @@ from vllm_vidspec.adapt import Bandit, Decision
 from vllm_vidspec.config import AUTO, METHOD, PruneKnobs, VidSpecConfig, flatten
 from vllm_vidspec.engine.compat import scheduler as compat
 from vllm_vidspec.engine.control import SchedulerControl
-from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.errors import VidSpecError, quoted
 from vllm_vidspec.metrics.files import open_for
 
 logger = init_logger("vllm.vidspec")
@@ -57,6 +57,7 @@ class SchedulerSide:
         self._is_alone = vllm_config.parallel_config.data_parallel_size == 1
         self._control = self._controlled(config) if config.adaptive_tokens and self._is_alone else None
         self._limit: int | None = None  # what an operator has set
+        self._shape = config.draft_shape  # what he has chosen
         self._num_undrafted = 0  # steps since one was planned that drafts anything
         self._breaker = _Breaker(config, self._file) if self._is_alone and self._file is not None else None
         self._publish()
@@ -115,6 +116,7 @@ class SchedulerSide:
         if self._control is not None and control is not self._control:
             self._control.close()
         self._control = control
+        self._shape = knobs.get(SHAPE, self._shape)
         if LIMIT in knobs:
             self._limit = knobs[LIMIT]
             self._publish()
@@ -129,13 +131,24 @@ class SchedulerSide:
     def _check(self, most: Any) -> None:
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or not 0 <= most <= self._most):
             raise VidSpecError(
-                f"num_speculative_tokens: between 0 and {self._most} while the engine runs, got {most!r}"
+                f"num_speculative_tokens: between 0 and {self._most} while the engine runs, got {quoted(most)}"
             )
 
     @property
     def _most_now(self) -> int | None:
         """The most drafts of a step, by the operator or after failures; None for as many as was configured."""
         return 0 if self._breaker is not None and self._breaker.is_open else self._limit
+
+    @property
+    def in_force(self) -> dict[str, Any]:
+        """The knobs of `HERE` as they hold, and as configured; and whether drafts are asked for, or who forbids it."""
+        is_cooling = self._most_now == 0 != self._limit
+        return {
+            "speculation": "cool-down" if is_cooling else "operator" if self._limit == 0 else "on",
+            LIMIT: self._most if self._limit is None else self._limit,
+            SHAPE: self._shape,
+            "configured": {LIMIT: self._most, SHAPE: self._config.draft_shape},
+        }
 
     def _publish(self) -> None:
         most = self._most_now
@@ -146,6 +159,7 @@ class SchedulerSide:
         self._scheduler.dynamic_sd_lookup = table
         if self._file is not None:
             self._file.set("speculation_on", int(most != 0))
+            self._file.set("cooling_down", int(most == 0 != self._limit))
 
     def close(self) -> None:
         """Save what was learned."""

@@ -72,6 +72,7 @@ GAUGES = {
     "draft_kv_bytes_per_token": "Draft KV bytes of one token per rank.",
     "target_kv_bytes_per_token": "Target KV bytes of one token per rank.",
     "speculation_on": "Whether drafts are asked for: 0 while speculation is switched off or cools down.",
+    "cooling_down": "Whether that is because the draft failed too often, and not an operator's wish.",
     "tokens_in_use": "Draft tokens of each request that the last step was planned with (adaptive_tokens).",
     "target_load_bytes": "Memory per rank that the target's weights take.",
     "draft_load_bytes": "Memory per rank that loading the draft took.",

@@ -80,8 +80,8 @@ class Subject:
         if self.target is None:
             pairs.pair_for(self.family)
         for role, path in (("target", self.target), ("draft", self.draft)):
-            if path is not None and path.startswith(("/", ".")) and not Path(path).exists():
-                raise VidSpecError(f"--{role}: no such checkpoint: {path}")
+            if path not in (None, SELF):
+                pairs.check_checkpoint(f"--{role}", path)
         if fixed := sorted({"model", "speculative_config"} & set(self.engine_args)):
             raise VidSpecError(f"--engine-args: {fixed[0]} has options of its own")
         for video in self.source.get("videos", ()):

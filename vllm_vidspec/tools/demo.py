@@ -45,6 +45,10 @@ class Answer:
 
 def run(demo: Demo, report: Report = silent) -> dict[str, Any]:
     """Serve twice, ask the same question, compare; `report` gets "server", "ready", "text" and "answered"."""
+    pairs.pair_for(demo.family)
+    pairs.check_draft(demo.family, demo.draft)
+    if demo.target is not None:
+        pairs.check_checkpoint("--target", demo.target)
     config = pairs.speculative_config(demo.family, demo.draft, **demo.spec)
     parse_config(config)
     video = Path(demo.video or pairs.sample_video())

@@ -1,5 +1,6 @@
 """How to run the bundled target/draft pairs: engine and server arguments, prompts; imports no vLLM."""
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -47,6 +48,7 @@ class Pair:
     visual: dict[str, str]  # modality -> what a prompt holds in the item's place
     chat: str  # one user turn, as the checkpoint's chat template renders it
     with_metadata: bool  # whether the family's processor wants the video's frame rate
+    bound: str  # by which of vLLM's `media_io_kwargs` its loader takes fewer frames of a video
     every: int = 1  # which frames of a video it is shown
 
 
@@ -58,6 +60,7 @@ _QWEN = Pair(
     },
     chat="<|im_start|>user\n{visual}{question}<|im_end|>\n<|im_start|>assistant\n",
     with_metadata=True,
+    bound="max_frames",
 )
 PAIRS: dict[str, Pair] = {
     "qwen2.5-vl": _QWEN,
@@ -66,6 +69,7 @@ PAIRS: dict[str, Pair] = {
         visual={"video": "<video>\n", "image": "<image>\n"},
         chat="<|im_start|>user {visual}{question}<|im_end|><|im_start|>assistant\n",
         with_metadata=False,
+        bound="num_frames",
     ),
     "qwen3-vl": _QWEN,
 }
@@ -92,6 +96,32 @@ def checkpoint(family: str, role: str) -> str:
         return str(assets.checkpoint(family, role))
     except ValueError as error:
         raise VidSpecError(str(error)) from None
+
+
+def check_checkpoint(option: str, name: str) -> None:
+    """Refuse what is neither a checkpoint's folder nor a name whose configuration an engine finds."""
+    if Path(name, "config.json").is_file():
+        return
+    if name.count("/") == 1 and not name.startswith(("/", ".", "~")) and not Path(name).exists():
+        if engine_env()["HF_HUB_OFFLINE"] != "1":
+            return
+        from huggingface_hub import try_to_load_from_cache
+
+        with contextlib.suppress(ValueError):  # no name that a repository can have
+            if isinstance(try_to_load_from_cache(name, "config.json"), str):
+                return
+    raise VidSpecError(f"{option}: no such checkpoint: {name}")
+
+
+def check_draft(family: str, draft: str) -> None:
+    """Refuse a draft that is none of `speculative_config`'s."""
+    if draft in ("draft", assets.FAR):
+        checkpoint(family, draft)
+    elif draft != "target":
+        try:
+            check_checkpoint("--draft", draft)
+        except VidSpecError:
+            raise VidSpecError(f"--draft: {draft!r} is neither a role of the bundled pair nor a checkpoint") from None
 
 
 def calibration(family: str) -> Path:
@@ -167,7 +197,7 @@ def serve_args(
     `overrides` are `LLM` arguments in their Python spelling, of which False or None leaves a flag out.
     """
     kwargs = llm_kwargs(family, draft, target=target, **spec)
-    kwargs |= {"max_num_seqs": 4, "media_io_kwargs": {"video": {"num_frames": pair_for(family).num_frames}}}
+    kwargs |= {"max_num_seqs": 4, "media_io_kwargs": {"video": video_sampling(family, pair_for(family).num_frames)}}
     kwargs |= overrides or {}
     del kwargs["disable_log_stats"]
     args = [kwargs.pop("model"), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "target"]
@@ -189,6 +219,11 @@ def engine_env() -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     return defaults | {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+
+
+def video_sampling(family: str, num_frames: int) -> dict[str, int]:
+    """Return what vLLM's `media_io_kwargs` say of a family's videos so that no more frames are read of one."""
+    return {pair_for(family).bound: num_frames}
 
 
 def chat_prompt(family: str, question: str, media: Sequence[str] = ()) -> str:

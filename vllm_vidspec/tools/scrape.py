@@ -61,13 +61,15 @@ def from_prometheus(text: str) -> dict[str, int]:
 
 
 def together(engines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Add engines up; what is a size per token is the largest of them, since a sum of such says nothing."""
-    total: dict[str, Any] = {}
+    """Add engines up; of a size per token, of which a sum says nothing, the largest; on is where all are on."""
+    by_name: dict[str, list[Any]] = {}
     for values in engines:
         for name, value in values.items():
-            per_token = name.endswith("_per_token")
-            total[name] = max(total.get(name, 0), value) if per_token else total.get(name, 0) + value
-    return total
+            by_name.setdefault(name, []).append(value)
+    return {
+        name: (min if name == "speculation_on" else max if name.endswith("_per_token") else sum)(values)
+        for name, values in by_name.items()
+    }
 
 
 def _samples(text: str, prefix: str) -> Iterator[tuple[str, dict[str, str], float]]:

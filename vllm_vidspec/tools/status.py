@@ -131,7 +131,10 @@ def figures(ours: Mapping[str, int], vllm: Mapping[str, float]) -> Figures:
     num_positions = max((i + 1 for i, count in enumerate(stood) if count), default=0)
     seconds = {phase: values[name] / 1e6 for phase, name in _PHASES.items()}
     blocks, used = values["draft_pool_blocks_total"], values["draft_pool_blocks_used"]
+    off = "cool-down" if values["cooling_down"] else "operator"
     return {
+        "speculation": "on" if values["speculation_on"] else off,
+        "draft_failures": values["draft_failures"],
         "acceptance_length": summary["acceptance_length"],
         "acceptance_rate": summary["acceptance_rate"],
         "verify_steps": drafts,

@@ -60,9 +60,22 @@ def advise(figures: dict[str, Any]) -> list[Advice]:
     return sorted(found, key=lambda advice: advice.level != "warn")
 
 
+def switched_off(figures: dict[str, Any]) -> Iterator[Advice]:
+    """Say who has switched drafting off, for as long as it is."""
+    if figures["speculation"] == "operator":
+        found = "drafting is off: an operator has set num_speculative_tokens to 0"
+        remedy = "where that is over, set it to null (docs/operating.md, Switching off and on)"
+    elif figures["speculation"] == "cool-down":
+        found = f"drafting is off for a while: the draft has failed {figures['draft_failures']} times"
+        remedy = "look in the log for `the draft failed`; it resumes by itself after cooldown_s"
+    else:
+        return
+    yield Advice("switched_off", "warn", found, remedy)
+
+
 def nothing_drafted(figures: dict[str, Any]) -> Iterator[Advice]:
     """Say why no draft was verified."""
-    if figures["verify_steps"]:
+    if figures["verify_steps"] or figures["speculation"] != "on":
         return
     skipped, level = sum(figures["skipped_requests"].values()), "warn"
     if not (figures["prompts"] or skipped or figures["undrafted_steps"] or figures["vllm"]["generation_tokens"]):
@@ -162,6 +175,7 @@ def eager_steps(figures: dict[str, Any]) -> Iterator[Advice]:
 
 
 RULES: tuple[Rule, ...] = (
+    switched_off,
     nothing_drafted,
     few_accepted,
     last_positions,

@@ -14,11 +14,11 @@ Figures = dict[str, Any]
 
 # Label of a row -> a figure's text, None where the row has nothing to show; in this order.
 _ROWS: dict[str, Callable[[Figures], str | None]] = {
+    "speculation": lambda f: "on" if f["speculation"] == "on" else f"off ({f['speculation']})",
     "acceptance length": lambda f: number(f["acceptance_length"], 2),
-    "acceptance rate": lambda f: percent(f["acceptance_rate"]),
-    "accepted at position 1, 2, …": lambda f: _by_position(f["accepted_by_position"]),
+    "accepted of drafted, per step": lambda f: _accepted(f),
+    "steps that accept 1, 2, … or more": lambda f: _by_position(f["accepted_by_position"]),
     "verify steps": lambda f: f"{f['verify_steps']}",
-    "draft tokens per step": lambda f: number(f["draft_tokens_per_step"], 1),
     "low-acceptance windows": lambda f: f"{f['low_acceptance_windows']}",
     "prompts, of them guided": lambda f: f"{f['prompts']}, {f['guided_prompts']}",
     "skipped requests": lambda f: _by_reason(f["skipped_requests"]),
@@ -76,6 +76,15 @@ def table(result: dict[str, Any]) -> Table:
         if any(one is not None for one in texts):
             shown.add_row(escape(label), *(escape(one or "-") for one in texts))
     return shown
+
+
+def _accepted(figures: Figures) -> str:
+    """Steps draft more or fewer tokens: of those that are not drafted none is accepted, and no rate is spoiled."""
+    if figures["acceptance_rate"] is None:
+        return "-"
+    drafted = figures["draft_tokens_per_step"]
+    accepted = figures["acceptance_rate"] * drafted
+    return f"{number(accepted, 2)} of {number(drafted, 2)} ({percent(figures['acceptance_rate'])})"
 
 
 def _by_reason(counts: dict[str, int]) -> str:

@@ -1,19 +1,21 @@
 """`vidspec studio`: a local page beside a running server; it passes requests on, and keeps nothing of them.
 
 Whoever opens the page brings a key for the server, or none, and it goes with his own requests alone. The operator's key
-stays here, so the page is served to this machine only: to its own names, and to no other site's scripts.
+stays here, so the page is served to this machine only, under its own names, and to who has the token of its address:
+not to the machine's other users, nor to another site's scripts.
 """
 
 import asyncio
 import base64
 import contextlib
+import hmac
 import io
 import json
 import os
 import secrets
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.processes import VllmServer, free_port
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.status import address
-from vllm_vidspec.tools.user_files import read_video
+from vllm_vidspec.tools.user_files import frames_of, read_video
 
 try:  # what vLLM's environment has
     import anyio
@@ -45,8 +47,8 @@ except ModuleNotFoundError as missing:
 
 ADMIN_KEY = "VIDSPEC_ADMIN_KEY"
 KNOBS = "/vidspec/knobs"
-LIMIT, SHAPE = "num_speculative_tokens", "draft_shape"
-GUARD = "x-vidspec-studio"  # on every request that does something: another site's script cannot send it
+LIMIT = "num_speculative_tokens"
+GUARD = "x-vidspec-studio"  # carries the token of the page's address, without which nothing is answered
 MAX_BYTES = 96 << 20  # of a request; a video of 64 MiB as text
 _ANSWER = {"max_tokens": 256, "temperature": 0.0}
 _CHOICES = {"scorer": REQUEST_SCORER, "lambda": REQUEST_LAMBDA}
@@ -54,6 +56,10 @@ _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
+
+_NO_REFERRER = {"Referrer-Policy": "no-referrer"}  # the page's address has its token
+
+Answer = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class Studio:
         vanilla: Address of one without. None: the first answers without drafts, where `is_own` allows to switch them
             off for everybody for so long.
         admin_key: The operator's, of `server`; "" where the page changes nothing.
-        num_frames: To which the server samples a video, and so the page.
+        num_frames: Of a video that the page shows before an answer; then it shows those that the model saw.
         is_own: Whether nobody else uses `server`.
     """
 
@@ -92,8 +98,7 @@ class Studio:
         self._server = address(server)
         self._vanilla = None if vanilla is None else address(vanilla, "--vanilla")
         self._admin, self._num_frames, self._is_own = admin_key, num_frames, is_own
-        # What the page has set of the knobs of which the route tells what was configured.
-        self._set: dict[str, Any] = {LIMIT: None, SHAPE: None}
+        self.token = secrets.token_urlsafe(16)  # in the page's address
         self._turn = asyncio.Lock()  # of the server's answers, while some are without drafts
 
     @property
@@ -103,26 +108,37 @@ class Studio:
 
     def app(self) -> Starlette:
         self._page = (Path(assets.__file__).parent / "studio.html").read_text()
-        routes = [
-            Route("/", self.page),
-            Route("/api/setup", self.setup),
-            Route("/api/sample", self.sample),
-            Route("/api/frames", self.frames, methods=["POST"]),
-            Route("/api/ask", self.ask, methods=["POST"]),
-            Route("/api/knobs", self.knobs, methods=["POST"]),
-        ]
+        routes = [Route("/", self._admitted(self.page, lambda request: request.query_params.get("token", "")))]
+        for answer, method in (
+            *((answer, "GET") for answer in (self.setup, self.sample)),
+            *((answer, "POST") for answer in (self.frames, self.ask, self.knobs)),
+        ):
+            by_header = self._admitted(answer, lambda request: request.headers.get(GUARD, ""))
+            routes.append(Route(f"/api/{answer.__name__}", by_header, methods=[method]))
         hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
         errors = {VidSpecError: self._refuse, httpx.HTTPError: self._miss}
         return Starlette(routes=routes, middleware=[hosts], exception_handlers=errors)
 
+    def _admitted(self, answer: Answer, given: Callable[[Request], str]) -> Answer:
+        """Return what answers a route for who gives the token, and refuses everybody else."""
+
+        async def admit(request: Request) -> Response:
+            if not hmac.compare_digest(given(request).encode(), self.token.encode()):
+                return _refused("the token is missing: open the address that `vidspec studio` has printed", 403)
+            return await answer(request)
+
+        return admit
+
     async def page(self, request: Request) -> Response:
-        return HTMLResponse(self._page, headers={"Content-Security-Policy": _POLICY, "Cache-Control": "no-store"})
+        return HTMLResponse(
+            self._page, headers={"Content-Security-Policy": _POLICY, "Cache-Control": "no-store", **_NO_REFERRER}
+        )
 
     async def setup(self, request: Request) -> Response:
         """Tell what there is to choose from; the server's answer where it refuses the caller's key."""
         async with self._client() as client:
             models = await client.get(f"{self._server}/v1/models", headers=_authorization(request))
-            knobs = await client.get(self._server + KNOBS, headers=self._bearer()) if self._admin else None
+        knobs = await self._told() if self._admin else None
         if models.status_code != 200:
             return _refused(f"the server answers {models.status_code}: does it need a key?", models.status_code)
         return _json(
@@ -141,8 +157,14 @@ class Studio:
         return FileResponse(pairs.sample_video(), media_type="video/mp4")
 
     async def frames(self, request: Request) -> Response:
-        """Return the frames that the models are shown of a video, as data URLs."""
-        return _json({"frames": await asyncio.to_thread(_decode, await _body(request), self._num_frames)})
+        """Return frames of a video as data URLs: those that a model of `family` was shown, whose grid of it has so many
+        `steps`; without, some that spread evenly.
+        """
+        family, steps = request.query_params.get("family", ""), request.query_params.get("steps")
+        if steps is not None and not (steps.isdecimal() and len(steps) < 6 and int(steps)):
+            raise VidSpecError("steps: expected the number of a grid's steps")
+        number = self._num_frames if steps is None else frames_of(int(steps), family)
+        return _json({"frames": await asyncio.to_thread(_decode, await _body(request), number, family)})
 
     async def knobs(self, request: Request) -> Response:
         """Change knobs by the operator's route; return those that hold then, or its refusal."""
@@ -153,17 +175,22 @@ class Studio:
             answer = await self._change(changes)
         if answer.status_code != 200:
             return _json(answer.json(), answer.status_code)
-        self._set |= {name: changes[name] for name in self._set.keys() & changes.keys()}
         return _json(self._holding(answer.json()))
 
-    def _holding(self, knobs: dict[str, Any]) -> dict[str, Any]:
+    @staticmethod
+    def _holding(told: dict[str, Any]) -> dict[str, Any]:
         """Return knobs as they hold, given what the route tells; `most` draft tokens, and `shapes` to choose from."""
+        first = told.get("configured", {})
+        knobs = {name: value for name, value in told.items() if name not in ("configured", "speculation")}
         try:
-            shapes = VidSpecConfig.checked(knobs, {}).choosable_shapes
+            shapes = VidSpecConfig.checked(knobs | first, {}).choosable_shapes
         except VidSpecError:  # a server of another version
             shapes = ()
-        held = {name: value for name, value in self._set.items() if value is not None}
-        return {**knobs, "most": knobs[LIMIT], "shapes": shapes, **held}
+        return {**knobs, "most": first.get(LIMIT, knobs[LIMIT]), "shapes": shapes}
+
+    async def _told(self) -> Any:
+        async with self._client() as client:
+            return await client.get(self._server + KNOBS, headers=self._bearer())
 
     async def _change(self, changes: dict[str, Any]) -> Any:
         async with self._client() as client:
@@ -212,15 +239,16 @@ class Studio:
 
     @contextlib.asynccontextmanager
     async def _without_drafts(self) -> AsyncIterator[None]:
-        """Let the server draft nothing within, and what was set before afterwards, even if the reader has gone."""
-        answer = await self._change({LIMIT: 0})
+        """Let the server draft nothing within, and what it did before afterwards, even if the reader has gone."""
+        before = await self._told()
+        answer = before if before.status_code != 200 else await self._change({LIMIT: 0})
         if answer.status_code != 200:
             raise VidSpecError(f"drafts cannot be switched off: {answer.json().get('error', answer.status_code)}")
         try:
             yield
         finally:
             with anyio.CancelScope(shield=True):
-                await self._change({LIMIT: self._set[LIMIT]})
+                await self._change({LIMIT: before.json()[LIMIT]})
 
     def _bearer(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._admin}"}
@@ -250,8 +278,6 @@ def _refused(why: str, status: int = 400) -> Response:
 
 
 async def _body(request: Request) -> bytes:
-    if GUARD not in request.headers:
-        raise VidSpecError(f"the header {GUARD} is missing: use the page")
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -293,12 +319,12 @@ def _message(told: str, status: int) -> str:
         return f"the server answers {status}"
 
 
-def _decode(video: bytes, num_frames: int) -> list[str]:
+def _decode(video: bytes, num_frames: int, family: str) -> list[str]:
     with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
         file.write(video)
         file.flush()
         try:
-            frames = read_video(file.name, num_frames)
+            frames = read_video(file.name, num_frames, family)
         except VidSpecError:
             raise VidSpecError("no frame of this file can be decoded: is it a video?") from None
     urls = []
@@ -327,7 +353,7 @@ def run(show: Show, report: Report = silent) -> None:
             report("ready", {"seconds": server.wait_ready()})
             studio = Studio(server.base_url, show.vanilla, os.environ[ADMIN_KEY], show.num_frames, is_own=True)
         listener.listen()  # who opens the page as soon as it is told waits, and is not refused
-        report("page", {"url": f"http://127.0.0.1:{listener.getsockname()[1]}"})
+        report("page", {"url": f"http://127.0.0.1:{listener.getsockname()[1]}/?token={studio.token}"})
         serve(studio, listener)
 
 

@@ -46,7 +46,29 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         raise VidSpecError(f"cannot write {path}: {error.strerror}") from None
 
 
-def read_video(path: str | os.PathLike[str], num_frames: int | None = None) -> np.ndarray:
+# Families whose frames vLLM takes at the beginnings of equal parts, as transformers' processor of Qwen2-VL does; and
+# those of which two frames are a step of the grid.
+_BY_PARTS = ("qwen2-vl", "qwen2.5-vl", "qwen2.5-omni", "qwen3-omni", "hyperclovax")
+_IN_TWOS = (*_BY_PARTS, "qwen3-vl", "glm-v")
+
+
+def frames_of(steps: int, family: str) -> int:
+    """Return how many frames a family's token grid of so many steps is of."""
+    return steps * (2 if family in _IN_TWOS else 1)
+
+
+def sampled(total: int, num_frames: int, family: str = "") -> list[int]:
+    """Return which of a video's frames vLLM's loader of a family takes where it takes so many; others spread evenly."""
+    if family in _BY_PARTS:
+        import torch
+
+        step = total / max(2, num_frames // 2 * 2)
+        return torch.arange(0, total, step).int().clamp(max=total - 1).tolist()  # in float32, as theirs
+    even = np.linspace(0, total - 1, num_frames)
+    return (even.round() if family == "qwen3-vl" else even).astype(int).tolist()
+
+
+def read_video(path: str | os.PathLike[str], num_frames: int | None = None, family: str = "") -> np.ndarray:
     """Decode the frames that vLLM's loader samples, `[<= num_frames, height, width, 3]` uint8, RGB; all for None."""
     import cv2
 
@@ -55,17 +77,17 @@ def read_video(path: str | os.PathLike[str], num_frames: int | None = None) -> n
     try:
         total = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
         num_frames = min(total, num_frames or total)
-        wanted = set(np.linspace(0, total - 1, num_frames, dtype=int).tolist()) if total > 0 else set()
-        frames = []
+        wanted = sampled(total, num_frames, family) if total > 0 else []
+        among, frames = set(wanted), {}
         for index in range(max(wanted, default=-1) + 1):
             if not capture.grab():
                 break  # the header promised more
-            if index in wanted:
+            if index in among:
                 good, frame = capture.retrieve()
                 if good:
-                    frames.append(cv2.cvtColor(frame, cv2.COLOR_BGR2RGB))
+                    frames[index] = cv2.cvtColor(frame, cv2.COLOR_BGR2RGB)
     finally:
         capture.release()
     if not frames:
         raise VidSpecError(f"{path}: no frame can be decoded")
-    return np.stack(frames)
+    return np.stack([frames[index] for index in wanted if index in frames])

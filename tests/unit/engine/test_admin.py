@@ -1,14 +1,21 @@
 """The admin route: who may use it, what it changes, and what it says of what is wrong."""
 
 import asyncio
+from types import SimpleNamespace
 
 import fastapi
 import pytest
 from fastapi.testclient import TestClient
 
 from vllm_vidspec.config import METHOD, parse_config
+from vllm_vidspec.engine import admin
 from vllm_vidspec.engine.admin import KEY, PATH, AdminRoutes
+from vllm_vidspec.engine.compat import scheduler
+from vllm_vidspec.engine.compat.scheduler import RETUNE
 from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.report.lines import MAX_LINE, bound_log_lines
+from vllm_vidspec.engine.scheduling import SchedulerSide
+from vllm_vidspec.errors import VidSpecError
 
 SECRET = {"Authorization": "Bearer a-secret"}
 
@@ -19,19 +26,24 @@ class Engine:
     def __init__(self, **knobs):
         config, _ = parse_config({"model": "draft", "num_speculative_tokens": 5, "pruner": "uniform", **knobs})
         self.vllm_config = type("Config", (), {"additional_config": {METHOD: config.model_dump()}})
-        self.knobs, self.limit, self.calls = Knobs(config), None, []
+        self.knobs, self.calls, self.refusal = Knobs(config), [], None
+        scheduler = SimpleNamespace(dynamic_sd_lookup=None, scheduler_config=SimpleNamespace(max_num_seqs=8))
+        self.vllm_config.instance_id = "nobody's"
+        self.vllm_config.parallel_config = SimpleNamespace(data_parallel_index=0, data_parallel_size=1)
+        scheduler._vidspec_side = SchedulerSide(scheduler, self.vllm_config)
+        self.core = SimpleNamespace(scheduler=scheduler)
 
     async def collective_rpc(self, method, args=()):
         self.calls.append(method)
-        if method == "vidspec_knobs":
-            return [self.knobs.current.flat()] * 2
-        changes = dict(*args)
-        if "num_speculative_tokens" in changes:
-            self.limit = changes.pop("num_speculative_tokens")
-            if self.limit == 99:
-                raise Exception("Call to collective_rpc method failed: a\nnum_speculative_tokens: between 0 and 5")
-        self.knobs.retune(changes)
-        return [None] * 2
+        try:
+            if method == RETUNE and self.refusal:
+                raise VidSpecError(self.refusal)
+            return scheduler._Patches.collective_rpc(self.workers, self.core, method, None, args, None)
+        except Exception as error:  # as vLLM's engine core tells its client
+            raise Exception(f"Call to collective_rpc method failed: {error}") from None
+
+    def workers(self, core, method, timeout, args, kwargs):
+        return [self.knobs.current.flat()] * 2 if method == "vidspec_knobs" else [self.knobs.retune(*args)] * 2
 
 
 @pytest.fixture
@@ -68,9 +80,50 @@ def test_knobs_are_told_and_changed(client):
     it = client(engine)
     assert it.get(PATH, headers=SECRET).json()["prune_ratio"] == 0.9
     answer = it.post(PATH, headers=SECRET, json={"prune": {"ratio": 0.5}, "num_speculative_tokens": 0})
-    assert answer.status_code == 200 and answer.json()["prune_ratio"] == 0.5 and engine.limit == 0
+    assert answer.status_code == 200 and answer.json()["prune_ratio"] == 0.5
     answer = it.post(PATH, headers=SECRET, json={"pruner": "fastvid"})
     assert (answer.json()["pruner"], answer.json()["prune_ratio"]) == ("fastvid", 0.5), "what was changed before stays"
+
+
+def test_what_is_told_is_what_holds(client):
+    """Catches: the number that was configured as the answer to the POST that switched drafting off."""
+    it = client(Engine())
+    for sent, holds, speculation in ((0, 0, "operator"), (2, 2, "on"), (None, 5, "on")):
+        told = it.post(PATH, headers=SECRET, json={"num_speculative_tokens": sent}).json()
+        assert told == it.get(PATH, headers=SECRET).json()
+        assert (told["num_speculative_tokens"], told["speculation"]) == (holds, speculation)
+        assert told["configured"] == {"num_speculative_tokens": 5, "draft_shape": "chain"}
+
+
+def test_a_line_of_the_log_is_short_whatever_is_sent(client, caplog):
+    """Catches: a POST that fills the log; a change that a long one beside it hides."""
+    bound_log_lines()
+    bound_log_lines()
+    it = client(Engine(request_scorers=["strict", "fly"]))
+    caplog.clear()
+    sent = {"protected_tokens": ["a" * 60_000], "prune_ratio": 0.5}
+    with caplog.at_level("INFO", logger="vllm.vidspec"):
+        assert it.post(PATH, headers=SECRET, json=sent).status_code == 200
+        admin.logger.warning("vidspec: request %s runs without speculation: %s", "r" * 60_000, "no\nroom")
+    changed, request = (record.getMessage() for record in caplog.records)
+    assert len(changed) < 300 and "prune_ratio=0.5" in changed
+    assert len(request) <= MAX_LINE and request.endswith("...") and "vidspec: request rrr" in request
+
+
+@pytest.mark.parametrize(
+    ("refusal", "said"),
+    [
+        ("prune_ratio: no", "prune_ratio: no"),
+        ("a\nb: no", "b: no"),
+        ("Worker failed with error 'b: no', please check the stack trace above for the root cause", "b: no"),
+        ("x" * 60_000, "x" * 497 + "..."),
+    ],
+)
+def test_what_the_engine_refuses_is_told_without_how_it_came(client, refusal, said):
+    """Catches: an error that begins with the name of vLLM's call."""
+    engine = Engine()
+    engine.refusal = refusal
+    assert client(engine).post(PATH, headers=SECRET, json={"prune_ratio": 0.5}).json() == {"error": said}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +135,7 @@ def test_knobs_are_told_and_changed(client):
         ({"pruner": "uv"}, "this engine does not observe the target's uv"),
         ({"pruner": "auto"}, "start the engine with it"),
         ({"num_speculative_tokens": 99}, "between 0 and 5"),
+        ({"num_speculative_tokens": "9" * 60_000}, "between 0 and 5"),
         ([1], "a JSON object"),
         ("x" * 70_000, "exceeds 65536 bytes"),
         *((garbage, "") for garbage in (b"", b"{", b"[" * 10_000, b"\xff")),
@@ -92,5 +146,6 @@ def test_what_is_wrong_is_one_line(client, body, said):
     sent = {"content": body} if isinstance(body, bytes) else {"json": body}
     answer = client(engine).post(PATH, headers=SECRET, **sent)
     assert answer.status_code == 400
-    assert said in answer.json()["error"] and "\n" not in answer.json()["error"]
+    error = answer.json()["error"]
+    assert said in error and "\n" not in error and len(error) <= 500 and "collective_rpc" not in error
     assert engine.knobs.current.flat() == Engine().knobs.current.flat()

@@ -10,10 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.engine.arg_utils import EngineArgs
+from transformers import PretrainedConfig
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.platforms.interface import DeviceCapability
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.unit.engine.fakes import make_knobs
+from vllm_vidspec.config import METHOD, VidSpecConfig
 from vllm_vidspec.engine import preflight, tree_attention
 from vllm_vidspec.engine.hooks import attention
 from vllm_vidspec.errors import VidSpecError
@@ -120,7 +123,8 @@ def test_a_draft_that_cannot_be_read_or_followed(tmp_path, monkeypatch):
     assert message.startswith("the draft's tokenizer is not the target's: token") and "circus" in message
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     message = refusal({"model": "some/draft"})
-    assert message.startswith("cannot read the draft model 'some/draft': HF_HUB_OFFLINE=1 is set")
+    assert message.startswith("cannot read the draft model 'some/draft': it is no folder here, and not in the Hugging")
+    assert "HF_HUB_OFFLINE" in message
 
 
 KNOWN = SimpleNamespace(architectures=["Qwen2VLForConditionalGeneration"])
@@ -133,6 +137,11 @@ UNKNOWN = {
 MIXED = {"hf_text_config": SimpleNamespace(layer_types=["full_attention", "sliding_attention"])}
 
 
+# MiMo-V2's spelling: 1 is a layer with a window.
+MIMO = {"hf_text_config": PretrainedConfig(hybrid_layer_pattern=[0, 1, 1, 0], layer_types=None)}
+ALIKE = {"hf_text_config": PretrainedConfig(hybrid_layer_pattern=[0, 0], layer_types=["full_attention"] * 2)}
+
+
 def finished(**changed) -> SimpleNamespace:
     """Return what we read of a finished `VllmConfig`, which nothing in it forbids but what is changed."""
     absent = (
@@ -140,6 +149,7 @@ def finished(**changed) -> SimpleNamespace:
         *("is_hybrid", "enable_batch_sharded_sampling", "skip_tokenizer_init", "use_ubatching"),
         *("requires_raw_input_tokens", "is_mm_prefix_lm", "disable_hybrid_kv_cache_manager", "is_moe"),
         "kv_cache_dtype",
+        "hf_text_config",
     )
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 2048, "offload_group_size": 0, "data_parallel_size": 1}
     runs = {"offload_backend": "auto", "use_v2_model_runner": True, "hf_config": KNOWN, "pipeline_parallel_size": 1}
@@ -163,7 +173,7 @@ def check_refused(engine: SimpleNamespace, message: str | None, **knobs) -> None
 
 def engines(target: bool, draft: bool) -> dict:
     """Return what is changed of two data-parallel engines, given whether target and draft have experts."""
-    draft_config = SimpleNamespace(is_moe=draft, hf_config=KNOWN)
+    draft_config = SimpleNamespace(is_moe=draft, hf_config=KNOWN, hf_text_config=None)
     return {
         "data_parallel_size": 2,
         "is_moe": target,
@@ -209,6 +219,14 @@ STAGES = {"pipeline_parallel_size": 2, "async_scheduling": True}
         ({}, UNKNOWN | {"is_mm_prefix_lm": True}, "OtherModel has no adapter, .*: tokens of an image see those behind"),
         ({}, UNKNOWN | MIXED, "OtherModel has no adapter, .*: its layers mix kinds of attention"),
         ({}, UNKNOWN | MIXED | {"disable_hybrid_kv_cache_manager": True}, None),
+        ({}, UNKNOWN | MIMO, "OtherModel has no adapter, .*: its layers mix kinds of attention"),
+        ({}, UNKNOWN | ALIKE, None),
+        *(
+            ({}, mixed, "drafts whose layers mix kinds of attention are not supported: qwen2-vl with .*; .* draft")
+            for mixed in (MIXED, MIMO)
+        ),
+        ({}, MIXED | {"disable_hybrid_kv_cache_manager": True}, None),
+        ({}, ALIKE, None),
         ({}, STAGES, None),
         (TREE, STAGES, "--pipeline-parallel-size: vLLM sends .* no tree's shape: draft chains"),
         ({"model": "self"}, STAGES, '--pipeline-parallel-size with "model": "self": .* name a draft model'),
@@ -245,7 +263,7 @@ def test_a_drafter_has_a_device_and_its_share_of_it(on_gpu, drafter, pool, messa
     [
         ({}, [(1, 2, 25), (3, 16, 4), (17, 32, 0)]),
         ({"num_speculative_tokens_per_batch_size": [[1, 8, 3]]}, [(1, 2, 3), (3, 16, 3), (17, 32, 0)]),
-        ({"draft": "chain", "num_speculative_tokens_per_batch_size": [[1, 8, 3], [20, 30, 0]]},
+        ({"draft": "chain", "draft_table": None, "num_speculative_tokens_per_batch_size": [[1, 8, 3], [20, 30, 0]]},
          [(1, 19, 3), (20, 30, 0)]),
     ],
 )  # fmt: skip
@@ -289,7 +307,7 @@ def test_what_the_target_cannot_be_read_as_is_refused_before_it_loads(whole, mon
         (trees, e5m2, "tree attention does not read fp8_e5m2 KV caches: use --kv-cache-dtype auto or fp8, or use"),
         (trees | {"kv_cache_dtype": "fp8_e5m2"}, fp32, "tree attention does not read fp8_e5m2"),
         ({}, e5m2, "attention guidance does not read fp8_e5m2"),
-        ({"model": "self", "kv_cache_dtype": "fp8"}, fp32, "kv_cache_dtype is a draft model's"),
+        ({"model": "self", "kv_cache_dtype": "fp8"}, fp32, "speculative config: kv_cache_dtype is a draft model's"),
     ):
         assert refusal(spec, whole, **overrides).startswith(message)
     # What is not read is no reason to refuse.
@@ -302,6 +320,134 @@ def test_what_the_target_cannot_be_read_as_is_refused_before_it_loads(whole, mon
     engine_args(spec={"pruner": "uniform", "guidance_layers": [99]}, **fp32).create_engine_config()
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     assert "Model Runner V2" in refusal(by=whole, **fp32)
+
+
+WRONG = [
+    *(
+        ({"method": name}, f"speculative config: unknown method '{name}' (did you mean 'vidspec'?)")
+        for name in ("vidspek", "vid-spec", "VidSpec", "vllm_vidspec", "video_spec")
+    ),
+    (
+        {"model": "models/draft"},
+        "cannot read the draft model 'models/draft': it is no folder here, and not in the Hugging",
+    ),
+    ({"model": "./models/draft"}, "the draft model's path does not exist: ./models/draft"),
+    ({"model": "~/draft"}, "the draft model's path does not exist: ~/draft (~ is not expanded)"),
+    ({"model": "/nonexistent"}, "the draft model's path does not exist: /nonexistent"),
+    ({"model": __file__}, f"the draft model's path is a file, and not a checkpoint's folder: {__file__}"),
+    ({"model": "Self"}, "speculative config: model: 'Self' (did you mean 'self'?)"),
+    ({"model": "self", "quantization": "fp8"}, "speculative config: quantization is a draft model's"),
+    ({"draft_table": [[1, 4, "chain", 4]]}, "speculative config: draft_table needs"),
+    ({"pruner": "SpecVLM"}, "speculative config: prune"),
+    ({"parallel": {"device": "gpu1"}}, "speculative config: parallel.device: expected cpu or cuda:N"),
+    (
+        {"parallel": "cuda:1"},
+        'speculative config: parallel: expected an object of fields, such as {"device": "cuda:1"}',
+    ),
+    ({"prune_ratio": 2, "pruner": "x", "scorer": "y", "foo": 1}, "speculative config: unknown key 'foo'; "),
+]
+
+
+@pytest.mark.parametrize(("spec", "message"), WRONG, ids=str)
+def test_a_wrong_input_is_one_line_before_anything_loads(whole, monkeypatch, spec, message):
+    """Catches: vLLM's own dump of its methods, a hint at the network for a path that is mistyped, a key without effect
+    that is accepted."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert refusal(spec, whole, dtype="float32").startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [({"method": None}, True), ({"method": "draft_model"}, False), ({}, False)],
+)
+def test_a_blind_draft_that_nobody_asked_for_is_told(whole, warned, monkeypatch, spec, named):
+    """Without a method vLLM drafts by itself. Catches: silence about a draft that sees no video; a refusal of it."""
+    args = engine_args(spec=spec, dtype="float32")
+    args.speculative_config = {key: value for key, value in args.speculative_config.items() if value is not None}
+    found = whole(args)
+    assert found.speculative_config.method == "draft_model"
+    assert [line.startswith("vidspec: no method is named") for line in warned] == [True] * named
+
+
+def test_other_methods_stay_vllms(whole):
+    """Catches: a method of vLLM's that is taken for ours, mistyped."""
+    theirs = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    args = engine_args(dtype="float32")
+    args.speculative_config = theirs
+    assert whole(args).speculative_config.method == "ngram"
+
+
+@pytest.fixture
+def commanded(whole):
+    """Return what parses a command line as `vllm serve` does and builds the configuration."""
+
+    def made(*words: str):
+        parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+        words = ("--model", pairs.checkpoint(FAMILY, "target"), "--dtype", "float32", *words)
+        return whole(AsyncEngineArgs.from_cli_args(parser.parse_args(list(words))))
+
+    return made
+
+
+def test_flags_go_through_vllms_parser(commanded):
+    """Catches: flags that vLLM's own parser refuses; a value that is given twice, of which one is dropped."""
+    draft = pairs.checkpoint(FAMILY, "draft")
+    flags = ("--spec-method", "vidspec", "--spec-model", draft, "--spec-tokens", "5")
+    for words in (flags, ("--speculative-config", '{"prune_ratio": 0.5}', *flags)):
+        config = commanded(*words)
+        ours = VidSpecConfig(**config.additional_config[METHOD])
+        assert (ours.model, ours.num_speculative_tokens) == (draft, 5)
+        assert ours.prune.ratio == (0.5 if words[0] == "--speculative-config" else 0.9)
+        assert config.speculative_config.method == "draft_model"
+    assert commanded("--spec-method", "ngram", "--spec-tokens", "2").speculative_config.method == "ngram"
+    for key, value in (("num_speculative_tokens", 4), ("num-speculative-tokens", 4), ("model", "self")):
+        with pytest.raises(VidSpecError, match=r"^--spec-(tokens|model) and .* are the same key: give one"):
+            commanded("--speculative-config", json.dumps({key: value}), *flags)
+
+
+KIMI = {
+    "model_type": "kimi_vl",
+    "architectures": ["KimiVLForConditionalGeneration"],
+    "vision_config": {"model_type": "moonvit"},
+    "text_config": {
+        "model_type": "deepseek_v3",
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+        "kv_lora_rank": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+    },
+}
+
+
+def test_a_target_with_mla_is_refused_before_it_loads(whole, tmp_path):
+    """Catches: a bare StopIteration after minutes of loading, of a target that caches no keys of heads."""
+    (tmp_path / "config.json").write_text(json.dumps(KIMI))
+    spec = {"method": "vidspec", "model": "self", "num_speculative_tokens": 3}
+    sizes = {"dtype": "float32", "max_model_len": 2048, "max_num_batched_tokens": 4096, "skip_tokenizer_init": True}
+    tree = {"draft": "tree-static", "num_speculative_tokens": 25, "pruner": "uniform"}
+    for more, line in (
+        ({}, "attention guidance reads the keys of heads, which a target with MLA does not cache: use a pruner that"),
+        (tree, "tree attention reads the keys of heads, which a target with MLA does not cache: use draft chain"),
+        ({"pruner": "uniform"}, None),
+    ):
+        args = EngineArgs(model=str(tmp_path), speculative_config=spec | more, **sizes)
+        with pytest.raises(VidSpecError, match=line) if line else contextlib.nullcontext():
+            whole(args)
+
+
+def test_a_target_without_layers_to_observe_is_one_line(monkeypatch):
+    """Catches: the same of a target that preflight does not know."""
+    monkeypatch.setattr(attention.kv_views, "attention_layers", lambda config: {})
+    config = SimpleNamespace(device_config=SimpleNamespace(device=torch.device("cpu")))
+    with pytest.raises(VidSpecError, match="attention guidance finds no attention layer of the target: use a pruner"):
+        attention.AttentionGuidance(make_knobs(), config, None, None)
 
 
 def test_bf16_on_a_cpu_with_amx_keeps_its_keys_readable(monkeypatch):

@@ -29,7 +29,7 @@ def make(*asking, drafted=(), salt=""):
     """Return a recorder of four rows, those of `asking` with requests that ask, the others with such that do not."""
     rows = RequestRows(4, CPU)
     rows.has_draft_np[list(drafted)] = True
-    recorder = RequestRecorder(rows, CPU)
+    recorder = RequestRecorder(rows, CPU, "qwen3-vl")
     for row in range(4):
         sampling = SimpleNamespace(extra_args={REQUEST_RECORD: True} if row in asking else None)
         recorder.add(NewRequest(f"r{row}", row, [], [], sampling, cache_salt=salt))
@@ -71,8 +71,8 @@ def test_what_the_draft_saw_is_told_once_and_bounded():
         recorder.pruned(row, units, kept, scores, is_borrowed=False)
     (found,) = recorder.publisher()().values()
     assert found["pruned"] == [
-        {"grid": [2, 1, 2, 0], "num_kept": 2, "kept": [0, 3], "scores": [64, 255, 0, 0]},
-        {"grid": [MAX_VISUAL_TOKENS, 1, 2, 0], "num_kept": 1, "kept": None, "scores": None},
+        {"family": "qwen3-vl", "grid": [2, 1, 2, 0], "num_kept": 2, "kept": [0, 3], "scores": [64, 255, 0, 0]},
+        {"family": "qwen3-vl", "grid": [MAX_VISUAL_TOKENS, 1, 2, 0], "num_kept": 1, "kept": None, "scores": None},
     ]
     assert "pruned" not in recorder.publisher()()["r1"]
 

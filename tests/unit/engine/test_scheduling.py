@@ -83,6 +83,7 @@ def test_speculation_is_switched_off_and_on(world, table):
         assert it.retune(num_speculative_tokens=most, prune_ratio=0.5) == {"prune_ratio": 0.5}
         assert it.scheduler.dynamic_sd_lookup == [min(most, number) for number in table or [K] * 9]
         assert it.file.value("speculation_on") == (most > 0)
+        assert it.side.in_force["num_speculative_tokens"] == most
     it.retune(num_speculative_tokens=None)
     assert it.scheduler.dynamic_sd_lookup == table
     with pytest.raises(ValueError, match="no"), it.side.retuned({"num_speculative_tokens": 0}):
@@ -106,6 +107,9 @@ def test_the_shape_changes_among_those_that_the_engine_drafts(world):
         assert it.retune(draft_shape=min(shapes), prune_ratio=0.5) == {"prune_ratio": 0.5}
         expected = tuple(option for option in every if option.shape in shapes | {"none"})
         assert it.side._control._controller.options == expected
+        assert (
+            it.side.in_force["draft_shape"] == min(shapes) and it.side.in_force["configured"]["draft_shape"] == "auto"
+        )
     for other, shape, line in (
         (it, "tree-adaptive", "draft_shape: auto, chain, tree-static while"),
         (it, [1], "draft_shape: auto, chain, tree-static while"),
@@ -157,6 +161,16 @@ def test_a_draft_that_fails_too_often_rests(world):
     assert table_after(2, seconds=1) is None, "two of the four were too long ago"
     assert table_after(1, seconds=1) == [0] * 9
     assert (it.file.value("cooldowns"), it.file.value("speculation_on")) == (1, 0)
+    assert it.file.value("cooling_down") == 1
+    assert it.side.in_force == {
+        "speculation": "cool-down",
+        "num_speculative_tokens": K,
+        "draft_shape": "chain",
+        "configured": {"num_speculative_tokens": K, "draft_shape": "chain"},
+    }
+    it.retune(num_speculative_tokens=0)
+    assert (it.file.value("cooling_down"), it.side.in_force["speculation"]) == (0, "operator"), "which lasts longer"
+    it.retune(num_speculative_tokens=None)
     assert table_after(5, seconds=29, num_drafts=0) == [0] * 9
     assert table_after(0, seconds=2, num_drafts=0) is None and it.file.value("speculation_on") == 1
     assert table_after(2, seconds=1) is None

@@ -3,18 +3,51 @@
 import os
 import sys
 from collections.abc import Callable
+from typing import get_args
 
+from vllm_vidspec.config import METHOD
 from vllm_vidspec.engine.compat.api import is_ours
 from vllm_vidspec.engine.compat.contract import wrap
 from vllm_vidspec.errors import VidSpecError
 
 
-def hook_engine_config(translate: Callable, finish: Callable) -> None:
+def methods() -> set[str]:
+    """Return the speculative methods that vLLM's own configuration takes."""
+    from vllm.config.speculative import SpeculativeMethod
+
+    found, left = set(), [SpeculativeMethod]
+    while left:
+        one = left.pop()
+        found |= {one} if isinstance(one, str) else set()
+        left += get_args(one)
+    return found
+
+
+def allow_method_flag() -> None:
+    """Let vLLM's parsers take our method after `--spec-method`.
+
+    Why: the flag's choices are those of vLLM's own methods, and its parser ends the command before `EngineArgs` exist.
+    vLLM loads plugins before it adds its server's arguments. Until vLLM lets plugins name a speculative method.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    def with_ours(original, parser):
+        parser = original(parser)
+        (flag,) = (action for action in parser._actions if "--spec-method" in action.option_strings)
+        if flag.choices is not None and METHOD not in flag.choices:
+            flag.choices = [*flag.choices, METHOD]
+        return parser
+
+    wrap(EngineArgs, "add_cli_args", with_ours, "parser")
+
+
+def hook_engine_config(translate: Callable, finish: Callable, warn_unnamed: Callable) -> None:
     """Wrap `EngineArgs.create_engine_config`.
 
     Why: vLLM knows no third-party speculative methods, and `worker_cls` is read before `create_speculative_config`
     runs, so this is the first place where "vidspec" can become something that vLLM understands. `translate` makes a
-    `VidSpecConfig` of `EngineArgs`, which it rewrites, or None; `finish` checks what vLLM built.
+    `VidSpecConfig` of `EngineArgs`, which it rewrites, or None; `finish` checks what vLLM built; `warn_unnamed` looks
+    at it where nobody named a method.
     """
     from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -25,12 +58,15 @@ def hook_engine_config(translate: Callable, finish: Callable) -> None:
         nonlocal ours
         config = translate(self)
         ours = config is not None
+        is_named = ours or self.spec_method or "method" in (self.speculative_config or {})
         try:
             vllm_config = original(self, *args, **kwargs)
         finally:
             ours = False
         if config is not None:
             finish(vllm_config, config)
+        elif not is_named:
+            warn_unnamed(vllm_config)
         return vllm_config
 
     def unless_ours(original, self):

@@ -8,7 +8,7 @@ from vllm_vidspec.config import METHOD, REQUEST_RECORD
 from vllm_vidspec.engine.compat.contract import wrap
 from vllm_vidspec.metrics.counts import Changes
 
-RETUNE = "vidspec_retune"  # the workers' method that changes knobs
+KNOBS, RETUNE = "vidspec_knobs", "vidspec_retune"  # the workers' methods that tell and change knobs
 # With a new request travel its salt and whether it is drafted for, with a step its `Decision`, with its output `Told`.
 _SALT, _IS_SHOWN, _DECISION, _TOLD = (f"_vidspec_{what}" for what in ("cache_salt", "is_shown", "decision", "told"))
 
@@ -45,8 +45,8 @@ def hook_scheduler(attach: Callable) -> None:
     `attach`, of the scheduler and the VllmConfig, returns what has `add(request)`, called before a new request is
     queued, `is_shown(request)` when it is first scheduled, `plan(scheduler_output)` before the scheduler goes on from a
     step's plan, which returns the `Decision` of what is drafted, `has_drafts`, whether that was anything lately,
-    `observe(scheduler_output, output)` after each step, `close()`, and `retuned(knobs)`, entered around the workers'
-    change of what it yields.
+    `observe(scheduler_output, output)` after each step, `close()`, `retuned(knobs)`, entered around the workers' change
+    of what it yields, and `in_force`, what it tells of the knobs beside the workers.
     """
     from vllm.v1.core.sched import output
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -135,6 +135,8 @@ class _Patches:
     def collective_rpc(original, core, method, timeout=None, args=(), kwargs=None):
         # While an engine core starts it has no scheduler yet.
         side = getattr(getattr(core, "scheduler", None), "_vidspec_side", None)
+        if method == KNOBS and side is not None:
+            return [{**knobs, **side.in_force} for knobs in original(core, method, timeout, args, kwargs)]
         if method != RETUNE or side is None or not args:
             return original(core, method, timeout, args, kwargs)
         with side.retuned(args[0]) as left:

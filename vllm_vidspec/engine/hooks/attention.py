@@ -83,6 +83,8 @@ class AttentionGuidance(Guidance):
     def __init__(self, knobs: Knobs, vllm_config: Any, counters: Counters, agreement: Agreement):
         super().__init__(knobs, counters, vllm_config.device_config.device, agreement)
         layers = {extract_layer_index(name): layer for name, layer in kv_views.attention_layers(vllm_config).items()}
+        if not layers:
+            raise VidSpecError(f"{READER.what} finds no attention layer of the target: {READER.way_out}")
         # Rank-local heads, and how many of them all ranks have together.
         self._num_heads = next(iter(layers.values())).impl.num_heads * get_tensor_model_parallel_world_size()
         self.attention = layers

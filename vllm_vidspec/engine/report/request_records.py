@@ -26,8 +26,8 @@ _NUM_PRIMING = 8  # tokens of the prompt's end that say how the first piece of t
 class RequestRecorder:
     """The worker's side: what its steps do for the requests that ask. A `RowTable`; without any it does nothing."""
 
-    def __init__(self, requests: RequestRows, device: torch.device):
-        self._requests, self._on_gpu = requests, device.type == "cuda"
+    def __init__(self, requests: RequestRows, device: torch.device, family: str):
+        self._requests, self._on_gpu, self._family = requests, device.type == "cuda", family
         self._asking: dict[int, str] = {}  # request id by persistent row
         self._unsalted: set[int] = set()  # rows whose requests share what is cached with everybody
         # Of the step in flight: requests by place in a slice, drafts of each, and copies of what was accepted.
@@ -79,7 +79,7 @@ class RequestRecorder:
             each = scores or [None] * len(units)
             is_told = not (is_borrowed and req_state_idx in self._unsalted)
             found = [_shown(unit, unit.merged(kept), score, is_told) for unit, score in zip(units, each, strict=True)]
-            self._pruned[req_id] = found
+            self._pruned[req_id] = [{"family": self._family, **one} for one in found]
 
     def publisher(self) -> Callable[[], dict[str, dict[str, Any]]] | None:
         """Return what makes the step's records by request id, once the device is done with it; None if nobody asks."""
