@@ -22,7 +22,8 @@ from vidspec_tools.bench import ratios
 from vidspec_tools.bench.methods import parallel_window
 from vidspec_tools.bench.session import BenchSession
 from vidspec_tools.bench.trials import cores
-from vidspec_tools.pages.long_videos import NAMES, draw, mean_length
+from vidspec_tools.pages.long_videos import draw
+from vidspec_tools.pages.pruners import NAMES, mean_length
 from vidspec_tools.pages.tables import RESULTS
 from vllm_vidspec import assets
 from vllm_vidspec.tools import pairs

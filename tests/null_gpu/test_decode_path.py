@@ -42,10 +42,12 @@ def measured(request, tmp_path_factory):
     parts = [part for part in (*singles, double, *whole) if part]
     with ThreadPoolExecutor(1 if target else 2) as pool:
         folders = [tmp_path_factory.mktemp("null_gpu") for _ in parts]
-        shown = request.config.pluginmanager.get_plugin("terminalreporter").write_line
-        shown(f"\n{sum(map(len, parts))} engine cases run first, two at a time; of each a line as it ends")
-        for found in pool.map(lambda *part: run(*part, shown), folders, parts):
-            rows += found
+        plugins = request.config.pluginmanager
+        shown = plugins.get_plugin("terminalreporter").write_line
+        with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
+            shown(f"\n{sum(map(len, parts))} engine cases run first, two at a time; of each a line as it ends")
+            for found in pool.map(lambda *part: run(*part, shown), folders, parts):
+                rows += found
     timed = {row["name"]: row for row in rows if not row["error"] and row["host_ms"]}
     beside = {name: timed.get(CASES[name].vanilla if CASES[name].spec is not None else name) for name in timed}
     found = [report.summary(row, beside[name]) for name, row in timed.items() if beside[name] is not None]

@@ -5,14 +5,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from vidspec_tools.pages import configuration, long_videos, never_slower, reliability, results
+from vidspec_tools.pages import configuration, long_videos, never_slower, pruners, reliability, results
 from vidspec_tools.pages.tables import DOCS, RESULTS, ROOT, written
 
 
 def pages() -> Iterator[tuple[Path, str]]:
     """Yield each page that has generated text, and what it should hold."""
     sections: dict[str, Callable[[], str]] = {}
-    for module in (results, reliability, long_videos, never_slower):
+    for module in (results, reliability, long_videos, pruners, never_slower):
         sections |= module.sections()
     names = ("paper-tables", "reliability", "coexistence", "long-videos", "never-slower")
     for path in (ROOT / "README.md", RESULTS / "README.md", *(DOCS / f"{name}.md" for name in names)):

@@ -6,41 +6,20 @@ from functools import partial
 from typing import Any
 
 from vidspec_tools.bench.quality import setting_name
+from vidspec_tools.pages.pruners import KEPT, NAME, mean_length, today, with_interval
 from vidspec_tools.pages.tables import Row, markdown, origin, read, recorded, table
-from vllm_vidspec import assets
 
-NAME = "long-videos"
-NAMES = dict(zip(assets.LONG_PAIRS, (NAME, f"{NAME}-llava"), strict=True))  # of results, by pair
-NAMES |= {family: f"pruners-{family}" for family in (*assets.FAMILIES, assets.PLAIN)}
-KEPT = 0.9  # the share dropped of the tables
 SEEN = {"whole": "whole video", "pruned": "10 %", "sized": "10 %, pool sized for it", "specvlm": "10 %, `specvlm`"}
 SEEN |= {"vanilla": "(vanilla)", "blind": "no video", "uniform": "10 %, `uniform`"}
 PARTS = ("target attention", "target", "draft attention", "draft", "vidspec", "vLLM")
 
 
-def mean_length(requests: list[Row], kind: str | None = None) -> float:
-    """Return output tokens per verify step, over the requests of one kind of question or all."""
-    chosen = [one for one in requests if kind in (None, one["kind"])]
-    drafts = sum(one["drafts"] for one in chosen)
-    return 1 + sum(one["accepted"] for one in chosen) / drafts if drafts else float("nan")
-
-
-def by_length(found: dict[str, Any]) -> str:
-    """Return tokens per verify step at each length: whole video, KEPT dropped by each pruner, no video."""
-    names = _settings(found)
-    heads = ["video tokens", *(_words(name) for name in names), "identical to vanilla"]
-    rows = []
-    for tokens, points in sorted(found.items(), key=lambda point: int(point[0])):
-        shown = [f"{mean_length(points[name]):.2f}" if name in points else "-" for name in names]
-        rows.append([f"{int(tokens):,}", *shown, _identical(points)])
-    return markdown(heads, rows, words=0)
-
-
 def by_share(found: dict[str, Any]) -> str:
     """Return tokens per verify step by share dropped, of the longest videos that were measured at several shares."""
     tokens, points = _most_shares(found)
-    pruners = sorted({name.split()[0] for name in points if " " in name})
     shares = sorted({float(name.split()[1]) for name in points if " " in name})
+    names = {name.split()[0] for name in points if " " in name}
+    pruners = [one for one in sorted(names) if all(f"{one} {share:g}" in points for share in shares)]
     rows = [
         [f"{100 * share:g} %", *(f"{mean_length(points[f'{one} {share:g}']):.2f}" for one in pruners)]
         for share in shares
@@ -88,10 +67,10 @@ def first_tokens(found: dict[str, Any]) -> str:
 
 def in_short(found: dict[str, Any], timed: dict[str, Any]) -> str:
     """Return what README.md shows: tokens per step by length, and decode speed over vanilla where it was measured."""
-    lengths = sorted(found, key=int)
+    lengths = list(found)
 
     def accepted(name: str) -> list[str]:
-        return [f"{mean_length(found[tokens][name]):.2f}" for tokens in lengths]
+        return [with_interval(found[tokens][name]) for tokens in lengths]
 
     def decoded(pads: int, name: str) -> list[str]:
         rows = [timed.get(f"{tokens} {pads}", {"engines": {}})["engines"].get(name) for tokens in lengths]
@@ -101,6 +80,7 @@ def in_short(found: dict[str, Any], timed: dict[str, Any]) -> str:
     lines = [
         ["tokens per verify step, draft sees the whole video", *accepted("whole")],
         [f"the same, {pruned}", *accepted(f"specvlm {KEPT:g}")],
+        ["the same, draft sees 10 %, evenly spread (`uniform`)", *accepted(f"uniform {KEPT:g}")],
         ["the same, draft sees no video", *accepted("blind")],
         ["decode speed over vanilla, target padded to nine drafts, draft sees the whole video", *decoded(9, "whole")],
         ["the same, draft sees 10 %", *decoded(9, "specvlm")],
@@ -108,12 +88,6 @@ def in_short(found: dict[str, Any], timed: dict[str, Any]) -> str:
         ["answers identical to vanilla vLLM's", *(_identical(found[tokens]) for tokens in lengths)],
     ]
     return markdown(["video tokens", *(f"{int(tokens):,}" for tokens in lengths)], lines)
-
-
-def acceptance(name: str) -> str:
-    """Return the table of a pair's tokens per verify step by length."""
-    result = read(name)
-    return f"{by_length(result['acceptance'])}\n\n{origin(result)}"
 
 
 # ---- memory, steps, the relevance score, real footage ----------------------------------------------------------------
@@ -254,14 +228,9 @@ def sections() -> dict[str, Callable[[], str]]:
     if not recorded(NAME):
         return {}
     result = read(NAME)
-    found, timed = result["acceptance"], result["speed"]
+    found, timed = today(result["acceptance"]), result["speed"]
     return {
         "figure": lambda: in_short(found, timed),
-        **{
-            f"long-acceptance{name.removeprefix(NAME)}": partial(acceptance, name)
-            for name in NAMES.values()
-            if recorded(name)
-        },
         "long-shares": lambda: by_share(found),
         "long-questions": lambda: by_question(found),
         "long-speed": lambda: speed(timed),
@@ -274,7 +243,7 @@ def draw(path: str) -> None:
     """Draw tokens per verify step by length and by share dropped."""
     from vidspec_tools.views import figures
 
-    found = read(NAME)["acceptance"]
+    found = today(read(NAME)["acceptance"])
     lengths, (tokens, longest) = sorted(map(int, found)), _most_shares(found)
     styles = {"whole": ("#000000", "o"), "blind": ("#777777", "P"), "specvlm": ("#882255", "o"), "uv": ("#AA4499", "^")}
     styles |= {"uniform": ("#332288", "D"), "random": ("#88CCEE", "v")}
@@ -290,7 +259,7 @@ def draw(path: str) -> None:
         shares = sorted({float(name.split()[1]) for name in longest if " " in name})
         by_pruner: dict[str, dict[float, float]] = {}
         for name, requests in longest.items():
-            if " " in name:
+            if name.count(" ") == 1:
                 by_pruner.setdefault(name.split()[0], {})[float(name.split()[1])] = mean_length(requests)
         figures.lines(panels[0, 1], shares, {name: (styles[name], points) for name, points in by_pruner.items()})
         panels[0, 1].set(xlabel=f"share dropped, of {int(tokens):,} tokens")

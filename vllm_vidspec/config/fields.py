@@ -79,8 +79,9 @@ class PruneKnobs(Group):
     pruner: str = "specvlm"
     """Which tokens stay: `none`, `specvlm`, `attention`, `uv`, `uniform`, `random`, `window:front`, `window:middle`,
     `window:end`, `frame`, `fastvid`, `dycoke`. `specvlm` and `attention` follow the target's attention, `uv` its hidden
-    states; the others look at neither. `none` keeps everything and ignores the ratios; `window` is short for
-    `window:middle`. `auto` tries several on live requests and learns which serves best."""
+    states; the others look at neither. `uniform`, and what `specvlm` spreads, are even over rows, columns and frames;
+    `uniform:stride` and `specvlm:stride` step through the tokens in order, as SpecVLM's code does. `none` keeps
+    everything and ignores the ratios; `window` is short for `window:middle`. `auto` tries several on live requests and learns which serves best."""
     auto_pruners: tuple[str, ...] = ("specvlm", "attention", "uv", "uniform")
     """`auto`: the pruners to choose from. The target's attention or hidden states are observed for the requests whose
     pruner needs them."""
@@ -91,7 +92,8 @@ class PruneKnobs(Group):
     a calibration file too, which names the pruner and the ratio that were best. Default: nothing is kept."""
     lambda_r: float = Field(default=0.4, ge=0.0, le=1.0)
     """`specvlm`: share of the attention whose tokens are kept outright; the rest of the budget is spread evenly over
-    the others."""
+    the others. SpecVLM sets 0.4 for LLaVA-OneVision and 0.5 for Qwen2.5-VL by calibration, its released code 0.4 for
+    both; the default is 0.4 for every family."""
     guidance_layers: Literal["all"] | tuple[Annotated[int, Field(ge=0)], ...] = "all"
     """`specvlm`, `attention`: the target's layers whose attention is summed, counted from 0."""
     uv_layer: int | None = Field(default=None, ge=1)
@@ -106,7 +108,7 @@ class PruneKnobs(Group):
         default="original", json_schema_extra={"instruments": ["compacted"]}
     )
     """Positions of the draft's tokens: `original` keeps each kept token's position in the full prompt; `compacted`
-    numbers the kept tokens anew."""
+    numbers the kept tokens anew, as SpecVLM's code does, and is accepted less on every pair measured here."""
 
     @field_validator("pruner")
     @classmethod

@@ -1,4 +1,4 @@
-"""Every pruner by its name in the configuration: grid, scores or features -> kept_indices (METHODS 1). Pure torch."""
+"""Every pruner by its name in the configuration: grid, scores or features -> kept_indices. Pure torch."""
 
 import torch
 from torch import Tensor
