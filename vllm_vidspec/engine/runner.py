@@ -196,6 +196,10 @@ class VidSpecModelRunner(GPUModelRunner):
         self.rejection_sampler.begin(VerifyStep(hidden_states))
         output, num_sampled, num_rejected = super().sample(hidden_states, input_batch, grammar_output)
         self.rejection_sampler.end()
+        nans = output.num_nans
+        if nans is not None and len(nans) > input_batch.num_reqs:  # of each row: vLLM takes row i's for request i's
+            bounds = input_batch.cu_num_logits.long()
+            output.num_nans = torch.nn.functional.pad(nans.cumsum(0), (1, 0))[bounds].diff()
         if self.trees is not None:
             self.trees.compact()  # before anything counts the accepted tokens as computed
         return output, num_sampled, num_rejected
