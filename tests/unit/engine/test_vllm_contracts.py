@@ -49,6 +49,11 @@ vllm.v1.engine.output_processor:RequestState.make_request_output self new_token_
 vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.create_chat_completion self request raw_request
 vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.create_completion self request raw_request
 vllm.entrypoints.openai.responses.serving:OpenAIServingResponses.create_responses self request raw_request
+vllm.entrypoints.openai.chat_completion.batch_serving:OpenAIServingChatBatch.create_batch_chat_completion self request
+    raw_request
+vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens.serve_tokens self request raw_request
+vllm.entrypoints.generate.generative_scoring.serving:ServingGenerativeScoring.create_generative_scoring self request
+    raw_request
 # The worker and the runner
 vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context self tag
 # The scheduler
