@@ -93,7 +93,7 @@ def test_every_request_counts_as_something():
     """
     text, long = (
         ({"prompt": pairs.media_prompt(LLAVA, question)["prompt"]}, {"temperature": 0.0, "ignore_eos": True})
-        for question in ("describe the video", QUESTION)
+        for question in ("describe the video", QUESTION * 4)
     )
 
     def with_tokens(request, num_tokens, **more):
