@@ -110,7 +110,7 @@ def test_every_request_counts_as_something():
 
         engine.generate([with_tokens(long, 2), with_tokens(long, 3), with_tokens(text, 1)])
         assert ended() == {"undrafted_short": 3}
-        engine.generate([with_tokens(text, 12), with_tokens(text, 9, n=2), *harness.videos(LLAVA, 1)])
+        engine.generate([with_tokens(text, 12), with_tokens(text, 9, n=2, temperature=1.0), *harness.videos(LLAVA, 1)])
         assert ended() == {"undrafted_short": 3, "drafted_requests": 4}
         engine.begin([with_tokens(text, 60)], steps=9)
         engine.scheduler.reset_prefix_cache(reset_running_requests=True)
