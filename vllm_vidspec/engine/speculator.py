@@ -102,7 +102,7 @@ class Speculator(BaseSpeculator):
             return self.backend.dummy_run(input_batch.num_reqs, is_profile)
         plan = self._knobs.current.plan_for(input_batch.num_reqs)
         step = Step.of(input_batch, num_sampled, plan, self.decision, num_speculative_tokens)
-        self._undrafted = step.is_undrafted, self.decision
+        self._undrafted = not step.plan.num_tokens, self.decision
         self.backend.roll_back(step)
         self._admit(step)
         self.backend.prefill(step)
