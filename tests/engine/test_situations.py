@@ -129,7 +129,7 @@ def test_every_request_counts_as_something():
 def test_requests_of_a_policy_that_rests_count_as_resting():
     """A draft that never pays. Catches: requests that are shown, and read never, because nothing is drafted."""
     text = pairs.media_prompt(LLAVA, "describe the video")
-    with harness.engine(LLAVA, "target", NO_CACHE, pruner="none") as engine:
+    with harness.engine(LLAVA, "target", NO_CACHE, pruner="none", adaptive_tokens=True) as engine:
         control = engine.scheduler._vidspec_side._control
         with mock.patch.object(control._controller, "decide", lambda req_ids, most: REST_DECISION):
             _, counted = engine.measured([(text, {"max_tokens": 9, "ignore_eos": True})] * 5)
