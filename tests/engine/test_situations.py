@@ -6,15 +6,28 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine import harness
-from tests.engine.conftest import SCENARIOS
-from tests.engine.harness import LLAVA, QWEN, assert_all_stands, assert_begins, skipped, token_ids
+from tests.engine.conftest import QUESTION, SCENARIOS
+from tests.engine.harness import (
+    FIXED_DRAFTS,
+    LLAVA,
+    NO_CACHE,
+    QWEN,
+    assert_all_stands,
+    assert_begins,
+    skipped,
+    token_ids,
+)  # fmt: skip
 from vllm_vidspec import metrics
+from vllm_vidspec.adapt import REST, Decision
 from vllm_vidspec.engine.speculator import Speculator
 from vllm_vidspec.tools import pairs
 
 pytestmark = pytest.mark.engine
+
+REST_DECISION = Decision(REST, frozenset(), 1, False)
 
 
 def test_who_rests_misses_nothing(reference):
@@ -64,6 +77,66 @@ def test_steps_for_which_no_drafts_are_asked(reference):
     assert ids and token_ids(outputs) == token_ids(reference(QWEN, "videos"))
     assert counted["undrafted_steps"] == 0
     assert_all_stands(counted)
+
+
+def _fates(counted: dict[str, int]) -> dict[str, int]:
+    """Return how many requests have ended as what."""
+    names = ("drafted_requests", *(f"undrafted_{reason}" for reason in metrics.UNDRAFTED_REASONS))
+    return {name: counted[name] for name in names} | skipped(counted)
+
+
+def test_every_request_counts_as_something():
+    """Answers that end before the draft has read a prompt, 64 tokens a step; of one token; of several for one prompt;
+    one that is aborted; grammars beside trees; drafts that are switched off; all that could, paused by the policy.
+
+    Catches: a request that is drafted for never, and counted nowhere; one that counts twice, for a preemption too.
+    """
+    text, long = (
+        ({"prompt": pairs.media_prompt(LLAVA, question)["prompt"]}, {"temperature": 0.0, "ignore_eos": True})
+        for question in ("describe the video", QUESTION * 4)
+    )
+
+    def with_tokens(request, num_tokens, **more):
+        return request[0], {**request[1], "max_tokens": num_tokens, **more}
+
+    overrides = {"max_num_batched_tokens": 64, "max_num_seqs": 8, **NO_CACHE}
+    with harness.engine(LLAVA, "draft", overrides, drafting="tree-static", **FIXED_DRAFTS) as engine:
+        before = engine.counters()
+
+        def ended():
+            engine.core.step()  # vLLM tells of the last one's end with the next step
+            gained = metrics.difference(before, engine.counters())
+            return {name: count for name, count in _fates(gained).items() if count}
+
+        engine.generate([with_tokens(long, 2), with_tokens(long, 3), with_tokens(text, 1)])
+        assert ended() == {"undrafted_short": 3}
+        engine.generate([with_tokens(text, 12), with_tokens(text, 9, n=2, temperature=1.0), *harness.videos(LLAVA, 1)])
+        assert ended() == {"undrafted_short": 3, "drafted_requests": 4}
+        engine.begin([with_tokens(text, 60)], steps=9)
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.begin([], steps=9)
+        engine.abort()
+        assert ended() == {"undrafted_short": 3, "drafted_requests": 5}
+        grammar = StructuredOutputsParams(choice=["describe", "video"])
+        engine.generate([with_tokens(text, 9, ignore_eos=False, structured_outputs=grammar)])
+        assert ended() == {"undrafted_short": 3, "drafted_requests": 5, "structured": 1}
+        with engine.scheduler._vidspec_side.retuned({"num_speculative_tokens": 0}):
+            pass
+        engine.generate([with_tokens(text, 9)] * 2)
+        assert ended() == {"undrafted_short": 3, "drafted_requests": 5, "structured": 1, "undrafted_resting": 2}
+
+
+def test_requests_of_a_policy_that_rests_count_as_resting():
+    """A draft that never pays. Catches: requests that are shown, and read never, because nothing is drafted."""
+    text = pairs.media_prompt(LLAVA, "describe the video")
+    with harness.engine(LLAVA, "target", NO_CACHE, pruner="none", adaptive_tokens=True) as engine:
+        control = engine.scheduler._vidspec_side._control
+        with mock.patch.object(control._controller, "decide", lambda req_ids, most: REST_DECISION):
+            _, counted = engine.measured([(text, {"max_tokens": 9, "ignore_eos": True})] * 5)
+            engine.core.step()
+        counted = engine.counters()
+    assert {name: count for name, count in _fates(counted).items() if count} == {"undrafted_resting": 5}
+    assert counted["prompts"] == 0
 
 
 def test_full_pool_means_fewer_drafts_not_other_answers(reference):

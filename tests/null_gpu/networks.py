@@ -168,7 +168,7 @@ class FakeSampler:
         self.logits_processors = [bias, penalties, bad_words]
         self._world = world
 
-    def get_logprobs_dims(self, rows_np: np.ndarray, include_token_ids: bool) -> None:
+    def get_logprobs_dims(self, idx_mapping_np: np.ndarray, include_token_ids: bool = True) -> None:
         return None
 
     def apply_sampling_params(self, logits, rows, idx_mapping, rows_np, pos, input_ids, local_pos, bound_np):

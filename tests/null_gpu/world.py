@@ -145,7 +145,7 @@ class World:
 
     def end(self, row: int) -> None:
         self.requests.remove(row)
-        self.counters.end_requests([str(row)])
+        self.counters.end_requests([str(row)], lambda req_id: False)
 
     # ---- the drafter -----------------------------------------------------------------------------------------------
 

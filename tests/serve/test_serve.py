@@ -53,6 +53,7 @@ def server(tmp_path_factory):
     # Strict, unless a request asks for less.
     loose = {"request_scorers": ["strict", "loose"], "lambda_max": 0.9, "request_records": True}
     args = pairs.serve_args(FAMILY, "draft", port=port, overrides=overrides, on_draft_error="raise", **loose)
+    args.append("--enable-scale-out")  # or there is no endpoint of tokens
     folder = tmp_path_factory.mktemp("serve")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
@@ -174,6 +175,53 @@ def test_a_request_that_asks_for_too_much_is_a_400(server, wrong, tmp_path):
         assert "\n" not in message and len(message) < 200
     # Catches: a refused video that the front end believes the engine to hold.
     assert _post(server, video).status_code == 200
+
+
+_SAID = [{"role": "user", "content": "hello"}]
+_SHORT = {"max_tokens": 4, "temperature": 0}
+# Bodies of every endpoint that puts a text of its client's to the engine.
+ENDPOINTS = {
+    "/v1/chat/completions": {"messages": _SAID, **_SHORT},
+    "/v1/chat/completions/batch": {"messages": [_SAID], **_SHORT},
+    "/v1/completions": {"prompt": "hello", **_SHORT},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 4, "store": False},
+    "/v1/messages": {"messages": _SAID, **_SHORT},
+    "/invocations": {"messages": _SAID, **_SHORT},
+    "/inference/v1/generate": {"token_ids": [5, 6, 7], "sampling_params": _SHORT},
+    "/generative_scoring": {"query": "hello", "items": ["a", "b"], "label_token_ids": [5, 6]},
+}
+# These put nothing to the engine, or change it.
+NO_ANSWERS = re.compile(
+    r"/(de)?tokenize|.*/(de)?render.*|.*count_tokens|/ping|/pause|/resume|.*lora.*|.*scal.*|.*profile.*|/load|/v1/vidspec.*|"
+    r"/(un)?sleep.*|.*weight.*|.*/abort_requests|.*/cancel|/v1/systemone|/fault_tolerance.*|/vidspec.*"
+)
+
+
+def _within(body: dict, **args) -> dict:
+    """Return where a client of an endpoint hands arguments to vLLM's sampler."""
+    if "sampling_params" in body:
+        return {"sampling_params": {**body["sampling_params"], "extra_args": args}}
+    return {"vllm_xargs": args}
+
+
+def test_every_endpoint_refuses_what_another_refuses(server):
+    """Beside the other fields, and where a client may hand arguments to vLLM's sampler. Catches: an endpoint that drops
+    a choice and answers, one that nobody has looked at, an internal key that is refused or listened to.
+    """
+    paths = httpx.get(f"{server.base_url}/openapi.json", timeout=120).json()["paths"]
+    posts = {path for path, methods in paths.items() if "post" in methods and not NO_ANSWERS.fullmatch(path)}
+    assert posts == set(ENDPOINTS)
+    lines: dict[str, set[str]] = {}
+    for path, body in ENDPOINTS.items():
+        wrong = ({"vidspec_scorer": "lose"}, {"vidspec_lambda": False}, {"vidspec_calls_tools": True})
+        for fields in (more for one in wrong for more in (one, _within(body, **one))):
+            answer = httpx.post(server.base_url + path, json={"model": "target", **body, **fields}, timeout=120)
+            assert answer.status_code == 400, (path, fields, answer.text)
+            lines.setdefault(re.search("vidspec_[a-z_]+", str(fields))[0], set()).add(answer.json()["error"]["message"])
+        for fields in ({"vidspec_scorer": "strict"}, _within(body, _vidspec_way=7, vidspec_scorer="loose")):
+            answer = httpx.post(server.base_url + path, json={"model": "target", **body, **fields}, timeout=120)
+            assert answer.status_code == 200, (path, fields, answer.text)
+    assert {name: len(found) for name, found in lines.items()} == dict.fromkeys(lines, 1)
 
 
 def test_an_aborted_request_gives_its_blocks_back(server):

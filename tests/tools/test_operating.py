@@ -101,6 +101,7 @@ LEFT_OUT = {
         *("streams_to_come_total", "class_shown_requests_total", "released_resting_total", "stream_tokens_total"),
         *("reused_guidance_total", "relevance_prompts_total", "relevance_tokens_total", "relevance_reused_total"),
     ),
+    "their sum is vLLM's own, of the requests that have ended": ("drafted_requests_total", "undrafted_requests_total"),
     "`vidspec status` divides them by class": ("class_verify_steps_total", "class_verify_tokens_total"),
     "for benchmarks, or of the last step alone": ("draft_forwards_total", "tokens_in_use", "text_tokens_total"),
     "a constant of the models": (

@@ -66,6 +66,7 @@ class VidSpecModelRunner(GPUModelRunner):
         config = self.knobs.current
         if config.is_parallel and self.agreement.is_first:  # the drafter loads while the target does
             sizes = sizes_of(config, self.max_num_reqs, self.max_model_len, len(metrics.NAMES))
+            launch.fetch_weights(self.vllm_config)
             packed = launch.pack_config(self.vllm_config, config)
             self.drafter_client = DrafterClient(packed, config, sizes, self.vocab_size)
             self.drafter_client.start()
@@ -149,8 +150,12 @@ class VidSpecModelRunner(GPUModelRunner):
     def finish_requests(self, scheduler_output) -> None:
         super().finish_requests(scheduler_output)
         if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
-            self.counters.end_requests(scheduler_output.finished_req_ids)  # without those that are preempted
+            # Without those that are preempted.
+            self.counters.end_requests(scheduler_output.finished_req_ids, self._let_rest)
             self._publish_active()
+
+    def _let_rest(self, req_id: str) -> bool:
+        return self._was_at_rest or self.speculator.let_rest(req_id)
 
     def _publish_active(self) -> None:
         """Show what running requests hold; vLLM makes a step of its own for the last one's end."""
@@ -197,6 +202,10 @@ class VidSpecModelRunner(GPUModelRunner):
         self.rejection_sampler.begin(VerifyStep(hidden_states))
         output, num_sampled, num_rejected = super().sample(hidden_states, input_batch, grammar_output)
         self.rejection_sampler.end()
+        nans = output.num_nans
+        if nans is not None and len(nans) > input_batch.num_reqs:  # of each row: vLLM takes row i's for request i's
+            bounds = input_batch.cu_num_logits.long()
+            output.num_nans = torch.nn.functional.pad(nans.cumsum(0), (1, 0))[bounds].diff()
         if self.trees is not None:
             self.trees.compact()  # before anything counts the accepted tokens as computed
         return output, num_sampled, num_rejected
@@ -218,6 +227,7 @@ class VidSpecModelRunner(GPUModelRunner):
         else:
             verified = self._verified()  # until `propose` puts the next drafts in their place
             output = super().sample_tokens(grammar_output)
+            self.counters.drafted(self.requests.in_flight)
         self.counters.flush()
         publish, carried = self.counters.publisher(), self.counters.carried()
         report = None if self.speculator.decision is None else self._report(verified)

@@ -25,11 +25,10 @@ from vllm_vidspec.engine.compat import scheduler as compat
 from vllm_vidspec.engine.control import SchedulerControl
 from vllm_vidspec.errors import VidSpecError, quoted
 from vllm_vidspec.metrics.files import open_for
+from vllm_vidspec.scoring.choices import WAY
 
 logger = init_logger("vllm.vidspec")
 
-# In `extra_args` of a request on its way to the workers; a client's own value is overwritten or ignored.
-_WAY = "_vidspec_way"
 _SAVE_EVERY = 64  # requests between two saves
 LIMIT, SHAPE = HERE = ("num_speculative_tokens", "draft_shape")  # knobs that are changed here and not in the workers
 _UNDER_WAY = 16  # steps at the same time, at most: pipeline stages
@@ -38,8 +37,18 @@ _POLL_S = 0.2  # between two readings of the worker's counters
 
 def way_of(sampling: Any) -> int:
     """Return by which of `PruneKnobs.variants` a request is pruned, given its `SamplingParams`."""
-    way = (getattr(sampling, "extra_args", None) or {}).get(_WAY, 0)
+    way = (getattr(sampling, "extra_args", None) or {}).get(WAY, 0)
     return way if isinstance(way, int) else 0
+
+
+def _give_way(request: Any, **way: int) -> None:
+    """Let a request's parameters say this way alone, or none, whatever its client has put there."""
+    params = request.sampling_params
+    if params is None or (not way and WAY not in (params.extra_args or {})):
+        return
+    params = copy.copy(params)  # the answers of one prompt may share it
+    params.extra_args = {key: value for key, value in (params.extra_args or {}).items() if key != WAY} | way
+    request.sampling_params = params
 
 
 class SchedulerSide:
@@ -63,7 +72,8 @@ class SchedulerSide:
         self._publish()
 
     def add(self, request: Any) -> None:
-        """Take in a request before it is queued; it may be given a pruner."""
+        """Take in a request before it is queued; it may be given a pruner, and has none of its own choice."""
+        _give_way(request)
         if self._ways is not None:
             self._ways.collect(self._scheduler.requests)
             self._ways.add(request)
@@ -230,10 +240,7 @@ class _Ways:
         self._num_visual += sum(feature.mm_position.length for feature in request.mm_features)
         self._num_media += 1
         way = self._bandit.choose(self._costs())
-        # A copy: the answers of one prompt may share their parameters.
-        params = copy.copy(request.sampling_params)
-        params.extra_args = {**(params.extra_args or {}), _WAY: way}
-        request.sampling_params = params
+        _give_way(request, **{WAY: way})
         self._running[request.request_id] = [way, 0, 0]
 
     def observe(self, scheduler_output: Any, output: Any) -> None:

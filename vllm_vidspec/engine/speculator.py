@@ -47,6 +47,7 @@ class Speculator(BaseSpeculator):
         self._counters, self._failures = counters, failures
         self.backend = backend
         self.decision: Decision | None = None  # the controller's, of the step that runs; None: as `knobs` say
+        self._undrafted: tuple[bool, Decision | None] = (False, None)  # of the last step: whether it was, and by what
         self.graphs: Any = None  # vLLM's memory profile looks for managers among our attributes, and drops them
 
     @property
@@ -66,6 +67,11 @@ class Speculator(BaseSpeculator):
         if self.backend.reads_at_rest or self.decision is None or self.decision.option.num_tokens:
             return False
         return not self._requests.in_flight and not self._requests.is_drafting
+
+    def let_rest(self, req_id: str) -> bool:
+        """Return whether in the last step with `propose` nobody was to be drafted for, or not this request."""
+        is_undrafted, decision = self._undrafted
+        return is_undrafted or (decision is not None and req_id in decision.resting)
 
     @torch.inference_mode()
     def propose(
@@ -96,6 +102,7 @@ class Speculator(BaseSpeculator):
             return self.backend.dummy_run(input_batch.num_reqs, is_profile)
         plan = self._knobs.current.plan_for(input_batch.num_reqs)
         step = Step.of(input_batch, num_sampled, plan, self.decision, num_speculative_tokens)
+        self._undrafted = not step.plan.num_tokens, self.decision
         self.backend.roll_back(step)
         self._admit(step)
         self.backend.prefill(step)

@@ -9,6 +9,7 @@ from vllm_vidspec.metrics.catalogue import (
     NAMES,
     SKIP_REASONS,
     STRICT_REASONS,
+    UNDRAFTED_REASONS,
     Kind,
     difference,
     exposed,

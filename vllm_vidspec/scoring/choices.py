@@ -5,9 +5,12 @@ from typing import Any, NamedTuple
 from vllm_vidspec.config import REQUEST_LAMBDA, REQUEST_RECORD, REQUEST_SCORER, ScoreKnobs
 from vllm_vidspec.errors import VidSpecError, nearest, quoted
 
-CALLS_TOOLS = "vidspec_calls_tools"  # set by the API server on requests whose output a parser may read
-_KEYS = (REQUEST_SCORER, REQUEST_LAMBDA, REQUEST_RECORD, CALLS_TOOLS)
 PREFIX = "vidspec_"  # of every parameter of ours; an unknown one with this prefix is an error
+REQUEST_KEYS = (REQUEST_SCORER, REQUEST_LAMBDA, REQUEST_RECORD)
+# What we tell ourselves beside them, after an underscore: a client's own value never gets here.
+CALLS_TOOLS = f"_{PREFIX}calls_tools"  # by the API server, on requests whose output a parser may read
+WAY = f"_{PREFIX}way"  # by the scheduler, to the workers: which of `PruneKnobs.variants` prunes the prompt
+INTERNAL_KEYS = (CALLS_TOOLS, WAY)
 
 _LONGEST = 60  # characters of a client's value that are worth quoting
 
@@ -26,8 +29,8 @@ def choose(extra_args: dict[str, Any] | None, knobs: ScoreKnobs, has_records: bo
     says whether that may be a record of itself.
     """
     asked = {key: value for key, value in (extra_args or {}).items() if key.startswith(PREFIX)}
-    if unknown := sorted(asked.keys() - set(_KEYS)):
-        hint = nearest(unknown[0][:_LONGEST], (REQUEST_SCORER, REQUEST_LAMBDA, REQUEST_RECORD))
+    if unknown := sorted(asked.keys() - set(REQUEST_KEYS)):
+        hint = nearest(unknown[0][:_LONGEST], REQUEST_KEYS)
         raise VidSpecError(f"unknown request parameter {quoted(unknown[0])}{hint}")
     scorer, share = asked.get(REQUEST_SCORER, knobs.scorer), asked.get(REQUEST_LAMBDA, knobs.lambda_loose)
     if not isinstance(scorer, str) or (REQUEST_SCORER in asked and scorer not in knobs.scorers):
@@ -39,9 +42,8 @@ def choose(extra_args: dict[str, Any] | None, knobs: ScoreKnobs, has_records: bo
             raise VidSpecError(f"{REQUEST_LAMBDA}: this server allows {allowed}, got {quoted(share)}")
         if scorer not in ("strict", "loose", "random"):
             raise VidSpecError(f"{REQUEST_LAMBDA}: the scorer {scorer} takes none")
-    for key in (CALLS_TOOLS, REQUEST_RECORD):
-        if not isinstance(asked.get(key, False), bool):
-            raise VidSpecError(f"{key}: true or false, got {quoted(asked[key])}")
+    if not isinstance(asked.get(REQUEST_RECORD, False), bool):
+        raise VidSpecError(f"{REQUEST_RECORD}: true or false, got {quoted(asked[REQUEST_RECORD])}")
     if asked.get(REQUEST_RECORD) and not has_records:
         raise VidSpecError(f"{REQUEST_RECORD}: this server keeps none; start it with request_records")
     return Choice(scorer, float(share))

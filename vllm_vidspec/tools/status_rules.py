@@ -35,6 +35,7 @@ _SKIPPED = {
     "draft_error": "look in the log for the first `runs without speculation: the draft failed`; it has the exception",
     "unsupported": "nothing: these requests have an input that the draft cannot see",
     "structured": 'draft chains ("draft_shape": "chain"): trees are not drafted for structured outputs',
+    "pixels": "fewer or shorter videos at once, or more cores for the drafter: it reads prompts slower than they come",
 }
 _UNGUIDED = {
     "cached": "nothing, if rare: the prefix cache held the video, so the target did not look at it again, and no "

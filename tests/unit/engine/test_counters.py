@@ -95,7 +95,7 @@ def test_a_preempted_request_keeps_its_figures(server):
     begin(counters, 3, "a")
     verify(counters, [1, 2], rows=(2, 3))
     assert (exact("a"), exact("b")) == (5, 2)
-    counters.end_requests({"a", "unknown"})
+    counters.end_requests({"a", "unknown"}, lambda req_id: False)
     begin(counters, 3, "a")
     assert exact("a") == 0
     assert len(counters._held) == 2

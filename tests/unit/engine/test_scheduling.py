@@ -14,6 +14,7 @@ from vllm_vidspec.engine.scheduling import SchedulerSide, way_of
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import MetricsFile, path_for
 from vllm_vidspec.names import CLASS_LABELS
+from vllm_vidspec.scoring.choices import WAY
 
 K = 6
 
@@ -28,7 +29,7 @@ class World:
         self.file = MetricsFile.create(path_for("it", 0))
         config, _ = parse_config({"model": "draft", "num_speculative_tokens": K, "adaptive_tokens": False, **knobs})
         self.scheduler = SimpleNamespace(
-            requests={}, dynamic_sd_lookup=table, scheduler_config=SimpleNamespace(max_num_seqs=8)
+            requests={}, running=[], dynamic_sd_lookup=table, scheduler_config=SimpleNamespace(max_num_seqs=8)
         )
         vllm_config = SimpleNamespace(
             additional_config={METHOD: config.model_dump()},
@@ -40,8 +41,11 @@ class World:
 
     def add(self, req_id: str, num_visual: int = 100) -> SimpleNamespace:
         """Let a request come whose parameters are those of all; return it."""
-        features = [SimpleNamespace(mm_position=SimpleNamespace(length=num_visual))] if num_visual else []
-        request = SimpleNamespace(request_id=req_id, mm_features=features, sampling_params=self.sampling_params)
+        feature = SimpleNamespace(mm_position=SimpleNamespace(length=num_visual), modality="video")
+        request = SimpleNamespace(
+            request_id=req_id, mm_features=[feature] if num_visual else [], sampling_params=self.sampling_params,
+            num_tokens=num_visual + 9, num_computed_tokens=0, max_tokens=99,
+        )  # fmt: skip
         self.side.add(request)
         self.scheduler.requests[req_id] = request
         return request
@@ -240,6 +244,22 @@ def test_ratios_cost(world):
         it.file.set(name, value)
     it.add("a", num_visual=100)
     assert it.side._ways._costs() == pytest.approx([1 + K * 0.3, 1 + K * 0.12])
+
+
+@pytest.mark.parametrize("knobs", [{}, {"pruner": "auto", "auto_pruners": ["uniform", "uv"]}])
+def test_a_client_gives_itself_no_way(world, knobs):
+    """Catches: a class of its own for each number that a client makes up, a pruner that it picks."""
+    it, ways = world(adaptive_tokens=True, **knobs), set()
+    for i in range(400):
+        it.sampling_params = SimpleNamespace(extra_args={"a": 1, WAY: i}, temperature=0.0)
+        request = it.add(f"r{i}", num_visual=100 * (i % 2))
+        assert it.sampling_params.extra_args == {"a": 1, WAY: i}, "of other answers, too"
+        assert request.sampling_params.extra_args["a"] == 1
+        ways.add(way_of(request.sampling_params))
+        it.side.is_shown(request)
+        del it.scheduler.requests[f"r{i}"]
+    assert ways == set(range(len(knobs.get("auto_pruners", "1"))))
+    assert len(it.side._control._controller.classes) == 1 + len(ways)  # texts, and videos by way
 
 
 @pytest.mark.parametrize("args", [None, {}, {"_vidspec_way": "1"}, {"_vidspec_way": None}])

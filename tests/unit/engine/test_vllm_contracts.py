@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import hashlib
 import importlib
 import inspect
@@ -48,6 +49,11 @@ vllm.v1.engine.output_processor:RequestState.make_request_output self new_token_
 vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.create_chat_completion self request raw_request
 vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.create_completion self request raw_request
 vllm.entrypoints.openai.responses.serving:OpenAIServingResponses.create_responses self request raw_request
+vllm.entrypoints.openai.chat_completion.batch_serving:OpenAIServingChatBatch.create_batch_chat_completion self request
+    raw_request
+vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens.serve_tokens self request raw_request
+vllm.entrypoints.generate.generative_scoring.serving:ServingGenerativeScoring.create_generative_scoring self request
+    raw_request
 # The worker and the runner
 vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context self tag
 # The scheduler
@@ -68,6 +74,8 @@ vllm.model_executor.models.utils:extract_layer_index layer_name
 {GPU}.sample.sampler:Sampler.apply_sampling_params {LOGITS_ROWS} seq_lens_upper_bound_np
 vllm.config.model:ModelConfig.get_diff_sampling_param self
 {GPU}.sample.sampler:Sampler.get_logprobs_dims self idx_mapping_np include_token_ids
+{GPU}.sample.logprob:compute_topk_scores logits num_logprobs sampled_token_ids cu_num_logits logprob_token_ids_state
+    expanded_idx_mapping max_per_req_token_ids logits_mode
 {GPU}.sample.gumbel:gumbel_sample logits expanded_idx_mapping temperature seed pos apply_temperature is_drafting
     use_fp64
 {GPU}.sample.gumbel:murmur3_uniform32 seed pos offset
@@ -135,7 +143,8 @@ vllm.v1.worker.gpu_worker:Worker vllm_config device model_runner
     all_token_ids last_sampled_tokens max_seq_len remove_request apply_staged_writes
 {GPU}.block_table:BlockTables input_block_tables block_tables
 {GPU}.sample.sampler:Sampler use_flashinfer use_fp64_gumbel sampling_states req_states logits_processors
-    needs_logits_processing thinking_budget_state return_sampling_mask logprobs_mode add_request apply_staged_writes
+    needs_logits_processing thinking_budget_state logprob_token_ids_state return_sampling_mask logprobs_mode add_request
+    apply_staged_writes
 {GPU}.sample.states:SamplingStates temperature seeds min_p top_k top_p
 {GPU}.sample.penalties:PenaltiesState use_penalty repetition_penalty frequency_penalty presence_penalty prompt_bin_mask
     output_bin_counts
@@ -183,6 +192,28 @@ vllm.config.compilation:PassConfig fuse_attn_quant
 vllm.v1.worker.utils:AttentionGroup backend metadata_builders
 vllm.v1.kv_cache_interface:FullAttentionSpec page_size_bytes block_size
 """)
+
+# All that a step, or vLLM's front end after it, can tell of a request: a verify step carries it as a step without
+# drafts does (`tests/engine/test_outputs.py`). Of a field that is new somebody says how, there, before it stands here.
+TOLD = table(f"""
+{GPU}.sample.output:SamplerOutput sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected
+    sampling_mask_tensors
+{GPU}.sample.output:SamplingMaskTensors token_ids packed_mask counts vocab_size rows_per_request
+vllm.v1.outputs:LogprobsTensors logprob_token_ids logprobs selected_token_ranks cu_num_generated_tokens
+    cu_num_generated_tokens_tensor
+# Pooling, connectors and experts are told of by vLLM's forward, not of its logits.
+vllm.v1.outputs:ModelRunnerOutput req_ids req_id_to_index sampled_token_ids logprobs prompt_logprobs_dict
+    prompt_token_id_logprobs_dict pooler_output kv_connector_output ec_connector_output num_nans_in_logits
+    cudagraph_stats aux_output_connector_output sampling_masks
+vllm.outputs:CompletionOutput index text token_ids cumulative_logprob logprobs routed_experts finish_reason stop_reason
+    lora_request sampling_mask spec_decode_metrics weight_versions
+""")
+# What vLLM's sampler keeps and knows: a verify step reads it as well, or vLLM refuses it with drafts (traces).
+SAMPLER = (
+    "logprobs_mode compute_nans use_fp64_gumbel req_states sampling_states penalties_state logits_processors "
+    "logprob_token_ids_state thinking_budget_state trace_replay_state needs_logits_processing num_speculative_tokens "
+    "return_sampling_mask use_flashinfer use_xpu_sampler"
+)
 
 # What vLLM's runner, its graphs and its warm-up read of a speculator: ours have it, or it is read of vLLM's own alone
 # (after `isinstance`), or where a feature is on that we refuse (watermarking) or never turn on (adaptive verification).
@@ -340,6 +371,22 @@ def test_classes_have_what_we_read(path, names):
     for base in (base for base in resolve(path).__mro__ if base.__module__.startswith("vllm.")):
         members |= {*vars(base), *inspect.get_annotations(base), *re.findall(r"self\.(\w+)", inspect.getsource(base))}
     assert not set(names.split()) - members
+
+
+@pytest.mark.parametrize(("path", "names"), TOLD.items(), ids=last)
+def test_nothing_else_is_told_of_a_request(path, names):
+    """Catches: an output that vLLM adds, and that a verify step may leave out."""
+    told = resolve(path)
+    fields = getattr(told, "_fields", None) or [field.name for field in dataclasses.fields(told)]
+    assert set(fields) <= set(names.split())
+
+
+def test_the_sampler_keeps_nothing_else():
+    """Catches: what a request can ask of vLLM's sampler, and what vLLM's rejection sampler does not read."""
+    kept = re.findall(
+        r"self\.(\w+)(?:: [^=]+)? = ", inspect.getsource(resolve(f"{GPU}.sample.sampler:Sampler.__init__"))
+    )
+    assert set(kept) <= set(SAMPLER.split())
 
 
 def test_a_model_asks_the_process_for_its_stage():

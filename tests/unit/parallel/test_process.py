@@ -13,8 +13,10 @@ import torch
 
 from tests.unit.engine.fakes import CPU, Counts, make_knobs, new_request
 from tests.unit.parallel.pair import MAX_REQS, MOST, SIZES
+from vidspec_kernels import NO_STREAM, STALE
 from vllm_vidspec import metrics
 from vllm_vidspec.config import parse_config
+from vllm_vidspec.engine.admin import KEY
 from vllm_vidspec.engine.parallel import backend, launch, messages, rank
 from vllm_vidspec.engine.parallel.client import DrafterClient
 from vllm_vidspec.engine.parallel.commits import Commits
@@ -22,7 +24,7 @@ from vllm_vidspec.engine.parallel.rank import TargetMirror
 from vllm_vidspec.engine.parallel.start import available_bytes
 from vllm_vidspec.engine.requests import RequestRows
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.parallel import Sizes, Tables, WindowRule
+from vllm_vidspec.parallel import Sizes, Streams, StreamState, Tables, WindowRule
 
 
 def make_tables() -> Tables:
@@ -31,31 +33,128 @@ def make_tables() -> Tables:
     return tables
 
 
-def test_a_commit_that_fails_is_told():
-    """Requests that run go on without drafts, counted with a line, and later ones get some: the thread does not end."""
+@pytest.fixture
+def parallel():
+    """The target's end, its counters and its rows; its drafter takes messages, and answers none."""
     client = mock.Mock(tables=make_tables(), num_connects=1, is_up=True, **{"poll.return_value": []})
     states = SimpleNamespace(
         prompt_len=SimpleNamespace(np=np.full(MAX_REQS, 8)), max_seq_len=np.full(MAX_REQS, 96), max_model_len=96
     )
     sampler = SimpleNamespace(sampling_states=SimpleNamespace(seeds=SimpleNamespace(np=np.zeros(MAX_REQS))))
     knobs = make_knobs(parallel={"device": "cpu"}, num_speculative_tokens=MOST, on_draft_error="skip")
+    counters, requests = Counts(), RequestRows(MAX_REQS, CPU)
+    runner = SimpleNamespace(
+        knobs=knobs, drafter_client=client, requests=requests, req_states=states, sampler=sampler,
+        counters=counters, device=CPU,
+    )  # fmt: skip
     with mock.patch.object(backend, "get_tp_group", lambda: SimpleNamespace(world_size=1)):
-        counters, requests = Counts(), RequestRows(MAX_REQS, CPU)
-        runner = SimpleNamespace(
-            knobs=knobs, drafter_client=client, requests=requests, req_states=states, sampler=sampler,
-            counters=counters, device=CPU,
-        )  # fmt: skip
         here = backend.ParallelBackend(runner, is_guided=False)
-    sampling = SimpleNamespace(clone=lambda: SimpleNamespace(seed=None), structured_outputs=None)
     requests.register(here, drafting=[here])
+    return here, counters, requests
+
+
+SAMPLING = SimpleNamespace(clone=lambda: SimpleNamespace(seed=None), structured_outputs=None)
+
+
+def test_a_commit_that_fails_is_told(parallel):
+    """Requests that run go on without drafts, counted with a line, and later ones get some: the thread does not end."""
+    here, counters, requests = parallel
     for row in range(2):
-        requests.add(new_request(row, "", sampling=sampling))
+        requests.add(new_request(row, "", sampling=SAMPLING))
     here._commits._failure = "ValueError: planted"
-    here._receive(client, here._commits)
-    requests.add(new_request(2, "", sampling=sampling))
-    here._receive(client, here._commits)
+    here._receive(here._client, here._commits)
+    requests.add(new_request(2, "", sampling=SAMPLING))
+    here._receive(here._client, here._commits)
     assert counters["skipped_draft_error"] == 2 and "planted" in counters["why"][0]
     assert [sent.refusal for _, sent in sorted(here._sent.items())] == ["draft_error", "draft_error", None]
+
+
+def test_pixels_on_their_way_to_the_drafter_are_bounded(parallel, monkeypatch):
+    """Catches: videos that a slow drafter has not read pile up; one that is read, or gone, still counted; one video
+    that is larger than the bound never drafted for; a restart that sends more than the bound, or nothing.
+    """
+    here, counters, requests = parallel
+    monkeypatch.setattr(backend, "MOST_BYTES", 1000)
+    tables = here._client.tables
+
+    def sent(kind):
+        told = (call.args[0] for call in here._client.send.call_args_list)
+        return [message.req_state_idx for message in told if isinstance(message, kind)]
+
+    def arrive(row, num_bytes):
+        request = new_request(row, f"video {row}", sampling=SAMPLING)
+        request.features[0].data = {"pixels": SimpleNamespace(data=[np.zeros(num_bytes, dtype=np.uint8)])}
+        requests.add(request)
+
+    arrive(0, 600)
+    arrive(1, 600)  # too much
+    requests.add(new_request(2, "", sampling=SAMPLING))  # a text has none
+    assert sent(messages.Add) == sent(messages.Prefill) == [0, 2] and counters["skipped_pixels"] == 1
+    here._receive(here._client, here._commits)
+    assert here._progress[:3].tolist() == [backend._BEGUN, backend._REFUSED, backend._BEGUN]
+    requests.remove(1)
+    Streams(tables).add(0, here._sent[0].epoch, 96)
+    arrive(1, 600)  # the first has come, and is not read
+    assert counters["skipped_pixels"] == 2
+    tables.state[0] = StreamState.STREAMING
+    requests.remove(1)
+    arrive(1, 5000)  # it is read: nobody waits, and this one may
+    requests.remove(2)
+    arrive(2, 1)
+    assert counters["skipped_pixels"] == 3
+    requests.remove(1)
+    requests.remove(2)
+    arrive(2, 600)
+    assert sent(messages.Add) == [0, 2, 1, 2] and counters["skipped_pixels"] == 3
+    here._client.num_connects = 2
+    tables.forget_streams()
+    nobody = SimpleNamespace(num_reqs=0, idx_mapping_np=np.zeros(0, dtype=int))
+    here._commit(SimpleNamespace(is_done=np.zeros(0, dtype=bool), batch=nobody))
+    assert sent(messages.Add)[4:] == [0] and counters["skipped_pixels"] == 4
+
+
+def test_what_comes_while_counters_are_published_is_not_lost():
+    """A step is noted between two counters. Catches: a count that is zeroed with what has come since it was read."""
+
+    class Interrupted(Counts):
+        def add(self, name, value=1):
+            super().add(name, value)
+            if len(noted) < 5:
+                note()
+
+    def note():
+        what = np.array([STALE, NO_STREAM, 0])
+        noted.append(here._note(np.arange(3), np.ones(3, dtype=bool), np.zeros(3), what))
+
+    noted, counters = [], Interrupted()
+    here = Commits(make_tables(), WindowRule(MOST), counters, CPU, MOST)
+    note()
+    for _ in range(9):
+        here.publish_counters()
+    assert (
+        counters == dict.fromkeys(("stale_streams", "streams_to_come", "late_drafts"), len(noted)) and len(noted) == 5
+    )
+
+
+SECRETS = (KEY, "VLLM_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "DB_PASSWORD", "A_SECRET")
+
+
+def test_a_drafter_knows_no_secret_of_the_server(monkeypatch):
+    """But what streams weights from an object store. Catches: a key in the environment of a process without a door."""
+    needed = ("PATH", "HF_HOME", "AWS_SECRET_ACCESS_KEY", "TOKENIZERS_PARALLELISM", "VLLM_PLUGINS")
+    for name in (*SECRETS, *needed):
+        monkeypatch.setenv(name, "value")
+    environment = launch.environment_for(config_of("cpu"), ())
+    assert not environment.keys() & set(SECRETS) and environment.keys() >= set(needed)
+
+
+def test_weights_that_need_a_token_are_there_before_the_drafter(monkeypatch):
+    """Catches: a gated draft, which a process without the token cannot download."""
+    loader, config = mock.Mock(), SimpleNamespace(speculative_config=SimpleNamespace(draft_model_config="the draft's"))
+    monkeypatch.setattr(launch, "get_draft_load_config", lambda vllm_config: "as the draft loads")
+    monkeypatch.setattr(launch, "get_model_loader", {"as the draft loads": loader}.get)
+    launch.fetch_weights(config)
+    loader.download_model.assert_called_once_with("the draft's")
 
 
 def test_the_thread_of_commits_outlives_an_exception(monkeypatch):

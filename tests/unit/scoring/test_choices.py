@@ -1,19 +1,32 @@
 """What a request may choose, within the server's bounds; FLy's measure and window."""
 
+import inspect
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from vllm_vidspec import scoring
 from vllm_vidspec.config import ScoreKnobs, VidSpecConfig
+from vllm_vidspec.engine import scheduling
 from vllm_vidspec.engine.compat import api
+from vllm_vidspec.engine.report import request_records
+from vllm_vidspec.engine.verify import rules
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.scoring import RULES
-from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose, strict_reason
+from vllm_vidspec.scoring import RULES, choices
+from vllm_vidspec.scoring.choices import (
+    CALLS_TOOLS,
+    INTERNAL_KEYS,
+    PREFIX,
+    REQUEST_KEYS,
+    choose,
+    strict_reason,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -26,7 +39,7 @@ from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose, strict_rea
         ({"scorer": "loose", "lambda_max": 1.0}, {"vidspec_lambda": 1}, ("loose", 1.0)),
         ({"request_scorers": ["loose", "fly"]}, {"vidspec_scorer": "fly"}, ("fly", 0.7)),
         ({"request_scorers": ["loose"]}, {"vidspec_scorer": "strict"}, ("strict", 0.7)),
-        ({"scorer": "loose"}, {CALLS_TOOLS: True}, ("loose", 0.7)),
+        ({"scorer": "loose"}, dict.fromkeys(INTERNAL_KEYS, True), ("loose", 0.7)),
     ],
 )
 def test_choices(knobs, asked, expected):
@@ -104,6 +117,38 @@ def test_the_api_server_passes_choices_and_tools_on(monkeypatch):
     for value in ({"other": None}, 3):
         with pytest.raises(ValueError, match="vllm_xargs"):
             extra_args(vllm_xargs=value)
+
+
+REQUESTS = (
+    (ChatCompletionRequest, {"messages": [{"role": "user", "content": "hello"}]}),
+    (CompletionRequest, {"prompt": "hello"}),
+    (ResponsesRequest, {"input": "hello"}),
+)
+
+
+@pytest.mark.parametrize(("request_type", "fields"), REQUESTS, ids=lambda one: getattr(one, "__name__", ""))
+@pytest.mark.parametrize("key", [*INTERNAL_KEYS, f"_{PREFIX}another"])
+def test_what_is_ours_to_say_is_not_a_clients(monkeypatch, key, request_type, fields):
+    """Catches: an internal key that travels to the engine from a body."""
+    monkeypatch.setattr(request_type, "to_sampling_params", request_type.to_sampling_params)  # put back afterwards
+    api.hear_request_choices(PREFIX, CALLS_TOOLS, lambda asked: None)
+    for more, expected in (
+        ({key: 7}, {}),
+        ({"vllm_xargs": {key: 7}}, {}),
+        ({"vllm_xargs": {key: 7, "a": 1}}, {"a": 1}),
+    ):
+        request = request_type(model="m", **fields, **more)
+        assert (request.to_sampling_params(8, {}).extra_args or {}) == expected
+
+
+def test_every_key_of_ours_is_listed():
+    """Catches: a key that the code reads of a request, and that neither a client's check nor the list of ours has."""
+    read = set()
+    for module in (choices, scheduling, request_records, rules):
+        assert "extra_args" in inspect.getsource(module)
+        read |= {value for value in vars(module).values() if isinstance(value, str) and re.match("_?vidspec_", value)}
+    assert read == {*REQUEST_KEYS, *INTERNAL_KEYS, PREFIX}
+    assert all(key.startswith(f"_{PREFIX}") for key in INTERNAL_KEYS)
 
 
 def test_every_configured_scorer_exists():

@@ -3,12 +3,15 @@
 import contextlib
 import json
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from vllm_vidspec.engine.compat.contract import wrap
 from vllm_vidspec.errors import VidSpecError
 
 _RECORD = "_vidspec_record"  # on vLLM's outputs of requests that ask for one
+# Our parameters of the HTTP request that is being served.
+_asked: ContextVar[dict[str, Any]] = ContextVar("vidspec_asked", default={})  # noqa: B039 - nobody writes into it
 
 
 def allow_sampling_parameters() -> None:
@@ -153,52 +156,73 @@ def show_to_every_api_server(collector: Any) -> None:
 
 
 def hear_request_choices(prefix: str, calls_tools: str, check: Callable) -> None:
-    """Let our request parameters reach the worker from the OpenAI API, and the fact that a request may call tools.
+    """Let our request parameters reach the worker from every API of vLLM's, and the fact that a request may call tools.
 
-    Why: vLLM forwards `vllm_xargs` and drops other unknown fields, where clients that use `extra_body` put ours; and
-    whether a parser for tool calls reads the output is known to the API server alone. What is wrong is refused before
-    the prompt is rendered: else the front end believes that the engine holds its video, and would leave it out of the
-    corrected request. In `vllm_xargs` vLLM turns false into 0 and answers other types with a list of all that it would
-    have taken, so ours are lifted out before it looks. `check` (the last given is used) raises VidSpecError for
-    parameters, which all begin with `prefix`; `calls_tools` is the one that marks requests with tools.
+    Why: vLLM forwards `vllm_xargs` and drops other unknown fields, where clients that use `extra_body` put ours, and
+    all of them where an API's body becomes another's (messages, batches); whether a parser for tool calls reads the
+    output is known to the API server alone. What is wrong is refused before the prompt is rendered: else the front end
+    believes that the engine holds its video, and would leave it out of the corrected request. In `vllm_xargs` vLLM
+    turns false into 0 and answers other types with a list of all that it would have taken, so ours are lifted out
+    before it looks. `check` (the last given is used) raises VidSpecError for parameters, which all begin with `prefix`;
+    what begins with an underscore and that is ours to say, as is `calls_tools`, which marks requests with tools.
     """
+    from vllm.entrypoints.generate.generative_scoring.serving import ServingGenerativeScoring
+    from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 
     def found(request):
-        return {**_ours(request.model_extra, prefix), **(getattr(request, "vllm_xargs", None) or {})}
+        return {**_ours(request.model_extra, prefix), **_ours(getattr(request, "vllm_xargs", None), prefix)}
+
+    def found_in_body(raw_request):  # as FastAPI has parsed it; to ask for more of it could be to wait for ever
+        body = getattr(raw_request, "_json", None)
+        return {**_ours(body, prefix), **_ours(body.get("vllm_xargs"), prefix)} if isinstance(body, dict) else {}
 
     def observe(original, self, *args, **kwargs):
         params = original(self, *args, **kwargs)
-        extra = {**found(self), **(params.extra_args or {})}
+        given = {key: value for key, value in (params.extra_args or {}).items() if not key.startswith(f"_{prefix}")}
+        extra = {**found(self), **given, **_asked.get()}
         if getattr(self, "tools", None) and getattr(self, "tool_choice", None) != "none":
             extra[calls_tools] = True
         params.extra_args = extra or None
         return params
 
-    async def guard(original, self, request, *args, **kwargs):
+    async def guard(original, self, request, raw_request=None, *args, **kwargs):
+        asked = {**found(request), **found_in_body(raw_request), **_asked.get()}
         with _clients_error():
-            self._vidspec_check(found(request))
-        return await original(self, request, *args, **kwargs)
+            self._vidspec_check(asked)
+        if asked and hasattr(request, "sampling_params"):  # of tokens, where the client gives vLLM's own
+            request.sampling_params.extra_args = {**asked, **(request.sampling_params.extra_args or {})}
+        token = _asked.set(asked)
+        try:
+            return await original(self, request, raw_request, *args, **kwargs)
+        finally:
+            _asked.reset(token)
 
-    for request, serving, name in (
-        (ChatCompletionRequest, OpenAIServingChat, "create_chat_completion"),
-        (CompletionRequest, OpenAIServingCompletion, "create_completion"),
-        (ResponsesRequest, OpenAIServingResponses, "create_responses"),
+    for serving, name in (
+        (OpenAIServingChat, "create_chat_completion"),  # messages pass here, too
+        (OpenAIServingChatBatch, "create_batch_chat_completion"),
+        (OpenAIServingCompletion, "create_completion"),
+        (OpenAIServingResponses, "create_responses"),
+        (ServingTokens, "serve_tokens"),
+        (ServingGenerativeScoring, "create_generative_scoring"),
     ):
         serving._vidspec_check = staticmethod(check)
-        wrap(request, "to_sampling_params", observe)
-        if wrap(serving, name, guard, "self", "request", "raw_request"):
+        wrap(serving, name, guard, "self", "request", "raw_request")
+    for request in (ChatCompletionRequest, CompletionRequest, ResponsesRequest):
+        if wrap(request, "to_sampling_params", observe):
             _lift_out_of_xargs(request, prefix)
 
 
 def _ours(fields: Any, prefix: str) -> dict[str, Any]:
-    """Return those fields, of a dict or None, whose names begin with the prefix."""
-    return {key: value for key, value in (fields or {}).items() if str(key).startswith(prefix)}
+    """Return those fields, of a dict if it is one, whose names begin with the prefix."""
+    fields = fields if isinstance(fields, dict) else {}
+    return {key: value for key, value in fields.items() if str(key).startswith(prefix)}
 
 
 def _lift_out_of_xargs(model: Any, prefix: str) -> None:

@@ -198,6 +198,19 @@ def keep_shared_noise(sampler: Any) -> None:
     sampler.use_flashinfer = False
 
 
+def gather_token_logprobs(sampler: Any) -> None:
+    """Let a runner count `logprob_token_ids` among what its sampler tells, in steps that verify drafts too.
+
+    Why: batch-sharded sampling gathers as many columns as the sampler says that a step has, and vLLM asks for them
+    without these, as its own rejection sampler does not make them. Until: it does.
+    """
+
+    def all_dims(dims, idx_mapping_np, include_token_ids=True):
+        return dims(idx_mapping_np)
+
+    wrap(sampler, "get_logprobs_dims", all_dims, "idx_mapping_np", "include_token_ids")
+
+
 def intercept_penalties(penalties: Any, penalise: Callable[[torch.Tensor, Any], bool]) -> None:
     """Ask `penalise(logits, context)` first whenever a sampler applies penalties; what it answers is whether it did.
 

@@ -4,6 +4,7 @@ Requests whose prompt did not fit hold no blocks; those that outgrew theirs keep
 were. Where all that could draft wait, nobody will make room: then the one that holds the most gives up for good.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from vllm_vidspec.engine.draft.messages import PrefillMessage
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import Phase, Request, RequestRows
 
-_MOST_BYTES = 1 << 30  # of kept prompts' pixels, on the host
+MOST_BYTES = 1 << 30  # of pixels that the host keeps for prompts whose turn has not come
 _MOST_ATTEMPTS = 16  # of one request: a pool that is always nearly full is not worth more
 
 
@@ -37,8 +38,8 @@ class WaitingRoom:
         self._num_free = kv.num_free_blocks
         if request.num_attempts == 1:
             self._counters.skip("pool_full", message.req_id, no_room_for(message))
-        kept = sum(_num_bytes(other.message) for other in self._deferred())
-        if request.num_attempts > _MOST_ATTEMPTS or kept + _num_bytes(message) > _MOST_BYTES:
+        kept = sum(pixel_bytes(other.message.features) for other in self._deferred())
+        if request.num_attempts > _MOST_ATTEMPTS or kept + pixel_bytes(message.features) > MOST_BYTES:
             return False
         self._requests.defer(message.req_state_idx, request)
         return True
@@ -73,8 +74,11 @@ class WaitingRoom:
         return int(stalled[kv.capacity_np[stalled].argmax()])
 
 
-def _num_bytes(message: PrefillMessage) -> int:
-    return sum(_size(element.data) for feature in message.features for element in (feature.data or {}).values())
+def pixel_bytes(features: Iterable[Any]) -> int:
+    """Return the bytes of what vLLM's multimodal features of a prompt hold."""
+    return sum(
+        _size(element.data) for feature in features for element in (feature.data or {}).values() if element is not None
+    )
 
 
 def _size(data: Any) -> int:

@@ -24,6 +24,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vidspec_kernels import WINDOW_INFO_SIZE, gather_draft_windows, warm_up
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.backend import DraftBackend, Step
+from vllm_vidspec.engine.draft.waiting import MOST_BYTES, pixel_bytes
 from vllm_vidspec.engine.hooks.prompts import Guided
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import messages
@@ -51,6 +52,7 @@ class _Sent:
     epoch: int = -1  # its number in the tables; -1 on every rank but the first
     guided: Guided | None = None
     has_begun: bool = False  # whether the drafter may read it: what guides its pruning is known
+    num_bytes: int = 0  # of its pixels, on their way to the drafter's device
     refusal: str | None = None  # why the drafter does not draft for it, until all ranks act on that at once
 
 
@@ -126,7 +128,7 @@ class ParallelBackend(DraftBackend):
 
     def _send(self, sent: _Sent, token_ids: np.ndarray) -> None:
         """Give a row to a request in the tables, and tell the drafter, of a text of `[n]` int32 tokens so far."""
-        if self._client is None:
+        if self._client is None or not self._has_room(sent):
             return
         new, states, row = sent.new, self._req_states, sent.new.req_state_idx
         self._last_epoch += 1
@@ -138,13 +140,31 @@ class ParallelBackend(DraftBackend):
         text = (row, sent.epoch, token_ids, prompt_len, limit)
         self._client.send(messages.Add(new.req_id, *text, new.features, sampling))
 
+    def _has_room(self, sent: _Sent) -> bool:
+        """Return whether a request's pixels may go to the drafter, which holds them in memory until it has read the
+        prompt: MOST_BYTES of all requests, or one's. One that may not runs without drafts.
+        """
+        assert self._client is not None
+        if sent.refusal is not None:
+            return False
+        tables, num_bytes = self._client.tables, pixel_bytes(sent.new.features)
+        for row, other in self._sent.items():
+            if tables.state[row] == StreamState.STREAMING and tables.stream_epoch[row] == other.epoch:
+                other.num_bytes = 0
+        held = sum(other.num_bytes for other in self._sent.values() if other is not sent and other.refusal is None)
+        if num_bytes and held and held + num_bytes > MOST_BYTES:
+            self._refuse(sent, "pixels", f"{held + num_bytes} bytes of pixels would wait for the drafter")
+            return False
+        sent.num_bytes = num_bytes
+        return True
+
     def _begin(self, sent: _Sent) -> None:
         row = sent.new.req_state_idx
         self._requests.unstarted.pop(row, None)
         sent.has_begun = True
         if sent.refusal is None:
             self._progress[row] = _BEGUN
-        if self._client is not None:
+        if self._client is not None and sent.refusal is None:
             scores, outcome = (None, ()) if sent.guided is None else sent.guided
             self._client.send(messages.Prefill(row, sent.epoch, scores, list(outcome)))
 
@@ -204,6 +224,8 @@ class ParallelBackend(DraftBackend):
             self._num_connects = client.num_connects
             if self._num_connects > 1:  # tell it of all running requests, as far as they have come
                 self._counters.add("drafter_restarts")
+                for sent in self._sent.values():
+                    sent.num_bytes = 0
                 for row, sent in self._sent.items():
                     self._send(sent, client.tables.text[row, : client.tables.committed[row]].copy())
                     if sent.has_begun:

@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
@@ -10,12 +11,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import cloudpickle  # noqa: TID251 - the drafter's processes get their parent's own objects, in memory that they inherit
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.utils import get_draft_load_config
 
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.parallel import Sizes, Tables
 
 MODULE = "vllm_vidspec.engine.parallel.process"
+# Names of what an operator keeps to the server; with those of an object store a loader streams weights.
+_SECRET = re.compile(r"(?!AWS_|AZURE_|GOOGLE_|RUNAI_).*(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,12 @@ def unpack_config(descriptor: int) -> tuple[Any, VidSpecConfig]:
     return vllm_config, VidSpecConfig(**knobs)
 
 
+def fetch_weights(vllm_config: Any) -> None:
+    """Download the draft's weights where they are a hub's and not here yet."""
+    loader = get_model_loader(get_draft_load_config(vllm_config))
+    loader.download_model(vllm_config.speculative_config.draft_model_config)
+
+
 def start(plan: Plan, environment: dict[str, str]) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", MODULE, json.dumps(asdict(plan))],
@@ -64,8 +75,11 @@ def start(plan: Plan, environment: dict[str, str]) -> subprocess.Popen:
 
 
 def environment_for(config: VidSpecConfig, devices: Sequence[str]) -> dict[str, str]:
-    """Return the environment of the drafter's processes, given the driver's names of its devices; none on the CPU."""
-    env = dict(os.environ)
+    """Return the environment of the drafter's processes, given the driver's names of its devices; none on the CPU.
+
+    It has no secret of the server's: what a hub asks a token for, `fetch_weights` has brought.
+    """
+    env = {name: value for name, value in os.environ.items() if not _SECRET.fullmatch(name)}
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_DP_RANK", "VLLM_DP_SIZE", "LOCAL_RANK", "RANK", "WORLD_SIZE"):
         env.pop(name, None)  # the server's own
     if devices:

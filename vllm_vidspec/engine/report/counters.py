@@ -59,6 +59,9 @@ class Counters:
         self._logged: set[str] = set()
         self._alarm = AcceptanceAlarm()
         self.is_paused = False  # whether nothing is counted: what runs is nobody's request
+        # Requests that have begun and not ended: what they will count as, "" while they are not drafted for.
+        self._fates: dict[str, str] = {}
+        self._last_drafted = frozenset[str]()  # the last who were
         self._num_rests = 0  # steps for which nobody drafts that are not in the file yet
         self._slots = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] in the file, by persistent row
         self._held: dict[str, int] = {}  # slots of requests that have not finished, running or preempted
@@ -105,17 +108,34 @@ class Counters:
     # ---- by request ------------------------------------------------------------------------------------------------
 
     def begin_request(self, request: NewRequest) -> None:
-        """Count a request's draft tokens from here on. One that was preempted goes on where it was."""
+        """Count a request, and its draft tokens, from here on. One that was preempted goes on where it was."""
+        if not self.is_paused:
+            self._fates.setdefault(request.req_id, "shown" if request.is_shown else "undrafted_resting")
         if self._by_request is not None and not self.is_paused:
             req_id = request.req_id
             if req_id not in self._held:
                 self._held[req_id] = self._by_request.begin_request(req_id, self._held.values())
             self._slots[request.req_state_idx] = self._held[req_id]
 
-    def end_requests(self, req_ids: Iterable[str]) -> None:
-        """Let the slots of requests that have finished, or were aborted, be the next ones', in their turn."""
+    def drafted(self, req_ids: frozenset[str]) -> None:
+        """Take note of the requests that a step has drafted for; the same object while they are the same."""
+        if req_ids is not self._last_drafted:
+            self._last_drafted = req_ids
+            for req_id in req_ids:
+                if self._fates.get(req_id) == "shown":
+                    self._fates[req_id] = "drafted_requests"
+
+    def end_requests(self, req_ids: Iterable[str], rests: Callable[[str], bool]) -> None:
+        """Count requests that have finished, or were aborted, once: as drafted for, as skipped (which they are already)
+        or why they were neither, given whether it `rests` that had no drafts; their slots are the next ones'.
+        """
         for req_id in req_ids:
             self._held.pop(req_id, None)
+            fate = self._fates.pop(req_id, "skipped")
+            if fate == "shown":
+                fate = "undrafted_resting" if rests(req_id) else "undrafted_short"
+            if fate != "skipped":
+                self.add(fate)
 
     def _count_requests(self, idx_mapping_np: np.ndarray, counts: torch.Tensor) -> None:
         """Begin to copy `[num_reqs, 3]` counts of a step, or of a slice of its batch, to the host."""
@@ -199,6 +219,8 @@ class Counters:
     def skip(self, reason: str, req_id: str, detail: str) -> None:
         """Count a request that runs without speculation, and log the first of each reason."""
         self.add(f"skipped_{reason}")
+        if req_id in self._fates:
+            self._fates[req_id] = "skipped"
         if reason not in self._logged and not self.is_paused:
             self._logged.add(reason)
             logger.warning(

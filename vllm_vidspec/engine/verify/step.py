@@ -28,6 +28,8 @@ class VerifyStep:
 
     def __init__(self, hidden_states: torch.Tensor | None = None):
         self.hidden_states = hidden_states
+        self.logprobs_dims: tuple[int, int] | None = None  # of the batch, as vLLM's `Sampler.get_logprobs_dims` says
+        self.slice: VerifySlice | None = None  # the last
         self.output_order: torch.Tensor | None = None  # [num_logits] row behind each output of the last slice
         self._cu_num_logits_np: np.ndarray | None = None  # of the requests whose slices come next
         self._relevance: torch.Tensor | None = None

@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
 
+from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.compat.contract import expect_parameters
 from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.hooks.visual_states import VisualStates
@@ -20,7 +22,8 @@ class CoupledVerifier(RejectionSampler):
 
     vLLM's noise is a function of (request seed, position of the input token, token id), so the target's sample at a
     draft position is the token that vanilla vLLM would have drawn there, at any temperature. A tree node's position is
-    its depth past the root. Logprobs, chunks of large vocabularies and grammars are vLLM's own code, inherited.
+    its depth past the root. Chunks of large vocabularies and grammars are vLLM's own code, inherited; logprobs are what
+    vLLM's sampler makes of a step without drafts.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class CoupledVerifier(RejectionSampler):
         )
         logprobs = ("sampled", "num_sampled", "logits", "cu_num_logits", "cu_num_logits_np")
         expect_parameters(RejectionSampler._get_logprobs_tensors, *logprobs)
+        compat.gather_token_logprobs(runner.sampler)
         self._score = score  # every request by its own rule; strictly where none may be loose
         self._counters, self._recorder = runner.counters, runner.recorder
         self._trees, self._rules, self._visual = trees, rules, visual
@@ -72,6 +76,7 @@ class CoupledVerifier(RejectionSampler):
             assert self._step.hidden_states is not None
             relevance = self._visual.relevance(self._step.hidden_states, input_batch, self.num_speculative_steps + 1)
         self._step.open(input_batch.cu_num_logits_np, relevance)
+        self._step.logprobs_dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
     def _verify(
@@ -90,7 +95,7 @@ class CoupledVerifier(RejectionSampler):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return `(processed_logits [num_logits, vocab_size], sampled [num_reqs, K + 1], num_sampled [num_reqs])`."""
         num_logits_np, relevance = self._step.advance(len(idx_mapping_np), len(logits))
-        return_logprobs = self.sampler.get_logprobs_dims(idx_mapping_np, include_token_ids=False) is not None
+        return_logprobs = self._step.logprobs_dims is not None
         shapes = None
         if self._trees is not None and self._trees.is_active:
             shapes = self._trees.shapes(idx_mapping)
@@ -98,6 +103,7 @@ class CoupledVerifier(RejectionSampler):
             pos = pos + (shapes.depths[expanded_idx_mapping, expanded_local_pos] - expanded_local_pos)
         rows = (expanded_idx_mapping, expanded_local_pos, pos, verify_draft_sampled, relevance)
         part = VerifySlice(idx_mapping, idx_mapping_np, cu_num_logits, num_logits_np, *rows, shapes)
+        self._step.slice = part
         target_tokens, processed_logits = self.paths.sample(
             part, logits, draft_sampled, seq_lens_upper_bound_np, return_logprobs=return_logprobs
         )
@@ -125,18 +131,41 @@ class CoupledVerifier(RejectionSampler):
             self.watch.see(part, scored)
         return scored
 
-    def _get_logprobs_tensors(self, sampled, num_sampled, logits, *args):
-        """Let row j of a request hold the logits that its output token j came from, as in a chain."""
-        order = self._step.output_order
+    def _get_logprobs_tensors(self, sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, *_):
+        """Return what vLLM's sampler tells of the tokens `[num_reqs, K + 1]` of a slice, of which each request has
+        `num_sampled`: row j of a request is of its output token j, the logits too. None if nobody of the batch asks.
+
+        vLLM's own reads neither `logprob_token_ids` nor whose they are.
+        """
+        dims, order, part = self._step.logprobs_dims, self._step.output_order, self._step.slice
+        if dims is None:
+            return None
+        assert part is not None
         if order is not None and self.sampler.logprobs_mode not in PROCESSED_LOGPROBS_MODES:
             logits = logits[order]
-        return super()._get_logprobs_tensors(sampled, num_sampled, logits, *args)
+        req_idx = _req_indices(part)
+        tokens = sampled[req_idx, part.nodes].masked_fill(part.nodes >= num_sampled[req_idx], 0)
+        return compute_topk_scores(
+            logits,
+            dims[0],
+            tokens,
+            None if len(tokens) == len(sampled) else cu_num_logits_np.tolist(),
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+            expanded_idx_mapping=part.expanded_idx_mapping,
+            max_per_req_token_ids=dims[1],
+            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )
+
+
+def _req_indices(part: VerifySlice) -> torch.Tensor:
+    """Return `[num_logits]` int64 whose row each is, by place in the slice."""
+    bounds = part.cu_num_logits
+    req_idx = torch.arange(len(part.num_logits_np), device=bounds.device)
+    return req_idx.repeat_interleave(bounds[1:] - bounds[:-1], output_size=len(part.nodes))
 
 
 def _output_order(scored: Scored, part: VerifySlice) -> torch.Tensor:
     """Return `[num_logits]` int64: for output j of each request, the logits row of the node that it came from."""
     assert scored.path is not None
-    first = part.cu_num_logits
-    req_idx = torch.arange(len(part.num_logits_np), device=first.device)
-    req_idx = req_idx.repeat_interleave(first[1:] - first[:-1], output_size=len(part.nodes))  # [num_logits]
-    return first[req_idx].long() + scored.path[req_idx, part.nodes]
+    req_idx = _req_indices(part)
+    return part.cu_num_logits[req_idx].long() + scored.path[req_idx, part.nodes]
