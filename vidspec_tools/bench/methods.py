@@ -8,7 +8,7 @@ CONTROLLER = "controller"  # drafts what its controller decides
 STOCK = "stock"  # vLLM's own way to draft, without us
 WINDOW = 5  # drafts a step of the papers' chains
 LOOSE_WINDOW = 10  # of methods that accept mismatches (LVSpec, section 4)
-_PRUNED: dict[str, Any] = {"pruner": "specvlm", "prune_ratio": 0.9}
+_PRUNED: dict[str, Any] = {"pruner": "specvlm:stride", "prune_ratio": 0.9}  # as its authors' code chooses
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,8 @@ class PruneKnobs(Group):
     `window:end`, `frame`, `fastvid`, `dycoke`. `specvlm` and `attention` follow the target's attention, `uv` its hidden
     states; the others look at neither. `uniform`, and what `specvlm` spreads, are even over rows, columns and frames;
     `uniform:stride` and `specvlm:stride` step through the tokens in order, as SpecVLM's code does. `none` keeps
-    everything and ignores the ratios; `window` is short for `window:middle`. `auto` tries several on live requests and learns which serves best."""
+    everything and ignores the ratios; `window` is short for `window:middle`.
+    `auto` tries several on live requests and learns which serves best."""
     auto_pruners: tuple[str, ...] = ("specvlm", "attention", "uv", "uniform")
     """`auto`: the pruners to choose from. The target's attention or hidden states are observed for the requests whose
     pruner needs them."""

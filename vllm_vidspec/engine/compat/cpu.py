@@ -30,13 +30,13 @@ def keep_caches_readable() -> None:
     Why: with AMX vLLM packs those in bf16, pairs of numbers to a word, and no argument of its engine says otherwise.
     Until: for good.
     """
-    import vllm.v1.attention.backends.cpu_attn as cpu_attn
+    import vllm.v1.attention.backends.cpu_attn as backend
 
     def layout(original: Callable[..., str], *args, **kwargs) -> str:
         found = original(*args, **kwargs)
         return "vec" if found == "amx" else found
 
-    wrap(cpu_attn, "_get_attn_isa", layout, "dtype", "block_size")
+    wrap(backend, "_get_attn_isa", layout, "dtype", "block_size")
 
 
 def repair_interpreter_kernels() -> None:
