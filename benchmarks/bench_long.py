@@ -13,6 +13,7 @@ missing.
 
 import argparse
 import json
+import re
 import statistics
 from contextlib import ExitStack
 from typing import Any
@@ -215,6 +216,7 @@ def load(family: str) -> dict[str, Any]:
 
 def save(data: dict[str, Any]) -> None:
     text = json.dumps(data | {"provenance": provenance()}, indent=1)
+    text = re.sub(r"\{[^{}]*\}", lambda row: " ".join(row.group().split()), text)  # a request a line
     (RESULTS / f"{NAMES[data['family']]}.json").write_text(text + "\n")
 
 
