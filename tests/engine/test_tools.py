@@ -16,7 +16,7 @@ from vidspec_tools.bench.roles import OF_RUNNER, Roles
 from vidspec_tools.bench.session import BenchSession
 from vidspec_tools.pictures import show_pruning
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.pruning import linspace_indices
+from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner
 from vllm_vidspec.pruning.pruners import top_k_indices
 from vllm_vidspec.tools import calibrate, pairs
 from vllm_vidspec.tools.calibrate import Calibration
@@ -55,7 +55,7 @@ def test_knobs_reach_the_pruner_of_a_pair_of_ones_own(tmp_path):
             session.ask(answer_command({"uv_layer": 3}, max_tokens=8))
     assert kept[0] == kept[3] == top_k_indices(scores[0], 25).tolist()
     assert kept[1] == top_k_indices(scores[1], 25).tolist()
-    assert kept[2] == linspace_indices(256, 25).tolist()
+    assert kept[2] == get_pruner("uniform")(PruneInputs(TokenGrid(16, 4, 4), 25)).tolist()
     assert torch.equal(scores[0], scores[3])
     assert not torch.equal(scores[0], scores[1])
 

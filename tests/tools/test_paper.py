@@ -234,13 +234,13 @@ def test_every_method_is_a_row(clocks):
         "SD-chain": ("chain", "none", 5),
         "SD-tree": ("tree-static", "none", 25),
         "SD-Rand": ("tree-static", "random", 25),
-        "SpecVLM": ("tree-static", "specvlm", 25),
-        "SAGE": ("tree-adaptive", "specvlm", 64),
+        "SpecVLM": ("tree-static", "specvlm:stride", 25),
+        "SAGE": ("tree-adaptive", "specvlm:stride", 64),
         "ParallelVLM": ("chain", "uv", 5),
-        "LVSpec": ("chain", "specvlm", 10),
-        "FLy": ("chain", "specvlm", 10),
+        "LVSpec": ("chain", "specvlm:stride", 10),
+        "FLy": ("chain", "specvlm:stride", 10),
         "OnSD": ("chain", "uniform", 5),
-        "self-SD": ("tree-static", "specvlm", 25),
+        "self-SD": ("tree-static", "specvlm:stride", 25),
         "stock draft_model": ("chain", None, 5),
     }
     shares = {name: row["prune_ratio"] for name, row in found.items() if row["pruner"] not in (None, "none")}

@@ -82,12 +82,12 @@ def test_choice_is_the_engines_and_a_difference_is_refused():
     record = lambda pruner, kept, scores=None: Record(pruner, GRID, torch.tensor(kept), scores, None)  # noqa: E731
     scores = torch.zeros(96)
     scores[[3, 50, 90]] = torch.tensor([5.0, 2.0, 1.0])  # the first draws lambda_r by itself
-    show = Show(prune_ratio=0.97, pruners=("attention", "specvlm", "uniform"))  # 2 of 96 tokens
+    show = Show(prune_ratio=0.97, pruners=("attention", "specvlm", "uniform:stride"))  # 2 of 96 tokens
     config = show.config(pruner="attention")
     records = [record("attention", [3, 50], scores)]
     assert choose(config, records).tolist() == [3, 50]
     assert choose(show.config(pruner="specvlm"), records).tolist() == [0, 3]
-    assert choose(show.config(pruner="uniform"), records).tolist() == [0, 95]
+    assert choose(show.config(pruner="uniform:stride"), records).tolist() == [0, 95]
     with pytest.raises(VidSpecError, match="kept other tokens"):
         choose(config, [record("attention", [3, 51], scores)])
     with pytest.raises(VidSpecError, match="measured nothing"):

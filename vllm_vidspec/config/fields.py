@@ -109,7 +109,7 @@ class PruneKnobs(Group):
         default="original", json_schema_extra={"instruments": ["compacted"]}
     )
     """Positions of the draft's tokens: `original` keeps each kept token's position in the full prompt; `compacted`
-    numbers the kept tokens anew, as SpecVLM's code does, and is accepted less on every pair measured here."""
+    numbers the kept tokens anew, as SpecVLM's code does, and was accepted less on every pair here."""
 
     @field_validator("pruner")
     @classmethod
