@@ -118,6 +118,16 @@ def slope_mb_per_min(samples: Sequence[tuple[float, int]], least_min: float = LE
     return round(statistics.linear_regression(*zip(*late, strict=True)).slope, 3) if len(late) > 2 else None
 
 
+def first_minutes(
+    vanilla: Sequence[tuple[float, int]], ours: Sequence[tuple[float, int]]
+) -> Sequence[tuple[float, int]]:
+    """Return a server's readings from its start on, for as long as another's: caches of both are as full."""
+    if not vanilla or not ours:
+        return []
+    end = vanilla[0][0] + ours[-1][0] - ours[0][0]
+    return [sample for sample in vanilla if sample[0] <= end]
+
+
 def percentile(values: Iterable[float], share: float) -> float | None:
     """Return the smallest value that so large a share of them does not exceed; None of nothing."""
     ordered = sorted(values)
@@ -127,7 +137,7 @@ def percentile(values: Iterable[float], share: float) -> float | None:
 def is_bad(result: Mapping[str, Any], most_mb_per_min: float) -> list[str]:
     """Return what of a soak's result fails it, in words; [] for a pass.
 
-    Memory may grow by `most_mb_per_min` more than vanilla's in the same minutes; where these are too few nothing does.
+    Memory may grow by `most_mb_per_min` more than vanilla's as long after its start, and by more where that is short.
     """
     bad = [name for name in ("wrong_answers", "errors_unexpected", "leaked_blocks", "leaked_states") if result[name]]
     for row in result["configs"]:

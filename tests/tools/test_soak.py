@@ -100,6 +100,14 @@ def test_slope_is_of_the_second_half():
     assert soak_judge.slope_mb_per_min([]) is soak_judge.slope_mb_per_min(growing) is None
 
 
+def test_vanilla_is_as_old_as_what_it_is_compared_with():
+    """Catches: a vanilla whose caches filled an hour ago beside a server that has just started."""
+    vanilla = [(float(at), 0) for at in range(0, 1000, 2)]
+    ours = [(float(at), 0) for at in range(700, 901, 2)]
+    assert soak_judge.first_minutes(vanilla, ours) == vanilla[:101]
+    assert soak_judge.first_minutes([], ours) == soak_judge.first_minutes(vanilla, []) == []
+
+
 CONFIG = {"config": "chain", "rss_slope_mb_per_min": 2.0, "vanilla_rss_slope_mb_per_min": -1.0}
 PASS = {"wrong_answers": 0, "errors_unexpected": 0, "leaked_blocks": 0, "leaked_states": 0}
 

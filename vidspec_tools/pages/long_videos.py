@@ -20,10 +20,7 @@ def by_share(found: dict[str, Any]) -> str:
     shares = sorted({float(name.split()[1]) for name in points if " " in name})
     names = {name.split()[0] for name in points if " " in name}
     pruners = [one for one in sorted(names) if all(f"{one} {share:g}" in points for share in shares)]
-    rows = [
-        [f"{100 * share:g} %", *(f"{mean_length(points[f'{one} {share:g}']):.2f}" for one in pruners)]
-        for share in shares
-    ]
+    rows = [[f"{100 * share:g} %", *(with_interval(points[f"{one} {share:g}"]) for one in pruners)] for share in shares]
     return markdown([f"dropped, of {int(tokens):,} tokens", *(f"`{one}`" for one in pruners)], rows, words=0)
 
 

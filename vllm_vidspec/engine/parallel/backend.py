@@ -188,6 +188,11 @@ class ParallelBackend(DraftBackend):
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
+    def roll_back(self, step: Step) -> None:
+        """Publish what the drafter has counted, before it hears of this step's prompts: a gauge says what was held."""
+        if self._commits is not None:
+            self._commits.publish_counters()
+
     def start(self, step: Step, rows: np.ndarray, requests: list[Request]) -> None:
         for request in requests:
             sent = self._sent[request.new.req_state_idx]
@@ -248,7 +253,6 @@ class ParallelBackend(DraftBackend):
             for sent in self._sent.values():
                 if sent.refusal is None:
                     self._refuse(sent, "draft_error", f"what was committed did not reach the drafter ({failure})")
-        commits.publish_counters()
 
     def _refuse(self, sent: _Sent, reason: str, detail: str) -> None:
         sent.refusal, self._progress[sent.new.req_state_idx] = reason, _REFUSED
