@@ -11,7 +11,7 @@ from typing import NamedTuple
 from vllm_vidspec.names import PRUNERS
 
 LOSSY = ("loose", "fly", "fly-entropy")
-GUIDED = ("specvlm", "attention", "uv")
+GUIDED = ("specvlm", "specvlm:stride", "attention", "uv")
 TREES = ("tree-static", "tree-adaptive")
 FAMILIES = ("qwen2.5-vl", "llava-onevision")  # each drafts for itself in every shape
 # Families without a bundled pair: their models are untrained, made by random_models.py.
@@ -68,7 +68,9 @@ REFUSALS = (
     # What is read of the target is read by an engine that was started for it.
     Refusal({"observes": ("attention",), "pruner": ("uv",)}, "retune", "does not observe the target's uv"),
     Refusal(
-        {"observes": ("uv",), "pruner": ("specvlm", "attention")}, "retune", "does not observe the target's attention"
+        {"observes": ("uv",), "pruner": ("specvlm", "specvlm:stride", "attention")},
+        "retune",
+        "does not observe the target's attention",
     ),
     # Who learns counts from the first request on.
     Refusal({"observes": ("attention", "uv"), "pruner": ("auto",)}, "retune", "pruner cannot change to auto"),
