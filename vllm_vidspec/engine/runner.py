@@ -155,7 +155,7 @@ class VidSpecModelRunner(GPUModelRunner):
             self._publish_active()
 
     def _let_rest(self, req_id: str) -> bool:
-        return self._was_at_rest or self.speculator.let_rest(req_id)
+        return self._was_at_rest or self.speculator is None or self.speculator.let_rest(req_id)
 
     def _publish_active(self) -> None:
         """Show what running requests hold; vLLM makes a step of its own for the last one's end."""

@@ -94,7 +94,7 @@ def clip(name: str, offset: int, length: int) -> Any:
 
 def test_pruned_prompts_go_on_where_the_full_one_would():
     """A 40-token clip, half of it kept, between text: original positions, embeddings in the clip's places."""
-    line = Line()
+    line = Line(pruner="uniform:stride")
     prompt = [1] * 10 + [999] * 40 + [2] * 80
     line.add(0, prompt, (clip("a", 10, 40),))
     assert line.step({0: 131}).ready == []
