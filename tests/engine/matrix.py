@@ -117,6 +117,8 @@ def is_equal(cell: Cell) -> bool:
 def is_able(cell: Cell) -> bool:
     """Return whether a draft surely guesses some tokens: trained, nothing ruled out, and a stream not sampled."""
     is_trained = cell["draft"] != "untrained" and cell["family"] not in UNTRAINED_FAMILIES
+    # Without a video no pair says anything that it was trained for: here and there it repeats a word, and drafts none.
+    is_trained &= cell["input"] != "text"
     is_free = cell["sampling"] not in ("grammar", "banned")
     is_near = cell["drafting"] == "sequential" or (cell["draft"] != "far" and cell["sampling"] == "greedy")
     return is_drafted(cell) and (is_equal(cell) or (is_trained and is_free and is_near))
