@@ -1,5 +1,7 @@
 """Every pruner by its name in the configuration: grid, scores or features -> kept_indices. Pure torch."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -54,11 +56,18 @@ def lattice_ranks(grid: TokenGrid, device: torch.device | str = "cpu") -> Tensor
     return (x * _LATTICE[0] + y * _LATTICE[1] + t * _LATTICE[2]) % 2**32
 
 
-def spread_indices(ranks: Tensor, num_keep: int) -> Tensor:
-    """Return the indices of the `num_keep` lowest int64 ranks [n], of equal ones the lower index first: int64
-    [num_keep], ascending.
-    """
-    return ranks.sort(stable=True).indices[:num_keep].sort().values
+SpreadFn = Callable[[PruneInputs, Tensor, int], Tensor]  # of int64 tokens [n], ascending, some: int64 [num_keep]
+
+
+def by_lattice(inputs: PruneInputs, tokens: Tensor, num_keep: int) -> Tensor:
+    """Return the tokens of the lowest `lattice_ranks`, of equal ones the lower token first."""
+    ranks = lattice_ranks(inputs.grid, inputs.device)[tokens]
+    return tokens[ranks.sort(stable=True).indices[:num_keep]]
+
+
+def by_stride(inputs: PruneInputs, tokens: Tensor, num_keep: int) -> Tensor:
+    """Return tokens at regular intervals in raster order, both ends included, as the code of SpecVLM's authors does."""
+    return tokens[linspace_indices(len(tokens), num_keep, inputs.device)]
 
 
 def descending_order(scores: Tensor) -> Tensor:
@@ -97,14 +106,13 @@ def _select_top_k(inputs: PruneInputs) -> Tensor:
     return top_k_indices(inputs.scores, inputs.num_keep)
 
 
-def _specvlm(by_stride: bool) -> SelectFn:
+def _specvlm(spread: SpreadFn) -> SelectFn:
     """Return SpecVLM: the top tokens that hold `lambda_r` of the score, and as many others as fit, evenly spread.
 
     Eq. 6 (stage I, Top-P retention), then eq. 7 (stage II, spatially uniform reduction), which as printed adds (1 - r)
     of all tokens: as in the authors' code it fills the budget that stage I leaves, and stage I alone is cut to the
     budget, the highest scores first. Of equal scores the lower index ranks higher. Without any score, and at
-    `lambda_r` 0, stage I is empty and the choice is that of `uniform`. `by_stride` is the authors' stage II, a stride
-    in raster order over the others, both ends included; else it is `lattice_ranks`.
+    `lambda_r` 0, stage I is empty and the choice is that of `uniform`. `spread` is stage II.
     """
 
     def select(inputs: PruneInputs) -> Tensor:
@@ -115,12 +123,7 @@ def _specvlm(by_stride: bool) -> SelectFn:
         is_rest = torch.ones(num_tokens, dtype=torch.bool, device=inputs.device)
         is_rest[retained] = False
         rest = is_rest.nonzero()[:, 0]  # [num_tokens - |V_R|], in sequence order
-        num_spread = inputs.num_keep - len(retained)
-        if by_stride:
-            spread = rest[linspace_indices(len(rest), num_spread, inputs.device)]
-        else:
-            spread = rest[spread_indices(lattice_ranks(inputs.grid, inputs.device)[rest], num_spread)]
-        return torch.cat((retained, spread)).sort().values
+        return torch.cat((retained, spread(inputs, rest, inputs.num_keep - len(retained)))).sort().values
 
     return select
 
@@ -133,12 +136,15 @@ def _select_none(inputs: PruneInputs) -> Tensor:
     return torch.arange(inputs.grid.num_tokens, dtype=torch.int64, device=inputs.device)
 
 
-def _select_uniform(inputs: PruneInputs) -> Tensor:
-    return spread_indices(lattice_ranks(inputs.grid, inputs.device), inputs.num_keep)
+def _uniform(spread: SpreadFn) -> SelectFn:
+    def select(inputs: PruneInputs) -> Tensor:
+        tokens = torch.arange(inputs.grid.num_tokens, dtype=torch.int64, device=inputs.device)
+        return spread(inputs, tokens, inputs.num_keep).sort().values
+
+    return select
 
 
-def _select_stride(inputs: PruneInputs) -> Tensor:
-    return linspace_indices(inputs.grid.num_tokens, inputs.num_keep, inputs.device)
+_select_uniform = _uniform(by_lattice)
 
 
 def _select_random(inputs: PruneInputs) -> Tensor:
@@ -260,12 +266,12 @@ ALL_PRUNERS = {
     for pruner in (
         Pruner("none", _select_none),
         # `attention` and `uv` are one rule: SpecVLM's guidance without stage II, and UV-Prune, which may be negative.
-        Pruner("specvlm", _specvlm(by_stride=False), needs=frozenset({"attention"}), refuses_negative=True),
-        Pruner("specvlm:stride", _specvlm(by_stride=True), needs=frozenset({"attention"}), refuses_negative=True),
+        Pruner("specvlm", _specvlm(by_lattice), needs=frozenset({"attention"}), refuses_negative=True),
+        Pruner("specvlm:stride", _specvlm(by_stride), needs=frozenset({"attention"}), refuses_negative=True),
         Pruner("attention", _select_top_k, needs=frozenset({"attention"})),
         Pruner("uv", _select_top_k, needs=frozenset({"uv"})),
         Pruner("uniform", _select_uniform),
-        Pruner("uniform:stride", _select_stride),
+        Pruner("uniform:stride", _uniform(by_stride)),
         Pruner("random", _select_random),
         Pruner("window:front", _window(0)),
         Pruner("window:middle", _window(1)),
