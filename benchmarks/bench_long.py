@@ -3,7 +3,7 @@
     python benchmarks/bench_long.py acceptance --tokens 256,1024,4096,16384 --shares 0.5,0.9,0.99
     python benchmarks/bench_long.py acceptance --family qwen2.5-vl --compacted specvlm,uniform
     python benchmarks/bench_long.py speed --tokens 1024,4096,16384 --pads 0,5,9
-    python -m vidspec_tools.pages
+    python -m benchmarks.pages
 
 Each request of a long pair is a held-out reel with one question of its own, of another pair a held-out video of 256
 tokens to describe. `acceptance` asks one engine with every setting in turn; `speed` holds all engines at once and lets
@@ -18,14 +18,12 @@ import statistics
 from contextlib import ExitStack
 from typing import Any
 
+from benchmarks.pages.results import NAMES, RESULTS, mean_length
 from vidspec_tools import inflation, reel
 from vidspec_tools.bench import ratios
 from vidspec_tools.bench.methods import parallel_window
 from vidspec_tools.bench.session import BenchSession
 from vidspec_tools.bench.trials import cores
-from vidspec_tools.pages.long_videos import draw
-from vidspec_tools.pages.pruners import NAMES, mean_length
-from vidspec_tools.pages.tables import RESULTS
 from vllm_vidspec import assets
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.provenance import provenance
@@ -35,7 +33,6 @@ MAX_TOKENS = 160
 WHOLE, BLIND = {"pruner": "none", "prune_ratio": 0.0}, {"pruner": "uniform", "prune_ratio": 1.0}
 PRUNERS = ("specvlm", "specvlm:stride", "uv", "uniform", "uniform:stride", "random")
 SHORT = 256  # video tokens of a pair that is not long
-FIGURE = "docs/long-videos.png"
 
 
 def job(
@@ -249,8 +246,6 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=3, help="engines beside vanilla that are in memory together")
     args = parser.parse_args()
     {"acceptance": acceptance, "speed": speed}[args.what](args, load(args.family))
-    if args.family in assets.LONG_PAIRS:
-        draw(FIGURE)
 
 
 if __name__ == "__main__":

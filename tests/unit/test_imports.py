@@ -98,7 +98,7 @@ WITHOUT = {
     **{f"vllm_vidspec.{name}": ENGINES for name in ("setup.fixups", "doctor", "metrics", "plugin", "cli")},
     "vidspec_kernels": {"vllm", "vllm_vidspec.engine.worker", "transformers"},
     **{f"vllm_vidspec.{name}": {"vllm", "transformers"} for name in ("pruning", "families", "drafting", "scoring")},
-    "vidspec_tools.pages.__main__": {"vllm"},  # pages are built where vLLM is not installed
+    "benchmarks.pages.__main__": {"vllm", "torch"},  # pages are built where vLLM is not installed
 }
 
 

@@ -16,7 +16,6 @@ def measure(
     bench: Any, what: Any, given: Mapping[str, Any], tables: Callable[..., Any], draw: Callable[..., None] | None = None
 ) -> None:
     """Check and run a benchmark, write its rows where options say, and show them; exit status 1 if a part failed."""
-    from vidspec_tools.views import figures
     from vllm_vidspec.tools import progress
     from vllm_vidspec.tools.user_files import check_output
 
@@ -25,7 +24,9 @@ def measure(
     if json_path not in (None, "-"):
         check_output(json_path)
     if plot_path is not None:
-        figures.check_figure(plot_path, "--plot")
+        from vllm_vidspec.tools.plots import check_plot
+
+        check_plot(plot_path, "--plot")
     result = with_bars(bench.run, what, progress.View)
     write_json(json_path, result)
     rows, failures = result["rows"], result.get("failures", [])
@@ -86,7 +87,7 @@ def acceptance(
     """
     given = locals()
     from vidspec_tools.bench import acceptance as bench
-    from vidspec_tools.views import acceptance as view
+    from vllm_vidspec.tools import bench_views as views
 
     texts = ("family", "draft", "pruner", "drafting", "scorer", "draft_noise", "draft_positions")
     kinds = dict.fromkeys(texts, str) | {"num_speculative_tokens": int, "top_k": int}
@@ -99,8 +100,8 @@ def acceptance(
     own_seed = seed if seeded else None
     what = shared.pick(bench.Sweep, given, axes=axes, seed=own_seed, knobs=options.knobs(knob))
     if plot_path is not None:
-        view.check_room(plot_path, axes)
-    measure(bench, what, given, view.tables, view.draw)
+        views.check_axes(plot_path, axes)
+    measure(bench, what, given, views.acceptance_tables, views.draw_acceptance)
 
 
 # Option -> the field of `Quality` that holds its values, and what they are.
@@ -156,8 +157,8 @@ def quality(
     "AUC" is how well the measured relevance tells words about the video from fillers: 0.5 is not at all, 1 always.
     """
     given = locals()
+    from benchmarks import views
     from vidspec_tools.bench import quality as bench
-    from vidspec_tools.views import quality as view
 
     swept = {
         field: tuple(options.values("--" + name.removesuffix("_loose").replace("_", "-"), given[name], kind))
@@ -168,7 +169,7 @@ def quality(
         raise VidSpecError(f"--position-shift: {wrong[0]!r} is neither on nor off")
     swept["position_shifts"] = tuple(text == "on" for text in shifts)
     what = shared.pick(bench.Quality, given, **swept, knobs=options.knobs(knob))
-    measure(bench, what, given, view.tables, view.draw)
+    measure(bench, what, given, views.quality_tables, views.draw_quality)
 
 
 def paper(
@@ -203,13 +204,13 @@ def paper(
     in ~/.cache/vidspec/inflated. Exit status 1 if a method fails.
     """
     given = locals()
+    from benchmarks.views import paper_tables
     from vidspec_tools.bench import paper as bench
-    from vidspec_tools.views import versus
 
     usual = bench.QUICK if quick else bench.USUAL
     chosen = {name: default if given[name] is None else given[name] for name, default in usual.items()}
     chosen["methods"] = bench.ALL if methods == "all" else tuple(options.values("--methods", methods, str))
-    measure(bench, _beside_vanilla(bench.PaperBenchmark, given, **chosen), given, versus.paper_tables)
+    measure(bench, _beside_vanilla(bench.PaperBenchmark, given, **chosen), given, paper_tables)
 
 
 def _beside_vanilla(kind: type, given: Mapping[str, Any], **chosen: Any) -> Any:
@@ -255,6 +256,6 @@ def speed(
     """
     given = locals()
     from vidspec_tools.bench import interleaved as bench
-    from vidspec_tools.views import versus
+    from vllm_vidspec.tools.bench_views import speed_tables
 
-    measure(bench, _beside_vanilla(bench.Benchmark, given), given, versus.speed_tables)
+    measure(bench, _beside_vanilla(bench.Benchmark, given), given, speed_tables)

@@ -56,7 +56,7 @@ def plan(
     from vidspec_tools import gpus
     from vidspec_tools.planning import models, planner, question
     from vidspec_tools.planning.acceptance import RUNNER_UP, Agreement, agreement_of_positions
-    from vidspec_tools.views import plan as view
+    from vllm_vidspec.tools import views
     from vllm_vidspec.tools.provenance import provenance
     from vllm_vidspec.tools.user_files import check_output
 
@@ -84,4 +84,4 @@ def plan(
     result = planner.plan(what, batches)
     running.write_json(json_path, result | {"provenance": provenance()})
     if json_path != "-":
-        view.show(result, running.console())
+        views.show_plan(result, running.console())

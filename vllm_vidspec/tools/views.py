@@ -1,4 +1,4 @@
-"""How `vidspec demo`, `doctor`, `status` and `calibrate` show their results in a terminal; no engine, no HTTP."""
+"""How `vidspec demo`, `doctor`, `status`, `calibrate` and `plan` show their results; no engine, no HTTP."""
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -209,3 +209,49 @@ def calibration_words(result: dict[str, Any]) -> str:
     if result["config"].get("lambda_r") == 0.0:
         return text + " At lambda_r 0 the tokens are chosen evenly: on these videos guidance gains nothing."
     return text + (f" Without guidance (lambda_r 0): {uniform[0]:.3f}." if uniform else "")
+
+
+# ---- vidspec plan ----------------------------------------------------------------------------------------------------
+
+# What to do by batch size, times in ms; "answer" has the draft's prefill.
+_PLAN: Columns = {
+    "batch": "{batch}",
+    "drafts": lambda row: _drafts(row),
+    "r": "{prune_ratio:.2f}",
+    "decode": "{speedup:x}",
+    "answer": "{answer_speedup:x}",
+    "tau": "{acceptance_length:.2f}",
+    "T_t": "{t_target_ms:.1f}",
+    "T_t^K": "{t_verify_ms:.1f}",
+    "T_d": "{t_draft_ms:.1f}",
+    "p min": "{break_even_agreement:.2f}",
+}
+# What the memory of one of the target's GPUs holds, and of one of the drafter's own.
+_MEMORY: Columns = {
+    "batch": "{batch}",
+    "weights": "{memory[target_weights]:GB} + {memory[draft_weights]:GB}",
+    "KV": "{memory[target_kv]:GB} + {memory[draft_kv]:GB}",
+    "pictures": "{memory[draft_media]:GB}",
+    "left": "{memory[left]:GB}",
+    "fits": lambda row: "yes" if row["fits"] else "no",
+    "left on the drafter's": lambda row: fill("{left:GB}", row["drafter_memory"] or {"left": None}),
+}
+
+
+def show_plan(result: Figures, console: Console) -> None:
+    title = fill("{target} with {draft} on {tp} {gpu} (modelled)", result)
+    times_of = "ms; T_d: all forwards of a step, of a drafter on +N GPUs one"
+    caption = f"{result['video_tokens']} video tokens; below p min drafts do not pay; {times_of}"
+    console.print(by_columns(_PLAN, result["rows"], 2, title=title, caption=caption))
+    console.print(by_columns(_MEMORY, result["rows"], caption="GB of a GPU, target + draft (modelled)"))
+    for line in (result["when"], *result["notes"]):
+        console.print(line, highlight=False)
+
+
+def _drafts(row: Figures) -> str:
+    if not row["fits"]:
+        return "does not fit"
+    if row["shape"] == "none":
+        return "do not"
+    words = f"{row['shape']} {row['num_speculative_tokens']}"
+    return f"{words} +{row['draft_gpus']}" if row["draft_gpus"] else words

@@ -1,12 +1,13 @@
-"""Measure what the pages of docs/ say, keep it as JSON in docs/results, and write the pages from it.
+"""Measure again what the pages say.
 
-    python -m vidspec_tools.pages.measure                         # commands of pages that have no JSON file yet
-    python -m vidspec_tools.pages.measure --only R1,R6 --force    # these again; R9 is R9-sage, too, `paper` all papers
-    python -m vidspec_tools.pages.measure --only restarts         # needs root for full file systems
-    python -m vidspec_tools.pages.measure --only faults           # ten minutes
-    python -m vidspec_tools.pages.measure --only coexistence --rows LoRA,Ray   # root for the row of two nodes
+    python -m benchmarks.pages.measure                         # every row of the notebook, by its own commands
+    python -m benchmarks.pages.measure --only R1,R6            # these rows; R9 is R9-sage, too
+    python -m benchmarks.pages.measure --only restarts         # needs root for full file systems
+    python -m benchmarks.pages.measure --only faults           # ten minutes
+    python -m benchmarks.pages.measure --only coexistence --rows LoRA,Ray   # root for the row of two nodes
 
-The commands are those in front of a result's marker on its page. What is not as it should be is written as seen, and
+A row's commands print its tables, and their results are kept as JSON in --out: the notebook keeps its dated ones. The
+other three are recorded in docs/results and written on their pages. What is not as it should be is written as seen, and
 the command fails.
 """
 
@@ -23,31 +24,22 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from vidspec_tools.pages import __main__ as builder
-from vidspec_tools.pages.reliability import RECORDS
-from vidspec_tools.pages.tables import DOCS, RESULTS, ROOT, Result
-from vidspec_tools.views import acceptance, quality, versus
+from benchmarks.pages import __main__ as builder
+from benchmarks.pages.results import RESULTS, ROOT, read
 from vllm_vidspec.tools.provenance import provenance
 
-# ---- commands of pages -----------------------------------------------------------------------------------------------
-
-PAGES = (RESULTS / "README.md", DOCS / "paper-tables.md")
-# Results that have a figure drawn from all their commands.
-FIGURES: dict[str, Callable[[Any, str], None]] = {
-    **dict.fromkeys(("R3", "R9"), acceptance.draw),
-    **dict.fromkeys(("R12", "R16-loose"), quality.draw),
-    "R14-parallel": versus.draw,
-}
+# ---- rows of the notebook --------------------------------------------------------------------------------------------
 
 
-def commands_by_name() -> dict[str, list[str]]:
-    """Return the command lines of every result, as a page shows them: in front of its marker, behind the last one."""
-    found = {}
-    for page in PAGES:
-        for part in re.split("<!-- /.* -->", re.sub(r"\s*\\\n\s+", " ", page.read_text())):
-            text, marker, rest = part.partition("<!-- ")
-            if marker and (lines := re.findall("^    (?:vidspec|python) (.*)$", text, re.MULTILINE)):
-                found[rest.split()[0]] = lines
+def commands() -> dict[str, list[str]]:
+    """Return the command lines of every row of the notebook: those below a heading such as R1 or R16-loose."""
+    found: dict[str, list[str]] = {}
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        for part in re.split("^##+ ", re.sub(r"\s*\\\n\s+", " ", page.read_text()), flags=re.MULTILINE)[1:]:
+            name, _, text = part.partition("\n")
+            lines = re.findall(r"^    ((?:vidspec (?:bench|demo)|python)\b.*)$", text, re.MULTILINE)
+            if lines and re.fullmatch(r"R\d[\w.-]*", name):
+                found[name] = lines
     return found
 
 
@@ -59,41 +51,17 @@ def chosen(names: str, known: Iterable[str]) -> list[str]:
     return [name for name in known if name in wanted or name.split("-")[0] in wanted]
 
 
-def run_command(command: str) -> Result:
-    """Run what follows `vidspec`, or a script of this repository, and return its result."""
-    program = [] if command.startswith("benchmarks/") else ["-m", "vllm_vidspec.cli"]
-    with tempfile.TemporaryDirectory(prefix="vidspec-results-") as folder:
-        path = Path(folder, "result.json")
-        words = [*shlex.split(command), "--json", str(path)]
-        if subprocess.run([sys.executable, *program, *words], cwd=ROOT).returncode != 0:
-            raise SystemExit(f"failed: {command}")
-        result = json.loads(path.read_text().replace(f"{ROOT}/", "").replace(f"{folder}/", ""))
-    result.pop("log_dir", None)  # of this machine only
-    return result
+def run_commands(name: str, lines: Iterable[str], out: Path) -> None:
+    """Run a row's command lines; their results go to `out`, numbered where there are several."""
+    out.mkdir(parents=True, exist_ok=True)
+    for number, line in enumerate(lines, 1):
+        program, *words = shlex.split(line)
+        start = [sys.executable, *([] if program == "python" else ["-m", "vllm_vidspec.cli"])]
+        if subprocess.run([*start, *words, "--json", str(out / f"{name}-{number}.json")], cwd=ROOT).returncode:
+            raise SystemExit(f"failed: {line}")
 
 
-def merge(parts: list[Result]) -> Result:
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    origin = first["provenance"] | {"argv": [part["provenance"]["argv"] for part in parts]}
-    rows, failures = ([row for part in parts for row in part.get(name, [])] for name in ("rows", "failures"))
-    families = list(dict.fromkeys(row["family"] for row in rows))
-    if "retention" in rows[0]:
-        # Every command measures the target, the draft and strict for itself: once is enough.
-        rows = list({quality.setting_key(row): row for row in reversed(rows)}.values())[::-1]
-    rows.sort(key=lambda row: families.index(row["family"]))
-    return {"rows": rows, "failures": failures, "provenance": origin}
-
-
-def write(path: Path, result: Result) -> None:
-    """Write a result as JSON, and beside it its figure where it has one."""
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    if path.stem in FIGURES:
-        FIGURES[path.stem](result["rows"], str(path.with_suffix(".png")))
-
-
-# ---- other records ---------------------------------------------------------------------------------------------------
+# ---- cases that are recorded one by one ------------------------------------------------------------------------------
 
 
 def record(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -160,6 +128,7 @@ def run_restarts(path: Path, wanted: str) -> bool:
 
 
 def run_coexistence(path: Path, wanted: str) -> bool:
+    """Run vidspec beside vLLM's other features; return whether each verdict is the expected one."""
     from tests.engine import coexistence
 
     def run(row: Any, folder: Path) -> tuple[dict, bool]:
@@ -176,28 +145,33 @@ def run_coexistence(path: Path, wanted: str) -> bool:
     return run_rows(path, coexistence.ROWS, wanted, key, run)
 
 
-RUNS = {"restarts": run_restarts, "faults": run_faults, "coexistence": run_coexistence}
+# Name -> its record in docs/results, and what runs it.
+RUNS: dict[str, tuple[str, Callable[[Path, str], bool]]] = {
+    "restarts": ("reliability-restarts", run_restarts),
+    "faults": ("reliability-faults", run_faults),
+    "coexistence": ("coexistence", run_coexistence),
+}
 
 
 def main() -> int:
-    lines = commands_by_name()
+    lines = commands()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(lines), help="comma-separated names of results and sections")
-    parser.add_argument("--force", action="store_true", help="run commands again that have a JSON file")
+    parser.add_argument("--only", default=",".join(lines), help="comma-separated names of rows and sections")
     parser.add_argument("--rows", default="", help="beginnings of rows of restarts and coexistence, comma-separated")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs", help="folder for results of the notebook's rows")
     options = parser.parse_args()
     good = True
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     for name in chosen(options.only, [*lines, *RUNS]):
-        path = RESULTS / f"{name}.json"
-        if name in RUNS:
-            import conftest  # noqa: F401  # the environment of engines
+        if name not in RUNS:
+            run_commands(name, lines[name], options.out)
+            continue
+        import conftest  # noqa: F401  # the environment of engines
 
-            good &= RUNS[name](RESULTS / f"{RECORDS[name][0]}.json", options.rows)
-        elif options.force or not path.exists():
-            write(path, merge([run_command(line) for line in lines[name]]))
-    sys.argv[1:] = []
-    builder.main()
+        result, run = RUNS[name]
+        good &= run(RESULTS / f"{result}.json", options.rows)
+        read.cache_clear()
+        builder.write()
     return int(not good)
 
 

@@ -1,0 +1,1 @@
+"""What proves this repository; never shipped, and the package imports none of it."""
