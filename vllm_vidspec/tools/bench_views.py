@@ -107,7 +107,10 @@ def draw_acceptance(rows: Rows, path: str) -> None:
 
 # ---- bench speed -----------------------------------------------------------------------------------------------------
 
-SPEEDUP: Columns = {"speedup": "{speedup:x}", "p20 - p80": "{speedup_p20:.2f} - {speedup_p80:.2f}"}
+SPEEDUP: Columns = {
+    "speedup": "{speedup:x}",
+    "p20 - p80": lambda row: fill("-" if row["speedup"] is None else "{speedup_p20:.2f} - {speedup_p80:.2f}", row),
+}
 _SPEED: Columns = {
     "engine": "{method}",
     "tokens\nper s": "{tokens_per_s:.1f}",

@@ -56,8 +56,8 @@ def draw(
         figure = Figure(figsize=(1.8 + size[0] * across, 0.6 + size[1] * down), dpi=160, layout="constrained")
         grid = figure.subplots(down, across, sharey="row", squeeze=False)
         for place, (title, lines) in zip(grid.flat, panels.items(), strict=False):
-            for words, level in (levels or {}).get(title, {}).items():
-                legend[words] = place.axhline(level, color="#444444", linestyle=(0, (5, 3)), linewidth=1, zorder=1)
+            for (words, level), dashes in zip((levels or {}).get(title, {}).items(), ("--", ":", "-."), strict=False):
+                legend[words] = place.axhline(level, color="#444444", linestyle=dashes, linewidth=1, zorder=1)
             legend |= _draw_lines(place, lines, styles, ticks)
             for x, y in (stars or {}).get(title, ()):
                 place.plot(x, y, "k*", markersize=15, fillstyle="none", zorder=5)
