@@ -19,11 +19,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import harness
 
-from vidspec_tools.bench import interleaved, scaling
-from vidspec_tools.bench.methods import CONTROLLER, SEQUENTIAL, VANILLA
-from vidspec_tools.bench.roles import Roles
-from vidspec_tools.bench.session import BenchEngine
-from vidspec_tools.bench.trials import Variant
+from benchmarks import inflated, scaling
+from benchmarks.methods import CONTROLLER
+from benchmarks.roles import Roles
+from benchmarks.session import BenchEngine
+from vllm_vidspec.tools.bench.trials import SEQUENTIAL, VANILLA, Variant
 from vllm_vidspec.tools.progress import silent
 
 FAMILY = "qwen2.5-vl"
@@ -69,7 +69,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     sizes = {"rounds": 1, "max_tokens": ANSWER_TOKENS, "kept_requests": VIDEOS, "batch_size": max(args.batches)}
     for tokens in args.tokens:
         benchmark = scaling.ScalingBenchmark(families=(FAMILY,), video_tokens=tokens, **sizes)
-        workload = interleaved.workload_for(benchmark, FAMILY, 0.0, silent)
+        workload = inflated.workload_for(benchmark, FAMILY, 0.0, silent)
         job = benchmark.job(workload, Variant(CONTROLLER, SEQUENTIAL, knobs))
         prompts = BenchEngine.bundled_requests(job["prompts"] | {"held_out": list(range(VIDEOS))})
         with harness.Engine(job["llm"]) as engine:
