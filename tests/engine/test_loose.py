@@ -13,7 +13,7 @@ from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import LLAVA, NO_CACHE, QWEN, QWEN3, assert_same_answers, in_place_of, token_ids
 from vidspec_kernels import LooseTables
 from vllm_vidspec.engine.hooks import state_store, visual_states
-from vllm_vidspec.engine.verify import rules
+from vllm_vidspec.engine.verify import loose_tables
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.scoring import rules as scorers
 from vllm_vidspec.tools import pairs, watching
@@ -158,7 +158,7 @@ def the_targets_token_over_the_drafts_kv(patch):
 
 def nothing_protected(patch):
     tables = lambda *tables: LooseTables(*(0 * table for table in tables[:2]), *tables[2:])  # noqa: E731
-    patch.setattr(rules, "LooseTables", tables)
+    patch.setattr(loose_tables, "LooseTables", tables)
 
 
 @pytest.mark.parametrize(

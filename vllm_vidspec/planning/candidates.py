@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from vllm_vidspec.config.fields import PruneKnobs
-from vllm_vidspec.config.paths import SPECVLM_PATHS
+from vllm_vidspec.config.static_tree import SPECVLM_PATHS
 from vllm_vidspec.planning import pool
 from vllm_vidspec.planning.acceptance import Agreement
 from vllm_vidspec.planning.question import Question, check

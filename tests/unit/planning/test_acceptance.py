@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from vllm_vidspec.config.paths import SPECVLM_PATHS
+from vllm_vidspec.config.static_tree import SPECVLM_PATHS
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.planning import acceptance
 from vllm_vidspec.planning.acceptance import Agreement, default_agreement

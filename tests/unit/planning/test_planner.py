@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_vidspec.config.paths import SPECVLM_PATHS
+from vllm_vidspec.config.static_tree import SPECVLM_PATHS
 from vllm_vidspec.drafting.static import topology_of
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.planning.acceptance import Agreement, default_agreement

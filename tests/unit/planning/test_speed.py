@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from vllm_vidspec.parallel import WindowRule
 from vllm_vidspec.planning.acceptance import Agreement
 from vllm_vidspec.planning.speed import run_streams, speedup, window_of
+from vllm_vidspec.streams import WindowRule
 
 
 def test_speed_model_by_hand():
