@@ -7,29 +7,12 @@ a fixed chain is the engine without its controller. Of a request's begin and end
 
 from typing import Any
 
-from vllm_vidspec.adapt import Decision, Option
 from vllm_vidspec.engine.compat.contract import MARK
 from vllm_vidspec.tools.bench.trials import VANILLA
 
 # What runs in every step.
 OF_VLLM = ("_update_after_schedule", "update_from_output", "post_step")
 OF_RUNNER = ("prepare_inputs", "execute_model", "sample", "sample_tokens", "take_draft_token_ids")
-
-
-class _Fixed:
-    """Decides on a chain of so many draft tokens in every step, in a controller's place."""
-
-    def __init__(self, num_tokens: int):
-        self._decision = Decision(Option("chain", num_tokens, num_tokens, True), frozenset(), 1, False)
-
-    def is_shown(self, *_: Any) -> bool:
-        return True
-
-    def plan(self, *_: Any) -> Decision:
-        return self._decision
-
-    def observe(self, *_: Any) -> None:
-        """Learn nothing."""
 
 
 class Roles:
@@ -51,7 +34,7 @@ class Roles:
         self._runner = self._core.model_executor.driver_worker.worker.model_runner
         self._scheduler = self._core.scheduler
         self._side = self._scheduler._vidspec_side
-        self._control = self._side._control
+        self._policy = self._side._policy
         self._spec = self._runner.speculator, self._runner.num_speculative_steps
         # How many places for drafts an asynchronous scheduler gives every request, by batch size where it has a table.
         scheduler = self._scheduler
@@ -76,4 +59,5 @@ class Roles:
         scheduler, places = self._scheduler, (0, 0, None) if is_vanilla else self._places
         scheduler.num_spec_tokens, scheduler.num_lookahead_tokens, scheduler.dynamic_sd_lookup = places
         self._core.check_for_draft_tokens = not is_vanilla
-        self._side._control = _Fixed(role) if isinstance(role, int) else None if is_vanilla else self._control
+        self._side._limit = role if isinstance(role, int) else None  # of an engine without a policy, what it drafts
+        self._side._policy = self._policy if role not in (VANILLA, self._side._limit) else None
