@@ -5,11 +5,11 @@ from typing import Any
 
 from rich.table import Table
 
-from vidspec_tools.bench.methods import PARALLEL
-from vidspec_tools.bench.quality import DRAFT, LOSSY, STRICT, knob, line_name, setting_name
-from vidspec_tools.captions import GROUPS
+from benchmarks.captions import GROUPS
+from benchmarks.quality import DRAFT, LOSSY, STRICT, knob, line_name, setting_name
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools.bench_views import SPEEDUP, rounds_words
+from vllm_vidspec.tools.bench.trials import PARALLEL
+from vllm_vidspec.tools.bench.views import SPEEDUP, rounds_words
 from vllm_vidspec.tools.tables import Columns, by, by_columns, fill
 
 Row = dict[str, Any]
@@ -121,7 +121,10 @@ def draw_quality(rows: Rows, path: str) -> None:
         title = panel_name(panel)
         measured = [row for row in ours if row["retention"] is not None]
         scorers = by([row | {"line": line_name(row)} for row in measured if row["method"] in LOSSY], "line")
-        lines[title] = {name: [_point(row) for row in sorted(found, key=knob)] for (name,), found in scorers.items()}
+        lines[title] = {
+            name: [_point(row) for row in sorted(found, key=lambda row: knob(row) or 0.0)]
+            for (name,), found in scorers.items()
+        }
         stars[title] = [_point(row) for row in measured if row["method"] == STRICT]
         levels[title] = {f"{100 * FLOOR:g} % of the target alone": 100 * FLOOR}
         if alone := [100 * row["retention"] for row in measured if row["method"] == DRAFT]:

@@ -7,12 +7,13 @@ import sys
 import numpy as np
 import pytest
 
+from benchmarks import scaling
+from benchmarks.session import BenchEngine
 from tools.common import FAMILIES, counters, invoke, printed, refuses
-from vidspec_tools.bench import acceptance, scaling
-from vidspec_tools.bench.session import BenchEngine
-from vidspec_tools.bench.trials import VANILLA_VARIANT, Workload
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools import bench_views, pairs
+from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.bench import acceptance, views
+from vllm_vidspec.tools.bench.trials import VANILLA_VARIANT, Workload
 from vllm_vidspec.tools.engine_session import EngineSession
 
 
@@ -113,7 +114,7 @@ def test_table_and_files(engines, tmp_path, monkeypatch):
     ran = len(engines.sessions)
     assert invoke(*options, "--json", str(tmp_path / "no" / "x")).exit_code == 2
     with pytest.raises(VidSpecError, match="no row has an acceptance length"):
-        bench_views.draw_acceptance([{"acceptance_length": None, "drafting": "chain"}], "f.png")
+        views.draw_acceptance([{"acceptance_length": None, "drafting": "chain"}], "f.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     refuses("needs matplotlib: pip install matplotlib", "bench", "acceptance", "--plot", str(tmp_path / "f.png"))
     assert len(engines.sessions) == ran

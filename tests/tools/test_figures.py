@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.pages.results import read
 from benchmarks.views import draw_quality
-from vllm_vidspec.tools.bench_views import draw_acceptance
+from vllm_vidspec.tools.bench.views import draw_acceptance
 
 PLOTS = {"R3": draw_acceptance, "R9": draw_acceptance, "R12": draw_quality, "R16-loose": draw_quality}
 FROM_ZERO = ("R3", "R9")  # the others show what is kept, between the draft's share and the target's

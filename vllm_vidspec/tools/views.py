@@ -135,7 +135,7 @@ def _by_class(classes: dict[str, Figures]) -> str | None:
         return None
     return ", ".join(
         f"{name} {number(found['tokens_per_step'], 2)}"
-        + (f" (rests, {found['unshown_requests']} not drafted for)" if found["rests"] else "")
+        + (f" (paused, {found['unadmitted_requests']} not drafted for)" if found["paused"] else "")
         for name, found in classes.items()
     )
 

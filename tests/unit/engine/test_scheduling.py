@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
 from vllm_vidspec.adapt import StepKind
+
 from vllm_vidspec.config import METHOD, parse_config
 from vllm_vidspec.engine import scheduling
 from vllm_vidspec.engine.compat import scheduler as compat
