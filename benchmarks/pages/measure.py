@@ -20,13 +20,15 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import __main__ as builder
 from benchmarks.pages.results import RESULTS, ROOT, read
 from vllm_vidspec.tools.provenance import provenance
+
+Row = dict[str, Any]
 
 # ---- rows of the notebook --------------------------------------------------------------------------------------------
 
@@ -64,7 +66,7 @@ def run_commands(name: str, lines: Iterable[str], out: Path) -> None:
 # ---- cases that are recorded one by one ------------------------------------------------------------------------------
 
 
-def record(path: Path, rows: list[dict[str, Any]]) -> None:
+def record(path: Path, rows: list[Row]) -> None:
     """Write rows with where they come from; they name no folder of this machine."""
     text = json.dumps({"rows": rows, "provenance": provenance()}, indent=1).replace(f"{ROOT}/", "")
     path.write_text(text + "\n")
@@ -82,67 +84,59 @@ def run_faults(path: Path, wanted: str) -> bool:
 
 def run_rows(
     path: Path,
-    cases: Iterable[Any],
+    cases: Sequence[Any],
     wanted: str,
-    key: Callable[[Any], Any],
-    run: Callable[[Any, Path], tuple[dict, bool]],
+    label: Callable[[Any], Row],
+    judge: Callable[[Any, Any, str], tuple[Row, bool]],
 ) -> bool:
     """Run cases one after another, and record each as it is seen beside those of earlier runs.
 
-    Those run whose names begin as `wanted` says, comma-separated, and what was never run. `key` tells a case or a
-    recorded row from the others; `run` runs a case in a folder and returns its row, and whether it is as it should be.
+    Those run whose names begin as `wanted` says, comma-separated, and what was never run. `label` is what tells a
+    case's row from others. `judge` returns the rest of it, and whether that is as it should be, from what a case
+    returned, or why it raised.
     """
+    labels = [label(case) for case in cases]
+    key = lambda row: tuple(row[name] for name in labels[0])  # noqa: E731
     rows = {key(row): row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
     good = True
-    for case in cases:
-        if key(case) in rows and not case.name.startswith(tuple(wanted.split(","))):
+    for case, own in zip(cases, labels, strict=True):
+        if key(own) in rows and not case.name.startswith(tuple(wanted.split(","))):
             continue
         print(f"{case.name} ...", flush=True)
+        seen, reason = None, ""
         with tempfile.TemporaryDirectory(prefix="vs") as folder:  # short: sockets lie in it
-            row, is_right = run(case, Path(folder))
-        print(f"  {'' if is_right else 'NOT AS EXPECTED: '}{row}", flush=True)
+            try:
+                seen = case.run(Path(folder))
+            except Exception as error:
+                traceback.print_exc()
+                reason = f"{type(error).__name__}: {error}".splitlines()[0].replace(folder, "…")
+        found, is_right = judge(case, seen, reason)
+        print(f"  {'' if is_right else 'NOT AS EXPECTED: '}{found}", flush=True)
         good &= is_right
-        rows[key(case)] = row
-        record(path, [rows[key(one)] for one in cases if key(one) in rows])
+        rows[key(own)] = own | found
+        record(path, [rows[key(one)] for one in labels if key(one) in rows])
     return good
-
-
-def _reason(error: Exception, folder: Path, limit: int) -> str:
-    traceback.print_exc()
-    return f"{type(error).__name__}: {error}".splitlines()[0].replace(str(folder), "…")[:limit]
 
 
 def run_restarts(path: Path, wanted: str) -> bool:
     """Kill and restart servers; return whether every case was as it should be."""
-    from tests.serve import restarts
+    from tests.serve.restarts import CASES
 
-    def run(case: Any, folder: Path) -> tuple[dict, bool]:
-        try:
-            seen, is_right = case.run(folder), True
-        except Exception as error:
-            seen, is_right = _reason(error, folder, 600), False
-        return {"case": case.name, "seen": seen, "is_right": is_right}, is_right
+    def judge(case: Any, seen: str, reason: str) -> tuple[Row, bool]:
+        return {"seen": reason[:600] or seen, "is_right": not reason}, not reason
 
-    key = lambda case: case["case"] if isinstance(case, dict) else case.name  # noqa: E731
-    return run_rows(path, restarts.CASES, wanted, key, run)
+    return run_rows(path, CASES, wanted, lambda case: {"case": case.name}, judge)
 
 
 def run_coexistence(path: Path, wanted: str) -> bool:
     """Run vidspec beside vLLM's other features; return whether each verdict is the expected one."""
-    from tests.engine import coexistence
+    from tests.engine.coexistence import ROWS, Seen
 
-    def run(row: Any, folder: Path) -> tuple[dict, bool]:
-        try:
-            seen = row.run(folder)
-        except Exception as error:
-            seen = coexistence.Seen("broken", _reason(error, folder, 200))
-        is_right = seen.verdict == row.expected and re.search(row.says, seen.detail) is not None
-        return {"feature": row.feature, "setting": row.setting, **seen._asdict()}, is_right
+    def judge(case: Any, seen: Seen, reason: str) -> tuple[Row, bool]:
+        seen = Seen("broken", reason[:200]) if reason else seen
+        return seen._asdict(), seen.verdict == case.expected and re.search(case.says, seen.detail) is not None
 
-    def key(row: Any) -> tuple[str, str]:
-        return (row["feature"], row["setting"]) if isinstance(row, dict) else (row.feature, row.setting)
-
-    return run_rows(path, coexistence.ROWS, wanted, key, run)
+    return run_rows(path, ROWS, wanted, lambda case: {"feature": case.feature, "setting": case.setting}, judge)
 
 
 # Name -> its record in docs/results, and what runs it.

@@ -152,19 +152,26 @@ def test_every_row_beside_a_feature_was_run_and_is_as_expected():
 def test_rows_are_recorded_as_they_are_seen(tmp_path):
     """Catches: rows of earlier runs that are lost or run again, a wrong one that is not written, another order."""
     path, ran = tmp_path / "rows.json", []
-    cases = [SimpleNamespace(name=name) for name in ("kill core", "kill server", "full disk")]
-    key = lambda case: case["case"] if isinstance(case, dict) else case.name  # noqa: E731
 
-    def run(case, folder):
-        ran.append(case.name)
-        return {"case": case.name, "seen": f"{len(ran)} in {ROOT}/x"}, case.name != "kill server"
+    def case(name):
+        def run(folder):
+            ran.append(name)
+            if name == "kill server":
+                raise ValueError(f"{folder}/y\nmore")
+            return f"{len(ran)} in {ROOT}/x"
 
-    assert not measure.run_rows(path, cases, "kill", key, run)
+        return SimpleNamespace(name=name, run=run)
+
+    cases = [case(name) for name in ("kill core", "kill server", "full disk")]
+    judge = lambda case, seen, reason: ({"seen": reason or seen}, not reason)  # noqa: E731
+    record = lambda wanted: measure.run_rows(path, cases, wanted, lambda one: {"case": one.name}, judge)  # noqa: E731
+    assert not record("kill")
     assert ran == ["kill core", "kill server", "full disk"], "what was never run is run, too"
-    assert measure.run_rows(path, cases, "full,kill core", key, run)
+    assert record("full,kill core")
     found = json.loads(path.read_text())
     assert [row["case"] for row in found["rows"]] == ["kill core", "kill server", "full disk"]
-    assert [row["seen"] for row in found["rows"]] == ["4 in x", "2 in x", "5 in x"], "no folder of this machine"
+    seen = [row["seen"] for row in found["rows"]]
+    assert seen == ["4 in x", "ValueError: …/y", "5 in x"], "no folder of this machine"
     assert found["provenance"]["git_sha"] == measure.provenance()["git_sha"]
 
 
