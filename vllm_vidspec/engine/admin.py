@@ -15,8 +15,7 @@ from vllm.logger import init_logger
 
 from vllm_vidspec.config import METHOD, VidSpecConfig
 from vllm_vidspec.engine.compat.scheduler import KNOBS, RETUNE
-from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.scheduling import HERE
+from vllm_vidspec.engine.knobs import SCHEDULER_KNOBS, Knobs
 from vllm_vidspec.errors import VidSpecError, quoted, shortened
 
 logger = init_logger("vllm.vidspec")
@@ -75,9 +74,9 @@ class AdminRoutes:
         """Change knobs, all or none; a VidSpecError of one line for the client, before anything reaches the engine."""
         knobs = Knobs(first)
         (now, *_) = await self._engine.collective_rpc(KNOBS)
-        held = knobs.current.flat().keys() - set(HERE)
+        held = knobs.current.flat().keys() - set(SCHEDULER_KNOBS)
         knobs.current = knobs.current.changed({name: value for name, value in now.items() if name in held})
-        knobs.retune({name: value for name, value in changes.items() if name not in HERE})
+        knobs.retune({name: value for name, value in changes.items() if name not in SCHEDULER_KNOBS})
         try:
             await self._engine.collective_rpc(RETUNE, args=(changes,))
         except Exception as error:  # what the engine refuses comes back as text

@@ -29,7 +29,7 @@ from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose
 logger = logging.getLogger("vllm.vidspec")
 
 _WORKERS = {
-    True: "vllm_vidspec.engine.cpu.worker.VidSpecCPUWorker",
+    True: "vllm_vidspec.engine.cpu_worker.VidSpecCPUWorker",
     False: "vllm_vidspec.engine.worker.VidSpecGPUWorker",
 }
 

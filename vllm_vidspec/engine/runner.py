@@ -30,12 +30,13 @@ from vllm_vidspec.engine.parallel.remote_backend import sizes_of
 from vllm_vidspec.engine.parallel.supervisor import DrafterSupervisor
 from vllm_vidspec.engine.parts import RunnerParts
 from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.report.observer import Observer
 from vllm_vidspec.engine.report.request_metrics import PublishingOutput
 from vllm_vidspec.engine.report.request_records import RequestRecorder
 from vllm_vidspec.engine.requests import NewRequest, Phase, RequestRows
-from vllm_vidspec.engine.scheduling import way_of
 from vllm_vidspec.engine.verify.step import VerifyStep
 from vllm_vidspec.families import adapter_for
+from vllm_vidspec.scoring.choices import prune_variant_of
 
 
 class VidSpecModelRunner(GPUModelRunner):
@@ -51,10 +52,12 @@ class VidSpecModelRunner(GPUModelRunner):
         self.requests = RequestRows(self.max_num_reqs, device)
         self.counters = Counters(vllm_config, device, self.max_num_reqs, self.num_speculative_steps, self.requests)
         self.agreement = Agreement(get_tp_group())
+        self.observers: list[Observer] = []  # of pruning and verification: the recorder, and tools while they look on
         # Of the first rank, whose output reaches the scheduler; None where no request may ask for a record of itself.
         self.recorder: RequestRecorder | None = None
         if self.knobs.current.request_records and self.agreement.is_first:
             self.recorder = RequestRecorder(self.requests, device, adapter_for(self.model_config.hf_config).name)
+            self.observers.append(self.recorder)
         self._was_at_rest = False  # whether nothing was drafted in the last step, nor asked for
         self._rests_on: Decision | None = None  # of that step, if the next with it rests as well and tells nothing
         self._num_told_skips = 0  # of `RequestRows.num_skips`, those that the scheduler's side knows of
@@ -98,8 +101,6 @@ class VidSpecModelRunner(GPUModelRunner):
         if not is_profiling:
             self.hooks.init_kv(self)
         self.speculator.backend.init_kv(self.encoder_cache, self.kv_allocation, is_profiling)
-        if self.recorder is not None and not self.knobs.current.is_parallel:
-            self.speculator.backend.drafter.prefills.recorder = self.recorder
 
     @torch.inference_mode()
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
@@ -136,7 +137,7 @@ class VidSpecModelRunner(GPUModelRunner):
             adapter=request.lora_request.lora_name if request.lora_request is not None else "",
             cache_salt=scheduler.salt_of(request),
             has_embeds=request.prompt_embeds is not None,
-            prune_variant=way_of(request.sampling_params),
+            prune_variant=prune_variant_of(request.sampling_params),
             is_shown=scheduler.is_shown(request),
         )
 

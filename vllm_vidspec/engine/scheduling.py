@@ -23,31 +23,25 @@ from vllm_vidspec.adapt import Bandit, Decision
 from vllm_vidspec.config import AUTO, METHOD, PruneKnobs, VidSpecConfig, flatten
 from vllm_vidspec.engine.compat import scheduler as compat
 from vllm_vidspec.engine.control import SchedulerControl
+from vllm_vidspec.engine.knobs import LIMIT, SCHEDULER_KNOBS, SHAPE
 from vllm_vidspec.errors import VidSpecError, quoted
 from vllm_vidspec.metrics.files import open_for
-from vllm_vidspec.scoring.choices import WAY
+from vllm_vidspec.scoring.choices import PRUNE_VARIANT, prune_variant_of
 
 logger = init_logger("vllm.vidspec")
 
 _SAVE_EVERY = 64  # requests between two saves
-LIMIT, SHAPE = HERE = ("num_speculative_tokens", "draft_shape")  # knobs that are changed here and not in the workers
 _UNDER_WAY = 16  # steps at the same time, at most: pipeline stages
 _POLL_S = 0.2  # between two readings of the worker's counters
-
-
-def way_of(sampling: Any) -> int:
-    """Return by which of `PruneKnobs.variants` a request is pruned, given its `SamplingParams`."""
-    way = (getattr(sampling, "extra_args", None) or {}).get(WAY, 0)
-    return way if isinstance(way, int) else 0
 
 
 def _give_way(request: Any, **way: int) -> None:
     """Let a request's parameters say this way alone, or none, whatever its client has put there."""
     params = request.sampling_params
-    if params is None or (not way and WAY not in (params.extra_args or {})):
+    if params is None or (not way and PRUNE_VARIANT not in (params.extra_args or {})):
         return
     params = copy.copy(params)  # the answers of one prompt may share it
-    params.extra_args = {key: value for key, value in (params.extra_args or {}).items() if key != WAY} | way
+    params.extra_args = {key: value for key, value in (params.extra_args or {}).items() if key != PRUNE_VARIANT} | way
     request.sampling_params = params
 
 
@@ -80,7 +74,7 @@ class SchedulerSide:
 
     def is_shown(self, request: Any) -> bool:
         """Return whether a request that is scheduled for the first time, or again, is shown to the draft."""
-        return self._control is None or self._control.is_shown(request, way_of(request.sampling_params))
+        return self._control is None or self._control.is_shown(request, prune_variant_of(request.sampling_params))
 
     def plan(self, scheduler_output: Any) -> Decision | None:
         """Return what a step drafts; None where vLLM's table says it."""
@@ -116,10 +110,10 @@ class SchedulerSide:
         Raises:
             VidSpecError: The number is not in 0 to K, or this engine cannot change it or the shape.
         """
-        left = {name: value for name, value in knobs.items() if name not in HERE}
+        left = {name: value for name, value in knobs.items() if name not in SCHEDULER_KNOBS}
         if LIMIT in knobs:
             self._check(knobs[LIMIT])
-        if not self._is_alone and (fixed := [name for name in HERE if name in knobs]):
+        if not self._is_alone and (fixed := [name for name in SCHEDULER_KNOBS if name in knobs]):
             raise VidSpecError(f"{fixed[0]} cannot change while data-parallel engines run")
         control = self._controlled(self._config.of_shape(knobs[SHAPE])) if SHAPE in knobs else self._control
         yield left
@@ -151,7 +145,7 @@ class SchedulerSide:
 
     @property
     def in_force(self) -> dict[str, Any]:
-        """The knobs of `HERE` as they hold, and as configured; and whether drafts are asked for, or who forbids it."""
+        """`SCHEDULER_KNOBS` as they hold, and as configured; and whether drafts are asked for, or who forbids it."""
         is_cooling = self._most_now == 0 != self._limit
         return {
             "speculation": "cool-down" if is_cooling else "operator" if self._limit == 0 else "on",
@@ -240,7 +234,7 @@ class _Ways:
         self._num_visual += sum(feature.mm_position.length for feature in request.mm_features)
         self._num_media += 1
         way = self._bandit.choose(self._costs())
-        _give_way(request, **{WAY: way})
+        _give_way(request, **{PRUNE_VARIANT: way})
         self._running[request.request_id] = [way, 0, 0]
 
     def observe(self, scheduler_output: Any, output: Any) -> None:

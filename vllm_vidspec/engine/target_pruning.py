@@ -1,9 +1,16 @@
 """A target that prunes videos itself (`--video-pruning-rate`): whether it does, and where it has put a prompt."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from vllm_vidspec.engine.draft.messages import Placed
+import torch
+
+
+class Placed(NamedTuple):
+    """Where such a target has put a prompt: it decides as it looks."""
+
+    positions: torch.Tensor  # [num_axes, num_tokens] int64 rope positions, on the host
+    delta: int  # rope position minus logical position of the text after the prompt
 
 
 def prunes_videos(model_config: Any) -> bool:

@@ -10,11 +10,11 @@ from vllm_vidspec.adapt import StepKind
 from vllm_vidspec.config import METHOD, parse_config
 from vllm_vidspec.engine import scheduling
 from vllm_vidspec.engine.compat import scheduler as compat
-from vllm_vidspec.engine.scheduling import SchedulerSide, way_of
+from vllm_vidspec.engine.scheduling import SchedulerSide
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import MetricsFile, path_for
 from vllm_vidspec.names import CLASS_LABELS
-from vllm_vidspec.scoring.choices import WAY
+from vllm_vidspec.scoring.choices import PRUNE_VARIANT, prune_variant_of
 
 K = 6
 
@@ -192,7 +192,7 @@ def test_requests_are_given_ways(world, tmp_path):
     ways = {}
     for i in range(40):
         request = it.add(f"r{i}")
-        ways[f"r{i}"] = way_of(request.sampling_params)
+        ways[f"r{i}"] = prune_variant_of(request.sampling_params)
         assert request.sampling_params.extra_args["a"] == 1 and it.sampling_params.extra_args == {"a": 1}
         for _ in range(10):  # uniform stands, uv does not
             it.step({"other": 6, f"r{i}": 5 if ways[f"r{i}"] == 0 else 1})
@@ -215,7 +215,7 @@ def test_a_file_that_tells_nothing_is_a_line_in_the_log(world, tmp_path, text, w
     path.write_text(text)
     it = world(pruner="auto", auto_file=str(path))
     assert len(warned) == 1 and "pruners are tried anew" in warned[0]
-    assert way_of(it.add("a").sampling_params) == 0
+    assert prune_variant_of(it.add("a").sampling_params) == 0
 
 
 def test_a_folder_that_takes_no_file_costs_the_file_alone(world, tmp_path, warned):
@@ -233,7 +233,7 @@ def test_a_fixed_pruner_teaches_nothing(world):
     assert request.sampling_params.extra_args == {"a": 1} and not it.side._ways._running
     it.retune(pruner="auto")
     it.sampling_params.extra_args = None
-    assert "_vidspec_way" in it.add("b").sampling_params.extra_args
+    assert PRUNE_VARIANT in it.add("b").sampling_params.extra_args
 
 
 def test_ratios_cost(world):
@@ -251,17 +251,17 @@ def test_a_client_gives_itself_no_way(world, knobs):
     """Catches: a class of its own for each number that a client makes up, a pruner that it picks."""
     it, ways = world(adaptive_tokens=True, **knobs), set()
     for i in range(400):
-        it.sampling_params = SimpleNamespace(extra_args={"a": 1, WAY: i}, temperature=0.0)
+        it.sampling_params = SimpleNamespace(extra_args={"a": 1, PRUNE_VARIANT: i}, temperature=0.0)
         request = it.add(f"r{i}", num_visual=100 * (i % 2))
-        assert it.sampling_params.extra_args == {"a": 1, WAY: i}, "of other answers, too"
+        assert it.sampling_params.extra_args == {"a": 1, PRUNE_VARIANT: i}, "of other answers, too"
         assert request.sampling_params.extra_args["a"] == 1
-        ways.add(way_of(request.sampling_params))
+        ways.add(prune_variant_of(request.sampling_params))
         it.side.is_shown(request)
         del it.scheduler.requests[f"r{i}"]
     assert ways == set(range(len(knobs.get("auto_pruners", "1"))))
     assert len(it.side._control._controller.classes) == 1 + len(ways)  # texts, and videos by way
 
 
-@pytest.mark.parametrize("args", [None, {}, {"_vidspec_way": "1"}, {"_vidspec_way": None}])
+@pytest.mark.parametrize("args", [None, {}, {PRUNE_VARIANT: "1"}, {PRUNE_VARIANT: None}])
 def test_what_is_no_way_is_the_first(args):
-    assert way_of(SimpleNamespace(extra_args=args)) == 0 == way_of(None)
+    assert prune_variant_of(SimpleNamespace(extra_args=args)) == 0 == prune_variant_of(None)

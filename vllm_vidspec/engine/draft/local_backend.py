@@ -11,7 +11,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft import messages
-from vllm_vidspec.engine.draft.drafter import Drafter, without_room
+from vllm_vidspec.engine.draft.drafter import DraftContext, Drafter, without_room
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, mode_of_draft
 from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
@@ -24,6 +24,7 @@ from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.report.observer import Observer
 from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Phase, Request, RequestRows
 from vllm_vidspec.engine.target_pruning import places_of
 from vllm_vidspec.engine.tree_attention import TreeAttention, make_attention
@@ -50,6 +51,7 @@ class LocalBackend(DraftBackend):
         self._requests: RequestRows = runner.requests
         self._counters: Counters = runner.counters
         self._agreement: Agreement = runner.agreement
+        self._observers: list[Observer] = runner.observers
         self._vllm_config, self._req_states = runner.vllm_config, runner.req_states
         self.draft_model, self._sample, self._trees = draft_model, sample, trees
         self._failures, self._pixels, self._placed = failures, pixels, places_of(runner)
@@ -103,24 +105,26 @@ class LocalBackend(DraftBackend):
         path = None if self._trees is None else self._trees.path
         committed = messages.Committed(states.total_len.gpu, states.all_token_ids.gpu, states.last_sampled_tokens, path)
         shares = config.is_self_draft and encoder_cache is not None
-        self._drafter = Drafter(
-            model,
-            self._knobs,
-            self._sample,
-            self._counters,
-            memory,
-            len(self._requests.phase),
-            vllm_config.model_config.max_model_len,
-            self._agreement,
-            committed,
-            self._graphs,
-            self._attention,
-            encoder_cache.encoder_outputs if shares else {},
-            allocation,
+        context = DraftContext(
+            model=model,
+            knobs=self._knobs,
+            sample=self._sample,
+            counters=self._counters,
+            agreement=self._agreement,
+            graphs=self._graphs,
+            memory=memory,
+            committed=committed,
+            attention=self._attention,
+            max_num_reqs=len(self._requests.phase),
+            max_model_len=vllm_config.model_config.max_model_len,
+            allocation=allocation,
+            shared=encoder_cache.encoder_outputs if shares else {},
+            pixels=self._pixels,
             fills_trees=is_async if config.tree.fill is None else config.tree.fill,
             take_trees=None if self._trees is None else self._trees.take,
-            pixels=self._pixels,
+            observers=self._observers,
         )
+        self._drafter = Drafter(context)
         if self._pixels is not None:
             self._pixels.num_bytes = memory.pixel_bytes
         self._counters.set("target_kv_bytes_per_token", kv_bytes_per_token(vllm_config))

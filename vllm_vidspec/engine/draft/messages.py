@@ -8,13 +8,7 @@ import numpy as np
 import torch
 
 from vllm_vidspec.drafting import DraftTree
-
-
-class Placed(NamedTuple):
-    """Where a target that prunes videos itself (`--video-pruning-rate`) has put a prompt: it decides as it looks."""
-
-    positions: torch.Tensor  # [num_axes, num_tokens] int64 rope positions, on the host
-    delta: int  # rope position minus logical position of the text after the prompt
+from vllm_vidspec.engine.target_pruning import Placed
 
 
 @dataclass(frozen=True)

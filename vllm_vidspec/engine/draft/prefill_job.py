@@ -21,7 +21,7 @@ class PrefillJob:
     kept: list[torch.Tensor | None] = field(default_factory=list)  # by item which embeddings stay, None until known
     # by item those embeddings [k_i, hidden_size], None until they are made; all while its unit's choice waits
     media: list[torch.Tensor | None] = field(default_factory=list)
-    looks: list[torch.Tensor | None] = field(default_factory=list)  # by item all of them, for tools that look on
+    whole: list[torch.Tensor | None] = field(default_factory=list)  # by item all of them, where an observer keeps them
     prompt: PrunedPrompt | None = None  # what the draft sees, once every item is there
     embeds: torch.Tensor | None = None  # the media of it, [num_media, hidden_size]
     num_done: int = 0  # KV entries that the draft has
@@ -41,7 +41,7 @@ class PrefillJob:
         """Let go of a prompt, or of text behind one, that was read."""
         self.plan = None  # type: ignore[assignment]
         self.scores = self.prompt = self.embeds = None
-        self.kept, self.media, self.looks, self.gathered = [], [], [], {}
+        self.kept, self.media, self.whole, self.gathered = [], [], [], {}
 
     def resume(self, num_tokens: int) -> None:
         """Read on in the text from `num_tokens` committed tokens on, none of them the prompt's."""

@@ -5,7 +5,7 @@ family's tower looks at each frame by itself, else whole. The frames of a video 
 once they are all there; of one that it cannot hold, each request gathers what it keeps.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from vllm_vidspec.engine.draft.prefill_job import PrefillJob
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.report.observer import Observer
 from vllm_vidspec.families import FamilyAdapter
 from vllm_vidspec.pruning import TokenGrid
 from vllm_vidspec.pruning.prompt import PromptItem, choose_kept
@@ -54,11 +55,11 @@ class DraftVision:
         agreement: Agreement,
         fail: Callable[[PrefillJob, Exception], None],  # told of a job whose item could not be encoded
         pixels: SharedPixels | None = None,  # what the target has copied to the device, if it runs here
+        observers: Sequence[Observer] = (),
     ):
         self.model, self.cache = model, cache
-        self.keeps_looks = False  # whether jobs keep embeddings for tools that look at pruning
         self._adapter, self._counters, self._shared = adapter, counters, shared
-        self._agreement, self._fail, self._pixels = agreement, fail, pixels
+        self._agreement, self._fail, self._pixels, self._observers = agreement, fail, pixels, observers
 
     # ---- what a step encodes ---------------------------------------------------------------------------------------
 
@@ -239,8 +240,8 @@ class DraftVision:
                 job.gathered[i] = end, gathered
                 return
             job.media[i] = whole = gathered[0] if len(gathered) == 1 else torch.cat(gathered)
-            if job.compares and self.keeps_looks:
-                job.looks[i] = whole.float().cpu()
+            if job.compares and any(observer.keeps_embeddings for observer in self._observers):
+                job.whole[i] = whole.float().cpu()
             if kept is None:
                 self._select_tokens(job, i)
         except Exception as error:

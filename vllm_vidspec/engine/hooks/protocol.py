@@ -1,7 +1,7 @@
 """TargetHook: what observes the target at work. It reads; if one writes, its own docstring says what and why."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from vllm.logger import init_logger
@@ -49,6 +49,15 @@ class TargetHook(RowTable):
     def fail(self, error: Exception) -> None:
         """Pay for an exception in one of the above; raise it where the answer would be wrong without."""
         raise error
+
+
+class RelevanceRules(Protocol):
+    """What decides, for the hook that measures visual relevance, which requests' verification needs it."""
+
+    def needs_relevance(self, req_state_idx: int) -> bool: ...
+
+    def ready(self, req_state_idx: int) -> None:
+        """Take note that every rank can measure a row's relevance from here on."""
 
 
 class Guard:

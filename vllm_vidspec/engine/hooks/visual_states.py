@@ -16,12 +16,11 @@ from vllm.distributed import get_tp_group
 from vidspec_kernels import merge_relevance
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.hooks.prompts import content_keys, prefills
-from vllm_vidspec.engine.hooks.protocol import Forward, Guard, TargetHook
+from vllm_vidspec.engine.hooks.protocol import Forward, Guard, RelevanceRules, TargetHook
 from vllm_vidspec.engine.hooks.state_store import Item, StateStore
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import NewRequest
-from vllm_vidspec.engine.verify.loose_tables import LooseRules
 from vllm_vidspec.pruning.prompt import visual_indices
 
 
@@ -50,7 +49,7 @@ class VisualStates(TargetHook):
         vllm_config: Any,
         max_num_reqs: int,
         counters: Counters,
-        rules: LooseRules,  # says whether a request's verification needs relevance; told once every rank can measure it
+        rules: RelevanceRules,
         agreement: Agreement,
     ):
         self.knobs, self.counters, self._rules, self._agreement = knobs, counters, rules, agreement

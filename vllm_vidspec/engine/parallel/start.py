@@ -15,7 +15,7 @@ from vllm.v1.worker.workspace import init_workspace_manager
 from vidspec_kernels.dispatch import load_loops
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.draft.drafter import Drafter
+from vllm_vidspec.engine.draft.drafter import DraftContext, Drafter
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, mode_of_draft
 from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.draft.messages import Committed
@@ -62,7 +62,7 @@ def build(plan: Plan, vllm_config: Any, config: VidSpecConfig, tables: Tables) -
 def _make_drafter(
     plan: Plan, vllm_config: Any, knobs: Knobs, counters: DrafterCounters, model: DraftModel, agreement: Agreement
 ) -> tuple[Drafter, TargetMirror]:
-    max_num_reqs, max_model_len = plan.sizes["max_num_reqs"], vllm_config.model_config.max_model_len
+    max_num_reqs = plan.sizes["max_num_reqs"]
     on_cpu, asked = model.device.type == "cpu", vllm_config.compilation_config.cudagraph_mode
     mode = CUDAGraphMode.NONE if on_cpu or not asked else asked
     model.use_cudagraph_mode(mode_of_draft(mode))
@@ -74,21 +74,21 @@ def _make_drafter(
     by_default = sample.processes_by_default(vllm_config.model_config)
     graphs = DraftGraphs(vllm_config, model.device, mode, max_num_reqs, by_default)
     layers = attention_layers(model.config).values()
-    drafter = Drafter(
-        model,
-        knobs,
-        sample,
-        counters,  # type: ignore[arg-type]
-        memory,
-        max_num_reqs,
-        max_model_len,
-        agreement,
-        Committed(mirror.num_tokens, mirror.text, mirror.states.last_sampled_tokens, None),
-        graphs,
-        make_attention(layers, model.config, model.device, num_rows=2, in_trees=False, whose="draft"),
-        shared={},
+    context = DraftContext(
+        model=model,
+        knobs=knobs,
+        sample=sample,
+        counters=counters,  # type: ignore[arg-type]
+        agreement=agreement,
+        graphs=graphs,
+        memory=memory,
+        committed=Committed(mirror.num_tokens, mirror.text, mirror.states.last_sampled_tokens, None),
+        attention=make_attention(layers, model.config, model.device, num_rows=2, in_trees=False, whose="draft"),
+        max_num_reqs=max_num_reqs,
+        max_model_len=vllm_config.model_config.max_model_len,
         max_run=_MAX_RUN,
     )
+    drafter = Drafter(context)
     if not on_cpu:
         drafter.warm_up()
         return drafter, mirror
@@ -122,7 +122,7 @@ def _own_ranks(base: Any, config: VidSpecConfig, rank: int) -> Any:
 def _device(rank: int) -> torch.device:
     if current_platform.is_cpu():
         # vLLM's CPU engine replaces parts of torch as it is imported; the draft's buffers rely on them.
-        import vllm_vidspec.engine.cpu.worker  # noqa: F401
+        import vllm.v1.worker.cpu_worker  # noqa: F401
 
         return torch.device("cpu")
     device = torch.device(f"cuda:{rank}")
