@@ -1,7 +1,7 @@
 """The schedule: what a step drafts by its number of requests, from a table and vLLM's own schedule; plain Python."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 NONE = "none"  # the shape of a step that drafts nothing
 
@@ -15,6 +15,12 @@ class Plan(NamedTuple):
 
     shape: str
     num_tokens: int
+
+    def depth(self, tree: Any) -> int:
+        """Return the most draft tokens that can follow each other, given the configuration's `TreeKnobs`."""
+        if self.shape == "tree-static":
+            return max(map(len, tree.static_paths))
+        return min(self.num_tokens, tree.depth_max) if self.shape == "tree-adaptive" else self.num_tokens
 
 
 class PlanRow(NamedTuple):
