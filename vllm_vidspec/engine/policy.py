@@ -1,12 +1,12 @@
 """Policy: how many tokens a step drafts, and for which of its requests; numpy only.
 
-    costs        seconds of a step by option and batch size, measured once at start-up, linear in the context; a slow
-                 correction of each entry by real steps                                                   `StepCosts`
-    acceptance   by position and class of requests, an EMA; a request's own is blended in                 `Acceptance`
-    decide       of the options, and of the numbers m of requests that have drafts, those with the most expected tokens
-                 over expected seconds, with hysteresis                                                   `Policy.decide`
-    admit        a class is paused while whole answers, the draft's prefill included, take longer with drafts than
-                 without; one of its requests is a probe now and then                                     `Policy.add`
+costs        seconds of a step by option and batch size, measured once at start-up, linear in the context; a slow
+             correction of each entry by real steps                                                   `StepCosts`
+acceptance   by position and class of requests, an EMA; a request's own is blended in                 `Acceptance`
+decide       of the options, and of the numbers m of requests that have drafts, those with the most expected tokens
+             over expected seconds, with hysteresis                                                   `Policy.decide`
+admit        a class is paused while whole answers, the draft's prefill included, take longer with drafts than
+             without; one of its requests is a probe now and then                                     `Policy.add`
 """
 
 from bisect import bisect_left
@@ -281,7 +281,9 @@ class Policy:
         self._expected_s, self._drafted = 1.0, (0.0, 0)  # of a step by `_decision`; its context, and requests
         self._now, self._elapsed_s, self._probes_s = 0, 0.0, 0.0
         self._size = self._square = 0.0  # EMA of a step's requests, and of their square
-        self._verified: list[tuple[int, np.ndarray, np.ndarray]] = []  # since the last decision: option, slots, accepted
+        self._verified: list[
+            tuple[int, np.ndarray, np.ndarray]
+        ] = []  # since the last decision: option, slots, accepted
         self._step_s: list[float] = []
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -486,7 +488,9 @@ class Policy:
             order = np.flatnonzero(can)
             counts = np.arange(1, len(order) + 1)
             for index in allowed:
-                tokens = np.minimum(own * self.acceptance.expected[self._class[slots], index], self.options[index].num_tokens)
+                tokens = np.minimum(
+                    own * self.acceptance.expected[self._class[slots], index], self.options[index].num_tokens
+                )
                 ranked = order[np.argsort(-(tokens * np.where(self._has_draft[slots], _STICKY, 1.0))[order])]
                 draft_context = np.cumsum(self._draft_context[slots[ranked]])
                 rows = np.full(len(order), size) if self._pads else counts

@@ -69,6 +69,7 @@ class Phase(IntEnum):
     SKIPPED = 8  # it runs without speculation, for good
     WAITING_FOR_BLOCKS = 16  # the draft's pool has no room for its prompt yet
     PREFILL_STALLED = 32  # the draft has read some of it, and finds no room to go on
+    PAUSED = 64  # a drafter in a process of its own follows it, and this step takes no drafts for it
 
 
 class DraftBatch(NamedTuple):

@@ -23,6 +23,7 @@ from vllm_vidspec.config import METHOD, VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.compat import scheduler
+from vllm_vidspec.engine.draft_backend import Reading
 from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import launch
@@ -257,15 +258,15 @@ class VidSpecModelRunner(GPUModelRunner):
 
     def _report(self, verified: frozenset[str]) -> scheduler.StepReport | None:
         """Return what the controller beside the scheduler is told of a step; None if there is nothing to tell."""
-        reading = frozenset[str]() if self._was_at_rest else self.speculator.backend.reading
+        reading = Reading() if self._was_at_rest else self.speculator.reading
         skipped = ()
         if self._has_new_skips:
             self._num_told_skips = self.requests.num_skips
             rows = self.req_states.req_id_to_index.items()
             skipped = tuple(req_id for req_id, row in rows if self.requests.phase[row] == Phase.SKIPPED)
-        if not (verified or reading or skipped):
+        if not (verified or reading.req_ids or skipped):
             return None
-        return scheduler.StepReport(verified, reading, self.speculator.backend.reading_s, skipped)
+        return scheduler.StepReport(verified, reading.req_ids, reading.seconds, skipped)
 
     def take_draft_token_ids(self):
         """Offer what was drafted: nothing for requests without speculation, or that have ended in a step that has begun

@@ -16,6 +16,7 @@ from vllm_vidspec.adapt.trials import Trials
 from vllm_vidspec.config import VidSpecConfig, parse_config
 from vllm_vidspec.engine import control as module
 from vllm_vidspec.engine.compat.scheduler import _DECISION, StepReport, attach, report_of
+from vllm_vidspec.engine.draft_backend import Reading
 from vllm_vidspec.engine.parallel.messages import Failed
 from vllm_vidspec.engine.parallel.supervisor import DrafterSupervisor
 from vllm_vidspec.engine.requests import Phase
@@ -205,8 +206,8 @@ def test_a_step_at_rest_publishes_what_there_is(is_settled, recorder, num_skips,
     a request that comes while others rest; drafts that the next decision asks for and nobody makes.
     """
     runner = VidSpecModelRunner.__new__(VidSpecModelRunner)
-    backend = SimpleNamespace(reading=frozenset({"earlier"}), reading_s=0.0)
-    runner.speculator = SimpleNamespace(is_at_rest=True, backend=backend, decision=object())
+    reading = Reading(frozenset({"earlier"}))
+    runner.speculator = SimpleNamespace(is_at_rest=True, reading=reading, decision=object())
     runner.counters = mock.Mock(is_settled=is_settled, publisher=lambda: None, carried=lambda: None)
     runner.requests = SimpleNamespace(num_skips=num_skips, in_flight=frozenset(), phase=np.array([Phase.SKIPPED]))
     runner.req_states = SimpleNamespace(req_id_to_index={"skipped": 0})

@@ -12,7 +12,10 @@ from vllm_vidspec.engine.compat.contract import MARK, expect_parameters, replace
 
 @contextlib.contextmanager
 def cpu_model_runner(make: Callable) -> Iterator[None]:
-    """Let `CPUWorker.init_device` build the runner that `make` returns; it has no method for that to override."""
+    """Let `CPUWorker.init_device` build the runner that `make` returns.
+
+    Why: it has no method for that to override. Until: it has `_make_model_runner`, as the GPU's worker does.
+    """
     import vllm.v1.worker.cpu.model_runner as module
 
     original = module.CPUModelRunner
@@ -42,6 +45,7 @@ def repair_interpreter_kernels() -> None:
     """Replace the two sampling kernels that Triton's interpreter cannot run by torch versions.
 
     Why: its top-k/top-p and grammar-bitmask kernels raise `'int' object has no attribute 'to'` there.
+    Until: the interpreter runs them.
     """
     import vllm.v1.sample.ops.topk_topp_sampler as topk_topp
     from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker

@@ -41,6 +41,7 @@ def hook_scheduler(attach: Callable) -> None:
     asks all workers for drafts after each step, of one that drafts nothing too. The scheduler strips the pixels of
     media that the prefix cache covers; the draft has a cache of its own and needs them, as in the second turn of a chat
     about a video. And workers do not get the cache salt, by which our hooks keep tenants' prompts apart.
+    Until: vLLM lets plugins stand beside its scheduler, and send data of their own with its output.
 
     `attach`, of the scheduler and the VllmConfig, returns what has `add(request)`, called before a new request is
     queued, `is_shown(request)` when it is first scheduled, `plan(scheduler_output)` before the scheduler goes on from a

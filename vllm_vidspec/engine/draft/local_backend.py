@@ -17,7 +17,7 @@ from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.draft.waiting import WaitingRoom
-from vllm_vidspec.engine.draft_backend import DraftBackend, Step
+from vllm_vidspec.engine.draft_backend import DraftBackend, Reading, Step
 from vllm_vidspec.engine.failures import DraftFailures
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.hooks.trees import TargetTrees
@@ -171,7 +171,6 @@ class LocalBackend(DraftBackend):
 
     def roll_back(self, step: Step) -> None:
         """Put rows that were drafted for and get no drafts in this step back into the prefill queue."""
-        self.reading = frozenset()
         if step.rests is not None:
             self._requeue(step, np.flatnonzero(step.rests & self._are_in(step, Phase.DRAFTING)))
 
@@ -255,20 +254,19 @@ class LocalBackend(DraftBackend):
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
-    def prefill(self, step: Step) -> None:
+    def prefill(self, step: Step) -> Reading:
         """Reserve the step's blocks and read on; where nothing is drafted, nothing is read."""
         self._reserve(step)
         if not step.plan.num_tokens:
             batch = self._requests.draft_batch(step.batch.idx_mapping_np, step.is_done)
             self._requeue(step, batch.places_np)
-            return
+            return Reading()
+        if not self.drafter.prefills.is_reading:
+            return Reading()
         start = time.monotonic()
-        if self.drafter.prefills.is_reading:
-            in_queue = np.flatnonzero(step.active(self._are_in(step, Phase.PREFILLING)))
-            if len(in_queue):
-                self.reading = frozenset(step.batch.req_ids[i] for i in in_queue.tolist())
-            self._failures.run("draft prefill", self._read, step, in_queue, is_careful=True)
-        self.reading_s = time.monotonic() - start
+        in_queue = np.flatnonzero(step.active(self._are_in(step, Phase.PREFILLING)))
+        self._failures.run("draft prefill", self._read, step, in_queue, is_careful=True)
+        return Reading(frozenset(step.batch.req_ids[i] for i in in_queue.tolist()), time.monotonic() - start)
 
     def _reserve(self, step: Step) -> None:
         """Reserve the blocks of this step; requests that no longer fit go on without speculation, if only for now."""

@@ -24,7 +24,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vidspec_kernels import WINDOW_INFO_SIZE, gather_draft_windows, warm_up
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.draft.waiting import MOST_BYTES, pixel_bytes
-from vllm_vidspec.engine.draft_backend import DraftBackend, Step
+from vllm_vidspec.engine.draft_backend import DraftBackend, Reading, Step
 from vllm_vidspec.engine.hooks.prompts import Guided
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import messages
@@ -199,7 +199,7 @@ class ParallelBackend(DraftBackend):
             sent.guided = request.guided
             self._begin(sent)
 
-    def prefill(self, step: Step) -> None:
+    def prefill(self, step: Step) -> Reading:
         """Commit a step to the shared tables; let requests be where they are by now, the same on every rank."""
         rows = step.batch.idx_mapping_np
         progress = np.zeros(len(rows), dtype=np.int64) if self._client is None else self._commit(step)
@@ -214,11 +214,12 @@ class ParallelBackend(DraftBackend):
             self._requests.enter(rows[has_begun], Phase.DRAFTING)
         rests = np.full(len(rows), not step.plan.num_tokens) if step.rests is None else step.rests
         for phase, is_new in (
-            (Phase.DRAFTING, ~rests & self._requests.are_in(rows, Phase.PREFILLING)),
-            (Phase.PREFILLING, rests & self._requests.are_in(rows, Phase.DRAFTING)),
+            (Phase.DRAFTING, ~rests & self._requests.are_in(rows, Phase.PAUSED)),
+            (Phase.PAUSED, rests & self._requests.are_in(rows, Phase.DRAFTING)),
         ):
             if is_new.any():
                 self._requests.enter(rows[is_new], phase)
+        return Reading()
 
     def _commit(self, step: Step) -> np.ndarray:
         """Receive from the drafter and commit a step on the first rank; return `[num_reqs]` int64 `_progress`."""

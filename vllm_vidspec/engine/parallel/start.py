@@ -1,6 +1,5 @@
 """Start-up of a rank of the drafter: vLLM's distributed state, the draft's weights, its KV pool, its graphs."""
 
-import copy
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from vllm.v1.worker.workspace import init_workspace_manager
 from vidspec_kernels.dispatch import load_loops
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.compat.config import drafter_config
 from vllm_vidspec.engine.draft.drafter import DraftContext, Drafter
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, mode_of_draft
 from vllm_vidspec.engine.draft.memory import DraftMemory
@@ -36,7 +36,7 @@ _MARGIN_BYTES = 256 << 20  # for graphs, and what a forward takes beyond its pro
 
 def build(plan: Plan, vllm_config: Any, config: VidSpecConfig, tables: Tables) -> DrafterRank:
     """Return a rank that is ready; a VidSpecError where a knob asks for too much memory, or for too little."""
-    vllm_config = _own_config(vllm_config, config, plan.rank)
+    vllm_config = drafter_config(vllm_config, config.parallel.tensor_parallel_size, plan.rank)
     # A token of each stream is drawn, and has room, at a time.
     config = config.changed({"num_speculative_tokens": 1, "num_speculative_tokens_per_batch_size": None})
     device = _device(plan.rank)
@@ -97,26 +97,6 @@ def _make_drafter(
     for count in (1, 2) if get_tp_group().world_size > 1 else ():
         model.embed(torch.zeros(count, dtype=torch.int64), [], None)
     return drafter, mirror
-
-
-def _own_config(base: Any, config: VidSpecConfig, rank: int) -> Any:
-    own = copy.copy(base)
-    own.parallel_config = _own_ranks(base.parallel_config, config, rank)
-    own.cache_config = copy.copy(base.cache_config)
-    own.speculative_config = copy.copy(base.speculative_config)
-    theirs = base.speculative_config.draft_parallel_config
-    own.speculative_config.draft_parallel_config = _own_ranks(theirs, config, rank)
-    return own
-
-
-def _own_ranks(base: Any, config: VidSpecConfig, rank: int) -> Any:
-    own, size = copy.copy(base), config.parallel.tensor_parallel_size
-    own.tensor_parallel_size = own.world_size = size
-    own.pipeline_parallel_size = own.data_parallel_size = 1
-    own.data_parallel_rank = own.data_parallel_index = 0
-    own.rank, own.assigned_physical_gpu_ids = rank, None
-    own.disable_custom_all_reduce = base.disable_custom_all_reduce or current_platform.is_cpu()
-    return own
 
 
 def _device(rank: int) -> torch.device:
