@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # From the lowest layer up. A room imports from lower layers only, never from its neighbours; a new room goes in here.
 LAYERS = (
     {"", "errors", "names", "devices", "assets", "setup", "vidspec_kernels"},
-    {"config", "metrics", "adapt", "streams", "shapeworld"},
+    {"config", "metrics", "streams", "shapeworld"},
     {"pruning", "drafting", "scoring", "planning"},
     {"families"},
     {"engine", "doctor"},
@@ -30,7 +30,7 @@ FLOORS = (
     {"report", "failures"},
     {"hooks", "verify"},
     {"draft", "parallel"},
-    {"speculator", "control", "scheduling"},
+    {"speculator", "auto_pruner", "step_times", "scheduling"},
     {"runner", "stages", "worker", "cpu_worker", "parts", "preflight", "admin"},
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -111,7 +111,7 @@ class VidSpecConfig(Fields):
     @property
     def max_path(self) -> int:
         """The most drafts that can follow each other in one step."""
-        return max(1, *(row.plan.depth(self.tree) for row in self.plans))
+        return max(row.plan.depth(self.tree) for row in self.plans)
 
     @property
     def fly_window(self) -> int:

@@ -149,6 +149,15 @@ class StepCosts:
         self._count[entry] += num_steps
         self._at[entry] = now
 
+    def summary(self, options: Sequence[Option]) -> str:
+        """Return the measured milliseconds by option and number of requests, for the log."""
+        totals = self._none + self._extra
+        return "; ".join(
+            f"K = {option.num_tokens} ({option.shape}) "
+            + ", ".join(f"{1e3 * s:.1f} ms of {size}" for s, size in zip(row, self._sizes.tolist(), strict=True))
+            for option, row in zip(options, totals.tolist(), strict=True)
+        )
+
     def age(self, option: int, size: int, context: float, now: int) -> int:
         """Return how many steps ago an entry was corrected."""
         return now - int(self._at[self._entry(option, size, context)])
@@ -258,6 +267,7 @@ class Policy:
 
     Attributes:
         classes: Of requests.
+        decision: The last.
         ended: What is yet to be counted of requests that have ended; the reader empties it.
     """
 
@@ -275,7 +285,7 @@ class Policy:
         self._context, self._draft_context, self._start_s, self._own, self._hoped = np.zeros((5, num_slots + 1))
         self._may_draft, self._has_draft = np.zeros((2, num_slots + 1), dtype=bool)
         self._may_draft[0] = True
-        self._decision, self._slots_now = Decision(NONE, pads=pads), np.zeros(0, np.int64)
+        self.decision, self._slots_now = Decision(NONE, pads=pads), np.zeros(0, np.int64)
         self._bounds: tuple = ()
         self._left, self._is_changed = 0, True  # steps until the next decision; whether requests have come or gone
         self._expected_s, self._drafted = 1.0, (0.0, 0)  # of a step by `_decision`; its context, and requests
@@ -401,7 +411,7 @@ class Policy:
             self._read(step)
         elif step.seconds is not None:
             self._elapsed_s += step.seconds
-            if step.verified is step.decision is self._decision:
+            if step.verified is step.decision is self.decision:
                 self._step_s.append(step.seconds)
 
     def _read(self, step: Observed) -> None:
@@ -429,7 +439,7 @@ class Policy:
             self.acceptance.observe(option, self._class[slots], accepted)
         self._verified.clear()
         if self._step_s:
-            (context, size), option = self._drafted, self._index[self._decision.option]
+            (context, size), option = self._drafted, self._index[self.decision.option]
             ratio = float(np.median(self._step_s)) / self._expected_s
             self.costs.observe(option, size, context, ratio, len(self._step_s), self._now)
             share = 1 - 0.95 ** len(self._step_s)
@@ -451,7 +461,7 @@ class Policy:
             and len(req_ids) == len(self._slots_now)
             and self._bounds == (most, shapes)
         ):
-            return self._decision
+            return self.decision
         self._fold()
         get = self._slots.get
         slots = self._slots_now = np.fromiter([get(req_id, 0) for req_id in req_ids], np.int64, len(req_ids))
@@ -466,10 +476,10 @@ class Policy:
         option, drafted = self._choose(slots, allowed)
         paused = frozenset() if drafted.all() else frozenset(np.array(req_ids, dtype=object)[~drafted].tolist())
         decision = Decision(option, paused if option.num_tokens else frozenset(), self._pads)
-        if decision != self._decision:
-            self._decision = decision
+        if decision != self.decision:
+            self.decision = decision
         self._has_draft[slots] = drafted
-        return self._decision
+        return self.decision
 
     def _choose(self, slots: np.ndarray, allowed: list[int]) -> tuple[Option, np.ndarray]:
         """Return an option and `[n]` bool who has drafts, of `[n]` slots."""
@@ -500,7 +510,7 @@ class Policy:
                 drafted = nobody.copy()
                 drafted[ranked[: last + 1]] = True
                 found[index] = float(rates[last]), float(seconds[last]), drafted | (is_probed & can)
-        used = self._index[self._decision.option]
+        used = self._index[self.decision.option]
         best = max(found, key=lambda index: found[index][0] * (_HYSTERESIS if index in (used, none) else 1.0))
         if (stale := self._stale(found, best, size, context)) is not None:
             best, self._left = stale, _TRY_STEPS

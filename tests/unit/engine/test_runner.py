@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
 from vllm_vidspec.adapt import REST, Controller
 from vllm_vidspec.adapt import control as control_module
 from vllm_vidspec.adapt.costs import StepCosts
 from vllm_vidspec.adapt.trials import Trials
+
 from vllm_vidspec.config import VidSpecConfig, parse_config
 from vllm_vidspec.engine import control as module
 from vllm_vidspec.engine.compat.scheduler import _DECISION, StepReport, attach, report_of
