@@ -24,12 +24,12 @@ KEY = "VIDSPEC_ADMIN_KEY"
 PATH = "/vidspec/knobs"
 _MOST_BYTES = 1 << 16  # of a body
 _MOST_SAID = 500  # characters of a refusal
-# What vLLM puts around the engine's refusal on its way here: the call's name, and of a worker's where to look.
+# What vLLM puts around the engine's refusal: the call's name, and for a worker's a hint to its log.
 _WRAPPED = re.compile(r"(?:Call to \w+ method failed: )?(?:Worker failed with error '(.*)', please check .*|(.*))")
 
 
 class AdminRoutes:
-    """vLLM's `EndpointPlugin`: GET tells the knobs that hold, POST with a JSON object of knobs changes them."""
+    """vLLM's `EndpointPlugin`: GET returns the knobs in force, POST with a JSON object of knobs changes them."""
 
     name = METHOD
     required_tasks = ("generate",)

@@ -1,4 +1,4 @@
-"""DraftBackend: where the draft runs, in the target's process or in one of its own; and the Step that it is told of."""
+"""DraftBackend: where the draft runs, in the target's process or in one of its own; and the Step that it gets."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,7 +21,7 @@ class Step(NamedTuple):
     num_sampled: torch.Tensor  # [num_reqs] int32 accepted drafts and the target's own token
     plan: Plan  # what to draft
     paused: np.ndarray | None = None  # [num_reqs] bool: requests without drafts in this step; None: there are none
-    is_undrafted: bool = False  # whether somebody has decided that drafts do not pay in this step
+    is_undrafted: bool = False  # whether it was decided that this step drafts nothing
 
     def active(self, found: np.ndarray) -> np.ndarray:
         """Return `[num_reqs]` bool: those of `[num_reqs]` bool that are not paused."""

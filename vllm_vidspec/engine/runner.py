@@ -1,7 +1,7 @@
 """Model Runner V2 with our speculator and verifier in the places of vLLM's own, and our hooks around its forward.
 
 What a step of the engine passes here, in order: `finish_requests` and `add_requests` (both ends of a request's life,
-told once to `RequestRows`), `prepare_inputs` (hooks plan), the forward, `execute_model` (hooks collect),
+one call each of `RequestRows`), `prepare_inputs` (hooks plan), the forward, `execute_model` (hooks collect),
 `sample` (the verifier, then accepted KV moves together), and the speculator's `propose`, which is the loop.
 """
 
@@ -51,7 +51,7 @@ class VidSpecModelRunner(GPUModelRunner):
         self.requests = RequestRows(self.max_num_reqs, device)
         self.counters = Counters(vllm_config, device, self.max_num_reqs, self.num_speculative_steps, self.requests)
         self.agreement = Agreement(get_tp_group())
-        self.observers: list[Observer] = []  # of pruning and verification: the recorder, and tools while they look on
+        self.observers: list[Observer] = []  # of pruning and verification: the recorder, and tools for a while
         # Of the first rank, whose output reaches the scheduler; None where no request may ask for a record of itself.
         self.recorder: RequestRecorder | None = None
         if self.knobs.current.request_records and self.agreement.is_first:
@@ -127,7 +127,7 @@ class VidSpecModelRunner(GPUModelRunner):
             req_id=request.req_id,
             req_state_idx=self.req_states.req_id_to_index[request.req_id],
             token_ids=request.prefill_token_ids,
-            # Copies, which keep the pixels: vLLM may drop its own once the target has looked at them.
+            # Copies, which keep the pixels: vLLM may drop its own once the target has encoded them.
             features=[copy.copy(feature) for feature in request.mm_features],
             sampling=request.sampling_params,
             adapter=request.lora_request.lora_name if request.lora_request is not None else "",
@@ -224,7 +224,7 @@ class VidSpecModelRunner(GPUModelRunner):
         return frozenset(itertools.compress(batch.req_ids, self.requests.has_draft_np[batch.idx_mapping_np]))
 
     def _report(self, verified: frozenset[str]) -> scheduler.StepReport | None:
-        """Return what the policy beside the scheduler learns of a step; None if there is nothing to tell."""
+        """Return what the policy beside the scheduler learns of a step; None for nothing."""
         reading, skipped = self.speculator.reading, ()
         if self.requests.num_skips != self._num_told_skips:
             self._num_told_skips = self.requests.num_skips

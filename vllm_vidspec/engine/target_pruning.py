@@ -7,7 +7,7 @@ import torch
 
 
 class Placed(NamedTuple):
-    """Where such a target has put a prompt: it decides as it looks."""
+    """Where such a target has put a prompt: it decides as it encodes."""
 
     positions: torch.Tensor  # [num_axes, num_tokens] int64 rope positions, on the host
     delta: int  # rope position minus logical position of the text after the prompt
@@ -20,7 +20,7 @@ def prunes_videos(model_config: Any) -> bool:
 
 
 def places_of(runner: Any) -> Callable[[int, int], Placed] | None:
-    """Return what tells where such a target has put the prompt of a row, of so many tokens; None for other targets.
+    """Return what finds out where such a target has put the prompt of a row, of so many tokens; None for other targets.
 
     vLLM writes it as each video passes the target's forward; reading waits for the device, once a prompt.
     """

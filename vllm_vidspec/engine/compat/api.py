@@ -11,7 +11,7 @@ from vllm_vidspec.errors import VidSpecError
 
 _RECORD = "_vidspec_record"  # on vLLM's outputs of requests that ask for one
 # Our parameters of the HTTP request that is being served.
-_asked: ContextVar[dict[str, Any]] = ContextVar("vidspec_asked", default={})  # noqa: B039 - nobody writes into it
+_asked: ContextVar[dict[str, Any]] = ContextVar("vidspec_asked", default={})  # noqa: B039 - it is never written
 
 
 def allow_sampling_parameters() -> None:

@@ -66,7 +66,7 @@ def observe_attention(layer: Any, observer: Callable) -> Callable[[bool], None]:
     Why: fused attention keeps its weights to itself; q and the paged keys meet here and nowhere else. The wrapper runs
     inside vLLM's opaque attention operator, hence under torch.compile and piecewise graphs too. Until: for good.
 
-    `lse` is float32 `[num_heads, num_tokens]`, the log-sum-exp of each row, or None where the backend does not tell it.
+    `lse` is float32 `[num_heads, num_tokens]`, the log-sum-exp of each row, None where the backend returns none.
     """
     impl, original = layer.impl, layer.impl.forward
     expect_parameters(original, *_ATTENTION_FORWARD)
@@ -145,7 +145,7 @@ def observe_attention_metadata(model_state: Any, observe: Callable) -> None:
     """Call `observe(input_batch, metadata_by_layer, for_capture)` once the attention metadata of a forward is there.
 
     Why: a whole forward that is captured calls our layers once, and must then do what every replay needs. Nothing else
-    tells it from other dummy runs. It is called before every forward that attends: run, captured or replayed.
+    distinguishes it from other dummy runs. It is called before every forward that attends: run, captured or replayed.
     Until: vLLM lets a method add to a forward's attention metadata.
     """
 
@@ -208,7 +208,7 @@ def keep_shared_noise(sampler: Any) -> None:
 
 
 def gather_token_logprobs(sampler: Any) -> None:
-    """Let a runner count `logprob_token_ids` among what its sampler tells, in steps that verify drafts too.
+    """Let a runner count `logprob_token_ids` among what its sampler returns, in steps that verify drafts too.
 
     Why: batch-sharded sampling gathers as many columns as the sampler says that a step has, and vLLM asks for them
     without these, as its own rejection sampler does not make them. Until: it does.

@@ -190,7 +190,7 @@ def step(core: Any) -> None:
 
 
 def add_own_requests(core: Any, num_reqs: int, num_tokens: int) -> list[str]:
-    """Add requests of one token, repeated, to an engine core that serves nobody yet; return their ids."""
+    """Add requests of one token, repeated, to an engine core that serves no client yet; return their ids."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 

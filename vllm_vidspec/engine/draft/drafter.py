@@ -101,7 +101,7 @@ class Drafter:
         num_rows = min(max_num_reqs * max(width, 1), rows_per_block(model.vocab_size))
         sample.reserve(num_rows, model.vocab_size, model.device, 0 if policy is None else policy.num_candidates)
         forwards = Forwards(model, self.kv, self.buffers, attention)
-        # [max_num_reqs] see `has_room`; rows that nobody drafts for need none
+        # [max_num_reqs] see `has_room`; rows without drafts need none
         self._capacity_limit = np.full(max_num_reqs, UNBOUNDED, dtype=np.int64)
         # Of the last step, and whether its logits go through vLLM's processors.
         self._draft_batch: object | None = None
@@ -129,7 +129,7 @@ class Drafter:
         return outcome
 
     def enter(self, req_state_idx: int) -> None:
-        """Expect steps of a row's new request: they look for room, and its trees begin anew."""
+        """Expect steps of a row's new request: they need room, and its trees begin anew."""
         self._capacity_limit[req_state_idx] = -1
         if self.trees is not None:
             self.trees.policy.reset_rows(np.array([req_state_idx]))
@@ -166,7 +166,7 @@ class Drafter:
         return fits
 
     def has_room(self, idx_mapping_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> bool:
-        """Return whether `holds` and `reserve` have nothing to do for `[n]` rows: for most steps a look at a table."""
+        """Return whether `holds` and `reserve` have nothing to do for `[n]` rows: most steps read one table."""
         return not (num_tokens_upper_bound > self._capacity_limit[idx_mapping_np]).any()
 
     def draft(self, message: messages.DraftMessage) -> messages.Drafts:
@@ -268,10 +268,10 @@ class Drafter:
                 parts |= drafter.parts(num_reqs, plan.num_tokens, is_processed)
             num_processed = len(parts) - num_others
 
-        nobody = self.buffers.step.rows[:0]
+        empty = self.buffers.step.rows[:0]
 
         def prepare(key: Part) -> Run:
-            self._begin(nobody, None, nobody.int(), None, key.num_tokens)
+            self._begin(empty, None, empty.int(), None, key.num_tokens)
             return parts[key]
 
         start, before = time.perf_counter(), _free_bytes(self.model.device)

@@ -45,7 +45,7 @@ class LocalBackend(DraftBackend):
         sample: CoupledSampler,
         trees: TargetTrees | None,  # the target's side of tree drafts; None where drafts are chains
         failures: DraftFailures,
-        pixels: SharedPixels | None = None,  # None where the draft's tower is shown nothing
+        pixels: SharedPixels | None = None,  # None where the draft has no tower of its own
     ):
         self._knobs: Knobs = runner.knobs
         self._requests: RequestRows = runner.requests
@@ -141,7 +141,7 @@ class LocalBackend(DraftBackend):
     # ---- both ends of a request's life -----------------------------------------------------------------------------
 
     def add(self, request: NewRequest) -> None:
-        """Keep a request's pixels on the device, if the draft is to see it; its prompt waits in `RequestRows`."""
+        """Keep a request's pixels on the device, if the draft may see it; its prompt waits in `RequestRows`."""
         if not request.is_admitted:
             self._requests.skip(request.req_state_idx, "unadmitted")
         elif self._pixels is not None:
@@ -177,7 +177,7 @@ class LocalBackend(DraftBackend):
     def _requeue(self, step: Step, indices: np.ndarray) -> None:
         """Let the draft catch up, some time, on the text of requests that were drafted for."""
         if not len(indices):
-            return  # whoever is drafted for stays who is
+            return
         rows = step.batch.idx_mapping_np[indices]
         # What the draft has surely read: its last step began at the length that the target's own began at, of which the
         # host knows a bound, since the scheduler may run ahead of the verification of K drafts.

@@ -1,10 +1,10 @@
 """DraftPrefill: chunked prefill of the draft's pruned prompts from a FIFO queue; until then requests go undrafted.
 
 A step runs at most what vLLM lets the target's own prefill run in one: the vision tower over the encoder budget's
-tokens (`DraftVision`), the language model over the token budget. So a long video holds nobody's decode up. The target
-commits text meanwhile: the last piece of a prefill catches up on it. How much there is the host knows as a bound only
-(async scheduling); what is fed past the committed text is stale like any rejected draft. Every decision follows from
-what the host knows, so tensor-parallel ranks take the same ones.
+tokens (`DraftVision`), the language model over the token budget. So a long video delays no other request's decode.
+The target commits text meanwhile: the last piece of a prefill catches up on it. The host knows a bound of its length
+only (async scheduling); what is fed past the committed text is stale like any rejected draft. Every decision follows
+from what the host knows, so tensor-parallel ranks take the same ones.
 """
 
 import contextlib
@@ -207,7 +207,7 @@ class DraftPrefill:
         return False
 
     def _drop_unfinished(self) -> None:
-        """Free what has been encoded in part and nobody waits for any more."""
+        """Free what has been encoded in part and no request waits for any more."""
         if unfinished := self.vision.cache.unfinished():
             wanted = {job.plan.items[i].name for job in self._queue.values() for i in job.unseen()}
             for name in unfinished - wanted.union(*(job.ahead for job in self._jobs.values())):
@@ -222,7 +222,7 @@ class DraftPrefill:
         left = self.model.max_num_tokens
         for job in due:
             if job.unseen():
-                continue  # whoever waits for the tower leaves the language model to those behind
+                continue  # it waits for the tower: those behind it get the language model
             num_kept, start = job.num_kept, job.num_done
             # The first draft feeds the last committed token, so all before it must be there.
             last = bounds[job.req_state_idx] - 1 - job.num_dropped

@@ -55,7 +55,7 @@ class PrefillJob:
         return self.knobs is not None and "features" in get_pruner(self.knobs.pruner).needs
 
     def unseen(self) -> list[int]:
-        """Return the items that the tower has yet to look at; none that keeps nothing."""
+        """Return the items that the tower has yet to encode; none that keeps nothing."""
         if self.prompt is not None:
             return []
         keeps_some = [kept is None or len(kept) > 0 for kept in self.kept]

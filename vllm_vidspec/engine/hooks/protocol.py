@@ -97,24 +97,24 @@ class TargetHooks:
     def add(self, request: NewRequest) -> None:
         """Take a request in that has just got its row; one that the draft does not read costs the target nothing."""
         if request.is_admitted:
-            self._tell("add", request)
+            self._call("add", request)
 
     def before_forward(self, batch: Any) -> None:
-        self._tell("before_forward", batch)
+        self._call("before_forward", batch)
 
     def after_forward(self, forward: Forward) -> None:
-        self._tell("after_forward", forward)
+        self._call("after_forward", forward)
 
     def remove(self, req_state_idx: int) -> None:
-        self._tell("remove", req_state_idx)
+        self._call("remove", req_state_idx)
 
     def active_rows(self) -> Iterable[int]:
         return (row for hook, _ in self._guarded for row in hook.active_rows())
 
     def forget_kv(self) -> None:
-        self._tell("forget_kv")
+        self._call("forget_kv")
 
-    def _tell(self, what: str, *args: Any) -> None:
+    def _call(self, what: str, *args: Any) -> None:
         for hook, guard in self._guarded:
             try:
                 getattr(hook, what)(*args)

@@ -163,7 +163,7 @@ class VisualStates(TargetHook):
         for req_idx, holder, start, end in found:
             for item, places in zip(holder.items, holder.places, strict=False):
                 if item in self.store:
-                    continue  # somebody's already
+                    continue  # another request has left them
                 inside = np.flatnonzero((places >= start) & (places < end))
                 item.observed[inside] = True
                 mine, rows = self.store.places(item, inside)
@@ -184,7 +184,7 @@ class VisualStates(TargetHook):
         elif all(item in self.store for item in holder.items):
             self.store.show(holder.req_state_idx, holder.items)
         else:
-            self._miss(holder, "cached")  # a cached prefix hid some, and nobody remembers them
+            self._miss(holder, "cached")  # a cached prefix hid some, and no earlier request has left them
 
     def _add(self, finished: list[_Holder]) -> None:
         """Let the prefilled requests be loose whose states every rank has."""

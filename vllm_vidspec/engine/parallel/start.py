@@ -30,7 +30,7 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.planning.pool import VISION_SHARE
 from vllm_vidspec.streams import Tables
 
-_MAX_RUN = 32  # most tokens of a stream that follow one begun on the device; as many bits tell what is fed
+_MAX_RUN = 32  # most tokens of a stream that follow one begun on the device; as many bits say what is fed
 _MARGIN_BYTES = 256 << 20  # for graphs, and what a forward takes beyond its profile
 
 

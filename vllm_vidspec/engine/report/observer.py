@@ -1,4 +1,4 @@
-"""Observer: what looks on at pruning and verification; it changes nothing. A runner has a list of them."""
+"""Observer: sees what is pruned and verified, and changes nothing. A runner has a list of them."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """Records that requests ask for of themselves: where each token came from, and what the draft saw of their video.
 
-A record is nobody's but its request's: what a step knows of a request leaves with that request's own output tokens, and
-nothing is looked up by a name that a client could choose.
+A record reaches its own request alone: what a step knows of a request leaves with that request's own output tokens, and
+no look-up is by a name that a client could choose.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from vllm_vidspec.metrics import Kind
 from vllm_vidspec.pruning.frames import PruneUnit
 from vllm_vidspec.scoring import Scored
 
-MAX_VISUAL_TOKENS = 1 << 16  # of an item whose kept tokens are told
+MAX_VISUAL_TOKENS = 1 << 16  # of an item whose kept tokens are recorded
 _MOST = 255  # the score of the token that draws most
 _NUM_PRIMING = 8  # tokens of the prompt's end that say how the first piece of the answer is spelled
 
@@ -29,7 +29,7 @@ class RequestRecorder(Observer):
     def __init__(self, requests: RequestRows, device: torch.device, family: str):
         self._requests, self._on_gpu, self._family = requests, device.type == "cuda", family
         self._asking: dict[int, str] = {}  # request id by persistent row
-        self._unsalted: set[int] = set()  # rows whose requests share what is cached with everybody
+        self._unsalted: set[int] = set()  # rows whose requests share what is cached with all others
         # Of the step in flight: requests by place in a slice, drafts of each, and copies of what was accepted.
         self._pending: list[tuple[dict[int, str], np.ndarray, torch.Tensor, torch.Tensor | None]] = []
         self._pruned: dict[str, list[dict[str, Any]]] = {}
@@ -78,7 +78,7 @@ class RequestRecorder(Observer):
             self._pruned[req_id] = [{"family": self._family, **one} for one in found]
 
     def publisher(self) -> Callable[[], dict[str, dict[str, Any]]] | None:
-        """Return what makes the step's records by request id, once the device is done with it; None if nobody asks."""
+        """Return what makes the step's records by request id, once the device is done with it; None for none."""
         if not self._asking:
             self._pending = []
             return None
@@ -100,7 +100,7 @@ class RequestRecorder(Observer):
 def _verified(num_drafts: int, num_sampled: int, kinds: torch.Tensor | None, place: int) -> dict[str, Any]:
     """Return what a verify step did for a request: the kinds of its output, and how many drafts it had."""
     own, exact = int(Kind.OWN), int(Kind.EXACT)
-    if not num_drafts:  # placeholders, which nobody has proposed
+    if not num_drafts:  # placeholders, and no drafts
         return {"kinds": [own] * num_sampled, "drafted": 0}
     found = [exact] * (num_sampled - 1) + [own] if kinds is None else kinds[place, :num_sampled].tolist()
     return {"kinds": found, "drafted": num_drafts}

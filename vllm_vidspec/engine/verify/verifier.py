@@ -114,7 +114,7 @@ class CoupledVerifier(RejectionSampler):
         return processed_logits, scored.sampled, scored.num_sampled
 
     def _judge(self, part: VerifySlice, target_tokens: torch.Tensor, logits: torch.Tensor) -> Scored:
-        """Return which of a slice's drafts stand, given what the target samples and from which logits; tell others."""
+        """Return which of a slice's drafts stand, given what the target samples and from which logits; count them."""
         looseness = None
         if self._rules is not None and self._rules.any_loose(part.idx_mapping_np):
             looseness = self._rules.looseness(part, target_tokens, logits)
@@ -129,8 +129,8 @@ class CoupledVerifier(RejectionSampler):
         return scored
 
     def _get_logprobs_tensors(self, sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, *_):
-        """Return what vLLM's sampler tells of the tokens `[num_reqs, K + 1]` of a slice, of which each request has
-        `num_sampled`: row j of a request is of its output token j, the logits too. None if nobody of the batch asks.
+        """Return the sampler's log-probabilities of a slice's tokens `[num_reqs, K + 1]`, of which each request has
+        `num_sampled`: row j of a request is of its output token j, the logits too. None where no request asks for any.
 
         vLLM's own reads neither `logprob_token_ids` nor whose they are.
         """
