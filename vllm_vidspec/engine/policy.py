@@ -302,7 +302,7 @@ class Policy:
         self._context, self._draft_context, self._start_s, self._own, self._hoped = np.zeros((5, num_slots + 1))
         self._may_draft, self._has_draft = np.zeros((2, num_slots + 1), dtype=bool)
         self._may_draft[0] = True
-        self.decision, self._slots_now = Decision(NONE, pads=pads), np.zeros(0, np.int64)
+        self.decision = Decision(NONE, pads=pads)
         self._bounds: tuple = ()
         self._left, self._is_changed = 0, True  # steps until the next decision; whether requests have come or gone
         self._expected_s, self._drafted = 1.0, (0.0, 0)  # of a step by `_decision`; its context, and requests
@@ -477,17 +477,13 @@ class Policy:
             most: Draft tokens that none may exceed.
             shapes: That may be drafted; None for all.
         """
-        if (
-            self._left > 0
-            and not self._is_changed
-            and len(req_ids) == len(self._slots_now)
-            and self._bounds == (most, shapes)
-        ):
+        bounds = req_ids, most, shapes
+        if self._left > 0 and not self._is_changed and bounds == self._bounds:
             return self.decision
         self._fold()
         get = self._slots.get
-        slots = self._slots_now = np.fromiter([get(req_id, 0) for req_id in req_ids], np.int64, len(req_ids))
-        self._bounds, self._is_changed, self._left = (most, shapes), False, DECIDE_EVERY
+        slots = np.fromiter([get(req_id, 0) for req_id in req_ids], np.int64, len(req_ids))
+        self._bounds, self._is_changed, self._left = bounds, False, DECIDE_EVERY
         for index in np.unique(self._class[slots[slots > 0]]).tolist():
             self._review(index)
         allowed = [
