@@ -1,5 +1,6 @@
-"""The keys of docs/configuration.md, by who needs them, from VidSpecConfig."""
+"""The keys of docs/configuration.md, a table for each shelf, from VidSpecConfig."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,36 +11,30 @@ from benchmarks.pages.results import table
 from vllm_vidspec import SUPPORTED_VLLM
 from vllm_vidspec.config import PASS_THROUGH_KEYS, VidSpecConfig
 
-# A field's `shelf` (in its json_schema_extra; `experts` where it has none) -> the heading of those on it.
-SHELVES = {
-    "first": "What to set first",
-    "sometimes": "What some servers need",
-    "experts": "For measurements and experts",
-}
+# Who needs a key: `shelf` in its json_schema_extra, the last where it has none.
+SHELVES = ("first", "sometimes", "experts")
 
 
-def configuration(model: type[BaseModel] = VidSpecConfig) -> str:
-    """Return a table of keys for each shelf that has some."""
-    parts = []
-    for shelf, heading in SHELVES.items():
-        line = "`{key}` | {values} | {default} | {meaning}"
-        if rows := [row for row in _keys(model) if row["shelf"] == shelf]:
-            parts.append(f"## {heading}\n\n" + table("key | values | default | meaning", line, rows, words=4))
-    return "\n\n".join(parts)
+def keys(shelf: str, model: type[BaseModel] = VidSpecConfig) -> str:
+    """Return the table of a shelf's keys."""
+    rows = [row for row in _keys(model) if row["shelf"] == shelf]
+    return table("key | values | default | meaning", "`{key}` | {values} | {default} | {meaning}", rows, words=4)
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[dict[str, str]]:
-    """Yield each key of a model, and those of models in it."""
+    """Yield each key of a model, its own before inherited ones, and those of models in it."""
     properties = model.model_json_schema()["properties"]
-    flat_names = model.flat_names() if hasattr(model, "flat_names") else {}
-    for name, field in model.model_fields.items():
+    owners = {
+        name: -depth for depth, one in enumerate(model.__mro__[::-1]) for name in vars(one).get("__annotations__", ())
+    }
+    for name, field in sorted(model.model_fields.items(), key=lambda item: owners[item[0]]):
         kind = field.annotation
         if inspect.isclass(kind) and issubclass(kind, BaseModel):
             yield from _keys(kind, f"{prefix}{name}.")
             continue
         yield {
-            "key": flat_names.get(name, prefix + name),
-            "shelf": properties[name].get("shelf", "experts"),
+            "key": prefix + name,
+            "shelf": properties[name].get("shelf", SHELVES[-1]),
             "values": _values(properties[name]),
             "default": "required" if field.is_required() else "" if field.default is None else f"`{field.default}`",
             "meaning": " ".join((field.description or "").split()),
@@ -47,11 +42,7 @@ def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[dict[str, str]]:
 
 
 def _values(schema: dict[str, Any]) -> str:
-    options = [part for part in schema.get("anyOf", [schema]) if part.get("type") != "null"]
-    text = " or ".join(_option(part) for part in options)
-    for value in schema.get("instruments", ()):
-        text = text.replace(f"`{value}`", f"`{value}` (*instrument*)")
-    return text
+    return " or ".join(_option(part) for part in schema.get("anyOf", [schema]) if part.get("type") != "null")
 
 
 def _option(part: dict[str, Any]) -> str:
@@ -66,7 +57,7 @@ def _option(part: dict[str, Any]) -> str:
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
-    "configuration": configuration,
+    **{f"keys-{shelf}": functools.partial(keys, shelf) for shelf in SHELVES},
     "pass-through-keys": lambda: ", ".join(f"`{key}`" for key in sorted(PASS_THROUGH_KEYS)),
     "supported-vllm": lambda: " or ".join(SUPPORTED_VLLM),
 }
