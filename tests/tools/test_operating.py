@@ -18,7 +18,7 @@ yaml = pytest.importorskip("yaml")
 prometheus_client = pytest.importorskip("prometheus_client")
 
 GRAFANA = ROOT / "docs" / "grafana"
-PAGE = ROOT / "docs" / "operating.md"
+PAGE = ROOT / "docs" / "operate.md"
 RECORDED = Path(__file__).with_name("recorded_metrics.txt")
 # Added by Prometheus when it scrapes.
 SCRAPED_LABELS = {"instance", "job"}
@@ -130,7 +130,7 @@ def test_an_alert_says_what_to_do(rule):
     page = PAGE.read_text()
     heads = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}  # as usual renderers make them
-    (anchor,) = re.findall(r"docs/operating\.md#([\w-]+)", rule["annotations"]["description"])
+    (anchor,) = re.findall(r"docs/operate\.md#([\w-]+)", rule["annotations"]["description"])
     assert anchor in anchors and f"`{rule['alert']}`" in page
 
 
