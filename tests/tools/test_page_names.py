@@ -42,7 +42,7 @@ def words() -> set[str]:
 @functools.cache
 def members() -> dict[str, set[str]]:
     """Return the names in each class of ours, those of its bases included as far as they are ours."""
-    rooms = ("vllm_vidspec/", "kernels/", "vidspec_tools/")
+    rooms = ("vllm_vidspec/", "kernels/", "benchmarks/")
     ours = [text for name, text in sources().items() if name.startswith(rooms) and name.endswith(".py")]
     classes = [node for text in ours for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
     own = {c.name: {getattr(n, "name", getattr(n, "attr", getattr(n, "id", ""))) for n in ast.walk(c)} for c in classes}
