@@ -169,7 +169,7 @@ def test_a_resting_request_gives_its_draft_memory_to_others():
             with (
                 mock.patch.object(speculator.backend.drafter, "has_room", lambda *_: False),
                 mock.patch(
-                    "vllm_vidspec.engine.draft.backend.without_room",
+                    "vllm_vidspec.engine.draft.local_backend.without_room",
                     side_effect=[iter([(0, "pool_full", "")]), iter([])],
                 ),
             ):

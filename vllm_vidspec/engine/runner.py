@@ -26,8 +26,8 @@ from vllm_vidspec.engine.compat import scheduler
 from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import launch
-from vllm_vidspec.engine.parallel.backend import sizes_of
-from vllm_vidspec.engine.parallel.client import DrafterClient
+from vllm_vidspec.engine.parallel.remote_backend import sizes_of
+from vllm_vidspec.engine.parallel.supervisor import DrafterSupervisor
 from vllm_vidspec.engine.parts import RunnerParts
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.report.request_metrics import PublishingOutput
@@ -58,7 +58,7 @@ class VidSpecModelRunner(GPUModelRunner):
         self._was_at_rest = False  # whether nothing was drafted in the last step, nor asked for
         self._rests_on: Decision | None = None  # of that step, if the next with it rests as well and tells nothing
         self._num_told_skips = 0  # of `RequestRows.num_skips`, those that the scheduler's side knows of
-        self.drafter_client: DrafterClient | None = None  # of the first rank, where the draft is another process's
+        self.drafter_client: DrafterSupervisor | None = None  # of the first rank, where the draft is another process's
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ class VidSpecModelRunner(GPUModelRunner):
             sizes = sizes_of(config, self.max_num_reqs, self.max_model_len, len(metrics.NAMES))
             launch.fetch_weights(self.vllm_config)
             packed = launch.pack_config(self.vllm_config, config)
-            self.drafter_client = DrafterClient(packed, config, sizes, self.vocab_size)
+            self.drafter_client = DrafterSupervisor(packed, config, sizes, self.vocab_size)
             self.drafter_client.start()
         super().load_model(*args, **kwargs)
         compat.keep_shared_noise(self.sampler)

@@ -8,7 +8,8 @@
     draft      for every request that the draft has read, all in one batch                               backend
     publish    to vLLM and to the rows: what is in flight, which the target verifies in its next step    `RequestRows`
 
-The backend is where the draft runs: in this process (`draft/backend.py`) or in one of its own (`parallel/backend.py`).
+The backend is where the draft runs: in this process (`draft/local_backend.py`) or in one of its own
+(`parallel/remote_backend.py`).
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_vidspec.adapt import Decision
-from vllm_vidspec.engine.backend import DraftBackend, Step
+from vllm_vidspec.engine.draft_backend import DraftBackend, Step
 from vllm_vidspec.engine.failures import DraftFailures
 from vllm_vidspec.engine.hooks.prompts import Guidance
 from vllm_vidspec.engine.knobs import Knobs

@@ -10,7 +10,6 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.backend import DraftBackend, Step
 from vllm_vidspec.engine.draft import messages
 from vllm_vidspec.engine.draft.drafter import Drafter, without_room
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, mode_of_draft
@@ -18,6 +17,7 @@ from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.draft.waiting import WaitingRoom
+from vllm_vidspec.engine.draft_backend import DraftBackend, Step
 from vllm_vidspec.engine.failures import DraftFailures
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.hooks.trees import TargetTrees
