@@ -1,12 +1,12 @@
 """Policy: how many tokens a step drafts, and for which of its requests; numpy only.
 
-    costs        seconds of a step by option and batch size, measured once at start-up, linear in the context; a slow
-                 correction of each entry by real steps                                                   `StepCosts`
-    acceptance   by position and class of requests, an EMA; a request's own is blended in                 `Acceptance`
-    decide       of the options, and of the numbers m of requests that have drafts, those with the most expected tokens
-                 over expected seconds, with hysteresis                                                   `Policy.decide`
-    admit        a class is paused while whole answers, the draft's prefill included, take longer with drafts than
-                 without; one of its requests is a probe now and then                                     `Policy.add`
+costs        seconds of a step by option and batch size, measured once at start-up, linear in the context; a slow
+             correction of each entry by real steps                                                   `StepCosts`
+acceptance   by position and class of requests, an EMA; a request's own is blended in                 `Acceptance`
+decide       of the options, and of the numbers m of requests that have drafts, those with the most expected tokens
+             over expected seconds, with hysteresis                                                   `Policy.decide`
+admit        a class is paused while whole answers, the draft's prefill included, take longer with drafts than
+             without; one of its requests is a probe now and then                                     `Policy.add`
 """
 
 from bisect import bisect_left
@@ -149,6 +149,15 @@ class StepCosts:
         self._count[entry] += num_steps
         self._at[entry] = now
 
+    def summary(self, options: Sequence[Option]) -> str:
+        """Return the measured milliseconds by option and number of requests, for the log."""
+        totals = self._none + self._extra
+        return "; ".join(
+            f"K = {option.num_tokens} ({option.shape}) "
+            + ", ".join(f"{1e3 * s:.1f} ms of {size}" for s, size in zip(row, self._sizes.tolist(), strict=True))
+            for option, row in zip(options, totals.tolist(), strict=True)
+        )
+
     def age(self, option: int, size: int, context: float, now: int) -> int:
         """Return how many steps ago an entry was corrected."""
         return now - int(self._at[self._entry(option, size, context)])
@@ -258,6 +267,7 @@ class Policy:
 
     Attributes:
         classes: Of requests.
+        decision: The last.
         ended: What is yet to be counted of requests that have ended; the reader empties it.
     """
 
@@ -275,13 +285,15 @@ class Policy:
         self._context, self._draft_context, self._start_s, self._own, self._hoped = np.zeros((5, num_slots + 1))
         self._may_draft, self._has_draft = np.zeros((2, num_slots + 1), dtype=bool)
         self._may_draft[0] = True
-        self._decision, self._slots_now = Decision(NONE, pads=pads), np.zeros(0, np.int64)
+        self.decision, self._slots_now = Decision(NONE, pads=pads), np.zeros(0, np.int64)
         self._bounds: tuple = ()
         self._left, self._is_changed = 0, True  # steps until the next decision; whether requests have come or gone
         self._expected_s, self._drafted = 1.0, (0.0, 0)  # of a step by `_decision`; its context, and requests
         self._now, self._elapsed_s, self._probes_s = 0, 0.0, 0.0
         self._size = self._square = 0.0  # EMA of a step's requests, and of their square
-        self._verified: list[tuple[int, np.ndarray, np.ndarray]] = []  # since the last decision: option, slots, accepted
+        self._verified: list[
+            tuple[int, np.ndarray, np.ndarray]
+        ] = []  # since the last decision: option, slots, accepted
         self._step_s: list[float] = []
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -399,7 +411,7 @@ class Policy:
             self._read(step)
         elif step.seconds is not None:
             self._elapsed_s += step.seconds
-            if step.verified is step.decision is self._decision:
+            if step.verified is step.decision is self.decision:
                 self._step_s.append(step.seconds)
 
     def _read(self, step: Observed) -> None:
@@ -427,7 +439,7 @@ class Policy:
             self.acceptance.observe(option, self._class[slots], accepted)
         self._verified.clear()
         if self._step_s:
-            (context, size), option = self._drafted, self._index[self._decision.option]
+            (context, size), option = self._drafted, self._index[self.decision.option]
             ratio = float(np.median(self._step_s)) / self._expected_s
             self.costs.observe(option, size, context, ratio, len(self._step_s), self._now)
             share = 1 - 0.95 ** len(self._step_s)
@@ -449,7 +461,7 @@ class Policy:
             and len(req_ids) == len(self._slots_now)
             and self._bounds == (most, shapes)
         ):
-            return self._decision
+            return self.decision
         self._fold()
         get = self._slots.get
         slots = self._slots_now = np.fromiter([get(req_id, 0) for req_id in req_ids], np.int64, len(req_ids))
@@ -464,10 +476,10 @@ class Policy:
         option, drafted = self._choose(slots, allowed)
         paused = frozenset() if drafted.all() else frozenset(np.array(req_ids, dtype=object)[~drafted].tolist())
         decision = Decision(option, paused if option.num_tokens else frozenset(), self._pads)
-        if decision != self._decision:
-            self._decision = decision
+        if decision != self.decision:
+            self.decision = decision
         self._has_draft[slots] = drafted
-        return self._decision
+        return self.decision
 
     def _choose(self, slots: np.ndarray, allowed: list[int]) -> tuple[Option, np.ndarray]:
         """Return an option and `[n]` bool who has drafts, of `[n]` slots."""
@@ -486,7 +498,9 @@ class Policy:
             order = np.flatnonzero(can)
             counts = np.arange(1, len(order) + 1)
             for index in allowed:
-                tokens = np.minimum(own * self.acceptance.expected[self._class[slots], index], self.options[index].num_tokens)
+                tokens = np.minimum(
+                    own * self.acceptance.expected[self._class[slots], index], self.options[index].num_tokens
+                )
                 ranked = order[np.argsort(-(tokens * np.where(self._has_draft[slots], _STICKY, 1.0))[order])]
                 draft_context = np.cumsum(self._draft_context[slots[ranked]])
                 rows = np.full(len(order), size) if self._pads else counts
@@ -496,7 +510,7 @@ class Policy:
                 drafted = nobody.copy()
                 drafted[ranked[: last + 1]] = True
                 found[index] = float(rates[last]), float(seconds[last]), drafted | (is_probed & can)
-        used = self._index[self._decision.option]
+        used = self._index[self.decision.option]
         best = max(found, key=lambda index: found[index][0] * (_HYSTERESIS if index in (used, none) else 1.0))
         if (stale := self._stale(found, best, size, context)) is not None:
             best, self._left = stale, _TRY_STEPS

@@ -131,9 +131,7 @@ class SimulatedEngine:
         self.seconds += seconds
         if self._fixed is None:
             known = seconds if self._last is not None else None
-            step = Observed(
-                decision, self._last, ids, 1 + accepted, drafted > 0, known, starters + late, reading_s
-            )
+            step = Observed(decision, self._last, ids, 1 + accepted, drafted > 0, known, starters + late, reading_s)
             self.policy.observe(step)
         self._last = decision
         self.decisions.append(decision)

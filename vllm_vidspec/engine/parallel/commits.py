@@ -122,7 +122,7 @@ class Commits:
                 self._told[name] = count
         before, self._published = self._published, self._tables.counters.copy()
         for name, value in changes(before, self._published).items():
-            (self._counters.set if name in metrics.GAUGES else self._counters.add)(name, value)
+            (self._counters.set if name in metrics.GAUGE_NAMES else self._counters.add)(name, value)
 
     # ---- to the host -----------------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class _Sent:
 class ParallelBackend(DraftBackend):
     """See `DraftBackend`. Of its memory, graphs and rollback the target's process has none: they are the drafter's."""
 
-    reads_at_rest = True  # by the drafter, which is told of every token
+    reads_while_paused = True  # by the drafter, which is told of every token
 
     def __init__(self, runner: Any, is_guided: bool):
         """Take what is the model runner's; `is_guided`: something guides pruning, which a prompt has to wait for."""
@@ -115,7 +115,7 @@ class ParallelBackend(DraftBackend):
         row = request.req_state_idx
         if self._counters.is_paused:
             self._requests.unstarted.pop(row)
-        elif not request.is_shown:
+        elif not request.is_admitted:
             self._requests.skip(row, "unshown")
         elif request.has_embeds or request.sampling is None:
             self._requests.skip(row, "unsupported")
@@ -212,10 +212,10 @@ class ParallelBackend(DraftBackend):
         if has_begun.any():
             # Whether there is a stream yet, the device sees.
             self._requests.enter(rows[has_begun], Phase.DRAFTING)
-        rests = np.full(len(rows), not step.plan.num_tokens) if step.rests is None else step.rests
+        paused = np.full(len(rows), not step.plan.num_tokens) if step.paused is None else step.paused
         for phase, is_new in (
-            (Phase.DRAFTING, ~rests & self._requests.are_in(rows, Phase.PREFILLING)),
-            (Phase.PREFILLING, rests & self._requests.are_in(rows, Phase.DRAFTING)),
+            (Phase.DRAFTING, ~paused & self._requests.are_in(rows, Phase.PREFILLING)),
+            (Phase.PREFILLING, paused & self._requests.are_in(rows, Phase.DRAFTING)),
         ):
             if is_new.any():
                 self._requests.enter(rows[is_new], phase)
