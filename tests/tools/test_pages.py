@@ -133,7 +133,7 @@ def test_results_of_several_commands_are_one(engines, merged):
     assert {row["requests"] for row in found["rows"]} == {64}
     text = results.body("R9", found)
     assert "`qwen2.5-vl`: Compared with vanilla: 512 requests of 8 engines, 512 identical." in text
-    assert "](R9.png)" in text
+    assert "](../results/R9.png)" in text
 
 
 def test_captions_of_several_commands_are_one(sessions, merged):
@@ -225,7 +225,7 @@ IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 @pytest.mark.parametrize("name,whole", [("null-gpu", False), ("null-gpu-whole", True)])
 def test_null_gpu_table_is_what_was_measured(name, whole):
-    assert report.section(tables.read(name), whole) in (ROOT / "docs" / "gpu.md").read_text()
+    assert report.section(tables.read(name), whole) in (ROOT / "docs" / "notebook" / "gpu.md").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vidspec_tools.pages import configuration, long_videos, never_slower, pruners, reliability, results
-from vidspec_tools.pages.tables import DOCS, RESULTS, ROOT, written
+from vidspec_tools.pages.tables import DOCS, ROOT, written
 
 
 def pages() -> Iterator[tuple[Path, str]]:
@@ -14,8 +14,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     sections: dict[str, Callable[[], str]] = {}
     for module in (results, reliability, long_videos, pruners, never_slower):
         sections |= module.sections()
-    names = ("paper-tables", "reliability", "coexistence", "long-videos", "never-slower")
-    for path in (ROOT / "README.md", RESULTS / "README.md", *(DOCS / f"{name}.md" for name in names)):
+    for path in (ROOT / "README.md", DOCS / "coexistence.md", *sorted((DOCS / "notebook").glob("*.md"))):
         yield path, written(path.read_text(), sections)
     yield DOCS / "configuration.md", configuration.render()
 

@@ -31,7 +31,7 @@ from vllm_vidspec.tools.provenance import provenance
 
 # ---- commands of pages -----------------------------------------------------------------------------------------------
 
-PAGES = (RESULTS / "README.md", DOCS / "paper-tables.md")
+PAGES = (DOCS / "notebook" / "results.md", DOCS / "notebook" / "paper-tables.md")
 # Results that have a figure drawn from all their commands.
 FIGURES: dict[str, Callable[[Any, str], None]] = {
     **dict.fromkeys(("R3", "R9"), acceptance.draw),

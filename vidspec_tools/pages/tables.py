@@ -68,7 +68,7 @@ def read(name: str) -> Result:
 
 def figure(path: str, words: str) -> list[str]:
     """Return a picture beside a page, nothing where its file is not there."""
-    return [f"![{words}]({path})"] if (RESULTS / path).exists() else []
+    return [f"![{words}](../results/{path})"] if (RESULTS / path).exists() else []
 
 
 def recorded(name: str) -> bool:
