@@ -12,8 +12,7 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 # ruff: noqa: E402
-from decode_steps import runner_of
-
+from benchmarks.decode_steps import runner_of
 from vllm_vidspec import metrics
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs

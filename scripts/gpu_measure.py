@@ -149,8 +149,8 @@ def in_turn(running: Any, prompts: list[Any], sizes: Sizes) -> Row:
     With made-up weights hardly a draft token is accepted: what the controller costs where drafts are hopeless. The
     first third of the rounds, in which it learns that, is apart.
     """
-    from vidspec_tools.bench.methods import CONTROLLER, VANILLA
-    from vidspec_tools.bench.roles import Roles
+    from benchmarks.methods import CONTROLLER
+    from benchmarks.roles import VANILLA, Roles
 
     roles, loop = Roles(running.llm), DecodeLoop(running.llm.llm_engine, is_ours=False)
     token_ms: dict[str, list[float]] = {VANILLA: [], CONTROLLER: []}

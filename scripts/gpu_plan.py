@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vidspec_tools.bench.methods import Figure
+    from benchmarks.methods import Figure
 
 FAMILY = "qwen2.5-vl"
 BATCHES = (1, 2, 4, 8)
@@ -52,7 +52,7 @@ class Engine:
     method: str  # What drafts
     num_drafts: int = 0  # K, 0 for vanilla
     depth: int = 0  # The longest path of drafts
-    tau_of: str = ""  # The published method that it is (`vidspec_tools/bench/methods.py`)
+    tau_of: str = ""  # The published method that it is (`benchmarks/methods.py`)
 
     @property
     def is_ours(self) -> bool:
@@ -75,7 +75,7 @@ ENGINES = {
 
 def published_of(engine: Engine) -> "Figure | None":
     """Return what is published of an engine's method; None for vanilla and the controller."""
-    from vidspec_tools.bench.methods import QWEN, TABLE_1
+    from benchmarks.methods import QWEN, TABLE_1
 
     return TABLE_1[QWEN].get(engine.tau_of)
 
@@ -87,9 +87,9 @@ def step_tokens(engine: Engine, step_ms: float, draft_ms: float | None) -> tuple
     step's and the draft forward's times (None of them: no tokens are told). M is taken not to have the target's own
     token, the reading with which it is more.
     """
-    from vidspec_tools.bench.methods import STEP
-    from vidspec_tools.planning.acceptance import Agreement, rate_of_stream
-    from vidspec_tools.planning.speed import run_streams
+    from benchmarks.methods import STEP
+    from vllm_vidspec.planning.acceptance import Agreement, rate_of_stream
+    from vllm_vidspec.planning.speed import run_streams
 
     found = published_of(engine)
     if found is None:

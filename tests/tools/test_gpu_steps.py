@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tools.common import ROOT, load
-from vidspec_tools.planning.acceptance import Agreement
-from vidspec_tools.planning.speed import run_streams
 from vllm_vidspec import SUPPORTED_VLLM
+from vllm_vidspec.planning.acceptance import Agreement
+from vllm_vidspec.planning.speed import run_streams
 
 steps, made_up = load("scripts/gpu_steps.py"), load("scripts/made_up.py")
 plan, checks, measure = load("scripts/gpu_plan.py"), load("scripts/gpu_checks.py"), load("scripts/gpu_measure.py")
