@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import contact_sheet, pairs
-from vllm_vidspec.tools.bench.session import TimedSession
 from vllm_vidspec.tools.calibrate import Subject
+from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.user_files import check_output, read_video
 
@@ -109,7 +109,7 @@ def _look(show: Show, pruners: list[str], report: Report) -> list[Record]:
     report("plan", {"total": len(pruners)})
     for pruner in pruners:
         report("loading", {"label": f"engine with pruner {pruner}"})
-        with TimedSession(show.job(pruner=pruner)) as session:
+        with EngineSession(show.job(pruner=pruner)) as session:
             path = session.folder / "records.pt"
             session.ask({"command": "look", "path": str(path)})
             found = torch.load(path, weights_only=True)  # noqa: TID251 - written by our own engine a moment ago
