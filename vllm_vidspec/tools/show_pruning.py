@@ -64,7 +64,7 @@ class Record:
 def check(show: Show) -> None:
     """Refuse a wrong value, in one line, before an engine starts."""
     show.check()
-    check_output(show.out, suffixes=(".png",))
+    check_output(show.out, suffixes=(".png",), drawn=(".png",))
     if not show.pruners:
         raise VidSpecError("--pruner: no value given")
     for pruner in show.pruners:
@@ -84,8 +84,7 @@ def run(show: Show, report: Report = silent) -> dict[str, Any]:
         raise VidSpecError(f"the layout of the video's {grid.num_tokens} tokens is unknown: nothing can be drawn")
     rows = [contact_sheet.Row(config.prune.pruner, choose(config, records), grid) for config in configs.values()]
     what = f"{show.path.name}: {show.target or show.family}, prune ratio {show.prune_ratio:g}"
-    image = contact_sheet.draw(frames, grid, rows, f"What the draft sees of {what}", show.columns)
-    contact_sheet.save(image, show.out, rows)
+    contact_sheet.draw(show.out, frames, grid, rows, f"What the draft sees of {what}", show.columns)
     shape = [grid.num_frames, grid.height, grid.width, grid.num_trailing]
     return {"rows": [row.figures() for row in rows], "grid": shape, "out": show.out}
 
