@@ -6,8 +6,9 @@
 import itertools
 from typing import Any
 
+from vllm_vidspec.engine.report.observer import Observer
 from vllm_vidspec.metrics import Kind
-from vllm_vidspec.tools.watching import PruneWatch, prompts_of, pruning  # noqa: F401 - the other half
+from vllm_vidspec.tools.watching import PruneWatch, prompts_of, pruning, put_watch  # noqa: F401 - the other half
 
 
 def scores(worker: Any, on: bool) -> list[dict[str, Any]]:
@@ -18,13 +19,13 @@ def scores(worker: Any, on: bool) -> list[dict[str, Any]]:
     runner = worker.model_runner
     if not hasattr(runner, "parts"):
         return []
-    verifier, rules = runner.rejection_sampler, runner.parts.rules
+    rules = runner.parts.rules
     is_predicting = rules is not None and rules.is_predicting
-    watch, verifier.watch = verifier.watch, ScoreWatch(runner.req_states, is_predicting) if on else None
+    watch = put_watch(runner.observers, ScoreWatch(runner.req_states, is_predicting) if on else None, ScoreWatch)
     return [] if watch is None else [{"req_id": req_id} | record for req_id, record in watch.records.items()]
 
 
-class ScoreWatch:
+class ScoreWatch(Observer):
     """Records verify steps token by token, on the host: an engine that is watched waits for every step.
 
     What was emitted without being verified (by a prefill, a step without drafts), and what a preempted request keeps of
@@ -35,8 +36,7 @@ class ScoreWatch:
         self._req_states, self._is_predicting = req_states, is_predicting
         self.records: dict[str, dict] = {}
 
-    def see(self, part: Any, scored: Any) -> None:
-        """Take in a `VerifySlice` and what was `Scored` of it."""
+    def verified(self, part: Any, scored: Any) -> None:
         bounds, positions, states = part.cu_num_logits.tolist(), part.pos.tolist(), self._req_states
         of_row = [None] * len(positions) if part.relevance is None else part.relevance.tolist()
         for i, (start, end) in enumerate(itertools.pairwise(bounds)):

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from vllm_vidspec import metrics
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.names import WRITER_THREAD
-from vllm_vidspec.tools import pairs, watching
+from vllm_vidspec.tools import pairs
 
 
 def main(kind: "type[Engine] | None" = None) -> int:
@@ -202,6 +202,8 @@ class Engine:
     def look(self, path: str) -> dict[str, Any]:
         """Save to `path` how the first item of every prompt was pruned, and what was measured of it for that."""
         import torch
+
+        from vllm_vidspec.tools import watching
 
         self.llm.collective_rpc(watching.pruning, args=(True,))
         self.ask({"max_tokens": 2})  # after a first token that is also the last one, nothing is drafted

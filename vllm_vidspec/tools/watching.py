@@ -5,6 +5,7 @@
 
 from typing import Any
 
+from vllm_vidspec.engine.report.observer import Observer
 from vllm_vidspec.errors import VidSpecError
 
 
@@ -20,7 +21,7 @@ def pruning(worker: Any, on: bool, as_lists: bool = False) -> list[dict[str, Any
         return []
     if runner.knobs.current.is_parallel:
         raise VidSpecError("pruning traces are unavailable with parallel drafting")
-    records = prompts_of(runner.speculator.backend.drafter.prefills, on)
+    records = prompts_of(runner.observers, on)
     if not as_lists:
         return records
     return [
@@ -30,26 +31,36 @@ def pruning(worker: Any, on: bool, as_lists: bool = False) -> list[dict[str, Any
     ]
 
 
-def prompts_of(prefills: Any, on: bool) -> list[dict[str, Any]]:
-    """Return what a `DraftPrefill` has pruned since watching began; see `pruning`."""
-    watch, prefills.on_pruned = prefills.on_pruned, PruneWatch() if on else None
-    prefills.vision.keeps_looks = on
-    return list(watch or ())
+def prompts_of(observers: list[Observer], on: bool) -> list[dict[str, Any]]:
+    """Return what observers of a `DraftPrefill` have seen since watching began; see `pruning`."""
+    watch = put_watch(observers, PruneWatch() if on else None, PruneWatch)
+    return [] if watch is None else watch.records
 
 
-class PruneWatch(list):
+def put_watch(observers: list[Observer], watch: Any, kind: type) -> Any:
+    """Put a watch of a kind, or None, in the place of the one before; return that, None if there was none."""
+    before = next((observer for observer in observers if isinstance(observer, kind)), None)
+    observers[:] = [observer for observer in (*observers, watch) if observer not in (before, None)]
+    return before
+
+
+class PruneWatch(Observer):
     """The records of what was pruned."""
 
-    def __call__(self, job: Any, kept: list[Any]) -> None:
-        """Take in a `PrefillJob` whose items are all there, and what stays of each, `[k_i]` int64."""
-        units, looks = job.plan.units, [look for look in job.looks if look is not None]
-        is_seen = len(looks) == len(job.looks)
-        self.append(
+    keeps_embeddings = True
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def pruned(self, job: Any, kept: list[Any]) -> None:
+        units, whole = job.plan.units, [embeddings for embeddings in job.whole if embeddings is not None]
+        is_seen = len(whole) == len(job.whole)
+        self.records.append(
             {
                 "req_id": job.req_id,
                 "grids": tuple(unit.grid for unit in units),
                 "kept_indices": tuple(unit.merged(kept) for unit in units),
                 "scores": job.scores,
-                "embeddings": [unit.joined(looks) for unit in units] if is_seen else None,
+                "embeddings": [unit.joined(whole) for unit in units] if is_seen else None,
             }
         )
