@@ -10,7 +10,7 @@ import pytest
 import typer.main
 from null_gpu import report
 
-from benchmarks import soak, soak_judge
+from benchmarks import soak
 from tests.engine import coexistence
 from tests.serve import restarts
 from tools.common import FAMILIES, ROOT, SMALL_AXES, printed, sweep
@@ -174,7 +174,7 @@ def test_rounds_of_a_cell_are_compared_one_by_one():
 
 def test_the_soak_was_long_whole_and_clean():
     result = tables.read("reliability-soak")
-    assert soak_judge.is_bad(result, soak.MOST_MB_PER_MIN) == []
+    assert soak.is_bad(result, soak.MOST_MB_PER_MIN) == []
     assert all(row["preemptions"] > 0 for row in result["configs"])
     assert result["minutes"] >= 15 and result["requests"] > 1000
     assert [row["config"] for row in result["configs"]] == ["chain", "tree-static", "tree-adaptive", "parallel"]

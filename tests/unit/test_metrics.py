@@ -18,7 +18,7 @@ import pytest
 
 from vllm_vidspec import metrics
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics import NAMES, MetricsFile, difference, read_metrics, summarize
+from vllm_vidspec.metrics import GAUGE_NAMES, NAMES, MetricsFile, difference, read_metrics, summarize
 from vllm_vidspec.metrics.files import CounterFiles, sweep
 
 

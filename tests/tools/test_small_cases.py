@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import bench_overheads as overheads
 from benchmarks import harness
+from benchmarks import small_cases as overheads
 
 
 def test_a_prompts_steps_are_one_and_each_verify_step_is_its_own(monkeypatch):
@@ -62,13 +62,16 @@ def test_the_command_writes_rows_and_where_they_come_from(monkeypatch, tmp_path,
     """Catches: a list that is read as one word, rows that are lost because a later one fails."""
     out = tmp_path / "out.json"
     arguments = ["bench", "--tokens", "1,2", "--json", str(out)]
-    monkeypatch.setattr(sys, "argv", arguments)
 
     def measure(options):
-        assert (options.rounds, options.pruner) == (3, ["uv"])
+        assert (options.rounds, options.pruner, options.again) == (3, ["uv"], True)
         yield from ({"size": size} for size in options.tokens)
 
-    harness.command("doc", measure, tokens=[8], pruner=["uv"], rounds=3)
+    monkeypatch.setattr(sys, "argv", ["bench", "sizes", *arguments[1:], "--again"])
+    harness.cases("doc", {"sizes": (measure, {"tokens": [8], "pruner": ["uv"], "rounds": 3, "again": False})})
     found = json.loads(out.read_text())
     assert found["rows"] == [{"size": 1}, {"size": 2}] and "git_sha" in found["provenance"]
     assert capsys.readouterr().out.splitlines() == ['{"size": 1}', '{"size": 2}']
+    monkeypatch.setattr(sys, "argv", ["bench", "another"])
+    with pytest.raises(SystemExit, match="Cases: sizes; each has --help"):
+        harness.cases("doc", {"sizes": (measure, {})})
