@@ -53,9 +53,9 @@ def plan(
     have measured them), acceptance as given or as published. How far to trust it is in docs/choose-a-draft.md.
     """
     given = locals()
-    from vidspec_tools.views import plan as view
     from vllm_vidspec.planning import gpus, models, planner, question
     from vllm_vidspec.planning.acceptance import RUNNER_UP, Agreement, agreement_of_positions
+    from vllm_vidspec.tools import views
     from vllm_vidspec.tools.provenance import provenance
     from vllm_vidspec.tools.user_files import check_output
 
@@ -83,4 +83,4 @@ def plan(
     result = planner.plan(what, batches)
     running.write_json(json_path, result | {"provenance": provenance()})
     if json_path != "-":
-        view.show(result, running.console())
+        views.show_plan(result, running.console())
