@@ -20,7 +20,7 @@ import harness
 import torch
 from bench_long import FAMILY, WHOLE, job
 from bench_overheads import Stopwatch
-from decode_steps import DecodeLoop
+from harness import DecodeLoop
 
 from vidspec_tools import reel
 from vidspec_tools.planning.models import from_folder

@@ -8,16 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import harness
-from decode_steps import Clock
-from gpu_measure import measured
-from gpu_plan import Sizes
-from gpu_steps import ROOT, Context, SkippedError, Step, engine, expect
-from made_up import PAIRS, SHAPES, user_kwargs, write_pair
-
+from benchmarks import harness
+from benchmarks.gpu.measure import measured
+from benchmarks.gpu.plan import Sizes
+from benchmarks.gpu.steps import ROOT, Context, SkippedError, engine, expect
+from benchmarks.made_up import PAIRS, SHAPES, user_kwargs, write_pair
 from vllm_vidspec.tools import pairs
 
-FAMILIES = ("qwen2.5-vl", "llava-onevision")
 # In bf16 draft and verify forwards have other batch shapes, so nearly equal logits may order otherwise. What the draft
 # sees is the same, so nearly all drafts must be accepted.
 SELF_DRAFT_BOUND = 0.9
@@ -152,8 +149,8 @@ def sync_debug(context: Context) -> dict[str, Any]:
     return facts
 
 
-def real_shapes(context: Context, drafting: str | None) -> dict[str, Any]:
-    """Run a 7B target, with or without a 3B draft, with vLLM's defaults: memory at each point, time of a step."""
+def real_shapes(context: Context, drafting: str) -> dict[str, Any]:
+    """Run a 7B target with vLLM's defaults, a 3B draft in a shape ("": vanilla): memory at each point, step times."""
     import torch
 
     free, total = torch.cuda.mem_get_info()
@@ -173,28 +170,17 @@ def real_shapes(context: Context, drafting: str | None) -> dict[str, Any]:
         _generate(context, running, prompts, 16, 0.0)
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
-        clock, sizes = Clock(running.runner.speculator), Sizes(skip=0, rounds=1, steps=2 if context.dry_run else 32)
+        loop = harness.DecodeLoop(running.llm.llm_engine, bool(drafting))
+        sizes = Sizes(skip=0, rounds=1, steps=2 if context.dry_run else 32)
         for batch in (1, 8):
-            facts[f"batch_{batch}"] = measured(running, drafting is not None, sizes, prompts[:batch], clock)
+            facts[f"batch_{batch}"] = measured(loop, sizes, prompts[:batch])
         facts["held_after_steps_bytes"] = torch.cuda.memory_allocated()
         facts["peak_of_steps_bytes"] = torch.cuda.max_memory_allocated()
         facts["free_after_bytes"] = torch.cuda.mem_get_info()[0]
-        if drafting is not None:
+        if drafting:
             counts = running.counters()
             facts |= {name: counts[name] for name in ("draft_load_bytes", "draft_pool_bytes")}
             expect(counts["draft_steps"] > 0, "nothing was drafted")
     grown = facts["held_after_steps_bytes"] - held
     expect(context.dry_run or grown < 2**24, f"steps hold {grown} bytes more than before")
     return facts
-
-
-STEPS: dict[str, Step] = {
-    "kernels": kernels,
-    **{f"identity-{family}": lambda context, family=family: identity(context, family) for family in FAMILIES},
-    "sync-debug": sync_debug,
-    "self-draft-bf16": self_draft_bf16,
-    "two-ranks": two_ranks,
-    "real-vanilla": lambda context: real_shapes(context, None),
-    "real-chain": lambda context: real_shapes(context, "chain"),
-    "real-tree-static": lambda context: real_shapes(context, "tree-static"),
-}

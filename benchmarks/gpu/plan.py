@@ -1,37 +1,21 @@
-"""The plan of the GPU runner's measurements: sizes of kernels, engines and their models.
+"""What the GPU runner runs: its steps and their time-outs, the engines that it measures, and their sizes.
 
 Standard library only: the runner reads it without torch.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from vidspec_tools.bench.methods import Figure
+from benchmarks.kernels import KERNELS
 
 FAMILY = "qwen2.5-vl"
 BATCHES = (1, 2, 4, 8)
-
-# Of `benchmarks/kernel_cases`; last the one whose peers compile longest.
-KERNELS = ("draw", "candidates", "guidance_scores", "visual_relevance", "tree_attention")
-
-
-@dataclass(frozen=True)
-class Models:
-    """A target and a draft, keys of `made_up.SHAPES`; None is the bundled pair, for a dry run."""
-
-    target: str | None
-    draft: str | None
-    fp8: bool
-
-
-_DRAFT = "Qwen2.5-VL 7B"
-MODELS = {
-    "32b-bf16": Models("Qwen2.5-VL 32B", _DRAFT, False),
-    "32b-fp8": Models("Qwen2.5-VL 32B", _DRAFT, True),
-    "72b-fp8": Models("Qwen2.5-VL 72B", _DRAFT, True),
+DRAFT = "Qwen2.5-VL 7B"
+# The target and the format of all weights, by what `--models` takes (`benchmarks/made_up.py`).
+MODELS: dict[str, tuple[str, str | None]] = {
+    "32b-bf16": ("Qwen2.5-VL 32B", None),
+    "32b-fp8": ("Qwen2.5-VL 32B", "fp8"),
+    "72b-fp8": ("Qwen2.5-VL 72B", "fp8"),
 }
-DRY_RUN_MODELS = Models(None, None, True)
 _BF16_FROM = 120 * 2**30  # bytes of a device that has room for four requests of ours beside weights in bf16
 
 
@@ -49,10 +33,9 @@ def chosen_models(name: str, total: int) -> str:
 
 @dataclass(frozen=True)
 class Engine:
-    method: str  # What drafts
+    method: str  # what drafts
     num_drafts: int = 0  # K, 0 for vanilla
-    depth: int = 0  # The longest path of drafts
-    tau_of: str = ""  # The published method that it is (`vidspec_tools/bench/methods.py`)
+    tau_of: str = ""  # the published method that it is (`vidspec_tools/bench/methods.py`)
 
     @property
     def is_ours(self) -> bool:
@@ -64,43 +47,13 @@ ENGINES = {
     engine.method: engine
     for engine in (
         Engine("vanilla"),
-        Engine("tree-static", 25, 5, "SpecVLM"),
-        Engine("chain", 5, 5, "SD"),
-        Engine("controller", 5, 5),
-        Engine("blind", 5, 5, "OnSD"),
-        Engine("parallel", 5, 5, "ParallelVLM"),
+        Engine("tree-static", 25, "SpecVLM"),
+        Engine("chain", 5, "SD"),
+        Engine("controller", 5),
+        Engine("blind", 5, "OnSD"),  # vLLM's own draft model, which sees no video
+        Engine("parallel", 5, "ParallelVLM"),
     )
 }
-
-
-def published_of(engine: Engine) -> "Figure | None":
-    """Return what is published of an engine's method; None for vanilla and the controller."""
-    from vidspec_tools.bench.methods import QWEN, TABLE_1
-
-    return TABLE_1[QWEN].get(engine.tau_of)
-
-
-def step_tokens(engine: Engine, step_ms: float, draft_ms: float | None) -> tuple[float | None, str]:
-    """Return the tokens that a step of one request emits, and what they are: counted, published or modelled.
-
-    A length that is counted over rejections is of several steps: a stream that is right as often is followed with the
-    step's and the draft forward's times (None of them: no tokens are told). M is taken not to have the target's own
-    token, the reading with which it is more.
-    """
-    from vidspec_tools.bench.methods import STEP
-    from vidspec_tools.planning.acceptance import Agreement, rate_of_stream
-    from vidspec_tools.planning.speed import run_streams
-
-    found = published_of(engine)
-    if found is None:
-        return 1.0, "counted"
-    if found.over == STEP:
-        return found.acceptance_length, "published"
-    if not draft_ms:
-        return None, "modelled"
-    agreement = Agreement((rate_of_stream(found.tau, counts_own_token=False),))
-    run = run_streams(agreement, engine.num_drafts, step_ms, draft_ms, answer=20_000)
-    return round(run.tokens_per_step, 2), "modelled"
 
 
 @dataclass(frozen=True)
@@ -124,5 +77,43 @@ class Sizes:
 
 
 MAX_TOKENS = 1500  # of an answer, more than is generated before and while it is measured
-MAX_STEPS = 200  # until all requests draft
 TINY_SIZES, TINY_BATCHES = Sizes(4, 56, 56, skip=0, rounds=1, steps=2, turns=2, turn_tokens=4), (1,)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: its name, its time-out, and `module:function` of this package, called with a Context and `argument`."""
+
+    name: str
+    timeout_s: float
+    call: str
+    argument: str | None = None
+
+
+# A kernel takes some 8 s for imports and 5 s a size to compile; FlexAttention takes 20 s.
+_KERNEL_S = {"tree_attention": 140, "visual_relevance": 30, "candidates": 35}
+_ENVIRONMENT = Step("environment", 20, "steps:environment")
+# By part, the most informative steps first. An H100's host starts an engine of bundled models in 20 to 40 s, one of
+# real shapes in 40 to 100 s, with torch.compile in three minutes.
+PLAN: dict[str, tuple[Step, ...]] = {
+    "smoke": (
+        _ENVIRONMENT,
+        Step("kernels", 135, "checks:kernels"),
+        Step("identity-qwen2.5-vl", 150, "checks:identity", "qwen2.5-vl"),
+        Step("real-chain", 300, "checks:real_shapes", "chain"),
+        Step("sync-debug", 100, "checks:sync_debug"),
+        Step("self-draft-bf16", 75, "checks:self_draft_bf16"),
+        Step("real-vanilla", 240, "checks:real_shapes", ""),
+        Step("real-tree-static", 300, "checks:real_shapes", "tree-static"),
+        Step("two-ranks", 90, "checks:two_ranks"),
+        Step("identity-llava-onevision", 150, "checks:identity", "llava-onevision"),
+    ),
+    "kernels": (
+        _ENVIRONMENT,
+        *(Step(f"kernel-{name}", _KERNEL_S.get(name, 15), "measure:kernel_rows", name) for name in KERNELS),
+    ),
+    "engines": (_ENVIRONMENT, *(Step(f"engine-{name}", 200, "measure:engine_rows", name) for name in ENGINES)),
+}
+HALVES = {1: "kernels", 2: "engines"}
+STEPS = {step.name: step for part in PLAN.values() for step in part}
+SECONDS = {part: sum(step.timeout_s for step in steps) for part, steps in PLAN.items()}

@@ -1,5 +1,7 @@
 """The plan and the steps of the GPU runner, without a GPU: what is measured, what fits, what each step does."""
 
+import importlib
+import inspect
 import json
 import os
 import re
@@ -11,48 +13,42 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks import harness, made_up
+from benchmarks.gpu import checks, measure, plan, steps
 from tools.common import ROOT, load
 from vidspec_tools.planning.acceptance import Agreement
 from vidspec_tools.planning.speed import run_streams
 from vllm_vidspec import SUPPORTED_VLLM
 
-steps, made_up = load("scripts/gpu_steps.py"), load("scripts/made_up.py")
-plan, checks, measure = load("scripts/gpu_plan.py"), load("scripts/gpu_checks.py"), load("scripts/gpu_measure.py")
-suite = load("scripts/gpu_suite.py")
 KERNEL_TESTS = ROOT / "tests" / "kernels"
 GIB = 2**30
-ALL = {step.name: step for part in suite.PLAN.values() for step in part}
-HALVES = ("kernels", "engines")
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_holds_every_step_kernel_and_engine():
-    """Catches: a step without a function, a kernel without a measurement, engines without a vanilla one."""
-    import bench_kernels
-
-    assert ALL.keys() == steps.STEPS.keys() | checks.STEPS.keys() | measure.STEPS.keys()
-    assert all(steps.step_of(name) for name in ALL)
-    assert set(steps.WITHOUT_NUMBERS) < ALL.keys()
-    assert plan.KERNELS == bench_kernels.KERNELS
-    engines = plan.ENGINES.values()
-    assert {engine.method for engine in engines} == {
-        "vanilla", "chain", "tree-static", "controller", "parallel", "blind",
-    }  # fmt: skip
+def test_the_plan_holds_every_method_and_functions_that_are_there():
+    """Catches: a step whose function was renamed or takes other arguments; engines without a vanilla one."""
+    for step in plan.STEPS.values():
+        module, _, name = step.call.partition(":")
+        function = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)
+        inspect.signature(function).bind("context", *([] if step.argument is None else [step.argument]))
+    assert set(steps.WITHOUT_NUMBERS) < plan.STEPS.keys()
+    methods = {engine.method for engine in plan.ENGINES.values()}
+    assert methods == {"vanilla", "chain", "tree-static", "controller", "parallel", "blind"}
 
 
 def test_all_time_outs_fit_into_what_the_pages_say():
     """Catches: a step whose time-out the pages' time does not hold."""
     page, makefile = (ROOT / "docs" / "gpu.md").read_text(), (ROOT / "Makefile").read_text()
-    assert suite.SECONDS["smoke"] == 26 * 60 and "26 minutes in all" in page and "a GPU, 26 at most" in makefile
-    assert all(f"| {half} | {suite.SECONDS[part]:,} s |" in page for half, part in suite.HALVES.items())
-    assert sum(suite.SECONDS[part] for part in HALVES) <= 25 * 60
-    assert all("25 minutes at most" in text for text in (suite.__doc__, page, makefile))
+    assert plan.SECONDS["smoke"] == 26 * 60 and "26 minutes in all" in page and "a GPU, 26 at most" in makefile
+    assert all(f"| {half} | {plan.SECONDS[part]:,} s |" in page for half, part in plan.HALVES.items())
+    assert sum(plan.SECONDS[part] for part in plan.HALVES.values()) <= 25 * 60
+    assert all("25 minutes at most" in text for text in (page, makefile))
 
 
 def test_the_acceptance_lengths_are_those_that_are_published():
     """Catches: an acceptance of one's own choice, the length of another method or pair."""
-    found = {engine.method: plan.published_of(engine) for engine in plan.ENGINES.values()}
+    found = {engine.method: measure.published_of(engine) for engine in plan.ENGINES.values()}
     assert {method: one and (one.tau, one.over, one.speedup) for method, one in found.items()} == {
         "vanilla": None, "chain": (3.37, "step", 1.26), "tree-static": (4.18, "step", 2.11),
         "parallel": (4.23, "rejection", 2.40), "blind": (2.76, "step", 1.38), "controller": None,
@@ -63,10 +59,10 @@ def test_the_acceptance_lengths_are_those_that_are_published():
 def test_no_step_has_the_tokens_between_two_rejections(method):
     """Catches: a length that is counted over several steps (ParallelVLM's M), divided by the time of one."""
     engine = plan.ENGINES[method]
-    published = plan.published_of(engine)
+    published = measure.published_of(engine)
     row = measure.rate_of(engine, 2, 34.0, 4.3)
     assert row["tokens_per_s"] == pytest.approx(2e3 * row["step_tokens"] / 34.0, abs=0.01)
-    assert row["step_tokens"] <= engine.depth + 1
+    assert row["step_tokens"] <= 6  # five drafts on a path, and the target's own token
     if published is None or published.over == "step":
         assert row["step_tokens"] == (published.acceptance_length if published else 1.0)
         assert row["step_tokens_kind"] == ("published" if published else "counted")
@@ -85,9 +81,9 @@ def test_recorded_rates_are_a_steps_tokens_over_its_time():
     assert {row["engine"] for row in rows} == set(plan.ENGINES) - {"controller"}
     vanilla = {row["batch"]: row["tokens_per_s"] for row in rows if row["engine"] == "vanilla"}
     for row in rows:
-        tokens, kind = plan.step_tokens(plan.ENGINES[row["engine"]], row["step_ms"], row.get("draft_ms"))
-        assert (row["step_tokens"], row["step_tokens_kind"]) == (tokens, kind), row
-        assert row["tokens_per_s"] == pytest.approx(1e3 * row["batch"] * tokens / row["step_ms"], abs=0.01)
+        rate = measure.rate_of(plan.ENGINES[row["engine"]], row["batch"], row["step_ms"], row.get("draft_ms"))
+        assert {name: row.get(name) for name in rate} == rate, row
+        assert row["tokens_per_s"] == pytest.approx(1e3 * row["batch"] * row["step_tokens"] / row["step_ms"], abs=0.01)
         assert row["speedup"] == pytest.approx(row["tokens_per_s"] / vanilla[row["batch"]], abs=1e-3)
 
 
@@ -100,7 +96,7 @@ def test_the_models_are_those_that_a_card_has_room_for():
     assert [plan.chosen_models("auto", total) for total in (79 * GIB, 139 * GIB)] == ["32b-fp8", "32b-bf16"]
     assert plan.chosen_models("72b-fp8", 79 * GIB) == "72b-fp8"
     for name, total, num in (("32b-fp8", 79 * GIB, 3), ("32b-bf16", 139 * GIB, 4)):
-        target, draft = (made_up.SHAPES[model] for model in (plan.MODELS[name].target, plan.MODELS[name].draft))
+        target, draft = (made_up.SHAPES[model] for model in (plan.MODELS[name][0], plan.DRAFT))
         one = sizes.video_tokens * (target.kv_bytes_per_token + 0.3 * draft.kv_bytes_per_token)
         weights = sum(
             s.weight_bytes if "bf16" in name else s.quantised("fp8_per_tensor").weight_bytes for s in (target, draft)
@@ -112,10 +108,11 @@ def test_the_models_are_those_that_a_card_has_room_for():
 # ---- the steps -------------------------------------------------------------------------------------------------------
 
 
-def verdict(name, step, **context):
-    """Return the last line that a step writes."""
+def verdict(name, function=None, **context):
+    """Return the last line that a step writes, whose function this is."""
     lines = []
-    steps.run(name, steps.Context(write=lines.append, **context), step)
+    with mock.patch.object(steps, "call", (function and (lambda step, given: function(given))) or steps.call):
+        steps.run(plan.STEPS[name], steps.Context(write=lines.append, **context))
     return lines[-1]
 
 
@@ -138,7 +135,7 @@ def test_a_steps_own_verdicts(monkeypatch):
     assert verdict("kernels", fine, dry_run=True)["outcome"] == "unchecked"
     assert verdict("sync-debug", fine, dry_run=True)["outcome"] == "passed"
     monkeypatch.setattr(measure.importlib.util, "find_spec", lambda name: None)
-    found = verdict("engine-chain", None)
+    found = verdict("engine-chain")
     assert (found["outcome"], found["reason"]) == ("skipped", "vLLM is not installed")
 
 
@@ -188,10 +185,12 @@ def test_engines_are_told_what_the_plan_says():
 def test_a_clock_tells_what_a_step_drafts_for():
     """Catches: a speculator that is called twice or loses what it returns; figures that are returned twice."""
     speculator = SimpleNamespace(propose=lambda *args, **kwargs: (args, kwargs))
-    clock = measure.Clock(speculator)
+    runner = SimpleNamespace(speculator=speculator)
+    engine = mock.Mock(**{"model_executor.driver_worker.worker.model_runner": runner})
+    clock = harness.DecodeLoop(engine, is_ours=False)
     assert [speculator.propose(i, n=2) for i in range(3)] == [((i,), {"n": 2}) for i in range(3)]
     assert all(ms >= 0 for ms in clock.take().values())
-    assert clock.take() == measure.Clock(None).take() == {"propose_ms": None, "propose_host_ms": None}
+    assert clock.take() == {"propose_ms": None, "propose_host_ms": None}
 
 
 @pytest.mark.parametrize("name", [*made_up.PAIRS, *plan.MODELS])
@@ -202,11 +201,11 @@ def test_made_up_pairs_are_accepted(tmp_path, name):
     from vllm_vidspec.doctor import check_pair
 
     if name in plan.MODELS:
-        models, share = plan.MODELS[name], 1
-        names = (models.target, models.draft)
-        where = made_up.write_pair(plan.FAMILY, tmp_path, names, weights="fp8" if models.fp8 else None)
+        (target, weights), share = plan.MODELS[name], 1
+        names = (target, plan.DRAFT)
+        where = made_up.write_pair(plan.FAMILY, tmp_path, names, weights=weights)
     else:
-        names, share = made_up.PAIRS[name][:2], 2
+        names, share, weights = made_up.PAIRS[name][:2], 2, None
         where = made_up.write_pair(name, tmp_path, share=share)
     assert check_pair(where["target"], where["draft"]).status == "ok"
     assert not list(tmp_path.rglob("*.safetensors"))
@@ -217,7 +216,7 @@ def test_made_up_pairs_are_accepted(tmp_path, name):
         head_size = text["hidden_size"] // text["num_attention_heads"]
         assert head_size == 128 == 2 * sum(text["rope_parameters"]["mrope_section"])
         assert text["max_position_embeddings"] > plan.Sizes().video_tokens + 2 * plan.MAX_TOKENS
-        assert ("quantization_config" in config) == (name in plan.MODELS and plan.MODELS[name].fp8)
+        assert ("quantization_config" in config) == (weights is not None)
         assert config["vision_config"]["depth"] == made_up.VISION[name_of]["depth"]
         assert config["vision_config"]["out_hidden_size"] == shape.hidden
         processor = json.loads(Path(where[role], "processor_config.json").read_text())
@@ -252,6 +251,6 @@ def test_fp32_products_are_ieee_where_the_triton_of_each_vllm_is_told(tmp_path, 
     plain |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_BACKENDS_IN_TREE": "1"}
     found = [
         subprocess.run([python, file], env=env, capture_output=True, text=True, check=True).stdout.strip()
-        for env in (plain, plain | {"TRITON_F32_DEFAULT": suite.ENVIRONMENT["TRITON_F32_DEFAULT"]})
+        for env in (plain, plain | {"TRITON_F32_DEFAULT": steps.ENVIRONMENT["TRITON_F32_DEFAULT"]})
     ]
     assert found == ["tf32", "ieee"]
