@@ -86,7 +86,7 @@ bench: setup ## Measure acceptance on the bundled pairs (BENCH_ARGS="--prune-rat
 	@$(PY) -m vllm_vidspec.cli bench acceptance $(BENCH_ARGS)
 
 bench-gpu: setup ## Kernels and engines of real shapes on a GPU, 25 minutes at most (BENCH_GPU_ARGS="--half 1" or 2 for one half).
-	@$(PY) scripts/gpu_suite.py --json gpu-suite.json $(BENCH_GPU_ARGS)
+	@$(PY) -m benchmarks.gpu $(BENCH_GPU_ARGS)
 
 soak: setup ## Minutes of mixed traffic to two servers, every answer compared (SOAK_ARGS="--minutes 2 --json soak.json").
 	@$(PY) benchmarks/soak.py $(SOAK_ARGS)
@@ -95,7 +95,7 @@ doctor: setup ## Check the environment and say what to do about each problem.
 	@$(PY) -m vllm_vidspec.cli doctor
 
 gpu-smoke: setup ## The first minutes on a GPU, 26 at most: what runs, what agrees, what it takes (SMOKE_ARGS="--only kernels").
-	@$(PY) scripts/gpu_smoke.py --out gpu-smoke.json $(SMOKE_ARGS)
+	@$(PY) -m benchmarks.gpu --smoke $(SMOKE_ARGS)
 
 clean: ## Remove caches and build products from the clone.
 	@rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -149,7 +149,6 @@ def test_headers_stay_out_of_the_environment(setup, made):
     home = setup.prepare("0.33")
     (target,) = (args[args.index("--target") + 1] for args in made.args.values() if "--target" in args)
     assert Path(target).parent == home and not Path(target).is_relative_to(home / "venv")
-    assert json.loads((home / "venv" / setup.base.STAMP).read_text())["engine"] == "cuda-host"
     assert [label for label, args in made.args.items() if "-r" in args][:2] == [
         "installing the CUDA builds of torch and vLLM",
         "installing their dependencies",
