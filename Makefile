@@ -3,17 +3,11 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PY := .venv/bin/python
-PYTEST_ARGS ?=
 # Tensor-parallel tests keep both cores busy themselves, and crawl beside others: they run last, alone.
 BOTH_CORES := tests/engine/test_tensor_parallel.py
 # Two files at a time, as engine tests keep one core busy each; one where engines would share a GPU.
 TEST_WORKERS ?= $(shell $(PY) vllm_vidspec/devices.py && echo 0 || echo 2)
 TWO_AT_A_TIME = -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
-BENCH_ARGS ?=
-BENCH_GPU_ARGS ?=
-DEMO_ARGS ?=
-SMOKE_ARGS ?=
-SOAK_ARGS ?=
 
 # A Python that is there before any environment.
 SYSTEM_PYTHON = python=$$(command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3) || \

@@ -7,6 +7,7 @@ key of `dispatch.launch` does not settle the variant; `stale`, those of which it
 import contextlib
 import itertools
 import json
+import os
 import random
 import sys
 from collections import Counter
@@ -14,6 +15,9 @@ from pathlib import Path
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+# Before the first import of Triton, as in `benchmarks/kernels/compiled.py`.
+os.environ["TRITON_BACKENDS_IN_TREE"] = "1"
+os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 from triton.runtime.jit import JITFunction
