@@ -78,7 +78,7 @@ def run_step(step: Step, args: argparse.Namespace, work_dir: Path, timeout_s: fl
     """Run a step in a process of its own; return its outcome, and the rows that it has written."""
     log, lines, start = work_dir / f"{step.name}.log", work_dir / f"{step.name}.jsonl", time.monotonic()
     lines.unlink(missing_ok=True)
-    context = {"work_dir": str(work_dir), "dry_run": args.dry_run, "models": args.models, "around": args.around}
+    context = {"work_dir": str(work_dir), "dry_run": args.dry_run, "models": args.models}
     ended = run_process([sys.executable, *WORKER, step.name, str(lines), json.dumps(context)], log, timeout_s)
     written = read_lines(lines)
     found = {"outcome": "failed", "reason": ended or "ended without a verdict", "facts": {}}
@@ -125,10 +125,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="for all steps together; time-outs scale with it")
     parser.add_argument("--work-dir", help="for logs and made-up checkpoints; default: a new temporary directory")
     parser.add_argument(
-        "--dry-run", action="store_true",
-        help="for a device that computes nothing: checks run unchecked, what is measured runs once at tiny sizes",
+        "--dry-run", default="", nargs="?", const="contextlib:nullcontext", metavar="MODULE:NAME",
+        help="for a device that computes nothing, which a context manager emulates around engines' steps: checks run "
+        "unchecked, what is measured runs once at tiny sizes",
     )  # fmt: skip
-    parser.add_argument("--around", default="", metavar="MODULE:NAME", help="a context manager for engines' steps")
     args = parser.parse_args(argv)
     args.argv = list(sys.argv[1:] if argv is None else argv)
     args.out = args.out or Path("gpu-smoke.json" if args.smoke else "gpu-suite.json")

@@ -112,7 +112,7 @@ def engine_rows(context: Context, method: str) -> None:
         "published_speedup": published and published.speedup,
     }
     begun = time.perf_counter()
-    with engine(context, llm_kwargs(planned, where, sizes, batches, context.dry_run)) as running:
+    with engine(context, llm_kwargs(planned, where, sizes, batches, bool(context.dry_run))) as running:
         common["start_s"] = round(time.perf_counter() - begun, 1)
         common["graphs"] = running.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
         expect(common["graphs"] != "NONE", "the engine has no CUDA graphs")

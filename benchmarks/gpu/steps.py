@@ -44,7 +44,7 @@ class SkippedError(Exception):
     """One line on why a step cannot run here."""
 
 
-def expect(holds: bool, reason: str) -> None:
+def expect(holds: object, reason: str) -> None:
     if not holds:
         raise StepFailedError(reason)
 
@@ -52,10 +52,10 @@ def expect(holds: bool, reason: str) -> None:
 @dataclass(frozen=True)
 class Context:
     work_dir: str = ""  # for made-up checkpoints
-    # Whether the device computes nothing: checks run, and their results are ignored; measurements are tiny.
-    dry_run: bool = False
+    # "module:name" of a context manager that emulates a device which computes nothing, around engines' steps: checks
+    # run, and their results are ignored; measurements are tiny. "" for a real device.
+    dry_run: str = ""
     models: str = "auto"  # of measured engines: "auto" or a key of `plan.MODELS`
-    around: str = ""  # "module:name" of a context manager for engines' steps, "" for none
     write: Callable[[Row], None] = lambda row: None  # appends a row to the step's record
 
 
@@ -66,9 +66,8 @@ def engine(context: Context, kwargs: dict[str, Any]) -> Iterator[Any]:
     from vllm_vidspec.plugin import register
 
     register()
-    module, _, name = context.around.partition(":")
-    around = getattr(importlib.import_module(module), name) if module else contextlib.nullcontext
-    with harness.Engine(kwargs) as running, around():
+    module, _, name = (context.dry_run or "contextlib:nullcontext").partition(":")
+    with harness.Engine(kwargs) as running, getattr(importlib.import_module(module), name)():
         yield running
 
 

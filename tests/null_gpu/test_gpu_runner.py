@@ -20,7 +20,7 @@ STEPS = ("environment", "real-chain", "sync-debug")
 def dry_run(folder: Path, seconds: int, *options: str) -> tuple[Any, str]:
     """Run the runner under emulation; return what it writes, and its log."""
     result, log = folder / "result.json", folder / "log"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--around", "null_gpu.emulate:emulating"]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "null_gpu.emulate:emulating"]
     command += ["--out", str(result), "--seconds", str(seconds), *options]
     with log.open("w") as file:
         subprocess.run(command, cwd=ROOT, stdout=file, stderr=file, timeout=TIMEOUT_S + 60)

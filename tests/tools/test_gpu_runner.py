@@ -27,7 +27,7 @@ match name:
     case "environment": end("passed", gpu="G")
     case "two-ranks": end("failed", "2 of 8 texts differ")
     case "kernels": end("skipped", "pytest is not installed")
-    case "identity-qwen2.5-vl": end("unchecked" if options["dry_run"] else "passed", around=options["around"])
+    case "identity-qwen2.5-vl": end("unchecked" if options["dry_run"] else "passed", dry_run=options["dry_run"])
     case "real-chain": os.kill(os.getpid(), signal.SIGSEGV)
     case "real-vanilla":
         end("passed")
@@ -112,9 +112,9 @@ def test_a_step_that_hangs_is_killed_with_its_children(play):
 
 def test_steps_are_told_what_the_command_was(play):
     """Catches: an emulated device that steps never see, unchecked numbers that are a success."""
-    status, found = play("identity-qwen2.5-vl", "--smoke", "--dry-run", "--around", "a.b:c")
+    status, found = play("identity-qwen2.5-vl", "--smoke", "--dry-run", "a.b:c")
     assert status == 0 and found["unchecked"] == ["identity-qwen2.5-vl"] and "mean nothing" in found["note"]
-    assert found["steps"][0]["facts"] == {"around": "a.b:c"}
+    assert found["steps"][0]["facts"] == {"dry_run": "a.b:c"}
 
 
 def test_an_interrupted_run_leaves_what_was_found(tmp_path):
