@@ -14,7 +14,7 @@ from tests.engine.harness import LLAVA, NO_CACHE, QWEN, QWEN3, assert_same_answe
 from vidspec_kernels import LooseTables
 from vidspec_tools import watching
 from vllm_vidspec.engine.hooks import state_store, visual_states
-from vllm_vidspec.engine.verify import rules
+from vllm_vidspec.engine.verify import loose_tables
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.scoring import rules as scorers
 from vllm_vidspec.tools import pairs
@@ -159,7 +159,7 @@ def the_targets_token_over_the_drafts_kv(patch):
 
 def nothing_protected(patch):
     tables = lambda *tables: LooseTables(*(0 * table for table in tables[:2]), *tables[2:])  # noqa: E731
-    patch.setattr(rules, "LooseTables", tables)
+    patch.setattr(loose_tables, "LooseTables", tables)
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,15 @@ from tests.engine import harness
 from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import LLAVA, Engine, assert_all_stands, assert_same_answers, token_ids
 from vllm_vidspec import metrics
-from vllm_vidspec.engine.parallel import client
-from vllm_vidspec.parallel import StreamState
+from vllm_vidspec.engine.parallel import supervisor
+from vllm_vidspec.streams import StreamState
 
 pytestmark = pytest.mark.engine
 
 PARALLEL = {"device": "cpu"}
 
 
-def drafter(engine: Engine) -> client.DrafterClient:
+def drafter(engine: Engine) -> supervisor.DrafterSupervisor:
     return engine.runner.drafter_client
 
 
@@ -122,7 +122,7 @@ def test_rows_change_hands(reference, own):
 @pytest.mark.draft_errors
 def test_a_killed_drafter_costs_drafts_and_nothing_else(reference, own):
     """SIGKILL in the middle of requests, others of which come after: answers are vanilla's, and drafts come back."""
-    with mock.patch.object(client, "_BACKOFF_S", (0.2,)):
+    with mock.patch.object(supervisor, "_BACKOFF_S", (0.2,)):
         wait_until(lambda: drafter(own).is_up, own)
         requests = SCENARIOS["videos"](LLAVA)
         own.begin(harness.videos(LLAVA, 4, max_tokens=40, ignore_eos=True), steps=4)
@@ -144,7 +144,7 @@ def test_a_killed_drafter_costs_drafts_and_nothing_else(reference, own):
 @pytest.mark.slow
 def test_running_requests_get_their_drafts_back(reference, own):
     """The drafter is killed and comes back while requests run: they are drafted for again, where they are by then."""
-    with mock.patch.object(client, "_BACKOFF_S", (0.0,)):
+    with mock.patch.object(supervisor, "_BACKOFF_S", (0.0,)):
         wait_until(lambda: drafter(own).is_up, own)
         requests = harness.videos(LLAVA, 2, max_tokens=200, ignore_eos=True)
         own.begin(requests, steps=4)
@@ -178,7 +178,7 @@ def test_a_stopped_drafter_delays_nobody(reference, own):
         outputs, counted = own.measured(SCENARIOS["videos"](LLAVA))
     assert_same_answers(reference(LLAVA, "videos"), outputs)
     assert_all_stands(counted)
-    with mock.patch.object(client, "STALL_S", 0.3), mock.patch.object(client, "_BACKOFF_S", (0.1,)):
+    with mock.patch.object(supervisor, "STALL_S", 0.3), mock.patch.object(supervisor, "_BACKOFF_S", (0.1,)):
         restarts = drafter(own).num_restarts
         os.kill(drafter(own).pids[0], signal.SIGSTOP)
         own.begin(harness.videos(LLAVA, 1, max_tokens=60, ignore_eos=True))

@@ -175,7 +175,7 @@ _PARALLEL = {"parallel": {"device": "cuda:1"}, "pruner": "uniform"}
 _COMMITS = ("commits.py _write_down", "commits.py _write_down")
 # What was sampled on its way to the drafter, and, when that changes, how long windows may be on its way to the device.
 # What the drafter says, the device reads itself: a copy of it would be a line of shared.py.
-_STREAMS = ("commits.py _send", "backend.py _cut")
+_STREAMS = ("commits.py _send", "remote_backend.py _cut")
 _CONTROLLED = {"adaptive_tokens": True}
 
 _OMNI = "Qwen/Qwen2.5-Omni-7B", "Qwen/Qwen2.5-Omni-3B"

@@ -27,9 +27,9 @@ from vllm_vidspec.scoring import top_entropy
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 # Beside those of engines: a request's own figures for its response; which requests were verified or are drafted for.
-STEP = (*TRANSFERS, "counters.py _count_requests", "backend.py _draft", "backend.py _places_of")
+STEP = (*TRANSFERS, "counters.py _count_requests", "local_backend.py _draft", "local_backend.py _places_of")
 # Once requests have come or gone: who has drafts, whose rule applies.
-CHANGES = ("requests.py publish", "rules.py _on_device")
+CHANGES = ("requests.py publish", "loose_tables.py _on_device")
 PLANNED = "adaptive.py send"
 SCENARIOS = {
     "chain, fly": dict(num_speculative_tokens=8, scorer="fly", fly_top_k=8),

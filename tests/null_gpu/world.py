@@ -24,7 +24,7 @@ from vidspec_kernels import candidates_reference, draw_reference
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine import parts, speculator, tree_attention
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.draft import backend, drafter, noise
+from vllm_vidspec.engine.draft import drafter, local_backend, noise
 from vllm_vidspec.engine.draft import kv as kv_pool
 from vllm_vidspec.engine.draft import prefill as draft_prefill
 from vllm_vidspec.engine.draft.drafter import Drafter
@@ -34,7 +34,7 @@ from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report import counters
 from vllm_vidspec.engine.requests import NewRequest, Phase, RequestRows
-from vllm_vidspec.engine.verify import rules as looseness
+from vllm_vidspec.engine.verify import loose_tables
 from vllm_vidspec.engine.verify.step import VerifyStep
 from vllm_vidspec.metrics import MetricsFile
 
@@ -336,14 +336,17 @@ def world(
             (parts, "held_bytes", lambda _: 0),
             (parts, "make_guides", lambda *_: []),
             (parts, "VisualStates", lambda *_: None),  # `_verify` makes up relevance
-            *((module, "kv_bytes_per_token", lambda _: 0) for module in (backend, drafter)),
+            *((module, "kv_bytes_per_token", lambda _: 0) for module in (local_backend, drafter)),
             (draft_prefill, "adapter_for", lambda *_: None),
-            *((module, "attention_layers", lambda config: {"layer": config.cache}) for module in (backend, parts)),
+            *(
+                (module, "attention_layers", lambda config: {"layer": config.cache})
+                for module in (local_backend, parts)
+            ),
             (tree_attention, "TreeAttention", networks.FakeAttention),
             (tree_attention.backends, "splits_keys", lambda *_: splits_keys),
             (tree_attention, "_obstacles", lambda *_: iter(())),
             *(() if on_gpu else ((kv_pool, "StagedWriteTensor", fakes.StagedWrites),)),
-            (looseness, "protected_ids", lambda *_: {0, 9}),
+            (loose_tables, "protected_ids", lambda *_: {0, 9}),
             (noise, "draw", sampling_kernel(draw_reference)),
             (noise, "candidates", sampling_kernel(candidates_reference)),
         ):

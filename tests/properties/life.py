@@ -14,9 +14,9 @@ import torch
 from vllm.multimodal.inputs import PlaceholderRange
 
 from tests.unit.engine.fakes import ALONE, CPU, Counts, make_knobs
-from vllm_vidspec.engine.draft.backend import LocalBackend
 from vllm_vidspec.engine.draft.drafter import UNBOUNDED, Drafter
 from vllm_vidspec.engine.draft.kv import NULL_BLOCK, DraftKV
+from vllm_vidspec.engine.draft.local_backend import LocalBackend
 from vllm_vidspec.engine.draft.messages import DraftMessage, Drafts
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
 from vllm_vidspec.engine.draft.vision_cache import PAGE_ROWS, VisionCache

@@ -20,9 +20,9 @@ from tests.properties import life
 from tests.properties.life import NUM_BLOCKS, NUM_ROWS, VIDEO_TOKENS, World
 from tests.unit.engine.fakes import staged
 from tests.unit.engine.listening import make_guidance, make_states
-from vllm_vidspec.engine.draft.backend import LocalBackend
 from vllm_vidspec.engine.draft.drafter import UNBOUNDED
 from vllm_vidspec.engine.draft.kv import NULL_BLOCK, DraftKV
+from vllm_vidspec.engine.draft.local_backend import LocalBackend
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.hooks import visual_states

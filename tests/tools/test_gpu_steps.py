@@ -151,7 +151,7 @@ def test_every_kernel_is_among_those_that_the_device_is_asked_for():
 def test_what_is_watched_for_synchronisation_is_there():
     """Catches: a method of the engine that has moved, before a GPU shows it."""
     pytest.importorskip("vllm")
-    from vllm_vidspec.engine.draft.backend import LocalBackend
+    from vllm_vidspec.engine.draft.local_backend import LocalBackend
     from vllm_vidspec.engine.verify.verifier import CoupledVerifier
 
     owners = {"backend": LocalBackend, "verifier": CoupledVerifier}

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # From the lowest layer up. A room imports from lower layers only, never from its neighbours; a new room goes in here.
 LAYERS = (
     {"", "errors", "names", "devices", "assets", "setup", "vidspec_kernels"},
-    {"config", "metrics", "adapt", "parallel", "shapeworld"},
+    {"config", "metrics", "adapt", "streams", "shapeworld"},
     {"pruning", "drafting", "scoring", "planning"},
     {"families"},
     {"engine", "doctor"},

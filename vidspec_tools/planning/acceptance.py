@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from vllm_vidspec.config.paths import SPECVLM_PATHS, Path
+from vllm_vidspec.config.static_tree import SPECVLM_PATHS, Path
 from vllm_vidspec.errors import VidSpecError
 
 

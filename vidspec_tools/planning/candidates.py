@@ -17,7 +17,7 @@ from vidspec_tools.planning.roofline import (
 )
 from vidspec_tools.planning.speed import run_streams, speedup, window_of
 from vllm_vidspec.config.fields import PruneKnobs
-from vllm_vidspec.config.paths import SPECVLM_PATHS
+from vllm_vidspec.config.static_tree import SPECVLM_PATHS
 from vllm_vidspec.planning import pool
 
 NONE, CHAIN, TREE, PARALLEL = SHAPES = ("none", "chain", "tree-static", "parallel")

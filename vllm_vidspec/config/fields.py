@@ -5,8 +5,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from vllm_vidspec.config.paths import SPECVLM_PATHS, Path, parse_paths
 from vllm_vidspec.config.schedule import Shape
+from vllm_vidspec.config.static_tree import SPECVLM_PATHS, Path, parse_paths
 from vllm_vidspec.errors import nearest, quoted
 from vllm_vidspec.names import PRUNERS
 

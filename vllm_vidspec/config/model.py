@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError, field_validator, model_validator
 
 from vllm_vidspec.config.fields import AUTO, Fields
-from vllm_vidspec.config.schedule import NONE, Cap, Plan, PlanRow, capped, check_table, without_gaps
+from vllm_vidspec.config.schedule import Cap, Plan, PlanRow, capped, check_table, without_gaps
 from vllm_vidspec.config.spelling import explain, flatten, grouped, read, refusal
 from vllm_vidspec.errors import VidSpecError, quoted
 
@@ -111,15 +111,7 @@ class VidSpecConfig(Fields):
     @property
     def max_path(self) -> int:
         """The most drafts that can follow each other in one step."""
-        return max(
-            {
-                NONE: lambda num_tokens: 1,
-                "chain": lambda num_tokens: num_tokens,
-                "tree-static": lambda num_tokens: max(map(len, self.tree.static_paths)),
-                "tree-adaptive": lambda num_tokens: min(num_tokens, self.tree.depth_max),
-            }[row.plan.shape](row.plan.num_tokens)
-            for row in self.plans
-        )
+        return max(row.plan.depth(self.tree) for row in self.plans)
 
     @property
     def fly_window(self) -> int:

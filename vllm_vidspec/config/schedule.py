@@ -1,7 +1,7 @@
 """The schedule: what a step drafts by its number of requests, from a table and vLLM's own schedule; plain Python."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 NONE = "none"  # the shape of a step that drafts nothing
 
@@ -15,6 +15,15 @@ class Plan(NamedTuple):
 
     shape: str
     num_tokens: int
+
+    def depth(self, tree: Any) -> int:
+        """Return the most drafts that can follow each other, given `TreeKnobs`; 1 where there are none."""
+        return {
+            NONE: lambda: 1,
+            "chain": lambda: self.num_tokens,
+            "tree-static": lambda: max(map(len, tree.static_paths)),
+            "tree-adaptive": lambda: min(self.num_tokens, tree.depth_max),
+        }[self.shape]()
 
 
 class PlanRow(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vidspec_kernels import PlacedLevel, TreeTemplate, tree_begin, tree_place
 from vidspec_kernels.warm_up import warm_static_trees
-from vllm_vidspec.config.paths import SPECVLM_PATHS, Path, parse_paths
+from vllm_vidspec.config.static_tree import SPECVLM_PATHS, Path, parse_paths
 from vllm_vidspec.drafting.tree import DraftTree, TreePolicy, topology_tables
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vidspec_kernels import TreeTables, TreeTemplate
-from vllm_vidspec.config.paths import MAX_NODES
+from vllm_vidspec.config.static_tree import MAX_NODES
 
 
 class DraftTree(TreeTables):

@@ -6,7 +6,7 @@ import numpy as np
 from vllm.logger import init_logger
 
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.backend import Step
+from vllm_vidspec.engine.draft_backend import Step
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import RequestRows

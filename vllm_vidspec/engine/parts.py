@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.draft.backend import LocalBackend
+from vllm_vidspec.engine.draft.local_backend import LocalBackend
 from vllm_vidspec.engine.draft.model import DraftModel, held_bytes
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.failures import DraftFailures
@@ -18,11 +18,11 @@ from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.hooks.visual_states import VisualStates
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.kv_views import attention_layers
-from vllm_vidspec.engine.parallel.backend import ParallelBackend
+from vllm_vidspec.engine.parallel.remote_backend import ParallelBackend
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.speculator import Speculator
 from vllm_vidspec.engine.tree_attention import make_attention
-from vllm_vidspec.engine.verify.rules import LooseRules
+from vllm_vidspec.engine.verify.loose_tables import LooseRules
 from vllm_vidspec.engine.verify.verifier import CoupledVerifier
 from vllm_vidspec.pruning import needs_of
 

@@ -27,7 +27,7 @@ class NewRequest:
     cache_salt: str = ""  # whose it is, where an operator keeps tenants apart; "" for everybody's
     has_embeds: bool = False  # whether the prompt is one of embeddings, whose `token_ids` mean nothing
     prune_variant: int = 0  # by which of `PruneKnobs.variants` its prompt is pruned
-    is_shown: bool = True  # whether the draft is to see it; requests of a class that has not paid are not shown
+    is_admitted: bool = True  # whether the draft is to read it; requests of a paused class are not
 
     @property
     def is_structured(self) -> bool:

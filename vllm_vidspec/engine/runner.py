@@ -18,22 +18,21 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_vidspec import metrics
-from vllm_vidspec.adapt import Decision
 from vllm_vidspec.config import METHOD, VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.auto_pruner import prune_variant_of
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.compat import scheduler
 from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import launch
-from vllm_vidspec.engine.parallel.backend import sizes_of
-from vllm_vidspec.engine.parallel.client import DrafterClient
+from vllm_vidspec.engine.parallel.remote_backend import sizes_of
+from vllm_vidspec.engine.parallel.supervisor import DrafterSupervisor
 from vllm_vidspec.engine.parts import RunnerParts
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.report.request_metrics import PublishingOutput
 from vllm_vidspec.engine.report.request_records import RequestRecorder
 from vllm_vidspec.engine.requests import NewRequest, Phase, RequestRows
-from vllm_vidspec.engine.scheduling import way_of
 from vllm_vidspec.engine.verify.step import VerifyStep
 from vllm_vidspec.families import adapter_for
 
@@ -55,10 +54,8 @@ class VidSpecModelRunner(GPUModelRunner):
         self.recorder: RequestRecorder | None = None
         if self.knobs.current.request_records and self.agreement.is_first:
             self.recorder = RequestRecorder(self.requests, device, adapter_for(self.model_config.hf_config).name)
-        self._was_at_rest = False  # whether nothing was drafted in the last step, nor asked for
-        self._rests_on: Decision | None = None  # of that step, if the next with it rests as well and tells nothing
         self._num_told_skips = 0  # of `RequestRows.num_skips`, those that the scheduler's side knows of
-        self.drafter_client: DrafterClient | None = None  # of the first rank, where the draft is another process's
+        self.drafter_client: DrafterSupervisor | None = None  # of the first rank, where the draft is another process's
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
 
@@ -68,7 +65,7 @@ class VidSpecModelRunner(GPUModelRunner):
             sizes = sizes_of(config, self.max_num_reqs, self.max_model_len, len(metrics.NAMES))
             launch.fetch_weights(self.vllm_config)
             packed = launch.pack_config(self.vllm_config, config)
-            self.drafter_client = DrafterClient(packed, config, sizes, self.vocab_size)
+            self.drafter_client = DrafterSupervisor(packed, config, sizes, self.vocab_size)
             self.drafter_client.start()
         super().load_model(*args, **kwargs)
         compat.keep_shared_noise(self.sampler)
@@ -122,7 +119,6 @@ class VidSpecModelRunner(GPUModelRunner):
             self.counters.begin_request(found)
             self.requests.add(found)
         if scheduler_output.scheduled_new_reqs:
-            self._rests_on = None
             self._publish_active()
 
     def _new_request(self, request: Any) -> NewRequest:
@@ -136,8 +132,8 @@ class VidSpecModelRunner(GPUModelRunner):
             adapter=request.lora_request.lora_name if request.lora_request is not None else "",
             cache_salt=scheduler.salt_of(request),
             has_embeds=request.prompt_embeds is not None,
-            prune_variant=way_of(request.sampling_params),
-            is_shown=scheduler.is_shown(request),
+            prune_variant=prune_variant_of(request.sampling_params),
+            is_admitted=scheduler.is_admitted(request),
         )
 
     def _remove_request(self, req_id: str) -> bool:
@@ -151,11 +147,11 @@ class VidSpecModelRunner(GPUModelRunner):
         super().finish_requests(scheduler_output)
         if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
             # Without those that are preempted.
-            self.counters.end_requests(scheduler_output.finished_req_ids, self._let_rest)
+            self.counters.end_requests(scheduler_output.finished_req_ids, self._was_paused)
             self._publish_active()
 
-    def _let_rest(self, req_id: str) -> bool:
-        return self._was_at_rest or self.speculator is None or self.speculator.let_rest(req_id)
+    def _was_paused(self, req_id: str) -> bool:
+        return self.speculator is None or self.speculator.was_paused(req_id)
 
     def _publish_active(self) -> None:
         """Show what running requests hold; vLLM makes a step of its own for the last one's end."""
@@ -176,8 +172,7 @@ class VidSpecModelRunner(GPUModelRunner):
 
     def prepare_inputs(self, *args, **kwargs):
         batch = super().prepare_inputs(*args, **kwargs)
-        if not self.hooks.are_idle:
-            self.hooks.before_forward(batch)
+        self.hooks.before_forward(batch)
         return batch
 
     def execute_model(self, scheduler_output, *args, **kwargs):
@@ -190,15 +185,12 @@ class VidSpecModelRunner(GPUModelRunner):
         if is_empty and (carried := self.counters.carried()) is not None:
             output = copy.copy(output)  # it may be every empty step's
             scheduler.attach(output, None, carried)
-        if not self.hooks.are_idle:
-            state = self.execute_model_state
-            states = (None, None) if state is None else (state.hidden_states, state.aux_hidden_states)
-            self.hooks.after_forward(Forward(*states))
+        state = self.execute_model_state
+        states = (None, None) if state is None else (state.hidden_states, state.aux_hidden_states)
+        self.hooks.after_forward(Forward(*states))
         return output
 
     def sample(self, hidden_states, input_batch, grammar_output):
-        if self._was_at_rest:
-            return super().sample(hidden_states, input_batch, grammar_output)
         self.rejection_sampler.begin(VerifyStep(hidden_states))
         output, num_sampled, num_rejected = super().sample(hidden_states, input_batch, grammar_output)
         self.rejection_sampler.end()
@@ -211,23 +203,9 @@ class VidSpecModelRunner(GPUModelRunner):
         return output, num_sampled, num_rejected
 
     def sample_tokens(self, grammar_output):
-        if self._rests_on is not None and self._rests_on is self.speculator.decision:
-            self.counters.rest()
-            return compat.without_drafts(self, super().sample_tokens, grammar_output)
-        self._rests_on = None
-        # Earlier pipeline stages wait for drafts in every step.
-        self._was_at_rest = self.speculator.is_at_rest and not self.use_pp and not self._has_draft_rows
-        verified = frozenset[str]()
-        if self._was_at_rest:  # the step costs what it would without us
-            self.counters.rest()
-            output = compat.without_drafts(self, super().sample_tokens, grammar_output)
-            if self.counters.is_settled and self.recorder is None and not self._has_new_skips:
-                self._rests_on = self.speculator.decision
-                return output
-        else:
-            verified = self._verified()  # until `propose` puts the next drafts in their place
-            output = super().sample_tokens(grammar_output)
-            self.counters.drafted(self.requests.in_flight)
+        verified = self._verified()  # until `propose` puts the next drafts in their place
+        output = super().sample_tokens(grammar_output)
+        self.counters.drafted(self.requests.in_flight)
         self.counters.flush()
         publish, carried = self.counters.publisher(), self.counters.carried()
         report = None if self.speculator.decision is None else self._report(verified)
@@ -244,21 +222,10 @@ class VidSpecModelRunner(GPUModelRunner):
         batch = self.execute_model_state.input_batch
         return frozenset(itertools.compress(batch.req_ids, self.requests.has_draft_np[batch.idx_mapping_np]))
 
-    @property
-    def _has_draft_rows(self) -> bool:
-        """Whether the step has rows for draft tokens, if only for some that were wanted and that nobody has made."""
-        state = self.execute_model_state
-        return state is not None and state.input_batch.num_draft_tokens > 0
-
-    @property
-    def _has_new_skips(self) -> bool:
-        return self.requests.num_skips != self._num_told_skips
-
     def _report(self, verified: frozenset[str]) -> scheduler.StepReport | None:
-        """Return what the controller beside the scheduler is told of a step; None if there is nothing to tell."""
-        reading = frozenset[str]() if self._was_at_rest else self.speculator.backend.reading
-        skipped = ()
-        if self._has_new_skips:
+        """Return what the policy beside the scheduler learns of a step; None if there is nothing to tell."""
+        reading, skipped = self.speculator.backend.reading, ()
+        if self.requests.num_skips != self._num_told_skips:
             self._num_told_skips = self.requests.num_skips
             rows = self.req_states.req_id_to_index.items()
             skipped = tuple(req_id for req_id, row in rows if self.requests.phase[row] == Phase.SKIPPED)
@@ -270,8 +237,6 @@ class VidSpecModelRunner(GPUModelRunner):
         """Offer what was drafted: nothing for requests without speculation, or that have ended in a step that has begun
         since (a scheduler that runs ahead asks late), and a tree's nodes and no more.
         """
-        if self._was_at_rest:
-            return None  # vLLM still has those of an earlier step
         drafts = super().take_draft_token_ids()
         if drafts is not None:
             num_drafts, rows = self.requests.num_drafts(self.num_speculative_steps), self.req_states.req_id_to_index

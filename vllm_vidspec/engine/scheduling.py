@@ -1,109 +1,220 @@
-"""SchedulerSide: our part beside vLLM's scheduler, which sees every step of every request and decides for all ranks.
+"""SchedulerSide: what is decided beside vLLM's scheduler, once for all workers: how many tokens a step drafts, and who.
 
-It decides how many draft tokens a step proposes: the number that an operator has set, none for a while after the draft
-has failed too often, what pays (`adaptive_tokens`, see `control.py`), in the shape that an operator has set. And with
-which pruner a request's prompt is pruned (`pruner: auto`). Ranks follow the scheduler's output, so no collective is
-needed.
+Every bound meets in `SchedulerSide.plan`: what is configured for the batch size, the operator's limit and shape, the
+breaker's 0 after failures, and what pays (`policy.py`). vLLM's scheduler is given the number, workers the `Decision`
+with its output, so that ranks agree without a collective; workers obey. And with `pruner: auto` each request is given
+its pruner here.
 """
 
 import contextlib
-import copy
-import json
-import os
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from vllm.logger import init_logger
 
 from vllm_vidspec import metrics
-from vllm_vidspec.adapt import Bandit, Decision
-from vllm_vidspec.config import AUTO, METHOD, PruneKnobs, VidSpecConfig, flatten
+from vllm_vidspec.config import AUTO, METHOD, Plan, VidSpecConfig, flatten
+from vllm_vidspec.engine.auto_pruner import AutoPruner, prune_variant_of, set_prune_variant
 from vllm_vidspec.engine.compat import scheduler as compat
-from vllm_vidspec.engine.control import SchedulerControl
+from vllm_vidspec.engine.policy import NONE, Decision, Observed, Option, Policy, StepCosts, class_label
+from vllm_vidspec.engine.step_times import Trial, measure
 from vllm_vidspec.errors import VidSpecError, quoted
 from vllm_vidspec.metrics.files import open_for
-from vllm_vidspec.scoring.choices import WAY
+from vllm_vidspec.names import CLASS_LABELS
 
 logger = init_logger("vllm.vidspec")
 
-_SAVE_EVERY = 64  # requests between two saves
 LIMIT, SHAPE = HERE = ("num_speculative_tokens", "draft_shape")  # knobs that are changed here and not in the workers
-_UNDER_WAY = 16  # steps at the same time, at most: pipeline stages
 _POLL_S = 0.2  # between two readings of the worker's counters
-
-
-def way_of(sampling: Any) -> int:
-    """Return by which of `PruneKnobs.variants` a request is pruned, given its `SamplingParams`."""
-    way = (getattr(sampling, "extra_args", None) or {}).get(WAY, 0)
-    return way if isinstance(way, int) else 0
-
-
-def _give_way(request: Any, **way: int) -> None:
-    """Let a request's parameters say this way alone, or none, whatever its client has put there."""
-    params = request.sampling_params
-    if params is None or (not way and WAY not in (params.extra_args or {})):
-        return
-    params = copy.copy(params)  # the answers of one prompt may share it
-    params.extra_args = {key: value for key, value in (params.extra_args or {}).items() if key != WAY} | way
-    request.sampling_params = params
+_TELL_S, _LOG_S = 1.0, 60.0  # between two publications of what is decided, and two lines about one class
+_GREEDY = 1e-5  # a temperature below this is vLLM's argmax
 
 
 class SchedulerSide:
-    """Our part beside one scheduler of vLLM's."""
+    """Our part beside one scheduler of vLLM's.
+
+    Attributes:
+        options: What the policy may choose from, `NONE` last; empty where the number of tokens is fixed.
+        trial: While the engine starts and measures them.
+    """
 
     def __init__(self, scheduler: Any, vllm_config: Any):
+        from vllm.platforms import current_platform
+
         config = VidSpecConfig(**vllm_config.additional_config[METHOD])
-        self._scheduler = scheduler
-        self._config, self._vllm_config, self._most = config, vllm_config, config.num_speculative_tokens
+        self._scheduler, self._config = scheduler, config
         self._file = open_for(vllm_config)
-        self._ways = _Ways(config, self._file) if len(config.prune.variants) > 1 else None
-        # vLLM's own table of tokens by batch size; None: always K.
-        self._table: list[int] | None = scheduler.dynamic_sd_lookup
+        self._pruners = AutoPruner(config, self._file) if len(config.prune.variants) > 1 else None
         # Data-parallel engines need one number of tokens in every step.
         self._is_alone = vllm_config.parallel_config.data_parallel_size == 1
-        self._control = self._controlled(config) if config.adaptive_tokens and self._is_alone else None
+        has_graphs = not current_platform.is_cpu()
+        self._pads = has_graphs and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        self.options: tuple[Option, ...] = ()
+        if config.adaptive_tokens and self._is_alone:
+            plans = config.choices(has_graphs)[: 1 if config.is_parallel else None]  # a window is as long as it is
+            self.options = (*map(self._option, plans), NONE)
+        self._policy: Policy | None = None
+        self.trial: Trial | None = None
+        self._requests: dict[str, Any] = {}  # vLLM's, which tell how long their answers are
+        self._last: tuple[float, Decision | None] = (0.0, None)  # when the last output came, and its decision
+        self._told_at, self._told = 0.0, dict[int, tuple[bool, int, float]]()  # by class: paused, tokens, logged at
         self._limit: int | None = None  # what an operator has set
         self._shape = config.draft_shape  # what he has chosen
-        self._num_undrafted = 0  # steps since one was planned that drafts anything
         self._breaker = _Breaker(config, self._file) if self._is_alone and self._file is not None else None
         self._publish()
 
+    def _option(self, plan: Plan) -> Option:
+        """Return a plan as the policy knows it; with a drafter process of its own no draft forward runs here."""
+        is_parallel = self._config.is_parallel
+        levels = 0 if is_parallel else plan.depth(self._config.tree)
+        return Option(*plan, levels, plan.shape == "chain" and not is_parallel)
+
+    def measure(self, core: Any) -> None:
+        """Measure what the options' steps take on vLLM's engine core, which serves nobody yet; decide by that then."""
+        if not self.options:
+            return
+        begin, self.trial = time.monotonic(), Trial(self.options[0])
+        core.model_executor.collective_rpc(compat.UNCOUNTED, args=(True,))
+        try:
+            measured = measure(core, self.trial, self.options, self._config.is_parallel)
+        finally:
+            core.model_executor.collective_rpc(compat.UNCOUNTED, args=(False,))
+            self.trial = None
+        if measured is None:
+            logger.warning("vidspec: no room to measure step times: every step drafts, whether it pays or not")
+            return
+        costs = StepCosts(len(self.options), measured)
+        # Requests that are preempted keep their slot.
+        self._policy = Policy(self.options, costs, 2 * self._scheduler.scheduler_config.max_num_seqs, self._pads)
+        seconds = time.monotonic() - begin
+        logger.info("vidspec: step times, measured in %.1f s: %s", seconds, costs.summary(self.options))
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
     def add(self, request: Any) -> None:
         """Take in a request before it is queued; it may be given a pruner, and has none of its own choice."""
-        _give_way(request)
-        if self._ways is not None:
-            self._ways.collect(self._scheduler.requests)
-            self._ways.add(request)
+        set_prune_variant(request)
+        if self._pruners is not None and self.trial is None:
+            self._pruners.collect(self._scheduler.requests)
+            self._pruners.add(request)
 
-    def is_shown(self, request: Any) -> bool:
-        """Return whether a request that is scheduled for the first time, or again, is shown to the draft."""
-        return self._control is None or self._control.is_shown(request, way_of(request.sampling_params))
+    def admits(self, request: Any) -> bool:
+        """Return whether a request that is scheduled for the first time, or again, is admitted to the draft."""
+        if self._policy is None:
+            return True
+        num_visual = {"video": 0, "image": 0}
+        num_kept = 0.0
+        for feature in request.mm_features:
+            modality = "image" if feature.modality == "image" else "video"
+            size = feature.mm_position.length
+            num_visual[modality] += size
+            num_kept += size * (1 - self._config.prune.ratio_for(modality))
+        params, num_tokens = request.sampling_params, request.num_tokens
+        label = class_label(num_visual["video"], num_visual["image"])
+        is_sampled = params is not None and params.temperature > _GREEDY
+        # A video that the target knows the draft most likely knows, too: then it costs little to read.
+        is_cached = 2 * request.num_computed_tokens >= num_tokens
+        kind = is_sampled, prune_variant_of(params), is_cached
+        num_draft_tokens = num_tokens - sum(num_visual.values()) + int(num_kept)
+        self._requests[request.request_id] = request
+        admitted = self._policy.add(request.request_id, label, kind, num_tokens, num_draft_tokens, request.max_tokens)
+        if self._file is not None:
+            self._file.add(f"{'admitted' if admitted else 'unadmitted'}_{CLASS_LABELS[label]}")
+        return admitted
 
-    def plan(self, scheduler_output: Any) -> Decision | None:
-        """Return what a step drafts; None where vLLM's table says it."""
-        decision = None if self._control is None else self._control.plan(scheduler_output, self._most_now)
-        drafts = decision is None or decision.option.num_tokens > 0
-        self._num_undrafted = 0 if drafts else self._num_undrafted + 1
-        return decision
+    # ---- a step ----------------------------------------------------------------------------------------------------
 
-    @property
-    def has_drafts(self) -> bool:
-        """Whether any step that may be under way, or has just ended, drafts anything."""
-        return self._num_undrafted <= _UNDER_WAY
+    def plan(self, scheduler_output: Any) -> Decision:
+        """Return what a step drafts: the least of all bounds, and whether that pays."""
+        req_ids = scheduler_output.num_scheduled_tokens.keys()
+        if self.trial is not None:
+            return self.trial.decision
+        plan = self._config.plan_for(len(req_ids))
+        most = plan.num_tokens if self._most is None else min(plan.num_tokens, self._most)
+        if self._policy is None or not req_ids:
+            return Decision(self._option(Plan(plan.shape, most)) if most else NONE)
+        if scheduler_output.finished_req_ids:
+            for req_id in scheduler_output.finished_req_ids:
+                request = self._requests.pop(req_id, None)
+                self._policy.remove(req_id, 0 if request is None else request.num_output_tokens)
+            self._count_ended()
+        shapes = None if self._shape == self._config.draft_shape else frozenset({self._shape})
+        return self._policy.decide(list(req_ids), most, shapes)
 
     def observe(self, scheduler_output: Any, output: Any) -> None:
         """Take in the output of a step."""
-        if self._file is not None and (carried := compat.told_with(output).carried):
+        now = time.monotonic()
+        if self.trial is not None:
+            self.trial.observe(output)
+            return
+        if self._file is not None and (carried := compat.attached_to(output).carried):
             self._file.take_in(carried)
-        if self._ways is not None:
-            self._ways.observe(scheduler_output, output)
-        if self._control is not None:
-            self._control.observe(scheduler_output, output)
-        if self._breaker is not None and self._breaker.poll():
+        if self._pruners is not None:
+            self._pruners.observe(scheduler_output, output)
+        if self._policy is not None and output.req_ids:
+            self._learn(now, scheduler_output, output)
+            if now > self._told_at + _TELL_S:
+                self._told_at = now
+                self._tell(now)
+        if self._breaker is not None and self._breaker.poll(now):
             self._publish()
+
+    def _learn(self, now: float, scheduler_output: Any, output: Any) -> None:
+        before, verified = self._last
+        decision, req_ids = compat.decision_of(scheduler_output), output.req_ids
+        self._last = now, decision
+        report, num_reqs = compat.report_of(output), len(req_ids)
+        num_tokens = np.fromiter(map(len, output.sampled_token_ids), np.int64, num_reqs)
+        is_drafted = np.fromiter(map(report.drafted.__contains__, req_ids), bool, num_reqs)
+        num_drafts = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
+        # A step of decoding alone schedules a token of each request, and the draft tokens.
+        is_decode = scheduler_output.total_num_scheduled_tokens == num_reqs + num_drafts
+        is_timed = verified is not None and is_decode and not scheduler_output.scheduled_new_reqs
+        seconds = now - before if is_timed else None
+        assert self._policy is not None
+        self._policy.observe(
+            Observed(decision, verified, req_ids, num_tokens, is_drafted, seconds, report.reading, report.reading_s)
+        )
+        self._policy.cannot_draft(report.skipped)
+
+    def _count_ended(self) -> None:
+        assert self._policy is not None
+        for ended in self._policy.ended:
+            if self._file is not None:
+                self._file.add(f"steps_{CLASS_LABELS[ended.label]}", ended.verify_steps)
+                self._file.add(f"tokens_{CLASS_LABELS[ended.label]}", ended.verify_tokens)
+        self._policy.ended.clear()
+
+    def _tell(self, now: float) -> None:
+        """Publish what is decided by class; log a class whose decision has changed, each once a minute at most."""
+        assert self._policy is not None
+        if self._file is not None:
+            self._file.set("tokens_in_use", self._policy.decision.option.num_tokens)
+        for index, known in enumerate(self._policy.classes):
+            name, best = CLASS_LABELS[known.label], known.best
+            if best is None:
+                continue
+            num_tokens = 0 if known.is_paused else best.option.num_tokens
+            was_paused, last_tokens, logged_at = self._told.get(index, (False, -1, -_LOG_S))
+            if self._file is not None:
+                if was_paused != known.is_paused:
+                    self._file.add(f"{'pauses' if known.is_paused else 'resumes'}_{name}")
+                for what, value in (
+                    ("best_tokens", best.option.num_tokens),
+                    ("best_length", round(1e3 * best.tokens)),
+                    ("best_us", round(1e6 * best.seconds)),
+                    ("none_us", round(1e6 * best.none_s)),
+                ):
+                    self._file.set(f"{what}_{name}", value)
+            if (was_paused, last_tokens) != (known.is_paused, num_tokens) and now >= logged_at + _LOG_S:
+                logger.info("vidspec: class %s is %s: %s", name, "paused" if known.is_paused else "drafted for", best)
+                logged_at, last_tokens = now, num_tokens
+            self._told[index] = known.is_paused, last_tokens, logged_at
+
+    # ---- knobs -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def retuned(self, knobs: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -121,61 +232,50 @@ class SchedulerSide:
             self._check(knobs[LIMIT])
         if not self._is_alone and (fixed := [name for name in HERE if name in knobs]):
             raise VidSpecError(f"{fixed[0]} cannot change while data-parallel engines run")
-        control = self._controlled(self._config.of_shape(knobs[SHAPE])) if SHAPE in knobs else self._control
+        if SHAPE in knobs:
+            self._config.of_shape(knobs[SHAPE])
         yield left
-        if self._control is not None and control is not self._control:
-            self._control.close()
-        self._control = control
         self._shape = knobs.get(SHAPE, self._shape)
         if LIMIT in knobs:
             self._limit = knobs[LIMIT]
             self._publish()
-        if self._ways is not None and "pruner" in flatten(left):
+        if self._pruners is not None and "pruner" in flatten(left):
             # With one fixed pruner nothing is chosen here, and nothing learned.
-            self._ways.is_on = flatten(left)["pruner"] == AUTO
-
-    def _controlled(self, config: VidSpecConfig) -> SchedulerControl:
-        """Return a controller that has learned nothing yet; requests that run get what it drafts for all."""
-        return SchedulerControl(config, self._scheduler, self._vllm_config, self._file)
+            self._pruners.is_on = flatten(left)["pruner"] == AUTO
 
     def _check(self, most: Any) -> None:
-        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or not 0 <= most <= self._most):
+        all_tokens = self._config.num_speculative_tokens
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or not 0 <= most <= all_tokens):
             raise VidSpecError(
-                f"num_speculative_tokens: between 0 and {self._most} while the engine runs, got {quoted(most)}"
+                f"num_speculative_tokens: between 0 and {all_tokens} while the engine runs, got {quoted(most)}"
             )
 
     @property
-    def _most_now(self) -> int | None:
+    def _most(self) -> int | None:
         """The most drafts of a step, by the operator or after failures; None for as many as was configured."""
         return 0 if self._breaker is not None and self._breaker.is_open else self._limit
 
     @property
     def in_force(self) -> dict[str, Any]:
         """The knobs of `HERE` as they hold, and as configured; and whether drafts are asked for, or who forbids it."""
-        is_cooling = self._most_now == 0 != self._limit
+        is_cooling, all_tokens = self._most == 0 != self._limit, self._config.num_speculative_tokens
         return {
             "speculation": "cool-down" if is_cooling else "operator" if self._limit == 0 else "on",
-            LIMIT: self._most if self._limit is None else self._limit,
+            LIMIT: all_tokens if self._limit is None else self._limit,
             SHAPE: self._shape,
-            "configured": {LIMIT: self._most, SHAPE: self._config.draft_shape},
+            "configured": {LIMIT: all_tokens, SHAPE: self._config.draft_shape},
         }
 
     def _publish(self) -> None:
-        most = self._most_now
-        table = self._table
-        if most is not None:
-            size = self._scheduler.scheduler_config.max_num_seqs
-            table = [min(most, number) for number in table or [self._most] * (size + 1)]
-        self._scheduler.dynamic_sd_lookup = table
         if self._file is not None:
-            self._file.set("speculation_on", int(most != 0))
-            self._file.set("cooling_down", int(most == 0 != self._limit))
+            self._file.set("speculation_on", int(self._most != 0))
+            self._file.set("cooling_down", int(self._most == 0 != self._limit))
 
     def close(self) -> None:
         """Save what was learned."""
-        if self._ways is not None:
-            self._ways.collect({})
-            self._ways.save()
+        if self._pruners is not None:
+            self._pruners.collect({})
+            self._pruners.save()
 
 
 class _Breaker:
@@ -183,15 +283,18 @@ class _Breaker:
 
     def __init__(self, config: VidSpecConfig, file: metrics.MetricsFile):
         self._file = file  # which counts the worker's failures
-        self._most, self._window_s, self._rest_s = config.max_draft_failures, config.failure_window_s, config.cooldown_s
+        self._most, self._window_s, self._cooldown_s = (
+            config.max_draft_failures,
+            config.failure_window_s,
+            config.cooldown_s,
+        )
         self.is_open = False  # whether speculation is off
         self._failures: deque[float] = deque()
         self._num_known = 0
         self._until = self._next_poll = 0.0
 
-    def poll(self) -> bool:
+    def poll(self, now: float) -> bool:
         """Read the worker's count of failures; return whether `is_open` has changed."""
-        now = time.monotonic()
         if now < self._next_poll:
             return False
         self._next_poll = now + _POLL_S
@@ -209,105 +312,12 @@ class _Breaker:
             self._failures.popleft()
         if len(self._failures) < self._most:
             return False
-        self.is_open, self._until = True, now + self._rest_s
+        self.is_open, self._until = True, now + self._cooldown_s
         self._file.add("cooldowns")
         logger.error(
             "vidspec: the draft has failed %d times within %g s: speculation is off for %g s",
             len(self._failures),
             self._window_s,
-            self._rest_s,
+            self._cooldown_s,
         )
         return True
-
-
-class _Ways:
-    """`pruner: auto`: gives each request a pruner, and learns from how many tokens its verify steps emit."""
-
-    def __init__(self, config: VidSpecConfig, file: metrics.MetricsFile | None):
-        self._prune, self._num_drafts, self._file = config.prune, config.num_speculative_tokens, file
-        self._bandit = Bandit([(way.pruner, way.ratio) for way in config.prune.variants], seed=config.prune.seed)
-        self.is_on = True  # whether requests are given ways
-        self._running: dict[str, list[int]] = {}  # by request: its way, tokens and verify steps
-        self._num_visual = self._num_media = 0  # tokens of images and videos, of so many requests that had any
-        self._path, self._num_unsaved = config.prune.auto_file, 0
-        if self._path is not None and os.path.exists(self._path):
-            self._restore(self._path)
-
-    def add(self, request: Any) -> None:
-        """Give a request with images or videos a way to be pruned."""
-        if not self.is_on or not request.mm_features or request.sampling_params is None:
-            return
-        self._num_visual += sum(feature.mm_position.length for feature in request.mm_features)
-        self._num_media += 1
-        way = self._bandit.choose(self._costs())
-        _give_way(request, **{WAY: way})
-        self._running[request.request_id] = [way, 0, 0]
-
-    def observe(self, scheduler_output: Any, output: Any) -> None:
-        """Count the tokens of requests that had drafts."""
-        for req_id in scheduler_output.scheduled_spec_decode_tokens.keys() & self._running.keys():
-            place = output.req_id_to_index.get(req_id)
-            if place is None or place >= len(output.sampled_token_ids):
-                continue
-            known = self._running[req_id]
-            known[1] += len(output.sampled_token_ids[place])
-            known[2] += 1
-
-    def collect(self, requests: Any) -> None:
-        """Learn from finished requests: those that are no longer among the scheduler's."""
-        for req_id in self._running.keys() - requests.keys():
-            way, num_tokens, num_steps = self._running.pop(req_id)
-            if not num_steps:
-                continue
-            self._bandit.observe(way, num_tokens / num_steps, num_steps)
-            self._num_unsaved += 1
-            if self._file is not None:
-                pruner = self._prune.variants[way].pruner
-                for name, count in (("requests", 1), ("verify_steps", num_steps), ("tokens", num_tokens)):
-                    self._file.add(f"auto_{name}_{pruner}", count)
-        if self._num_unsaved >= _SAVE_EVERY:
-            self.save()
-
-    def _costs(self) -> list[float] | None:
-        """Return by way the bytes that a step loads, over those of a step without drafts; None if not known."""
-        ratios = {way.ratio for way in self._prune.variants}
-        if self._file is None or len(ratios) == 1:
-            return None
-        known = self._file.value
-        target, draft = known("target_load_bytes"), known("draft_load_bytes")
-        if not target:
-            return None
-        visual = self._num_visual / max(1, self._num_media)
-        per_token = known("draft_kv_bytes_per_token")
-        return [
-            1 + self._num_drafts * (draft + per_token * visual * (1 - way.ratio)) / target
-            for way in self._prune.variants
-        ]
-
-    # ---- the file ----------------------------------------------------------------------------------------------
-
-    def _restore(self, path: str) -> None:
-        try:
-            with open(path, encoding="utf-8") as file:
-                self._bandit.restore(json.load(file)["learned"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            logger.warning("vidspec: auto_file %s is not read (%s): pruners are tried anew", path, error)
-
-    def save(self) -> None:
-        """Write the file atomically."""
-        self._num_unsaved = 0
-        if self._path is None:
-            return
-        best: PruneKnobs = self._prune.variants[self._bandit.best(self._costs())]
-        config = {"pruner": best.pruner, "prune_ratio": best.ratio}
-        made = ""
-        try:
-            folder = os.path.dirname(os.path.abspath(self._path))
-            handle, made = tempfile.mkstemp(prefix=".vidspec-auto-", dir=folder)
-            with open(handle, "w", encoding="utf-8") as file:
-                json.dump({"config": config, "learned": self._bandit.state()}, file, indent=1)
-            os.replace(made, self._path)
-        except OSError as error:
-            logger.warning("vidspec: auto_file %s is not written: %s", self._path, error.strerror)
-            with contextlib.suppress(OSError):
-                os.unlink(made)

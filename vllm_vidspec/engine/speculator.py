@@ -1,6 +1,6 @@
 """The step: after each of the target's forwards vLLM calls `propose`, and this page is all of it.
 
-    observe    what vLLM has committed, and what the controller beside the scheduler has decided         `Step`
+    observe    what vLLM has committed, and what is decided beside the scheduler         `Step`
     verify     has happened: `verify/` stands in vLLM's rejection-sampler slot                           `sample`
     roll back  rows without drafts in this step keep the committed text, and no drafts of it             backend
     admit      requests whose prompt the target has read, once what guides their pruning is known        here
@@ -8,7 +8,8 @@
     draft      for every request that the draft has read, all in one batch                               backend
     publish    to vLLM and to the rows: what is in flight, which the target verifies in its next step    `RequestRows`
 
-The backend is where the draft runs: in this process (`draft/backend.py`) or in one of its own (`parallel/backend.py`).
+The backend is where the draft runs: in this process (`draft/local_backend.py`) or in one of its own
+(`parallel/remote_backend.py`).
 """
 
 from collections.abc import Sequence
@@ -18,11 +19,11 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_vidspec.adapt import Decision
-from vllm_vidspec.engine.backend import DraftBackend, Step
+from vllm_vidspec.engine.draft_backend import DraftBackend, Step
 from vllm_vidspec.engine.failures import DraftFailures
 from vllm_vidspec.engine.hooks.prompts import Guidance
 from vllm_vidspec.engine.knobs import Knobs
+from vllm_vidspec.engine.policy import Decision
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import DraftBatch, Phase, Request, RequestRows
 
@@ -46,7 +47,7 @@ class Speculator(BaseSpeculator):
         self._knobs, self._requests, self._guides = knobs, requests, guides
         self._counters, self._failures = counters, failures
         self.backend = backend
-        self.decision: Decision | None = None  # the controller's, of the step that runs; None: as `knobs` say
+        self.decision: Decision | None = None  # of the step that runs; None while vLLM warms up
         self._undrafted: tuple[bool, Decision | None] = (False, None)  # of the last step: whether it was, and by what
         self.graphs: Any = None  # vLLM's memory profile looks for managers among our attributes, and drops them
 
@@ -61,17 +62,10 @@ class Speculator(BaseSpeculator):
     def capture(self) -> None:
         self.backend.capture()
 
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether nobody is to be drafted for, and nobody was: then `propose` has nothing to do."""
-        if self.backend.reads_at_rest or self.decision is None or self.decision.option.num_tokens:
-            return False
-        return not self._requests.in_flight and not self._requests.is_drafting
-
-    def let_rest(self, req_id: str) -> bool:
-        """Return whether in the last step with `propose` nobody was to be drafted for, or not this request."""
+    def was_paused(self, req_id: str) -> bool:
+        """Return whether nothing was to be drafted in the last step, or not for this request."""
         is_undrafted, decision = self._undrafted
-        return is_undrafted or (decision is not None and req_id in decision.resting)
+        return is_undrafted or (decision is not None and req_id in decision.paused)
 
     @torch.inference_mode()
     def propose(
@@ -103,6 +97,8 @@ class Speculator(BaseSpeculator):
         plan = self._knobs.current.plan_for(input_batch.num_reqs)
         step = Step.of(input_batch, num_sampled, plan, self.decision, num_speculative_tokens)
         self._undrafted = not step.plan.num_tokens, self.decision
+        if not step.plan.num_tokens:
+            self._counters.add("undrafted_steps")
         self.backend.roll_back(step)
         self._admit(step)
         self.backend.prefill(step)
@@ -121,7 +117,7 @@ class Speculator(BaseSpeculator):
         is_starting = step.is_done & self._requests.are_in(
             step.batch.idx_mapping_np, Phase.UNSEEN, Phase.WAITING_FOR_BLOCKS
         )
-        if not self.backend.reads_at_rest:
+        if not self.backend.reads_while_paused:
             if self.decision is not None and not step.plan.num_tokens:
                 return  # no prompt is read while nothing is drafted
             is_starting = step.active(is_starting)

@@ -3,6 +3,7 @@
 Nothing of vLLM's CPU engine may be imported here: its import replaces torch.cuda's streams, events and copies.
 """
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable
@@ -45,6 +46,7 @@ class VidSpecWorker:
     @tells_why
     def init_device(self) -> None:
         super().init_device()  # type: ignore[misc]
+        self._not_counting = contextlib.ExitStack()
         # The draft's pool goes where the target's cache does: neither is worth keeping while the engine sleeps.
         pool = self._maybe_get_memory_pool_context  # type: ignore[attr-defined]
         self.model_runner.kv_allocation = functools.partial(pool, tag="kv_cache")
@@ -85,6 +87,13 @@ class VidSpecWorker:
 
     def vidspec_knobs(self) -> dict[str, Any]:
         return self.model_runner.knobs.current.flat()
+
+    def vidspec_uncounted(self, begins: bool) -> None:
+        """Begin or end to count nothing: what runs in between is nobody's request."""
+        if begins:
+            self._not_counting.enter_context(self.model_runner.uncounted())
+        else:
+            self._not_counting.close()
 
     def vidspec_retune(self, knobs: dict[str, Any]) -> None:
         """Change knobs of pruning and scoring between requests; see `Knobs.retune`; over `collective_rpc`."""

@@ -2,9 +2,12 @@
 
 from vllm_vidspec.metrics.catalogue import (
     BY_LABEL,
+    GAUGE_NAMES,
     GAUGES,
+    GAUGES_BY_LABEL,
     GUIDANCE_FALLBACKS,
     KINDS,
+    LABELLED,
     MAX_POSITIONS,
     NAMES,
     SKIP_REASONS,

@@ -22,7 +22,7 @@ class Kind(IntEnum):
 KINDS = tuple(kind.name.lower() for kind in Kind if kind)  # of draft tokens
 # Why a request has ended without drafts that is not counted as skipped: nobody drafted when it could have had some, as
 # that does not pay or is switched off; or it ended before the draft had read its prompt.
-UNDRAFTED_REASONS = ("resting", "short")
+UNDRAFTED_REASONS = ("paused", "short")
 SKIP_REASONS = ("pool_full", "too_long", "draft_error", "unsupported", "structured", "pixels")
 
 # What each counter and gauge says: the one list of them, which the file and Prometheus share.
@@ -47,7 +47,7 @@ COUNTERS = {
     "cooldowns": "Times that speculation was switched off for a while because the draft failed too often.",
     "waiting_drafts": "Times that a request had outgrown the draft's KV pool and waited for room.",
     "resumed_drafts": "Times that a request was drafted for again because the pool had room.",
-    "released_resting": "Resting requests whose draft KV was given up, as others needed the room.",
+    "released_paused": "Paused requests whose draft KV was given up, as others needed the room.",
     "drafter_restarts": "Starts of the drafter's process after its first.",
     "prompts": "Prompts that the draft has prefilled.",
     "text_tokens": "Text tokens of the prompts that the draft has prefilled.",
@@ -114,11 +114,15 @@ BY_LABEL: dict[str, tuple[str, str, tuple[str, ...] | range, str]] = {
     **{
         metric: (text, "class", CLASS_LABELS, name)
         for metric, text, name in (
-            ("class_shown_requests", "Requests shown to the draft, by modality and visual tokens.", "shown_{}"),
-            ("class_unshown_requests", "Requests not shown to the draft, as their class does not pay.", "unshown_{}"),
+            (
+                "class_admitted_requests",
+                "Requests admitted to the draft, by modality and visual tokens.",
+                "admitted_{}",
+            ),
+            ("class_unadmitted_requests", "Requests not admitted, as drafts would not pay.", "unadmitted_{}"),
             ("class_verify_steps", "Verify steps with drafts, of requests that have ended.", "steps_{}"),
             ("class_verify_tokens", "Tokens of verify steps with drafts, of requests that have ended.", "tokens_{}"),
-            ("class_rests", "Times that drafting for a class was found not to pay.", "rests_{}"),
+            ("class_pauses", "Times that drafting for a class was found not to pay.", "pauses_{}"),
             ("class_resumes", "Times that drafting for a class was found to pay again.", "resumes_{}"),
         )
     },
@@ -129,11 +133,25 @@ BY_LABEL: dict[str, tuple[str, str, tuple[str, ...] | range, str]] = {
         "unguided_{}",
     ),
 }
+# Gauges by label: what the policy expects of each class's best option, and of a step that drafts nothing.
+GAUGES_BY_LABEL: dict[str, tuple[str, str, tuple[str, ...], str]] = {
+    metric: (text, "class", CLASS_LABELS, name)
+    for metric, text, name in (
+        ("class_best_tokens", "Draft tokens of the best option for a class.", "best_tokens_{}"),
+        ("class_best_length_thousandths", "Thousandths of tokens expected of its verify step.", "best_length_{}"),
+        ("class_best_step_microseconds", "Microseconds expected of such a step.", "best_us_{}"),
+        ("class_undrafted_step_microseconds", "Microseconds expected of a step without drafts.", "none_us_{}"),
+    )
+}
+LABELLED = BY_LABEL | GAUGES_BY_LABEL
 # The order is the file's layout: raise `VERSION` of `file.py` when it changes.
 NAMES: tuple[str, ...] = (
     *COUNTERS,
     *GAUGES,
-    *(name.format(value) for _, _, values, name in BY_LABEL.values() for value in values),
+    *(name.format(value) for _, _, values, name in LABELLED.values() for value in values),
+)
+GAUGE_NAMES = frozenset(
+    (*GAUGES, *(name.format(value) for _, _, values, name in GAUGES_BY_LABEL.values() for value in values))
 )
 SLOT = {name: slot for slot, name in enumerate(NAMES)}
 
@@ -154,7 +172,7 @@ def exposed(name: str) -> str:
 
 def difference(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     """Return what the counters gained between two snapshots; gauges keep their later value."""
-    return {name: after[name] if name in GAUGES else after[name] - before[name] for name in NAMES}
+    return {name: after[name] if name in GAUGE_NAMES else after[name] - before[name] for name in NAMES}
 
 
 def summarize(values: dict[str, int]) -> dict[str, float | int | None]:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from vllm_vidspec.metrics.catalogue import GAUGES, NAMES, SLOT
+from vllm_vidspec.metrics.catalogue import GAUGE_NAMES, NAMES, SLOT
 
 Changes = dict[str, int]  # by name what a counter gained between two readings; of a gauge its value
 
@@ -42,4 +42,4 @@ class CarriedCounts(Counts):
 def changes(before: np.ndarray, after: np.ndarray) -> Changes:
     """Return what changed between two readings, `[len(NAMES)]` int64 each."""
     names = ((slot, NAMES[slot]) for slot in np.flatnonzero(before != after).tolist())
-    return {name: int(after[slot] - (0 if name in GAUGES else before[slot])) for slot, name in names}
+    return {name: int(after[slot] - (0 if name in GAUGE_NAMES else before[slot])) for slot, name in names}

@@ -17,13 +17,13 @@ from typing import IO
 import numpy as np
 
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics.catalogue import GAUGES, KINDS, NAMES, SLOT
+from vllm_vidspec.metrics.catalogue import GAUGE_NAMES, KINDS, NAMES, SLOT
 from vllm_vidspec.metrics.counts import Changes, Counts
 
 _NUM_REQUESTS = 4096  # of each of the last requests a digest of its id, and counts of its draft tokens by kind
 
 _MAGIC = int.from_bytes(b"vidspec\0", "little")
-VERSION = 13
+VERSION = 14
 _HEADER = 8  # int64 words: magic, version, number of slots, sequence, four spare
 _SEQUENCE = 3  # odd while a writer is between values that belong together
 _NUM_TRIES = 50  # of a reader that meets such a writer; one that died there must not keep it
@@ -98,7 +98,7 @@ class MetricsFile(Counts):
         """Write what a worker of another host has counted; readers see all of it or nothing."""
         with self.at_once():
             for name, value in carried.items():
-                (self.set if name in GAUGES else self.add)(name, value)
+                (self.set if name in GAUGE_NAMES else self.add)(name, value)
 
     def begin_request(self, req_id: str, busy: Container[int]) -> int:
         """Return the slot of a new request, the oldest that is not `busy`; an earlier one of its id is forgotten."""

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vllm_vidspec.metrics.catalogue import BY_LABEL, COUNTERS, GAUGES, MAX_POSITIONS, exposed
+from vllm_vidspec.metrics.catalogue import COUNTERS, GAUGES, GAUGES_BY_LABEL, LABELLED, MAX_POSITIONS, exposed
 from vllm_vidspec.metrics.file import MetricsFile
 
 
@@ -52,8 +52,9 @@ class Collector:
         # Leading positions up to the last that ever stood, at least one.
         stood = (i for i in range(MAX_POSITIONS) for values in engines.values() if values[f"accepted_at_pos_{i}"])
         num_positions = 1 + max(stood, default=0)
-        for metric, (text, label, all_values, name) in BY_LABEL.items():
-            family = CounterMetricFamily(f"vidspec:{metric}", text, labels=[*labels, label])
+        for metric, (text, label, all_values, name) in LABELLED.items():
+            kind = GaugeMetricFamily if metric in GAUGES_BY_LABEL else CounterMetricFamily
+            family = kind(f"vidspec:{metric}", text, labels=[*labels, label])
             shown = all_values[: num_positions if label == "position" else None]
             for engine, values in engines.items():
                 for value in shown:

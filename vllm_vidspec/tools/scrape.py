@@ -4,15 +4,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics import BY_LABEL, GAUGES, NAMES, exposed
+from vllm_vidspec.metrics import GAUGE_NAMES, GAUGES, GAUGES_BY_LABEL, LABELLED, NAMES, exposed
 
 # The Prometheus name of a counter, without its prefix, and the value of its own label, "" for none.
-_SHOWN_AS = {name: (exposed(name) if name in GAUGES else f"{exposed(name)}_total", "") for name in NAMES} | {
-    name.format(value): (f"{metric}_total", str(value))
-    for metric, (_, _, values, name) in BY_LABEL.items()
+_SHOWN_AS = {name: (exposed(name) if name in GAUGE_NAMES else f"{exposed(name)}_total", "") for name in NAMES} | {
+    name.format(value): (metric if metric in GAUGES_BY_LABEL else f"{metric}_total", str(value))
+    for metric, (_, _, values, name) in LABELLED.items()
     for value in values
 }
-_OWN_LABELS = {label for _, label, _, _ in BY_LABEL.values()}  # beside those that every metric has
+_OWN_LABELS = {label for _, label, _, _ in LABELLED.values()}  # beside those that every metric has
 
 # vLLM's own, as they are called here. Its inter-token latency is one value per output, and an output of a verify step
 # holds several tokens: its count is the number of outputs after the first, its sum the time between them.
@@ -26,6 +26,7 @@ VLLM = {
     "vllm:inter_token_latency_seconds_count": "outputs",
     "vllm:inter_token_latency_seconds_sum": "output_seconds",
 }
+_EXPECTED = frozenset(GAUGE_NAMES - set(GAUGES))
 VLLM_GAUGES = ("running", "waiting")
 
 Engines = dict[str, dict[str, Any]]
@@ -61,13 +62,16 @@ def from_prometheus(text: str) -> dict[str, int]:
 
 
 def together(engines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Add engines up; of a size per token, of which a sum says nothing, the largest; on is where all are on."""
+    """Add engines up; of a size per token and of what is expected of a class, of which a sum says nothing,
+    the largest; on is where all are on."""
     by_name: dict[str, list[Any]] = {}
     for values in engines:
         for name, value in values.items():
             by_name.setdefault(name, []).append(value)
     return {
-        name: (min if name == "speculation_on" else max if name.endswith("_per_token") else sum)(values)
+        name: (min if name == "speculation_on" else max if name.endswith("_per_token") or name in _EXPECTED else sum)(
+            values
+        )
         for name, values in by_name.items()
     }
 

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.unit.drafting.fake_draft import FakeDraft, check_greedy_first, check_tree, grow, paths_of, quick
-from vllm_vidspec.config.paths import SPECVLM_PATHS, parse_paths
+from vllm_vidspec.config.static_tree import SPECVLM_PATHS, parse_paths
 from vllm_vidspec.drafting import DraftTree, StaticTree, topology_tables
 from vllm_vidspec.drafting import static as static_module
 from vllm_vidspec.errors import VidSpecError

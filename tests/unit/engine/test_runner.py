@@ -16,8 +16,8 @@ from vllm_vidspec.adapt.trials import Trials
 from vllm_vidspec.config import VidSpecConfig, parse_config
 from vllm_vidspec.engine import control as module
 from vllm_vidspec.engine.compat.scheduler import _DECISION, StepReport, attach, report_of
-from vllm_vidspec.engine.parallel.client import DrafterClient
 from vllm_vidspec.engine.parallel.messages import Failed
+from vllm_vidspec.engine.parallel.supervisor import DrafterSupervisor
 from vllm_vidspec.engine.requests import Phase
 from vllm_vidspec.engine.runner import VidSpecModelRunner
 from vllm_vidspec.engine.worker import VidSpecWorker
@@ -265,7 +265,7 @@ def test_drafts_of_a_request_that_has_left_are_nobodys():
 )
 def test_errors_that_are_to_raise_do_so_in_the_drafters_process_too(choice, is_up, raises):
     """Catches: a drafter that dies again and again untold; one that has not come up is refused at the start."""
-    client = DrafterClient.__new__(DrafterClient)
+    client = DrafterSupervisor.__new__(DrafterSupervisor)
     client._config = VidSpecConfig(model="x", num_speculative_tokens=5, on_draft_error=choice)
     client._channel = SimpleNamespace(flush=lambda: None, receive=lambda: [Failed("RuntimeError: no")], is_closed=False)
     client._processes, client.is_up = [], is_up

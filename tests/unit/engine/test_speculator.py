@@ -11,8 +11,8 @@ from tests.properties import life
 from tests.properties.life import MAX_LEN, K, World
 from tests.unit.engine.fakes import CPU, make_knobs, staged
 from vllm_vidspec.config import Plan, VidSpecConfig
-from vllm_vidspec.engine.backend import Step
 from vllm_vidspec.engine.draft.messages import Admission
+from vllm_vidspec.engine.draft_backend import Step
 from vllm_vidspec.engine.requests import Phase, RequestRows
 from vllm_vidspec.errors import VidSpecError
 

@@ -16,7 +16,7 @@ from vidspec_kernels import WINDOW_INFO_SIZE, gather_draft_windows
 from vllm_vidspec.engine.parallel import messages
 from vllm_vidspec.engine.parallel.lead import DrafterLead
 from vllm_vidspec.engine.parallel.rank import Progress
-from vllm_vidspec.parallel import Sizes, StreamState, Tables
+from vllm_vidspec.streams import Sizes, StreamState, Tables
 
 VOCAB = 11
 MOST = 5  # K

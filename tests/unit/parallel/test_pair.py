@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.unit.parallel import pair as pairs
 from tests.unit.parallel.pair import MAX_LEN, MAX_REQS, MOST, Pair
-from vllm_vidspec.parallel import Streams, Tables
+from vllm_vidspec.streams import Streams, Tables
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 

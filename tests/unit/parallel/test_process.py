@@ -17,14 +17,14 @@ from vidspec_kernels import NO_STREAM, STALE
 from vllm_vidspec import metrics
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.engine.admin import KEY
-from vllm_vidspec.engine.parallel import backend, launch, messages, rank
-from vllm_vidspec.engine.parallel.client import DrafterClient
+from vllm_vidspec.engine.parallel import launch, messages, rank, remote_backend
 from vllm_vidspec.engine.parallel.commits import Commits
 from vllm_vidspec.engine.parallel.rank import TargetMirror
 from vllm_vidspec.engine.parallel.start import available_bytes
+from vllm_vidspec.engine.parallel.supervisor import DrafterSupervisor
 from vllm_vidspec.engine.requests import RequestRows
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.parallel import Sizes, Streams, StreamState, Tables, WindowRule
+from vllm_vidspec.streams import Sizes, Streams, StreamState, Tables, WindowRule
 
 
 def make_tables() -> Tables:
@@ -47,8 +47,8 @@ def parallel():
         knobs=knobs, drafter_client=client, requests=requests, req_states=states, sampler=sampler,
         counters=counters, device=CPU,
     )  # fmt: skip
-    with mock.patch.object(backend, "get_tp_group", lambda: SimpleNamespace(world_size=1)):
-        here = backend.ParallelBackend(runner, is_guided=False)
+    with mock.patch.object(remote_backend, "get_tp_group", lambda: SimpleNamespace(world_size=1)):
+        here = remote_backend.ParallelBackend(runner, is_guided=False)
     requests.register(here, drafting=[here])
     return here, counters, requests
 
@@ -74,7 +74,7 @@ def test_pixels_on_their_way_to_the_drafter_are_bounded(parallel, monkeypatch):
     that is larger than the bound never drafted for; a restart that sends more than the bound, or nothing.
     """
     here, counters, requests = parallel
-    monkeypatch.setattr(backend, "MOST_BYTES", 1000)
+    monkeypatch.setattr(remote_backend, "MOST_BYTES", 1000)
     tables = here._client.tables
 
     def sent(kind):
@@ -91,7 +91,7 @@ def test_pixels_on_their_way_to_the_drafter_are_bounded(parallel, monkeypatch):
     requests.add(new_request(2, "", sampling=SAMPLING))  # a text has none
     assert sent(messages.Add) == sent(messages.Prefill) == [0, 2] and counters["skipped_pixels"] == 1
     here._receive(here._client, here._commits)
-    assert here._progress[:3].tolist() == [backend._BEGUN, backend._REFUSED, backend._BEGUN]
+    assert here._progress[:3].tolist() == [remote_backend._BEGUN, remote_backend._REFUSED, remote_backend._BEGUN]
     requests.remove(1)
     Streams(tables).add(0, here._sent[0].epoch, 96)
     arrive(1, 600)  # the first has come, and is not read
@@ -223,7 +223,7 @@ def test_a_drafter_has_the_cores_that_the_rank_leaves():
 
 def test_what_a_lost_drafter_held_is_gone():
     """Catches: blocks of a drafter that was killed, on /metrics until another has come up."""
-    client = DrafterClient(b"", config_of("cpu"), Sizes(2, 8, 4, len(metrics.NAMES)), 10)
+    client = DrafterSupervisor(b"", config_of("cpu"), Sizes(2, 8, 4, len(metrics.NAMES)), 10)
     try:
         blocks, prompts = map(metrics.NAMES.index, ("draft_pool_blocks_used", "prompts"))
         client.tables.counters[[blocks, prompts]] = 100, 7

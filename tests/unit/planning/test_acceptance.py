@@ -6,7 +6,7 @@ import pytest
 
 from vidspec_tools.planning import acceptance
 from vidspec_tools.planning.acceptance import Agreement, default_agreement
-from vllm_vidspec.config.paths import SPECVLM_PATHS
+from vllm_vidspec.config.static_tree import SPECVLM_PATHS
 from vllm_vidspec.errors import VidSpecError
 
 LIST = Agreement((0.9, 0.7, 0.5), 0.4)

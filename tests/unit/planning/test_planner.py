@@ -14,7 +14,7 @@ from vidspec_tools.planning.models import draft_shape, target_shape
 from vidspec_tools.planning.planner import WORTH, Planner, plan
 from vidspec_tools.planning.question import Question, notes
 from vidspec_tools.planning.roofline import ASSUMED, Placement, forward_seconds, prefill_seconds
-from vllm_vidspec.config.paths import SPECVLM_PATHS
+from vllm_vidspec.config.static_tree import SPECVLM_PATHS
 from vllm_vidspec.drafting.static import topology_of
 from vllm_vidspec.errors import VidSpecError
 

@@ -6,7 +6,7 @@ import pytest
 
 from vidspec_tools.planning.acceptance import Agreement
 from vidspec_tools.planning.speed import run_streams, speedup, window_of
-from vllm_vidspec.parallel import WindowRule
+from vllm_vidspec.streams import WindowRule
 
 
 def test_speed_model_by_hand():

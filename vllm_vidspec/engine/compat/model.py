@@ -253,16 +253,3 @@ def without_kv_connector() -> Iterator[None]:
         yield
     finally:
         kv_transfer_state._KV_CONNECTOR_AGENT = connector
-
-
-def without_drafts(runner: Any, step: Callable[..., Any], *args: Any) -> Any:
-    """Let a runner go through a step as one without speculation does; return what the step does.
-
-    Why: vLLM writes, picks and keeps draft tokens of every step, which takes a tiny model's step 2 % longer.
-    """
-    speculator, num_steps = runner.speculator, runner.num_speculative_steps
-    runner.speculator, runner.num_speculative_steps = None, 0
-    try:
-        return step(*args)
-    finally:
-        runner.speculator, runner.num_speculative_steps = speculator, num_steps

@@ -108,10 +108,6 @@ class Guidance(TargetHook):
         # By content key that of the last prompt; and, as a question may come again after others, by its text, too.
         self._remembered: OrderedDict[bytes, Remembered] = OrderedDict()
 
-    @property
-    def is_idle(self) -> bool:
-        return not self._prompts
-
     def add(self, request: NewRequest) -> None:
         """Begin to observe a request, if there is anything to choose in it."""
         if request.has_embeds:

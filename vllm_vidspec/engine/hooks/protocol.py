@@ -25,11 +25,6 @@ class TargetHook(RowTable):
 
     loss: str  # what an exception costs, for the log
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no step has anything to tell it, asked in every one."""
-        return False
-
     def reserve(self, available_bytes: int) -> int:
         """Return how many bytes of a rank's KV memory it takes; a VidSpecError if a knob asks for too much."""
         return 0
@@ -78,7 +73,6 @@ class TargetHooks:
 
     def __init__(self, hooks: Sequence[TargetHook], knobs: Knobs, agreement: Agreement):
         self._guarded = [(hook, Guard(knobs, agreement, hook.loss)) for hook in hooks]
-        self._may_watch = False  # whether a request has come since all were idle
 
     def reserve(self, available_bytes: int) -> int:
         """Return how many of a rank's KV memory bytes they take, each of what the ones before it have left."""
@@ -92,17 +86,9 @@ class TargetHooks:
             hook.init_kv(runner)
 
     def add(self, request: NewRequest) -> None:
-        """Take a request in that has just got its row; one that the draft is not shown costs the target nothing."""
-        if request.is_shown:
-            self._may_watch = True
+        """Take a request in that has just got its row; one that the draft does not read costs the target nothing."""
+        if request.is_admitted:
             self._tell("add", request)
-
-    @property
-    def are_idle(self) -> bool:
-        """Whether no request is watched, asked twice a step."""
-        if self._may_watch:
-            self._may_watch = not all(hook.is_idle for hook, _ in self._guarded)
-        return not self._may_watch
 
     def before_forward(self, batch: Any) -> None:
         self._tell("before_forward", batch)

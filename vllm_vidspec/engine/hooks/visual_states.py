@@ -21,7 +21,7 @@ from vllm_vidspec.engine.hooks.state_store import Item, StateStore
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import NewRequest
-from vllm_vidspec.engine.verify.rules import LooseRules
+from vllm_vidspec.engine.verify.loose_tables import LooseRules
 from vllm_vidspec.pruning.prompt import visual_indices
 
 

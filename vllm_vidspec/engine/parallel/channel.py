@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_vidspec.names import WRITER_THREAD
-from vllm_vidspec.parallel import aligned
+from vllm_vidspec.streams import aligned
 
 logger = init_logger("vllm.vidspec")
 

@@ -19,10 +19,10 @@ from vllm.utils.torch_utils import async_tensor_h2d, get_accelerator_view_from_c
 
 from vidspec_kernels import NO_STREAM, STALE, WINDOW_INFO_SIZE, copy_committed_suffix
 from vllm_vidspec import metrics
-from vllm_vidspec.engine.backend import Step
+from vllm_vidspec.engine.draft_backend import Step
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.metrics.counts import changes
-from vllm_vidspec.parallel import PAGE, Tables, WindowRule
+from vllm_vidspec.streams import PAGE, Tables, WindowRule
 
 logger = init_logger("vllm.vidspec")
 
@@ -122,7 +122,7 @@ class Commits:
                 self._told[name] = count
         before, self._published = self._published, self._tables.counters.copy()
         for name, value in changes(before, self._published).items():
-            (self._counters.set if name in metrics.GAUGES else self._counters.add)(name, value)
+            (self._counters.set if name in metrics.GAUGE_NAMES else self._counters.add)(name, value)
 
     # ---- to the host -----------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.utils import get_draft_load_config
 
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.parallel import Sizes, Tables
+from vllm_vidspec.streams import Sizes, Tables
 
 MODULE = "vllm_vidspec.engine.parallel.process"
 # Names of what an operator keeps to the server; with those of an object store a loader streams weights.

@@ -16,7 +16,7 @@ import numpy as np
 
 from vllm_vidspec.engine.parallel import messages
 from vllm_vidspec.engine.parallel.channel import Channel
-from vllm_vidspec.parallel import Streams, Tables, running_mean
+from vllm_vidspec.streams import Streams, Tables, running_mean
 
 _IDLE_S = 0.2  # nobody is there: a message wakes the loop
 # Streams are as far ahead as they may be: how long until their commits are looked at again, at least, and as a share of

@@ -17,7 +17,7 @@ from vllm_vidspec.engine.draft.drafter import Drafter, no_room_for, without_room
 from vllm_vidspec.engine.draft.messages import Admission, DraftMessage, Drafts, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import messages
-from vllm_vidspec.engine.scheduling import way_of
+from vllm_vidspec.engine.auto_pruner import prune_variant_of
 from vllm_vidspec.metrics.counts import Counts
 
 
@@ -129,7 +129,7 @@ class DrafterRank:
     def _prompt(
         arrived: messages.Add, scores: list[torch.Tensor] | None = None, outcome: tuple[str, ...] = ()
     ) -> PrefillMessage:
-        row, token_ids, way = arrived.req_state_idx, arrived.token_ids.tolist(), way_of(arrived.sampling)
+        row, token_ids, way = arrived.req_state_idx, arrived.token_ids.tolist(), prune_variant_of(arrived.sampling)
         return PrefillMessage(arrived.req_id, row, token_ids, arrived.features, scores, outcome, prune_variant=way)
 
     def remove(self, message: messages.Remove) -> None:

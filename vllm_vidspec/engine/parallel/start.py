@@ -27,8 +27,8 @@ from vllm_vidspec.engine.parallel.launch import Plan
 from vllm_vidspec.engine.parallel.rank import DrafterCounters, DrafterRank, TargetMirror
 from vllm_vidspec.engine.tree_attention import make_attention
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.parallel import Tables
 from vllm_vidspec.planning.pool import VISION_SHARE
+from vllm_vidspec.streams import Tables
 
 _MAX_RUN = 32  # most tokens of a stream that follow one begun on the device; as many bits tell what is fed
 _MARGIN_BYTES = 256 << 20  # for graphs, and what a forward takes beyond its profile

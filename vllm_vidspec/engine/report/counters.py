@@ -24,7 +24,6 @@ _DRAFTS, _ACCEPTED = _TOTALS.index("drafts"), _TOTALS.index("accepted_tokens")
 WINDOW = 128  # verify steps that are judged at once: their mean varies by about a tenth of a token
 LOW = 0.5  # draft tokens that must stand per verify step: the cost of five forwards of a tenth of the target's
 SOUND = 1.0  # the log speaks again only after a window as good as this
-_RESTS = 32  # steps at rest that are counted together
 
 
 class Counters:
@@ -62,7 +61,6 @@ class Counters:
         # Requests that have begun and not ended: what they will count as, "" while they are not drafted for.
         self._fates: dict[str, str] = {}
         self._last_drafted = frozenset[str]()  # the last who were
-        self._num_rests = 0  # steps for which nobody drafts that are not in the file yet
         self._slots = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] in the file, by persistent row
         self._held: dict[str, int] = {}  # slots of requests that have not finished, running or preempted
         self._pending: list[tuple[np.ndarray, torch.Tensor]] = []  # slots and counts of the step in flight
@@ -110,7 +108,7 @@ class Counters:
     def begin_request(self, request: NewRequest) -> None:
         """Count a request, and its draft tokens, from here on. One that was preempted goes on where it was."""
         if not self.is_paused:
-            self._fates.setdefault(request.req_id, "shown" if request.is_shown else "undrafted_resting")
+            self._fates.setdefault(request.req_id, "admitted" if request.is_admitted else "undrafted_paused")
         if self._by_request is not None and not self.is_paused:
             req_id = request.req_id
             if req_id not in self._held:
@@ -122,18 +120,18 @@ class Counters:
         if req_ids is not self._last_drafted:
             self._last_drafted = req_ids
             for req_id in req_ids:
-                if self._fates.get(req_id) == "shown":
+                if self._fates.get(req_id) == "admitted":
                     self._fates[req_id] = "drafted_requests"
 
-    def end_requests(self, req_ids: Iterable[str], rests: Callable[[str], bool]) -> None:
+    def end_requests(self, req_ids: Iterable[str], was_paused: Callable[[str], bool]) -> None:
         """Count requests that have finished, or were aborted, once: as drafted for, as skipped (which they are already)
-        or why they were neither, given whether it `rests` that had no drafts; their slots are the next ones'.
+        or why they were neither, given whether one without drafts `was_paused`; their slots are the next ones'.
         """
         for req_id in req_ids:
             self._held.pop(req_id, None)
             fate = self._fates.pop(req_id, "skipped")
-            if fate == "shown":
-                fate = "undrafted_resting" if rests(req_id) else "undrafted_short"
+            if fate == "admitted":
+                fate = "undrafted_paused" if was_paused(req_id) else "undrafted_short"
             if fate != "skipped":
                 self.add(fate)
 
@@ -155,11 +153,6 @@ class Counters:
 
         return publish
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether all that was counted is in a file of this host."""
-        return not (self._has_news or self._is_copying or self._pending or isinstance(self._file, CarriedCounts))
-
     def carried(self) -> Changes | None:
         """Return what a step's output is to carry to the server; None where its file is here, or for nothing."""
         return self._file.take() if isinstance(self._file, CarriedCounts) else None
@@ -170,8 +163,6 @@ class Counters:
         """Publish what has been counted; on a GPU what a copy has brought by now, and begin the next copy."""
         if self._file is None or self.is_paused:
             return
-        if self._num_rests:
-            self._publish_rests()
         if self._copied is None:
             if self._has_news:
                 self._has_news = False
@@ -195,16 +186,6 @@ class Counters:
         self._published += gained
         if self._alarm.observe(num_steps, int(gained[_ACCEPTED])):
             self._file.add("low_acceptance_windows")
-
-    def rest(self) -> None:
-        """Count a step for which nobody drafts."""
-        self._num_rests += not self.is_paused
-        if self._num_rests >= _RESTS:
-            self._publish_rests()
-
-    def _publish_rests(self) -> None:
-        self.add("undrafted_steps", self._num_rests)
-        self._num_rests = 0
 
     def add(self, name: str, value: int = 1) -> None:
         """Add to a host-side counter."""

@@ -11,8 +11,8 @@ from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.compat.contract import expect_parameters
 from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.hooks.visual_states import VisualStates
+from vllm_vidspec.engine.verify.loose_tables import LooseRules
 from vllm_vidspec.engine.verify.node_paths import PathSampler
-from vllm_vidspec.engine.verify.rules import LooseRules
 from vllm_vidspec.engine.verify.step import VerifySlice, VerifyStep
 from vllm_vidspec.scoring import Scored, ScoreInputs, score
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from vllm_vidspec.adapt import Bandit
+from vllm_vidspec.pruning.bandit import Bandit
 
 WAYS = [("specvlm", 0.9), ("attention", 0.9), ("uv", 0.9), ("uniform", 0.9)]
 # Tokens per step by arm. Measured: a pair trained for guidance, and one from elsewhere that never was.

@@ -1,4 +1,4 @@
-"""DrafterClient: the drafter's process as the target's first rank sees it: started, watched, started again."""
+"""DrafterSupervisor: the drafter's process as the target's first rank sees it: started, watched, started again."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from vllm_vidspec.engine.parallel import launch
 from vllm_vidspec.engine.parallel.channel import Channel
 from vllm_vidspec.engine.parallel.messages import Failed, Ready, Refused, Stop, ToTarget
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.parallel import Sizes, Tables
+from vllm_vidspec.streams import Sizes, Tables
 
 logger = init_logger("vllm.vidspec")
 
@@ -26,7 +26,7 @@ _STABLE_S = 120.0  # up for so long: what failed before is forgotten
 _GRACE_S = 5.0  # to end by itself
 
 
-class DrafterClient:
+class DrafterSupervisor:
     """Starts the drafter and talks to it. Nothing here waits but `wait_ready` and `close`."""
 
     def __init__(self, packed: bytes, config: VidSpecConfig, sizes: Sizes, vocab_size: int):

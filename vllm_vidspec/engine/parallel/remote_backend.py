@@ -23,17 +23,17 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vidspec_kernels import WINDOW_INFO_SIZE, gather_draft_windows, warm_up
 from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.engine.backend import DraftBackend, Step
 from vllm_vidspec.engine.draft.waiting import MOST_BYTES, pixel_bytes
+from vllm_vidspec.engine.draft_backend import DraftBackend, Step
 from vllm_vidspec.engine.hooks.prompts import Guided
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import messages
-from vllm_vidspec.engine.parallel.client import DrafterClient
 from vllm_vidspec.engine.parallel.commits import Commits, SharedStreams
+from vllm_vidspec.engine.parallel.supervisor import DrafterSupervisor
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Phase, Request, RequestRows
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.parallel import Sizes, StreamState, WindowRule
+from vllm_vidspec.streams import Sizes, StreamState, WindowRule
 
 logger = init_logger("vllm.vidspec")
 
@@ -59,12 +59,12 @@ class _Sent:
 class ParallelBackend(DraftBackend):
     """See `DraftBackend`. Of its memory, graphs and rollback the target's process has none: they are the drafter's."""
 
-    reads_at_rest = True  # by the drafter, which is told of every token
+    reads_while_paused = True  # by the drafter, which is told of every token
 
     def __init__(self, runner: Any, is_guided: bool):
         """Take what is the model runner's; `is_guided`: something guides pruning, which a prompt has to wait for."""
         knobs: Knobs = runner.knobs
-        client: DrafterClient | None = runner.drafter_client  # None on every tensor-parallel rank but the first
+        client: DrafterSupervisor | None = runner.drafter_client  # None on every tensor-parallel rank but the first
         requests: RequestRows = runner.requests
         counters: Counters = runner.counters
         config, device = knobs.current, runner.device
@@ -115,7 +115,7 @@ class ParallelBackend(DraftBackend):
         row = request.req_state_idx
         if self._counters.is_paused:
             self._requests.unstarted.pop(row)
-        elif not request.is_shown:
+        elif not request.is_admitted:
             self._requests.skip(row, "unshown")
         elif request.has_embeds or request.sampling is None:
             self._requests.skip(row, "unsupported")
@@ -212,10 +212,10 @@ class ParallelBackend(DraftBackend):
         if has_begun.any():
             # Whether there is a stream yet, the device sees.
             self._requests.enter(rows[has_begun], Phase.DRAFTING)
-        rests = np.full(len(rows), not step.plan.num_tokens) if step.rests is None else step.rests
+        paused = np.full(len(rows), not step.plan.num_tokens) if step.paused is None else step.paused
         for phase, is_new in (
-            (Phase.DRAFTING, ~rests & self._requests.are_in(rows, Phase.PREFILLING)),
-            (Phase.PREFILLING, rests & self._requests.are_in(rows, Phase.DRAFTING)),
+            (Phase.DRAFTING, ~paused & self._requests.are_in(rows, Phase.PREFILLING)),
+            (Phase.PREFILLING, paused & self._requests.are_in(rows, Phase.DRAFTING)),
         ):
             if is_new.any():
                 self._requests.enter(rows[is_new], phase)
@@ -243,7 +243,7 @@ class ParallelBackend(DraftBackend):
         commits.add(step, self._req_states)
         return self._progress[step.batch.idx_mapping_np]
 
-    def _receive(self, client: DrafterClient, commits: Commits) -> None:
+    def _receive(self, client: DrafterSupervisor, commits: Commits) -> None:
         for refusal in client.poll():
             sent = self._sent.get(refusal.req_state_idx)
             if sent is not None and sent.epoch == refusal.epoch:

@@ -10,7 +10,6 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.backend import DraftBackend, Step
 from vllm_vidspec.engine.draft import messages
 from vllm_vidspec.engine.draft.drafter import Drafter, without_room
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, mode_of_draft
@@ -18,6 +17,7 @@ from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.draft.waiting import WaitingRoom
+from vllm_vidspec.engine.draft_backend import DraftBackend, Step
 from vllm_vidspec.engine.failures import DraftFailures
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.hooks.trees import TargetTrees
@@ -138,8 +138,8 @@ class LocalBackend(DraftBackend):
 
     def add(self, request: NewRequest) -> None:
         """Keep a request's pixels on the device, if the draft is to see it; its prompt waits in `RequestRows`."""
-        if not request.is_shown:
-            self._requests.skip(request.req_state_idx, "unshown")
+        if not request.is_admitted:
+            self._requests.skip(request.req_state_idx, "unadmitted")
         elif self._pixels is not None:
             self._pixels.add(request.req_state_idx, request.features)
 
@@ -168,8 +168,8 @@ class LocalBackend(DraftBackend):
     def roll_back(self, step: Step) -> None:
         """Put rows that were drafted for and get no drafts in this step back into the prefill queue."""
         self.reading = frozenset()
-        if step.rests is not None:
-            self._requeue(step, np.flatnonzero(step.rests & self._are_in(step, Phase.DRAFTING)))
+        if step.paused is not None:
+            self._requeue(step, np.flatnonzero(step.paused & self._are_in(step, Phase.DRAFTING)))
 
     def _requeue(self, step: Step, indices: np.ndarray) -> None:
         """Let the draft catch up, some time, on the text of requests that were drafted for."""
@@ -222,11 +222,11 @@ class LocalBackend(DraftBackend):
                 self._requests.skip(row, "pool_full")
 
     def _queue(self, request: Request, bound: int, step: Step) -> messages.Admission:
-        """Hand the drafter a request; those that rest leave the pool for it where that is full."""
+        """Hand the drafter a request; paused ones leave the pool for it where that is full."""
         if request.message is None:
             request.message = self._message(request)
         outcome = self.drafter.add(request.message, bound)
-        if outcome == messages.Admission.FULL and self._release_resting(step):
+        if outcome == messages.Admission.FULL and self._release_paused(step):
             outcome = self.drafter.add(request.message, bound)
         return outcome
 
@@ -238,15 +238,15 @@ class LocalBackend(DraftBackend):
             new.req_id, row, new.token_ids, new.features, scores, outcome, placed, new.prune_variant
         )
 
-    def _release_resting(self, step: Step) -> bool:
-        """Give up the draft KV of a step's requests that rest; return whether there was any."""
-        if step.rests is None:
+    def _release_paused(self, step: Step) -> bool:
+        """Give up the draft KV of a step's paused requests; return whether there was any."""
+        if step.paused is None:
             return False
-        is_resting = step.rests & self._are_in(step, Phase.PREFILLING, Phase.PREFILL_STALLED)
-        rows = step.batch.idx_mapping_np[is_resting].tolist()
+        is_paused = step.paused & self._are_in(step, Phase.PREFILLING, Phase.PREFILL_STALLED)
+        rows = step.batch.idx_mapping_np[is_paused].tolist()
         for row in rows:
-            self._requests.skip(row, "rested")
-        self._counters.add("released_resting", len(rows))
+            self._requests.skip(row, "released")
+        self._counters.add("released_paused", len(rows))
         return bool(rows)
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class LocalBackend(DraftBackend):
     def _reserve(self, step: Step) -> None:
         """Reserve the blocks of this step; requests that no longer fit go on without speculation, if only for now."""
         rows_np = step.batch.idx_mapping_np
-        everyone = slice(None) if step.rests is None else ~step.rests
+        everyone = slice(None) if step.paused is None else ~step.paused
         if self.drafter.has_room(rows_np[everyone], step.bound[everyone]):
             return
         is_known = self._are_in(step, Phase.PREFILLING, Phase.DRAFTING, Phase.PREFILL_STALLED)
@@ -277,7 +277,7 @@ class LocalBackend(DraftBackend):
         fits = np.zeros(len(rows_np), dtype=bool)
         fits[known] = True
         for i, reason, detail in without_room(self.drafter, rows_np[known], step.bound[known]):
-            if reason == "pool_full" and self._release_resting(step):
+            if reason == "pool_full" and self._release_paused(step):
                 return self._reserve(step)
             fits[known[i]] = False
             if reason != "pool_full":

@@ -1,4 +1,4 @@
-"""The controller on a running engine: answers stay vanilla's; requests and classes that do not pay rest."""
+"""The policy on a running engine: answers stay vanilla's; requests and classes that do not pay are paused."""
 
 import contextlib
 import itertools
@@ -12,7 +12,7 @@ from tests.engine import harness
 from tests.engine.harness import QWEN, Engine, assert_same_answers, skipped
 from tests.engine.test_parallel import PARALLEL, let_drafts_come
 from vllm_vidspec import metrics
-from vllm_vidspec.engine import control
+from vllm_vidspec.engine import scheduling
 from vllm_vidspec.engine.compat.scheduler import decision_of, report_of
 
 pytestmark = pytest.mark.engine
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 
 @contextlib.contextmanager
 def adaptive(is_async: bool, **knobs) -> Iterator[Engine]:
-    """Load the bundled pair as a user has it, the controller on."""
+    """Load the bundled pair as a user has it, the policy on."""
     knobs |= {"adaptive_tokens": True, "is_ahead": is_async}
     with harness.engine(QWEN, "draft", harness.NO_CACHE, **knobs) as engine:
         yield engine
@@ -28,14 +28,14 @@ def adaptive(is_async: bool, **knobs) -> Iterator[Engine]:
 
 @contextlib.contextmanager
 def wrong_drafts(engine: Engine, of_videos: bool) -> Iterator[list[bool]]:
-    """Let every draft for prompts with videos, or without, be wrong; yield whether each was to be shown to it."""
+    """Let every draft for prompts with videos, or without, be wrong; yield whether each was admitted to it."""
     speculator = engine.speculator
     drafter, admit, is_wrong = speculator.backend.drafter, speculator.backend.add, set()
-    draft, shown = drafter.draft, []
+    draft, admitted = drafter.draft, []
 
     def noting(arrival):
         if bool(arrival.features) == of_videos:
-            shown.append(arrival.is_shown)
+            admitted.append(arrival.is_admitted)
             is_wrong.add(arrival.req_state_idx)
         else:
             is_wrong.discard(arrival.req_state_idx)
@@ -48,7 +48,7 @@ def wrong_drafts(engine: Engine, of_videos: bool) -> Iterator[list[bool]]:
         return drafts
 
     with mock.patch.object(speculator.backend, "add", noting), mock.patch.object(drafter, "draft", wrong):
-        yield shown
+        yield admitted
 
 
 @contextlib.contextmanager
@@ -67,8 +67,8 @@ def steps(engine: Engine) -> Iterator[list]:
     clock = mock.Mock(monotonic=lambda: now[0])
     with (
         mock.patch.object(side, "observe", noting),
-        mock.patch.object(control, "time", clock),
-        mock.patch.object(control.compat, "report_of", lambda output: report_of(output)._replace(reading_s=0.0)),
+        mock.patch.object(scheduling, "time", clock),
+        mock.patch.object(scheduling.compat, "report_of", lambda output: report_of(output)._replace(reading_s=0.0)),
     ):
         yield seen
 
@@ -97,27 +97,27 @@ def test_answers_are_vanillas_whatever_is_decided(reference, is_async, shape):
         for _ in range(3):
             outputs, counted = engine.measured(harness.videos(QWEN, 8))
             assert_same_answers(videos, outputs)
-        assert skipped(counted) == {} and counted["shown_video_256"] == 8
+        assert skipped(counted) == {} and counted["admitted_video_256"] == 8
 
 
 def test_hopeless_requests_rest_beside_good_ones(reference):
     """Drafts for texts are all wrong: texts rest, hold no rows, hold up nobody, and are not shown; videos go on."""
     expected = reference(QWEN, "videos and texts")
     requests = harness.videos_and_texts(QWEN)
-    with adaptive(True) as engine, wrong_drafts(engine, of_videos=False) as shown, steps(engine) as seen:
+    with adaptive(True) as engine, wrong_drafts(engine, of_videos=False) as admitted, steps(engine) as seen:
         before = engine.counters()
         for _ in range(6):
             assert_same_answers(expected, engine.generate(requests))
             engine.idle()
         counted = metrics.difference(before, engine.counters())
     assert skipped(counted) == {}
-    assert counted["rests_text"] > counted["resumes_text"] and counted["unshown_text"] > 0, "texts come to rest"
-    assert counted["rests_video_256"] == counted["unshown_video_256"] == 0 < counted["shown_video_256"]
-    assert shown.count(False) == counted["unshown_text"], "the worker does what was decided"
-    mixed = [(before[0].resting, after) for before, after in itertools.pairwise(seen) if before[0].resting]
+    assert counted["pauses_text"] > counted["resumes_text"] and counted["unadmitted_text"] > 0, "texts are paused"
+    assert counted["pauses_video_256"] == counted["unadmitted_video_256"] == 0 < counted["admitted_video_256"]
+    assert admitted.count(False) == counted["unadmitted_text"], "the worker does what was decided"
+    mixed = [(before[0].paused, after) for before, after in itertools.pairwise(seen) if before[0].paused]
     assert mixed, "some step has drafted for some of its requests"
-    for resting, (_, scheduled, drafted) in mixed:
-        assert not resting & scheduled.keys() and not resting & drafted, "who rests has one row, and no draft forward"
+    for paused, (_, scheduled, drafted) in mixed:
+        assert not paused & scheduled.keys() and not paused & drafted, "who is paused has one row, and no draft forward"
     assert counted["accepted_tokens"] > 0.6 * counted["draft_tokens"], "what is drafted is mostly accepted"
     assert np.mean([decision.option.num_tokens > 0 for decision, *_ in seen]) > 0.2
 
@@ -132,7 +132,7 @@ def test_a_class_that_begins_to_pay_is_found_again():
                 engine.generate(requests)
             engine.idle()
             before = engine.counters()
-        assert before["rests_video_256"] == before["resumes_video_256"] + 1
+        assert before["pauses_video_256"] == before["resumes_video_256"] + 1
         num_requests, counted = 0, {"resumes_video_256": 0}
         while counted["resumes_video_256"] == 0 and num_requests < 200:
             engine.generate(requests)
@@ -140,9 +140,9 @@ def test_a_class_that_begins_to_pay_is_found_again():
             num_requests += len(requests)
             counted = metrics.difference(before, engine.counters())
         print(f"found again after {num_requests} requests")
-        assert counted["resumes_video_256"] == 1 and counted["unshown_video_256"] > 0
+        assert counted["resumes_video_256"] == 1 and counted["unadmitted_video_256"] > 0
         _, counted = engine.measured(requests)
-        assert counted["shown_video_256"] == 4 and counted["accepted_tokens"] > 100
+        assert counted["admitted_video_256"] == 4 and counted["accepted_tokens"] > 100
 
 
 def test_a_resting_request_gives_its_draft_memory_to_others():
@@ -169,13 +169,13 @@ def test_a_resting_request_gives_its_draft_memory_to_others():
             with (
                 mock.patch.object(speculator.backend.drafter, "has_room", lambda *_: False),
                 mock.patch(
-                    "vllm_vidspec.engine.draft.backend.without_room",
+                    "vllm_vidspec.engine.draft.local_backend.without_room",
                     side_effect=[iter([(0, "pool_full", "")]), iter([])],
                 ),
             ):
                 engine.core.step()
             assert held > 0 and kv.capacity_np[rows[resting]] == 0 < kv.capacity_np[rows[working]]
-        assert engine.counters()["released_resting"] == 1
+        assert engine.counters()["released_paused"] == 1
         engine.abort()
 
 
@@ -189,4 +189,4 @@ def test_a_drafter_of_its_own_is_asked_for_what_is_decided(reference):
         counted = metrics.difference(before, engine.counters())
     assert skipped(counted) == {} and counted["accepted_tokens"] > 0
     for before, (_, _, drafted) in itertools.pairwise(seen):
-        assert not before[0].resting & drafted
+        assert not before[0].paused & drafted

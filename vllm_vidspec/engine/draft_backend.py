@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_vidspec.adapt import Decision
 from vllm_vidspec.config import Plan
+from vllm_vidspec.engine.policy import Decision
 from vllm_vidspec.engine.requests import DraftBatch, Request, RowTable
 
 
@@ -20,12 +20,12 @@ class Step(NamedTuple):
     bound: np.ndarray  # [num_reqs] int64 host bound of the committed lengths, the target's last token included
     num_sampled: torch.Tensor  # [num_reqs] int32 accepted drafts and the target's own token
     plan: Plan  # what to draft
-    rests: np.ndarray | None = None  # [num_reqs] bool: requests without drafts in this step; None: there are none
+    paused: np.ndarray | None = None  # [num_reqs] bool: requests without drafts in this step; None: there are none
     is_undrafted: bool = False  # whether somebody has decided that drafts do not pay in this step
 
     def active(self, found: np.ndarray) -> np.ndarray:
-        """Return `[num_reqs]` bool: those of `[num_reqs]` bool that do not rest."""
-        return found if self.rests is None else found & ~self.rests
+        """Return `[num_reqs]` bool: those of `[num_reqs]` bool that are not paused."""
+        return found if self.paused is None else found & ~self.paused
 
     @classmethod
     def of(
@@ -37,13 +37,13 @@ class Step(NamedTuple):
         most: int | None = None,
     ) -> "Step":
         """Read a step from vLLM's batch, without a wait for the device; vLLM has room for `most` drafts."""
-        rests, is_undrafted = None, not plan.num_tokens
+        paused, is_undrafted = None, not plan.num_tokens
         if decision is not None:
             is_undrafted |= not decision.option.num_tokens
             plan = Plan(decision.option.shape, decision.option.num_tokens)
-            if decision.resting:
-                found = map(decision.resting.__contains__, batch.req_ids)
-                rests = np.fromiter(found, dtype=bool, count=batch.num_reqs)
+            if decision.paused:
+                found = map(decision.paused.__contains__, batch.req_ids)
+                paused = np.fromiter(found, dtype=bool, count=batch.num_reqs)
         # From the same plans, but for vLLM's warm-up, and 0 where no request of the step can use drafts (from 0.33 on).
         if most is not None:
             plan = plan._replace(num_tokens=min(plan.num_tokens, most))
@@ -52,13 +52,13 @@ class Step(NamedTuple):
             computed = computed - batch.num_draft_tokens_per_req
         # The last draft of this step may commit K more tokens and the target one.
         bound = np.add(batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs], 1, dtype=np.int64)
-        return cls(batch, computed >= batch.prefill_len_np, bound, num_sampled, plan, rests, is_undrafted)
+        return cls(batch, computed >= batch.prefill_len_np, bound, num_sampled, plan, paused, is_undrafted)
 
 
 class DraftBackend(RowTable):
     """What a step asks for; `add` and `remove` begin and end what it keeps of a row's request."""
 
-    reads_at_rest = False  # whether prompts are read while nothing is drafted, as it costs the target nothing
+    reads_while_paused = False  # whether prompts are read while nothing is drafted, as it costs the target nothing
     # Requests whose prompts were read in the last step, and the host's time for them.
     reading: frozenset[str] = frozenset()
     reading_s = 0.0
