@@ -16,7 +16,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 # ruff: noqa: E402
 from vllm_vidspec import metrics
 from vllm_vidspec.shapeworld import world
-from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools import pairs, session_job
 from vllm_vidspec.tools.provenance import provenance
 
 Row = dict[str, Any]
@@ -51,10 +51,7 @@ class Engine:
 
     def answer(self, prompts: list[Row], **sampling: Any) -> list[list[int]]:
         """Return the token ids of the answers, greedy unless `sampling` says otherwise, each with a seed of its own."""
-        from vllm import SamplingParams
-
-        params = [SamplingParams(**{"temperature": 0.0, "seed": i} | sampling) for i in range(len(prompts))]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        outputs = session_job.Engine(self.llm, prompts).ask(sampling, seed=0)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def measure(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, int]]:
