@@ -83,7 +83,7 @@ bench-gpu: setup ## Kernels and engines of real shapes on a GPU, 25 minutes at m
 	@$(PY) -m benchmarks.gpu $(BENCH_GPU_ARGS)
 
 soak: setup ## Minutes of mixed traffic to two servers, every answer compared (SOAK_ARGS="--minutes 2 --json soak.json").
-	@$(PY) benchmarks/soak.py $(SOAK_ARGS)
+	@$(PY) -m benchmarks.soak $(SOAK_ARGS)
 
 doctor: setup ## Check the environment and say what to do about each problem.
 	@$(PY) -m vllm_vidspec.cli doctor

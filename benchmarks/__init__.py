@@ -1,1 +1,3 @@
-"""What proves this repository, run as `python -m benchmarks.<case>` in a clone; the product never imports it."""
+"""What proves this repository: benchmarks, soaks, how the bundled models were made. In no wheel; the package never
+imports it. Run as `python -m benchmarks.<case>`.
+"""

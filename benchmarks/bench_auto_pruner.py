@@ -1,7 +1,7 @@
 """What `pruner: auto` reaches, beside every pruner that it chooses from, on the same requests of one engine.
 
-python benchmarks/bench_auto_pruner.py [--family qwen2.5-vl,...] [--learn 200] [--measure 100] [--json auto.json]
-python benchmarks/bench_auto_pruner.py --family qwen2.5-vl-long --tokens 1024 --json docs/results/long-auto.json
+python -m benchmarks.bench_auto_pruner [--family qwen2.5-vl,...] [--learn 200] [--measure 100] [--json auto.json]
+python -m benchmarks.bench_auto_pruner --family qwen2.5-vl-long --tokens 1024 --json docs/results/long-auto.json
 
 First so many requests are given whatever auto gives them, while it learns. Then the next ones, of other videos, are
 asked five times: with auto, which goes on learning, and with each pruner for all of them. A second run of each bundled
@@ -17,10 +17,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import harness
-from bench_long import MAX_TOKENS, job
-
-from vidspec_tools import reel
+from benchmarks import harness, reel
+from benchmarks.bench_long import MAX_TOKENS, job
 from vllm_vidspec import assets, metrics
 from vllm_vidspec.pruning import prompt as pruning
 from vllm_vidspec.tools import pairs

@@ -1,6 +1,6 @@
 """Measure what drafts lose by ignoring a sampling parameter that the target applies, on the bundled pairs.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_draft_parameters.py [--videos 24] [--max-tokens 80] [--cases top-p]
+    OMP_NUM_THREADS=1 python -m benchmarks.bench_draft_parameters [--videos 24] [--max-tokens 80] [--cases top-p]
 
 A draft under a temperature and noise alone is one CUDA graph; one whose logits vLLM processes (penalties, top-k, top-p,
 min-p) is a graph a level, with launches between. So a parameter should be processed where that raises acceptance,
@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import harness
-
+from benchmarks import harness
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.tools import pairs
 

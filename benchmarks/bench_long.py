@@ -1,8 +1,8 @@
 """Acceptance and decode speed of a pair by length, pruner and share dropped, beside vanilla vLLM.
 
-    python benchmarks/bench_long.py acceptance --tokens 256,1024,4096,16384 --shares 0.5,0.9,0.99
-    python benchmarks/bench_long.py acceptance --family qwen2.5-vl --compacted specvlm,uniform
-    python benchmarks/bench_long.py speed --tokens 1024,4096,16384 --pads 0,5,9
+    python -m benchmarks.bench_long acceptance --tokens 256,1024,4096,16384 --shares 0.5,0.9,0.99
+    python -m benchmarks.bench_long acceptance --family qwen2.5-vl --compacted specvlm,uniform
+    python -m benchmarks.bench_long speed --tokens 1024,4096,16384 --pads 0,5,9
     python -m vidspec_tools.pages
 
 Each request of a long pair is a held-out reel with one question of its own, of another pair a held-out video of 256
@@ -18,16 +18,15 @@ import statistics
 from contextlib import ExitStack
 from typing import Any
 
-from vidspec_tools import inflation, reel
-from vidspec_tools.bench import ratios
-from vidspec_tools.bench.methods import parallel_window
-from vidspec_tools.bench.session import BenchSession
-from vidspec_tools.bench.trials import cores
+from benchmarks import inflation, ratios, reel
+from benchmarks.methods import parallel_window
+from benchmarks.session import BenchSession
 from vidspec_tools.pages.long_videos import draw
 from vidspec_tools.pages.pruners import NAMES, mean_length
 from vidspec_tools.pages.tables import RESULTS
 from vllm_vidspec import assets
 from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.bench.trials import cores
 from vllm_vidspec.tools.provenance import provenance
 
 FAMILY = assets.LONG

@@ -1,6 +1,6 @@
 """How many requests of a long video fit into one KV budget at once, by how much of the video the draft sees.
 
-    python benchmarks/bench_long_memory.py --tokens 16384 --budget-mib 512 --json docs/results/long-memory.json
+    python -m benchmarks.bench_long_memory --tokens 16384 --budget-mib 512 --json docs/results/long-memory.json
 
 Each setting's engine is given requests until one has to wait. `running` counts those that vLLM's KV cache holds,
 `drafting` those that the draft's pool holds beside it. `modelled` is the same by the arithmetic of the two pools
@@ -12,12 +12,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import harness
-from bench_long import FAMILY, MAX_TOKENS, WHOLE, job
-
-from vidspec_tools import reel
-from vidspec_tools.planning.models import from_folder, target_shape
+from benchmarks import harness, reel
+from benchmarks.bench_long import FAMILY, MAX_TOKENS, WHOLE, job
 from vllm_vidspec.planning import pool
+from vllm_vidspec.planning.models import from_folder, target_shape
 from vllm_vidspec.tools import pairs
 
 PAIRS = (("72B", "7B"), ("32B", "7B"), ("7B", "7B"))  # of Qwen2.5-VL

@@ -1,7 +1,7 @@
 """LVSpec on the long pair: what its relevance score keeps of an answer's facts, and why.
 
-    python benchmarks/bench_long_quality.py --what curve --tokens 1024 --requests 24 --json quality.json
-    python benchmarks/bench_long_quality.py --what score --tokens 1024 --requests 24 --json relevance.json
+    python -m benchmarks.bench_long_quality --what curve --tokens 1024 --requests 24 --json quality.json
+    python -m benchmarks.bench_long_quality --what score --tokens 1024 --requests 24 --json relevance.json
 
 `curve` is `vidspec bench quality` with reels and their questions: facts kept over tokens per step, for the score, for
 random loosening and for an oracle. `score` looks at the score alone, without an engine: the target reads each reel and
@@ -12,22 +12,17 @@ above a filler; `in_scene` is the share of the N that are of the scene that the 
 
 import argparse
 import itertools
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-import harness
 import numpy as np
 import torch
-from bench_long import FAMILY, MAX_TOKENS, job
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from training.train_long import Reader
-from vidspec_tools import reel
-from vidspec_tools.bench import quality
-from vidspec_tools.captions import accuracy, auc, pooled
+from benchmarks import harness, quality, reel
+from benchmarks.bench_long import FAMILY, MAX_TOKENS, job
+from benchmarks.captions import accuracy, auc, pooled
+from benchmarks.training.train_long import Reader
 from vllm_vidspec.tools import pairs
 
 FACT_WORDS = reel.fact_words()

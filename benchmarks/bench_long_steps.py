@@ -1,6 +1,6 @@
 """Where a decode step of the long pair goes, by length of the video: target and draft, attention and the rest.
 
-    python benchmarks/bench_long_steps.py --tokens 1024,4096,16384 --json docs/results/long-steps.json
+    python -m benchmarks.bench_long_steps --tokens 1024,4096,16384 --json docs/results/long-steps.json
 
 One request in an engine of its own: vanilla (one query row), then with drafts of the whole video and of a tenth of it
 (six rows in a verify step). Medians over decode steps, in ms: `target attention` and `draft attention` are vLLM's
@@ -16,15 +16,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-import harness
 import torch
-from bench_long import FAMILY, WHOLE, job
-from bench_overheads import Stopwatch
-from harness import DecodeLoop
 
-from vidspec_tools import reel
-from vidspec_tools.planning.models import from_folder
+from benchmarks import harness, reel
+from benchmarks.bench_long import FAMILY, WHOLE, job
+from benchmarks.bench_overheads import Stopwatch
 from vllm_vidspec.engine.kv_views import attention_layers
+from vllm_vidspec.planning.models import from_folder
 from vllm_vidspec.tools import pairs
 
 SETTINGS: dict[str, dict[str, Any] | None] = {
@@ -57,7 +55,7 @@ def watch(engine: harness.Engine, is_ours: bool) -> Stopwatch:
 
 def steps(engine: harness.Engine, prompt: harness.Row, is_ours: bool, number: int) -> tuple[harness.Row, harness.Row]:
     """Return the parts of the prefill, and the medians of those of a decode step, in ms."""
-    loop, clock = DecodeLoop(engine.llm.llm_engine, is_ours), watch(engine, is_ours)
+    loop, clock = harness.DecodeLoop(engine.llm.llm_engine, is_ours), watch(engine, is_ours)
     before = engine.counters() if is_ours else None
     begun = time.perf_counter()
     loop.start([prompt], MAX_TOKENS, 10)

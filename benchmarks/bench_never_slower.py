@@ -38,14 +38,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from safetensors.torch import load_file, save_file
 
-from vidspec_tools.bench import interleaved, scaling
-from vidspec_tools.bench.acceptance import identical_frac
-from vidspec_tools.bench.methods import CONTROLLER, SEQUENTIAL
-from vidspec_tools.bench.session import BenchSession, Played
-from vidspec_tools.bench.trials import VANILLA_VARIANT, Variant, Workload
+from benchmarks import inflated, scaling
+from benchmarks.methods import CONTROLLER
+from benchmarks.session import BenchSession, Played
 from vidspec_tools.pages.never_slower import AGAIN, NAME, ONE_ENGINE, line, mixed_table
 from vllm_vidspec import assets
 from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.bench.acceptance import identical_frac
+from vllm_vidspec.tools.bench.trials import SEQUENTIAL, VANILLA_VARIANT, Variant, Workload
 from vllm_vidspec.tools.progress import silent
 from vllm_vidspec.tools.provenance import provenance
 
@@ -180,8 +180,8 @@ def benchmark_of(
     sizes["kept_requests"] = args.keep
     benchmark = scaling.ScalingBenchmark(families=(family,), inflate=(pads,), draft=draft, **sizes)
     if args.layers:
-        return benchmark, Workload(family, 0.0, *args.layers)
-    return benchmark, interleaved.workload_for(benchmark, family, pads, silent)
+        return benchmark, inflated.InflatedWorkload(family, 0.0, *args.layers)
+    return benchmark, inflated.workload_for(benchmark, family, pads, silent)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Measure what of a step guidance, pruning, relevance, tree building and scoring take, beside an inflated target.
 
-python benchmarks/bench_overheads.py [--inflate 9] [--requests 12] [--json overheads.json]
+python -m benchmarks.bench_overheads [--inflate 9] [--requests 12] [--json overheads.json]
 
 One request at a time, greedily, one engine per setting. Our calls are wrapped on the live objects; what they call of
 the draft's forwards and of vLLM is taken off. `the rest` is all else of ours, from where vLLM calls it. Two kinds of
@@ -11,18 +11,13 @@ parameters and zeros: shares are of such steps.
 
 import argparse
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import harness
-
-from vidspec_tools.bench import interleaved, trials
-from vidspec_tools.bench.methods import SEQUENTIAL
+from benchmarks import harness, inflated
+from vllm_vidspec.tools.bench import trials
 
 FAMILY = "qwen2.5-vl"
 ANSWER_TOKENS = 64
@@ -33,7 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tree-static, specvlm, strict": {"pruner": "specvlm", "drafting": "tree-static"},
     "tree-adaptive, specvlm, strict": {"pruner": "specvlm", "drafting": "tree-adaptive"},
 }
-BENCHMARK = trials.Benchmark(families=(FAMILY,), pruner="specvlm")  # whose draft's step the ratio is of
+BENCHMARK = inflated.InflatedBenchmark(families=(FAMILY,), pruner="specvlm")  # whose draft's step the ratio is of
 COMPONENTS = ("guidance", "pruning", "relevance", "tree building", "scoring", "the rest")
 FOREIGN = "(not ours)"
 
@@ -143,9 +138,9 @@ class Watched:
 
 def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
     """Start an engine for each setting, and yield what a prompt's steps and a verify step take, and their parts."""
-    workload = interleaved.workload_for(BENCHMARK, FAMILY, options.inflate)
+    workload = inflated.workload_for(BENCHMARK, FAMILY, options.inflate)
     for name, spec in SETTINGS.items():
-        variant = trials.Variant("vidspec", SEQUENTIAL, {"prune_ratio": 0.9} | spec)
+        variant = trials.Variant("vidspec", trials.SEQUENTIAL, {"prune_ratio": 0.9} | spec)
         with harness.Engine(workload.job(BENCHMARK, variant, [0])["llm"]) as engine:
             watched = Watched(engine)
             for i, prompt in enumerate(harness.videos(FAMILY, range(options.requests + 1))):

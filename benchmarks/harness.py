@@ -5,15 +5,12 @@ import gc
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
-# ruff: noqa: E402
 from vllm_vidspec import metrics
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs, session_job

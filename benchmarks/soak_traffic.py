@@ -16,8 +16,8 @@ import httpx
 import numpy as np
 from PIL import Image
 
+from benchmarks import captioned
 from benchmarks.soak_judge import COMPLETE, REFUSED, SAME, Choice, Reply
-from vidspec_tools import captioned
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
 

@@ -17,7 +17,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Take links to what is in the repository alone, such as training/, off their words."""
+    """Take links to what is in the repository alone, such as benchmarks/, off their words."""
     docs = ROOT / "docs"
     folders = [docs, ROOT] if page.file.src_uri == "index.md" else [(docs / page.file.src_uri).parent]
 

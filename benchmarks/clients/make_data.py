@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from vidspec_tools import captioned
+from benchmarks import captioned
 from vllm_vidspec.shapeworld import world
 
 HERE = Path(__file__).resolve().parent

@@ -13,7 +13,7 @@ from benchmarks.gpu.plan import FAMILY, Engine, Sizes
 from benchmarks.gpu.steps import Context, Row, SkippedError, engine, expect
 
 if TYPE_CHECKING:
-    from vidspec_tools.bench.methods import Figure
+    from benchmarks.methods import Figure
 
 
 def kernel_rows(context: Context, kernel: str) -> None:
@@ -135,7 +135,7 @@ def engine_rows(context: Context, method: str) -> None:
 
 def published_of(planned: Engine) -> "Figure | None":
     """Return what is published of an engine's method; None for vanilla and the controller."""
-    from vidspec_tools.bench.methods import QWEN, TABLE_1
+    from benchmarks.methods import QWEN, TABLE_1
 
     return TABLE_1[QWEN].get(planned.tau_of)
 
@@ -148,9 +148,9 @@ def rate_of(planned: Engine, batch: int, step_ms: float, draft_ms: float | None)
     measured none, so there is no rate). M is taken not to have the target's own token, the reading with which it is
     more.
     """
-    from vidspec_tools.bench.methods import STEP
-    from vidspec_tools.planning.acceptance import Agreement, rate_of_stream
-    from vidspec_tools.planning.speed import run_streams
+    from benchmarks.methods import STEP
+    from vllm_vidspec.planning.acceptance import Agreement, rate_of_stream
+    from vllm_vidspec.planning.speed import run_streams
 
     found, tokens, kind = published_of(planned), 1.0, "counted"
     if found is not None and found.over == STEP:
@@ -171,8 +171,8 @@ def in_turn(running: Any, loop: Any, prompts: list[Any], sizes: Sizes) -> Row:
     With made-up weights hardly a draft token is accepted: what the controller costs where drafts never pay. The first
     third of the rounds, in which it learns that, is apart.
     """
-    from vidspec_tools.bench.methods import CONTROLLER, VANILLA
-    from vidspec_tools.bench.roles import Roles
+    from benchmarks.methods import CONTROLLER
+    from benchmarks.roles import VANILLA, Roles
 
     roles, before = Roles(running.llm), running.counters()["draft_steps"]
     token_ms: dict[str, list[float]] = {VANILLA: [], CONTROLLER: []}

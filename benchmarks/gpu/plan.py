@@ -35,7 +35,7 @@ def chosen_models(name: str, total: int) -> str:
 class Engine:
     method: str  # what drafts
     num_drafts: int = 0  # K, 0 for vanilla
-    tau_of: str = ""  # the published method that it is (`vidspec_tools/bench/methods.py`)
+    tau_of: str = ""  # the published method that it is (`benchmarks/methods.py`)
 
     @property
     def is_ours(self) -> bool:

@@ -12,10 +12,9 @@ from unittest import mock
 
 import numpy as np
 
-from vidspec_tools import watching
 from vllm_vidspec import metrics
 from vllm_vidspec.shapeworld import world
-from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools import pairs, watching
 
 FAMILIES = QWEN, LLAVA = pairs.FAMILIES[:2]
 QWEN3 = pairs.FAMILIES[2]

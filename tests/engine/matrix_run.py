@@ -20,14 +20,13 @@ from tests.engine.conftest import QUESTION
 from tests.engine.harness import QWEN, Engine
 from tests.engine.matrix import LOSSY, SEVERAL, UNTRAINED_FAMILIES, Batch, Cell
 from tests.engine.test_parallel import PARALLEL, let_drafts_come
-from vidspec_tools import watching
 from vllm_vidspec import metrics
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.engine import preflight
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.metrics import Kind
 from vllm_vidspec.scoring.choices import choose
-from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools import pairs, watching
 
 MAX_TOKENS = 20
 # Tokens on their way may end a preempted request, which then never begins again: there must be more left than that.

@@ -7,9 +7,8 @@ import time
 from typing import Any
 
 from tests.engine import harness
-from vidspec_tools import watching
 from vllm_vidspec.adapt import REST
-from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools import pairs, watching
 
 FAMILY = harness.LLAVA  # its bundled vision towers have an even number of heads
 LONG = 400  # tokens of an answer that no drafter is too late for

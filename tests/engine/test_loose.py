@@ -12,12 +12,11 @@ from tests.engine import float64, harness
 from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import LLAVA, NO_CACHE, QWEN, QWEN3, assert_same_answers, in_place_of, token_ids
 from vidspec_kernels import LooseTables
-from vidspec_tools import watching
 from vllm_vidspec.engine.hooks import state_store, visual_states
 from vllm_vidspec.engine.verify import loose_tables
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.scoring import rules as scorers
-from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools import pairs, watching
 
 pytestmark = pytest.mark.engine
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from benchmarks import inflation
 from tests.engine import harness
 from tests.engine.harness import FAMILIES, LLAVA, QWEN3, assert_same_answers, skipped
-from vidspec_tools import inflation
 from vllm_vidspec import metrics
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.tools import pairs

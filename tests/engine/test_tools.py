@@ -7,18 +7,17 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from benchmarks.methods import CONTROLLER
+from benchmarks.roles import OF_RUNNER, VANILLA, Roles
+from benchmarks.session import BenchSession
 from tests.engine import harness
 from tests.engine.harness import QWEN
 from tests.engine.test_control import steps
 from tests.tools.common import load
-from vidspec_tools.bench.methods import CONTROLLER, VANILLA
-from vidspec_tools.bench.roles import OF_RUNNER, Roles
-from vidspec_tools.bench.session import BenchSession
-from vidspec_tools.pictures import show_pruning
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner
 from vllm_vidspec.pruning.pruners import top_k_indices
-from vllm_vidspec.tools import calibrate, pairs
+from vllm_vidspec.tools import calibrate, pairs, show_pruning
 from vllm_vidspec.tools.calibrate import Calibration
 from vllm_vidspec.tools.engine_session import answer_command
 

@@ -1,6 +1,7 @@
 """What the tools' tests share: the command, scripts of the repository, and engines that are not there."""
 
 import functools
+import importlib
 import importlib.util
 import json
 import re
@@ -12,14 +13,14 @@ from types import SimpleNamespace
 
 from typer.testing import CliRunner
 
-from vidspec_tools import captioned
-from vidspec_tools.bench import acceptance
-from vidspec_tools.captions import ATTRIBUTE_WORDS
+from benchmarks import captioned
+from benchmarks.captions import ATTRIBUTE_WORDS
 from vllm_vidspec.cli import app
 from vllm_vidspec.config import METHOD
 from vllm_vidspec.metrics import NAMES
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.bench import acceptance
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = pairs.FAMILIES[:2]  # of what is recorded
@@ -27,6 +28,9 @@ SMALL_AXES = {"pruner": ("none", "random", "uv"), "prune_ratio": (0, 0.9, 1)}
 
 
 def invoke(*args):
+    """Run a command of `vidspec`, or with `-m` one of `benchmarks`."""
+    if args[0] == "-m":
+        return CliRunner().invoke(importlib.import_module(args[1]).app, list(args[2:]))
     return CliRunner().invoke(app, list(args))
 
 

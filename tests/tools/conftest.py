@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tools.common import Clocks, answer_captions, counters
-from vidspec_tools.bench import trials
+from vllm_vidspec.tools.bench import trials
 from vllm_vidspec.tools.engine_session import EngineSession
 
 

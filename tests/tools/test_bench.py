@@ -7,14 +7,15 @@ import sys
 import numpy as np
 import pytest
 
+from benchmarks import scaling
+from benchmarks.session import BenchEngine
 from tools.common import FAMILIES, counters, invoke, printed, refuses
-from vidspec_tools.bench import acceptance, scaling
-from vidspec_tools.bench.session import BenchEngine
-from vidspec_tools.bench.trials import VANILLA_VARIANT, Workload
 from vidspec_tools.views import acceptance as acceptance_view
 from vidspec_tools.views import quality as quality_view
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.bench import acceptance
+from vllm_vidspec.tools.bench.trials import VANILLA_VARIANT, Workload
 from vllm_vidspec.tools.engine_session import EngineSession
 
 

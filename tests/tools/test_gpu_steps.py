@@ -16,9 +16,9 @@ import torch
 from benchmarks import harness, made_up
 from benchmarks.gpu import checks, measure, plan, steps
 from tools.common import ROOT, load
-from vidspec_tools.planning.acceptance import Agreement
-from vidspec_tools.planning.speed import run_streams
 from vllm_vidspec import SUPPORTED_VLLM
+from vllm_vidspec.planning.acceptance import Agreement
+from vllm_vidspec.planning.speed import run_streams
 
 KERNEL_TESTS = ROOT / "tests" / "kernels"
 GIB = 2**30

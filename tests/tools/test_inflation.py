@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from vidspec_tools import inflation
+from benchmarks import inflation
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
 

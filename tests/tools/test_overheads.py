@@ -6,11 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tools.common import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import bench_overheads as overheads
-import harness
+from benchmarks import bench_overheads as overheads
+from benchmarks import harness
 
 
 def test_a_prompts_steps_are_one_and_each_verify_step_is_its_own(monkeypatch):

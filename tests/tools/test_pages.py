@@ -14,11 +14,11 @@ from benchmarks import soak, soak_judge
 from tests.engine import coexistence
 from tests.serve import restarts
 from tools.common import FAMILIES, ROOT, SMALL_AXES, printed, sweep
-from vidspec_tools.bench import acceptance
 from vidspec_tools.pages import __main__ as builder
 from vidspec_tools.pages import measure, never_slower, reliability, results, tables
 from vidspec_tools.views import acceptance as acceptance_view
 from vllm_vidspec.cli import app
+from vllm_vidspec.tools.bench import acceptance
 
 
 def test_pages_are_what_was_recorded():
@@ -78,7 +78,11 @@ def test_commands_and_their_names():
     """Catches: a result without a command; one of a command that is not measured again; a name for others."""
     found = measure.commands_by_name()
     assert len(found["R9-sage"]) == 3 and found["R7"] == ["demo --family llava-onevision"]
-    assert all(line.startswith(("benchmarks/", "bench ", "demo")) for lines in found.values() for line in lines)
+    assert all(
+        line.startswith(("-m benchmarks.", "benchmarks/", "bench ", "demo"))
+        for lines in found.values()
+        for line in lines
+    )
     assert measure.chosen("R9", found) == ["R9", "R9-sage"]
     assert measure.chosen("R9-sage,R1", found) == ["R1", "R9-sage"]
     assert measure.chosen("paper", found) == [name for name in found if name.startswith("paper-")]

@@ -4,21 +4,21 @@ import json
 
 import pytest
 
+from benchmarks import inflation, methods, paper, ratios
+from benchmarks.paper import PaperBenchmark
 from tools.common import DECODED, DRAFT_S, TARGET_S, Clocks, invoke, num_layers, printed, refuses
-from vidspec_tools import inflation
-from vidspec_tools.bench import interleaved, methods, paper, ratios, trials
-from vidspec_tools.bench.paper import PaperBenchmark
-from vidspec_tools.bench.trials import Benchmark, Trial
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.bench import interleaved, trials
+from vllm_vidspec.tools.bench.trials import Benchmark, Trial
 
 SMALL = ("--requests", "1", "--rounds", "1")
 CHAIN = ("--methods", "SD-chain")
 
 
 def measured(*options):
-    return printed("bench", "paper", *options)
+    return printed("-m", "benchmarks.paper", *options)
 
 
 def specs(clocks):
@@ -80,7 +80,7 @@ def test_a_method_that_fails_is_named_and_the_others_go_on(clocks):
 
     clocks.fails = fails
     chosen = ("--methods", "SD-chain,SD-tree,SpecVLM")
-    result = invoke("bench", "paper", *chosen, "--requests", "2", "--rounds", "1", "--json", "-")
+    result = invoke("-m", "benchmarks.paper", *chosen, "--requests", "2", "--rounds", "1", "--json", "-")
     assert result.exit_code == 1 and "vidspec: qwen2.5-vl 0.0 SD-tree: it stopped" in result.stderr
     found = json.loads(result.stdout)
     named = {"family": "qwen2.5-vl", "inflate": 0.0, "method": "SD-tree", "reason": "it stopped"}
@@ -93,7 +93,7 @@ def test_a_method_that_fails_is_named_and_the_others_go_on(clocks):
 
 def test_only_parallel_drafting_needs_a_second_core(clocks, monkeypatch):
     monkeypatch.setattr(trials, "cores", lambda: [0])
-    refuses("the parallel drafter needs a core of its own", "bench", "paper")
+    refuses("the parallel drafter needs a core of its own", "-m", "benchmarks.paper")
     assert len(measured(*SMALL, *CHAIN)["rows"]) == 2
 
 
@@ -147,10 +147,11 @@ def test_measured_times_are_kept_by_machine_and_checkpoint(monkeypatch):
 
 def test_ratio_is_of_the_parallel_drafter_or_the_pairs_draft(clocks):
     """Catches: a ratio measured on the target's forwards as its own draft, or on none."""
-    reference = PaperBenchmark().reference(5.0)
+    at_5 = trials.Workload("qwen2.5-vl", 5.0)
+    reference = PaperBenchmark().reference(at_5)
     assert (reference.method, reference.spec["num_speculative_tokens"]) == ("ParallelVLM", 10)
-    assert PaperBenchmark(methods=("self-SD", "SAGE")).reference(5.0).method == "SAGE"
-    assert PaperBenchmark(methods=("self-SD", "stock draft_model")).reference(5.0).method == "SD-chain"
+    assert PaperBenchmark(methods=("self-SD", "SAGE")).reference(at_5).method == "SAGE"
+    assert PaperBenchmark(methods=("self-SD", "stock draft_model")).reference(at_5).method == "SD-chain"
     measured(*SMALL, "--methods", "SD-chain,self-SD", "--inflate", "20")
     vanilla, chain, own = (session.job["llm"] for session in clocks.sessions[-3:])
     assert vanilla["model"] == chain["model"] == own["model"]
@@ -253,9 +254,9 @@ def test_every_method_is_a_row(clocks):
     assert scorers == {"LVSpec": "loose", "FLy": "fly"}
     assert [name for name, spec in given.items() if "parallel" in spec] == ["ParallelVLM"]
     assert [name for name, spec in given.items() if spec["model"] == "self"] == ["self-SD"]
-    said = " ".join(invoke("bench", "paper", "--help").stdout.split())
+    said = " ".join(invoke("-m", "benchmarks.paper", "--help").stdout.split())
     assert all(name in said for name in paper.ALL)
-    table = invoke("bench", "paper", *SMALL).stdout
+    table = invoke("-m", "benchmarks.paper", *SMALL).stdout
     assert all(words in table for words in ("the pair as it is", "own token", *paper.ALL[:-1]))
 
 
@@ -272,7 +273,7 @@ def test_draft_is_a_role_or_a_path(clocks, draft, model):
 def test_methods_fit_every_family(clocks):
     for name, method in methods.METHODS.items():
         if method.mode != methods.STOCK:
-            knobs = trials.Variant.of(name, method, 3.0).knobs(PaperBenchmark())
+            knobs = method.variant(name, 3.0).knobs(PaperBenchmark())
             for family in pairs.FAMILIES:
                 parse_config(pairs.speculative_config(family, method.draft or "draft", **knobs))
     assert [methods.parallel_window(ratio) for ratio in (0, 2, 3, 9)] == [5, 5, 6, 18]
@@ -316,8 +317,8 @@ def test_one_setting_beside_vanilla(clocks):
     assert ours["t_step_ms"] == ours["t_step_ms_p99"] == pytest.approx(1e3 * step_s)
     assert (vanilla["request_ms"], ours["request_ms"]) == pytest.approx((200 + 48 * 40, 200 + 12e3 * step_s))
     assert vanilla["draft_decode_ms"] is None and ours["draft_decode_ms"] == pytest.approx(48 * 4)
-    beside = ("bench", "speed", *SMALL, "--parallel", "--inflate", "5")
+    beside = ("bench", "speed", *SMALL, "--parallel")
     ours = printed(*beside)["rows"][-1]
-    assert (ours["mode"], ours["num_speculative_tokens"]) == ("parallel", 10)
+    assert (ours["mode"], ours["num_speculative_tokens"]) == ("parallel", 5)
     tables = invoke(*beside).stdout
-    assert all(words in tables for words in ("chain of 10", "late", "what drafting takes of a request", "relevance"))
+    assert all(words in tables for words in ("chain of 5", "late", "what drafting takes of a request", "relevance"))

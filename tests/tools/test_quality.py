@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks import captioned, quality
+from benchmarks.quality import DEFAULTS, Quality, Setting, setting_name
 from tools.common import FAMILIES, answer_captions, invoke
-from vidspec_tools import captioned
-from vidspec_tools.bench import quality
-from vidspec_tools.bench.quality import DEFAULTS, Quality, Setting, setting_name
 from vidspec_tools.views.quality import longest_kept, longest_words, panels
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import progress
@@ -154,7 +153,7 @@ def test_command_writes_table_and_files(sessions, tmp_path):
     pytest.importorskip("matplotlib")
     files = {kind: tmp_path / f"rows.{kind}" for kind in ("svg", "json")}
     result = invoke(
-        *("bench", "quality", "--requests", "3"),
+        *("-m", "benchmarks.quality", "--requests", "3"),
         *("--temperature", "0,1", "--draft-noise", "shared,independent", "--lambda", "0.5,0.7", "--top-n", "1,10"),
         *("--plot", str(files["svg"]), "--json", str(files["json"])),
     )

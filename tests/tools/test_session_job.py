@@ -8,13 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from vidspec_tools import watching
-from vidspec_tools.bench import session
-from vidspec_tools.bench.session import BenchEngine
+from benchmarks import session
+from benchmarks.session import BenchEngine
 from vllm_vidspec import metrics
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import NAMES
-from vllm_vidspec.tools import session_job
+from vllm_vidspec.tools import session_job, watching
 from vllm_vidspec.tools.engine_session import answer_command
 
 

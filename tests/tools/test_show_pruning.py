@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from tools.common import invoke
-from vidspec_tools.pictures import contact_sheet, show_pruning
-from vidspec_tools.pictures.contact_sheet import Layout, Row
-from vidspec_tools.pictures.show_pruning import Record, Show, choose
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import TokenGrid
 from vllm_vidspec.shapeworld import world
-from vllm_vidspec.tools import pairs, user_files
+from vllm_vidspec.tools import contact_sheet, pairs, show_pruning, user_files
+from vllm_vidspec.tools.contact_sheet import Layout, Row
+from vllm_vidspec.tools.show_pruning import Record, Show, choose
 
 Image = pytest.importorskip("PIL.Image")
 

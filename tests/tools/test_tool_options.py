@@ -3,9 +3,9 @@
 import pytest
 
 from tools.common import ROOT, refuses
-from vidspec_tools.bench import trials
-from vidspec_tools.planning import planner
+from vllm_vidspec.planning import planner
 from vllm_vidspec.tools import processes
+from vllm_vidspec.tools.bench import trials
 
 COMMANDS = ("calibrate", "show-pruning")
 OF_ALL = (
@@ -17,8 +17,8 @@ OF_ALL = (
     ("--out /no/such/folder/file", "no such folder"),
     ("--out /tmp", "it is a folder"),
 )
-BENCHES = ("bench acceptance", "bench quality")
-TURNS = ("bench speed", "bench paper")  # with vanilla
+BENCHES = ("bench acceptance", "-m benchmarks.quality")
+TURNS = ("bench speed", "-m benchmarks.paper")  # with vanilla
 DRAFTING = ("bench acceptance", "demo", *TURNS)
 OF_SEVERAL = (
     ("--family llava", "unknown family 'llava'", (*COMMANDS, *BENCHES, *TURNS, "demo")),
@@ -27,7 +27,7 @@ OF_SEVERAL = (
     ("--video /no/such.mp4", "no such video: /no/such.mp4", ("calibrate", "demo")),
     ("/no/such.mp4", "no such video: /no/such.mp4", ("show-pruning",)),
     ("--json /no/such/rows.json", "cannot write /no/such/rows.json: no such folder", (*BENCHES, *TURNS)),
-    ("--inflate 0.5", "a ratio of target time to draft time is at least 1", TURNS),
+    ("--inflate 0.5", "a ratio of target time to draft time is at least 1", TURNS[1:]),
     ('--knob scorer="loose"', "--knob scorer: it has an option of its own", TURNS),
     *(
         (f"--draft {one}", f"--draft: {one!r} is neither a role of the bundled pair nor a checkpoint", DRAFTING)
@@ -79,7 +79,7 @@ OF_ONE = {
         ('--knob draft="tree-static"', "an option of its own, --drafting"),
         ('--knob draft_shape="tree-static"', "an option of its own, --drafting"),
     ),
-    "bench quality": (
+    "-m benchmarks.quality": (
         ("--scorer lose", "scorer"),
         ("--lambda 0.5,1.5", "lambda_loose"),
         ("--lambda much", "--lambda: 'much' is not a list of float values"),
@@ -100,7 +100,7 @@ OF_ONE = {
         ("--scorer lenient", "scorer"),
         ("--parallel --drafting tree-static", "use draft_shape chain"),
     ),
-    "bench paper": (
+    "-m benchmarks.paper": (
         ("--methods SpecVML", "--methods: 'SpecVML' is none of autoregressive, SD-chain"),
         ("--methods ,", "--methods: no value given"),
         ("--draft target --inflate 5", "--inflate: with --draft target there is no ratio to reach"),

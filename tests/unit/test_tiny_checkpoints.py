@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoProcessor, AutoTokenizer
 
-from training import tiny_captioner
-from vidspec_tools.captions import accuracy, count_right
+from benchmarks.captions import accuracy, count_right
+from benchmarks.training import tiny_captioner
 from vllm_vidspec import assets
 from vllm_vidspec.pruning import linspace_indices
 from vllm_vidspec.shapeworld import world

@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-from training import train_long
-from vidspec_tools import reel
+from benchmarks import reel
+from benchmarks.training import train_long
 from vllm_vidspec import assets
 from vllm_vidspec.tools import pairs
 

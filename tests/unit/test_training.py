@@ -1,4 +1,4 @@
-"""training/: it builds what is bundled and takes a step; what the wheel holds: tests/tools/test_release.py."""
+"""What made the bundled models builds them and takes a step; what the wheel holds: tests/tools/test_release.py."""
 
 from types import SimpleNamespace
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from training import tiny_captioner, tiny_data, tiny_losses, train_tiny
-from vidspec_tools import captioned
+from benchmarks import captioned
+from benchmarks.training import tiny_captioner, tiny_data, tiny_losses, train_tiny
 from vllm_vidspec import assets
 from vllm_vidspec.shapeworld import world
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from vidspec_tools.bench.quality import setting_name
+from benchmarks.quality import setting_name
 from vidspec_tools.pages.pruners import KEPT, NAME, mean_length, today, with_interval
 from vidspec_tools.pages.tables import Row, markdown, origin, read, recorded, table
 

@@ -60,8 +60,8 @@ def chosen(names: str, known: Iterable[str]) -> list[str]:
 
 
 def run_command(command: str) -> Result:
-    """Run what follows `vidspec`, or a script of this repository, and return its result."""
-    program = [] if command.startswith("benchmarks/") else ["-m", "vllm_vidspec.cli"]
+    """Run what follows `vidspec`, or `python`, and return its result."""
+    program = [] if command.startswith(("-m ", "benchmarks/")) else ["-m", "vllm_vidspec.cli"]
     with tempfile.TemporaryDirectory(prefix="vidspec-results-") as folder:
         path = Path(folder, "result.json")
         words = [*shlex.split(command), "--json", str(path)]

@@ -3,10 +3,11 @@
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from vidspec_tools.bench.methods import CONTROLLER, VANILLA
-from vidspec_tools.bench.scaling import median_error
+from benchmarks.methods import CONTROLLER
+from benchmarks.scaling import median_error
 from vidspec_tools.pages import tables
 from vidspec_tools.pages.tables import Row, markdown, read, recorded
+from vllm_vidspec.tools.bench.trials import VANILLA
 
 NAME, ONE_ENGINE = "never-slower", "one-engine"
 CELL = ("tokens", "draft", "batch", "pads")  # what tells a cell from others

@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.table import Table
 
-from vidspec_tools.bench.acceptance import AXES
 from vidspec_tools.views import figures
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.tools.bench.acceptance import AXES
 from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
 
 _SHORT = {"num_speculative_tokens": "K", "temperature": "T", "prune_ratio": "prune"}

@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.table import Table
 
-from vidspec_tools.bench.quality import DRAFT, LOSSY, STRICT, knob, line_name, setting_name
-from vidspec_tools.captions import GROUPS
+from benchmarks.captions import GROUPS
+from benchmarks.quality import DRAFT, LOSSY, STRICT, knob, line_name, setting_name
 from vidspec_tools.views import figures
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.tables import Columns, by_columns, number

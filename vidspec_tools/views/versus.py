@@ -5,10 +5,10 @@ from typing import Any
 
 from rich.table import Table
 
-from vidspec_tools.bench.methods import PARALLEL, VANILLA
-from vidspec_tools.bench.rows import PHASES, SPREAD
 from vidspec_tools.views import figures
 from vidspec_tools.views.figures import times
+from vllm_vidspec.tools.bench.rows import PHASES, SPREAD
+from vllm_vidspec.tools.bench.trials import PARALLEL, VANILLA
 from vllm_vidspec.tools.tables import Columns, by_columns, number, percent
 
 Row = dict[str, Any]

@@ -12,7 +12,7 @@ ROLES = (*PAIR, FAR)  # of each family
 PLAIN, LONG = "qwen2.5-vl-plain", "qwen2.5-vl-long"
 LONG_PAIRS = (LONG, "llava-onevision-long")
 CLONE_ONLY = (PLAIN, *LONG_PAIRS)
-_CLONE_ROOT = _ROOT.parents[1] / "training" / "models"
+_CLONE_ROOT = _ROOT.parents[1] / "benchmarks" / "training" / "models"
 SAMPLE_VIDEO: Path = _ROOT / "sample.mp4"
 
 

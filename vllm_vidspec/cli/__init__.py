@@ -1,18 +1,12 @@
 """The `vidspec` command: a module for each command; what they need is imported when they run."""
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from vllm_vidspec import __version__
-from vllm_vidspec.cli import calibrate, demo, doctor, status, studio
+from vllm_vidspec.cli import bench, calibrate, demo, doctor, plan, show_pruning, status, studio
 from vllm_vidspec.cli.running import add
-from vllm_vidspec.errors import VidSpecError
-
-_OF_A_CLONE = ("bench", "plan", "show-pruning")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,25 +37,9 @@ add(app, doctor.doctor, "vidspec doctor", f"vidspec doctor --target {_BUNDLED}/t
 add(app, status.status, "vidspec status --server http://127.0.0.1:8000")
 add(app, calibrate.calibrate, "vidspec calibrate --prompts 1 --max-tokens 32 --out calibration.json")
 add(app, studio.studio, "vidspec studio", "vidspec studio --server http://127.0.0.1:8000 --port 8010")
-
-
-def _has_tools() -> bool:
-    """Return whether `vidspec_tools` is importable. It lies beside this package in a clone, and is in no wheel."""
-    root = Path(__file__).resolve().parents[2]
-    if importlib.util.find_spec("vidspec_tools") is None and (root / "vidspec_tools" / "cli").is_dir():
-        sys.path.append(str(root))  # an editable install maps the wheel's packages only
-    return importlib.util.find_spec("vidspec_tools") is not None
-
-
-def _in_the_clone() -> None:
-    """Measure, plan and draw: in a clone of the repository only."""
-    raise VidSpecError(f"{', '.join(_OF_A_CLONE)} are not in the wheel: run `python -m vllm_vidspec.cli` in a clone")
-
-
-if _has_tools():
-    from vidspec_tools.cli import add_to
-
-    add_to(app)
-else:
-    for _name in _OF_A_CLONE:
-        add(app, _in_the_clone, name=_name, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+add(app, plan.plan, "vidspec plan --target Qwen/Qwen2.5-VL-32B-Instruct --draft 7B --gpu h100 --tp 2")
+add(app, show_pruning.show_pruning, "vidspec show-pruning --pruner uniform,specvlm --out pruning.png")
+_bench = typer.Typer(help="Measure on the bundled models.", no_args_is_help=True, rich_markup_mode=None)
+add(_bench, bench.acceptance, "vidspec bench acceptance --prune-ratio 0,0.9 --requests 2 --max-tokens 32")
+add(_bench, bench.speed, "vidspec bench speed --rounds 1 --requests 1 --max-tokens 32")
+app.add_typer(_bench, name="bench")

@@ -23,12 +23,13 @@ _HYSTERESIS = 1.02  # by how much another option must be faster than the one in 
 _STICKY = 1.05  # on the expected tokens of a request that has drafts: a change of who has them costs a prefill
 _RESUME = 1.05  # gain of whole answers at which a paused class is drafted for again
 _PRIOR, _PRIOR_STEPS = 0.8, 2.0  # acceptance of a class that is not known, and the verify steps that this counts as
-_MEMORY, _PAUSED_MEMORY = 1024.0, 16.0  # verify steps in a class's EMA; and once it is paused, so that probes count
+_MEMORY, _PAUSED_MEMORY = 1024.0, 6.0  # verify steps in a class's EMA; and once it is paused, so that a probe counts
 _OWN_TOKENS = 16.0  # of its class's acceptance, that a request's own is blended with
 _LEAST_KNOWN = 8  # verify steps of a class before it may be paused
-_PROBE_EVERY, _PROBE_STEPS = 32, 6  # requests of a paused class between two probes, and verify steps of a probe
+_PROBE_EVERY = 24  # requests of a paused class between two probes
+_PROBE_STEPS, _PROBE_MORE = 4, 12  # verify steps of a probe, and more where these gave a draft token each
 _PROBE_SHARE = 0.005  # of the time, that probes may take
-_TRY_AFTER, _TRY_STEPS, _TRY_WITHIN = 1024, 5, 0.8  # `Policy._stale`: in steps, steps, and of the best rate
+_TRY_AFTER, _TRY_STEPS, _TRY_WITHIN = 512, 5, 0.8  # `Policy._stale`: in steps, steps, and of the best rate
 _CORRECTION = 0.05  # weight of a step in its entry's correction
 _SETTLED = 32  # steps after which what changes in an entry is the machine's: entries not in use follow it
 _NEW_ANSWER = 0.1  # weight of an answer in what is known of its class's
@@ -137,17 +138,28 @@ class StepCosts:
         extra = self._over_sizes(drafted, self._extra[option]) + self._draft_slopes[option] * draft_context
         return (none + extra) * (self._factor[entry] * self._machine / self._machine_then[entry])
 
-    def observe(self, option: int, size: int, context: float, ratio: float, num_steps: int, now: int) -> None:
-        """Correct an entry by steps that took `ratio` times what was expected of it; `now` counts the engine's."""
+    def observe(
+        self, option: int, size: int, context: float, predicted: float, seconds: float, num_steps: int, now: int
+    ) -> None:
+        """Correct an entry by steps that were `predicted` to take so long and took `seconds`; `now` counts steps."""
         entry = self._entry(option, size, context)
         weight = max(1 - (1 - _CORRECTION) ** num_steps, 1 / (1 + self._count[entry]))
-        change = min(2.0, max(0.5, ratio)) ** weight
+        change = min(2.0, max(0.5, seconds / predicted)) ** weight
         factor = self._factor[entry] * self._machine / self._machine_then[entry] * change
         if self._count[entry] >= _SETTLED:
             self._machine *= change
         self._factor[entry], self._machine_then[entry] = factor, self._machine
         self._count[entry] += num_steps
         self._at[entry] = now
+        none = len(self._extra) - 1, *entry[1:]  # it takes no longer than with drafts
+        most = predicted * change / (self._over_sizes(float(size), self._none) + self._slope * context)
+        if option != none[0] and self._factor[none] * self._machine / self._machine_then[none] > most:
+            self._factor[none], self._machine_then[none] = most, self._machine
+
+    def shares(self, context: np.ndarray) -> np.ndarray:
+        """Return `[n]` shares of a step without drafts that its requests take, of so many thousands of tokens each."""
+        seconds = self._over_sizes(len(context), self._none) / len(context) + self._slope * context
+        return seconds / seconds.sum()
 
     def summary(self, options: Sequence[Option]) -> str:
         """Return the measured milliseconds by option and number of requests, for the log."""
@@ -164,11 +176,11 @@ class StepCosts:
 
 
 class Acceptance:
-    """Tokens that the options' drafts may be expected to give, by class: means, and a standard error more, so that what
-    is not known is tried.
+    """Tokens that the options' drafts give, by class.
 
     Attributes:
-        expected: `[classes, options]` tokens of a verify step beside the target's own.
+        mean: `[classes, options]` tokens of a verify step beside the target's own.
+        expected: The same and a standard error more, so that what is hardly known is tried.
         verify_steps: `[classes]` verify steps that they rest on.
     """
 
@@ -177,7 +189,7 @@ class Acceptance:
         self._passed, self._reached = np.zeros((2, _MAX_CLASSES, most))  # by position, of chains
         self._sum, self._tries = np.zeros((2, _MAX_CLASSES, len(options)))  # of the others
         self.verify_steps = np.zeros(_MAX_CLASSES)
-        self.expected = np.zeros((_MAX_CLASSES, len(options)))
+        self.mean, self.expected = np.zeros((2, _MAX_CLASSES, len(options)))
         self._expect(np.arange(_MAX_CLASSES))
 
     def observe(self, option: int, classes: np.ndarray, accepted: np.ndarray) -> None:
@@ -214,17 +226,21 @@ class Acceptance:
         for position in range(passed.shape[1]):
             before = (passed[:, position] + _PRIOR_STEPS * before) / tries[:, position]
             chances[:, position] = before
-        chances = np.minimum(1.0, chances + np.sqrt(chances * (1 - chances) / tries))
-        in_chains = np.cumsum(np.cumprod(chances, axis=1), axis=1)
-        with_twins = np.cumsum(np.cumprod(1 - (1 - chances) ** 2, axis=1), axis=1)  # a tree not tried yet: two a level
-        for index, option in enumerate(self._options[:-1]):
-            if option.is_prefix:
-                self.expected[classes, index] = in_chains[:, option.num_tokens - 1]
-                continue
-            prior = with_twins[:, option.num_levels - 1] if option.num_levels else in_chains[:, option.num_tokens - 1]
-            tries = self._tries[classes, index] + _PRIOR_STEPS
-            mean = (self._sum[classes, index] + _PRIOR_STEPS * prior) / tries
-            self.expected[classes, index] = np.minimum(option.num_tokens, mean + np.sqrt(mean * (1 + mean) / tries))
+        for found, errors in ((self.mean, 0.0), (self.expected, 1.0)):
+            likely = np.minimum(1.0, chances + errors * np.sqrt(chances * (1 - chances) / tries))
+            in_chains = np.cumsum(np.cumprod(likely, axis=1), axis=1)
+            with_twins = np.cumsum(np.cumprod(1 - (1 - likely) ** 2, axis=1), axis=1)  # a tree not tried: two a level
+            for index, option in enumerate(self._options[:-1]):
+                if option.is_prefix:
+                    found[classes, index] = in_chains[:, option.num_tokens - 1]
+                    continue
+                prior = (
+                    with_twins[:, option.num_levels - 1] if option.num_levels else in_chains[:, option.num_tokens - 1]
+                )
+                num = self._tries[classes, index] + _PRIOR_STEPS
+                mean = (self._sum[classes, index] + _PRIOR_STEPS * prior) / num
+                mean = mean + errors * np.sqrt(mean * (1 + mean) / num)
+                found[classes, index] = np.minimum(option.num_tokens, mean)
 
 
 class ClassState:
@@ -247,6 +263,7 @@ class Best(NamedTuple):
     tokens: float  # Of a request and verify step
     seconds: float  # Of such a step
     none_s: float  # Of a step without drafts
+    probe_s: float  # That drafts of one request add to that
     gain: float  # Seconds of whole answers without drafts over those with them
 
     def __str__(self) -> str:
@@ -285,7 +302,7 @@ class Policy:
         self._context, self._draft_context, self._start_s, self._own, self._hoped = np.zeros((5, num_slots + 1))
         self._may_draft, self._has_draft = np.zeros((2, num_slots + 1), dtype=bool)
         self._may_draft[0] = True
-        self.decision, self._slots_now = Decision(NONE, pads=pads), np.zeros(0, np.int64)
+        self.decision = Decision(NONE, pads=pads)
         self._bounds: tuple = ()
         self._left, self._is_changed = 0, True  # steps until the next decision; whether requests have come or gone
         self._expected_s, self._drafted = 1.0, (0.0, 0)  # of a step by `_decision`; its context, and requests
@@ -335,7 +352,7 @@ class Policy:
             return self.acceptance.verify_steps[index] < _LEAST_KNOWN or self._best(index, max_tokens).gain >= 1
         known.since_probe += 1
         best = self._best(index, max_tokens)
-        probe_s = known.start_s + _PROBE_STEPS * max(0.0, best.seconds - best.none_s)
+        probe_s = known.start_s + _PROBE_STEPS * best.probe_s
         if known.since_probe < _PROBE_EVERY or self._probes_s + probe_s > _PROBE_SHARE * self._elapsed_s:
             return False
         known.since_probe = 0
@@ -371,16 +388,19 @@ class Policy:
         """Return the best option for as many requests of a class as usually run, by whole answers."""
         known, size = self.classes[index], max(1, round(self._square / max(self._size, 1e-9)))
         tokens = min(known.answer_tokens, max_tokens)
+        expected = self.acceptance.mean if known.is_paused else self.acceptance.expected
         context, drafted = size * known.context, np.array(size)
         draft_context = np.array(size * known.draft_context)
         none_s = float(self.costs.seconds(len(self.options) - 1, size, np.array(0), context, np.array(0.0)))
         found = []
         for place, option in enumerate(self.options[:-1]):
-            length = 1 + float(self.acceptance.expected[index, place])
+            length = 1 + float(expected[index, place])
             seconds = float(self.costs.seconds(place, size, drafted, context, draft_context))
             # The first step verifies nothing.
             answers_s = (1 + (tokens - 1) / length) * seconds + size * known.start_s
-            found.append(Best(option, length, seconds, none_s, tokens * none_s / answers_s))
+            one = np.array(1), context, np.array(known.draft_context)
+            probe_s = max(0.0, float(self.costs.seconds(place, size, *one)) - none_s)
+            found.append(Best(option, length, seconds, none_s, probe_s, tokens * none_s / answers_s))
         known.best = max(found, key=lambda each: each.gain)
         return known.best
 
@@ -431,7 +451,9 @@ class Policy:
             self._own[slots] += accepted
             self._verify_steps[slots] += 1
             self._verify_tokens[slots] += 1 + accepted
-            self._probe_left[slots] = np.maximum(self._probe_left[slots] - 1, 0)
+            left = self._probe_left[slots]
+            goes_on = (left == 1) & (self._own[slots] >= _PROBE_STEPS) & (self._verify_steps[slots] == _PROBE_STEPS)
+            self._probe_left[slots] = np.where(goes_on, _PROBE_MORE, np.maximum(left - 1, 0))
         for option in {option for option, *_ in self._verified}:
             slots, accepted = (
                 np.concatenate([each[of] for each in self._verified if each[0] == option]) for of in (1, 2)
@@ -440,8 +462,8 @@ class Policy:
         self._verified.clear()
         if self._step_s:
             (context, size), option = self._drafted, self._index[self.decision.option]
-            ratio = float(np.median(self._step_s)) / self._expected_s
-            self.costs.observe(option, size, context, ratio, len(self._step_s), self._now)
+            seconds = float(np.median(self._step_s))
+            self.costs.observe(option, size, context, self._expected_s, seconds, len(self._step_s), self._now)
             share = 1 - 0.95 ** len(self._step_s)
             self._size += share * (size - self._size)
             self._square += share * (size**2 - self._square)
@@ -455,17 +477,13 @@ class Policy:
             most: Draft tokens that none may exceed.
             shapes: That may be drafted; None for all.
         """
-        if (
-            self._left > 0
-            and not self._is_changed
-            and len(req_ids) == len(self._slots_now)
-            and self._bounds == (most, shapes)
-        ):
+        bounds = req_ids, most, shapes
+        if self._left > 0 and not self._is_changed and bounds == self._bounds:
             return self.decision
         self._fold()
         get = self._slots.get
-        slots = self._slots_now = np.fromiter([get(req_id, 0) for req_id in req_ids], np.int64, len(req_ids))
-        self._bounds, self._is_changed, self._left = (most, shapes), False, DECIDE_EVERY
+        slots = np.fromiter([get(req_id, 0) for req_id in req_ids], np.int64, len(req_ids))
+        self._bounds, self._is_changed, self._left = bounds, False, DECIDE_EVERY
         for index in np.unique(self._class[slots[slots > 0]]).tolist():
             self._review(index)
         allowed = [
@@ -488,9 +506,10 @@ class Policy:
         is_probed = self._probe_left[slots] > 0
         can = self._may_draft[slots] & (is_probed | ~is_paused[self._class[slots]])
         nobody = np.zeros(size, dtype=bool)
-        # By option: tokens a second, seconds, who has drafts.
+        # By option: its rate over that without drafts, its seconds, who has drafts.
         none_s = float(self.costs.seconds(none, size, np.array(0), context, np.array(0.0)))
-        found = {none: (size / none_s, none_s, nobody)}
+        found = {none: (1.0, none_s, nobody)}
+        share = self.costs.shares(self._context[slots])
         if can.any():
             own = self._own[slots] + _OWN_TOKENS
             own = (own + np.sqrt(own)) / (self._hoped[slots] + _OWN_TOKENS)
@@ -501,11 +520,11 @@ class Policy:
                 tokens = np.minimum(
                     own * self.acceptance.expected[self._class[slots], index], self.options[index].num_tokens
                 )
-                ranked = order[np.argsort(-(tokens * np.where(self._has_draft[slots], _STICKY, 1.0))[order])]
+                ranked = order[np.argsort(-(share * tokens * np.where(self._has_draft[slots], _STICKY, 1.0))[order])]
                 draft_context = np.cumsum(self._draft_context[slots[ranked]])
                 rows = np.full(len(order), size) if self._pads else counts
                 seconds = self.costs.seconds(index, size, rows, context, draft_context)
-                rates = (size + np.cumsum(tokens[ranked])) / seconds
+                rates = none_s * (1 + np.cumsum((share * tokens)[ranked])) / seconds
                 last = int(rates.argmax())
                 drafted = nobody.copy()
                 drafted[ranked[: last + 1]] = True

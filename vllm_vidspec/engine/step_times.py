@@ -6,7 +6,7 @@ of it, and the prefix cache is emptied afterwards.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np

@@ -1,1 +1,1 @@
-"""Sizes: the draft's KV pool, and what a draft step reads; plain Python."""
+"""Sizes: the draft's KV pool, what a draft step reads; and which drafts would pay on given cards; plain Python."""

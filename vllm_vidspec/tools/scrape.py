@@ -63,7 +63,8 @@ def from_prometheus(text: str) -> dict[str, int]:
 
 def together(engines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Add engines up; of a size per token and of what is expected of a class, of which a sum says nothing,
-    the largest; on is where all are on."""
+    the largest; on is where all are on.
+    """
     by_name: dict[str, list[Any]] = {}
     for values in engines:
         for name, value in values.items():

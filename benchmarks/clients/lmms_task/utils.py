@@ -7,7 +7,7 @@ import vllm_vidspec
 from vllm_vidspec.shapeworld import world
 
 sys.path.append(str(Path(vllm_vidspec.__file__).parents[1]))  # of the clone: lmms-eval runs a copy of this file
-from vidspec_tools import captions
+from benchmarks import captions
 
 
 def doc_to_visual(doc):

@@ -8,9 +8,9 @@ import torch
 
 from tests.unit.engine.fakes import HIDDEN
 from tests.unit.engine.test_draft_prefill import Line, NotingModel, item
-from vidspec_tools import watching
 from vllm_vidspec.names import PRUNERS
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, budget, get_pruner
+from vllm_vidspec.tools import watching
 
 FRAMES, GRID = 8, TokenGrid(8, 4, 6)  # 24 tokens a frame: the tower's budget of 100 is four frames
 SIZE = GRID.tokens_per_frame

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from vidspec_tools.planning import acceptance
-from vidspec_tools.planning.acceptance import Agreement, default_agreement
 from vllm_vidspec.config.static_tree import SPECVLM_PATHS
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.planning import acceptance
+from vllm_vidspec.planning.acceptance import Agreement, default_agreement
 
 LIST = Agreement((0.9, 0.7, 0.5), 0.4)
 

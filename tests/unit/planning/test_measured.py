@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from vidspec_tools.gpus import GPUS
-from vidspec_tools.planning.acceptance import RUNNER_UP, Agreement, rate_of_chain, rate_of_tree
-from vidspec_tools.planning.models import draft_shape, target_shape
-from vidspec_tools.planning.planner import WORTH, Planner, plan
-from vidspec_tools.planning.question import Question
+from vllm_vidspec.planning.acceptance import RUNNER_UP, Agreement, rate_of_chain, rate_of_tree
 from vllm_vidspec.planning.draft_cost import FP8
+from vllm_vidspec.planning.gpus import GPUS
+from vllm_vidspec.planning.models import draft_shape, target_shape
+from vllm_vidspec.planning.planner import WORTH, Planner, plan
+from vllm_vidspec.planning.question import Question
 
 RECORD = json.loads((Path(__file__).resolve().parents[3] / "docs" / "results" / "gpu-h100.json").read_text())
 ROWS = {(row["engine"], row["batch"]): row for row in RECORD["engines"] if row["outcome"] == "measured"}

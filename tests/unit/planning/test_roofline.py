@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from vidspec_tools.gpus import Gpu
-from vidspec_tools.planning.roofline import (
+from vllm_vidspec.planning.draft_cost import FP8
+from vllm_vidspec.planning.gpus import Gpu
+from vllm_vidspec.planning.roofline import (
     Assumptions,
     Placement,
     forward_seconds,
@@ -14,8 +15,7 @@ from vidspec_tools.planning.roofline import (
     prefill_seconds,
     weight_bytes,
 )
-from vidspec_tools.planning.shapes import ModelShape
-from vllm_vidspec.planning.draft_cost import FP8
+from vllm_vidspec.planning.shapes import ModelShape
 
 # 1 TB/s, 100 TFLOP/s, 10 GB, links of 100 GB/s and 1 us; nothing is lost and nothing comes on top.
 CARD = Gpu("by hand", 90, 10e9, 1e12, 1e14, 1e11, 1e-6)

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.released import config_of
-from vidspec_tools.planning.models import KNOWN, draft_shape, target_shape
-from vidspec_tools.planning.shapes import from_config
 from vllm_vidspec import families
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.planning.models import KNOWN, draft_shape, target_shape
+from vllm_vidspec.planning.shapes import from_config
 
 
 def test_kv_of_a_token_is_what_the_papers_say():

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from vidspec_tools.planning.acceptance import Agreement
-from vidspec_tools.planning.speed import run_streams, speedup, window_of
+from vllm_vidspec.planning.acceptance import Agreement
+from vllm_vidspec.planning.speed import run_streams, speedup, window_of
 from vllm_vidspec.streams import WindowRule
 
 

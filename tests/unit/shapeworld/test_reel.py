@@ -2,7 +2,7 @@
 
 import pytest
 
-from vidspec_tools import reel
+from benchmarks import reel
 
 
 @pytest.mark.parametrize("index", range(len(reel.KINDS)))

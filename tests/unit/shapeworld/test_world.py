@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from training.tiny_labels import LABELS, labels_of
-from vidspec_tools import captioned, captions
+from benchmarks import captioned, captions
+from benchmarks.training.tiny_labels import LABELS, labels_of
 from vllm_vidspec.shapeworld import world
 
 SEEDS = range(8)

@@ -13,11 +13,11 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
+from vllm_vidspec.engine.auto_pruner import prune_variant_of
 from vllm_vidspec.engine.draft.drafter import Drafter, no_room_for, without_room
 from vllm_vidspec.engine.draft.messages import Admission, DraftMessage, Drafts, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import messages
-from vllm_vidspec.engine.auto_pruner import prune_variant_of
 from vllm_vidspec.metrics.counts import Counts
 
 

@@ -1,0 +1,179 @@
+"""Engines of the benchmarks: `TimedSession` with commands for batches, roles and watched answers; the second half runs
+in the subprocess.
+"""
+
+import functools
+import itertools
+import sys
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from benchmarks import reel
+from benchmarks.roles import Roles
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.shapeworld import world
+from vllm_vidspec.tools import pairs, watching
+from vllm_vidspec.tools.bench.session import TimedEngine, TimedSession
+from vllm_vidspec.tools.session_job import Engine, gain, main
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+class BenchSession(TimedSession):
+    """A `TimedSession` that knows the commands of `BenchEngine`.
+
+    In its job's `prompts` there may also be `num_videos` held-out videos of each request (a list: of one request after
+    another), `video_frac` of one's frames, or `reel_tokens`: held-out reels of so many video tokens, each with its own
+    question.
+    """
+
+    # This package is in no wheel: the subprocess may not find it.
+    program = (
+        "-c",
+        f"import sys; sys.path.append({str(_ROOT)!r}); from benchmarks import session; session.run_job()",
+    )
+
+
+class Played:
+    """An engine in one of its roles (`roles.py`), asked as an engine of its own."""
+
+    def __init__(self, session: BenchSession, role: str | int):
+        self._session, self._role = session, role
+
+    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        self._session.ask({"command": "play", "role": self._role, "keeps_prefixes": True})
+        return self._session.ask(command)
+
+
+def run_job() -> None:
+    """Be the subprocess of a `BenchSession`."""
+    sys.exit(main(BenchEngine))
+
+
+class BenchEngine(TimedEngine):
+    """An engine that answers batches, plays roles and is watched."""
+
+    commands: ClassVar[tuple[str, ...]] = (*TimedEngine.commands, "batch", "keep", "retune", "play")
+
+    @staticmethod
+    def bundled_requests(prompts: dict[str, Any]) -> list[Any]:
+        """Return a prompt for every request, in the words of a bundled pair."""
+        family, places = prompts["family"], prompts.get("held_out", [])
+        if "reel_tokens" in prompts:
+            reels = [reel.held_out(i, prompts["reel_tokens"]) for i in places]
+            return [pairs.video_prompt(family, frames, question.text) for frames, question, _ in reels]
+        num_frames = prompts.get("num_frames") or pairs.pair_for(family).num_frames
+        frac = prompts.get("video_frac", 1.0)
+        counts = prompts.get("num_videos", 1)
+        counts = [counts] * len(places) if isinstance(counts, int) else counts
+        requests = [
+            [_part(world.held_out(max(counts) * i + j).frames, frac, num_frames) for j in range(count)]
+            for i, count in zip(places, counts, strict=False)
+        ]
+        question = prompts["question"]
+        made = [pairs.media_prompt(family, question, videos=videos, num_frames=num_frames) for videos in requests]
+        return made + Engine.bundled_requests(prompts | {"held_out": []})
+
+    def retune(self, knobs: dict[str, Any]) -> dict[str, Any]:
+        """Change knobs of VidSpecConfig from here on."""
+        self.llm.collective_rpc("vidspec_retune", args=(knobs,))
+        return {}
+
+    @functools.cached_property
+    def _roles(self) -> Roles:
+        return Roles(self.llm)
+
+    def play(self, role: str | int) -> dict[str, Any]:
+        """Be vanilla, the controller, or a fixed chain of so many draft tokens, from here on."""
+        self._roles.play(role)
+        return {}
+
+    def answer(self, watch: bool = False, **asked: Any) -> dict[str, Any]:
+        """Answer every prompt (`engine_session.answer_command`); with `watch` return `captions`, too.
+
+        They are `words`, `relevance` and `kinds` of each answer, one of each per token.
+        """
+        if not watch:
+            return self.answered(**asked)[0] | {"captions": None}
+        self.llm.collective_rpc(watching.scores, args=(True,))
+        answer, outputs = self.answered(**asked)
+        watched = self.llm.collective_rpc(watching.scores, args=(False,))[0]
+        return answer | {"captions": _watched_captions(self.llm.get_tokenizer(), outputs, watched)}
+
+    def keep(self, index: int, sampling: dict[str, Any]) -> dict[str, Any]:
+        """Answer a request alone as `batch` does; from then on its videos are sent by name: vLLM has them processed.
+
+        Commands that give `keeps_prefixes` then find the prompt in the prefix cache, too.
+        """
+        request = self.requests[index]
+        videos = request["multi_modal_data"]["video"]
+        request["multi_modal_uuids"] = {"video": [f"{index}-{i}" for i in range(len(videos))]}
+        answer = self.batch([index], sampling, None)
+        request["multi_modal_data"]["video"] = [None] * len(videos)
+        return answer
+
+    def batch(
+        self, indices: list[int], sampling: dict[str, Any], seed: int | None, lengths: list[int] | None = None
+    ) -> dict[str, Any]:
+        """Answer some requests at once, of these lengths or all of one; return when their tokens came.
+
+        Returns:
+            `answers`, of each request `token_ids` and `first_s` and `last_s`, when its first and its last token came,
+            from handing all of them in (their videos still to be preprocessed); `metrics`.
+        """
+        before, start = self.counters(), time.monotonic()
+        outputs = self.ask(sampling, seed, indices, lengths)
+        return {
+            "answers": [
+                {
+                    "token_ids": list(output.outputs[0].token_ids),
+                    "first_s": output.metrics.first_token_ts - start,
+                    "last_s": output.metrics.last_token_ts - start,
+                }
+                for output in outputs
+            ],
+            "metrics": gain(before, self.counters()),
+        }
+
+
+def _watched_captions(tokenizer: Any, outputs: list[Any], watched: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return of each answer `words`, `relevance` and `kinds`, one of each per token."""
+    records = {record["req_id"].split("-")[0]: record for record in watched}  # vLLM adds a suffix of its own
+    captions = []
+    for output in outputs:
+        token_ids = list(output.outputs[0].token_ids)
+        # A request that was never drafted for is not watched: all its tokens are the target's own.
+        unwatched = {"tokens": token_ids, "relevance": [None] * len(token_ids), "kinds": [0] * len(token_ids)}
+        record = records.get(output.request_id, unwatched)
+        # What was verified past a stop is watched, and not said.
+        if list(record["tokens"])[: len(token_ids)] != token_ids:
+            raise VidSpecError("what was watched are not the tokens of the answer; please report this")
+        relevance, kinds = (list(record[name])[: len(token_ids)] for name in ("relevance", "kinds"))
+        captions.append({"words": token_texts(tokenizer, token_ids), "relevance": relevance, "kinds": kinds})
+    return captions
+
+
+def token_texts(tokenizer: Any, token_ids: list[int]) -> list[str]:
+    """Return what each token adds to the text; of a character in several tokens the last one has it."""
+    texts, shown = [], ""
+    for end in range(1, len(token_ids) + 1):
+        text = tokenizer.decode(token_ids[:end])
+        # An unfinished character is shown as U+FFFD until its last byte comes.
+        if text.endswith("\ufffd") and end < len(token_ids):
+            texts.append("")
+            continue
+        num_alike = sum(1 for _ in itertools.takewhile(lambda two: two[0] == two[1], zip(text, shown, strict=False)))
+        texts.append(text[num_alike:])
+        shown = text
+    return texts
+
+
+def _part(frames: Any, frac: float, num_frames: int) -> Any:
+    """Return a video as it is, or evenly spaced frames of it: a share of those that its pair would sample."""
+    if frac == 1.0:
+        return frames
+    wanted = max(1, round(frac * min(num_frames, len(frames))))
+    return frames[np.linspace(0, len(frames) - 1, wanted, dtype=int)]

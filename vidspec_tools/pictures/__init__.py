@@ -1,1 +1,0 @@
-"""A picture of what pruning does to one video: `vidspec show-pruning`."""

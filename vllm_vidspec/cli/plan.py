@@ -1,0 +1,86 @@
+"""`vidspec plan`."""
+
+from typing import Annotated
+
+import typer
+
+from vllm_vidspec.cli import options, running
+from vllm_vidspec.cli.options import values
+from vllm_vidspec.errors import VidSpecError
+
+Target = Annotated[
+    str, typer.Option(help="A model of a supported family by name, or a local directory with its config.json.")
+]
+Draft = Annotated[str, typer.Option(help="The same; a size of the target's family such as 7B; or self.")]
+GpuName = Annotated[str, typer.Option("--gpu", help="Of target and draft: a100, h100, h200, h20, l40s, b200.")]
+Ranks = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks of the target, a GPU each.")]
+DraftGpus = Annotated[int, typer.Option(min=0, help="GPUs more, for a drafter that works in parallel. 0: none.")]
+TextTokens = Annotated[int, typer.Option(min=1, help="The prompt's text, and half of the answer.")]
+AnswerTokens = Annotated[int, typer.Option(min=1, help="Of an answer; the draft's prefill is spread over them.")]
+Quantised = Annotated[
+    str | None,
+    typer.Option(help="Of the draft's layers: fp8_per_tensor, as vLLM makes it of any draft, or int4. Default: none."),
+]
+Ratios = Annotated[
+    str | None, typer.Option("--prune-ratio", help="Of these the best is taken. Default: 0,0.5,0.8,0.9,0.95.")
+]
+ACCEPTANCE = (
+    "Draft acceptance rate: at the first position, or by position as `vllm bench serve` prints it. Default: what "
+    "the papers' figures of the family come to."
+)
+
+
+def plan(
+    target: Target = "Qwen/Qwen2.5-VL-32B-Instruct",
+    draft: Draft = "7B",
+    gpu: GpuName = "h100",
+    ranks: Ranks = 2,
+    draft_gpus: DraftGpus = 1,
+    video_tokens: Annotated[int, typer.Option(min=0, help="Of a request.")] = 25_000,
+    text_tokens: TextTokens = 512,
+    answer_tokens: AnswerTokens = 256,
+    batch: Annotated[str, typer.Option(help="Requests that decode at once. Comma-separated values.")] = "1,8,32",
+    draft_quantization: Quantised = None,
+    prune_ratio: Ratios = None,
+    acceptance: Annotated[str | None, typer.Option(help=ACCEPTANCE)] = None,
+    target_ms: Annotated[float | None, typer.Option(help="Measured decode step of one request.")] = None,
+    draft_ms: Annotated[float | None, typer.Option(help="Measured draft forward of one request.")] = None,
+    json_path: options.Json = None,
+) -> None:
+    """Say which drafts would pay on given GPUs, by batch size, and when none do; no GPU is needed.
+
+    Everything is modelled: times by a roofline of the GPU's data sheet (or scaled to --target-ms and --draft-ms, if you
+    have measured them), acceptance as given or as published. How far to trust it is in docs/planning.md.
+    """
+    given = locals()
+    from vidspec_tools.views import plan as view
+    from vllm_vidspec.planning import gpus, models, planner, question
+    from vllm_vidspec.planning.acceptance import RUNNER_UP, Agreement, agreement_of_positions
+    from vllm_vidspec.tools.provenance import provenance
+    from vllm_vidspec.tools.user_files import check_output
+
+    target_shape = models.target_shape(target)
+    draft_shape = models.draft_shape(draft, target_shape)
+    if draft_quantization is not None:
+        if draft_shape is target_shape:
+            raise VidSpecError("--draft-quantization: a target that drafts for itself has no weights but its own")
+        draft_shape = draft_shape.quantised(draft_quantization)
+    agreement: Agreement | None = None
+    ratios: tuple[float, ...] = question.RATIOS
+    if acceptance is not None:
+        shares = values("--acceptance", acceptance, float)
+        agreement, ratios = agreement_of_positions(shares, RUNNER_UP), (0.9,)
+    if prune_ratio is not None:
+        ratios = tuple(values("--prune-ratio", prune_ratio, float))
+    shapes = {"target": target_shape, "draft": draft_shape, "gpu": gpus.gpu_named(gpu)}
+    what = options.pick(question.Question, given, **shapes, prune_ratios=ratios, agreement=agreement)
+    batches = values("--batch", batch, int)
+    if min(batches) < 1:
+        raise VidSpecError("--batch: each must be at least 1")
+    question.check(what)
+    if json_path not in (None, "-"):
+        check_output(json_path)
+    result = planner.plan(what, batches)
+    running.write_json(json_path, result | {"provenance": provenance()})
+    if json_path != "-":
+        view.show(result, running.console())

@@ -1,0 +1,120 @@
+"""Rooflines: what a forward takes on given cards, from the bytes and products that it needs; plain Python.
+
+A forward is its weights' matrices and its attention, one after the other; each takes the longer of its bytes and its
+products, and what a layer takes beside them and all-reduces come on top. Attention is that of a kernel that splits
+keys, as tree attention does where vLLM's own does not. A prefill is its products alone. The vision tower is left out.
+"""
+
+from dataclasses import dataclass
+
+from vllm_vidspec.planning.draft_cost import FP8
+from vllm_vidspec.planning.gpus import Gpu
+from vllm_vidspec.planning.shapes import KV_BYTES, QUANTISATIONS, WEIGHT_BYTES, ModelShape
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What is between a data sheet and a forward. `FITTED` are fitted to the steps of one H100, which they meet within
+    5 % (docs/results/gpu-h100.json), and taken to hold for other cards; the rest is assumed.
+    """
+
+    memory_frac: float = 0.88  # of the memory's peak that a whole forward reaches
+    flops_frac: float = 0.6  # of the products' peak
+    link_frac: float = 0.7  # of the link's peak
+    layer_s: float = 40e-6  # of a layer beside its bytes: its kernels' starts and ends, compiled, in a CUDA graph
+    fp8_layer_s: float = 60e-6  # the same of a layer in fp8, whose inputs are quantised by kernels of their own
+    # A tree's verification: a layer beside the above, and how often its KV cache is read, by tiles of rows
+    tree_layer_s: float = 40e-6
+    tree_kv_passes: float = 1.64
+    level_layer_s: float = 13e-6  # of a layer in a draft forward of a tree's level, beside the above
+    step_s: float = 0.5e-3  # host time of a target's step that no kernel hides, with drafts or without
+    speculation_s: float = 0.3e-3  # the same of a step with drafts, on top
+    # Of a card's memory that weights and KV may take; the rest is activations, graphs and room
+    usable_frac: float = 0.9
+
+
+ASSUMED = Assumptions()
+FITTED = ("memory_frac", "layer_s", "fp8_layer_s", "tree_layer_s", "tree_kv_passes", "level_layer_s")
+
+
+@dataclass(frozen=True)
+class Placement:
+    gpu: Gpu  # the card
+    ranks: int = 1  # tensor-parallel ranks, one card each
+    assumed: Assumptions = ASSUMED  # what a forward reaches of the card's peaks
+
+
+def forward_seconds(
+    shape: ModelShape, place: Placement, batch: int, rows: int, context: float, is_tree: bool = False
+) -> float:
+    """Return what one decode forward takes, in seconds (T_t, T_t^K or T_d).
+
+    A request has `rows` query tokens, 1 to decode, K + 1 to verify K drafts (`is_tree`: those of a tree), and `context`
+    tokens in its KV cache. Nothing is overlapped but bytes with products.
+    """
+    gpu, ranks, assumed = place.gpu, place.ranks, place.assumed
+    bandwidth, flops = gpu.bandwidth * assumed.memory_frac, gpu.flops * assumed.flops_frac
+    tokens = batch * rows
+    matrices = max(shape.read_bytes(tokens) / ranks / bandwidth, 2 * shape.active_params * tokens / ranks / flops)
+    entry_bytes = 2 * shape.layers * _kv_heads(shape, ranks) * shape.head_dim * KV_BYTES
+    products = 4 * shape.layers * shape.heads / ranks * shape.head_dim
+    passes = assumed.tree_kv_passes if is_tree else 1.0
+    attention = max(passes * batch * context * entry_bytes / bandwidth, tokens * context * products / flops)
+    layer_s = assumed.fp8_layer_s if shape.linear_bytes == QUANTISATIONS[FP8] else assumed.layer_s
+    layers = shape.layers * (layer_s + (assumed.tree_layer_s if is_tree else 0.0))
+    return matrices + attention + layers + _all_reduces(shape, place, tokens)
+
+
+def prefill_seconds(shape: ModelShape, place: Placement, tokens: float) -> float:
+    """Return what the decoder takes to read a prompt, in seconds: its products, attention over half the square."""
+    products = 2 * shape.active_params * tokens + 2 * shape.layers * shape.heads * shape.head_dim * tokens**2
+    return products / place.ranks / (place.gpu.flops * place.assumed.flops_frac)
+
+
+def _kv_heads(shape: ModelShape, ranks: int) -> int:
+    """Return the KV heads of a rank; where there are fewer than ranks, several have a copy of one."""
+    return max(1, -(-shape.kv_heads // ranks))
+
+
+def _all_reduces(shape: ModelShape, place: Placement, tokens: int) -> float:
+    """Return the seconds of two ring all-reduces a layer, of one row of the residual stream a token."""
+    ranks, gpu = place.ranks, place.gpu
+    if ranks == 1:
+        return 0.0
+    moved = 2 * (ranks - 1) / ranks * tokens * shape.hidden * WEIGHT_BYTES
+    return 2 * shape.layers * (gpu.link_latency_s + moved / (gpu.link_bandwidth * place.assumed.link_frac))
+
+
+def weight_bytes(shape: ModelShape, ranks: int) -> float:
+    return shape.weight_bytes / ranks
+
+
+def kv_bytes(shape: ModelShape, ranks: int, batch: int, context: float) -> float:
+    return batch * context * 2 * shape.layers * _kv_heads(shape, ranks) * shape.head_dim * KV_BYTES
+
+
+@dataclass(frozen=True)
+class MemorySplit:
+    """What a card's memory holds, in bytes; of a parallel drafter's card the target's part is 0."""
+
+    target_weights: float  # of this rank
+    draft_weights: float  # of this rank; 0 where the target drafts for itself
+    target_kv: float  # of all requests
+    draft_kv: float  # the draft's KV pool; of a parallel drafter what its requests take, over the tokens that it sees
+    draft_media: float  # what the draft keeps of pictures: vision embeddings and pixels
+    reserved: float  # what weights and KV may not take
+    left: float  # of the card; negative: it does not fit
+
+    @property
+    def fits(self) -> bool:
+        return self.left >= 0
+
+
+def memory_split(
+    place: Placement, target: tuple[float, float] = (0.0, 0.0), draft: tuple[float, float, float] = (0.0, 0.0, 0.0)
+) -> MemorySplit:
+    """Return what a card holds; `target` is weights and KV, `draft` weights, KV and media, all in bytes."""
+    memory = place.gpu.memory_bytes
+    reserved = (1 - place.assumed.usable_frac) * memory
+    left = memory - reserved - sum(target) - sum(draft)
+    return MemorySplit(target[0], draft[0], target[1], draft[1], draft[2], reserved, left)
