@@ -25,7 +25,6 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() and os.environ.get("TRITON_INTERPRET") == "1":
-        from vllm_vidspec.engine.compat import cpu
+        from vllm_vidspec.engine.cpu.install import install
 
-        cpu.repair_interpreter_kernels()
-        cpu.speed_up_interpreter_kernels()
+        install()

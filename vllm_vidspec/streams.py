@@ -25,7 +25,7 @@ class StreamState(IntEnum):
     """How far the drafter is with a row's request."""
 
     NONE = 0
-    READING = 1  # it looks at the video, or reads the prompt
+    READING = 1  # it encodes the video, or reads the prompt
     STREAMING = 2
     REFUSED = 3  # it does not draft for this request; a message says why
 
@@ -41,7 +41,7 @@ class Sizes:
 
     @property
     def ring(self) -> int:
-        """Tokens kept of a stream, R: all that the target may look at, from the last agreement on.
+        """Tokens kept of a stream, R: all that the target may read, from the last agreement on.
 
         A power of two. The drafter may draw `max_ahead` past an agreement that it has not observed to be old.
         """
@@ -137,7 +137,7 @@ def aligned(num_bytes: int) -> int:
 
 # ---- streams ---------------------------------------------------------------------------------------------------------
 
-NOBODY = -1  # the epoch of a row without a stream
+NO_EPOCH = -1  # the epoch of a row without a stream
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
@@ -152,7 +152,7 @@ class Streams:
     def __init__(self, tables: Tables):
         self.tables = tables
         num_rows, max_len = tables.text.shape
-        self.epoch = np.full(num_rows, NOBODY, dtype=np.int64)
+        self.epoch = np.full(num_rows, NO_EPOCH, dtype=np.int64)
         self.is_on = np.zeros(num_rows, dtype=bool)  # [M] the drafter has read the prompt: the row draws
         # [M] each: tokens of text and stream; those committed, as far as was observed; logical tokens from the start
         # whose draft KV stands; longest text that the request can have
@@ -175,9 +175,9 @@ class Streams:
 
     def remove(self, req_state_idx: int) -> None:
         with self._changing(req_state_idx):
-            self.tables.stream_epoch[req_state_idx], self.tables.end[req_state_idx] = NOBODY, 0
+            self.tables.stream_epoch[req_state_idx], self.tables.end[req_state_idx] = NO_EPOCH, 0
         self.tables.state[req_state_idx] = StreamState.NONE
-        self.epoch[req_state_idx], self.is_on[req_state_idx] = NOBODY, False
+        self.epoch[req_state_idx], self.is_on[req_state_idx] = NO_EPOCH, False
 
     def start(self, rows: np.ndarray, lengths: np.ndarray) -> None:
         """Let `[n]` rows draw, of whose committed texts, `[n]` tokens, all but the last token are fed."""

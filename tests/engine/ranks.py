@@ -6,8 +6,9 @@ import sys
 import time
 from typing import Any
 
-from tests.engine import harness
 from vllm_vidspec.adapt import REST
+
+from tests.engine import harness
 from vllm_vidspec.tools import pairs, watching
 
 FAMILY = harness.LLAVA  # its bundled vision towers have an even number of heads

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 from vllm.sampling_params import StructuredOutputsParams
+from vllm_vidspec.adapt import REST, Decision
 
 from tests.engine import harness
 from tests.engine.conftest import QUESTION, SCENARIOS
@@ -21,7 +22,6 @@ from tests.engine.harness import (
     token_ids,
 )  # fmt: skip
 from vllm_vidspec import metrics
-from vllm_vidspec.adapt import REST, Decision
 from vllm_vidspec.engine.speculator import Speculator
 from vllm_vidspec.tools import pairs
 

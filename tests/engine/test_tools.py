@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.engine.test_control import steps
 from vllm import SamplingParams
 
 from benchmarks.methods import CONTROLLER
@@ -12,7 +13,6 @@ from benchmarks.roles import OF_RUNNER, VANILLA, Roles
 from benchmarks.session import BenchSession
 from tests.engine import harness
 from tests.engine.harness import QWEN
-from tests.engine.test_control import steps
 from tests.tools.common import load
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner

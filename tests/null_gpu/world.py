@@ -45,7 +45,7 @@ class World:
     `launch` makes a kernel of a function of host tensors; `temperature` is every other request's.
     """
 
-    max_num_reqs, vocab_size, model, recorder = MAX_REQS, VOCAB, None, None
+    max_num_reqs, vocab_size, model, recorder, observers = MAX_REQS, VOCAB, None, None, ()
     agreement = Agreement(SimpleNamespace(rank_in_group=0, world_size=1))
     kv_cache_config = SimpleNamespace(kv_cache_groups=[None])
 

@@ -159,7 +159,7 @@ class Known:
 class World:
     """Scheduler, target and model runner of the real draft's side, with hooks and, among them, the guidance or None."""
 
-    agreement = ALONE
+    agreement, observers = ALONE, ()
     vllm_config = SimpleNamespace(model_config=SimpleNamespace(multimodal_config=None))
 
     def __init__(self, make_hooks: Callable[[Knobs, Counts], tuple[list, Any]] = lambda *_: ([], None), **knobs: Any):

@@ -218,7 +218,7 @@ def test_every_endpoint_refuses_what_another_refuses(server):
             answer = httpx.post(server.base_url + path, json={"model": "target", **body, **fields}, timeout=120)
             assert answer.status_code == 400, (path, fields, answer.text)
             lines.setdefault(re.search("vidspec_[a-z_]+", str(fields))[0], set()).add(answer.json()["error"]["message"])
-        for fields in ({"vidspec_scorer": "strict"}, _within(body, _vidspec_way=7, vidspec_scorer="loose")):
+        for fields in ({"vidspec_scorer": "strict"}, _within(body, _vidspec_prune_variant=7, vidspec_scorer="loose")):
             answer = httpx.post(server.base_url + path, json={"model": "target", **body, **fields}, timeout=120)
             assert answer.status_code == 200, (path, fields, answer.text)
     assert {name: len(found) for name, found in lines.items()} == dict.fromkeys(lines, 1)

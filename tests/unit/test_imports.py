@@ -14,16 +14,27 @@ ROOT = Path(__file__).resolve().parents[2]
 # From the lowest layer up. A room imports from lower layers only, never from its neighbours; a new room goes in here.
 LAYERS = (
     {"", "errors", "names", "devices", "assets", "setup", "vidspec_kernels"},
-    {"config", "metrics", "adapt", "streams", "shapeworld"},
+    {"config", "metrics", "streams", "shapeworld"},
     {"pruning", "drafting", "scoring"},
     {"families"},
     {"planning"},
     {"engine", "doctor"},
     {"plugin", "tools"},
     {"cli"},
-    {"__main__"},
 )
 HEIGHT = {room: height for height, rooms in enumerate(LAYERS) for room in rooms}
+# The same inside engine/, whose rooms may import neighbours as well, as long as these do not import them.
+ENGINE = "vllm_vidspec.engine."
+FLOORS = (
+    {"compat", "cpu", "triton_cpu", "requests", "knobs", "agreement", "kv_views", "tree_attention", "draft_backend"}
+    | {"target_pruning", "hints", "policy"},
+    {"report", "failures"},
+    {"hooks", "verify"},
+    {"draft", "parallel"},
+    {"speculator", "auto_pruner", "step_times", "scheduling"},
+    {"runner", "stages", "worker", "cpu_worker", "parts", "preflight", "admin"},
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # The doctor asks whether vLLM's engine can be imported, the plugin is vLLM's, a tool runs inside vLLM's worker.
 TOUCHES_VLLM = {"engine", "doctor", "plugin", "vllm_vidspec.tools.session_job"}
 
@@ -74,6 +85,25 @@ def test_a_room_imports_from_lower_layers_only(room):
             assert package != "vllm" or {room, module} & TOUCHES_VLLM, f"{module} imports {name}"
 
 
+def engine_room_of(module):
+    return module.removeprefix(ENGINE).split(".")[0] if module.startswith(ENGINE) else None
+
+
+@pytest.mark.parametrize("room", sorted({engine_room_of(module) for module in MODULES} - {None}))
+def test_a_room_of_the_engine_imports_nothing_above_it(room):
+    """Catches: an import that climbs inside engine/."""
+    assert room in FLOOR, f"a new room of engine/: give {room} a floor"
+    for module in (module for module in MODULES if engine_room_of(module) == room):
+        for other in filter(None, map(engine_room_of, IMPORTS[module])):
+            assert FLOOR[other] <= FLOOR[room], f"{module} imports {other}"
+
+
+def test_every_listed_room_exists():
+    """Catches: a row of a room that is gone."""
+    assert HEIGHT.keys() == {room_of(module) for module in MODULES}
+    assert FLOOR.keys() == {engine_room_of(module) for module in MODULES} - {None}
+
+
 def circle_of(imports):
     """Return a circle of modules that import each other, None where there is none."""
     graph = {name: {other for other in found & imports.keys() if other != name} for name, found in imports.items()}
@@ -88,6 +118,14 @@ def test_no_circle():
     """Catches: two modules that import each other, inside functions too; `circle_of` sees a planted circle."""
     assert circle_of({"a": {"b"}, "b": {"c", "torch"}, "c": {"a"}}) is not None
     assert circle_of(IMPORTS) is None
+
+
+def test_no_circle_of_rooms_in_the_engine():
+    """Catches: two folders of engine/ that import each other, if by different modules."""
+    rooms = {room: set() for room in FLOOR}
+    for module in filter(engine_room_of, MODULES):
+        rooms[engine_room_of(module)] |= set(filter(None, map(engine_room_of, IMPORTS[module])))
+    assert circle_of(rooms) is None
 
 
 # What each room must load without, from the lightest on; Triton imports its backend while `import triton` is under way.
@@ -134,7 +172,7 @@ def report():
 before = look()
 import vllm_vidspec.engine.worker
 report()
-import vllm_vidspec.engine.cpu.worker
+import vllm_vidspec.engine.cpu_worker, vllm_vidspec.engine.cpu.install
 report()
 """
 
@@ -146,4 +184,4 @@ def test_the_gpu_worker_leaves_torch_untouched_and_the_cpus_code_unread():
     replaced, loaded, replaced_after, loaded_after = result.stdout.splitlines()[-4:]
     assert (replaced, loaded) == ("0", "[]")
     assert replaced_after == "8"
-    assert "'vllm_vidspec.engine.cpu', " in loaded_after and "'vllm_vidspec.engine.cpu.worker'" in loaded_after
+    assert "'vllm_vidspec.engine.cpu', " in loaded_after and "'vllm_vidspec.engine.cpu_worker'" in loaded_after

@@ -17,13 +17,10 @@ class Plan(NamedTuple):
     num_tokens: int
 
     def depth(self, tree: Any) -> int:
-        """Return the most drafts that can follow each other, given `TreeKnobs`; 1 where there are none."""
-        return {
-            NONE: lambda: 1,
-            "chain": lambda: self.num_tokens,
-            "tree-static": lambda: max(map(len, tree.static_paths)),
-            "tree-adaptive": lambda: min(self.num_tokens, tree.depth_max),
-        }[self.shape]()
+        """Return the most draft tokens that can follow each other, given `TreeKnobs`; 1 where nothing is drafted."""
+        if self.shape == "tree-static":
+            return max(map(len, tree.static_paths))
+        return max(1, min(self.num_tokens, tree.depth_max) if self.shape == "tree-adaptive" else self.num_tokens)
 
 
 class PlanRow(NamedTuple):

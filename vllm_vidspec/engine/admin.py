@@ -15,8 +15,7 @@ from vllm.logger import init_logger
 
 from vllm_vidspec.config import METHOD, VidSpecConfig
 from vllm_vidspec.engine.compat.scheduler import KNOBS, RETUNE
-from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.scheduling import HERE
+from vllm_vidspec.engine.knobs import SCHEDULER_KNOBS, Knobs
 from vllm_vidspec.errors import VidSpecError, quoted, shortened
 
 logger = init_logger("vllm.vidspec")
@@ -25,12 +24,12 @@ KEY = "VIDSPEC_ADMIN_KEY"
 PATH = "/vidspec/knobs"
 _MOST_BYTES = 1 << 16  # of a body
 _MOST_SAID = 500  # characters of a refusal
-# What vLLM puts around the engine's refusal on its way here: the call's name, and of a worker's where to look.
+# What vLLM puts around the engine's refusal: the call's name, and for a worker's a hint to its log.
 _WRAPPED = re.compile(r"(?:Call to \w+ method failed: )?(?:Worker failed with error '(.*)', please check .*|(.*))")
 
 
 class AdminRoutes:
-    """vLLM's `EndpointPlugin`: GET tells the knobs that hold, POST with a JSON object of knobs changes them."""
+    """vLLM's `EndpointPlugin`: GET returns the knobs in force, POST with a JSON object of knobs changes them."""
 
     name = METHOD
     required_tasks = ("generate",)
@@ -75,9 +74,9 @@ class AdminRoutes:
         """Change knobs, all or none; a VidSpecError of one line for the client, before anything reaches the engine."""
         knobs = Knobs(first)
         (now, *_) = await self._engine.collective_rpc(KNOBS)
-        held = knobs.current.flat().keys() - set(HERE)
+        held = knobs.current.flat().keys() - set(SCHEDULER_KNOBS)
         knobs.current = knobs.current.changed({name: value for name, value in now.items() if name in held})
-        knobs.retune({name: value for name, value in changes.items() if name not in HERE})
+        knobs.retune({name: value for name, value in changes.items() if name not in SCHEDULER_KNOBS})
         try:
             await self._engine.collective_rpc(RETUNE, args=(changes,))
         except Exception as error:  # what the engine refuses comes back as text

@@ -1,7 +1,7 @@
 """Agreement: the ranks of a tensor-parallel group decide alike about what failed on one of them, or end at once.
 
-An exception is one rank's, the collectives that it would skip are everyone's: the others would wait in them for good.
-So before a step that is not taken at every decode step enters a collective, the ranks tell each other over the CPU
+An exception is one rank's, the collectives that it would skip are all ranks': the others would wait in them for good.
+So before a step that is not taken at every decode step enters a collective, the ranks agree over the CPU
 group that they are ready; if one is not, all leave the step alike. What fails past that point, or while decoding, is
 left by all ranks at the same place, or the process ends with one line that names the rank, and so vLLM the engine.
 """

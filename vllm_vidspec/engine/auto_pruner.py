@@ -12,27 +12,21 @@ from vllm.logger import init_logger
 from vllm_vidspec import metrics
 from vllm_vidspec.config import PruneKnobs, VidSpecConfig
 from vllm_vidspec.pruning.bandit import Bandit
-from vllm_vidspec.scoring.choices import WAY
+from vllm_vidspec.scoring.choices import PRUNE_VARIANT
 
 logger = init_logger("vllm.vidspec")
 
 _SAVE_EVERY = 64  # requests between two saves
 
 
-def prune_variant_of(sampling: Any) -> int:
-    """Return by which of `PruneKnobs.variants` a request is pruned, given its `SamplingParams`."""
-    variant = (getattr(sampling, "extra_args", None) or {}).get(WAY, 0)
-    return variant if isinstance(variant, int) else 0
-
-
 def set_prune_variant(request: Any, variant: int | None = None) -> None:
     """Let a request's parameters name this variant alone, or none, whatever its client has put there."""
     params = request.sampling_params
-    if params is None or (variant is None and WAY not in (params.extra_args or {})):
+    if params is None or (variant is None and PRUNE_VARIANT not in (params.extra_args or {})):
         return
     params = copy.copy(params)  # the answers of one prompt may share it
-    others = {key: value for key, value in (params.extra_args or {}).items() if key != WAY}
-    params.extra_args = others if variant is None else others | {WAY: variant}
+    others = {key: value for key, value in (params.extra_args or {}).items() if key != PRUNE_VARIANT}
+    params.extra_args = others if variant is None else others | {PRUNE_VARIANT: variant}
     request.sampling_params = params
 
 

@@ -1,4 +1,4 @@
-"""DraftBackend: where the draft runs, in the target's process or in one of its own; and the Step that it is told of."""
+"""DraftBackend: where the draft runs, in the target's process or in one of its own; and the Step that it gets."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,7 +21,7 @@ class Step(NamedTuple):
     num_sampled: torch.Tensor  # [num_reqs] int32 accepted drafts and the target's own token
     plan: Plan  # what to draft
     paused: np.ndarray | None = None  # [num_reqs] bool: requests without drafts in this step; None: there are none
-    is_undrafted: bool = False  # whether somebody has decided that drafts do not pay in this step
+    is_undrafted: bool = False  # whether it was decided that this step drafts nothing
 
     def active(self, found: np.ndarray) -> np.ndarray:
         """Return `[num_reqs]` bool: those of `[num_reqs]` bool that are not paused."""
@@ -55,13 +55,17 @@ class Step(NamedTuple):
         return cls(batch, computed >= batch.prefill_len_np, bound, num_sampled, plan, paused, is_undrafted)
 
 
+class Reading(NamedTuple):
+    """The prompts that the draft has read on in a step."""
+
+    req_ids: frozenset[str] = frozenset()
+    seconds: float = 0.0  # of the host
+
+
 class DraftBackend(RowTable):
     """What a step asks for; `add` and `remove` begin and end what it keeps of a row's request."""
 
     reads_while_paused = False  # whether prompts are read while nothing is drafted, as it costs the target nothing
-    # Requests whose prompts were read in the last step, and the host's time for them.
-    reading: frozenset[str] = frozenset()
-    reading_s = 0.0
 
     @property
     def model(self) -> torch.nn.Module | None:
@@ -112,8 +116,9 @@ class DraftBackend(RowTable):
     def start(self, step: Step, rows: np.ndarray, requests: list[Request]) -> None:
         """Queue requests for their draft prefill, and of the `[n]` rows that may start those that wait for blocks."""
 
-    def prefill(self, step: Step) -> None:
-        """Reserve what the step needs, and read a bounded piece of the prompts in the queue."""
+    def prefill(self, step: Step) -> Reading:
+        """Reserve what the step needs, and read a bounded piece of the prompts in the queue; return whose."""
+        raise NotImplementedError
 
     def propose(self, step: Step, batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return `[num_reqs, K]` int64 drafts, else zeros, and `[num_drafted]` how many of each count; None: all."""

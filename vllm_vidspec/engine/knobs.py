@@ -14,6 +14,9 @@ _RULES = {
     *("fly_entropy", "fly_window", "fly_top_k", "protected_tokens"),
 }
 
+# The scheduler's side changes these; the workers change all others.
+LIMIT, SHAPE = SCHEDULER_KNOBS = ("num_speculative_tokens", "draft_shape")
+
 
 class Knobs:
     """The configuration, which tools may change between requests."""

@@ -44,7 +44,7 @@ class RunnerParts:
             counters.set("draft_load_bytes", max(0, held_bytes(device) - before))
         layers, K, in_trees = attention_layers(vllm_config).values(), runner.num_speculative_steps, config.in_trees
         attention = make_attention(layers, vllm_config, device, num_rows=K + 1, in_trees=in_trees, whose="target")
-        # Chains need its attention alone: everyone else is told of it only where trees are drafted.
+        # Chains need its attention alone: the other parts get it only where trees are drafted.
         self.target_trees: TargetTrees | None = None
         if attention is not None:
             widths = (K, runner.max_num_tokens)

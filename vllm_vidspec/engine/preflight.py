@@ -29,7 +29,7 @@ from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose
 logger = logging.getLogger("vllm.vidspec")
 
 _WORKERS = {
-    True: "vllm_vidspec.engine.cpu.worker.VidSpecCPUWorker",
+    True: "vllm_vidspec.engine.cpu_worker.VidSpecCPUWorker",
     False: "vllm_vidspec.engine.worker.VidSpecGPUWorker",
 }
 
@@ -77,7 +77,7 @@ def translate(args: Any) -> VidSpecConfig | None:
 
 
 def warn_unnamed(vllm_config: Any) -> None:
-    """Warn of a draft that sees no video, which vLLM has chosen for a target that does, as nobody named a method."""
+    """Warn of a draft that sees no video, which vLLM has chosen for a target that does, as no method was named."""
     spec = vllm_config.speculative_config
     if spec is not None and spec.method == "draft_model" and vllm_config.model_config.is_multimodal_model:
         logger.warning(
@@ -231,7 +231,7 @@ def _stages(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
             "vLLM sends no further; use specvlm, or one that needs nothing of the target, e.g. uniform"
         )
     if prunes_videos(vllm_config.model_config):
-        yield "--pipeline-parallel-size: only the first stage is told what --video-pruning-rate keeps; unset it"
+        yield "--pipeline-parallel-size: only the first stage knows what --video-pruning-rate keeps; unset it"
     if not vllm_config.scheduler_config.async_scheduling:
         yield (
             "--pipeline-parallel-size: without asynchronous scheduling vLLM plans drafts before the token that they "
@@ -249,11 +249,11 @@ def _pruned_twice(model: Any, config: VidSpecConfig) -> Iterator[str]:
     if config.is_self_draft:
         yield '--video-pruning-rate cannot be used with "model": "self"; name a draft model instead'
     if config.is_parallel:
-        yield "--video-pruning-rate: a drafter with a process of its own is not told what the target keeps; use one"
+        yield "--video-pruning-rate: a drafter with a process of its own does not know what the target keeps; use one"
 
 
 # ---- what attention guidance and trees read of the target ------------------------------------------------------------
-# The layers themselves are checked once they exist (`kv_views`): this spares the wait wherever the configuration tells.
+# The layers themselves are checked once they exist (`kv_views`): this finds earlier what the configuration says.
 
 
 def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
@@ -281,7 +281,7 @@ def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
             raise VidSpecError(
                 f"{reader.what} reads the keys of heads, which a target with MLA does not cache: {reader.way_out}"
             )
-        if not cache.kv_cache_dtype_skip_layers:  # some layers may be plain: each is looked at when it exists
+        if not cache.kv_cache_dtype_skip_layers:  # some layers may be plain: each is checked when it exists
             kv_views.check_dtype(cache.cache_dtype, reader)
         if platforms.current_platform.is_cpu():
             from vllm.v1.attention.backends import cpu_attn
@@ -422,12 +422,12 @@ def _check_pair(args: Any, config: VidSpecConfig, draft_revision: str | None) ->
 
 
 def _hf_config(model: str, revision: str | None, args: Any, role: str) -> Any:
-    shown, is_folder = quoted(model, MAX_MESSAGE).strip("'"), os.path.isdir(model)
+    name, is_folder = quoted(model, MAX_MESSAGE).strip("'"), os.path.isdir(model)
     if os.path.exists(model) and not is_folder:
-        raise VidSpecError(f"the {role} model's path is a file, and not a checkpoint's folder: {shown}")
+        raise VidSpecError(f"the {role} model's path is a file, and not a checkpoint's folder: {name}")
     if model.startswith((os.sep, ".", "~")) and not is_folder:
         hint = " (~ is not expanded)" if model.startswith("~") else ""
-        raise VidSpecError(f"the {role} model's path does not exist: {shown}{hint}")
+        raise VidSpecError(f"the {role} model's path does not exist: {name}{hint}")
     from vllm.transformers_utils.config import get_config
 
     try:

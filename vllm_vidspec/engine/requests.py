@@ -24,7 +24,7 @@ class NewRequest:
     features: list[Any]  # vLLM's multimodal features in prompt order; copies that keep the pixels
     sampling: Any  # vLLM's `SamplingParams`; None for a request that samples nothing
     adapter: str = ""  # name of its LoRA adapter, "" for none
-    cache_salt: str = ""  # whose it is, where an operator keeps tenants apart; "" for everybody's
+    cache_salt: str = ""  # whose it is, where an operator keeps tenants apart; "" for all others'
     has_embeds: bool = False  # whether the prompt is one of embeddings, whose `token_ids` mean nothing
     prune_variant: int = 0  # by which of `PruneKnobs.variants` its prompt is pruned
     is_admitted: bool = True  # whether the draft is to read it; requests of a paused class are not
@@ -41,7 +41,7 @@ class Request:
     new: NewRequest
     pending: Any = None  # its scores on their way to the host (`PendingScores`), while they are
     guided: Any = None  # what guides its pruning (`Guided`), once that is here
-    message: Any = None  # what the drafter is told of it (`PrefillMessage`), once the pool was full
+    message: Any = None  # what the drafter gets of it (`PrefillMessage`), once the pool was full
     num_attempts: int = 0  # how often it has found the pool full
 
 
@@ -69,6 +69,7 @@ class Phase(IntEnum):
     SKIPPED = 8  # it runs without speculation, for good
     WAITING_FOR_BLOCKS = 16  # the draft's pool has no room for its prompt yet
     PREFILL_STALLED = 32  # the draft has read some of it, and finds no room to go on
+    PAUSED = 64  # a drafter in a process of its own follows it, and this step takes no drafts for it
 
 
 class DraftBatch(NamedTuple):
@@ -212,6 +213,6 @@ class RequestRows:
     def _forget_draft(self, req_state_idx: int) -> None:
         self.is_tree[req_state_idx] = False
         if self.has_draft_np[req_state_idx]:
-            # vLLM may pad the row's next request with placeholders for drafts: nobody has proposed those.
+            # vLLM may pad the row's next request with placeholders for drafts, which are no drafts.
             self.has_draft_np[req_state_idx] = False
             self.has_draft[req_state_idx : req_state_idx + 1].zero_()

@@ -1,7 +1,7 @@
 """Model Runner V2 with our speculator and verifier in the places of vLLM's own, and our hooks around its forward.
 
 What a step of the engine passes here, in order: `finish_requests` and `add_requests` (both ends of a request's life,
-told once to `RequestRows`), `prepare_inputs` (hooks plan), the forward, `execute_model` (hooks collect),
+one call each of `RequestRows`), `prepare_inputs` (hooks plan), the forward, `execute_model` (hooks collect),
 `sample` (the verifier, then accepted KV moves together), and the speculator's `propose`, which is the loop.
 """
 
@@ -20,7 +20,6 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm_vidspec import metrics
 from vllm_vidspec.config import METHOD, VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.auto_pruner import prune_variant_of
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.compat import scheduler
 from vllm_vidspec.engine.hooks.protocol import Forward
@@ -30,11 +29,13 @@ from vllm_vidspec.engine.parallel.remote_backend import sizes_of
 from vllm_vidspec.engine.parallel.supervisor import DrafterSupervisor
 from vllm_vidspec.engine.parts import RunnerParts
 from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.report.observer import Observer
 from vllm_vidspec.engine.report.request_metrics import PublishingOutput
 from vllm_vidspec.engine.report.request_records import RequestRecorder
 from vllm_vidspec.engine.requests import NewRequest, Phase, RequestRows
 from vllm_vidspec.engine.verify.step import VerifyStep
 from vllm_vidspec.families import adapter_for
+from vllm_vidspec.scoring.choices import prune_variant_of
 
 
 class VidSpecModelRunner(GPUModelRunner):
@@ -50,10 +51,12 @@ class VidSpecModelRunner(GPUModelRunner):
         self.requests = RequestRows(self.max_num_reqs, device)
         self.counters = Counters(vllm_config, device, self.max_num_reqs, self.num_speculative_steps, self.requests)
         self.agreement = Agreement(get_tp_group())
+        self.observers: list[Observer] = []  # of pruning and verification: the recorder, and tools for a while
         # Of the first rank, whose output reaches the scheduler; None where no request may ask for a record of itself.
         self.recorder: RequestRecorder | None = None
         if self.knobs.current.request_records and self.agreement.is_first:
             self.recorder = RequestRecorder(self.requests, device, adapter_for(self.model_config.hf_config).name)
+            self.observers.append(self.recorder)
         self._num_told_skips = 0  # of `RequestRows.num_skips`, those that the scheduler's side knows of
         self.drafter_client: DrafterSupervisor | None = None  # of the first rank, where the draft is another process's
 
@@ -95,8 +98,6 @@ class VidSpecModelRunner(GPUModelRunner):
         if not is_profiling:
             self.hooks.init_kv(self)
         self.speculator.backend.init_kv(self.encoder_cache, self.kv_allocation, is_profiling)
-        if self.recorder is not None and not self.knobs.current.is_parallel:
-            self.speculator.backend.drafter.prefills.recorder = self.recorder
 
     @torch.inference_mode()
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
@@ -126,7 +127,7 @@ class VidSpecModelRunner(GPUModelRunner):
             req_id=request.req_id,
             req_state_idx=self.req_states.req_id_to_index[request.req_id],
             token_ids=request.prefill_token_ids,
-            # Copies, which keep the pixels: vLLM may drop its own once the target has looked at them.
+            # Copies, which keep the pixels: vLLM may drop its own once the target has encoded them.
             features=[copy.copy(feature) for feature in request.mm_features],
             sampling=request.sampling_params,
             adapter=request.lora_request.lora_name if request.lora_request is not None else "",
@@ -223,15 +224,15 @@ class VidSpecModelRunner(GPUModelRunner):
         return frozenset(itertools.compress(batch.req_ids, self.requests.has_draft_np[batch.idx_mapping_np]))
 
     def _report(self, verified: frozenset[str]) -> scheduler.StepReport | None:
-        """Return what the policy beside the scheduler learns of a step; None if there is nothing to tell."""
-        reading, skipped = self.speculator.backend.reading, ()
+        """Return what the policy beside the scheduler learns of a step; None for nothing."""
+        reading, skipped = self.speculator.reading, ()
         if self.requests.num_skips != self._num_told_skips:
             self._num_told_skips = self.requests.num_skips
             rows = self.req_states.req_id_to_index.items()
             skipped = tuple(req_id for req_id, row in rows if self.requests.phase[row] == Phase.SKIPPED)
-        if not (verified or reading or skipped):
+        if not (verified or reading.req_ids or skipped):
             return None
-        return scheduler.StepReport(verified, reading, self.speculator.backend.reading_s, skipped)
+        return scheduler.StepReport(verified, reading.req_ids, reading.seconds, skipped)
 
     def take_draft_token_ids(self):
         """Offer what was drafted: nothing for requests without speculation, or that have ended in a step that has begun

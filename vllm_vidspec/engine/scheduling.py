@@ -17,17 +17,18 @@ from vllm.logger import init_logger
 
 from vllm_vidspec import metrics
 from vllm_vidspec.config import AUTO, METHOD, Plan, VidSpecConfig, flatten
-from vllm_vidspec.engine.auto_pruner import AutoPruner, prune_variant_of, set_prune_variant
+from vllm_vidspec.engine.auto_pruner import AutoPruner, set_prune_variant
 from vllm_vidspec.engine.compat import scheduler as compat
+from vllm_vidspec.engine.knobs import LIMIT, SCHEDULER_KNOBS, SHAPE
 from vllm_vidspec.engine.policy import NONE, Decision, Observed, Option, Policy, StepCosts, class_label
 from vllm_vidspec.engine.step_times import Trial, measure
 from vllm_vidspec.errors import VidSpecError, quoted
 from vllm_vidspec.metrics.files import open_for
 from vllm_vidspec.names import CLASS_LABELS
+from vllm_vidspec.scoring.choices import prune_variant_of
 
 logger = init_logger("vllm.vidspec")
 
-LIMIT, SHAPE = HERE = ("num_speculative_tokens", "draft_shape")  # knobs that are changed here and not in the workers
 _POLL_S = 0.2  # between two readings of the worker's counters
 _TELL_S, _LOG_S = 1.0, 60.0  # between two publications of what is decided, and two lines about one class
 _GREEDY = 1e-5  # a temperature below this is vLLM's argmax
@@ -227,10 +228,10 @@ class SchedulerSide:
         Raises:
             VidSpecError: The number is not in 0 to K, or this engine cannot change it or the shape.
         """
-        left = {name: value for name, value in knobs.items() if name not in HERE}
+        left = {name: value for name, value in knobs.items() if name not in SCHEDULER_KNOBS}
         if LIMIT in knobs:
             self._check(knobs[LIMIT])
-        if not self._is_alone and (fixed := [name for name in HERE if name in knobs]):
+        if not self._is_alone and (fixed := [name for name in SCHEDULER_KNOBS if name in knobs]):
             raise VidSpecError(f"{fixed[0]} cannot change while data-parallel engines run")
         if SHAPE in knobs:
             self._config.of_shape(knobs[SHAPE])
@@ -257,7 +258,7 @@ class SchedulerSide:
 
     @property
     def in_force(self) -> dict[str, Any]:
-        """The knobs of `HERE` as they hold, and as configured; and whether drafts are asked for, or who forbids it."""
+        """`SCHEDULER_KNOBS` as they hold, and as configured; and whether drafts are asked for, or who forbids it."""
         is_cooling, all_tokens = self._most == 0 != self._limit, self._config.num_speculative_tokens
         return {
             "speculation": "cool-down" if is_cooling else "operator" if self._limit == 0 else "on",

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_vidspec.engine.draft_backend import DraftBackend, Step
+from vllm_vidspec.engine.draft_backend import DraftBackend, Reading, Step
 from vllm_vidspec.engine.failures import DraftFailures
 from vllm_vidspec.engine.hooks.prompts import Guidance
 from vllm_vidspec.engine.knobs import Knobs
@@ -49,6 +49,7 @@ class Speculator(BaseSpeculator):
         self.backend = backend
         self.decision: Decision | None = None  # of the step that runs; None while vLLM warms up
         self._undrafted: tuple[bool, Decision | None] = (False, None)  # of the last step: whether it was, and by what
+        self.reading = Reading()  # of the last step
         self.graphs: Any = None  # vLLM's memory profile looks for managers among our attributes, and drops them
 
     @property
@@ -101,7 +102,7 @@ class Speculator(BaseSpeculator):
             self._counters.add("undrafted_steps")
         self.backend.roll_back(step)
         self._admit(step)
-        self.backend.prefill(step)
+        self.reading = self.backend.prefill(step)
         tokens, counts = self.backend.propose(step, self._draft_batch(step))
         # A draft that has failed has changed who is drafted for.
         self._requests.publish(input_batch.idx_mapping, input_batch.req_ids, self._draft_batch(step), counts)

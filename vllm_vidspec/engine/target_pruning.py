@@ -1,9 +1,16 @@
 """A target that prunes videos itself (`--video-pruning-rate`): whether it does, and where it has put a prompt."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from vllm_vidspec.engine.draft.messages import Placed
+import torch
+
+
+class Placed(NamedTuple):
+    """Where such a target has put a prompt: it decides as it encodes."""
+
+    positions: torch.Tensor  # [num_axes, num_tokens] int64 rope positions, on the host
+    delta: int  # rope position minus logical position of the text after the prompt
 
 
 def prunes_videos(model_config: Any) -> bool:
@@ -13,7 +20,7 @@ def prunes_videos(model_config: Any) -> bool:
 
 
 def places_of(runner: Any) -> Callable[[int, int], Placed] | None:
-    """Return what tells where such a target has put the prompt of a row, of so many tokens; None for other targets.
+    """Return what finds out where such a target has put the prompt of a row, of so many tokens; None for other targets.
 
     vLLM writes it as each video passes the target's forward; reading waits for the device, once a prompt.
     """

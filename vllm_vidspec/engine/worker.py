@@ -24,7 +24,7 @@ from vllm_vidspec.metrics.files import leave_refusal
 logger = init_logger("vllm.vidspec")
 
 
-def tells_why(method: Callable) -> Callable:
+def leaves_refusal(method: Callable) -> Callable:
     """Let a worker's step of start-up leave the line of a VidSpecError for the server, which prints it last."""
 
     @functools.wraps(method)
@@ -43,7 +43,7 @@ class VidSpecWorker:
 
     model_runner: VidSpecModelRunner | EarlierStage
 
-    @tells_why
+    @leaves_refusal
     def init_device(self) -> None:
         super().init_device()  # type: ignore[misc]
         self._not_counting = contextlib.ExitStack()
@@ -51,20 +51,20 @@ class VidSpecWorker:
         pool = self._maybe_get_memory_pool_context  # type: ignore[attr-defined]
         self.model_runner.kv_allocation = functools.partial(pool, tag="kv_cache")
 
-    @tells_why
+    @leaves_refusal
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
 
-    @tells_why
+    @leaves_refusal
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warm up as vLLM does, on a GPU with requests of its own, which nobody sent and nothing counts."""
+        """Warm up as vLLM does, on a GPU with requests of its own, which are not counted."""
         with self.model_runner.uncounted():
             return super().compile_or_warm_up_model()  # type: ignore[misc]
 
-    @tells_why
+    @leaves_refusal
     def determine_available_memory(self) -> int:
         """Return the bytes left for the target's KV cache, ours taken out; a VidSpecError if there are none."""
         available = super().determine_available_memory()  # type: ignore[misc]
@@ -89,7 +89,7 @@ class VidSpecWorker:
         return self.model_runner.knobs.current.flat()
 
     def vidspec_uncounted(self, begins: bool) -> None:
-        """Begin or end to count nothing: what runs in between is nobody's request."""
+        """Begin or end to count nothing: what runs in between is no client's request."""
         if begins:
             self._not_counting.enter_context(self.model_runner.uncounted())
         else:

@@ -9,8 +9,10 @@ PREFIX = "vidspec_"  # of every parameter of ours; an unknown one with this pref
 REQUEST_KEYS = (REQUEST_SCORER, REQUEST_LAMBDA, REQUEST_RECORD)
 # What we tell ourselves beside them, after an underscore: a client's own value never gets here.
 CALLS_TOOLS = f"_{PREFIX}calls_tools"  # by the API server, on requests whose output a parser may read
-WAY = f"_{PREFIX}way"  # by the scheduler, to the workers: which of `PruneKnobs.variants` prunes the prompt
-INTERNAL_KEYS = (CALLS_TOOLS, WAY)
+PRUNE_VARIANT = (
+    f"_{PREFIX}prune_variant"  # by the scheduler, to the workers: which of `PruneKnobs.variants` prunes the prompt
+)
+INTERNAL_KEYS = (CALLS_TOOLS, PRUNE_VARIANT)
 
 _LONGEST = 60  # characters of a client's value that are worth quoting
 
@@ -47,6 +49,12 @@ def choose(extra_args: dict[str, Any] | None, knobs: ScoreKnobs, has_records: bo
     if asked.get(REQUEST_RECORD) and not has_records:
         raise VidSpecError(f"{REQUEST_RECORD}: this server keeps none; start it with request_records")
     return Choice(scorer, float(share))
+
+
+def prune_variant_of(sampling: Any) -> int:
+    """Return which of `PruneKnobs.variants` prunes a request's prompt, given its `SamplingParams`."""
+    number = (getattr(sampling, "extra_args", None) or {}).get(PRUNE_VARIANT, 0)
+    return number if isinstance(number, int) else 0
 
 
 def strict_reason(sampling: Any) -> str | None:

@@ -6,6 +6,7 @@
 import itertools
 from typing import Any
 
+from vllm_vidspec.engine.report.observer import Observer
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import Kind
 
@@ -22,7 +23,7 @@ def pruning(worker: Any, on: bool, as_lists: bool = False) -> list[dict[str, Any
         return []
     if runner.knobs.current.is_parallel:
         raise VidSpecError("pruning traces are unavailable with parallel drafting")
-    records = prompts_of(runner.speculator.backend.drafter.prefills, on)
+    records = prompts_of(runner.observers, on)
     if not as_lists:
         return records
     return [
@@ -32,27 +33,37 @@ def pruning(worker: Any, on: bool, as_lists: bool = False) -> list[dict[str, Any
     ]
 
 
-def prompts_of(prefills: Any, on: bool) -> list[dict[str, Any]]:
-    """Return what a `DraftPrefill` has pruned since watching began; see `pruning`."""
-    watch, prefills.on_pruned = prefills.on_pruned, PruneWatch() if on else None
-    prefills.vision.keeps_looks = on
-    return list(watch or ())
+def prompts_of(observers: list[Observer], on: bool) -> list[dict[str, Any]]:
+    """Return what observers of a `DraftPrefill` have seen since watching began; see `pruning`."""
+    watch = _watch(observers, PruneWatch() if on else None, PruneWatch)
+    return [] if watch is None else watch.records
 
 
-class PruneWatch(list):
+def _watch(observers: list[Observer], watch: Any, kind: type) -> Any:
+    """Put a watch of a kind, or None, in the place of the one before; return that, None if there was none."""
+    before = next((observer for observer in observers if isinstance(observer, kind)), None)
+    observers[:] = [observer for observer in (*observers, watch) if observer not in (before, None)]
+    return before
+
+
+class PruneWatch(Observer):
     """The records of what was pruned."""
 
-    def __call__(self, job: Any, kept: list[Any]) -> None:
-        """Take in a `PrefillJob` whose items are all there, and what stays of each, `[k_i]` int64."""
-        units, looks = job.plan.units, [look for look in job.looks if look is not None]
-        is_seen = len(looks) == len(job.looks)
-        self.append(
+    keeps_embeddings = True
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+
+    def pruned(self, job: Any, kept: list[Any]) -> None:
+        units, whole = job.plan.units, [embeddings for embeddings in job.whole if embeddings is not None]
+        is_seen = len(whole) == len(job.whole)
+        self.records.append(
             {
                 "req_id": job.req_id,
                 "grids": tuple(unit.grid for unit in units),
                 "kept_indices": tuple(unit.merged(kept) for unit in units),
                 "scores": job.scores,
-                "embeddings": [unit.joined(looks) for unit in units] if is_seen else None,
+                "embeddings": [unit.joined(whole) for unit in units] if is_seen else None,
             }
         )
 
@@ -65,13 +76,13 @@ def scores(worker: Any, on: bool) -> list[dict[str, Any]]:
     runner = worker.model_runner
     if not hasattr(runner, "parts"):
         return []
-    verifier, rules = runner.rejection_sampler, runner.parts.rules
+    rules = runner.parts.rules
     is_predicting = rules is not None and rules.is_predicting
-    watch, verifier.watch = verifier.watch, ScoreWatch(runner.req_states, is_predicting) if on else None
+    watch = _watch(runner.observers, ScoreWatch(runner.req_states, is_predicting) if on else None, ScoreWatch)
     return [] if watch is None else [{"req_id": req_id} | record for req_id, record in watch.records.items()]
 
 
-class ScoreWatch:
+class ScoreWatch(Observer):
     """Records verify steps token by token, on the host: an engine that is watched waits for every step.
 
     What was emitted without being verified (by a prefill, a step without drafts), and what a preempted request keeps of
@@ -82,8 +93,7 @@ class ScoreWatch:
         self._req_states, self._is_predicting = req_states, is_predicting
         self.records: dict[str, dict] = {}
 
-    def see(self, part: Any, scored: Any) -> None:
-        """Take in a `VerifySlice` and what was `Scored` of it."""
+    def verified(self, part: Any, scored: Any) -> None:
         bounds, positions, states = part.cu_num_logits.tolist(), part.pos.tolist(), self._req_states
         of_row = [None] * len(positions) if part.relevance is None else part.relevance.tolist()
         for i, (start, end) in enumerate(itertools.pairwise(bounds)):

@@ -107,7 +107,7 @@ def model_state() -> SimpleNamespace:
 
 def vllm_sampler(asked: dict[int, dict], vocab_size: int) -> Any:
     """Return vLLM's sampler with one request a row, which has said a few tokens, some of them twice; on a CPU only."""
-    import vllm_vidspec.engine.cpu.worker  # noqa: F401  buffers that a device would map
+    import vllm_vidspec.engine.cpu_worker  # noqa: F401  buffers that a device would map
 
     states, config = RequestState(8, 64, 64, 7, vocab_size, CPU), SimpleNamespace(reasoning_config=None)
     sampler = Sampler(config, 8, vocab_size, CPU, states, num_speculative_tokens=7)

@@ -1,7 +1,9 @@
 """What vLLM does as it runs that the engine room relies on; names and signatures are test_vllm_contracts.py's."""
 
+import ast
 import copy
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from vllm_vidspec.engine.compat import contract
 from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.compat.contract import MARK, expect_parameters
 from vllm_vidspec.errors import VidSpecError
@@ -44,6 +47,22 @@ def test_patches_are_applied_once():
     register()
     assert EngineArgs.create_engine_config is first
     assert not hasattr(getattr(first, MARK), MARK)
+
+
+def patches():
+    """Yield the outermost function or class around every patch of vLLM, by name."""
+    for path in sorted(Path(contract.__file__).parent.glob("*.py")):
+        if path.name == "contract.py":
+            continue
+        for node in ast.parse(path.read_text()).body:
+            calls = (call.func for call in ast.walk(node) if isinstance(call, ast.Call))
+            if any(isinstance(func, ast.Name) and func.id in ("wrap", "replace") for func in calls):
+                yield pytest.param(ast.get_docstring(node) or "", id=f"{path.stem}.{node.name}")
+
+
+@pytest.mark.parametrize("docstring", list(patches()))
+def test_every_patch_says_why_and_until_when(docstring):
+    assert "Why: " in docstring and "Until: " in docstring
 
 
 def test_kv_connectors_do_not_see_drafts(monkeypatch):

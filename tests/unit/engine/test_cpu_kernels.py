@@ -16,8 +16,8 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from vllm_vidspec.devices import has_gpu
 from vllm_vidspec.engine.compat.contract import MARK
-from vllm_vidspec.engine.compat.cpu import twin_of
 from vllm_vidspec.engine.cpu import kernels
+from vllm_vidspec.engine.cpu.install import twin_of
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the twins replace interpreted kernels only")
 

@@ -148,7 +148,7 @@ def test_a_run_beside_a_video_and_a_lone_image(pruner):
     knobs = {"prune_ratio": 0.9, "image_prune_ratio": 0.5, "prune_seed": 3}
     line = Line(model=SeeingModel(), pruner=pruner, **knobs)
     guide = list(scores.split([*sizes[:2], *[SIZE] * FRAMES])) if pruner == "attention" else None
-    watching.prompts_of(line.prefills, True)
+    watching.prompts_of(line.prefills.observers, True)
     assert line.add(0, token_ids, features + frames, guide)
     kept = [number for number, _ in read(line, 0, len(token_ids))]
     grids = [TokenGrid(4, 4, 6), TokenGrid(1, 4, 6), GRID]
@@ -158,7 +158,7 @@ def test_a_run_beside_a_video_and_a_lone_image(pruner):
     ):
         expected.append(get_pruner(pruner)(PruneInputs(grid, num_keep, score, embeds)))
     assert kept == torch.cat([part + start for part, start in zip(expected, (0, 96, 120), strict=True)]).tolist()
-    (record,) = watching.prompts_of(line.prefills, False)
+    (record,) = watching.prompts_of(line.prefills.observers, False)
     assert list(record["grids"]) == grids
     assert all(torch.equal(*pair) for pair in zip(record["kept_indices"], expected, strict=True))
     name, whole = ("scores", scores) if pruner == "attention" else ("embeddings", embeddings)

@@ -56,7 +56,7 @@ def test_translation_and_its_idempotence():
     }
     assert preflight.translate(args) == config
     assert args.speculative_config == first
-    assert args.worker_cls.startswith("vllm_vidspec.engine.") and ".worker.VidSpec" in args.worker_cls
+    assert args.worker_cls.startswith("vllm_vidspec.engine.") and "worker.VidSpec" in args.worker_cls
 
 
 def test_flags_work_like_the_dict():

@@ -36,9 +36,14 @@ def make(*asking, drafted=(), salt=""):
     return recorder
 
 
+def job(row, units, scores, is_borrowed=False):
+    plan = SimpleNamespace(units=units)
+    return SimpleNamespace(req_state_idx=row, plan=plan, scores=scores, is_borrowed=is_borrowed)
+
+
 def see(recorder, rows, num_logits, num_sampled, kinds=None):
     part = SimpleNamespace(idx_mapping_np=np.array(rows), num_logits_np=np.array(num_logits))
-    recorder.see(part, Scored(None, torch.tensor(num_sampled), None, kinds))
+    recorder.verified(part, Scored(None, torch.tensor(num_sampled), None, kinds))
 
 
 def test_a_step_is_told_to_those_that_ask_and_to_each_its_own():
@@ -58,8 +63,8 @@ def test_a_step_is_told_to_those_that_ask_and_to_each_its_own():
     see(undrafted, [2], [4], [2])
     assert undrafted.publisher()() == {"r2": {"kinds": [0, 0], "drafted": 0}}
     nobody = make()
-    nobody.see(None, None)  # what it would look at is not there
-    nobody.pruned(0, None, None, None, False)
+    nobody.verified(None, None)  # what it would look at is not there
+    nobody.pruned(SimpleNamespace(req_state_idx=0), [])
     assert nobody.publisher() is None
 
 
@@ -68,7 +73,7 @@ def test_what_the_draft_saw_is_told_once_and_bounded():
     units = [PruneUnit(range(1), TokenGrid(2, 1, 2), 2), PruneUnit(range(1, 2), long, 1)]
     kept, scores = [torch.tensor([0, 3]), torch.tensor([5])], [torch.tensor([0.1, 0.4, 0.0, torch.nan]), None]
     for row in (0, 1):
-        recorder.pruned(row, units, kept, scores, is_borrowed=False)
+        recorder.pruned(job(row, units, scores), kept)
     (found,) = recorder.publisher()().values()
     assert found["pruned"] == [
         {"family": "qwen3-vl", "grid": [2, 1, 2, 0], "num_kept": 2, "kept": [0, 3], "scores": [64, 255, 0, 0]},
@@ -81,7 +86,8 @@ def test_what_the_draft_saw_is_told_once_and_bounded():
 def test_nobody_is_told_what_anothers_question_has_scored(salt, is_told):
     """Where the prefix cache hides a prompt's own scores. Catches: what one key has asked in another's record."""
     recorder = make(1, salt=salt)
-    recorder.pruned(1, [PruneUnit(range(1), TokenGrid(1, 1, 2), 1)], [torch.tensor([1])], [torch.rand(2)], True)
+    units = [PruneUnit(range(1), TokenGrid(1, 1, 2), 1)]
+    recorder.pruned(job(1, units, [torch.rand(2)], is_borrowed=True), [torch.tensor([1])])
     ((seen,),) = (record["pruned"] for record in recorder.publisher()().values())
     assert seen["num_kept"] == 1 and (seen["kept"] is not None) == (seen["scores"] is not None) == is_told
     recorder.remove(1)

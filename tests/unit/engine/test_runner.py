@@ -9,6 +9,7 @@ import pytest
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.engine.draft_backend import Reading
 from vllm_vidspec.engine.parallel.messages import Failed
 from vllm_vidspec.engine.parallel.supervisor import DrafterSupervisor
 from vllm_vidspec.engine.requests import Phase
@@ -31,7 +32,7 @@ def test_the_drafts_that_a_step_verifies(has_stages, expected):
 def test_what_the_policy_learns_of_a_step(num_skips, expected):
     """Catches: requests without speculation that nobody beside the scheduler hears of, or hears of twice."""
     runner = VidSpecModelRunner.__new__(VidSpecModelRunner)
-    runner.speculator = SimpleNamespace(backend=SimpleNamespace(reading=frozenset(), reading_s=0.0))
+    runner.speculator = SimpleNamespace(reading=Reading())
     runner.requests = SimpleNamespace(num_skips=num_skips, phase=np.array([Phase.SKIPPED]))
     runner.req_states = SimpleNamespace(req_id_to_index={"skipped": 0})
     runner._num_told_skips = 2

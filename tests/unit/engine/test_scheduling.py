@@ -8,13 +8,12 @@ import pytest
 from tests.unit.engine.simulated import measured, memory_bound
 from vllm_vidspec.config import METHOD, parse_config
 from vllm_vidspec.engine import scheduling
-from vllm_vidspec.engine.auto_pruner import prune_variant_of
 from vllm_vidspec.engine.compat.scheduler import _DECISION, StepReport, attach
 from vllm_vidspec.engine.policy import Decision, Policy
 from vllm_vidspec.engine.scheduling import SchedulerSide
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import MetricsFile, path_for
-from vllm_vidspec.scoring.choices import WAY
+from vllm_vidspec.scoring.choices import PRUNE_VARIANT, prune_variant_of
 
 K = 6
 
@@ -226,7 +225,7 @@ def test_a_fixed_pruner_teaches_nothing(world):
     assert request.sampling_params.extra_args == {"a": 1} and not it.side._pruners._running
     it.retune(pruner="auto")
     it.sampling_params.extra_args = None
-    assert "_vidspec_way" in it.add("b").sampling_params.extra_args
+    assert PRUNE_VARIANT in it.add("b").sampling_params.extra_args
 
 
 def test_ratios_cost(world):
@@ -244,9 +243,9 @@ def test_a_client_gives_itself_no_variant(world, knobs):
     """Catches: a class of its own for each number that a client makes up, a pruner that it picks."""
     it, variants = world(adaptive_tokens=True, **knobs), set()
     for i in range(400):
-        it.sampling_params = SimpleNamespace(extra_args={"a": 1, WAY: i}, temperature=0.0)
+        it.sampling_params = SimpleNamespace(extra_args={"a": 1, PRUNE_VARIANT: i}, temperature=0.0)
         request = it.add(f"r{i}", num_visual=100 * (i % 2))
-        assert it.sampling_params.extra_args == {"a": 1, WAY: i}, "of other answers, too"
+        assert it.sampling_params.extra_args == {"a": 1, PRUNE_VARIANT: i}, "of other answers, too"
         assert request.sampling_params.extra_args["a"] == 1
         variants.add(prune_variant_of(request.sampling_params))
         it.side.admits(request)
@@ -255,6 +254,6 @@ def test_a_client_gives_itself_no_variant(world, knobs):
     assert len(it.side._policy.classes) == 1 + len(variants)  # texts, and videos by variant
 
 
-@pytest.mark.parametrize("args", [None, {}, {"_vidspec_way": "1"}, {"_vidspec_way": None}])
+@pytest.mark.parametrize("args", [None, {}, {PRUNE_VARIANT: "1"}, {PRUNE_VARIANT: None}])
 def test_what_is_no_variant_is_the_first(args):
     assert prune_variant_of(SimpleNamespace(extra_args=args)) == 0 == prune_variant_of(None)

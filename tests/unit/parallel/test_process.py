@@ -186,7 +186,7 @@ def test_the_thread_of_commits_outlives_an_exception(monkeypatch):
 def test_arrivals_are_told_at_once():
     """Three at a time, one in a row that another has left: what they stage is written in one go."""
     mirror, log = TargetMirror.__new__(TargetMirror), []
-    mirror._staged, mirror._told, mirror.text = set(), None, torch.zeros(4, 8, dtype=torch.int32)
+    mirror._staged, mirror._applied, mirror.text = set(), None, torch.zeros(4, 8, dtype=torch.int32)
     mirror.states, mirror.sampler = mock.Mock(index_to_req_id={}), mock.Mock()
     mirror.states.add_request = lambda *args: log.append(args[0])
     mirror.states.apply_staged_writes = lambda: log.append("apply")

@@ -11,7 +11,7 @@ from vllm_vidspec.errors import VidSpecError
 
 _RECORD = "_vidspec_record"  # on vLLM's outputs of requests that ask for one
 # Our parameters of the HTTP request that is being served.
-_asked: ContextVar[dict[str, Any]] = ContextVar("vidspec_asked", default={})  # noqa: B039 - nobody writes into it
+_asked: ContextVar[dict[str, Any]] = ContextVar("vidspec_asked", default={})  # noqa: B039 - it is never written
 
 
 def allow_sampling_parameters() -> None:
@@ -19,6 +19,7 @@ def allow_sampling_parameters() -> None:
 
     Why: vLLM refuses both for every speculative method; Model Runner V2 applies both at every logits row, so here they
     are exact. What a request asks of our scorers must be refused here, in the API server, as the client's error.
+    Until: vLLM asks a method which parameters it supports.
     """
     from vllm.sampling_params import SamplingParams
 
@@ -58,6 +59,7 @@ def extend_request_metrics(extend: Callable) -> None:
     """Let the last function given extend what `--per-request-spec-decode-metrics` reports of a finished request.
 
     Why: vLLM's scheduler counts accepted tokens; which of them were loosened, only our scorer knows.
+    Until: a rejection sampler can report counts of its own.
     """
     from vllm.v1.engine.output_processor import RequestState
 
@@ -76,8 +78,10 @@ def show_request_records(field: str, make: Callable[[Any], Any]) -> None:
 
     Why: vLLM passes what the engine says of a step on in types of its own; a record travels in `kv_transfer_params`
     (`scheduler._hand_over`), is taken out of it here, where an output becomes a client's, and reaches the response
-    beside it. In a stream each chunk has the steps since the last; of `n` answers there are none. `make(state)` is the
-    record of one answer, given vLLM's `RequestState`: `add` takes a step in, `take` returns what is new.
+    beside it. Until: a worker's output may carry a plugin's fields to the response.
+
+    In a stream each chunk has the steps since the last; of `n` answers there are none. `make(state)` is the record of
+    one answer, given vLLM's `RequestState`: `add` takes a step in, `take` returns what is new.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -144,6 +148,7 @@ def show_to_every_api_server(collector: Any) -> None:
 
     Why: with several API servers (or PROMETHEUS_MULTIPROC_DIR set) every scrape makes a registry of its own, of nothing
     but a collector that adds up what the servers' processes wrote to files; it knows none of the default registry's.
+    Until: vLLM adds those.
     """
     from prometheus_client.multiprocess import MultiProcessCollector
 
@@ -163,7 +168,9 @@ def hear_request_choices(prefix: str, calls_tools: str, check: Callable) -> None
     output is known to the API server alone. What is wrong is refused before the prompt is rendered: else the front end
     believes that the engine holds its video, and would leave it out of the corrected request. In `vllm_xargs` vLLM
     turns false into 0 and answers other types with a list of all that it would have taken, so ours are lifted out
-    before it looks. `check` (the last given is used) raises VidSpecError for parameters, which all begin with `prefix`;
+    before it looks. Until: vLLM forwards a body's unknown fields to `extra_args`.
+
+    `check` (the last given is used) raises VidSpecError for parameters, which all begin with `prefix`;
     what begins with an underscore and that is ours to say, as is `calls_tools`, which marks requests with tools.
     """
     from vllm.entrypoints.generate.generative_scoring.serving import ServingGenerativeScoring

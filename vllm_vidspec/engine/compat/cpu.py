@@ -1,19 +1,21 @@
 """Patches of the CPU engine alone: its runner, and kernels that Triton's interpreter cannot run, or not in time."""
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from vllm_vidspec.engine.compat.contract import MARK, expect_parameters, replace, wrap
-from vllm_vidspec.engine.cpu import batch_kernels, kernels
 
 
 @contextlib.contextmanager
 def cpu_model_runner(make: Callable) -> Iterator[None]:
-    """Let `CPUWorker.init_device` build the runner that `make` returns; it has no method for that to override."""
+    """Let `CPUWorker.init_device` build the runner that `make` returns.
+
+    Why: it has no method for that to override. Until: it has `_make_model_runner`, as the GPU's worker does.
+    """
     import vllm.v1.worker.cpu.model_runner as module
 
     original = module.CPUModelRunner
@@ -43,6 +45,7 @@ def repair_interpreter_kernels() -> None:
     """Replace the two sampling kernels that Triton's interpreter cannot run by torch versions.
 
     Why: its top-k/top-p and grammar-bitmask kernels raise `'int' object has no attribute 'to'` there.
+    Until: the interpreter runs them.
     """
     import vllm.v1.sample.ops.topk_topp_sampler as topk_topp
     from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
@@ -57,10 +60,13 @@ def repair_interpreter_kernels() -> None:
     replace(StructuredOutputsWorker, "apply_grammar_bitmask", lambda _: _apply_grammar_bitmask, *names)
 
 
-def speed_up_interpreter_kernels() -> None:
+def replace_interpreted_kernels(twins: Callable[[str], tuple[Callable[[Any], Any], list[str]]]) -> None:
     """Replace interpreted kernels on the decode path, and one of Qwen3-VL's tower, by bit-equal numpy twins.
 
     Why: the interpreter runs one program at a time at some milliseconds each: one per logits row, or patch.
+    Until: vLLM's CPU engine has kernels of its own for Model Runner V2.
+
+    `twins` returns, of a kernel `_<name>_kernel`, what makes a twin of it and the names of the arguments that it reads.
     """
     import vllm.model_executor.models.qwen3_vl as qwen3_vl
     import vllm.v1.worker.gpu.block_table as block_table
@@ -89,15 +95,10 @@ def speed_up_interpreter_kernels() -> None:
             kernel = getattr(module, f"_{name}_kernel")
             if hasattr(kernel, MARK):
                 continue
-            run, taken = twin_of(name), list(inspect.signature(kernel.fn).parameters)
-            read = {it if it in taken else f"{it}_ptr" for it in kernels.reads(run)}
+            (make, reads), taken = twins(name), list(inspect.signature(kernel.fn).parameters)
+            read = {it if it in taken else f"{it}_ptr" for it in reads}
             wanted = [*filter(read.__contains__, taken), *read.difference(taken)]  # in the kernel's order
-            replace(module, f"_{name}_kernel", functools.partial(kernels.Twin, run), *wanted)
-
-
-def twin_of(name: str) -> Callable:
-    """Return the function that serves the whole grid of a kernel `_<name>_kernel`."""
-    return getattr(kernels if hasattr(kernels, name) else batch_kernels, name)
+            replace(module, f"_{name}_kernel", make, *wanted)
 
 
 def _apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_bitmask) -> None:

@@ -26,6 +26,7 @@ class _RowSums:
 
     Why: guidance would have to find it again, in a pass over all keys. The call's results stay what they are: versions
     2 and 3 only hand one tensor more back. Version 4 would be compiled once more for it, and is left alone.
+    Until: vLLM's attention layer returns the sums to those that ask.
     """
 
     def __init__(self) -> None:
@@ -63,9 +64,9 @@ def observe_attention(layer: Any, observer: Callable) -> Callable[[bool], None]:
     layer; return what switches it on and off. It is off, and the layer as it was: a decode step observes nothing.
 
     Why: fused attention keeps its weights to itself; q and the paged keys meet here and nowhere else. The wrapper runs
-    inside vLLM's opaque attention operator, hence under torch.compile and piecewise graphs too.
+    inside vLLM's opaque attention operator, hence under torch.compile and piecewise graphs too. Until: for good.
 
-    `lse` is float32 `[num_heads, num_tokens]`, the log-sum-exp of each row, or None where the backend does not tell it.
+    `lse` is float32 `[num_heads, num_tokens]`, the log-sum-exp of each row, None where the backend returns none.
     """
     impl, original = layer.impl, layer.impl.forward
     expect_parameters(original, *_ATTENTION_FORWARD)
@@ -90,6 +91,7 @@ def intercept_attention(layer: Any, interceptor: Callable) -> None:
 
     Why: vLLM's backends know no tree masks (upstream removed tree attention, #42121). As with `observe_attention` only
     this layer object changes. What the interceptor does not compute itself it leaves to `original`.
+    Until: a backend of vLLM's takes a tree's mask, and splits keys for as many rows as a chain has.
     """
     original = layer.impl.forward
     expect_parameters(original, *_ATTENTION_FORWARD)
@@ -105,6 +107,7 @@ def keep_block_table(builder: Any) -> None:
     """Let the metadata that a builder makes say its `block_table`, as every other backend's does.
 
     Why: FlashInfer's keeps it in the form of each kernel that it plans, if at all; its cache is paged as the others'.
+    Until: FlashInfer's metadata has it.
     """
 
     def keep(build, common_prefix_len, common_attn_metadata, *args, **kwargs):
@@ -120,6 +123,7 @@ def adjust_positions(model_state: Any, adjust: Callable, dummy: Callable) -> Non
 
     Why: tree nodes need the position of their depth, and the positions in the batch must stay: slots, the sampler and
     vLLM's own bookkeeping read them. Dummy runs are covered too, so that captured graphs see the same buffer.
+    Until: vLLM lets a method choose the positions of a forward.
 
     `adjust` turns `(input_batch, positions)`, `[num_tokens]` or `[num_axes, num_tokens]`, into those to use, before
     every forward; `dummy` gives as many of a forward that is captured, where the model has 1-D positions.
@@ -141,7 +145,8 @@ def observe_attention_metadata(model_state: Any, observe: Callable) -> None:
     """Call `observe(input_batch, metadata_by_layer, for_capture)` once the attention metadata of a forward is there.
 
     Why: a whole forward that is captured calls our layers once, and must then do what every replay needs. Nothing else
-    tells it from other dummy runs. It is called before every forward that attends: run, captured or replayed.
+    distinguishes it from other dummy runs. It is called before every forward that attends: run, captured or replayed.
+    Until: vLLM lets a method add to a forward's attention metadata.
     """
 
     def prepare(prepare_attn, input_batch, *args, for_capture=False, **kwargs):
@@ -157,7 +162,9 @@ def take_over_pixels(model_state: Any, share: Callable) -> None:
     """Let us copy to the device what the target's encoder is about to encode, so that the copy can outlive its call.
 
     Why: vLLM makes the copy inside of the call and drops it there. Tensors that are on the device it leaves where they
-    are, because a processor may run there. `share` turns `(identifiers, items)` into the `MultiModalKwargsItem`s to
+    are, because a processor may run there. Until: vLLM can keep the copy for a draft that has a vision tower.
+
+    `share` turns `(identifiers, items)` into the `MultiModalKwargsItem`s to
     encode: all of a call must be on the device, or none, as vLLM joins them.
     """
     encoder = getattr(model_state, "encoder_runner", None)
@@ -179,6 +186,7 @@ def expose_hidden_states(target: Any, layers: tuple[int, ...]) -> None:
 
     Why: vLLM offers this to its own methods only, by their names. LLaVA-OneVision passes its language model's result
     through, but does not declare so; the decoder inside does. Layer 0 is the embeddings, i what layer i - 1 puts out.
+    Until: vLLM offers it to every method.
     """
     language_model = target.get_language_model() if hasattr(target, "get_language_model") else target
     decoder = getattr(language_model, "model", language_model)
@@ -192,6 +200,7 @@ def keep_shared_noise(sampler: Any) -> None:
 
     Why: on a GPU a batch with top-k or top-p, no greedy request and no seed goes to FlashInfer's sampler, whose noise
     is not a function of seed, position and token: draft and target share none. So do prompts' first tokens.
+    Until: FlashInfer's sampler takes vLLM's noise.
     """
     if not isinstance(getattr(sampler, "use_flashinfer", None), bool):
         raise VidSpecError(f"this vLLM's sampler no longer says use_flashinfer; {NEEDED_VLLM}")
@@ -199,7 +208,7 @@ def keep_shared_noise(sampler: Any) -> None:
 
 
 def gather_token_logprobs(sampler: Any) -> None:
-    """Let a runner count `logprob_token_ids` among what its sampler tells, in steps that verify drafts too.
+    """Let a runner count `logprob_token_ids` among what its sampler returns, in steps that verify drafts too.
 
     Why: batch-sharded sampling gathers as many columns as the sampler says that a step has, and vLLM asks for them
     without these, as its own rejection sampler does not make them. Until: it does.
@@ -216,6 +225,7 @@ def intercept_penalties(penalties: Any, penalise: Callable[[torch.Tensor, Any], 
 
     Why: vLLM counts the drafts on the rows before a row, which a tree's nodes have others of. The place among its
     processors must stay. It works in place, on float32 `[num_logits, vocab_size]`; see vLLM's `LogitsContext`.
+    Until: vLLM counts drafts along a tree's paths.
     """
 
     def apply_to_paths(apply, logits, ctx):
@@ -230,6 +240,7 @@ def one_stage() -> Iterator[None]:
 
     Why: vLLM's model classes ask the process's pipeline group which layers they have, and whether embeddings or another
     stage's states are their input. The target's last stage has few layers and no embeddings, the draft has all of its.
+    Until: a model class takes its stage as an argument.
     """
     group = parallel_state._PP
     parallel_state._PP = _ONE_STAGE  # type: ignore[assignment]
@@ -244,7 +255,8 @@ def without_kv_connector() -> Iterator[None]:
     """Run a forward that no KV connector sees.
 
     Why: vLLM's attention operator offers every layer of every forward to the connector, and a draft's layers are not
-    the target's, though they may have its layers' names. vLLM's own way to pass one by is the same, for dummy runs.
+    the target's, though they may have its layers' names. vLLM passes one by in the same manner, for dummy runs.
+    Until: vLLM hides a draft's layers from connectors.
     """
     from vllm.distributed.kv_transfer import kv_transfer_state
 

@@ -10,7 +10,7 @@ from vllm_vidspec.metrics.counts import Changes
 
 # The workers' methods that return and change knobs, and that start and end what is not counted.
 KNOBS, RETUNE, UNCOUNTED = "vidspec_knobs", "vidspec_retune", "vidspec_uncounted"
-# With a new request travel its salt and whether the draft reads it, with a step its `Decision`, with its output `Attached`.
+# A new request carries its salt and whether the draft reads it, a step its `Decision`, a step's output `Attached`.
 _SALT, _ADMITTED, _DECISION, _ATTACHED = (f"_vidspec_{it}" for it in ("cache_salt", "admitted", "decision", "attached"))
 
 
@@ -41,6 +41,7 @@ def hook_scheduler(attach: Callable) -> None:
     its output; vLLM's own extension point, `--scheduler-cls`, is left to the user. The scheduler strips the pixels of
     media that the prefix cache covers; the draft has a cache of its own and needs them, as in the second turn of a chat
     about a video. And workers do not get the cache salt, by which our hooks keep tenants' prompts apart.
+    Until: vLLM lets plugins stand beside its scheduler, and send data of their own with its output.
 
     `attach`, of the scheduler and the VllmConfig, returns what has `add(request)`, called before a new request is
     queued, `admits(request)` when it is first scheduled, `plan(scheduler_output)` before the scheduler goes on from a
@@ -189,7 +190,7 @@ def step(core: Any) -> None:
 
 
 def add_own_requests(core: Any, num_reqs: int, num_tokens: int) -> list[str]:
-    """Add requests of one token, repeated, to an engine core that serves nobody yet; return their ids."""
+    """Add requests of one token, repeated, to an engine core that serves no client yet; return their ids."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 

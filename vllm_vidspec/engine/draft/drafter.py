@@ -2,8 +2,9 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from vllm_vidspec.engine.draft.trees import TakeTrees, TreeDrafter
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.report.observer import Observer
 from vllm_vidspec.engine.tree_attention import TreeAttention
 
 logger = init_logger("vllm.vidspec")
@@ -35,54 +37,71 @@ logger = init_logger("vllm.vidspec")
 UNBOUNDED = 1 << 60
 
 
+@dataclass(frozen=True, kw_only=True)
+class DraftContext:
+    """What a drafter works with; in the target's process and in one of its own."""
+
+    model: DraftModel
+    knobs: Knobs
+    sample: CoupledSampler
+    counters: Counters
+    agreement: Agreement
+    graphs: DraftGraphs
+    memory: DraftMemory  # what of the rank's the drafter allocates, inside `allocation()`
+    committed: messages.Committed
+    attention: TreeAttention | None  # for trees, and the two tokens fed first where the layers' own is slow
+    max_num_reqs: int
+    max_model_len: int
+    allocation: Callable[[], AbstractContextManager] = contextlib.nullcontext
+    # The target's embeddings by identifier, where it drafts for itself.
+    shared: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    pixels: SharedPixels | None = None  # what the target has copied to the device; None in a process of its own
+    fills_trees: bool = False  # see `TreeDrafter`; `take_trees` too
+    take_trees: TakeTrees | None = None
+    max_run: int = 0  # most tokens of a chain that `go_on` draws behind what `draft` has; 0: it is never asked
+    observers: Sequence[Observer] = ()
+
+
 class Drafter:
     """Owns what the draft keeps of every persistent row: its KV, its place in the prefill queue, its policy."""
 
-    def __init__(
-        self,
-        model: DraftModel,
-        knobs: Knobs,
-        sample: CoupledSampler,
-        counters: Counters,
-        memory: DraftMemory,  # what of the rank's is allocated here, inside `allocation()`
-        max_num_reqs: int,
-        max_model_len: int,
-        agreement: Agreement,
-        committed: messages.Committed,
-        graphs: DraftGraphs,
-        attention: TreeAttention | None,  # for trees, and the two tokens fed first where the layers' own is slow
-        shared: Mapping[str, torch.Tensor],  # the target's own, by identifier, where it drafts for itself; else empty
-        allocation: Callable[[], AbstractContextManager] = contextlib.nullcontext,
-        fills_trees: bool = False,  # see `TreeDrafter`; `take_trees` too
-        take_trees: TakeTrees | None = None,
-        max_run: int = 0,  # most tokens of a chain that `go_on` draws behind what `draft` has; 0: it is never asked
-        pixels: SharedPixels | None = None,  # what the target has copied to the device; None in a process of its own
-    ):
-        config = knobs.current
+    def __init__(self, context: DraftContext):
+        model, sample, counters, attention = context.model, context.sample, context.counters, context.attention
+        graphs, max_num_reqs, config = context.graphs, context.max_num_reqs, context.knobs.current
         K = self._num_speculative_tokens = config.num_speculative_tokens
         self.model, self.counters, self.attention = model, counters, attention
-        self._knobs, self._sample, self._graphs = knobs, sample, graphs
-        self._max_model_len, self._max_run = max_model_len, max_run
-        with allocation():
-            cache = model.make_vision_cache(memory.vision_bytes)
-        num_blocks = model.init_kv(memory.pool_bytes, allocation())
+        self._knobs, self._sample, self._graphs = context.knobs, sample, graphs
+        self._max_model_len, self._max_run = context.max_model_len, context.max_run
+        with context.allocation():
+            cache = model.make_vision_cache(context.memory.vision_bytes)
+        num_blocks = model.init_kv(context.memory.pool_bytes, context.allocation())
         if why := model.why_no_graphs:
             graphs.give_up(why)
         tree_shapes = config.shapes - {"chain"}
         caches = attention.caches() if attention is not None and tree_shapes else None
-        max_slots = max_slots_per_request(max_model_len, K)
+        max_slots = max_slots_per_request(context.max_model_len, K)
         self.kv = DraftKV(num_blocks, model.block_size, max_num_reqs, max_slots, model.device, caches)
-        self.prefills = DraftPrefill(model, knobs, counters, self.kv, cache, shared, agreement, pixels)
+        self.prefills = DraftPrefill(
+            model,
+            context.knobs,
+            counters,
+            self.kv,
+            cache,
+            context.shared,
+            context.agreement,
+            context.pixels,
+            context.observers,
+        )
         policy = make_policy(next(iter(tree_shapes)), config, max_num_reqs, model.device) if tree_shapes else None
         width = 0 if policy is None else policy.max_frontier
         self.buffers = DraftBuffers(model, self.kv, max_num_reqs, width, K)
-        (num_tokens, text, last_sampled, path), kv = committed, self.kv
-        own = (kv.num_dropped, kv.pos_delta, kv.block_tables, kv.fed)
-        self._tables = StepTables(num_tokens, text, last_sampled, *own, path)
+        (num_tokens, text, last_sampled, path), kv = context.committed, self.kv
+        of_draft = (kv.num_dropped, kv.pos_delta, kv.block_tables, kv.fed)
+        self._tables = StepTables(num_tokens, text, last_sampled, *of_draft, path)
         num_rows = min(max_num_reqs * max(width, 1), rows_per_block(model.vocab_size))
         sample.reserve(num_rows, model.vocab_size, model.device, 0 if policy is None else policy.num_candidates)
         forwards = Forwards(model, self.kv, self.buffers, attention)
-        # [max_num_reqs] see `has_room`; rows that nobody drafts for need none
+        # [max_num_reqs] see `has_room`; rows without drafts need none
         self._capacity_limit = np.full(max_num_reqs, UNBOUNDED, dtype=np.int64)
         # Of the last step, and whether its logits go through vLLM's processors.
         self._draft_batch: object | None = None
@@ -90,8 +109,11 @@ class Drafter:
         # Of the last step, for `go_on`: requests, padding included, processors, drafts; and how many tokens may follow.
         self._step: tuple[int, Processed | None, messages.Drafts] | None = None
         self._num_more = 0
-        self.chains = ChainDrafter(forwards, sample, graphs, max_run > 0) if "chain" in config.shapes else None
-        self.trees = None if policy is None else TreeDrafter(forwards, sample, graphs, policy, fills_trees, take_trees)
+        self.chains = ChainDrafter(forwards, sample, graphs, self._max_run > 0) if "chain" in config.shapes else None
+        self.trees: TreeDrafter | None = None
+        if policy is not None:
+            trees = (context.fills_trees, context.take_trees)
+            self.trees = TreeDrafter(forwards, sample, graphs, policy, *trees)
         counters.set("draft_pool_blocks_total", num_blocks - 1)
         counters.set("draft_pool_bytes", num_blocks * model.bytes_per_block)
         counters.set("draft_encoder_bytes", cache.num_bytes)
@@ -107,7 +129,7 @@ class Drafter:
         return outcome
 
     def enter(self, req_state_idx: int) -> None:
-        """Expect steps of a row's new request: they look for room, and its trees begin anew."""
+        """Expect steps of a row's new request: they need room, and its trees begin anew."""
         self._capacity_limit[req_state_idx] = -1
         if self.trees is not None:
             self.trees.policy.reset_rows(np.array([req_state_idx]))
@@ -144,7 +166,7 @@ class Drafter:
         return fits
 
     def has_room(self, idx_mapping_np: np.ndarray, num_tokens_upper_bound: np.ndarray) -> bool:
-        """Return whether `holds` and `reserve` have nothing to do for `[n]` rows: for most steps a look at a table."""
+        """Return whether `holds` and `reserve` have nothing to do for `[n]` rows: most steps read one table."""
         return not (num_tokens_upper_bound > self._capacity_limit[idx_mapping_np]).any()
 
     def draft(self, message: messages.DraftMessage) -> messages.Drafts:
@@ -246,10 +268,10 @@ class Drafter:
                 parts |= drafter.parts(num_reqs, plan.num_tokens, is_processed)
             num_processed = len(parts) - num_others
 
-        nobody = self.buffers.step.rows[:0]
+        empty = self.buffers.step.rows[:0]
 
         def prepare(key: Part) -> Run:
-            self._begin(nobody, None, nobody.int(), None, key.num_tokens)
+            self._begin(empty, None, empty.int(), None, key.num_tokens)
             return parts[key]
 
         start, before = time.perf_counter(), _free_bytes(self.model.device)

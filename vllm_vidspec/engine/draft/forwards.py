@@ -16,7 +16,7 @@ from vllm_vidspec.engine.tree_attention import TreeAttention, TreeStep
 class DraftBuffers:
     """What a step hands from launch to launch, at fixed addresses: R requests, with padding, use the first R rows.
 
-    A padding row has the persistent row `max_num_reqs`, slot -1, which no kernel writes, and no KV entry to look at: it
+    A padding row has the persistent row `max_num_reqs`, slot -1, which no kernel writes, and no KV entry to read: it
     touches nothing. `begin_step` says where padding begins; nothing later needs to know. Below, M is `max_num_reqs`, W
     the most nodes of a request in a forward (`tree_width` 0: drafts are chains), and K `max_drafts`.
     """

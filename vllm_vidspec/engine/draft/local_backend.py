@@ -11,19 +11,20 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft import messages
-from vllm_vidspec.engine.draft.drafter import Drafter, without_room
+from vllm_vidspec.engine.draft.drafter import DraftContext, Drafter, without_room
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, mode_of_draft
 from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.draft.waiting import WaitingRoom
-from vllm_vidspec.engine.draft_backend import DraftBackend, Step
+from vllm_vidspec.engine.draft_backend import DraftBackend, Reading, Step
 from vllm_vidspec.engine.failures import DraftFailures
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.report.observer import Observer
 from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Phase, Request, RequestRows
 from vllm_vidspec.engine.target_pruning import places_of
 from vllm_vidspec.engine.tree_attention import TreeAttention, make_attention
@@ -44,12 +45,13 @@ class LocalBackend(DraftBackend):
         sample: CoupledSampler,
         trees: TargetTrees | None,  # the target's side of tree drafts; None where drafts are chains
         failures: DraftFailures,
-        pixels: SharedPixels | None = None,  # None where the draft's tower is shown nothing
+        pixels: SharedPixels | None = None,  # None where the draft has no tower of its own
     ):
         self._knobs: Knobs = runner.knobs
         self._requests: RequestRows = runner.requests
         self._counters: Counters = runner.counters
         self._agreement: Agreement = runner.agreement
+        self._observers: list[Observer] = runner.observers
         self._vllm_config, self._req_states = runner.vllm_config, runner.req_states
         self.draft_model, self._sample, self._trees = draft_model, sample, trees
         self._failures, self._pixels, self._placed = failures, pixels, places_of(runner)
@@ -103,24 +105,26 @@ class LocalBackend(DraftBackend):
         path = None if self._trees is None else self._trees.path
         committed = messages.Committed(states.total_len.gpu, states.all_token_ids.gpu, states.last_sampled_tokens, path)
         shares = config.is_self_draft and encoder_cache is not None
-        self._drafter = Drafter(
-            model,
-            self._knobs,
-            self._sample,
-            self._counters,
-            memory,
-            len(self._requests.phase),
-            vllm_config.model_config.max_model_len,
-            self._agreement,
-            committed,
-            self._graphs,
-            self._attention,
-            encoder_cache.encoder_outputs if shares else {},
-            allocation,
+        context = DraftContext(
+            model=model,
+            knobs=self._knobs,
+            sample=self._sample,
+            counters=self._counters,
+            agreement=self._agreement,
+            graphs=self._graphs,
+            memory=memory,
+            committed=committed,
+            attention=self._attention,
+            max_num_reqs=len(self._requests.phase),
+            max_model_len=vllm_config.model_config.max_model_len,
+            allocation=allocation,
+            shared=encoder_cache.encoder_outputs if shares else {},
+            pixels=self._pixels,
             fills_trees=is_async if config.tree.fill is None else config.tree.fill,
             take_trees=None if self._trees is None else self._trees.take,
-            pixels=self._pixels,
+            observers=self._observers,
         )
+        self._drafter = Drafter(context)
         if self._pixels is not None:
             self._pixels.num_bytes = memory.pixel_bytes
         self._counters.set("target_kv_bytes_per_token", kv_bytes_per_token(vllm_config))
@@ -137,7 +141,7 @@ class LocalBackend(DraftBackend):
     # ---- both ends of a request's life -----------------------------------------------------------------------------
 
     def add(self, request: NewRequest) -> None:
-        """Keep a request's pixels on the device, if the draft is to see it; its prompt waits in `RequestRows`."""
+        """Keep a request's pixels on the device, if the draft may see it; its prompt waits in `RequestRows`."""
         if not request.is_admitted:
             self._requests.skip(request.req_state_idx, "unadmitted")
         elif self._pixels is not None:
@@ -167,14 +171,13 @@ class LocalBackend(DraftBackend):
 
     def roll_back(self, step: Step) -> None:
         """Put rows that were drafted for and get no drafts in this step back into the prefill queue."""
-        self.reading = frozenset()
         if step.paused is not None:
             self._requeue(step, np.flatnonzero(step.paused & self._are_in(step, Phase.DRAFTING)))
 
     def _requeue(self, step: Step, indices: np.ndarray) -> None:
         """Let the draft catch up, some time, on the text of requests that were drafted for."""
         if not len(indices):
-            return  # whoever is drafted for stays who is
+            return
         rows = step.batch.idx_mapping_np[indices]
         # What the draft has surely read: its last step began at the length that the target's own began at, of which the
         # host knows a bound, since the scheduler may run ahead of the verification of K drafts.
@@ -251,20 +254,19 @@ class LocalBackend(DraftBackend):
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
-    def prefill(self, step: Step) -> None:
+    def prefill(self, step: Step) -> Reading:
         """Reserve the step's blocks and read on; where nothing is drafted, nothing is read."""
         self._reserve(step)
         if not step.plan.num_tokens:
             batch = self._requests.draft_batch(step.batch.idx_mapping_np, step.is_done)
             self._requeue(step, batch.places_np)
-            return
+            return Reading()
+        if not self.drafter.prefills.is_reading:
+            return Reading()
         start = time.monotonic()
-        if self.drafter.prefills.is_reading:
-            in_queue = np.flatnonzero(step.active(self._are_in(step, Phase.PREFILLING)))
-            if len(in_queue):
-                self.reading = frozenset(step.batch.req_ids[i] for i in in_queue.tolist())
-            self._failures.run("draft prefill", self._read, step, in_queue, is_careful=True)
-        self.reading_s = time.monotonic() - start
+        in_queue = np.flatnonzero(step.active(self._are_in(step, Phase.PREFILLING)))
+        self._failures.run("draft prefill", self._read, step, in_queue, is_careful=True)
+        return Reading(frozenset(step.batch.req_ids[i] for i in in_queue.tolist()), time.monotonic() - start)
 
     def _reserve(self, step: Step) -> None:
         """Reserve the blocks of this step; requests that no longer fit go on without speculation, if only for now."""

@@ -25,7 +25,7 @@ class DraftMemory:
     """What is taken, in bytes per rank."""
 
     pool_bytes: int  # the draft's KV pool
-    vision_bytes: int  # vision embeddings of what was shown lately
+    vision_bytes: int  # vision embeddings that were used lately
     pixel_bytes: int = 0  # the most that is kept of pixels on the device (`SharedPixels`)
     table_bytes: int = 0  # what a step hands on and looks up by row, which is allocated after vLLM's memory profile
 
@@ -40,15 +40,15 @@ class DraftMemory:
     @classmethod
     def plan(cls, config: VidSpecConfig, vllm_config: Any, model: DraftModel, available_bytes: int) -> "DraftMemory":
         """Choose the sizes, given the KV memory of this rank, target and draft together (`DraftBackend.reserve`)."""
-        vision, shows = config.pool.encoder_bytes, bool(_shown(vllm_config))
+        vision, has_media = config.pool.encoder_bytes, bool(_media(vllm_config))
         if vision is None:
-            vision = int(pool.VISION_SHARE * available_bytes) if shows else 0
+            vision = int(pool.VISION_SHARE * available_bytes) if has_media else 0
         if vision >= available_bytes:
             left = f"leaves nothing of the {available_bytes} bytes of KV memory"
             raise VidSpecError(f"draft_encoder_bytes: {vision} {left}")
         tables = table_bytes(config, vllm_config, model)
         # Pixels are shared where both towers run in one process, on a device that they must be copied to.
-        shares = shows and model.device.type != "cpu" and not config.is_parallel and not config.is_self_draft
+        shares = has_media and model.device.type != "cpu" and not config.is_parallel and not config.is_self_draft
         pixels = int(pool.PIXEL_SHARE * available_bytes) if shares else 0
         rest = available_bytes - vision - pixels - tables
         size = _pool_bytes(config, vllm_config, model, rest)
@@ -81,8 +81,8 @@ def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, avai
         wanted = int(config.pool.kv_fraction * available_bytes)
     else:
         draft, target = kv_bytes_per_token(model.config), kv_bytes_per_token(vllm_config)
-        modalities = _shown(vllm_config) or ("video", "image")
-        kept = 1 - min(way.ratio_for(modality) for way in config.prune.variants for modality in modalities)
+        modalities = _media(vllm_config) or ("video", "image")
+        kept = 1 - min(variant.ratio_for(modality) for variant in config.prune.variants for modality in modalities)
         wanted = pool.pool_bytes(available_bytes, target, draft, kept, max_slots, model.block_size)
     if wanted < 2 * per_block:
         raise VidSpecError(f"a draft KV pool of {wanted} bytes holds nothing; one block takes {per_block} bytes")
@@ -93,7 +93,7 @@ def _max_slots(config: VidSpecConfig, vllm_config: Any) -> int:
     return max_slots_per_request(vllm_config.model_config.max_model_len, config.num_speculative_tokens)
 
 
-def _shown(vllm_config: Any) -> list[str]:
+def _media(vllm_config: Any) -> list[str]:
     multimodal = vllm_config.model_config.multimodal_config
     if multimodal is None:
         return []

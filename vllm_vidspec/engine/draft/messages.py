@@ -1,4 +1,4 @@
-"""What the drafter is told and answers; no runner object crosses, so that it can live in another process."""
+"""What the drafter receives and answers; no runner object crosses, so that it can live in another process."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -8,13 +8,7 @@ import numpy as np
 import torch
 
 from vllm_vidspec.drafting import DraftTree
-
-
-class Placed(NamedTuple):
-    """Where a target that prunes videos itself (`--video-pruning-rate`) has put a prompt: it decides as it looks."""
-
-    positions: torch.Tensor  # [num_axes, num_tokens] int64 rope positions, on the host
-    delta: int  # rope position minus logical position of the text after the prompt
+from vllm_vidspec.engine.target_pruning import Placed
 
 
 @dataclass(frozen=True)
@@ -26,7 +20,7 @@ class PrefillMessage:
     token_ids: list[int]  # prompt, and after a preemption the output so far
     features: list[Any]  # vLLM's multimodal features in prompt order
     scores: list[torch.Tensor] | None = None  # the target's guidance, float32 [m] on the CPU by feature, or None
-    outcome: tuple[str, ...] = ()  # counters to add to once the draft is shown the prompt: what came of the guidance
+    outcome: tuple[str, ...] = ()  # counters to add to once the drafter has the prompt: what came of the guidance
     placed: Placed | None = None  # where the target has put the prompt, if it prunes videos itself; else None
     prune_variant: int = 0  # by which of `PruneKnobs.variants` it is pruned
 

@@ -126,7 +126,7 @@ class CoupledSampler:
         kept = (states.temperature, states.top_k, states.top_p, states.min_p)
         asked = (penalties.repetition_penalty, penalties.frequency_penalty, penalties.presence_penalty)
         return bool(
-            custom  # nobody knows of which requests these want something
+            custom  # they do not say which requests they concern
             or np.any(bias.use_logit_bias[rows])
             or np.any(bad_words.num_bad_words.np[rows])
             or np.any(costs_drafts(*(table.np[rows] for table in (*kept, *asked))))

@@ -1,15 +1,15 @@
 """DraftPrefill: chunked prefill of the draft's pruned prompts from a FIFO queue; until then requests go undrafted.
 
 A step runs at most what vLLM lets the target's own prefill run in one: the vision tower over the encoder budget's
-tokens (`DraftVision`), the language model over the token budget. So a long video holds nobody's decode up. The target
-commits text meanwhile: the last piece of a prefill catches up on it. How much there is the host knows as a bound only
-(async scheduling); what is fed past the committed text is stale like any rejected draft. Every decision follows from
-what the host knows, so tensor-parallel ranks take the same ones.
+tokens (`DraftVision`), the language model over the token budget. So a long video delays no other request's decode.
+The target commits text meanwhile: the last piece of a prefill catches up on it. The host knows a bound of its length
+only (async scheduling); what is fed past the committed text is stale like any rejected draft. Every decision follows
+from what the host knows, so tensor-parallel ranks take the same ones.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
-from vllm_vidspec.engine.report.request_records import RequestRecorder
+from vllm_vidspec.engine.report.observer import Observer
 from vllm_vidspec.families import adapter_for
 from vllm_vidspec.pruning.prompt import PromptItem, UnsupportedPrompt, choose_kept, plan_prompt, prune
 from vllm_vidspec.pruning.sampled import kept_places
@@ -47,17 +47,18 @@ class DraftPrefill:
         shared: Mapping[str, torch.Tensor],  # the target's embeddings, where its tower is the draft's; else empty
         agreement: Agreement,
         pixels: SharedPixels | None = None,  # what the target has copied to the device, if it runs here
+        observers: Sequence[Observer] = (),
     ):
         self.model, self.counters = model, counters
         self._knobs, self._kv, self._agreement = knobs, kv, agreement
         self._adapter = adapter_for(model.hf_config)
-        self.vision = DraftVision(model, self._adapter, counters, cache, shared, agreement, self._fail, pixels)
+        self.vision = DraftVision(
+            model, self._adapter, counters, cache, shared, agreement, self._fail, pixels, observers
+        )
         self._jobs: dict[int, PrefillJob] = {}  # by row
         self._queue: dict[int, PrefillJob] = {}  # by row, those that are not read whole, in order
         self._failed: list[int] = []  # rows, of the step that runs
-        self.recorder: RequestRecorder | None = None  # where requests may ask what was chosen
-        # Of a tool that looks on: called with a job and what stays of each item.
-        self.on_pruned: Callable[[PrefillJob, list[torch.Tensor]], None] | None = None
+        self.observers = observers
 
     # ---- admission: host only --------------------------------------------------------------------------------------
 
@@ -114,7 +115,7 @@ class DraftPrefill:
                 continue
             guide = None if scores is None else scores[number]
             job.kept += unit.split(choose_kept(unit, knobs, guide, None))
-        job.media, job.looks = [None] * len(job.kept), [None] * len(job.kept)
+        job.media, job.whole = [None] * len(job.kept), [None] * len(job.kept)
         return job
 
     def _as_seen(self, item: PromptItem, positions: torch.Tensor) -> PromptItem:
@@ -206,7 +207,7 @@ class DraftPrefill:
         return False
 
     def _drop_unfinished(self) -> None:
-        """Free what has been encoded in part and nobody waits for any more."""
+        """Free what has been encoded in part and no request waits for any more."""
         if unfinished := self.vision.cache.unfinished():
             wanted = {job.plan.items[i].name for job in self._queue.values() for i in job.unseen()}
             for name in unfinished - wanted.union(*(job.ahead for job in self._jobs.values())):
@@ -221,7 +222,7 @@ class DraftPrefill:
         left = self.model.max_num_tokens
         for job in due:
             if job.unseen():
-                continue  # whoever waits for the tower leaves the language model to those behind
+                continue  # it waits for the tower: those behind it get the language model
             num_kept, start = job.num_kept, job.num_done
             # The first draft feeds the last committed token, so all before it must be there.
             last = bounds[job.req_state_idx] - 1 - job.num_dropped
@@ -271,10 +272,8 @@ class DraftPrefill:
         media = [embeds for embeds in job.media if embeds is not None]
         job.embeds = torch.cat(media) if media else None
         job.media = []
-        if self.recorder is not None:
-            self.recorder.pruned(job.req_state_idx, job.plan.units, kept, job.scores, job.is_borrowed)
-        if self.on_pruned is not None:
-            self.on_pruned(job, kept)
+        for observer in self.observers:
+            observer.pruned(job, kept)
 
     def _embed(self, pieces: list[PrefillPiece], starts: np.ndarray, text: torch.Tensor) -> torch.Tensor:
         """Return the pieces' input embeddings `[num_tokens, hidden_size]`; `starts` says where each begins."""

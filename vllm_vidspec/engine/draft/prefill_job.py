@@ -21,7 +21,7 @@ class PrefillJob:
     kept: list[torch.Tensor | None] = field(default_factory=list)  # by item which embeddings stay, None until known
     # by item those embeddings [k_i, hidden_size], None until they are made; all while its unit's choice waits
     media: list[torch.Tensor | None] = field(default_factory=list)
-    looks: list[torch.Tensor | None] = field(default_factory=list)  # by item all of them, for tools that look on
+    whole: list[torch.Tensor | None] = field(default_factory=list)  # by item all of them, where an observer keeps them
     prompt: PrunedPrompt | None = None  # what the draft sees, once every item is there
     embeds: torch.Tensor | None = None  # the media of it, [num_media, hidden_size]
     num_done: int = 0  # KV entries that the draft has
@@ -41,7 +41,7 @@ class PrefillJob:
         """Let go of a prompt, or of text behind one, that was read."""
         self.plan = None  # type: ignore[assignment]
         self.scores = self.prompt = self.embeds = None
-        self.kept, self.media, self.looks, self.gathered = [], [], [], {}
+        self.kept, self.media, self.whole, self.gathered = [], [], [], {}
 
     def resume(self, num_tokens: int) -> None:
         """Read on in the text from `num_tokens` committed tokens on, none of them the prompt's."""
@@ -55,7 +55,7 @@ class PrefillJob:
         return self.knobs is not None and "features" in get_pruner(self.knobs.pruner).needs
 
     def unseen(self) -> list[int]:
-        """Return the items that the tower has yet to look at; none that keeps nothing."""
+        """Return the items that the tower has yet to encode; none that keeps nothing."""
         if self.prompt is not None:
             return []
         keeps_some = [kept is None or len(kept) > 0 for kept in self.kept]

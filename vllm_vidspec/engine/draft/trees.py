@@ -20,7 +20,7 @@ class TreeDrafter:
     """Grows trees as a policy says.
 
     A graph holds a level: place its nodes, run the draft, find candidates, let the policy choose; or all of them, where
-    the policy knows their number beforehand. Last `take`, who verifies trees, is told their shapes by `[R]` rows.
+    the policy knows their number beforehand. Last, `take` gets their shapes by `[R]` rows, for the verification.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class TreeDrafter:
         device, places = forwards.model.device, forwards.buffers.max_num_reqs * policy.max_frontier
         self._log_probs = torch.zeros(places, policy.num_candidates, dtype=torch.float32, device=device)
         self._token_ids = torch.zeros(places, policy.num_candidates, dtype=torch.int64, device=device)
-        # Each view is cut once: making one costs as much as what runs on it, and the same ones need no second look.
+        # Each view is cut once: making one costs as much as what runs on it, and the same ones serve every step.
         self._found = functools.cache(lambda low, high: (self._log_probs[low:high], self._token_ids[low:high]))
         self._fed = functools.cache(lambda level, low, high: tuple(part[low:high] for part in forwards.fed(level)))
 

@@ -1,11 +1,11 @@
 """DraftVision: the vision embeddings that prompts in the queue lack, from a cache or of the draft's own tower.
 
 A step encodes at most the encoder budget's tokens. A video that is longer is encoded some frames at a time, where its
-family's tower looks at each frame by itself, else whole. The frames of a video gather in the cache, which shares them
+family's tower encodes each frame by itself, else whole. The frames of a video gather in the cache, which shares them
 once they are all there; of one that it cannot hold, each request gathers what it keeps.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from vllm_vidspec.engine.draft.prefill_job import PrefillJob
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.report.counters import Counters
+from vllm_vidspec.engine.report.observer import Observer
 from vllm_vidspec.families import FamilyAdapter
 from vllm_vidspec.pruning import TokenGrid
 from vllm_vidspec.pruning.prompt import PromptItem, choose_kept
@@ -52,13 +53,13 @@ class DraftVision:
         cache: VisionCache,
         shared: Mapping[str, torch.Tensor],  # the target's own, by identifier, where its tower is the draft's
         agreement: Agreement,
-        fail: Callable[[PrefillJob, Exception], None],  # told of a job whose item could not be encoded
+        fail: Callable[[PrefillJob, Exception], None],  # called with a job whose item could not be encoded
         pixels: SharedPixels | None = None,  # what the target has copied to the device, if it runs here
+        observers: Sequence[Observer] = (),
     ):
         self.model, self.cache = model, cache
-        self.keeps_looks = False  # whether jobs keep embeddings for tools that look at pruning
         self._adapter, self._counters, self._shared = adapter, counters, shared
-        self._agreement, self._fail, self._pixels = agreement, fail, pixels
+        self._agreement, self._fail, self._pixels, self._observers = agreement, fail, pixels, observers
 
     # ---- what a step encodes ---------------------------------------------------------------------------------------
 
@@ -155,8 +156,8 @@ class DraftVision:
             features = [part.item.feature for part in parts]
             if self._pixels is not None:
                 features = [self._pixels.on_device(part.item.feature, is_first=part.start == 0) for part in parts]
-            looks = self.model.encode(features, [part.frames for part in parts])
-            made.extend(map(self._of_part, parts, looks))
+            encoded = self.model.encode(features, [part.frames for part in parts])
+            made.extend(map(self._of_part, parts, encoded))
 
         if not parts:
             return []
@@ -170,19 +171,19 @@ class DraftVision:
         return [found for part in parts for found in self._run_tower([part])]
 
     @staticmethod
-    def _of_part(part: Part, look: torch.Tensor) -> torch.Tensor:
+    def _of_part(part: Part, encoded: torch.Tensor) -> torch.Tensor:
         """Return the item's embeddings among those that the tower has made of a part of it."""
         item, first = part.item, 0
         if part.frames is not None:
             size = part.num_encoded // len(part.frames)
             first = part.frames.start * size
             if not part.is_last:
-                look = look[: part.num_encoded]  # what trails the grid belongs behind the last frame
+                encoded = encoded[: part.num_encoded]  # what trails the grid belongs behind the last frame
         if item.seen is not None:
-            look = _rows(look, item.seen[part.start : part.end] - first)
-        if len(look) != part.end - part.start:
-            raise ValueError(f"the tower made {len(look)} embeddings for {part.end - part.start} tokens")
-        return look
+            encoded = _rows(encoded, item.seen[part.start : part.end] - first)
+        if len(encoded) != part.end - part.start:
+            raise ValueError(f"the tower made {len(encoded)} embeddings for {part.end - part.start} tokens")
+        return encoded
 
     # ---- who gets it -----------------------------------------------------------------------------------------------
 
@@ -200,7 +201,7 @@ class DraftVision:
                 self._assign(job, i, part.start, found)
         elif part.is_last:
             for job, i in takers:
-                self._lookup(job, i)  # who finds nothing, as it had to make way for another, waits on
+                self._lookup(job, i)  # where another has displaced it, the request waits on
         if part.is_last:
             self._release_pixels(takers)
             self._counters.add("draft_encoder_misses")
@@ -239,8 +240,8 @@ class DraftVision:
                 job.gathered[i] = end, gathered
                 return
             job.media[i] = whole = gathered[0] if len(gathered) == 1 else torch.cat(gathered)
-            if job.compares and self.keeps_looks:
-                job.looks[i] = whole.float().cpu()
+            if job.compares and any(observer.keeps_embeddings for observer in self._observers):
+                job.whole[i] = whole.float().cpu()
             if kept is None:
                 self._select_tokens(job, i)
         except Exception as error:

@@ -1,6 +1,6 @@
-"""VisionCache: the draft's vision embeddings of what was shown lately, in one bounded piece of memory.
+"""VisionCache: the draft's vision embeddings that were used lately, in one bounded piece of memory.
 
-A chat shows its video again with every turn, and `n` answers to a prompt show it n times: the draft's tower looks once.
+A chat sends its video again with every turn, and `n` answers to a prompt share it: the draft's tower encodes it once.
 A video that takes it several steps is put together here, too, and can be read once it is whole.
 """
 
@@ -22,9 +22,9 @@ class _Item:
 
 
 class VisionCache:
-    """Keeps whole items, the least recently used of which makes way for a new one.
+    """Keeps whole items, the least recently used of which a new one displaces.
 
-    Rows are copied out as they are asked for, so that any item can make way. What is kept follows from the order of
+    Rows are copied out as they are asked for, so that any item can be displaced. What is kept follows from the order of
     calls alone: it is the same on all tensor-parallel ranks. Less than a page of bytes keeps nothing.
     """
 

@@ -1,7 +1,7 @@
 """WaitingRoom: requests that found the draft's KV pool full. They go on when there is room.
 
 Requests whose prompt did not fit hold no blocks; those that outgrew theirs keep them, and go on reading where they
-were. Where all that could draft wait, nobody will make room: then the one that holds the most gives up for good.
+were. Where all that could draft wait, none will free blocks: then the one that holds the most gives up for good.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ class WaitingRoom:
 
     def __init__(self, requests: RequestRows, counters: Counters):
         self._requests, self._counters = requests, counters
-        self._num_free = 0  # blocks, when somebody was last deferred
+        self._num_free = 0  # blocks, when a request was last deferred
 
     def _deferred(self) -> list[Request]:
         """Return who waits without blocks, the first that came first."""

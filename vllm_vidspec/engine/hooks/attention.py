@@ -73,8 +73,8 @@ class AttentionGuidance(Guidance):
     """SpecVLM eq. 4-5: the attention that each visual token receives from the text after the last visual token.
 
     Mean over queries, heads and layers of the softmax weight, softmax over all keys. A query is scored in the chunk
-    that computes it, against keys that are in the cache by then, whoever computed them. A cached prefix may reach into
-    the text (a repeated prompt, another turn): the mean over the tokens that nobody computes is that of the earlier
+    that computes it, against keys that are in the cache by then, of whatever forward. A cached prefix may reach into
+    the text (a repeated prompt, another turn): the mean over the tokens that are not computed is that of the earlier
     prompt, if the text is the same; other tokens that are left out have no say.
     """
 

@@ -21,12 +21,12 @@ logger = init_logger("vllm.vidspec")
 
 
 class SharedPixels:
-    """Keeps an item for as long as a request is to be drafted for that shows it, and the tower has not seen it."""
+    """Keeps an item for as long as a request that has it is to be drafted for, and the tower has not seen it."""
 
     def __init__(self, model_state: Any, device: torch.device, counters: Counters):
         self.num_bytes = 0  # the most that is kept; none before memory is reserved
         self._device, self._counters = device, counters
-        self._wanted: dict[int, set[str]] = {}  # by row: identifiers of what its prompt shows
+        self._wanted: dict[int, set[str]] = {}  # by row: identifiers of what its prompt has
         self._items: dict[str, Any] = {}  # by identifier: vLLM's processor outputs, their tensors on the device
         compat.take_over_pixels(model_state, self._share)
 

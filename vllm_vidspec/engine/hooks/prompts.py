@@ -30,7 +30,7 @@ _MAX_REMEMBERED, _LEAST_REMEMBERED = 64 * 25_000, 256
 
 
 class Remembered(NamedTuple):
-    """What an earlier prompt has shown of an image or video."""
+    """What was observed of an image or video in an earlier prompt."""
 
     scores: torch.Tensor  # [m] float32 on the CPU
     num_rows: int = 0  # of the text after the last visual token, all of which they rest on; 0: not on whole text
@@ -56,7 +56,7 @@ class ObservedPrompt:
         return max(int(item[-1]) for item in self.items) + 1
 
     def digest(self, num_rows: int) -> bytes:
-        """Return what tells so many tokens after the last visual one from others."""
+        """Return what distinguishes so many tokens after the last visual one from others."""
         text = self.token_ids[self.text_start : self.text_start + num_rows]
         return hashlib.sha256(np.asarray(text, dtype=np.int64).tobytes()).digest()
 
@@ -65,7 +65,7 @@ class Guided(NamedTuple):
     """What a prompt's pruning goes by."""
 
     scores: list[torch.Tensor] | None  # one float32 [m_i] CPU tensor per item; None where there is no guidance
-    outcome: tuple[str, ...]  # counters to add to if the draft is shown the prompt: what came of observing it
+    outcome: tuple[str, ...]  # counters to add to once the drafter has the prompt: what came of observing it
 
 
 class PendingScores:
@@ -112,10 +112,10 @@ class Guidance(TargetHook):
         """Begin to observe a request, if there is anything to choose in it."""
         if request.has_embeds:
             return  # its tokens mean nothing, and the draft will refuse it
-        way = self.knobs.current.prune.variant(request.prune_variant)
-        if self.need not in get_pruner(way.pruner).needs:
-            return  # another hook observes it, or nobody
-        if items := self._choosable(request.features, way):
+        knobs = self.knobs.current.prune.variant(request.prune_variant)
+        if self.need not in get_pruner(knobs.pruner).needs:
+            return  # another hook observes it, or none
+        if items := self._choosable(request.features, knobs):
             keys = content_keys(request, request.features, [int(item[-1]) + 1 for item in items])
             self._prompts[request.req_state_idx] = self._kind(items, keys, request.token_ids)
 
@@ -152,7 +152,7 @@ class Guidance(TargetHook):
             prompt.missed = "error"
 
     def forget_scores(self) -> None:
-        """Forget what earlier prompts have shown, because some ranks may have kept what others have not."""
+        """Forget what was observed of earlier prompts, because some ranks may have kept what others have not."""
         self._remembered.clear()
 
     def _finish(
@@ -201,8 +201,8 @@ class Guidance(TargetHook):
         return [one.scores for one in found if one is not None], first.num_rows
 
 
-def content_keys(request: NewRequest, shown: Sequence[Any], ends: Sequence[int]) -> list[bytes]:
-    """Return a digest per image or video shown of all that the target computes up to its end (`ends` `[n]`: prompt
+def content_keys(request: NewRequest, items: Sequence[Any], ends: Sequence[int]) -> list[bytes]:
+    """Return a digest per image or video of all that the target computes up to its end (`ends` `[n]`: prompt
     indices behind their last tokens), and for whom.
 
     vLLM lets requests share a prefix's KV by a chain of hashes over tokens, media, LoRA adapter and `cache_salt`; hooks
@@ -216,8 +216,8 @@ def content_keys(request: NewRequest, shown: Sequence[Any], ends: Sequence[int])
     enter(request.cache_salt.encode())
     enter(request.adapter.encode())
     token_ids, done, keys = np.asarray(request.token_ids, dtype=np.int64), 0, []
-    wanted = {id(feature): end for feature, end in zip(shown, ends, strict=True)}
-    for feature in request.features:  # what is not shown is observed all the same: audio, say
+    wanted = {id(feature): end for feature, end in zip(items, ends, strict=True)}
+    for feature in request.features:  # what is no item is part of the digest all the same: audio, say
         enter(feature.identifier.encode())
         end = wanted.get(id(feature))
         if end is not None:

@@ -1,7 +1,7 @@
 """TargetHook: what observes the target at work. It reads; if one writes, its own docstring says what and why."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from vllm.logger import init_logger
@@ -46,6 +46,15 @@ class TargetHook(RowTable):
         raise error
 
 
+class RelevanceRules(Protocol):
+    """What decides, for the hook that measures visual relevance, which requests' verification needs it."""
+
+    def needs_relevance(self, req_state_idx: int) -> bool: ...
+
+    def ready(self, req_state_idx: int) -> None:
+        """Take note that every rank can measure a row's relevance from here on."""
+
+
 class Guard:
     """Says what becomes of an exception in a hook that only observes: `on_draft_error: raise` lets it through, and ends
     the engine where other ranks would wait for this one.
@@ -88,24 +97,24 @@ class TargetHooks:
     def add(self, request: NewRequest) -> None:
         """Take a request in that has just got its row; one that the draft does not read costs the target nothing."""
         if request.is_admitted:
-            self._tell("add", request)
+            self._call("add", request)
 
     def before_forward(self, batch: Any) -> None:
-        self._tell("before_forward", batch)
+        self._call("before_forward", batch)
 
     def after_forward(self, forward: Forward) -> None:
-        self._tell("after_forward", forward)
+        self._call("after_forward", forward)
 
     def remove(self, req_state_idx: int) -> None:
-        self._tell("remove", req_state_idx)
+        self._call("remove", req_state_idx)
 
     def active_rows(self) -> Iterable[int]:
         return (row for hook, _ in self._guarded for row in hook.active_rows())
 
     def forget_kv(self) -> None:
-        self._tell("forget_kv")
+        self._call("forget_kv")
 
-    def _tell(self, what: str, *args: Any) -> None:
+    def _call(self, what: str, *args: Any) -> None:
         for hook, guard in self._guarded:
             try:
                 getattr(hook, what)(*args)

@@ -1,6 +1,6 @@
 """StateStore: a paged pool of unit hidden states, by image or video. It knows items, users and room, not requests.
 
-An item stays, the least recently used first to go, while nobody needs the room. With tensor parallelism rank r keeps
+An item stays, the least recently used first to go, while no other needs the room. With tensor parallelism rank r keeps
 the tokens i with i % size = r of each item; a share has the same room on all ranks, so that all decide alike.
 """
 
@@ -74,11 +74,11 @@ class StateStore:
         self.block_table = torch.zeros(self._max_num_reqs, width, dtype=torch.int32, device=device)
         self.num_blocks = torch.zeros(self._max_num_reqs, dtype=torch.int32, device=device)
         self.num_blocks_np = np.zeros(self._max_num_reqs, dtype=np.int32)  # the same on the host
-        self._is_stale = False  # whether the device has yet to be told
+        self._is_stale = False  # whether the device has yet to get the new tables
         self._free = list(range(size - 1, -1, -1))
 
     def __contains__(self, item: Item) -> bool:
-        """Whether states of what the item shows are there for everyone, be they its own or another's."""
+        """Whether all requests may read states of what the item is of, its own or another item's."""
         return item.key in self._items
 
     def find(self, key: bytes) -> Item | None:
@@ -114,7 +114,7 @@ class StateStore:
         return item
 
     def drop(self, item: Item) -> None:
-        """Take one user off an item; its states stay while they are complete and nobody needs the room."""
+        """Take one user off an item; its states stay while they are complete and no other needs the room."""
         item.users -= 1
         if item.users == 0 and self._items.get(item.key) is not item:
             self._free.extend(item.blocks)

@@ -16,12 +16,11 @@ from vllm.distributed import get_tp_group
 from vidspec_kernels import merge_relevance
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.hooks.prompts import content_keys, prefills
-from vllm_vidspec.engine.hooks.protocol import Forward, Guard, TargetHook
+from vllm_vidspec.engine.hooks.protocol import Forward, Guard, RelevanceRules, TargetHook
 from vllm_vidspec.engine.hooks.state_store import Item, StateStore
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import NewRequest
-from vllm_vidspec.engine.verify.loose_tables import LooseRules
 from vllm_vidspec.pruning.prompt import visual_indices
 
 
@@ -50,7 +49,7 @@ class VisualStates(TargetHook):
         vllm_config: Any,
         max_num_reqs: int,
         counters: Counters,
-        rules: LooseRules,  # says whether a request's verification needs relevance; told once every rank can measure it
+        rules: RelevanceRules,
         agreement: Agreement,
     ):
         self.knobs, self.counters, self._rules, self._agreement = knobs, counters, rules, agreement
@@ -164,7 +163,7 @@ class VisualStates(TargetHook):
         for req_idx, holder, start, end in found:
             for item, places in zip(holder.items, holder.places, strict=False):
                 if item in self.store:
-                    continue  # somebody's already
+                    continue  # another request has left them
                 inside = np.flatnonzero((places >= start) & (places < end))
                 item.observed[inside] = True
                 mine, rows = self.store.places(item, inside)
@@ -185,7 +184,7 @@ class VisualStates(TargetHook):
         elif all(item in self.store for item in holder.items):
             self.store.show(holder.req_state_idx, holder.items)
         else:
-            self._miss(holder, "cached")  # a cached prefix hid some, and nobody remembers them
+            self._miss(holder, "cached")  # a cached prefix hid some, and no earlier request has left them
 
     def _add(self, finished: list[_Holder]) -> None:
         """Let the prefilled requests be loose whose states every rank has."""

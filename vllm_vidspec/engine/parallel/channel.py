@@ -178,7 +178,7 @@ def _into_memory(buffers: list[memoryview]) -> int:
 def _from_memory(descriptor: int) -> list[memoryview]:
     """Return the buffers that a descriptor's memory holds, which live as long as what is made of them."""
     with os.fdopen(descriptor, "rb") as file:
-        # Private: tensors on it may be written, and nobody else sees that.
+        # Private: tensors on it may be written, and no other process sees that.
         memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     (count,) = _COUNT.unpack_from(memory, 0)
     sizes = struct.unpack_from(f"<{count}q", memory, _COUNT.size)

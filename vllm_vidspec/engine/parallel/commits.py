@@ -44,9 +44,11 @@ class Commits:
         self._of_epoch = np.zeros(num_rows, dtype=np.int64)  # whose average it is
         self._most = most
         self._published = np.zeros(len(tables.counters), dtype=np.int64)
-        # On a GPU the thread alone adds to them; what is published of them the loop alone remembers.
+        # On a GPU the thread alone writes these counts, `_in_flight` and `_reach`, and observes acceptance. The loop
+        # reads them, an array element or a number at a time: a value that is a step old makes a window shorter or
+        # longer. What is published of the counts the loop alone remembers.
         self._counts = dict.fromkeys(("late_drafts", "stale_streams", "streams_to_come"), 0)
-        self._told = self._counts.copy()
+        self._published_counts = self._counts.copy()
         self._failure: str | None = None  # of the thread
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
@@ -117,9 +119,9 @@ class Commits:
     def publish_counters(self) -> None:
         """Add what the drafter has counted, and what was late or out of date, to the engine's counters."""
         for name, count in self._counts.items():
-            if gained := count - self._told[name]:
+            if gained := count - self._published_counts[name]:
                 self._counters.add(name, gained)
-                self._told[name] = count
+                self._published_counts[name] = count
         before, self._published = self._published, self._tables.counters.copy()
         for name, value in changes(before, self._published).items():
             (self._counters.set if name in metrics.GAUGE_NAMES else self._counters.add)(name, value)

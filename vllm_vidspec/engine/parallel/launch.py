@@ -25,7 +25,7 @@ _SECRET = re.compile(r"(?!AWS_|AZURE_|GOOGLE_|RUNAI_).*(KEY|TOKEN|SECRET|PASSWOR
 
 @dataclass(frozen=True)
 class Plan:
-    """What a rank of the drafter is told as it starts, as JSON in its arguments."""
+    """What a rank of the drafter gets as it starts, as JSON in its arguments."""
 
     rank: int  # of the drafter's ranks; its number of ranks is the configuration's
     parent: int  # the process that it ends with
@@ -101,7 +101,7 @@ def cores_beside(rank_pid: int) -> set[int]:
     """
     try:
         with open(f"/proc/{rank_pid}/stat") as file:
-            engine_pid = int(file.read().rpartition(")")[2].split()[1])  # its parent, which nobody binds
+            engine_pid = int(file.read().rpartition(")")[2].split()[1])  # its parent, which has no cores of its own
         return os.sched_getaffinity(engine_pid) - os.sched_getaffinity(rank_pid)
     except OSError:  # no such file system, or the process has just ended
         return set()

@@ -2,7 +2,7 @@
 
     receive the target's messages: requests that are added, may be read, are removed         messages
     observe what it has committed: streams that differ are cut                               tables
-    read a bounded piece of the prompts in the queue, or encode media ahead                  read, look
+    read a bounded piece of the prompts in the queue, or encode media ahead                  read, encode
     draw the next tokens of the shortest streams, all in one batch                           draw
 
 A turn is one forward of decoding. Only the first rank has a lead; it hands its decisions to the others as commands.
@@ -18,8 +18,8 @@ from vllm_vidspec.engine.parallel import messages
 from vllm_vidspec.engine.parallel.channel import Channel
 from vllm_vidspec.streams import Streams, Tables, running_mean
 
-_IDLE_S = 0.2  # nobody is there: a message wakes the loop
-# Streams are as far ahead as they may be: how long until their commits are looked at again, at least, and as a share of
+_IDLE_S = 0.2  # there is no request: a message wakes the loop
+# Streams are as far ahead as they may be: how long until their commits are read again, at least, and as a share of
 # the time that there has been nothing to do.
 _ALERT_S, _ALERT_SHARE = 100e-6, 0.05
 
@@ -30,7 +30,7 @@ class DrafterLead:
     def __init__(self, do: Callable[[Any], Any], tables: Tables, channel: Channel, max_rows: int):
         self._do, self._tables, self._channel, self._max_rows = do, tables, channel, max_rows
         self.streams = Streams(tables)
-        self._waiting: dict[int, messages.Add] = {}  # by row: arrived, and not looked at
+        self._waiting: dict[int, messages.Add] = {}  # by row: arrived, and not encoded whole
         self._num_known: dict[int, int] = {}  # by row: arrived, and tokens of its text that the ranks know
         self._reading: dict[int, int] = {}  # by row: in the queue, and tokens of its text that the ranks know
         self._is_over = False
@@ -92,12 +92,12 @@ class DrafterLead:
     def turn(self) -> bool:
         self.streams.observe()
         did = self._read() if self._reading else False
-        did |= self._look() if self._waiting and not did else False
+        did |= self._encode() if self._waiting and not did else False
         return self._draw() or did
 
-    def _look(self) -> bool:
+    def _encode(self) -> bool:
         row = next(iter(self._waiting))
-        if not self._do(messages.Look(row)):
+        if not self._do(messages.Encode(row)):
             del self._waiting[row]
         return True
 

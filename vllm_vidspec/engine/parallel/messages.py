@@ -8,7 +8,7 @@ from vllm.sampling_params import SamplingParams
 
 
 class Add(msgspec.Struct, tag=True):
-    """A request has got a row: the drafter may look at its media. Its committed text stands in the tables."""
+    """A request has got a row: the drafter may encode its media. Its committed text stands in the tables."""
 
     req_id: str
     req_state_idx: int
@@ -26,7 +26,7 @@ class Prefill(msgspec.Struct, tag=True):
     req_state_idx: int
     epoch: int
     scores: list[torch.Tensor] | None  # one float32 [m] per feature; None where there is no guidance
-    outcome: list[str]  # counters to add to once the draft is shown the prompt: what came of the guidance
+    outcome: list[str]  # counters to add to once the drafter has the prompt: what came of the guidance
 
 
 class Remove(msgspec.Struct, tag=True):
@@ -72,7 +72,7 @@ class Refused(msgspec.Struct, tag=True):
 # ---- among the drafter's own ranks: what its first one has decided ---------------------------------------------------
 
 
-class Look(msgspec.Struct, tag=True):
+class Encode(msgspec.Struct, tag=True):
     """Show the tower the media of a request that has arrived."""
 
     req_state_idx: int
@@ -105,4 +105,4 @@ class Draw(msgspec.Struct, tag=True):
 
 ToDrafter = Add | Prefill | Remove | ForgetMedia | Retune | Stop
 ToTarget = Ready | Failed | Refused
-ToRanks = ToDrafter | Look | Read | Requeue | Draw
+ToRanks = ToDrafter | Encode | Read | Requeue | Draw

@@ -13,12 +13,12 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_vidspec.engine.auto_pruner import prune_variant_of
 from vllm_vidspec.engine.draft.drafter import Drafter, no_room_for, without_room
 from vllm_vidspec.engine.draft.messages import Admission, DraftMessage, Drafts, PrefillMessage, PrefillStep
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import messages
 from vllm_vidspec.metrics.counts import Counts
+from vllm_vidspec.scoring.choices import prune_variant_of
 
 
 class Progress(NamedTuple):
@@ -56,11 +56,11 @@ class TargetMirror:
         # The text's own, as `RequestState` may keep its on the host.
         self.text = torch.zeros(max_num_reqs, model.max_model_len, dtype=torch.int32, device=device)
         self.num_tokens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
-        self._staged: set[int] = set()  # rows whose requests the device is yet to be told of
-        self._told = torch.cuda.Event(blocking=True) if device.type == "cuda" else None  # of those that it was last
+        self._staged: set[int] = set()  # rows whose requests are not on the device yet
+        self._applied = torch.cuda.Event(blocking=True) if device.type == "cuda" else None  # the last upload
 
     def add(self, message: messages.Add) -> None:
-        """Take a request in; `apply` tells the device."""
+        """Take a request in; `apply` uploads it."""
         states, row, token_ids = self.states, message.req_state_idx, message.token_ids.tolist()
         if row in self._staged:  # two writes of a row would be in no order
             self.apply()
@@ -71,16 +71,16 @@ class TargetMirror:
         self.append(row, 0, message.token_ids)
 
     def apply(self) -> None:
-        """Tell the device of requests that have come since: once for all of them, before anything is drawn or read."""
+        """Upload the requests that have come since: all of them at once, before anything is drawn or read."""
         if not self._staged:
             return
         self._staged.clear()
-        if self._told is not None:
-            self._told.synchronize()  # vLLM stages what it writes in two buffers that take turns
+        if self._applied is not None:
+            self._applied.synchronize()  # vLLM stages what it writes in two buffers that take turns
         self.states.apply_staged_writes()
         self.sampler.apply_staged_writes()
-        if self._told is not None:
-            self._told.record()
+        if self._applied is not None:
+            self._applied.record()
 
     def remove(self, req_state_idx: int) -> None:
         self.states.remove_request(self.states.index_to_req_id.get(req_state_idx, ""))
@@ -112,7 +112,7 @@ class DrafterRank:
         self._arrived[message.req_state_idx] = message
         self._mirror.add(message)
 
-    def look(self, message: messages.Look) -> bool:
+    def encode(self, message: messages.Encode) -> bool:
         """Encode a bounded part of what a request brings, before its prompt; return whether there is more."""
         arrived = self._arrived.get(message.req_state_idx)
         return arrived is not None and self.drafter.prefills.encode_ahead(self._prompt(arrived))
@@ -129,8 +129,8 @@ class DrafterRank:
     def _prompt(
         arrived: messages.Add, scores: list[torch.Tensor] | None = None, outcome: tuple[str, ...] = ()
     ) -> PrefillMessage:
-        row, token_ids, way = arrived.req_state_idx, arrived.token_ids.tolist(), prune_variant_of(arrived.sampling)
-        return PrefillMessage(arrived.req_id, row, token_ids, arrived.features, scores, outcome, prune_variant=way)
+        row, token_ids, variant = arrived.req_state_idx, arrived.token_ids.tolist(), prune_variant_of(arrived.sampling)
+        return PrefillMessage(arrived.req_id, row, token_ids, arrived.features, scores, outcome, prune_variant=variant)
 
     def remove(self, message: messages.Remove) -> None:
         self._arrived.pop(message.req_state_idx, None)
@@ -191,7 +191,7 @@ class DrafterRank:
 
 
 class Ranks:
-    """Hands commands to the other ranks; a single one has nobody to hand them to."""
+    """Hands commands to the other ranks; a single one hands on nothing."""
 
     def __init__(self, rank: DrafterRank):
         self._group = get_tp_group()
@@ -202,7 +202,7 @@ class Ranks:
             messages.Remove: rank.remove,
             messages.ForgetMedia: rank.forget_media,
             messages.Retune: rank.retune,
-            messages.Look: rank.look,
+            messages.Encode: rank.encode,
             messages.Read: rank.read,
             messages.Requeue: rank.requeue,
             messages.Draw: rank.draw,

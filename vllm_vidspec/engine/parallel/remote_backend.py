@@ -4,7 +4,7 @@
     prefill: what the drafter refuses, whether it is there, and what this step has sampled, in the shared tables
     propose: the next window of each stream that agrees with the committed text
 
-Nothing here waits for the drafter, or looks at streams, as the target's device does: a short one means fewer drafts.
+Nothing here waits for the drafter, or reads streams, as the target's device does: a short one means fewer drafts.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vidspec_kernels import WINDOW_INFO_SIZE, gather_draft_windows, warm_up
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.draft.waiting import MOST_BYTES, pixel_bytes
-from vllm_vidspec.engine.draft_backend import DraftBackend, Step
+from vllm_vidspec.engine.draft_backend import DraftBackend, Reading, Step
 from vllm_vidspec.engine.hooks.prompts import Guided
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import messages
@@ -37,7 +37,7 @@ from vllm_vidspec.streams import Sizes, StreamState, WindowRule
 
 logger = init_logger("vllm.vidspec")
 
-_UNKNOWN, _BEGUN, _REFUSED = range(3)  # what the first rank tells the others of a request
+_UNKNOWN, _BEGUN, _REFUSED = range(3)  # what the first rank sends the others of a request
 
 
 def sizes_of(config: VidSpecConfig, max_num_reqs: int, max_model_len: int, num_counters: int) -> Sizes:
@@ -59,7 +59,7 @@ class _Sent:
 class ParallelBackend(DraftBackend):
     """See `DraftBackend`. Of its memory, graphs and rollback the target's process has none: they are the drafter's."""
 
-    reads_while_paused = True  # by the drafter, which is told of every token
+    reads_while_paused = True  # by the drafter, which gets every token
 
     def __init__(self, runner: Any, is_guided: bool):
         """Take what is the model runner's; `is_guided`: something guides pruning, which a prompt has to wait for."""
@@ -79,7 +79,7 @@ class ParallelBackend(DraftBackend):
         self._epochs = np.full(num_rows, -1, dtype=np.int64)
         self._progress = np.full(num_rows, _UNKNOWN, dtype=np.int64)
         self._last_epoch = 0
-        self._num_connects = 0  # of the drafter, that it was told of running requests after
+        self._num_connects = 0  # of the drafter, after which it got the running requests
         self._rule = WindowRule(self._most)
         self._last_step = (0.0, 0)  # when the last one of pure decoding was committed, and its requests
         self._commits = None if client is None else Commits(client.tables, self._rule, counters, device, self._most)
@@ -88,7 +88,7 @@ class ParallelBackend(DraftBackend):
         self._windows = torch.zeros(num_rows * (self._most + 1), dtype=torch.int64, device=device)
         self._outputs = functools.cache(self._views)
         self._asked: tuple[bytes, torch.Tensor] = (b"", self._windows)  # of the last step: uploaded when it changes
-        knobs.on_change(self._tell)
+        knobs.on_change(self._send_knobs)
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class ParallelBackend(DraftBackend):
         if self._counters.is_paused:
             self._requests.unstarted.pop(row)
         elif not request.is_admitted:
-            self._requests.skip(row, "unshown")
+            self._requests.skip(row, "unadmitted")
         elif request.has_embeds or request.sampling is None:
             self._requests.skip(row, "unsupported")
             self._counters.skip("unsupported", request.req_id, "its prompt is one of embeddings, made for the target")
@@ -127,7 +127,7 @@ class ParallelBackend(DraftBackend):
                 self._begin(sent)
 
     def _send(self, sent: _Sent, token_ids: np.ndarray) -> None:
-        """Give a row to a request in the tables, and tell the drafter, of a text of `[n]` int32 tokens so far."""
+        """Give a row to a request in the tables, and send the drafter a text of `[n]` int32 tokens so far."""
         if self._client is None or not self._has_room(sent):
             return
         new, states, row = sent.new, self._req_states, sent.new.req_state_idx
@@ -182,7 +182,7 @@ class ParallelBackend(DraftBackend):
         if self._client is not None:
             self._client.send(messages.ForgetMedia())
 
-    def _tell(self, _: VidSpecConfig) -> None:
+    def _send_knobs(self, _: VidSpecConfig) -> None:
         if self._client is not None:
             self._client.send(messages.Retune(json.dumps(self._knobs.pruning)))
 
@@ -199,7 +199,7 @@ class ParallelBackend(DraftBackend):
             sent.guided = request.guided
             self._begin(sent)
 
-    def prefill(self, step: Step) -> None:
+    def prefill(self, step: Step) -> Reading:
         """Commit a step to the shared tables; let requests be where they are by now, the same on every rank."""
         rows = step.batch.idx_mapping_np
         progress = np.zeros(len(rows), dtype=np.int64) if self._client is None else self._commit(step)
@@ -214,11 +214,12 @@ class ParallelBackend(DraftBackend):
             self._requests.enter(rows[has_begun], Phase.DRAFTING)
         paused = np.full(len(rows), not step.plan.num_tokens) if step.paused is None else step.paused
         for phase, is_new in (
-            (Phase.DRAFTING, ~paused & self._requests.are_in(rows, Phase.PREFILLING)),
-            (Phase.PREFILLING, paused & self._requests.are_in(rows, Phase.DRAFTING)),
+            (Phase.DRAFTING, ~paused & self._requests.are_in(rows, Phase.PAUSED)),
+            (Phase.PAUSED, paused & self._requests.are_in(rows, Phase.DRAFTING)),
         ):
             if is_new.any():
                 self._requests.enter(rows[is_new], phase)
+        return Reading()
 
     def _commit(self, step: Step) -> np.ndarray:
         """Receive from the drafter and commit a step on the first rank; return `[num_reqs]` int64 `_progress`."""
@@ -227,7 +228,7 @@ class ParallelBackend(DraftBackend):
         self._receive(client, commits)
         if client.num_connects > self._num_connects:
             self._num_connects = client.num_connects
-            if self._num_connects > 1:  # tell it of all running requests, as far as they have come
+            if self._num_connects > 1:  # send it all running requests, as far as they have come
                 self._counters.add("drafter_restarts")
                 for sent in self._sent.values():
                     sent.num_bytes = 0
@@ -249,7 +250,7 @@ class ParallelBackend(DraftBackend):
             if sent is not None and sent.epoch == refusal.epoch:
                 self._refuse(sent, refusal.reason, refusal.detail)
         if failure := commits.take_failure():
-            # What was not written down leaves a hole in texts; whoever comes later has none.
+            # What was not written down leaves a hole in texts; later requests have none.
             for sent in self._sent.values():
                 if sent.refusal is None:
                     self._refuse(sent, "draft_error", f"what was committed did not reach the drafter ({failure})")

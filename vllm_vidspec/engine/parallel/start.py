@@ -1,6 +1,5 @@
 """Start-up of a rank of the drafter: vLLM's distributed state, the draft's weights, its KV pool, its graphs."""
 
-import copy
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from vllm.v1.worker.workspace import init_workspace_manager
 from vidspec_kernels.dispatch import load_loops
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
-from vllm_vidspec.engine.draft.drafter import Drafter
+from vllm_vidspec.engine.compat.config import drafter_config
+from vllm_vidspec.engine.draft.drafter import DraftContext, Drafter
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, mode_of_draft
 from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.draft.messages import Committed
@@ -30,13 +30,13 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.planning.pool import VISION_SHARE
 from vllm_vidspec.streams import Tables
 
-_MAX_RUN = 32  # most tokens of a stream that follow one begun on the device; as many bits tell what is fed
+_MAX_RUN = 32  # most tokens of a stream that follow one begun on the device; as many bits say what is fed
 _MARGIN_BYTES = 256 << 20  # for graphs, and what a forward takes beyond its profile
 
 
 def build(plan: Plan, vllm_config: Any, config: VidSpecConfig, tables: Tables) -> DrafterRank:
     """Return a rank that is ready; a VidSpecError where a knob asks for too much memory, or for too little."""
-    vllm_config = _own_config(vllm_config, config, plan.rank)
+    vllm_config = drafter_config(vllm_config, config.parallel.tensor_parallel_size, plan.rank)
     # A token of each stream is drawn, and has room, at a time.
     config = config.changed({"num_speculative_tokens": 1, "num_speculative_tokens_per_batch_size": None})
     device = _device(plan.rank)
@@ -62,7 +62,7 @@ def build(plan: Plan, vllm_config: Any, config: VidSpecConfig, tables: Tables) -
 def _make_drafter(
     plan: Plan, vllm_config: Any, knobs: Knobs, counters: DrafterCounters, model: DraftModel, agreement: Agreement
 ) -> tuple[Drafter, TargetMirror]:
-    max_num_reqs, max_model_len = plan.sizes["max_num_reqs"], vllm_config.model_config.max_model_len
+    max_num_reqs = plan.sizes["max_num_reqs"]
     on_cpu, asked = model.device.type == "cpu", vllm_config.compilation_config.cudagraph_mode
     mode = CUDAGraphMode.NONE if on_cpu or not asked else asked
     model.use_cudagraph_mode(mode_of_draft(mode))
@@ -74,21 +74,21 @@ def _make_drafter(
     by_default = sample.processes_by_default(vllm_config.model_config)
     graphs = DraftGraphs(vllm_config, model.device, mode, max_num_reqs, by_default)
     layers = attention_layers(model.config).values()
-    drafter = Drafter(
-        model,
-        knobs,
-        sample,
-        counters,  # type: ignore[arg-type]
-        memory,
-        max_num_reqs,
-        max_model_len,
-        agreement,
-        Committed(mirror.num_tokens, mirror.text, mirror.states.last_sampled_tokens, None),
-        graphs,
-        make_attention(layers, model.config, model.device, num_rows=2, in_trees=False, whose="draft"),
-        shared={},
+    context = DraftContext(
+        model=model,
+        knobs=knobs,
+        sample=sample,
+        counters=counters,  # type: ignore[arg-type]
+        agreement=agreement,
+        graphs=graphs,
+        memory=memory,
+        committed=Committed(mirror.num_tokens, mirror.text, mirror.states.last_sampled_tokens, None),
+        attention=make_attention(layers, model.config, model.device, num_rows=2, in_trees=False, whose="draft"),
+        max_num_reqs=max_num_reqs,
+        max_model_len=vllm_config.model_config.max_model_len,
         max_run=_MAX_RUN,
     )
+    drafter = Drafter(context)
     if not on_cpu:
         drafter.warm_up()
         return drafter, mirror
@@ -99,30 +99,10 @@ def _make_drafter(
     return drafter, mirror
 
 
-def _own_config(base: Any, config: VidSpecConfig, rank: int) -> Any:
-    own = copy.copy(base)
-    own.parallel_config = _own_ranks(base.parallel_config, config, rank)
-    own.cache_config = copy.copy(base.cache_config)
-    own.speculative_config = copy.copy(base.speculative_config)
-    theirs = base.speculative_config.draft_parallel_config
-    own.speculative_config.draft_parallel_config = _own_ranks(theirs, config, rank)
-    return own
-
-
-def _own_ranks(base: Any, config: VidSpecConfig, rank: int) -> Any:
-    own, size = copy.copy(base), config.parallel.tensor_parallel_size
-    own.tensor_parallel_size = own.world_size = size
-    own.pipeline_parallel_size = own.data_parallel_size = 1
-    own.data_parallel_rank = own.data_parallel_index = 0
-    own.rank, own.assigned_physical_gpu_ids = rank, None
-    own.disable_custom_all_reduce = base.disable_custom_all_reduce or current_platform.is_cpu()
-    return own
-
-
 def _device(rank: int) -> torch.device:
     if current_platform.is_cpu():
         # vLLM's CPU engine replaces parts of torch as it is imported; the draft's buffers rely on them.
-        import vllm_vidspec.engine.cpu.worker  # noqa: F401
+        import vllm.v1.worker.cpu_worker  # noqa: F401
 
         return torch.device("cpu")
     device = torch.device(f"cuda:{rank}")

@@ -1,1 +1,1 @@
-"""What is counted, and who is told."""
+"""What is counted and recorded, and how it reaches /metrics and responses."""

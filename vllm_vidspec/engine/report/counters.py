@@ -57,7 +57,7 @@ class Counters:
         self._by_request: Any = self._file if is_asked else None
         self._logged: set[str] = set()
         self._alarm = AcceptanceAlarm()
-        self.is_paused = False  # whether nothing is counted: what runs is nobody's request
+        self.is_paused = False  # whether nothing is counted: what runs is no client's request
         # Requests that have begun and not ended: what they will count as, "" while they are not drafted for.
         self._fates: dict[str, str] = {}
         self._last_drafted = frozenset[str]()  # the last who were
@@ -70,7 +70,7 @@ class Counters:
         """Return the file, or what takes counts to it from another host; on the first rank alone: it has one writer."""
         if get_tensor_model_parallel_rank() != 0:
             return None
-        if vllm_config.parallel_config.node_rank_within_dp:  # whose server made a file that nobody reads
+        if vllm_config.parallel_config.node_rank_within_dp:  # whose server made a file without readers
             return CarriedCounts()
         return open_for(vllm_config) or CarriedCounts()
 
@@ -173,7 +173,7 @@ class Counters:
             self._publish()
         if self._has_news and not self._is_copying:
             self._host.copy_(self._totals, non_blocking=True)
-            self._copied.record(current_stream())  # torch's own way to find the stream costs 20 us
+            self._copied.record(current_stream())  # torch's own search for the stream costs 20 us
             self._has_news, self._is_copying = False, True
 
     def _publish(self) -> None:

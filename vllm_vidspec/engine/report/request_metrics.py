@@ -53,7 +53,7 @@ class RequestMetricsReader:
 
 class PublishingOutput(AsyncModelRunnerOutput):
     """A step's output that publishes our counts when the device has finished it, before anybody sees the tokens, and
-    brings the scheduler what there is to tell of the step (`compat.scheduler.Told`).
+    brings the scheduler what came with the step (`compat.scheduler.Told`).
     """
 
     def __init__(

@@ -1,35 +1,35 @@
 """Records that requests ask for of themselves: where each token came from, and what the draft saw of their video.
 
-A record is nobody's but its request's: what a step knows of a request leaves with that request's own output tokens, and
-nothing is looked up by a name that a client could choose.
+A record reaches its own request alone: what a step knows of a request leaves with that request's own output tokens, and
+no look-up is by a name that a client could choose.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_vidspec.config import REQUEST_RECORD
+from vllm_vidspec.engine.report.observer import Observer
 from vllm_vidspec.engine.requests import NewRequest, RequestRows
-from vllm_vidspec.engine.verify.step import VerifySlice
 from vllm_vidspec.metrics import Kind
 from vllm_vidspec.pruning.frames import PruneUnit
 from vllm_vidspec.scoring import Scored
 
-MAX_VISUAL_TOKENS = 1 << 16  # of an item whose kept tokens are told
+MAX_VISUAL_TOKENS = 1 << 16  # of an item whose kept tokens are recorded
 _MOST = 255  # the score of the token that draws most
 _NUM_PRIMING = 8  # tokens of the prompt's end that say how the first piece of the answer is spelled
 
 
-class RequestRecorder:
+class RequestRecorder(Observer):
     """The worker's side: what its steps do for the requests that ask. A `RowTable`; without any it does nothing."""
 
     def __init__(self, requests: RequestRows, device: torch.device, family: str):
         self._requests, self._on_gpu, self._family = requests, device.type == "cuda", family
         self._asking: dict[int, str] = {}  # request id by persistent row
-        self._unsalted: set[int] = set()  # rows whose requests share what is cached with everybody
+        self._unsalted: set[int] = set()  # rows whose requests share what is cached with all others
         # Of the step in flight: requests by place in a slice, drafts of each, and copies of what was accepted.
         self._pending: list[tuple[dict[int, str], np.ndarray, torch.Tensor, torch.Tensor | None]] = []
         self._pruned: dict[str, list[dict[str, Any]]] = {}
@@ -48,7 +48,7 @@ class RequestRecorder:
     def active_rows(self) -> Iterable[int]:
         return self._asking
 
-    def see(self, part: VerifySlice, scored: Scored) -> None:
+    def verified(self, part: Any, scored: Scored) -> None:
         """Begin to copy what was accepted in a slice to the host, if one of its requests asks."""
         if not self._asking:
             return
@@ -62,27 +62,23 @@ class RequestRecorder:
         host = torch.empty_like(values, device="cpu", pin_memory=self._on_gpu)
         return host.copy_(values, non_blocking=True)
 
-    def pruned(
-        self,
-        req_state_idx: int,
-        units: Sequence[PruneUnit],
-        kept: Sequence[torch.Tensor],
-        scores: Sequence[torch.Tensor] | None,
-        is_borrowed: bool,
-    ) -> None:
-        """Take note of what the draft is shown: per item `[k_i]` int64 kept tokens, per unit `[num_tokens]` scores.
+    def pruned(self, job: Any, kept: list[torch.Tensor]) -> None:
+        """Take note of what the draft sees of a prompt.
 
-        Scores that are borrowed of an earlier prompt tell something of its question, and so do the tokens that they
-        keep: nobody is told whose own tenant that need not have been.
+        Scores of an earlier prompt reveal something of its question, and so do the tokens that they keep: a request
+        without a salt, whose cached prompts may be another tenant's, gets neither.
         """
-        if (req_id := self._asking.get(req_state_idx)) is not None:
-            each = scores or [None] * len(units)
-            is_told = not (is_borrowed and req_state_idx in self._unsalted)
-            found = [_shown(unit, unit.merged(kept), score, is_told) for unit, score in zip(units, each, strict=True)]
+        if (req_id := self._asking.get(job.req_state_idx)) is not None:
+            units = job.plan.units
+            is_open = not (job.is_borrowed and job.req_state_idx in self._unsalted)
+            found = (
+                _pruned(unit, unit.merged(kept), score, is_open)
+                for unit, score in zip(units, job.scores or [None] * len(units), strict=True)
+            )
             self._pruned[req_id] = [{"family": self._family, **one} for one in found]
 
     def publisher(self) -> Callable[[], dict[str, dict[str, Any]]] | None:
-        """Return what makes the step's records by request id, once the device is done with it; None if nobody asks."""
+        """Return what makes the step's records by request id, once the device is done with it; None for none."""
         if not self._asking:
             self._pending = []
             return None
@@ -104,24 +100,24 @@ class RequestRecorder:
 def _verified(num_drafts: int, num_sampled: int, kinds: torch.Tensor | None, place: int) -> dict[str, Any]:
     """Return what a verify step did for a request: the kinds of its output, and how many drafts it had."""
     own, exact = int(Kind.OWN), int(Kind.EXACT)
-    if not num_drafts:  # placeholders, which nobody has proposed
+    if not num_drafts:  # placeholders, and no drafts
         return {"kinds": [own] * num_sampled, "drafted": 0}
-    told = [exact] * (num_sampled - 1) + [own] if kinds is None else kinds[place, :num_sampled].tolist()
-    return {"kinds": told, "drafted": num_drafts}
+    found = [exact] * (num_sampled - 1) + [own] if kinds is None else kinds[place, :num_sampled].tolist()
+    return {"kinds": found, "drafted": num_drafts}
 
 
-def _shown(unit: PruneUnit, kept: torch.Tensor, scores: torch.Tensor | None, is_told: bool) -> dict[str, Any]:
-    """Return what the draft is shown of an item, its scores as shares of the highest, in 255ths; or how much of it."""
+def _pruned(unit: PruneUnit, kept: torch.Tensor, scores: torch.Tensor | None, is_open: bool) -> dict[str, Any]:
+    """Return what the draft sees of an item, its scores as shares of the highest, in 255ths; or only how much of it."""
     grid = unit.grid
-    told: dict[str, Any] = {"grid": [grid.num_frames, grid.height, grid.width, grid.num_trailing]}
-    if grid.num_tokens > MAX_VISUAL_TOKENS or not is_told:
-        return told | {"num_kept": len(kept), "kept": None, "scores": None}
+    found: dict[str, Any] = {"grid": [grid.num_frames, grid.height, grid.width, grid.num_trailing]}
+    if grid.num_tokens > MAX_VISUAL_TOKENS or not is_open:
+        return found | {"num_kept": len(kept), "kept": None, "scores": None}
     if scores is not None:
         scores = scores.float().nan_to_num(0.0, 0.0, 0.0)
         low, high = min(float(scores.min()), 0.0), float(scores.max())
         scores = ((scores - low) * (_MOST / max(high - low, 1e-30))).round()
-    told |= {"num_kept": len(kept), "kept": kept.tolist()}
-    return told | {"scores": None if scores is None else scores.int().tolist()}
+    found |= {"num_kept": len(kept), "kept": kept.tolist()}
+    return found | {"scores": None if scores is None else scores.int().tolist()}
 
 
 class AnswerRecord:

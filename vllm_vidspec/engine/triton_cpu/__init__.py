@@ -2,7 +2,7 @@
 
 It is no part of `engine/cpu`, which a machine with a GPU never imports: Triton finds its backends by their entry points
 (group `triton.backends`) and imports all of them on every machine, while `import triton` is under way. So it may import
-neither torch, triton nor vLLM, and looks at files only. Where a GPU is present it stays inactive and sets nothing.
+neither torch, triton nor vLLM, and reads file names only. Where a GPU is present it stays inactive and sets nothing.
 """
 
 import os

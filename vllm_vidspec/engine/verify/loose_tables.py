@@ -53,7 +53,7 @@ class LooseRules:
             return
         try:
             choice = choose(sampling.extra_args, self._knobs.current.score)
-        except VidSpecError:  # the API server has refused it already; whoever comes another way is served strictly
+        except VidSpecError:  # the API server has refused it already; one that came past it is served strictly
             self._counters.add("strict_error")
             return
         if choice.scorer == "strict":
@@ -122,7 +122,7 @@ class LooseRules:
         scores, may_loosen = loosen(
             target_tokens, part.drafts, logits, *rows, tables, parents, part.relevance, is_predicting=self.is_predicting
         )
-        entropies = scores  # any: nobody reads them
+        entropies = scores  # any: they are not read
         if (self._table_np[0, part.idx_mapping_np] & WINDOW).any():
             entropies = top_entropy(logits, config.score.fly_top_k)
         return Looseness(

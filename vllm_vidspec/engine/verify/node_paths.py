@@ -22,7 +22,7 @@ class PathSampler:
 
     vLLM's kernels take the drafts before a logits row from the rows before it, which holds for chains. Penalties are
     one launch in their place among vLLM's processors (`path_penalties`), with a path's tokens found along `parents`.
-    Whoever else looks back (bad words, thinking budgets, custom processors) gets a segment of rows for each of its
+    What else looks back (bad words, thinking budgets, custom processors) gets a segment of rows for each of its
     nodes, the path laid out as a chain that ends in it, whose last row counts: the arithmetic stays vLLM's, bit for
     bit. So many segments run at a time that their float32 logits take MAX_PATH_BYTES at most, or one.
     """
@@ -61,12 +61,12 @@ class PathSampler:
         return True
 
     def _needs_segments(self, idx_mapping_np: np.ndarray) -> np.ndarray:
-        """Return `[n]` bool: the request's parameters depend on its drafts, in other ways than penalties do."""
-        looks = self._bad_words.num_bad_words.np[idx_mapping_np] > 0
+        """Return `[n]` bool: the request's parameters depend on its drafts, as by other parameters than penalties."""
+        looks_back = self._bad_words.num_bad_words.np[idx_mapping_np] > 0
         thinking = self._sampler.thinking_budget_state
         if thinking.enabled:
-            looks |= thinking.use_thinking_budget[idx_mapping_np]
-        return np.ones_like(looks) if self._has_custom else looks
+            looks_back |= thinking.use_thinking_budget[idx_mapping_np]
+        return np.ones_like(looks_back) if self._has_custom else looks_back
 
     def sample(
         self, part: VerifySlice, logits: torch.Tensor, input_ids: torch.Tensor, bound_np: np.ndarray, **options: bool

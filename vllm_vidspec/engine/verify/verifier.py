@@ -44,10 +44,9 @@ class CoupledVerifier(RejectionSampler):
         expect_parameters(RejectionSampler._get_logprobs_tensors, *logprobs)
         compat.gather_token_logprobs(runner.sampler)
         self._score = score  # every request by its own rule; strictly where none may be loose
-        self._counters, self._recorder = runner.counters, runner.recorder
+        self._counters, self._observers = runner.counters, runner.observers
         self._trees, self._rules, self._visual = trees, rules, visual
         self._step = VerifyStep()
-        self.watch: Any = None  # of a tool that looks on: `see(part, scored)` is called as the recorder's
         self.paths = PathSampler(runner.sampler, max_path)
 
     def begin(self, step: VerifyStep) -> None:
@@ -115,7 +114,7 @@ class CoupledVerifier(RejectionSampler):
         return processed_logits, scored.sampled, scored.num_sampled
 
     def _judge(self, part: VerifySlice, target_tokens: torch.Tensor, logits: torch.Tensor) -> Scored:
-        """Return which of a slice's drafts stand, given what the target samples and from which logits; tell others."""
+        """Return which of a slice's drafts stand, given what the target samples and from which logits; count them."""
         looseness = None
         if self._rules is not None and self._rules.any_loose(part.idx_mapping_np):
             looseness = self._rules.looseness(part, target_tokens, logits)
@@ -125,15 +124,13 @@ class CoupledVerifier(RejectionSampler):
         rows = (target_tokens, part.drafts, part.cu_num_logits)
         scored = self._score(ScoreInputs(*rows, self.num_speculative_steps, part.shapes, looseness, tally))
         self._counters.counted(part.idx_mapping_np, tally)
-        if self._recorder is not None:
-            self._recorder.see(part, scored)
-        if self.watch is not None:
-            self.watch.see(part, scored)
+        for observer in self._observers:
+            observer.verified(part, scored)
         return scored
 
     def _get_logprobs_tensors(self, sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, *_):
-        """Return what vLLM's sampler tells of the tokens `[num_reqs, K + 1]` of a slice, of which each request has
-        `num_sampled`: row j of a request is of its output token j, the logits too. None if nobody of the batch asks.
+        """Return the sampler's log-probabilities of a slice's tokens `[num_reqs, K + 1]`, of which each request has
+        `num_sampled`: row j of a request is of its output token j, the logits too. None where no request asks for any.
 
         vLLM's own reads neither `logprob_token_ids` nor whose they are.
         """

@@ -13,7 +13,7 @@ from vidspec_kernels.dispatch import load_loops
 from vllm_vidspec.engine.compat.cpu import cpu_model_runner, keep_caches_readable
 from vllm_vidspec.engine.runner import VidSpecModelRunner
 from vllm_vidspec.engine.stages import EarlierStage, is_last
-from vllm_vidspec.engine.worker import VidSpecWorker, tells_why
+from vllm_vidspec.engine.worker import VidSpecWorker, leaves_refusal
 
 logger = init_logger("vllm.vidspec")
 
@@ -29,7 +29,7 @@ class EarlierCPUStage(EarlierStage, CPUModelRunner):
 class VidSpecCPUWorker(VidSpecWorker, CPUWorker):
     """CPU worker on Model Runner V2: vLLM's kernels run by Triton's interpreter or a twin, ours as compiled loops."""
 
-    @tells_why
+    @leaves_refusal
     def init_device(self):
         keep_caches_readable()
         with cpu_model_runner(lambda *args: (VidSpecCPUModelRunner if is_last() else EarlierCPUStage)(*args)):
