@@ -1,6 +1,5 @@
 """The configurations that run on the null GPU; imports no vLLM."""
 
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,14 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import made_up
 from null_gpu import situations
 from null_gpu.plants import allocate_while_capturing, plant_each
 from null_gpu.situations import kernels_of_a_step, kernels_of_drafts, let_pause, sums_of_guidance
 from tests.engine import family_models
 from vllm_vidspec.tools import pairs
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-import made_up
 
 QWEN, LLAVA, QWEN3 = pairs.FAMILIES
 NUM_FRAMES, FRAME_SIZE = 8, 112

@@ -1,6 +1,4 @@
-"""Quantise the language model of a bundled checkpoint, by rounding, in a format that vLLM reads; for tests.
-
-    python scripts/quantise.py CHECKPOINT FOLDER w8a8|w4a16|gptq|awq
+"""Quantises the language model of a bundled checkpoint, by rounding, in a format that vLLM reads.
 
 Numbers are rounded and packed by the library of compressed-tensors, which vLLM brings, but for the order in which GPTQ
 and AWQ lay them out. A cache in float8 can have scales, one of the tensor or one of each KV head.
@@ -9,7 +7,6 @@ and AWQ lay them out. A cache in float8 can have scales, one of the tensor or on
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +96,3 @@ def _config(scheme: QuantizationScheme, kind: str, form: str, cache: str | None)
         config_groups={"group_0": scheme}, format=form, quantization_status="compressed",
         ignore=["re:.*lm_head", "re:.*visual.*"], kv_cache_scheme=_CACHE | {"strategy": cache} if cache else None,
     ).to_dict()  # fmt: skip
-
-
-if __name__ == "__main__":
-    quantise(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

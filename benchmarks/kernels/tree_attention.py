@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bench_kernels import DEVICE, ON_GPU, Case
 from torch.nn import functional
 
+from benchmarks.kernels.timing import DEVICE, ON_GPU, Case
 from vidspec_kernels import TreeAttentionScratch, tree_attention
 
 # Heads, KV heads, head size; KV entries; requests; nodes.

@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-from bench_kernels import DEVICE, IMPL, Case
-from kernel_cases.draw import inputs
 
+from benchmarks.kernels.draw import inputs
+from benchmarks.kernels.timing import DEVICE, IMPL, Case
 from vidspec_kernels import SampleScratch, candidates
 
 AXES: dict[str, list[Any]] = {"temperature": [0.0, 0.8], "num_reqs": [1, 8], "vocab_size": [152_064], "width": [5]}

@@ -8,8 +8,8 @@ stored rows once, in the store's dtype.
 from typing import Any
 
 import torch
-from bench_kernels import DEVICE, ON_GPU, Case
 
+from benchmarks.kernels.timing import DEVICE, ON_GPU, Case
 from vidspec_kernels import storage_scale, store_states, visual_relevance
 
 AXES: dict[str, list[Any]] = {

@@ -1,37 +1,17 @@
-"""Measure the kernels against their peers, beside the floor of the device.
+"""How a kernel is timed beside its peers: a case, calls in turn, and the floor of the device at that minute."""
 
-python benchmarks/bench_kernels.py [draw tree_attention ...] [--sizes num_reqs=1,8 nodes=25] [--json]
-
-Those that read the vocabulary, the KV cache or stored states; the others are bound by the latency of a launch, and are
-measured as parts of a step (`bench_overheads.py`, the engines of the GPU suite). A kernel's cases are a file of
-`kernel_cases/`: its axes with sizes, which `--sizes` replaces, and what it is measured against. On a GPU "triton" is
-the kernel, on a CPU "torch" is its reference. A case's implementations are called in turn, so that other load on the
-machine affects all of them. The floor is the larger of two times: `traffic`, the bytes that must move at the copy
-bandwidth, and `product`, the operations at the rate of a square matrix product. Both rates are measured beside each
-case, because a shared machine's change by the minute.
-"""
-
-import argparse
-import importlib
 import itertools
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from vllm_vidspec.tools.provenance import provenance
-
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 IMPL = "triton" if ON_GPU else "numba"  # of a kernel that has no peer: on a CPU its loop
-KERNELS = ("draw", "candidates", "guidance_scores", "visual_relevance", "tree_attention")
 _COPY_BYTES, _PRODUCT_SIZE = 256 * 2**20, 1024
 
 
@@ -114,39 +94,3 @@ def sizes_of(axes: dict[str, list[Any]], given: list[str]) -> Iterator[dict[str,
             axes[name] = [type(axes[name][0])(value) for value in values.split(",")]
     for values in itertools.product(*axes.values()):
         yield dict(zip(axes, values, strict=True))
-
-
-def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kernels", nargs="*", default=KERNELS, help=f"of {', '.join(KERNELS)}; default: all")
-    parser.add_argument("--sizes", nargs="*", default=[], metavar="AXIS=VALUES", help="values, comma-separated")
-    parser.add_argument("--rounds", type=int, help="calls of each implementation per case")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    options = parser.parse_args(argv)
-    modules = {kernel: importlib.import_module(f"kernel_cases.{kernel}") for kernel in options.kernels}
-    axes = {name for module in modules.values() for name in module.AXES}
-    if unknown := {text.partition("=")[0] for text in options.sizes} - axes:
-        parser.error(f"no axis {', '.join(sorted(unknown))}; there are {', '.join(sorted(axes))}")
-    rows: list[dict[str, Any]] = []
-    for kernel, module in modules.items():
-        for size in sizes_of(module.AXES if ON_GPU else module.TINY, options.sizes):
-            label = {"kernel": kernel, "case": " ".join(f"{name}={value}" for name, value in size.items())}
-            for row in rows_of(module.case(**size), options.rounds or module.ROUNDS):
-                rows.append(label | row)
-                if not options.json:
-                    show(rows[-1])
-    if options.json:
-        print(json.dumps({"rows": rows, "provenance": provenance()}))
-    return rows
-
-
-def show(row: dict[str, Any]) -> None:
-    figures = row["note"] or "median {median:>10} p20 {p20:>10} p80 {p80:>10}".format(**row)
-    floor = "floor {floor} us (traffic {traffic}, product {product})".format(**row)
-    print(f"{row['kernel']} {row['case']} {row['impl']:>14}: {figures} {floor}", flush=True)
-
-
-if __name__ == "__main__":
-    # The cases import this module: it is one.
-    sys.modules["bench_kernels"] = sys.modules["__main__"]
-    main()

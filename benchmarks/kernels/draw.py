@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-from bench_kernels import DEVICE, IMPL, Case
-from compile_cases import sampling
 
+from benchmarks.kernels.launches import sampling
+from benchmarks.kernels.timing import DEVICE, IMPL, Case
 from vidspec_kernels import SampleScratch, draw
 
 AXES: dict[str, list[Any]] = {"temperature": [0.0, 0.8], "num_reqs": [1, 8], "vocab_size": [152_064]}

@@ -1,6 +1,6 @@
 """Compile the Triton kernels at real shapes for several architectures, without a GPU, and report what they take.
 
-python benchmarks/compile_report.py [--archs 80,90] [--cases 28/4] [--json]
+python -m benchmarks.kernels.compiled [--archs 80,90] [--cases 28/4] [--json]
 
 The project's own wrappers are called with meta tensors, which compile and launch nothing, under a driver that only
 names an architecture: so what is compiled is what a launch of these shapes compiles, tile sizes and specialisation
@@ -29,9 +29,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import compile_cases
 import torch
 import triton
 from triton import knobs
@@ -39,6 +36,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from benchmarks.kernels import launches
 from vidspec_kernels import dispatch
 from vidspec_kernels.limits import DeviceLimits
 from vllm_vidspec.planning.gpus import ARCHITECTURES as ARCHS
@@ -106,7 +104,7 @@ def report(arch: int, cases: str, folder: Path) -> list[dict[str, Any]]:
         rows.append({"case": case.label} | json.loads(known.read_text()) | {"loops": loops})
 
     with pretending(arch), mock.patch.object(dispatch, "_prepare", prepare):
-        for case in compile_cases.cases():
+        for case in launches.cases():
             if arch not in case.not_on and re.search(cases, case.label):
                 case.call()
     return rows

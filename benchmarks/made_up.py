@@ -5,12 +5,10 @@ weights in itself (`load_format="dummy"`).
 """
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_vidspec import assets
 from vllm_vidspec.planning.models import KNOWN
 from vllm_vidspec.planning.shapes import ModelShape

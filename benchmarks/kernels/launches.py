@@ -1,4 +1,4 @@
-"""The launches that compile_report.py compiles: the wrappers' own, at the shapes of real models, on meta tensors."""
+"""The launches that `compiled.py` compiles: the wrappers' own, at the shapes of real models, on meta tensors."""
 
 import functools
 import itertools

@@ -8,22 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import harness
-from decode_steps import Clock
-from gpu_measure import measured
-from gpu_plan import Sizes
-from gpu_steps import ROOT, Context, SkippedError, Step, engine, expect
-from made_up import PAIRS, SHAPES, user_kwargs, write_pair
-
+from benchmarks import harness
+from benchmarks.gpu.measure import measured
+from benchmarks.gpu.plan import Sizes
+from benchmarks.gpu.steps import ROOT, Context, SkippedError, engine, expect
+from benchmarks.made_up import PAIRS, SHAPES, user_kwargs, write_pair
 from vllm_vidspec.tools import pairs
 
-FAMILIES = ("qwen2.5-vl", "llava-onevision")
 # In bf16 draft and verify forwards have other batch shapes, so nearly equal logits may order otherwise. What the draft
 # sees is the same, so nearly all drafts must be accepted.
 SELF_DRAFT_BOUND = 0.9
 _MAX_UNCHECKED_TOKENS = 4  # an emulated device is slow, and more tokens show nothing more
 _SHAPES = (("chain", 5), ("tree-static", 25), ("tree-adaptive", 16))
-KEPT = ("draft_tokens", "accepted_tokens")  # counters
 _MAX_TEST_WORKERS = 8  # each takes half a GiB of the device
 KERNEL_TESTS = (
     "real_size or equals_the_loop or equals_the_order or equals_the_argmax or are_the_best "
@@ -49,45 +45,40 @@ def kernels(context: Context) -> dict[str, Any]:
     return {"pytest": lines[-1]}
 
 
-def _generate(
-    context: Context, running: harness.Engine, prompts: list[Any], max_tokens: int, temperature: float
-) -> list[list[int]]:
+def _answers(
+    context: Context, kwargs: dict[str, Any], family: str, count: int, max_tokens: int, temperatures: tuple = (0.0,)
+) -> tuple[list[list[int]], dict[str, int]]:
+    """Return an engine's answers about some videos, and how many tokens it drafted and accepted.
+
+    It must draft some; of a vanilla one nothing is counted.
+    """
     most = min(max_tokens, _MAX_UNCHECKED_TOKENS) if context.dry_run else max_tokens
-    return running.answer(prompts, max_tokens=most, temperature=temperature, ignore_eos=True)
+    prompts, counts = harness.videos(family, range(count)), {}
+    with engine(context, kwargs) as running:
+        answers = [
+            answer
+            for temperature in temperatures
+            for answer in running.answer(prompts, max_tokens=most, temperature=temperature, ignore_eos=True)
+        ]
+        if "speculative_config" in kwargs:
+            counts = {name: running.counters()[name] for name in ("draft_tokens", "accepted_tokens")}
+            expect(counts["draft_tokens"] > 0, "nothing was drafted")
+    return answers, counts
 
 
 def identity(context: Context, family: str) -> dict[str, Any]:
     """Compare every draft shape with vanilla vLLM in fp32, token by token, at T = 0 and T = 1."""
-    prompts, facts = harness.videos(family, range(4)), {}
-
-    def texts(**knobs: Any) -> list[list[int]]:
-        with engine(context, pairs.llm_kwargs(family, "draft" if knobs else None, **knobs)) as running:
-            found = [
-                text for temperature in (0.0, 1.0) for text in _generate(context, running, prompts, 32, temperature)
-            ]
-            if knobs:
-                counted = running.counters()
-                facts.update({f"{knobs['drafting']}_{name}": counted[name] for name in KEPT})
-        return found
-
-    vanilla = texts()
+    vanilla, _ = _answers(context, pairs.llm_kwargs(family), family, 4, 32, (0.0, 1.0))
+    facts = {}
     for shape, k in _SHAPES:
-        ours = texts(drafting=shape, num_speculative_tokens=k, on_draft_error="raise")
-        expect(facts[f"{shape}_draft_tokens"] > 0, f"{shape}: nothing was drafted")
+        spec = {"drafting": shape, "num_speculative_tokens": k, "on_draft_error": "raise"}
+        ours, counts = _answers(context, pairs.llm_kwargs(family, "draft", **spec), family, 4, 32, (0.0, 1.0))
+        facts.update({f"{shape}_{name}": count for name, count in counts.items()})
         if not context.dry_run:
             wrong = [i for i, (a, b) in enumerate(zip(vanilla, ours, strict=True)) if a != b]
             expect(not wrong, f"{shape}: {len(wrong)} of {len(ours)} texts differ from vanilla's, first {wrong[:1]}")
-            expect(facts[f"{shape}_accepted_tokens"] > 0, f"{shape}: no draft was accepted")
+            expect(counts["accepted_tokens"] > 0, f"{shape}: no draft was accepted")
     return facts
-
-
-def _drafted(context: Context, kwargs: dict[str, Any], family: str, count: int, max_tokens: int) -> dict[str, int]:
-    """Return how many tokens an engine drafts and accepts for some videos; it must draft some."""
-    with engine(context, kwargs) as running:
-        _generate(context, running, harness.videos(family, range(count)), max_tokens, 0.0)
-        counts = running.counters()
-    expect(counts["draft_tokens"] > 0, "nothing was drafted")
-    return {name: counts[name] for name in KEPT}
 
 
 def self_draft_bf16(context: Context) -> dict[str, Any]:
@@ -96,7 +87,7 @@ def self_draft_bf16(context: Context) -> dict[str, Any]:
         "qwen2.5-vl", "target", pruner="none", num_speculative_tokens=5, on_draft_error="raise",
         overrides={"dtype": "bfloat16"},
     )  # fmt: skip
-    counts = _drafted(context, kwargs, "qwen2.5-vl", 8, 64)
+    _, counts = _answers(context, kwargs, "qwen2.5-vl", 8, 64)
     rate = counts["accepted_tokens"] / counts["draft_tokens"]
     low = f"acceptance {rate:.3f}, at least {SELF_DRAFT_BOUND} expected"
     expect(context.dry_run or rate >= SELF_DRAFT_BOUND, low)
@@ -113,7 +104,7 @@ def two_ranks(context: Context) -> dict[str, Any]:
         "llava-onevision", "draft", on_draft_error="raise",
         overrides={"tensor_parallel_size": 2, "dtype": "bfloat16", "enforce_eager": False},
     )  # fmt: skip
-    counts = _drafted(context, kwargs, "llava-onevision", 4, 32)
+    _, counts = _answers(context, kwargs, "llava-onevision", 4, 32)
     expect(context.dry_run or counts["accepted_tokens"] > 0, "no draft was accepted")
     return counts
 
@@ -139,21 +130,24 @@ def sync_debug(context: Context) -> dict[str, Any]:
     for shape, k in _SHAPES:
         knobs = {"drafting": shape, "num_speculative_tokens": k, "on_draft_error": "raise"}
         with engine(context, pairs.llm_kwargs("qwen2.5-vl", "draft", **knobs)) as running:
-            prompts, runner = harness.videos("qwen2.5-vl", range(2)), running.runner
-            backend, verifier = runner.speculator.backend, runner.rejection_sampler
+            prompts, max_tokens = (
+                harness.videos("qwen2.5-vl", range(2)),
+                _MAX_UNCHECKED_TOKENS if context.dry_run else 16,
+            )
+            backend, verifier = running.runner.speculator.backend, running.runner.rejection_sampler
             for is_warm in (False, True):
                 if is_warm:
                     backend._draft = watched("draft", backend._draft)
                     verifier._verify = watched("verify", verifier._verify)
                 for temperature in (0.0, 1.0):
-                    _generate(context, running, prompts, 16, temperature)
+                    running.answer(prompts, max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
         facts[shape] = dict(calls)
     expect(min(calls.values()) > 0, "nothing was watched")
     return facts
 
 
-def real_shapes(context: Context, drafting: str | None) -> dict[str, Any]:
-    """Run a 7B target, with or without a 3B draft, with vLLM's defaults: memory at each point, time of a step."""
+def real_shapes(context: Context, drafting: str) -> dict[str, Any]:
+    """Run a 7B target with vLLM's defaults, a 3B draft in a shape ("": vanilla): memory at each point, step times."""
     import torch
 
     free, total = torch.cuda.mem_get_info()
@@ -170,31 +164,20 @@ def real_shapes(context: Context, drafting: str | None) -> dict[str, Any]:
         expect(is_default, f"not vLLM's defaults: {facts['mode']}, {facts['graphs']}")
         facts["held_after_start_bytes"] = torch.cuda.memory_allocated()
         prompts = harness.videos(family, range(8))
-        _generate(context, running, prompts, 16, 0.0)
+        running.answer(prompts, max_tokens=_MAX_UNCHECKED_TOKENS if context.dry_run else 16, ignore_eos=True)
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
-        clock, sizes = Clock(running.runner.speculator), Sizes(skip=0, rounds=1, steps=2 if context.dry_run else 32)
+        loop = harness.DecodeLoop(running.llm.llm_engine, bool(drafting))
+        sizes = Sizes(skip=0, rounds=1, steps=2 if context.dry_run else 32)
         for batch in (1, 8):
-            facts[f"batch_{batch}"] = measured(running, drafting is not None, sizes, prompts[:batch], clock)
+            facts[f"batch_{batch}"] = measured(loop, sizes, prompts[:batch])
         facts["held_after_steps_bytes"] = torch.cuda.memory_allocated()
         facts["peak_of_steps_bytes"] = torch.cuda.max_memory_allocated()
         facts["free_after_bytes"] = torch.cuda.mem_get_info()[0]
-        if drafting is not None:
+        if drafting:
             counts = running.counters()
             facts |= {name: counts[name] for name in ("draft_load_bytes", "draft_pool_bytes")}
             expect(counts["draft_steps"] > 0, "nothing was drafted")
     grown = facts["held_after_steps_bytes"] - held
     expect(context.dry_run or grown < 2**24, f"steps hold {grown} bytes more than before")
     return facts
-
-
-STEPS: dict[str, Step] = {
-    "kernels": kernels,
-    **{f"identity-{family}": lambda context, family=family: identity(context, family) for family in FAMILIES},
-    "sync-debug": sync_debug,
-    "self-draft-bf16": self_draft_bf16,
-    "two-ranks": two_ranks,
-    "real-vanilla": lambda context: real_shapes(context, None),
-    "real-chain": lambda context: real_shapes(context, "chain"),
-    "real-tree-static": lambda context: real_shapes(context, "tree-static"),
-}

@@ -7,8 +7,8 @@ the engine gets them from FlashAttention, and makes one pass. The floor counts o
 from typing import Any
 
 import torch
-from bench_kernels import DEVICE, ON_GPU, Case
 
+from benchmarks.kernels.timing import DEVICE, ON_GPU, Case
 from vidspec_kernels import guidance_scores
 
 # Heads, KV heads, head size; keys; queries.
