@@ -101,7 +101,7 @@ def test_answers_are_vanillas_whatever_is_decided(reference, is_async, shape):
 
 
 def test_hopeless_requests_are_paused_beside_good_ones(reference):
-    """Drafts for texts are all wrong: texts are paused, hold no rows, delay nobody, and are not admitted; videos go on."""
+    """Drafts for texts are all wrong: texts are paused, hold no rows, delay nobody, are not admitted; videos go on."""
     expected = reference(QWEN, "videos and texts")
     requests = harness.videos_and_texts(QWEN)
     with adaptive(True) as engine, wrong_drafts(engine, of_videos=False) as admitted, steps(engine) as seen:
@@ -179,7 +179,7 @@ def test_a_paused_request_gives_its_draft_memory_to_others():
 
 
 def test_a_drafter_of_its_own_is_asked_for_what_is_decided(reference):
-    """Catches: answers that change, a request that loses its speculation, windows that are taken for paused requests."""
+    """Catches: answers that change, a request that loses its speculation, windows taken for paused requests."""
     expected = reference(QWEN, "videos and texts")
     with adaptive(False, parallel=PARALLEL) as engine, let_drafts_come(engine), steps(engine) as seen:
         before = engine.counters()

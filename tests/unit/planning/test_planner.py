@@ -221,7 +221,7 @@ def test_the_budgets_page_says_what_the_planner_says():
 
 
 def test_the_page_says_what_the_planner_says():
-    """docs/notebook/planning.md is a record. Catches: an assumption or a plan that has changed, and the page has not."""
+    """docs/notebook/planning.md is a record. Catches: an assumption or plan that has changed, and the page not."""
     page = page_of("planning")
     for words in (
         f"| {100 * ASSUMED.memory_frac:.0f} % (fitted) |",
