@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.inflated import InflatedBenchmark
-from benchmarks.methods import METHODS, figure
+from benchmarks.methods import METHODS, STOCK, figure
 from vllm_vidspec.cli import options, running
 from vllm_vidspec.cli.bench import measure
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.bench import interleaved
-from vllm_vidspec.tools.bench.trials import STOCK, VANILLA, Variant, Workload
+from vllm_vidspec.tools.bench.trials import VANILLA, Variant, Workload
 from vllm_vidspec.tools.progress import Report, silent
 
 AUTOREGRESSIVE = "autoregressive"  # what papers call vanilla

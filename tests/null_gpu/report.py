@@ -1,4 +1,4 @@
-"""The table of decode steps on the null GPU in docs/gpu.md; pure, reads measurements.
+"""The table of decode steps on the null GPU in docs/notebook/gpu.md; pure, reads measurements.
 
 python -m null_gpu.report RESULTS.json            # print the tables
 python -m null_gpu.report RESULTS.json PAGE.md    # and write them between the page's marks

@@ -305,7 +305,7 @@ def test_what_is_printed(sound, serving, tmp_path):
 
 def test_the_page_shows_what_is_printed(sound):
     """Catches: a sample of the docs with other rows, or in another order, than the program has."""
-    page = (ROOT / "docs" / "operating.md").read_text()
+    page = (ROOT / "docs" / "operate.md").read_text()
     (sample,) = re.findall(r"─\n(.*?)\n\n", page, re.DOTALL)
     labels = [line[5:39].strip() for line in sample.splitlines() if line[5:39].strip()]
     shown = views.status_table(status.result("s", status.parse(sound.text()))).columns[0].cells

@@ -50,7 +50,7 @@ def plan(
     """Say which drafts would pay on given GPUs, by batch size, and when none do; no GPU is needed.
 
     Everything is modelled: times by a roofline of the GPU's data sheet (or scaled to --target-ms and --draft-ms, if you
-    have measured them), acceptance as given or as published. How far to trust it is in docs/planning.md.
+    have measured them), acceptance as given or as published. How far to trust it is in docs/choose-a-draft.md.
     """
     given = locals()
     from vllm_vidspec.planning import gpus, models, planner, question
