@@ -317,6 +317,11 @@ def test_one_setting_beside_vanilla(clocks):
     assert ours["t_step_ms"] == ours["t_step_ms_p99"] == pytest.approx(1e3 * step_s)
     assert (vanilla["request_ms"], ours["request_ms"]) == pytest.approx((200 + 48 * 40, 200 + 12e3 * step_s))
     assert vanilla["draft_decode_ms"] is None and ours["draft_decode_ms"] == pytest.approx(48 * 4)
+    own = [pairs.checkpoint("llava-onevision", role) for role in ("target", "draft")]
+    printed("bench", "speed", *SMALL, "--target", own[0], "--draft", own[1])
+    plain, ours = (session.job["llm"] for session in clocks.sessions[-2:])
+    assert plain["model"] == ours["model"] == own[0] and ours["speculative_config"]["model"] == own[1]
+    assert "lambda_r" not in ours["speculative_config"], "what the bundled pair is calibrated to"
     beside = ("bench", "speed", *SMALL, "--parallel")
     ours = printed(*beside)["rows"][-1]
     assert (ours["mode"], ours["num_speculative_tokens"]) == ("parallel", 5)

@@ -36,7 +36,7 @@ OF_SEVERAL = (
     *(
         (f"--target {one}{more}", f"--target: no such checkpoint: {one}", commands)
         for one in ("/no/such/target", "some/target", "docs", "README.md")
-        for more, commands in (("", ("bench acceptance", "demo")), (" --draft self", COMMANDS))
+        for more, commands in (("", ("bench acceptance", "bench speed", "demo")), (" --draft self", COMMANDS))
     ),
     (
         "--target vllm_vidspec/assets/qwen2.5-vl/target --draft nowhere",

@@ -103,6 +103,7 @@ def acceptance(
 
 def speed(
     family: options.Families = "qwen2.5-vl",
+    target: options.BenchTarget = None,
     draft: options.BenchDraft = "draft",
     pruner: Annotated[str, typer.Option(help="Which tokens the draft sees.")] = "specvlm",
     prune_ratio: options.PruneRatio = 0.9,

@@ -36,6 +36,8 @@ def check(benchmark: Benchmark, ratios: Sequence[float] = (0.0,)) -> None:
     for name in benchmark.knobs:
         if name in trials.OWN_OPTIONS:
             raise VidSpecError(f"--knob {name}: it has an option of its own, or is what is compared")
+    if benchmark.target is not None:
+        pairs.check_checkpoint("--target", benchmark.target)
     for family in benchmark.families:
         pairs.pair_for(family)
         draft_model(family, benchmark.draft)

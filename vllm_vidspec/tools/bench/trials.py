@@ -61,6 +61,7 @@ class Benchmark:
     session: ClassVar[type[EngineSession]] = EngineSession  # what runs an engine
 
     families: tuple[str, ...] = ("qwen2.5-vl",)  # bundled pairs
+    target: str | None = None  # a checkpoint in place of the bundled target
     # Of the setting; `prune_ratio`, `drafting` (the draft's shape), `scorer`, `parallel` and `num_speculative_tokens`
     # (K; None: WINDOW, or what the tree's shape has) too
     pruner: str = "specvlm"
@@ -99,7 +100,7 @@ class Benchmark:
 
 @dataclass(frozen=True, eq=False)  # a key, each one itself
 class Variant:
-    """One engine of a benchmark; `spec` are knobs of VidSpecConfig , None for vanilla.
+    """One engine of a benchmark; `spec` are knobs of VidSpecConfig, None for vanilla.
 
     `draft` is which model drafts, None: the one that is asked for.
     """
@@ -153,14 +154,14 @@ class Workload:
 
     def job(self, benchmark: Benchmark, variant: Variant, held_out: Sequence[int]) -> dict[str, Any]:
         """Return what `session_job` reads; the first of `held_out` is a warm-up, which is part of no figure."""
-        target = self.model(pairs.checkpoint(self.family, "target"), self.target_layers)
+        target = self.model(benchmark.target or pairs.checkpoint(self.family, "target"), self.target_layers)
         draft = draft_model(self.family, variant.draft or benchmark.draft)
         if variant.spec is not None and draft != SELF_DRAFT:
             draft = self.model(draft, self.draft_layers)
         if variant.spec is None:
             llm = pairs.llm_kwargs(self.family, target=target)
         else:
-            knobs = self.calibrated() | variant.knobs(benchmark)
+            knobs = ({} if benchmark.target else self.calibrated()) | variant.knobs(benchmark)
             llm = pairs.llm_kwargs(self.family, draft, target=target, **knobs)
         warm_up, *videos = held_out
         prompts = {"family": self.family, "question": benchmark.question, "held_out": videos, "warm_up": warm_up}
