@@ -3,17 +3,11 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PY := .venv/bin/python
-PYTEST_ARGS ?=
 # Tensor-parallel tests keep both cores busy themselves, and crawl beside others: they run last, alone.
 BOTH_CORES := tests/engine/test_tensor_parallel.py
 # Two files at a time, as engine tests keep one core busy each; one where engines would share a GPU.
 TEST_WORKERS ?= $(shell $(PY) vllm_vidspec/devices.py && echo 0 || echo 2)
 TWO_AT_A_TIME = -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
-BENCH_ARGS ?=
-BENCH_GPU_ARGS ?=
-DEMO_ARGS ?=
-SMOKE_ARGS ?=
-SOAK_ARGS ?=
 
 # A Python that is there before any environment.
 SYSTEM_PYTHON = python=$$(command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3) || \
@@ -86,7 +80,7 @@ bench: setup ## Measure acceptance on the bundled pairs (BENCH_ARGS="--prune-rat
 	@$(PY) -m vllm_vidspec.cli bench acceptance $(BENCH_ARGS)
 
 bench-gpu: setup ## Kernels and engines of real shapes on a GPU, 25 minutes at most (BENCH_GPU_ARGS="--half 1" or 2 for one half).
-	@$(PY) scripts/gpu_suite.py --json gpu-suite.json $(BENCH_GPU_ARGS)
+	@$(PY) -m benchmarks.gpu $(BENCH_GPU_ARGS)
 
 soak: setup ## Minutes of mixed traffic to two servers, every answer compared (SOAK_ARGS="--minutes 2 --json soak.json").
 	@$(PY) -m benchmarks.soak $(SOAK_ARGS)
@@ -95,7 +89,7 @@ doctor: setup ## Check the environment and say what to do about each problem.
 	@$(PY) -m vllm_vidspec.cli doctor
 
 gpu-smoke: setup ## The first minutes on a GPU, 26 at most: what runs, what agrees, what it takes (SMOKE_ARGS="--only kernels").
-	@$(PY) scripts/gpu_smoke.py --out gpu-smoke.json $(SMOKE_ARGS)
+	@$(PY) -m benchmarks.gpu --smoke $(SMOKE_ARGS)
 
 clean: ## Remove caches and build products from the clone.
 	@rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

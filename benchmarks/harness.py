@@ -1,24 +1,27 @@
-"""What the engine benchmarks share: an in-process engine of a bundled pair, its counters, and a command."""
+"""What the engine benchmarks share: an in-process engine, its counters, its decode steps and their clock, a command."""
 
 import argparse
 import gc
 import json
 import os
-import sys
-from collections.abc import Callable, Iterable
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
-# ruff: noqa: E402
-from benchmarks.decode_steps import runner_of
 from vllm_vidspec import metrics
 from vllm_vidspec.shapeworld import world
-from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools import pairs, session_job
 from vllm_vidspec.tools.provenance import provenance
 
 Row = dict[str, Any]
+
+
+def runner_of(engine: Any) -> Any:
+    """Return the model runner of an `LLMEngine` whose worker is in this process."""
+    return engine.model_executor.driver_worker.worker.model_runner
 
 
 class Engine:
@@ -45,16 +48,105 @@ class Engine:
 
     def answer(self, prompts: list[Row], **sampling: Any) -> list[list[int]]:
         """Return the token ids of the answers, greedy unless `sampling` says otherwise, each with a seed of its own."""
-        from vllm import SamplingParams
-
-        params = [SamplingParams(**{"temperature": 0.0, "seed": i} | sampling) for i in range(len(prompts))]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        outputs = session_job.Engine(self.llm, prompts).ask(sampling, seed=0)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def measure(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, int]]:
         before = self.counters()
         result = call(*args, **kwargs)
         return result, metrics.difference(before, self.counters())
+
+
+class NotAllDraftError(RuntimeError):
+    """Requests do not all run, and draft, at a time."""
+
+
+class DecodeLoop:
+    """Runs requests in an `LLMEngine` of this process, so that single decode steps, and the drafting in them, can be
+    timed: on the host, and on a GPU between events, so that nothing is synchronised inside a step.
+
+    Where vidspec drafts (`is_ours`), its draft reads a prompt only after the target has.
+    """
+
+    def __init__(self, engine: Any, is_ours: bool):
+        import torch
+
+        self._engine, runner = engine, runner_of(engine)
+        self._rows = runner.requests if is_ours else None
+        self.num_tokens: dict[str, int] = {}  # by request
+        self._event = (lambda: torch.cuda.Event(enable_timing=True)) if torch.cuda.is_available() else None
+        self._host_ms: list[float] = []
+        self._events: list[tuple[Any, Any]] = []
+        if runner.speculator is not None:
+            self._propose, runner.speculator.propose = runner.speculator.propose, self._timed_propose
+
+    def _timed_propose(self, *args: Any, **kwargs: Any) -> Any:
+        events = None if self._event is None else (self._event(), self._event())
+        if events is not None:
+            events[0].record()
+        begun = time.perf_counter()
+        result = self._propose(*args, **kwargs)
+        self._host_ms.append(1e3 * (time.perf_counter() - begun))
+        if events is not None:
+            events[1].record()
+            self._events.append(events)
+        return result
+
+    def take(self) -> dict[str, float | None]:
+        """Return the medians of drafting since the last call: `propose_ms` and `propose_host_ms`."""
+        device_ms = self._host_ms
+        if self._events:
+            self._events[-1][1].synchronize()
+            device_ms = [begin.elapsed_time(end) for begin, end in self._events]
+        found = [statistics.median(times) if times else None for times in (device_ms, self._host_ms)]
+        self._host_ms, self._events = [], []
+        return dict(zip(("propose_ms", "propose_host_ms"), found, strict=True))
+
+    def start(self, prompts: Sequence[Any], max_tokens: int, max_steps: int = 200) -> None:
+        """Add requests, and step until all of them draft (NotAllDraftError: they do not within `max_steps`)."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        self.num_tokens = {f"{len(prompts)}-{number}": 0 for number in range(len(prompts))}
+        for name, prompt in zip(self.num_tokens, prompts, strict=True):
+            self._engine.add_request(name, prompt, params)
+        for _ in range(max_steps):
+            self.step()
+            has_draft = self._rows is None or self._rows.has_draft_np.sum() == len(prompts)
+            if has_draft and all(self.num_tokens.values()):
+                return
+        raise NotAllDraftError(f"the requests do not draft within {max_steps} steps")
+
+    def step(self) -> None:
+        for output in self._engine.step():
+            self.num_tokens[output.request_id] = len(output.outputs[0].token_ids)
+
+    def timed(self, num_steps: int) -> float:
+        """Run steps; return the milliseconds of one on the device, their mean."""
+        import torch
+
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(num_steps):
+            self.step()
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - begun) / num_steps
+
+    def finish(self) -> float:
+        """Run the requests to their ends; return the milliseconds of a token of each, their mean."""
+        begun, tokens = time.perf_counter(), sum(self.num_tokens.values())
+        while self._engine.has_unfinished_requests():
+            self.step()
+        elapsed_ms = 1e3 * (time.perf_counter() - begun)
+        return elapsed_ms * len(self.num_tokens) / (sum(self.num_tokens.values()) - tokens)
+
+    def stop(self) -> None:
+        """Abort the requests and empty the engine; RuntimeError if one had ended before it was timed."""
+        if self._engine.get_num_unfinished_requests() != len(self.num_tokens):
+            raise RuntimeError("a request has ended before its steps were timed")
+        self._engine.abort_request(list(self.num_tokens))
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
 
 
 def pair(family: str, **knobs: Any) -> Engine:

@@ -373,7 +373,7 @@ def command(
     "AUC" is how well the measured relevance tells words about the video from fillers: 0.5 is not at all, 1 always.
     """
     given = locals()
-    from vidspec_tools.views import quality as view
+    from benchmarks import views
 
     swept = {
         field: tuple(options.values("--" + name.removesuffix("_loose").replace("_", "-"), given[name], kind))
@@ -384,7 +384,7 @@ def command(
         raise VidSpecError(f"--position-shift: {wrong[0]!r} is neither on nor off")
     swept["position_shifts"] = tuple(text == "on" for text in shifts)
     what = options.pick(Quality, given, **swept, knobs=options.knobs(knob))
-    measure(sys.modules[__name__], what, given, view.tables, view.draw)
+    measure(sys.modules[__name__], what, given, views.quality_tables, views.draw_quality)
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)

@@ -37,10 +37,9 @@ def overlay(sources: Path, folder: Path) -> Path:
             place.parent.mkdir(parents=True, exist_ok=True)
             place.symlink_to(path)
     if not (found / "_version.py").exists():
-        told = subprocess.run(["git", "describe", "--tags"], cwd=sources, capture_output=True, text=True).stdout.strip()
-        (found / "_version.py").write_text(
-            f"__version__ = {told.removeprefix('v') or '0.dev'!r}\n__version_tuple__ = ()\n"
-        )
+        run = subprocess.run(["git", "describe", "--tags"], cwd=sources, capture_output=True, text=True)
+        version = run.stdout.strip().removeprefix("v") or "0.dev"
+        (found / "_version.py").write_text(f"__version__ = {version!r}\n__version_tuple__ = ()\n")
     return found
 
 
@@ -62,10 +61,9 @@ def failures(packages: Path) -> Iterator[tuple[str, str]]:
 def users(case: str) -> list[str]:
     """Return our files that name what a failing case is about."""
     names = [one for one in re.findall(r"\w+", case.partition("[")[2].partition("-")[0]) if not one.startswith("__")]
-    files = (
-        path for path in sorted(ENGINE.rglob("*.py")) if names and re.search(rf"\b{names[-1]}\b", path.read_text())
-    )
-    return [str(path.relative_to(ROOT)) for path in files]
+    word = re.compile(rf"\b{names[-1]}\b" if names else r"(?!)")
+    files = sorted(ENGINE.rglob("*.py"))
+    return [str(path.relative_to(ROOT)) for path in files if word.search(path.read_text())]
 
 
 def main() -> int:
@@ -77,8 +75,7 @@ def main() -> int:
         raise SystemExit(f"[contracts] error: {given} holds no sources of vLLM")
     with tempfile.TemporaryDirectory(prefix="vidspec-contracts-") as folder:
         found = overlay(sources, Path(folder))
-        told = (found / "_version.py").read_text()
-        version = re.search(r"__version__ (?:= version )?= ['\"]([^'\"]+)", told)
+        version = re.search(r"__version__ (?:= version )?= ['\"]([^'\"]+)", (found / "_version.py").read_text())
         print(f"[contracts] vLLM {version[1] if version else '?'}", flush=True)
         broken = list(failures(Path(folder)))
     for case, words in broken:

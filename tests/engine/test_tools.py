@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.engine.test_control import steps
 
 from benchmarks import small_cases
 from benchmarks.methods import CONTROLLER
@@ -12,6 +11,7 @@ from benchmarks.roles import OF_RUNNER, VANILLA, Roles
 from benchmarks.session import BenchSession
 from tests.engine import harness
 from tests.engine.harness import QWEN
+from tests.engine.test_policy import steps
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner
 from vllm_vidspec.pruning.pruners import top_k_indices
@@ -96,7 +96,7 @@ def test_one_engine_plays_several():
             outputs, counted = engine.measured(prompts)
             seen.append(([list(output.outputs[0].token_ids) for output in outputs], counted))
         roles.play(CONTROLLER)
-        assert not list(engine.scheduler._vidspec_side._control._controller.requests)
+        assert not list(engine.scheduler._vidspec_side._policy._slots)
     assert all(answers == seen[0][0] for answers, _ in seen)
     assert [counted["drafts"] > 0 for _, counted in seen] == [True, False, True, False, True]
     fixed = seen[2][1]

@@ -17,7 +17,7 @@ from vidspec_kernels.limits import DeviceLimits, shared_bytes_per_program
 from vidspec_kernels.tree_attention.tiles import _held_bytes, _pipeline, _tile, tile_shape
 
 ROOT = Path(__file__).parents[2]
-# The heaviest shapes of each kernel; benchmarks/compile_report.py without arguments compiles all.
+# The heaviest shapes of each kernel; the report without arguments compiles all.
 HEAVIEST = (
     "28/4 Q9$|28/4 Q26$|Q26, prefix given|tree K64|Q65 100k$|top 128|28/4 nq32|F10 C10|K25, axes 3|C64 152k|152k noise|"
     "K64, ring 512|K64 152k tokens|28/4 Q26 fp8"
@@ -27,6 +27,7 @@ FORMS = (
     "d80|fp32|fp16 top 2|Q11 25k top 10|Q26 25k fp8|chain K10|tree K1$|bits|axes|F8|static K64|adaptive K64|roots|"
     "count K64|152k|ring 64"
 )
+REPORT = ("-m", "benchmarks.kernels.compiled", "--json")
 ARCHS = (80, 90)  # the report has 89, 100 and 120, too
 
 pytestmark = pytest.mark.skipif(
@@ -44,14 +45,12 @@ def run(*command: str) -> dict:
 
 @pytest.fixture(scope="module")
 def rows():
-    return run("benchmarks/compile_report.py", "--json", "--archs", ",".join(map(str, ARCHS)), "--cases", HEAVIEST)[
-        "rows"
-    ]
+    return run(*REPORT, "--archs", ",".join(map(str, ARCHS)), "--cases", HEAVIEST)["rows"]
 
 
 @pytest.fixture(scope="module")
 def forms():
-    return run("benchmarks/compile_report.py", "--json", "--archs", "90", "--cases", FORMS)["rows"]
+    return run(*REPORT, "--archs", "90", "--cases", FORMS)["rows"]
 
 
 def test_every_form_compiles_for_hopper(forms):

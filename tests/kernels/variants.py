@@ -7,20 +7,24 @@ key of `dispatch.launch` does not settle the variant; `stale`, those of which it
 import contextlib
 import itertools
 import json
+import os
 import random
 import sys
 from collections import Counter
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+# Before the first import of Triton, as in `benchmarks/kernels/compiled.py`.
+os.environ["TRITON_BACKENDS_IN_TREE"] = "1"
+os.environ["TRITON_INTERPRET"] = "0"
 
-import compile_report
 import torch
-from compile_cases import BF16, FP8, cache_views, grow_buffers, sampling, step_buffers, template
 from triton.runtime.jit import JITFunction
 
 import vidspec_kernels as kernels
+from benchmarks.kernels import compiled
+from benchmarks.kernels.launches import BF16, FP8, cache_views, grow_buffers, sampling, step_buffers, template
 from vidspec_kernels import dispatch, warm_up
 from vidspec_kernels.warm_up import floats, i32, i64
 
@@ -30,7 +34,7 @@ NUM_SHARDS = 2
 KEYS, VALUES = cache_views(KV_HEADS, HEAD_SIZE, BF16)
 # Of a layer in BF16, of one with queries and cache in float8, and of one with a cache alone.
 LAYERS = ((KEYS, VALUES, False), *((*cache_views(KV_HEADS, HEAD_SIZE, FP8), is_query) for is_query in (True, False)))
-with compile_report.pretending(90):
+with compiled.pretending(90):
     SCRATCH = kernels.TreeAttentionScratch(HEAD_SIZE, torch.device("meta"))
 CACHES = kernels.CacheList([(KEYS, VALUES)])
 TABLE = i32(MAX_REQS, MAX_CONTEXT // 16 + 2)
@@ -239,7 +243,7 @@ def same(values, others) -> bool:
 
 def main() -> None:
     rng = random.Random(0)
-    with compile_report.pretending(90):
+    with compiled.pretending(90):
         warmed = variants(warm)
         used = variants(lambda: [step(rng) for _ in range(150)])
         ambiguous, stale = ambiguous_plans(lambda: [step(rng) for _ in range(20)])

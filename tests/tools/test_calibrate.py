@@ -11,7 +11,7 @@ from tools.common import invoke, is_gone
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import NAMES
-from vllm_vidspec.tools import calibrate, calibration_views
+from vllm_vidspec.tools import calibrate, plots
 from vllm_vidspec.tools.calibrate import Calibration, Measurement, choose, layer_sets, uv_layers
 from vllm_vidspec.tools.engine_session import EngineSession
 
@@ -96,7 +96,7 @@ def test_whole_grid_measures_lambda_zero_once_and_is_drawn(sessions, tmp_path):
     assert result["config"] == {"lambda_r": 0.3, "guidance_layers": (2, 3)}
     assert len(result["measurements"]) == 7 * 10 + 1
     assert [row["lambda_r"] for row in result["measurements"]].count(0.0) == 1
-    calibration_views.plot(result, tmp_path / "plot.pdf")
+    plots.draw_calibration(result, tmp_path / "plot.pdf")
     assert (tmp_path / "plot.pdf").stat().st_size > 1000
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tools.common import ROOT, cut_off, is_gone, load
+from benchmarks.gpu import __main__ as runner
+from benchmarks.gpu import plan
+from tools.common import cut_off, is_gone
 
-steps, suite = load("scripts/gpu_steps.py"), load("scripts/gpu_suite.py")
-
-# A stand-in for gpu_steps.py: each step misbehaves in its own way.
+# A stand-in for `benchmarks.gpu.steps`: each step misbehaves in its own way.
 WORKER = """
 import faulthandler, json, os, signal, subprocess, sys, time
 name, lines, options = sys.argv[1:]
@@ -27,7 +27,7 @@ match name:
     case "environment": end("passed", gpu="G")
     case "two-ranks": end("failed", "2 of 8 texts differ")
     case "kernels": end("skipped", "pytest is not installed")
-    case "identity-qwen2.5-vl": end("unchecked" if options["dry_run"] else "passed", around=options["around"])
+    case "identity-qwen2.5-vl": end("unchecked" if options["dry_run"] else "passed", dry_run=options["dry_run"])
     case "real-chain": os.kill(os.getpid(), signal.SIGSEGV)
     case "real-vanilla":
         end("passed")
@@ -59,31 +59,31 @@ match name:
 
 @pytest.fixture
 def play(tmp_path, monkeypatch):
-    """`play(parts, only, *arguments)` runs steps of the stand-in; returns the exit status and the JSON."""
+    """`play(only, *arguments)` runs steps of the stand-in; returns the exit status and the JSON."""
     worker, out = tmp_path / "worker.py", tmp_path / "out.json"
     worker.write_text(WORKER)
-    monkeypatch.setattr(suite, "WORKER", worker)
+    monkeypatch.setattr(runner, "WORKER", (str(worker),))
     limits = {"sync-debug": 1.0, "engine-chain": 2.0}  # only a step that hangs reaches its limit, on a busy machine too
-    slow = {
-        part: tuple(dataclasses.replace(step, timeout_s=limits.get(step.name, 100)) for step in parts)
-        for part, parts in suite.PLAN.items()
-    }
-    monkeypatch.setattr(suite, "PLAN", slow)
+    for part, steps in plan.PLAN.items():
+        slow = tuple(dataclasses.replace(step, timeout_s=limits.get(step.name, 100)) for step in steps)
+        monkeypatch.setitem(plan.PLAN, part, slow)
 
-    def run(parts, only, *more):
-        arguments = ["--out", str(out), "--only", only, "--work-dir", str(tmp_path / "work"), *more]
-        return suite.main(arguments, parts), json.loads(out.read_text())
+    def run(only, *more):
+        status = runner.main(["--out", str(out), "--only", only, "--work-dir", str(tmp_path / "work"), *more])
+        return status, json.loads(out.read_text())
 
     return run
 
 
-SMOKE, HALVES = ("smoke",), ("kernels", "engines")
-
-
-def test_every_failure_is_recorded_and_the_other_steps_run(play):
-    """Catches: a crash that ends the run or counts as passed, a reason without the cause, a step without a log."""
+def test_every_failure_is_recorded_and_the_other_steps_run(play, tmp_path):
+    """Catches: a crash that ends the run or counts as passed, a reason without the cause, a step without a log; a
+    verdict that an earlier run has left in the work directory.
+    """
+    (tmp_path / "work").mkdir()
+    stale = {"step": "real-tree-static", "outcome": "passed", "reason": "", "facts": {}}
+    (tmp_path / "work" / "real-tree-static.jsonl").write_text(json.dumps(stale) + "\n")
     failing = ("two-ranks", "real-chain", "real-vanilla", "real-tree-static", "self-draft-bf16")
-    status, found = play(SMOKE, ",".join(("environment", "kernels", *failing)))
+    status, found = play(",".join(("environment", "kernels", *failing)), "--smoke")
     assert status == 1 and set(found["failed"]) == set(failing) and found["to_come"] == []
     assert (found["passed"], found["skipped"]) == (["environment"], ["kernels"])
     records = {record["name"]: record for record in found["steps"]}
@@ -95,13 +95,13 @@ def test_every_failure_is_recorded_and_the_other_steps_run(play):
     for name, record in records.items():
         assert "\n" not in record["reason"] and 0 < record["seconds"] < 20
         assert Path(record["log"]).read_text().startswith(f"this is {name}")
-    assert found["environment"] == {"gpu": "G"}
-    assert found.keys() >= {"command", "seconds"}
+    assert found["environment"] == {"gpu": "G"} and found.keys() >= {"command", "seconds"}
 
 
 def test_a_step_that_hangs_is_killed_with_its_children(play):
+    """Catches: an engine's process that keeps the GPU's memory; a hang of which nobody knows where."""
     start = time.monotonic()
-    status, found = play(SMOKE, "environment,sync-debug")
+    status, found = play("environment,sync-debug", "--smoke")
     assert status == 1 and time.monotonic() - start < 20 and found["passed"] == ["environment"]
     (hung,) = [record for record in found["steps"] if record["name"] == "sync-debug"]
     _, child, *where = Path(hung["log"]).read_text().splitlines()
@@ -112,52 +112,32 @@ def test_a_step_that_hangs_is_killed_with_its_children(play):
 
 def test_steps_are_told_what_the_command_was(play):
     """Catches: an emulated device that steps never see, unchecked numbers that are a success."""
-    status, found = play(SMOKE, "identity-qwen2.5-vl", "--dry-run", "--around", "a.b:c")
+    status, found = play("identity-qwen2.5-vl", "--smoke", "--dry-run", "a.b:c")
     assert status == 0 and found["unchecked"] == ["identity-qwen2.5-vl"] and "mean nothing" in found["note"]
-    assert found["steps"][0]["facts"] == {"around": "a.b:c"}
-    assert steps.around("contextlib:ExitStack").__class__.__name__ == "ExitStack"
-    with steps.around(""):
-        pass
+    assert found["steps"][0]["facts"] == {"dry_run": "a.b:c"}
 
 
-def test_an_old_verdict_is_not_taken_for_a_new_one(play, tmp_path):
-    """Catches: a step that ends without a verdict in a work directory where it once passed."""
-    (tmp_path / "work").mkdir()
-    stale = {"step": "real-tree-static", "outcome": "passed", "reason": "", "facts": {}}
-    (tmp_path / "work" / "real-tree-static.jsonl").write_text(json.dumps(stale) + "\n")
-    assert play(SMOKE, "real-tree-static")[1]["failed"] == ["real-tree-static"]
-
-
-@pytest.mark.parametrize(
-    ("parts", "done", "hangs", "after"),
-    [
-        (("smoke",), ["environment", "identity-qwen2.5-vl"], "sync-debug", "two-ranks"),
-        (("kernels", "engines"), ["kernel-draw", "engine-vanilla"], "engine-chain", "engine-blind"),
-    ],
-    ids=["checks", "measurements"],
-)
-def test_an_interrupted_run_leaves_what_was_found(tmp_path, parts, done, hangs, after):
+def test_an_interrupted_run_leaves_what_was_found(tmp_path):
     """Catches: a file written at the end; a step that outlives the run; steps to come that are not listed."""
     (tmp_path / "worker.py").write_text(WORKER)
     out, work = tmp_path / "out.json", tmp_path / "work"
     code = f"""
-import pathlib, sys; sys.path.insert(0, {str(ROOT / "scripts")!r})
-import gpu_suite as suite
-suite.WORKER = pathlib.Path({str(tmp_path / "worker.py")!r})
-suite.command(lambda: suite.main(parts={parts!r}))
+from benchmarks.gpu import __main__ as runner
+runner.WORKER = ({str(tmp_path / "worker.py")!r},)
+runner.command(runner.main)
 """
-    arguments = ["--out", str(out), "--work-dir", str(work), "--only", ",".join([*done, hangs, after])]
-    cut_off([sys.executable, "-c", code, *arguments], work / f"{hangs}.log")
+    only = "kernel-draw,engine-vanilla,engine-chain,engine-blind"
+    arguments = ["--out", str(out), "--work-dir", str(work), "--only", only]
+    cut_off([sys.executable, "-c", code, *arguments], work / "engine-chain.log")
     found = json.loads(out.read_text())
-    assert [step["name"] for step in found["steps"]] == done
-    assert found["to_come"] == [hangs, after]
-    assert len(found["rows"]) == (4 if parts == HALVES else 0)  # one of a kernel, three of an engine
+    assert [step["name"] for step in found["steps"]] == ["kernel-draw", "engine-vanilla"]
+    assert found["to_come"] == ["engine-chain", "engine-blind"]
+    assert len(found["rows"]) == 4  # one of a kernel, three of an engine
 
 
 def test_measured_rows_are_kept_whatever_became_of_their_engine(play):
     """Catches: a time-out that takes measured rows with it; a speedup over another batch size."""
-    only = "environment,engine-vanilla,engine-chain"
-    status, found = play(HALVES, only, "--half", "2")
+    status, found = play("environment,engine-vanilla,engine-chain", "--half", "2")
     assert status == 1 and found["failed"] == ["engine-chain"]
     assert [(row["engine"], row["batch"], row["outcome"]) for row in found["rows"]] == [
         (engine, *row) for engine in ("vanilla", "chain") for row in ((1, "measured"), (4, "measured"), (8, "refused"))
@@ -166,9 +146,11 @@ def test_measured_rows_are_kept_whatever_became_of_their_engine(play):
     assert found["environment"]["gpu"] == "G" and "--half 2" in found["command"]
 
 
-@pytest.mark.parametrize("parts", [SMOKE, HALVES])
-def test_unknown_steps_are_refused(capsys, parts):
-    """Catches: a misspelt step that runs nothing and passes."""
+@pytest.mark.parametrize(
+    ("part", "name"), [(["--smoke"], "kernles"), (["--half", "2"], "kernel-draw"), ([], "real-chain")]
+)
+def test_unknown_steps_are_refused(capsys, part, name):
+    """Catches: a misspelt step, or one of another part, that runs nothing and passes."""
     with pytest.raises(SystemExit):
-        suite.main(["--only", "kernles"], parts)
-    assert "no step 'kernles'" in capsys.readouterr().err
+        runner.main(["--only", name, *part])
+    assert f"no step '{name}'" in capsys.readouterr().err

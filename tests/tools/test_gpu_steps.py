@@ -1,5 +1,7 @@
 """The plan and the steps of the GPU runner, without a GPU: what is measured, what fits, what each step does."""
 
+import importlib
+import inspect
 import json
 import os
 import re
@@ -11,70 +13,63 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks import harness, made_up
+from benchmarks.gpu import checks, measure, plan, steps
 from tools.common import ROOT, load
 from vllm_vidspec import SUPPORTED_VLLM
 from vllm_vidspec.planning.acceptance import Agreement
 from vllm_vidspec.planning.speed import run_streams
 
-steps, made_up = load("scripts/gpu_steps.py"), load("scripts/made_up.py")
-plan, checks, measure = load("scripts/gpu_plan.py"), load("scripts/gpu_checks.py"), load("scripts/gpu_measure.py")
-suite = load("scripts/gpu_suite.py")
 KERNEL_TESTS = ROOT / "tests" / "kernels"
 GIB = 2**30
-ALL = {step.name: step for part in suite.PLAN.values() for step in part}
-HALVES = ("kernels", "engines")
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_holds_every_step_kernel_and_engine():
-    """Catches: a step without a function, a kernel without a measurement, engines without a vanilla one."""
-    import bench_kernels
-
-    assert ALL.keys() == steps.STEPS.keys() | checks.STEPS.keys() | measure.STEPS.keys()
-    assert all(steps.step_of(name) for name in ALL)
-    assert set(steps.WITHOUT_NUMBERS) < ALL.keys()
-    assert plan.KERNELS == bench_kernels.KERNELS
-    engines = plan.ENGINES.values()
-    assert {engine.method for engine in engines} == {
-        "vanilla", "chain", "tree-static", "controller", "parallel", "blind",
-    }  # fmt: skip
+def test_the_plan_holds_every_method_and_functions_that_are_there():
+    """Catches: a step whose function was renamed or takes other arguments; engines without a vanilla one."""
+    for step in plan.STEPS.values():
+        module, _, name = step.call.partition(":")
+        function = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)
+        inspect.signature(function).bind("context", *([] if step.argument is None else [step.argument]))
+    assert set(steps.WITHOUT_NUMBERS) < plan.STEPS.keys()
+    methods = {engine.method for engine in plan.ENGINES.values()}
+    assert methods == {"vanilla", "chain", "tree-static", "controller", "parallel", "blind"}
 
 
 def test_all_time_outs_fit_into_what_the_pages_say():
     """Catches: a step whose time-out the pages' time does not hold."""
     page, makefile = (ROOT / "docs" / "gpu.md").read_text(), (ROOT / "Makefile").read_text()
-    assert suite.SECONDS["smoke"] == 26 * 60 and "26 minutes in all" in page and "a GPU, 26 at most" in makefile
-    assert all(f"| {half} | {suite.SECONDS[part]:,} s |" in page for half, part in suite.HALVES.items())
-    assert sum(suite.SECONDS[part] for part in HALVES) <= 25 * 60
-    assert all("25 minutes at most" in text for text in (suite.__doc__, page, makefile))
+    assert plan.SECONDS["smoke"] == 26 * 60 and "26 minutes in all" in page and "a GPU, 26 at most" in makefile
+    assert all(f"| {half} | {plan.SECONDS[part]:,} s |" in page for half, part in plan.HALVES.items())
+    assert sum(plan.SECONDS[part] for part in plan.HALVES.values()) <= 25 * 60
+    assert all("25 minutes at most" in text for text in (page, makefile))
 
 
-def test_the_acceptance_lengths_are_those_that_are_published():
-    """Catches: an acceptance of one's own choice, the length of another method or pair."""
-    found = {engine.method: plan.published_of(engine) for engine in plan.ENGINES.values()}
-    assert {method: one and (one.tau, one.over, one.speedup) for method, one in found.items()} == {
-        "vanilla": None, "chain": (3.37, "step", 1.26), "tree-static": (4.18, "step", 2.11),
-        "parallel": (4.23, "rejection", 2.40), "blind": (2.76, "step", 1.38), "controller": None,
-    }  # fmt: skip
+PUBLISHED = {  # tokens, what they are between, speed-up
+    "vanilla": None, "chain": (3.37, "step", 1.26), "tree-static": (4.18, "step", 2.11),
+    "parallel": (4.23, "rejection", 2.40), "blind": (2.76, "step", 1.38), "controller": None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("method", plan.ENGINES)
-def test_no_step_has_the_tokens_between_two_rejections(method):
-    """Catches: a length that is counted over several steps (ParallelVLM's M), divided by the time of one."""
-    engine = plan.ENGINES[method]
-    published = plan.published_of(engine)
+def test_a_steps_tokens_are_those_that_are_published_of_a_step(method):
+    """Catches: an acceptance of one's own choice, of another method or pair; a length that is counted over several
+    steps (ParallelVLM's M), divided by the time of one.
+    """
+    engine, expected = plan.ENGINES[method], PUBLISHED[method]
+    found = measure.published_of(engine)
+    assert (found and (found.tau, found.over, found.speedup)) == expected
     row = measure.rate_of(engine, 2, 34.0, 4.3)
     assert row["tokens_per_s"] == pytest.approx(2e3 * row["step_tokens"] / 34.0, abs=0.01)
-    assert row["step_tokens"] <= engine.depth + 1
-    if published is None or published.over == "step":
-        assert row["step_tokens"] == (published.acceptance_length if published else 1.0)
-        assert row["step_tokens_kind"] == ("published" if published else "counted")
+    if expected is None or found.over == "step":
+        known = (1.0, "counted") if expected is None else (expected[0], "published")
+        assert (row["step_tokens"], row["step_tokens_kind"]) == known
         return
-    assert published.acceptance_length is None and row["step_tokens_kind"] == "modelled"
+    assert found.acceptance_length is None and row["step_tokens_kind"] == "modelled"
     run = run_streams(Agreement((4.23 / 5.23,)), engine.num_drafts, 34.0, 4.3, answer=20_000)
     assert row["step_tokens"] == pytest.approx(run.tokens / run.steps, abs=0.005)
-    assert row["step_tokens"] < published.tau
+    assert row["step_tokens"] < found.tau
     assert measure.rate_of(engine, 1, 34.0, 0.0)["tokens_per_s"] is None
 
 
@@ -85,9 +80,9 @@ def test_recorded_rates_are_a_steps_tokens_over_its_time():
     assert {row["engine"] for row in rows} == set(plan.ENGINES) - {"controller"}
     vanilla = {row["batch"]: row["tokens_per_s"] for row in rows if row["engine"] == "vanilla"}
     for row in rows:
-        tokens, kind = plan.step_tokens(plan.ENGINES[row["engine"]], row["step_ms"], row.get("draft_ms"))
-        assert (row["step_tokens"], row["step_tokens_kind"]) == (tokens, kind), row
-        assert row["tokens_per_s"] == pytest.approx(1e3 * row["batch"] * tokens / row["step_ms"], abs=0.01)
+        rate = measure.rate_of(plan.ENGINES[row["engine"]], row["batch"], row["step_ms"], row.get("draft_ms"))
+        assert {name: row.get(name) for name in rate} == rate, row
+        assert row["tokens_per_s"] == pytest.approx(1e3 * row["batch"] * row["step_tokens"] / row["step_ms"], abs=0.01)
         assert row["speedup"] == pytest.approx(row["tokens_per_s"] / vanilla[row["batch"]], abs=1e-3)
 
 
@@ -100,22 +95,22 @@ def test_the_models_are_those_that_a_card_has_room_for():
     assert [plan.chosen_models("auto", total) for total in (79 * GIB, 139 * GIB)] == ["32b-fp8", "32b-bf16"]
     assert plan.chosen_models("72b-fp8", 79 * GIB) == "72b-fp8"
     for name, total, num in (("32b-fp8", 79 * GIB, 3), ("32b-bf16", 139 * GIB, 4)):
-        target, draft = (made_up.SHAPES[model] for model in (plan.MODELS[name].target, plan.MODELS[name].draft))
-        one = sizes.video_tokens * (target.kv_bytes_per_token + 0.3 * draft.kv_bytes_per_token)
-        weights = sum(
-            s.weight_bytes if "bf16" in name else s.quantised("fp8_per_tensor").weight_bytes for s in (target, draft)
-        )
+        target, draft = (made_up.SHAPES[model] for model in (plan.MODELS[name][0], plan.DRAFT))
+        each = sizes.video_tokens * (target.kv_bytes_per_token + 0.3 * draft.kv_bytes_per_token)
+        stored = [one if "bf16" in name else one.quantised("fp8_per_tensor") for one in (target, draft)]
+        weights = sum(shape.weight_bytes for shape in stored)
         room = 0.95 * total - weights - 7.9 * GIB
-        assert room > num * one and (name != "32b-fp8" or room < (num + 1) * one)
+        assert room > num * each and (name != "32b-fp8" or room < (num + 1) * each)
 
 
 # ---- the steps -------------------------------------------------------------------------------------------------------
 
 
-def verdict(name, step, **context):
-    """Return the last line that a step writes."""
+def verdict(name, function=None, **context):
+    """Return the last line that a step writes, whose function this is."""
     lines = []
-    steps.run(name, steps.Context(write=lines.append, **context), step)
+    with mock.patch.object(steps, "call", (function and (lambda step, given: function(given))) or steps.call):
+        steps.run(plan.STEPS[name], steps.Context(write=lines.append, **context))
     return lines[-1]
 
 
@@ -135,10 +130,10 @@ def test_a_steps_own_verdicts(monkeypatch):
     assert broken["outcome"] == "failed"
     assert broken["reason"].startswith("RuntimeError: CUDA error: launch failed (test_gpu_steps.py:")
     assert verdict("kernels", fine)["outcome"] == "passed" and verdict("kernels", fine)["facts"] == {"a": 1}
-    assert verdict("kernels", fine, dry_run=True)["outcome"] == "unchecked"
-    assert verdict("sync-debug", fine, dry_run=True)["outcome"] == "passed"
+    assert verdict("kernels", fine, dry_run="contextlib:nullcontext")["outcome"] == "unchecked"
+    assert verdict("sync-debug", fine, dry_run="contextlib:nullcontext")["outcome"] == "passed"
     monkeypatch.setattr(measure.importlib.util, "find_spec", lambda name: None)
-    found = verdict("engine-chain", None)
+    found = verdict("engine-chain")
     assert (found["outcome"], found["reason"]) == ("skipped", "vLLM is not installed")
 
 
@@ -188,40 +183,35 @@ def test_engines_are_told_what_the_plan_says():
 def test_a_clock_tells_what_a_step_drafts_for():
     """Catches: a speculator that is called twice or loses what it returns; figures that are returned twice."""
     speculator = SimpleNamespace(propose=lambda *args, **kwargs: (args, kwargs))
-    clock = measure.Clock(speculator)
+    runner = SimpleNamespace(speculator=speculator)
+    engine = mock.Mock(**{"model_executor.driver_worker.worker.model_runner": runner})
+    clock = harness.DecodeLoop(engine, is_ours=False)
     assert [speculator.propose(i, n=2) for i in range(3)] == [((i,), {"n": 2}) for i in range(3)]
     assert all(ms >= 0 for ms in clock.take().values())
-    assert clock.take() == measure.Clock(None).take() == {"propose_ms": None, "propose_host_ms": None}
+    assert clock.take() == {"propose_ms": None, "propose_host_ms": None}
 
 
 @pytest.mark.parametrize("name", [*made_up.PAIRS, *plan.MODELS])
 def test_made_up_pairs_are_accepted(tmp_path, name):
     """Catches: shapes that start-up refuses, weights in a directory that should have none."""
     pytest.importorskip("transformers")
-    from vllm_vidspec import assets
     from vllm_vidspec.doctor import check_pair
 
-    if name in plan.MODELS:
-        models, share = plan.MODELS[name], 1
-        names = (models.target, models.draft)
-        where = made_up.write_pair(plan.FAMILY, tmp_path, names, weights="fp8" if models.fp8 else None)
-    else:
-        names, share = made_up.PAIRS[name][:2], 2
-        where = made_up.write_pair(name, tmp_path, share=share)
+    target, weights = plan.MODELS.get(name, (None, None))
+    names, share = ((target, plan.DRAFT), 1) if target else (made_up.PAIRS[name][:2], 2)
+    where = made_up.write_pair(plan.FAMILY if target else name, tmp_path, names, weights=weights, share=share)
     assert check_pair(where["target"], where["draft"]).status == "ok"
     assert not list(tmp_path.rglob("*.safetensors"))
-    for role, name_of in zip(assets.PAIR, names, strict=True):
-        config, shape = json.loads(Path(where[role], "config.json").read_text()), made_up.SHAPES[name_of]
-        text = config["text_config"]
+    for path, model in zip(where.values(), names, strict=True):
+        config, shape = json.loads(Path(path, "config.json").read_text()), made_up.SHAPES[model]
+        text, vision = config["text_config"], config["vision_config"]
         assert (text["hidden_size"], text["num_hidden_layers"]) == (shape.hidden, shape.layers // share)
-        head_size = text["hidden_size"] // text["num_attention_heads"]
-        assert head_size == 128 == 2 * sum(text["rope_parameters"]["mrope_section"])
+        assert shape.hidden // text["num_attention_heads"] == 128 == 2 * sum(text["rope_parameters"]["mrope_section"])
         assert text["max_position_embeddings"] > plan.Sizes().video_tokens + 2 * plan.MAX_TOKENS
-        assert ("quantization_config" in config) == (name in plan.MODELS and plan.MODELS[name].fp8)
-        assert config["vision_config"]["depth"] == made_up.VISION[name_of]["depth"]
-        assert config["vision_config"]["out_hidden_size"] == shape.hidden
-        processor = json.loads(Path(where[role], "processor_config.json").read_text())
-        assert processor["video_processor"]["patch_size"] == config["vision_config"]["patch_size"]
+        assert ("quantization_config" in config) == (weights is not None)
+        assert (vision["depth"], vision["out_hidden_size"]) == (made_up.VISION[model]["depth"], shape.hidden)
+        processor = json.loads(Path(path, "processor_config.json").read_text())
+        assert processor["video_processor"]["patch_size"] == vision["patch_size"]
 
 
 # A product that names no precision, compiled for Hopper.
@@ -252,6 +242,6 @@ def test_fp32_products_are_ieee_where_the_triton_of_each_vllm_is_told(tmp_path, 
     plain |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_BACKENDS_IN_TREE": "1"}
     found = [
         subprocess.run([python, file], env=env, capture_output=True, text=True, check=True).stdout.strip()
-        for env in (plain, plain | {"TRITON_F32_DEFAULT": suite.ENVIRONMENT["TRITON_F32_DEFAULT"]})
+        for env in (plain, plain | {"TRITON_F32_DEFAULT": steps.ENVIRONMENT["TRITON_F32_DEFAULT"]})
     ]
     assert found == ["tf32", "ieee"]

@@ -24,7 +24,8 @@ def provenance() -> dict[str, Any]:
         "git_dirty": dirty,
         "versions": {"python": platform.python_version(), **versions},
         "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "device": _device(),
+        "device": _nvidia("name") or "cpu",
+        "driver": _nvidia("driver_version"),
         "cpu": _cpu_model(),
         "num_cpus": os.cpu_count(),
         "omp_threads": os.environ.get("OMP_NUM_THREADS"),
@@ -42,12 +43,12 @@ def _git_state() -> tuple[str | None, bool | None]:
     return sha or None, None if status is None else bool(status)
 
 
-def _device() -> str:
-    """Return the GPU's name where there is one, else "cpu"."""
+def _nvidia(field: str) -> str | None:
+    """Return what nvidia-smi says of the first GPU, None where there is none."""
     if not has_nvidia_gpu() or shutil.which("nvidia-smi") is None:
-        return "cpu"
-    names = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-    return names.splitlines()[0] if names else "cpu"
+        return None
+    found = _output("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader")
+    return found.splitlines()[0] if found else None
 
 
 def _cpu_model() -> str:
