@@ -322,9 +322,12 @@ def memory(options: argparse.Namespace) -> Iterator[harness.Row]:
         row = modelled(options.budget_mib, target, draft, tokens, setting)
         yield {"pair": FAMILY, **row, "running": running, "drafting": drafting}
     for names in PAIRS:
-        sizes = [target_shape(f"Qwen2.5-VL-{name}").kv_bytes_per_token for name in names]
+        target, draft = (target_shape(f"Qwen2.5-VL-{name}").kv_bytes_per_token for name in names)
         for setting in options.setting:
-            yield {"pair": f"Qwen2.5-VL {' + '.join(names)}", **modelled(PAIRS_BUDGET_MIB, *sizes, tokens, setting)}
+            yield {
+                "pair": f"Qwen2.5-VL {' + '.join(names)}",
+                **modelled(PAIRS_BUDGET_MIB, target, draft, tokens, setting),
+            }
 
 
 # ---- LVSpec's score --------------------------------------------------------------------------------------------------

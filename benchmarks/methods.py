@@ -124,7 +124,7 @@ COLUMNS = ("published_acceptance_length", "published_speedup", "published_tau", 
 
 
 def figure(family: str, method: str) -> dict[str, str | float | None]:
-    """Return the columns of a row of `benchmarks.paper`; None where nothing is published of the method for the family."""
+    """Return the columns of a row of `paper`; None where nothing is published of the method for the family."""
     found = FIGURES.get(family, {}).get(method)
     if found is None:
         return dict.fromkeys(COLUMNS)
