@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from vllm_vidspec.tools.bench.trials import PARALLEL, SEQUENTIAL, WINDOW, Variant
+from vllm_vidspec.tools.bench.speed import PARALLEL, SEQUENTIAL, WINDOW, Variant
 
 STOCK = "stock"  # vLLM's own way to draft, without us
 CONTROLLER = "controller"  # drafts what its controller decides

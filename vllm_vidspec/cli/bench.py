@@ -132,7 +132,7 @@ def speed(
     mean, from the engine's counters; the rest is the target's and the host's.
     """
     given = locals()
-    from vllm_vidspec.tools.bench import interleaved as bench
+    from vllm_vidspec.tools.bench import speed as bench
     from vllm_vidspec.tools.bench import views
 
     families = tuple(options.values("--family", family, str))
