@@ -58,7 +58,7 @@ from benchmarks.training.train_long import Reader
 from vllm_vidspec import assets
 from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.planning import pool
-from vllm_vidspec.planning.models import from_folder, target_shape
+from vllm_vidspec.planning.shapes import from_folder, target_shape
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.bench.speed import cores, draft_ms
 from vllm_vidspec.tools.provenance import provenance
