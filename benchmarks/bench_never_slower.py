@@ -41,7 +41,6 @@ from safetensors.torch import load_file, save_file
 from benchmarks import inflated, scaling
 from benchmarks.methods import CONTROLLER
 from benchmarks.session import BenchSession, Played
-from vidspec_tools.pages.never_slower import AGAIN, NAME, ONE_ENGINE, line, mixed_table
 from vllm_vidspec import assets
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.bench.acceptance import identical_frac
@@ -50,6 +49,8 @@ from vllm_vidspec.tools.progress import silent
 from vllm_vidspec.tools.provenance import provenance
 
 FAMILY = "qwen2.5-vl"
+NAME, ONE_ENGINE = "never-slower", "one-engine"  # results, by an engine for each of a cell or one for all
+AGAIN = "vanilla again"  # a second vanilla engine: what two engines that do the same differ by
 DRAFTS = {"bundled": (FAMILY, "draft"), "far": (FAMILY, assets.FAR), "plain": (assets.PLAIN, "draft"), "untrained": ()}
 WARM = 8  # an engine that takes its turn first answers the same for a part of so many, unmeasured
 LEARNING = 1  # rounds that are shown apart
@@ -304,7 +305,7 @@ def run_mixed(args: argparse.Namespace) -> None:
         others = [each for each in found.get("mixed", []) if each["pads"] != pads]
         found["mixed"] = [*others, {"pads": pads, "max_tokens": args.max_tokens, "commit": commit(), "rows": rows}]
         path.write_text(json.dumps(found, indent=1) + "\n")
-        print(mixed_table(found["mixed"][-1:]), flush=True)
+        print(found["mixed"][-1], flush=True)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -327,7 +328,7 @@ def run(args: argparse.Namespace) -> None:
                     cell |= {"max_tokens": args.max_tokens, "rounds": rounds - LEARNING, "kept": args.keep}
                     cells.append(cell | {"commit": commit(), "rows": rows})
                     path.write_text(json.dumps(found | {"provenance": provenance()}, indent=1) + "\n")
-                    print(" | ".join(line(cells[-1])), flush=True)
+                    print(cells[-1], flush=True)
 
 
 def measure(

@@ -165,7 +165,8 @@ def command(doc: str | None, measure: Callable[[argparse.Namespace], Iterable[Ro
         parse: Callable[[str], Any] = type(default)
         if isinstance(default, list):
             parse = lambda text, kind=type(default[0]): [kind(part) for part in text.split(",")]  # noqa: E731
-        parser.add_argument("--" + name.replace("_", "-"), type=parse, default=default, help="default: %(default)s")
+        how: dict[str, Any] = {"action": "store_true"} if default is False else {"type": parse, "default": default}
+        parser.add_argument("--" + name.replace("_", "-"), **how, help=f"default: {default}".replace("%", "%%"))
     parser.add_argument("--json", type=Path, help="write the rows here")
     options = parser.parse_args()
     rows = []
@@ -175,3 +176,11 @@ def command(doc: str | None, measure: Callable[[argparse.Namespace], Iterable[Ro
     if options.json:
         options.json.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1) + "\n")
     return rows
+
+
+def cases(doc: str | None, known: dict[str, tuple[Callable[[argparse.Namespace], Iterable[Row]], Row]]) -> list[Row]:
+    """Run one of several cases, the first word of the command line; each has what measures it, and its options."""
+    if len(sys.argv) < 2 or sys.argv[1] not in known:
+        raise SystemExit(f"{doc}\nCases: {', '.join(known)}; each has --help.")
+    measure, options = known[sys.argv.pop(1)]
+    return command(doc, measure, **options)

@@ -1,18 +1,18 @@
 """Pairs whose target takes as much longer than the draft as is asked for: layers appended to one of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import inflation, ratios
-from benchmarks.methods import METHODS
+from benchmarks.methods import METHODS, STOCK
+from benchmarks.session import BenchSession
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.bench import interleaved
 from vllm_vidspec.tools.bench.trials import (
     PARALLEL,
     SELF_DRAFT,
-    STOCK,
     VANILLA_VARIANT,
     Benchmark,
     Variant,
@@ -38,12 +38,23 @@ class InflatedWorkload(Workload):
     def model(self, checkpoint: str, num_appended: int) -> str:
         return str(inflation.inflate(checkpoint, num_appended))
 
+    def job(self, benchmark: Benchmark, variant: Variant, held_out: Sequence[int]) -> dict[str, Any]:
+        """Return what `session_job` reads; vLLM's own way to draft has vLLM's own configuration."""
+        if variant.mode != STOCK:
+            return super().job(benchmark, variant, held_out)
+        made, draft = super().job(benchmark, VANILLA_VARIANT, held_out), draft_model(self.family, benchmark.draft)
+        model = made["llm"]["model"] if draft == SELF_DRAFT else self.model(draft, self.draft_layers)
+        made["llm"]["speculative_config"] = {**(variant.spec or {}), "model": model}
+        return made
+
     def calibrated(self) -> dict[str, Any]:
         return inflation.guidance_knobs(pairs.checkpoint(self.family, "target"), super().calibrated())
 
 
 @dataclass(frozen=True)
 class InflatedBenchmark(Benchmark):
+    session = BenchSession
+
     inflate: tuple[float, ...] = (0.0,)  # ratios of target time to draft time; 0 is the pair as it is
 
     def workloads(self, family: str, report: Report) -> Iterator[Workload]:
@@ -51,7 +62,7 @@ class InflatedBenchmark(Benchmark):
 
     def reference(self, workload: Workload) -> Variant:
         """Return whose forwards a ratio is of: the parallel drafter's where there is one, else the draft's."""
-        own = [one for one in self.variants(workload) if one.draft is None and one.mode != STOCK]
+        own = [one for one in self.variants(workload) if one.draft is None and one.is_ours]
         own.sort(key=lambda one: one.mode != PARALLEL)
         return own[0] if own else METHODS["SD-chain"].variant("SD-chain", workload.ratio)
 

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.inflated import InflatedBenchmark
-from benchmarks.methods import METHODS, figure
+from benchmarks.methods import METHODS, STOCK, figure
 from vllm_vidspec.cli import options, running
 from vllm_vidspec.cli.bench import measure
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.bench import interleaved
-from vllm_vidspec.tools.bench.trials import STOCK, VANILLA, Variant, Workload
+from vllm_vidspec.tools.bench.trials import VANILLA, Variant, Workload
 from vllm_vidspec.tools.progress import Report, silent
 
 AUTOREGRESSIVE = "autoregressive"  # what papers call vanilla
@@ -104,7 +104,7 @@ def command(
     in ~/.cache/vidspec/inflated. Exit status 1 if a method fails.
     """
     given = locals()
-    from vidspec_tools.views import versus
+    from benchmarks.views import paper_tables
 
     usual = QUICK if quick else USUAL
     chosen = {name: default if given[name] is None else given[name] for name, default in usual.items()}
@@ -112,7 +112,7 @@ def command(
     chosen["families"] = tuple(options.values("--family", family, str))
     chosen["inflate"] = tuple(options.values("--inflate", inflate, float))
     what = options.pick(PaperBenchmark, given, knobs=options.knobs(knob), **chosen)
-    measure(sys.modules[__name__], what, given, versus.paper_tables)
+    measure(sys.modules[__name__], what, given, paper_tables)
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)

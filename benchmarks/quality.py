@@ -30,10 +30,10 @@ from vllm_vidspec.metrics import SKIP_REASONS, STRICT_REASONS, summarize
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.bench.acceptance import identical_frac
-from vllm_vidspec.tools.bench.session import WARM_UP_TOKENS
 from vllm_vidspec.tools.engine_session import answer_command
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
+from vllm_vidspec.tools.session_job import WARM_UP_TOKENS
 
 TARGET, DRAFT, STRICT = "target", "draft", "strict"
 ORACLE = "oracle"  # loosens what tells nothing about the video: what perfect relevance could reach
@@ -373,7 +373,7 @@ def command(
     "AUC" is how well the measured relevance tells words about the video from fillers: 0.5 is not at all, 1 always.
     """
     given = locals()
-    from vidspec_tools.views import quality as view
+    from benchmarks import views
 
     swept = {
         field: tuple(options.values("--" + name.removesuffix("_loose").replace("_", "-"), given[name], kind))
@@ -384,7 +384,7 @@ def command(
         raise VidSpecError(f"--position-shift: {wrong[0]!r} is neither on nor off")
     swept["position_shifts"] = tuple(text == "on" for text in shifts)
     what = options.pick(Quality, given, **swept, knobs=options.knobs(knob))
-    measure(sys.modules[__name__], what, given, view.tables, view.draw)
+    measure(sys.modules[__name__], what, given, views.quality_tables, views.draw_quality)
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)

@@ -1,4 +1,4 @@
-"""Engines of the benchmarks: `TimedSession` with commands for batches, roles and watched answers; the second half runs
+"""Engines of the benchmarks: `EngineSession` with commands for batches, roles and watched answers; the second half runs
 in the subprocess.
 """
 
@@ -11,19 +11,21 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from benchmarks import reel
+from benchmarks import reel, watching
 from benchmarks.roles import Roles
+from vllm_vidspec import metrics
+from vllm_vidspec.config import METHOD
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.shapeworld import world
-from vllm_vidspec.tools import pairs, watching
-from vllm_vidspec.tools.bench.session import TimedEngine, TimedSession
+from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.session_job import Engine, gain, main
 
 _ROOT = Path(__file__).resolve().parents[1]
 
 
-class BenchSession(TimedSession):
-    """A `TimedSession` that knows the commands of `BenchEngine`.
+class BenchSession(EngineSession):
+    """An `EngineSession` that knows the commands of `BenchEngine`.
 
     In its job's `prompts` there may also be `num_videos` held-out videos of each request (a list: of one request after
     another), `video_frac` of one's frames, or `reel_tokens`: held-out reels of so many video tokens, each with its own
@@ -53,10 +55,10 @@ def run_job() -> None:
     sys.exit(main(BenchEngine))
 
 
-class BenchEngine(TimedEngine):
+class BenchEngine(Engine):
     """An engine that answers batches, plays roles and is watched."""
 
-    commands: ClassVar[tuple[str, ...]] = (*TimedEngine.commands, "batch", "keep", "retune", "play")
+    commands: ClassVar[tuple[str, ...]] = (*Engine.commands, "batch", "keep", "retune", "play")
 
     @staticmethod
     def bundled_requests(prompts: dict[str, Any]) -> list[Any]:
@@ -76,6 +78,27 @@ class BenchEngine(TimedEngine):
         question = prompts["question"]
         made = [pairs.media_prompt(family, question, videos=videos, num_frames=num_frames) for videos in requests]
         return made + Engine.bundled_requests(prompts | {"held_out": []})
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether it drafts as vLLM does without us."""
+        spec = self.job["llm"].get("speculative_config", {}) if self.job else {}
+        return spec.get("method", METHOD) != METHOD
+
+    def counters(self) -> dict[str, int] | None:
+        """Return what our counters say now, or vLLM's own, by our names, where it drafts without us; None for vanilla.
+
+        What vLLM does not count is 0.
+        """
+        if not self.is_stock:
+            return super().counters()
+        values = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in self.llm.get_metrics()}
+        names = [name for name in ("drafts", "draft_tokens", "accepted_tokens") if name in values]
+        return dict.fromkeys(metrics.NAMES, 0) | {name: int(values[name].value) for name in names}
+
+    def step_counters(self) -> dict[str, int] | None:
+        """Return nothing of vLLM's own, which take too long to read."""
+        return None if self.is_stock else self.counters()
 
     def retune(self, knobs: dict[str, Any]) -> dict[str, Any]:
         """Change knobs of VidSpecConfig from here on."""

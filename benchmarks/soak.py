@@ -13,14 +13,16 @@ import argparse
 import functools
 import itertools
 import json
+import math
 import os
 import random
+import statistics
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,6 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks import soak_judge as judge
 from benchmarks import soak_traffic as traffic
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import difference
@@ -73,6 +74,8 @@ _ENVIRONMENT = {
 }
 SERVERS = ("ours", "vanilla")
 CONCURRENCY, SLICE = 16, 48
+MB = 1e6
+LEAST_MIN = 8.0  # minutes of traffic in which a slope is judged
 MEMORY_EVERY_S = 2.0
 IDLE_WITHIN_S = 60.0
 MOST_MB_PER_MIN = 3.0  # beyond vanilla's as long after its start: some 40 kB of each request
@@ -124,15 +127,15 @@ class Record:
         self.seconds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in SERVERS}
         self.resent = dict.fromkeys(SERVERS, 0)
 
-    def add(self, config: str, ask: traffic.Ask, vanilla: list[judge.Reply], ours: list[judge.Reply]) -> None:
+    def add(self, config: str, ask: traffic.Ask, vanilla: list[traffic.Reply], ours: list[traffic.Reply]) -> None:
         self.kinds[ask.about] += 1
         self.traits.update([*ask.traits, *(["sampled"] if ask.body.get("temperature") else [])])
         if len(vanilla) != len(ours):
             self._note(config, ask, 0, "error", f"{len(vanilla)} turns and {len(ours)}")
         for turn, (expected, got) in enumerate(zip(vanilla, ours, strict=False)):
             self.requests += 1
-            self.compared += ask.rule == judge.SAME
-            kind, why = judge.verdict(ask.rule, ask.body.get("n", 1), ask.body["max_tokens"], expected, got)
+            self.compared += ask.rule == traffic.SAME
+            kind, why = traffic.verdict(ask.rule, ask.body.get("n", 1), ask.body["max_tokens"], expected, got)
             if kind:
                 self._note(config, ask, turn, kind, why)
             for name, reply in zip(SERVERS, (got, expected), strict=True):
@@ -151,7 +154,7 @@ class Record:
             found = {}
             for name, prefix in zip(SERVERS, ("", "vanilla_"), strict=True):
                 seconds = [one for about in kinds for one in self.seconds[name][about]]
-                found |= {f"{prefix}p{share}_s": judge.percentile(seconds, share / 100) for share in (50, 95)}
+                found |= {f"{prefix}p{share}_s": percentile(seconds, share / 100) for share in (50, 95)}
             return found
 
         kinds = sorted({about for found in self.seconds.values() for about in found})
@@ -220,7 +223,7 @@ class Soak:
             if not ours.healthy():
                 raise VidSpecError(f"the server is gone: {ours.reason()} (log: {ours.log_path})")
         samples = memory.stop()
-        beside = judge.first_minutes(vanilla_memory.samples, samples)
+        beside = first_minutes(vanilla_memory.samples, samples)
         idle = wait_idle(client, ours)
         gained = difference(before, idle)
         failures = {key: gained[key] for key in FAILURES if gained[key]}
@@ -233,10 +236,10 @@ class Soak:
         return {
             "config": name,
             "requests": record.requests - first,
-            **judge.leaks(idle),
+            **leaks(idle),
             "failures": failures,
-            "rss_slope_mb_per_min": judge.slope_mb_per_min(samples),
-            "vanilla_rss_slope_mb_per_min": judge.slope_mb_per_min(beside),
+            "rss_slope_mb_per_min": slope_mb_per_min(samples),
+            "vanilla_rss_slope_mb_per_min": slope_mb_per_min(beside),
             "rss_mb_over_time": thinned(samples),
             "vanilla_rss_mb_over_time": thinned(beside),
             "preemptions": _total(ours.metrics_text(), "vllm:num_preemptions_total"),
@@ -268,10 +271,62 @@ class Soak:
         }
 
 
+def leaks(idle: Mapping[str, int]) -> dict[str, int]:
+    """Return what a server holds though no request runs, of its gauges then: `leaked_blocks` of the draft's pool, and
+    `leaked_states`, requests of which anything is held and video tokens whose hidden states are.
+    """
+    per_token = max(1, idle["relevance_bytes_per_token"])
+    return {
+        "leaked_blocks": idle["draft_pool_blocks_used"],
+        "leaked_states": idle["held_requests"] + math.ceil(idle["relevance_held_bytes"] / per_token),
+    }
+
+
+def slope_mb_per_min(samples: Sequence[tuple[float, int]], least_min: float = LEAST_MIN) -> float | None:
+    """Return the slope of memory (seconds, bytes) by regression over the second half, in MB per minute.
+
+    None of less than `least_min` minutes: until then caches fill.
+    """
+    if not samples or samples[-1][0] - samples[0][0] < 60 * least_min:
+        return None
+    middle = (samples[0][0] + samples[-1][0]) / 2
+    late = [(at / 60, size / MB) for at, size in samples if at >= middle]
+    return round(statistics.linear_regression(*zip(*late, strict=True)).slope, 3) if len(late) > 2 else None
+
+
+def first_minutes(
+    vanilla: Sequence[tuple[float, int]], ours: Sequence[tuple[float, int]]
+) -> Sequence[tuple[float, int]]:
+    """Return a server's readings from its start on, for as long as another's: caches of both are as full."""
+    if not vanilla or not ours:
+        return []
+    end = vanilla[0][0] + ours[-1][0] - ours[0][0]
+    return [sample for sample in vanilla if sample[0] <= end]
+
+
+def percentile(values: Iterable[float], share: float) -> float | None:
+    """Return the smallest value that so large a share of them does not exceed; None of nothing."""
+    ordered = sorted(values)
+    return round(ordered[max(0, math.ceil(share * len(ordered)) - 1)], 3) if ordered else None
+
+
+def is_bad(result: Mapping[str, Any], most_mb_per_min: float) -> list[str]:
+    """Return what of a soak's result fails it, in words; [] for a pass.
+
+    Memory may grow by `most_mb_per_min` more than vanilla's as long after its start, and by more where that is short.
+    """
+    bad = [name for name in ("wrong_answers", "errors_unexpected", "leaked_blocks", "leaked_states") if result[name]]
+    for row in result["configs"]:
+        ours, vanillas = row["rss_slope_mb_per_min"], row["vanilla_rss_slope_mb_per_min"]
+        if ours is not None and ours - max(0.0, vanillas or 0.0) > most_mb_per_min:
+            bad.append(f"memory of {row['config']}")
+    return bad
+
+
 def thinned(samples: list[tuple[float, int]], at_most: int = 20) -> list[int]:
     """Return some of a server's memory readings at even distances, in MB, the last one included."""
     step = max(1, -(-len(samples) // at_most))
-    return [round(size / judge.MB) for _, size in samples[::-1][::step]][::-1]
+    return [round(size / MB) for _, size in samples[::-1][::step]][::-1]
 
 
 def wait_idle(client: httpx.Client, server: VllmServer) -> dict[str, int]:
@@ -285,7 +340,7 @@ def wait_idle(client: httpx.Client, server: VllmServer) -> dict[str, int]:
     body = {"model": "target", "prompt": "the video", "max_tokens": 1, "temperature": 0.0}
     while True:
         idle = server.metrics()
-        if not any(judge.leaks(idle).values()) or time.monotonic() > deadline:
+        if not any(leaks(idle).values()) or time.monotonic() > deadline:
             return idle
         number += 1
         if number % 4 == 0:
@@ -344,7 +399,7 @@ def main() -> int:
         ours, vanillas = row["rss_slope_mb_per_min"], row["vanilla_rss_slope_mb_per_min"]
         words = f"{ours} MB a minute, vanilla's {vanillas}" if ours is not None else "too short a time to judge"
         say(f"{row['config']}: memory: {words}")
-    bad = judge.is_bad(result, options.most_mb_per_min)
+    bad = is_bad(result, options.most_mb_per_min)
     say("failed: " + ", ".join(bad) if bad else "passed")
     return int(bool(bad))
 

@@ -1,4 +1,6 @@
-"""The soak's traffic: requests of every kind drawn from a seed, and one client that sends them to either server."""
+"""The soak's traffic: requests of every kind drawn from a seed, a client that sends them to either server, and what
+both replies are held to.
+"""
 
 import base64
 import contextlib
@@ -17,10 +19,10 @@ import numpy as np
 from PIL import Image
 
 from benchmarks import captioned
-from benchmarks.soak_judge import COMPLETE, REFUSED, SAME, Choice, Reply
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
 
+SAME, COMPLETE, REFUSED = "same", "complete", "refused"  # what an answer is held to
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_IMAGES = 12  # of one prompt
 LAMBDA_MAX = 0.9
@@ -61,6 +63,26 @@ _SCORERS: tuple[tuple[dict[str, Any], str, int], ...] = (
 )
 
 
+@dataclass
+class Choice:
+    """One of a reply's answers; a chosen token's log-probability where they were asked for."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Reply:
+    status: int = 0  # Of HTTP; 0 where the connection failed, 500 where a stream carried an error
+    error: str = ""  # The server's or the client library's message
+    choices: dict[int, Choice] = field(default_factory=dict)  # By index
+    seconds: float = 0.0  # From sending to the last byte
+    is_cut: bool = False  # The client closed the connection in mid-answer
+    resent: int = 0  # How often it sent the request again, after a 500
+
+
 @dataclass(frozen=True)
 class Ask:
     """One client's doing: a request, or two where a conversation goes on."""
@@ -68,7 +90,7 @@ class Ask:
     about: str  # One of `_ABOUT`
     path: str  # Of the API
     body: dict[str, Any]  # Of the first request, without `own`
-    rule: str = SAME  # What the answer is held to; see `soak_judge.verdict`
+    rule: str = SAME  # What the answer is held to; see `verdict`
     own: dict[str, Any] = field(default_factory=dict)  # Fields for our server alone
     close_after: int | None = None  # The client closes the stream after so many chunks; None: it reads to the end
     next_turn: str | None = None  # The user's message after the first answer
@@ -228,38 +250,36 @@ def _send(client: httpx.Client, url: str, body: dict[str, Any], close_after: int
 
 
 def _send_once(client: httpx.Client, url: str, body: dict[str, Any], close_after: int | None) -> Reply:
-    reply = Reply()
+    """Read an answer to its end, or so many chunks of its stream."""
+    reply, count = Reply(), 0
     try:
         with client.stream("POST", url, json=body, timeout=_TIMEOUT_S) as answer:
             reply.status = answer.status_code
             if answer.status_code != 200:
                 reply.error = answer.read().decode(errors="replace")[:300]
-            elif body.get("stream"):
-                _read_stream(answer, reply, close_after)
-            else:
-                for choice in json.loads(answer.read())["choices"]:
-                    _take(reply, choice, choice.get("message", choice))
+                return reply
+            for event in _events(answer, body.get("stream", False)):
+                if "error" in event:
+                    reply.status, reply.error = 500, str(event["error"])[:300]
+                    break
+                for choice in event["choices"]:
+                    _take(reply, choice, choice.get("message") or choice.get("delta") or choice)
+                    count += bool(choice.get("token_ids"))
+                if close_after is not None and count >= close_after:
+                    reply.is_cut = True
+                    break
     except (httpx.HTTPError, ValueError) as error:
         reply.status, reply.error = 0, f"{type(error).__name__}: {error}"
     return reply
 
 
-def _read_stream(answer: httpx.Response, reply: Reply, close_after: int | None) -> None:
-    """Read a stream to its end, or so many of its chunks; the caller closes it."""
-    count = 0
+def _events(answer: httpx.Response, is_stream: bool) -> Iterator[dict[str, Any]]:
+    if not is_stream:
+        yield json.loads(answer.read())
+        return
     for line in answer.iter_lines():
-        if not line.startswith("data: ") or line == "data: [DONE]":
-            continue
-        event = json.loads(line.removeprefix("data: "))
-        if "error" in event:
-            reply.status, reply.error = 500, str(event["error"])[:300]
-            return
-        for choice in event["choices"]:
-            _take(reply, choice, choice.get("delta", choice))
-            count += bool(choice.get("token_ids"))
-        if close_after is not None and count >= close_after:
-            reply.is_cut = True
-            return
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
 
 
 def _take(reply: Reply, choice: dict[str, Any], message: dict[str, Any]) -> None:
@@ -280,3 +300,63 @@ def client_for(concurrency: int) -> Iterator[httpx.Client]:
     limits = httpx.Limits(max_connections=2 * concurrency, max_keepalive_connections=0)
     with httpx.Client(limits=limits, trust_env=False) as client:
         yield client
+
+
+# ---- what replies are held to ----------------------------------------------------------------------------------------
+
+# A chosen token's log-probability in two batches of other shapes, fp32.
+_LOGPROB_TOLERANCE = 1e-3
+
+
+def verdict(rule: str, num_choices: int, max_tokens: int, vanilla: Reply, ours: Reply) -> tuple[str, str]:
+    """Judge both servers' replies to one request for `num_choices` answers.
+
+    SAME: vanilla's tokens. COMPLETE: an answer that ended as it should, of any tokens. REFUSED: a 4xx, the same from
+    both. Returns "" and "", or "wrong" or "error" and why; "error" is anything but an answer where there should be one.
+    """
+    if rule == REFUSED:
+        if all(400 <= reply.status < 500 for reply in (vanilla, ours)) and vanilla.status == ours.status:
+            return "", ""
+        return "error", f"not refused by both: {vanilla.status} and {ours.status} {ours.error}".strip()
+    for name, reply in (("vanilla", vanilla), ("ours", ours)):
+        if reply.status != 200:
+            return "error", f"{name}: {reply.status} {reply.error}".strip()
+    if vanilla.is_cut or ours.is_cut:  # the other may have met a stop string before its client left
+        return _compare(vanilla, ours) if rule == SAME else ("", "")
+    for name, reply in (("vanilla", vanilla), ("ours", ours)):
+        if why := _unfinished(reply, num_choices, max_tokens):
+            return "error", f"{name}: {why}"
+    return _compare(vanilla, ours) if rule == SAME else ("", "")
+
+
+def _unfinished(reply: Reply, num_choices: int, max_tokens: int) -> str:
+    """Return what is missing from a reply that claims to be whole, or ""."""
+    if sorted(reply.choices) != list(range(num_choices)):
+        return f"{len(reply.choices)} answers of {num_choices}"
+    for choice in reply.choices.values():
+        count, reason = len(choice.token_ids), choice.finish_reason
+        if reason not in ("stop", "length") or not count or (reason == "length" and count != max_tokens):
+            return f"{count} tokens of at most {max_tokens}, ended by {reason}"
+    return ""
+
+
+def _compare(vanilla: Reply, ours: Reply) -> tuple[str, str]:
+    """Compare two answers, where a client has cut one as far as both have received them: chunks have other sizes."""
+    is_cut = vanilla.is_cut or ours.is_cut
+    for index in vanilla.choices.keys() & ours.choices.keys():
+        expected, got = vanilla.choices[index], ours.choices[index]
+        both = list(zip(expected.token_ids, got.token_ids, strict=False))
+        place = next((i for i, (a, b) in enumerate(both) if a != b), len(both))
+        if place < (len(both) if is_cut else max(len(expected.token_ids), len(got.token_ids))):
+            when = "before it was cut, " if is_cut else ""
+            differing = [choice.token_ids[place : place + 3] for choice in (expected, got)]
+            return "wrong", f"answer {index} differs {when}from token {place} on: {differing[0]} and {differing[1]}"
+        if is_cut:
+            continue
+        if (got.text, got.finish_reason) != (expected.text, expected.finish_reason):
+            return "wrong", f"answer {index}: same tokens, another text or end: {got.text!r}, {got.finish_reason}"
+        if len(got.logprobs) != len(expected.logprobs) or any(
+            abs(a - b) > _LOGPROB_TOLERANCE for a, b in zip(expected.logprobs, got.logprobs, strict=True)
+        ):
+            return "wrong", f"answer {index}: other log-probabilities"
+    return "", ""

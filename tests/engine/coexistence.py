@@ -34,7 +34,7 @@ class Row:
     """A row: what vLLM calls it, its setting on the command line, one of `VERDICTS`, and a pattern of what is seen.
 
     `run` finds it out, given an empty folder; `kind` is "engine" in this process, or "command" with servers, by
-    vidspec_tools.pages.measure alone.
+    benchmarks.pages.measure alone.
     """
 
     feature: str

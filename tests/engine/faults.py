@@ -1,4 +1,4 @@
-"""Faults on the draft's side, one by one in a running engine; as a program, the rows of docs/reliability.md."""
+"""Faults on the draft's side, one by one in a running engine; as a program, rows of docs/notebook/reliability.md."""
 
 import contextlib
 import json

@@ -6,9 +6,8 @@ import sys
 import time
 from typing import Any
 
-from vllm_vidspec.adapt import REST
-
 from tests.engine import harness
+from vllm_vidspec.engine.policy import NONE
 from vllm_vidspec.tools import pairs, watching
 
 FAMILY = harness.LLAVA  # its bundled vision towers have an even number of heads
@@ -71,19 +70,19 @@ def two() -> dict[str, dict]:
 
 
 def adaptive(num_ranks: int, num_stages: int) -> dict:
-    """Answer videos and texts under the controller, half of the steps with the first request at rest, some with all."""
+    """Answer videos and texts under the policy, half of the steps with the first request paused, some with all."""
     overrides = {"pipeline_parallel_size": num_stages}
     engine = start(num_ranks, overrides, adaptive_tokens=True, on_draft_error="raise", pruner="specvlm")
-    controller, calls = engine.scheduler._vidspec_side._control._controller, [0]
-    decide, option = controller.decide, max(controller.options, key=lambda option: option.num_tokens)
+    policy, calls = engine.scheduler._vidspec_side._policy, [0]
+    decide, option = policy.decide, max(policy.options, key=lambda option: option.num_tokens)
 
-    def in_turns(req_ids, most=None):
+    def in_turns(req_ids, *bounds):
         calls[0] += 1
-        resting = frozenset(req_ids[:1]) if calls[0] % 4 < 2 else frozenset()
-        now = REST if calls[0] % 16 > 9 else option
-        return decide(req_ids, most)._replace(option=now, resting=resting, number=calls[0])
+        paused = frozenset(req_ids[:1]) if calls[0] % 4 < 2 else frozenset()
+        now = NONE if calls[0] % 16 > 9 else option
+        return decide(req_ids, *bounds)._replace(option=now, paused=paused)
 
-    controller.decide = in_turns
+    policy.decide = in_turns
     outputs, counted = engine.measured(harness.videos_and_texts(FAMILY))
     return {"token_ids": harness.token_ids(outputs), "counters": counted}
 
@@ -175,11 +174,11 @@ def _break(engine, hit, ask) -> None:
     breaker = engine.breaker
     engine.look()
     breaker._failures.clear()
-    most, rest_s, breaker._most, breaker._rest_s = breaker._most, breaker._rest_s, 1, 3600.0
+    most, cooldown_s, breaker._most, breaker._cooldown_s = breaker._most, breaker._cooldown_s, 1, 3600.0
     hit("prefill", (1,))
     engine.look()
     ask("off")
-    breaker._most, breaker._rest_s, breaker._until = most, rest_s, 0.0
+    breaker._most, breaker._cooldown_s, breaker._until = most, cooldown_s, 0.0
     engine.look()
     ask("on again")
 

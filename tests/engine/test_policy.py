@@ -100,8 +100,8 @@ def test_answers_are_vanillas_whatever_is_decided(reference, is_async, shape):
         assert skipped(counted) == {} and counted["admitted_video_256"] == 8
 
 
-def test_hopeless_requests_rest_beside_good_ones(reference):
-    """Drafts for texts are all wrong: texts rest, hold no rows, hold up nobody, and are not shown; videos go on."""
+def test_hopeless_requests_are_paused_beside_good_ones(reference):
+    """Drafts for texts are all wrong: texts are paused, hold no rows, delay nobody, are not admitted; videos go on."""
     expected = reference(QWEN, "videos and texts")
     requests = harness.videos_and_texts(QWEN)
     with adaptive(True) as engine, wrong_drafts(engine, of_videos=False) as admitted, steps(engine) as seen:
@@ -124,7 +124,7 @@ def test_hopeless_requests_rest_beside_good_ones(reference):
 
 @pytest.mark.slow
 def test_a_class_that_begins_to_pay_is_found_again():
-    """Videos rest, as every draft is wrong; then the draft is good, and within 200 requests they are shown."""
+    """Videos are paused, as every draft is wrong; then the draft is good, and within 200 requests they are admitted."""
     requests = harness.videos(QWEN, 4, max_tokens=60, ignore_eos=True)
     with adaptive(False) as engine, steps(engine):
         with wrong_drafts(engine, of_videos=True):
@@ -145,26 +145,25 @@ def test_a_class_that_begins_to_pay_is_found_again():
         assert counted["admitted_video_256"] == 4 and counted["accepted_tokens"] > 100
 
 
-def test_a_resting_request_gives_its_draft_memory_to_others():
-    """Catches: blocks that a resting request keeps while another waits for room."""
+def test_a_paused_request_gives_its_draft_memory_to_others():
+    """Catches: blocks that a paused request keeps while another waits for room."""
     with adaptive(False) as engine:
         speculator = engine.speculator
         engine.begin(harness.videos(QWEN, 2, max_tokens=200, ignore_eos=True), steps=12)
-        resting, working = list(engine.runner.req_states.req_id_to_index)
+        paused, working = list(engine.runner.req_states.req_id_to_index)
         assert speculator.backend.drafter.kv.num_used_blocks > 0
-        controller = engine.scheduler._vidspec_side._control._controller
-        decide = controller.decide
+        policy = engine.scheduler._vidspec_side._policy
+        decide = policy.decide
 
-        def resting_one(req_ids, most=None):
-            decision = decide(req_ids, most)
-            option = max(controller.options, key=lambda option: option.num_tokens)
-            return decision._replace(option=option, resting=frozenset({resting}), number=-1)
+        def pausing_one(*step):
+            option = max(policy.options, key=lambda option: option.num_tokens)
+            return decide(*step)._replace(option=option, paused=frozenset({paused}))
 
-        with mock.patch.object(controller, "decide", resting_one):
+        with mock.patch.object(policy, "decide", pausing_one):
             for _ in range(4):
                 engine.core.step()
             rows = engine.runner.req_states.req_id_to_index
-            held = speculator.backend.drafter.kv.capacity_np[rows[resting]]
+            held = speculator.backend.drafter.kv.capacity_np[rows[paused]]
             kv = speculator.backend.drafter.kv
             with (
                 mock.patch.object(speculator.backend.drafter, "has_room", lambda *_: False),
@@ -174,13 +173,13 @@ def test_a_resting_request_gives_its_draft_memory_to_others():
                 ),
             ):
                 engine.core.step()
-            assert held > 0 and kv.capacity_np[rows[resting]] == 0 < kv.capacity_np[rows[working]]
+            assert held > 0 and kv.capacity_np[rows[paused]] == 0 < kv.capacity_np[rows[working]]
         assert engine.counters()["released_paused"] == 1
         engine.abort()
 
 
 def test_a_drafter_of_its_own_is_asked_for_what_is_decided(reference):
-    """Catches: answers that change, a request that loses its speculation, windows that are taken for who rests."""
+    """Catches: answers that change, a request that loses its speculation, windows taken for paused requests."""
     expected = reference(QWEN, "videos and texts")
     with adaptive(False, parallel=PARALLEL) as engine, let_drafts_come(engine), steps(engine) as seen:
         before = engine.counters()

@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 from vllm.sampling_params import StructuredOutputsParams
-from vllm_vidspec.adapt import REST, Decision
 
 from tests.engine import harness
 from tests.engine.conftest import QUESTION, SCENARIOS
@@ -22,15 +21,14 @@ from tests.engine.harness import (
     token_ids,
 )  # fmt: skip
 from vllm_vidspec import metrics
+from vllm_vidspec.engine.policy import NONE, Decision
 from vllm_vidspec.engine.speculator import Speculator
 from vllm_vidspec.tools import pairs
 
 pytestmark = pytest.mark.engine
 
-REST_DECISION = Decision(REST, frozenset(), 1, False)
 
-
-def test_who_rests_misses_nothing(reference):
+def test_who_is_paused_misses_nothing(reference):
     """Two drafts for four requests, none for eight, five for three, running ahead: no gap in the draft's text."""
     expected, lengths = token_ids(reference(QWEN, "endless")), [60, 60, 60, 45]
     endless = harness.videos(QWEN, 4, ignore_eos=True)
@@ -123,19 +121,19 @@ def test_every_request_counts_as_something():
         with engine.scheduler._vidspec_side.retuned({"num_speculative_tokens": 0}):
             pass
         engine.generate([with_tokens(text, 9)] * 2)
-        assert ended() == {"undrafted_short": 3, "drafted_requests": 5, "structured": 1, "undrafted_resting": 2}
+        assert ended() == {"undrafted_short": 3, "drafted_requests": 5, "structured": 1, "undrafted_paused": 2}
 
 
-def test_requests_of_a_policy_that_rests_count_as_resting():
-    """A draft that never pays. Catches: requests that are shown, and read never, because nothing is drafted."""
+def test_requests_of_a_policy_that_pauses_count_as_paused():
+    """A draft that never pays. Catches: requests that are admitted, and never read, because nothing is drafted."""
     text = pairs.media_prompt(LLAVA, "describe the video")
     with harness.engine(LLAVA, "target", NO_CACHE, pruner="none", adaptive_tokens=True) as engine:
-        control = engine.scheduler._vidspec_side._control
-        with mock.patch.object(control._controller, "decide", lambda req_ids, most: REST_DECISION):
-            _, counted = engine.measured([(text, {"max_tokens": 9, "ignore_eos": True})] * 5)
+        policy = engine.scheduler._vidspec_side._policy
+        with mock.patch.object(policy, "decide", lambda *_: Decision(NONE)):
+            _, counted = engine.measured([(text, {"max_tokens": 19, "ignore_eos": True})] * 5)
             engine.core.step()
         counted = engine.counters()
-    assert {name: count for name, count in _fates(counted).items() if count} == {"undrafted_resting": 5}
+    assert {name: count for name, count in _fates(counted).items() if count} == {"undrafted_paused": 5}
     assert counted["prompts"] == 0
 
 

@@ -1,19 +1,17 @@
 """`vidspec calibrate` and `vidspec show-pruning` with real engines, each in a process of its own as in the commands."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.engine.test_control import steps
-from vllm import SamplingParams
 
+from benchmarks import small_cases
 from benchmarks.methods import CONTROLLER
 from benchmarks.roles import OF_RUNNER, VANILLA, Roles
 from benchmarks.session import BenchSession
 from tests.engine import harness
 from tests.engine.harness import QWEN
-from tests.tools.common import load
+from tests.engine.test_policy import steps
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner
 from vllm_vidspec.pruning.pruners import top_k_indices
@@ -71,13 +69,11 @@ def test_show_pruning_draws_what_the_engine_kept(tmp_path):
     assert Image.open(out).format == "PNG"
 
 
-def test_overheads_find_all_the_parts_that_they_name(monkeypatch):
-    """Catches: a part of ours that was renamed, and that benchmarks/bench_overheads.py would look for in vain."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    bench = load("benchmarks/bench_overheads.py")
+def test_overheads_find_all_the_parts_that_they_name():
+    """Catches: a part of ours that was renamed, and that `benchmarks.small_cases` would look for in vain."""
     with harness.engine(QWEN, "draft", drafting="tree-adaptive") as engine:
         answer = lambda prompts, **sampling: engine.generate([(prompt, sampling) for prompt in prompts])  # noqa: E731
-        watched = bench.Watched(SimpleNamespace(runner=engine.runner, answer=answer))
+        watched = small_cases.Watched(SimpleNamespace(runner=engine.runner, answer=answer))
         try:
             watched.answer(harness.videos(QWEN, 1)[0][0])
         finally:
@@ -100,25 +96,9 @@ def test_one_engine_plays_several():
             outputs, counted = engine.measured(prompts)
             seen.append(([list(output.outputs[0].token_ids) for output in outputs], counted))
         roles.play(CONTROLLER)
-        assert not list(engine.scheduler._vidspec_side._control._controller.requests)
+        assert not list(engine.scheduler._vidspec_side._policy._slots)
     assert all(answers == seen[0][0] for answers, _ in seen)
     assert [counted["drafts"] > 0 for _, counted in seen] == [True, False, True, False, True]
     fixed = seen[2][1]
     assert fixed["draft_tokens"] == 2 * fixed["drafts"] and fixed["drafts"] + fixed["accepted_tokens"] >= 2 * 23
     assert len(roles.methods) == 4 + len(OF_RUNNER)
-
-
-def test_hooks_can_be_taken_out_of_a_resting_engine(monkeypatch):
-    """Within an answer, too. Catches: what benchmarks/bench_rest.py relies on renamed, answers that it changes."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    bench = load("benchmarks/bench_rest.py")
-    prompts = [prompt for prompt, *_ in harness.videos(QWEN, 2)]
-    sampling = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
-    with harness.engine(QWEN, "draft", adaptive_tokens=True) as engine:
-        bench.never_shown(engine)
-        outputs, counted = engine.measured([(prompt, sampling) for prompt in prompts])
-        roles = Roles(engine.llm)
-        times, answers = bench.answer(engine.core, roles, prompts, SamplingParams(**sampling))
-        roles.play(CONTROLLER)
-    assert answers == [list(output.outputs[0].token_ids) for output in outputs] and not counted["drafts"]
-    assert len(times[True]) > 8 and len(times[False]) > 8

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks import made_up
 from null_gpu import situations
 from null_gpu.plants import allocate_while_capturing, plant_each
-from null_gpu.situations import kernels_of_a_step, kernels_of_drafts, let_rest, sums_of_guidance
+from null_gpu.situations import kernels_of_a_step, kernels_of_drafts, let_pause, sums_of_guidance
 from tests.engine import family_models
 from vllm_vidspec.tools import pairs
 
@@ -244,9 +244,9 @@ _ALL = (
     *(Case(f"chain {name} weights", {}, is_whole=True, weights=name, **_SLOW, **_ONE_STEP)
       for name in made_up.QUANTISED),
     Case("chain graphs FA2", {}, _BESIDE_THREE, **_FA2, **_THREE, most_launches=31, after=kernels_of_a_step),
-    # A batch in which one request rests has whole graphs, padded; one at rest takes vLLM's way without speculation.
-    Case("one rests", _CONTROLLED, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=34, before=let_rest(True)),
-    Case("all rest", _CONTROLLED, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=24, before=let_rest(False),
+    # A batch in which one request is paused has whole graphs, padded; one that is paused whole launches no draft.
+    Case("one paused", _CONTROLLED, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=34, before=let_pause(True)),
+    Case("all paused", _CONTROLLED, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=24, before=let_pause(False),
          after=situations.decide_by_chance),
     Case("static graphs", _STATIC, "vanilla graphs", **_GRAPHS, most_launches=36, after=kernels_of_drafts),
     Case("static graphs batch", _STATIC, _BESIDE_THREE, overrides=GRAPHS_104, **_THREE, most_launches=39),

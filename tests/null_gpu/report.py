@@ -1,4 +1,4 @@
-"""The table of decode steps on the null GPU in docs/gpu.md; pure, reads measurements.
+"""The table of decode steps on the null GPU in docs/notebook/gpu.md; pure, reads measurements.
 
 python -m null_gpu.report RESULTS.json            # print the tables
 python -m null_gpu.report RESULTS.json PAGE.md    # and write them between the page's marks
@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages.__main__ import written
 from null_gpu import judge
-from vidspec_tools.pages import tables
+from vllm_vidspec.tools.tables import markdown
 
 # Columns per step, each the sum of some counters.
 PER_STEP = {
@@ -89,7 +90,7 @@ def table(rows: list[dict[str, Any]], whole: bool = False) -> str:
     columns = COLUMNS | (WHOLE if whole else TIMES)
     shown = [row for row in rows if ("memory" in row) == whole]
     cells = [row | {owner: size / 2**30 for owner, size in row.get("memory", {}).items()} for row in shown]
-    return tables.markdown([*columns], [[cell.format(**row) for cell in columns.values()] for row in cells])
+    return markdown([*columns], [[cell.format(**row) for cell in columns.values()] for row in cells])
 
 
 def section(results: dict[str, Any], whole: bool = False) -> str:
@@ -109,7 +110,7 @@ def main() -> None:
         print(section(results, whole))
         for page in map(Path, sys.argv[2:]):
             mark = "null-gpu-whole" if whole else "null-gpu"
-            page.write_text(tables.written(page.read_text(), {mark: lambda whole=whole: section(results, whole)}))
+            page.write_text(written(page.read_text(), {mark: lambda whole=whole: section(results, whole)}))
 
 
 if __name__ == "__main__":

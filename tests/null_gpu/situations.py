@@ -83,20 +83,18 @@ def kernels_of_drafts(session: Any) -> dict[str, list[str]]:
     return found
 
 
-def let_rest(first_alone: bool) -> Callable[[], None]:
-    """Return a patch of the next engine's controller: drafts for all but the first request, or for none."""
+def let_pause(first_alone: bool) -> Callable[[], None]:
+    """Return a patch of the next engine's policy: drafts for all but the first request, or for none."""
 
     def before() -> None:
-        from vllm_vidspec.adapt import REST, Controller, Decision
+        from vllm_vidspec.engine.policy import NONE, Decision, Policy
 
-        def decide(self: Any, req_ids: list[str], most: int | None = None) -> Any:
+        def decide(self: Any, req_ids: list[str], *_: Any) -> Any:
             option = max(self.options, key=lambda option: option.num_tokens)
-            resting = frozenset(req_ids[:1]) if len(req_ids) > 1 else frozenset()
-            return (
-                Decision(option, resting, 1, self._pads) if first_alone else Decision(REST, frozenset(), 1, self._pads)
-            )
+            paused = frozenset(req_ids[:1]) if len(req_ids) > 1 else frozenset()
+            return Decision(option, paused, self._pads) if first_alone else Decision(NONE, pads=self._pads)
 
-        Controller.decide = decide  # type: ignore[method-assign]
+        Policy.decide = decide  # type: ignore[method-assign]
 
     return before
 
@@ -105,20 +103,20 @@ def decide_by_chance(session: Any) -> dict[str, list[int]]:
     """Let requests come and end while what is drafted, and for whom, changes in every second step; return the tokens
     of each, all of which are to have 24.
     """
-    from vllm_vidspec.adapt import REST, Controller, Decision
+    from vllm_vidspec.engine.policy import NONE, Decision, Policy
 
-    random, last = np.random.default_rng(0), [Decision(REST, frozenset(), 1, True)]
+    random, last = np.random.default_rng(0), [Decision(NONE, pads=True)]
     asked_for: list[list[str]] = [[]]
 
     def decide(self: Any, req_ids: list[str], *_: Any) -> Any:
         if req_ids != asked_for[0] or random.random() < 0.5:
             option = self.options[random.integers(len(self.options))]
-            resting = frozenset(req_id for req_id in req_ids if option.num_tokens and random.random() < 0.4)
-            last[0], asked_for[0] = Decision(option, resting, last[0].number + 1, self._pads), list(req_ids)
+            paused = frozenset(req_id for req_id in req_ids if option.num_tokens and random.random() < 0.4)
+            last[0], asked_for[0] = Decision(option, paused, self._pads), list(req_ids)
         return last[0]
 
     found = []
-    with mock.patch.object(Controller, "decide", decide):
+    with mock.patch.object(Policy, "decide", decide):
         for _ in range(4):
             with session.decoding(max_tokens=24) as names:
                 while session.engine.has_unfinished_requests():

@@ -149,11 +149,11 @@ def test_ranks_do_the_same(row, name):
     assert len(launches) == CASES[name].num_ranks and len(set(launches)) == 1
 
 
-@pytest.mark.cases("all rest")
+@pytest.mark.cases("all paused")
 def test_any_change_of_what_is_drafted_ends_no_engine(measured):
-    """Catches: a step taken for one at rest whose rows are there for drafts that nobody made, as on an H100."""
-    assert not measured["all rest"]["error"], measured["all rest"]["error"]
-    assert measured["all rest"]["extra"]["by_chance"] == [24] * 12
+    """Catches: a step taken for a paused one whose rows are there for drafts that nobody made, as on an H100."""
+    assert not measured["all paused"]["error"], measured["all paused"]["error"]
+    assert measured["all paused"]["extra"]["by_chance"] == [24] * 12
 
 
 @pytest.mark.cases("eight clips", "vanilla eight clips")

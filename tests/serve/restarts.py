@@ -1,4 +1,4 @@
-"""Servers whose processes are killed, or whose host lacks something: the rows of docs/reliability.md."""
+"""Servers whose processes are killed, or whose host lacks something: the rows of docs/notebook/reliability.md."""
 
 import math
 import os

@@ -25,7 +25,7 @@ def fake_engines(monkeypatch):
         def leave(session, *error):
             session.is_open = False
 
-        def ask(session, command, report=None):
+        def ask(session, command):
             session.asked.append(command)
             return answer(session, command)
 

@@ -10,11 +10,9 @@ import pytest
 from benchmarks import scaling
 from benchmarks.session import BenchEngine
 from tools.common import FAMILIES, counters, invoke, printed, refuses
-from vidspec_tools.views import acceptance as acceptance_view
-from vidspec_tools.views import quality as quality_view
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.bench import acceptance
+from vllm_vidspec.tools.bench import acceptance, views
 from vllm_vidspec.tools.bench.trials import VANILLA_VARIANT, Workload
 from vllm_vidspec.tools.engine_session import EngineSession
 
@@ -115,9 +113,8 @@ def test_table_and_files(engines, tmp_path, monkeypatch):
         assert words in " ".join(trees.stdout.split()), words
     ran = len(engines.sessions)
     assert invoke(*options, "--json", str(tmp_path / "no" / "x")).exit_code == 2
-    for view, words in ((acceptance_view, "no row has an acceptance length"), (quality_view, "no row has drafts")):
-        with pytest.raises(VidSpecError, match=words):
-            view.draw([{"acceptance_length": None, "family": "x", "temperature": 0, "draft_noise": None}], "f.png")
+    with pytest.raises(VidSpecError, match="no row has an acceptance length"):
+        views.draw_acceptance([{"acceptance_length": None, "drafting": "chain"}], "f.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     refuses("needs matplotlib: pip install matplotlib", "bench", "acceptance", "--plot", str(tmp_path / "f.png"))
     assert len(engines.sessions) == ran

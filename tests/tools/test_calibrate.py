@@ -11,7 +11,7 @@ from tools.common import invoke, is_gone
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import NAMES
-from vllm_vidspec.tools import calibrate, calibration_views
+from vllm_vidspec.tools import calibrate, plots
 from vllm_vidspec.tools.calibrate import Calibration, Measurement, choose, layer_sets, uv_layers
 from vllm_vidspec.tools.engine_session import EngineSession
 
@@ -96,7 +96,7 @@ def test_whole_grid_measures_lambda_zero_once_and_is_drawn(sessions, tmp_path):
     assert result["config"] == {"lambda_r": 0.3, "guidance_layers": (2, 3)}
     assert len(result["measurements"]) == 7 * 10 + 1
     assert [row["lambda_r"] for row in result["measurements"]].count(0.0) == 1
-    calibration_views.plot(result, tmp_path / "plot.pdf")
+    plots.draw_calibration(result, tmp_path / "plot.pdf")
     assert (tmp_path / "plot.pdf").stat().st_size > 1000
 
 
@@ -158,15 +158,12 @@ def test_a_session_answers_and_says_why_it_stopped(tmp_path, monkeypatch):
         "for line in sys.stdin:\n"
         "    if 'die' in line: sys.exit('ValueError: it died')\n"
         "    if 'hang' in line: time.sleep(60)\n"
-        "    send(event='progress', done=1)\n"
         "    send(event='answer', echo=json.loads(line), pid=os.getpid())\n"
     )
     monkeypatch.setattr(EngineSession, "program", (str(job),))
-    told = []
     with EngineSession({"llm": 1}) as session:
         assert session.ready["echo"] == {"llm": 1}
-        assert session.ask({"command": "x"}, lambda *event: told.append(event))["echo"] == {"command": "x"}
-        assert told == [("progress", {"done": 1})]
+        assert session.ask({"command": "x"})["echo"] == {"command": "x"}
         for _ in range(2):
             with pytest.raises(VidSpecError, match=r"^the engine stopped: ValueError: it died$"):
                 session.ask({"command": "die"})

@@ -18,7 +18,7 @@ yaml = pytest.importorskip("yaml")
 prometheus_client = pytest.importorskip("prometheus_client")
 
 GRAFANA = ROOT / "docs" / "grafana"
-PAGE = ROOT / "docs" / "operating.md"
+PAGE = ROOT / "docs" / "operate.md"
 RECORDED = Path(__file__).with_name("recorded_metrics.txt")
 # Added by Prometheus when it scrapes.
 SCRAPED_LABELS = {"instance", "job"}
@@ -98,11 +98,14 @@ LEFT_OUT = {
     "0 when nothing runs, as the soak tests": ("held_requests", "relevance_held_bytes"),
     "as large or as many as it is": ("draft_encoder_oversized_total", "draft_pixel_copies_total"),
     "shown by another metric": (
-        *("streams_to_come_total", "class_shown_requests_total", "released_resting_total", "stream_tokens_total"),
+        *("streams_to_come_total", "class_admitted_requests_total", "released_paused_total", "stream_tokens_total"),
         *("reused_guidance_total", "relevance_prompts_total", "relevance_tokens_total", "relevance_reused_total"),
     ),
     "their sum is vLLM's own, of the requests that have ended": ("drafted_requests_total", "undrafted_requests_total"),
-    "`vidspec status` divides them by class": ("class_verify_steps_total", "class_verify_tokens_total"),
+    "`vidspec status` prints them by class": (
+        *("class_verify_steps_total", "class_verify_tokens_total", "class_best_tokens"),
+        *("class_best_length_thousandths", "class_best_step_microseconds", "class_undrafted_step_microseconds"),
+    ),
     "for benchmarks, or of the last step alone": ("draft_forwards_total", "tokens_in_use", "text_tokens_total"),
     "a constant of the models": (
         *("target_load_bytes", "draft_load_bytes", "relevance_bytes_per_token"),
@@ -130,7 +133,7 @@ def test_an_alert_says_what_to_do(rule):
     page = PAGE.read_text()
     heads = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}  # as usual renderers make them
-    (anchor,) = re.findall(r"docs/operating\.md#([\w-]+)", rule["annotations"]["description"])
+    (anchor,) = re.findall(r"docs/operate\.md#([\w-]+)", rule["annotations"]["description"])
     assert anchor in anchors and f"`{rule['alert']}`" in page
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from tools.common import ROOT
 
-RECORDS = {"renamed.md", "configuration.md"}  # names that are gone, and generated ones
-PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in RECORDS)]
+# Users' and contributors' pages. Those of docs/notebook are dated, with the names of their day; one is generated.
+DOCS = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "configuration.md"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 # Of other projects, or put together from parts.
 OTHERS = {
     *("HF_HOME", "RayCluster", "emptyDir", "startupProbe", "terminationGracePeriodSeconds", "engine_kwargs"),
@@ -41,7 +42,7 @@ def words() -> set[str]:
 @functools.cache
 def members() -> dict[str, set[str]]:
     """Return the names in each class of ours, those of its bases included as far as they are ours."""
-    rooms = ("vllm_vidspec/", "kernels/", "vidspec_tools/")
+    rooms = ("vllm_vidspec/", "kernels/", "benchmarks/")
     ours = [text for name, text in sources().items() if name.startswith(rooms) and name.endswith(".py")]
     classes = [node for text in ours for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
     own = {c.name: {getattr(n, "name", getattr(n, "attr", getattr(n, "id", ""))) for n in ast.walk(c)} for c in classes}

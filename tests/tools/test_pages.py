@@ -1,51 +1,37 @@
 """The documentation: pages say what was recorded, which is as it should be; links lead somewhere, commands parse."""
 
-import itertools
 import json
 import re
 import shlex
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import typer.main
 from null_gpu import report
+from pydantic import BaseModel, Field
 
 from benchmarks import soak, soak_judge
+from benchmarks.pages import __main__ as builder
+from benchmarks.pages import configuration, measure, results
 from tests.engine import coexistence
 from tests.serve import restarts
-from tools.common import FAMILIES, ROOT, SMALL_AXES, printed, sweep
-from vidspec_tools.pages import __main__ as builder
-from vidspec_tools.pages import measure, never_slower, reliability, results, tables
-from vidspec_tools.views import acceptance as acceptance_view
+from tools.common import ROOT
 from vllm_vidspec.cli import app
-from vllm_vidspec.tools.bench import acceptance
+from vllm_vidspec.tools import tables
 
 
 def test_pages_are_what_was_recorded():
-    """Catches: a page that was edited by hand, or not made again after a figure, a knob or the model changed."""
+    """Catches: a page that was edited by hand, or not made again after a figure, a key or the model changed."""
     stale = [path.name for path, text in builder.pages() if path.read_text() != text]
-    assert not stale, "run python -m vidspec_tools.pages"
+    assert not stale, "run python -m benchmarks.pages"
 
 
-def test_every_result_has_a_section():
-    """Catches: a section without its result, a result that no page shows."""
-    sections = {**results.sections(), **reliability.sections()}
-    pages = "".join(path.read_text() for path, _ in builder.pages())
-    assert {name for name in sections if f"<!-- {name} -->" not in pages} == set()
-    assert measure.commands_by_name().keys() <= results.sections().keys()
-
-
-def test_what_is_not_specvlm_as_published_is_named_at_its_table():
-    """Catches: rows by the attention of one layer, without the second stage, that pass for SpecVLM's."""
-    line = "of `llava-onevision` layers [3] alone, no second stage (`lambda_r` 1)"
-    for name in (name for name in results.OF_RESULTS if tables.recorded(name)):
-        rows = tables.read(name).get("rows", [])
-        is_shown = any(
-            row.get("family") == "llava-onevision" and row.get("pruner", "specvlm") == "specvlm" for row in rows
-        )
-        assert (line in results.sections()[name]()) is (is_shown or name == "R7"), name
-    assert results.as_calibrated([{"family": "qwen2.5-vl"}, {"family": "qwen2.5-vl-plain"}]) == []
-    assert results.as_calibrated([{"family": "llava-onevision", "pruner": "uv"}]) == []
+def test_every_section_is_on_one_page():
+    """Catches: a section that no page shows, or two; a marker without its end, which nothing fills."""
+    text = "".join(path.read_text() for path, _ in builder.pages())
+    for name in builder.SECTIONS:
+        assert (text.count(f"<!-- {name} -->"), text.count(f"<!-- /{name} -->")) == (1, 1), name
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -53,127 +39,91 @@ def test_what_is_not_specvlm_as_published_is_named_at_its_table():
 
 def test_templates():
     rows = [{"a": "x|y", "n": 1234, "s": 0.99999, "none": None, "of": {"b": 0.5}}]
-    text = tables.table("a | n | s", "`{a}` | {n:,} | {s:p}, {of[b]:%}, {of[b]:+.0f%}, {s:n%}, {none:.2f}", rows)
-    assert text.splitlines() == [
+    line = "`{a}` | {n:,} | {s:p}, {of[b]:%}, {of[b]:+.0f%}, {s:n%}, {none:.2f}, {none:p}, {n:x}, {of[b]:ms}, {n:KiB}"
+    assert results.table("a | n | s", line, rows).splitlines() == [
         "| a | n | s |",
         "| --- | ---: | ---: |",
-        "| `x\\|y` | 1,234 | 99.9 %, 50.0 %, +50 %, 100.0, - |",
+        "| `x\\|y` | 1,234 | 99.9 %, 50.0 %, +50 %, 100, -, -, 1234.00x, 500.0 ms, 1 KiB |",
     ]
     assert tables.markdown(["a", "b"], [], words=(1,)).splitlines()[1] == "| ---: | --- |"
 
 
 def test_what_is_between_other_markers_stays():
-    page = "a\n<!-- x -->\n\nold\n\n<!-- /x -->\n<!-- y -->\nkept\n<!-- /y -->\n"
-    assert tables.written(page, {"x": lambda: "new"}) == page.replace("old", "new")
+    page = "a\n<!-- x -->\n\nold\n\n<!-- /x -->\n<!-- y -->\nkept\n<!-- /y -->\nin <!-- x -->old<!-- /x --> line\n"
+    assert builder.written(page, {"x": lambda: "new"}) == page.replace("old", "new")
 
 
 def test_an_empty_section_is_filled():
-    assert tables.written("<!-- x -->\n<!-- /x -->\n", {"x": lambda: "new"}) == "<!-- x -->\nnew\n<!-- /x -->\n"
+    assert builder.written("<!-- x -->\n<!-- /x -->\n", {"x": lambda: "new"}) == "<!-- x -->\nnew\n<!-- /x -->\n"
 
 
-# ---- results ---------------------------------------------------------------------------------------------------------
+def test_a_difference_is_bold_where_its_interval_has_no_zero():
+    """Catches: an interval of one setting for that of the difference; requests that are not drawn in pairs."""
+    same = [{"accepted": n, "drafts": 10} for n in range(20)]
+    more = [row | {"accepted": row["accepted"] + 2} for row in same]
+    assert results.difference(more, same) == "**+0.20 to +0.20**"
+    assert results.difference(same, same) == "+0.00 to +0.00"
+    low, high = results.interval(same)
+    assert low < results.mean_length(same) == 1.95 < high
+    assert results.with_interval(same) == f"1.95 ± {(high - low) / 2:.2f}"
+    assert results.difference(None, same) == results.with_interval(None) == "-"
+
+
+def test_keys_stand_by_who_needs_them():
+    """Catches: a key that is left out, one of a model in the model, a range or a default that is not shown."""
+
+    class Inner(BaseModel):
+        size: int = Field(default=1, ge=1, lt=9, json_schema_extra={"shelf": "sometimes"}, description="How\nmany.")
+
+    class Base(BaseModel):
+        inherited: list[str] = Field(default=["x"], json_schema_extra={"shelf": "first"})
+
+    class Outer(Base):
+        name: str = Field(json_schema_extra={"shelf": "first"})
+        inner: Inner = Inner()
+        way: Literal["a", "b"] | None = None
+
+    lines = {shelf: configuration.keys(shelf, Outer).splitlines()[2:] for shelf in configuration.SHELVES}
+    assert lines == {
+        "first": ["| `name` | string | required |  |", "| `inherited` | list of string | `['x']` |  |"],
+        "sometimes": ["| `inner.size` | integer, >= 1, < 9 | `1` | How many. |"],
+        "experts": ["| `way` | `a`, `b` |  |  |"],
+    }
+
+
+# ---- the notebook's rows ---------------------------------------------------------------------------------------------
 
 
 def test_commands_and_their_names():
-    """Catches: a result without a command; one of a command that is not measured again; a name for others."""
-    found = measure.commands_by_name()
-    assert len(found["R9-sage"]) == 3 and found["R7"] == ["demo --family llava-onevision"]
-    assert all(
-        line.startswith(("-m benchmarks.", "benchmarks/", "bench ", "demo"))
-        for lines in found.values()
-        for line in lines
-    )
+    """Catches: a row without a command; one of a command that is not measured again; a name for others."""
+    found = measure.commands()
+    assert len(found["R9-sage"]) == 3 and found["R7"] == ["vidspec demo --family llava-onevision"]
+    assert {f"R{number}" for number in (1, 2, 3, 4, 5, 6, 7, 9, 12, 15, 16, 17, 18)} <= found.keys()
     assert measure.chosen("R9", found) == ["R9", "R9-sage"]
-    assert measure.chosen("R9-sage,R1", found) == ["R1", "R9-sage"]
-    assert measure.chosen("paper", found) == [name for name in found if name.startswith("paper-")]
+    assert set(measure.chosen("R9-sage,R1", found)) == {"R1", "R9-sage"}
     with pytest.raises(SystemExit, match="no result is called 'R99'"):
         measure.chosen("R99", found)
 
 
-def test_notes_say_what_went_wrong_and_what_was_not_run(engines):
-    """`measured_as` is of results before each row had an engine of its own."""
-    result = acceptance.run(sweep(family=FAMILIES, **SMALL_AXES))
-    rows = result["rows"]
-    text = "\n".join(results.pruners(result))
-    assert "| `uv` | 5.00 | 3.20 | 3.00 | 64.0 % |" in text
-    assert text.count("Compared with vanilla: 18 requests of 9 engines, 18 identical.") == 2
-    rows[4]["unguided"]["memory"], rows[4]["identical_frac"] = 3, 0.5
-    rows[5]["measured_as"] = {"pruner": "none", "prune_ratio": 1.0}
-    text = "\n".join(results.pruners(result))
-    assert "16 requests of 8 engines, 15 identical." in text and "Unguided (memory): 3." in text
-    assert "| *3.00* |" in text and "In italics: not run itself, the draft sees the same tokens as with" in text
-    assert not tables.figure("not-there.png", "a figure")
-    assert "| 1.0 | 1.0 |" in results.acceptance(result)[0]
-    paper = json.loads((tables.RESULTS / "paper-qwen2.5-vl.json").read_text())
-    failed = {"method": "SAGE", "family": "qwen2.5-vl", "reason": "it stopped"}
-    assert "Did not run: SAGE (qwen2.5-vl): it stopped." in results.body("paper-x", paper | {"failures": [failed]})
-
-
-@pytest.fixture
-def merged(monkeypatch, tmp_path):
-    """`merged(name, options)` runs a result's own command lines, writes it with all its files, and returns it."""
-    pytest.importorskip("matplotlib")
-
-    def run(name, *options):
-        parts = [printed(*command.split(), *options) for command in measure.commands_by_name()[name]]
-        measure.write(tmp_path / f"{name}.json", measure.merge(parts))
-        assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".png"}
-        return json.loads((tmp_path / f"{name}.json").read_text())
-
-    return run
-
-
-def test_results_of_several_commands_are_one(engines, merged):
-    found = merged("R9")
-    shapes = ["chain", "tree-static", "tree-adaptive"]
-    shapes.append("tree-adaptive, tree_depth_max 5, tree_depth_min 5, tree_fill true")
-    assert [(row["family"], acceptance_view.shape_of(row), row["temperature"]) for row in found["rows"]] == list(
-        itertools.product(FAMILIES, shapes, (0.0, 1.0))
-    )
-    assert {row["requests"] for row in found["rows"]} == {64}
-    text = results.body("R9", found)
-    assert "`qwen2.5-vl`: Compared with vanilla: 512 requests of 8 engines, 512 identical." in text
-    assert "](R9.png)" in text
-
-
-def test_captions_of_several_commands_are_one(sessions, merged):
-    found = merged("R12", "--requests", "2")
-    assert [row["method"] for row in found["rows"]].count("strict") == 4, "once a panel"
-    assert sum(row["method"] == "oracle" for row in found["rows"]) == 4
-    text = results.body("R12", found)
-    assert text.count("| strict | 4.00 | 1.00 | 100 |") == 4
-    assert text.count("At least 98 % kept: loose nowhere; fly 0.05 with 5.00 tokens per step (1.25 of strict's") == 4
-
-
-def test_rounds_of_a_cell_are_compared_one_by_one():
-    """Catches: a start's first round, a start that is left out, rounds of other questions compared, one of two vanilla
-    engines alone, a chain that was asked once, an answer of one start that is not vanilla's."""
-
-    def start(identical: float = 1.0, **ms: list[float]) -> dict:
-        names = ("vanilla", "controller", "chain of 5", "chain of 2", never_slower.AGAIN)
-        each = zip(names, ms.values(), strict=True)
-        rest = {"ttft_ms": 0.0, "verify_steps_last": 0, "identical_frac": identical}
-        rows = [{"engine": name, "tpot_ms": tpot_ms, **rest} for name, tpot_ms in each]
-        return {"tokens": 256, "draft": "far", "batch": 1, "pads": 0.0, "max_tokens": 9, "rows": rows}
-
-    starts = [
-        start(vanilla=[9, 4, 8], ours=[1, 3, 5], five=[9, 6, 5], two=[40], again=[9, 8, 12]),
-        start(vanilla=[9, 2], ours=[9, 2], five=[1, 1], two=[40], again=[9, 4], identical=0.5),
+def test_a_rows_commands_run_and_keep_their_results(monkeypatch, tmp_path):
+    """Catches: a command that is left out after one that fails, a result over another's."""
+    ran = []
+    run = lambda command, cwd: ran.append(command[1:]) or SimpleNamespace(returncode=int("bad" in command))  # noqa: E731
+    monkeypatch.setattr(measure.subprocess, "run", run)
+    measure.run_commands("R1", ["vidspec demo", "python -m benchmarks.x --y 'a b'"], tmp_path)
+    assert ran == [
+        ["-m", "vllm_vidspec.cli", "demo", "--json", str(tmp_path / "R1-1.json")],
+        ["-m", "benchmarks.x", "--y", "a b", "--json", str(tmp_path / "R1-2.json")],
     ]
-    (cell,) = never_slower.pooled(starts)
-    assert never_slower.over_vanilla(cell) == [2.0, 2.0, 1.5]
-    assert never_slower.best_fixed(cell) == "chain of 5" and never_slower.over_best(cell) == [2.0, 1.0, 0.5]
-    assert never_slower.over_vanilla(cell, "chain of 2") == [9 / 40, 9 / 40]
-    assert never_slower.second_vanilla(cell) == [0.5, 8 / 12, 0.5]
-    told = never_slower.summary([cell])
-    assert "1 of them with several starts" in told and "identical to vanilla's: 50 %" in told
+    with pytest.raises(SystemExit, match="failed: vidspec bad"):
+        measure.run_commands("R1", ["vidspec bad", "vidspec demo"], tmp_path)
 
 
 # ---- reliability and coexistence -------------------------------------------------------------------------------------
 
 
 def test_the_soak_was_long_whole_and_clean():
-    result = tables.read("reliability-soak")
+    result = results.read("reliability-soak")
     assert soak_judge.is_bad(result, soak.MOST_MB_PER_MIN) == []
     assert all(row["preemptions"] > 0 for row in result["configs"])
     assert result["minutes"] >= 15 and result["requests"] > 1000
@@ -181,7 +131,7 @@ def test_the_soak_was_long_whole_and_clean():
 
 
 def test_every_case_was_run_and_is_right():
-    rows = tables.read("reliability-restarts")["rows"]
+    rows = results.read("reliability-restarts")["rows"]
     assert [row["case"] for row in rows] == [case.name for case in restarts.CASES]
     for row in rows:
         assert row["is_right"] and re.search(r"\w{2}", row["seen"]), row["case"]
@@ -189,7 +139,7 @@ def test_every_case_was_run_and_is_right():
 
 def test_every_row_beside_a_feature_was_run_and_is_as_expected():
     """Catches: a row without a run, a run without a row, a verdict that changed, a cell that says nothing."""
-    found = {(row["feature"], row["setting"]): row for row in tables.read("coexistence")["rows"]}
+    found = {(row["feature"], row["setting"]): row for row in results.read("coexistence")["rows"]}
     assert list(found) == [(row.feature, row.setting) for row in coexistence.ROWS]
     for row in coexistence.ROWS:
         seen = found[row.feature, row.setting]
@@ -201,19 +151,26 @@ def test_every_row_beside_a_feature_was_run_and_is_as_expected():
 def test_rows_are_recorded_as_they_are_seen(tmp_path):
     """Catches: rows of earlier runs that are lost or run again, a wrong one that is not written, another order."""
     path, ran = tmp_path / "rows.json", []
-    cases = [SimpleNamespace(name=name) for name in ("kill core", "kill server", "full disk")]
-    key = lambda case: case["case"] if isinstance(case, dict) else case.name  # noqa: E731
 
-    def run(case, folder):
-        ran.append(case.name)
-        return {"case": case.name, "seen": f"{len(ran)} in {tables.ROOT}/x"}, case.name != "kill server"
+    def case(name):
+        def run(folder):
+            ran.append(name)
+            if name == "kill server":
+                raise ValueError(f"{folder}/y\nmore")
+            return f"{len(ran)} in {ROOT}/x"
 
-    assert not measure.run_rows(path, cases, "kill", key, run)
+        return SimpleNamespace(name=name, run=run)
+
+    cases = [case(name) for name in ("kill core", "kill server", "full disk")]
+    judge = lambda case, seen, reason: ({"seen": reason or seen}, not reason)  # noqa: E731
+    record = lambda wanted: measure.run_rows(path, cases, wanted, lambda one: {"case": one.name}, judge)  # noqa: E731
+    assert not record("kill")
     assert ran == ["kill core", "kill server", "full disk"], "what was never run is run, too"
-    assert measure.run_rows(path, cases, "full,kill core", key, run)
+    assert record("full,kill core")
     found = json.loads(path.read_text())
     assert [row["case"] for row in found["rows"]] == ["kill core", "kill server", "full disk"]
-    assert [row["seen"] for row in found["rows"]] == ["4 in x", "2 in x", "5 in x"], "no folder of this machine"
+    seen = [row["seen"] for row in found["rows"]]
+    assert seen == ["4 in x", "ValueError: …/y", "5 in x"], "no folder of this machine"
     assert found["provenance"]["git_sha"] == measure.provenance()["git_sha"]
 
 
@@ -225,7 +182,7 @@ IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 @pytest.mark.parametrize("name,whole", [("null-gpu", False), ("null-gpu-whole", True)])
 def test_null_gpu_table_is_what_was_measured(name, whole):
-    assert report.section(tables.read(name), whole) in (ROOT / "docs" / "gpu.md").read_text()
+    assert report.section(results.read(name), whole) in (ROOT / "docs" / "gpu.md").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

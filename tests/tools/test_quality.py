@@ -10,8 +10,8 @@ from rich.console import Console
 
 from benchmarks import captioned, quality
 from benchmarks.quality import DEFAULTS, Quality, Setting, setting_name
+from benchmarks.views import draw_quality, longest_kept, longest_words, panels
 from tools.common import FAMILIES, answer_captions, invoke
-from vidspec_tools.views.quality import longest_kept, longest_words, panels
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import progress
 
@@ -166,6 +166,11 @@ def test_command_writes_table_and_files(sessions, tmp_path):
     assert set(written) == {"rows", "provenance"}
     assert {row["method"] for row in written["rows"]} == {"target", "draft", "strict", *quality.LOSSY}
     assert files["svg"].read_text().startswith("<?xml")
+
+
+def test_nothing_to_draw_is_one_line():
+    with pytest.raises(VidSpecError, match="no row has drafts"):
+        draw_quality([{"family": "x", "temperature": 0, "draft_noise": None}], "f.png")
 
 
 def test_view_shows_the_batches(sessions):

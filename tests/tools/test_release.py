@@ -27,6 +27,7 @@ PROJECT, TOOL = PYPROJECT["project"], PYPROJECT["tool"]["setuptools"]
 _SETUP = load("scripts/setup_cuda_host.py")
 LOCK, normalised = _SETUP._requirements(_SETUP.base.LOCK_CPU), _SETUP._name
 PAGE = (ROOT / "docs" / "versions.md").read_text()
+INSTALLS = (ROOT / "docs" / "notebook" / "installs.md").read_text()
 
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".json", ".yml", ".yaml", ".cfg", ".sh", ".jinja", ".csv", ".svg", ""}
 # Written in pieces, so that this file does not match itself.
@@ -251,7 +252,7 @@ def test_pythons_are_those_that_ran_the_demo():
     first, last = doctor._PYTHONS
     assert PROJECT["requires-python"] == f">={first[0]}.{first[1]}"
     named = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "Python :: 3." in line]
-    assert named == re.findall(r"^\| (3\.\d+) .*with the same tokens \|$", PAGE, re.MULTILINE)
+    assert named == re.findall(r"^\| (3\.\d+) .*with the same tokens \|$", INSTALLS, re.MULTILINE)
     assert f"Python {named[0]} to {named[-1]}" in PAGE and named[-1] <= f"{last[0]}.{last[1]}"
 
 

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import session
+from benchmarks import session, watching
 from benchmarks.session import BenchEngine
 from vllm_vidspec import metrics
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import NAMES
-from vllm_vidspec.tools import session_job, watching
+from vllm_vidspec.tools import session_job
 from vllm_vidspec.tools.engine_session import answer_command
 
 

@@ -8,8 +8,8 @@ import pytest
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("psutil")
 
-from benchmarks import soak, soak_judge, soak_traffic  # noqa: E402
-from benchmarks.soak_judge import COMPLETE, REFUSED, SAME, Choice, Reply, verdict  # noqa: E402
+from benchmarks import soak, soak_traffic  # noqa: E402
+from benchmarks.soak_traffic import COMPLETE, REFUSED, SAME, Choice, Reply, verdict  # noqa: E402
 from vllm_vidspec import metrics  # noqa: E402
 
 
@@ -85,7 +85,7 @@ IDLE = dict.fromkeys(metrics.NAMES, 0) | {"relevance_bytes_per_token": 256}
     ],
 )
 def test_what_is_held_at_rest_has_leaked(held, leaked):
-    found = soak_judge.leaks(IDLE | held)
+    found = soak.leaks(IDLE | held)
     assert (found["leaked_blocks"], found["leaked_states"]) == leaked
 
 
@@ -95,17 +95,17 @@ def test_slope_is_of_the_second_half():
     """
     filling = [(float(at), int(1e6 * at)) for at in range(0, 300, 2)]
     growing = [(300.0 + at, int(3e8 + 2e6 * at / 60)) for at in range(0, 302, 2)]
-    assert soak_judge.slope_mb_per_min(filling + growing) == pytest.approx(2.0, abs=0.01)
-    assert soak_judge.slope_mb_per_min([(250.0 * at, 5) for at in range(5)]) == 0.0
-    assert soak_judge.slope_mb_per_min([]) is soak_judge.slope_mb_per_min(growing) is None
+    assert soak.slope_mb_per_min(filling + growing) == pytest.approx(2.0, abs=0.01)
+    assert soak.slope_mb_per_min([(250.0 * at, 5) for at in range(5)]) == 0.0
+    assert soak.slope_mb_per_min([]) is soak.slope_mb_per_min(growing) is None
 
 
 def test_vanilla_is_as_old_as_what_it_is_compared_with():
     """Catches: a vanilla whose caches filled an hour ago beside a server that has just started."""
     vanilla = [(float(at), 0) for at in range(0, 1000, 2)]
     ours = [(float(at), 0) for at in range(700, 901, 2)]
-    assert soak_judge.first_minutes(vanilla, ours) == vanilla[:101]
-    assert soak_judge.first_minutes([], ours) == soak_judge.first_minutes(vanilla, []) == []
+    assert soak.first_minutes(vanilla, ours) == vanilla[:101]
+    assert soak.first_minutes([], ours) == soak.first_minutes(vanilla, []) == []
 
 
 CONFIG = {"config": "chain", "rss_slope_mb_per_min": 2.0, "vanilla_rss_slope_mb_per_min": -1.0}
@@ -114,8 +114,8 @@ PASS = {"wrong_answers": 0, "errors_unexpected": 0, "leaked_blocks": 0, "leaked_
 
 @pytest.mark.parametrize("name", PASS)
 def test_each_figure_fails_a_soak(name):
-    assert soak_judge.is_bad(PASS | {"configs": [CONFIG]}, 3.0) == []
-    assert soak_judge.is_bad(PASS | {"configs": [CONFIG], name: 6}, 3.0) == [name]
+    assert soak.is_bad(PASS | {"configs": [CONFIG]}, 3.0) == []
+    assert soak.is_bad(PASS | {"configs": [CONFIG], name: 6}, 3.0) == [name]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_each_figure_fails_a_soak(name):
 )
 def test_memory_is_held_to_vanillas(ours, vanillas, fails):
     row = CONFIG | {"rss_slope_mb_per_min": ours, "vanilla_rss_slope_mb_per_min": vanillas}
-    assert soak_judge.is_bad(PASS | {"configs": [CONFIG, row]}, 3.0) == (["memory of chain"] if fails else [])
+    assert soak.is_bad(PASS | {"configs": [CONFIG, row]}, 3.0) == (["memory of chain"] if fails else [])
 
 
 # ---- traffic --------------------------------------------------------------------------------------------------------

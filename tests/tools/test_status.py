@@ -12,7 +12,7 @@ import pytest
 
 from tools.common import ROOT, invoke, printed, refuses
 from vllm_vidspec import metrics
-from vllm_vidspec.tools import scrape, status, status_rules, status_views
+from vllm_vidspec.tools import scrape, status, status_rules, views
 
 prometheus_client = pytest.importorskip("prometheus_client")
 
@@ -305,10 +305,10 @@ def test_what_is_printed(sound, serving, tmp_path):
 
 def test_the_page_shows_what_is_printed(sound):
     """Catches: a sample of the docs with other rows, or in another order, than the program has."""
-    page = (ROOT / "docs" / "operating.md").read_text()
+    page = (ROOT / "docs" / "operate.md").read_text()
     (sample,) = re.findall(r"─\n(.*?)\n\n", page, re.DOTALL)
     labels = [line[5:39].strip() for line in sample.splitlines() if line[5:39].strip()]
-    shown = status_views.table(status.result("s", status.parse(sound.text()))).columns[0].cells
+    shown = views.status_table(status.result("s", status.parse(sound.text()))).columns[0].cells
     assert labels == [str(label).strip() for label in shown]
 
 

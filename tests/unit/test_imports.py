@@ -135,9 +135,9 @@ WITHOUT = {
     "vllm_vidspec.config": ENGINES | {"numpy", "vidspec_kernels"},
     "vllm_vidspec.planning": ENGINES | {"rich", "typer", "vidspec_kernels"},
     **{f"vllm_vidspec.{name}": ENGINES for name in ("setup.fixups", "doctor", "metrics", "plugin", "cli")},
+    "benchmarks.pages.__main__": ENGINES,  # pages are built where vLLM is not installed
     "vidspec_kernels": {"vllm", "vllm_vidspec.engine.worker", "transformers"},
     **{f"vllm_vidspec.{name}": {"vllm", "transformers"} for name in ("pruning", "families", "drafting", "scoring")},
-    "vidspec_tools.pages.__main__": {"vllm"},  # pages are built where vLLM is not installed
 }
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from vllm_vidspec import metrics
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics import GAUGES, NAMES, MetricsFile, difference, read_metrics, summarize
+from vllm_vidspec.metrics import GAUGE_NAMES, NAMES, MetricsFile, difference, read_metrics, summarize
 from vllm_vidspec.metrics.files import CounterFiles, sweep
 
 
@@ -118,7 +118,7 @@ def test_values_that_belong_together_are_read_together(file, monkeypatch):
 def test_figures():
     """A difference keeps gauges; what is summed up is by hand, and nothing of nothing."""
     gained = difference(dict.fromkeys(NAMES, 5), dict.fromkeys(NAMES, 9))
-    assert all(value == (9 if name in GAUGES else 4) for name, value in gained.items())
+    assert all(value == (9 if name in GAUGE_NAMES else 4) for name, value in gained.items())
     nothing = dict.fromkeys(NAMES, 0)
     drafts = {"drafts": 10, "draft_tokens": 50, "accepted_tokens": 25}
     tokens = {"text_tokens": 20, "visual_tokens_full": 200, "visual_tokens_kept": 20, "draft_kv_bytes_per_token": 8}

@@ -14,7 +14,6 @@ def measure(
     bench: Any, what: Any, given: Mapping[str, Any], tables: Callable[..., Any], draw: Callable[..., None] | None = None
 ) -> None:
     """Check and run a benchmark, write its rows where options say, and show them; exit status 1 if a part failed."""
-    from vidspec_tools.views import figures
     from vllm_vidspec.tools import progress
     from vllm_vidspec.tools.user_files import check_output
 
@@ -23,7 +22,9 @@ def measure(
     if json_path not in (None, "-"):
         check_output(json_path)
     if plot_path is not None:
-        figures.check_figure(plot_path, "--plot")
+        from vllm_vidspec.tools.plots import check_plot
+
+        check_plot(plot_path, "--plot")
     result = with_bars(bench.run, what, progress.View)
     write_json(json_path, result)
     rows, failures = result["rows"], result.get("failures", [])
@@ -83,8 +84,8 @@ def acceptance(
     configuration fails.
     """
     given = locals()
-    from vidspec_tools.views import acceptance as view
     from vllm_vidspec.tools.bench import acceptance as bench
+    from vllm_vidspec.tools.bench import views
 
     texts = ("family", "draft", "pruner", "drafting", "scorer", "draft_noise", "draft_positions")
     kinds = dict.fromkeys(texts, str) | {"num_speculative_tokens": int, "top_k": int}
@@ -97,8 +98,8 @@ def acceptance(
     own_seed = seed if seeded else None
     what = options.pick(bench.Sweep, given, axes=axes, seed=own_seed, knobs=options.knobs(knob))
     if plot_path is not None:
-        view.check_room(plot_path, axes)
-    measure(bench, what, given, view.tables, view.draw)
+        views.check_axes(plot_path, axes)
+    measure(bench, what, given, views.acceptance_tables, views.draw_acceptance)
 
 
 def speed(
@@ -130,9 +131,9 @@ def speed(
     mean, from the engine's counters; the rest is the target's and the host's.
     """
     given = locals()
-    from vidspec_tools.views import versus
     from vllm_vidspec.tools.bench import interleaved as bench
+    from vllm_vidspec.tools.bench import views
 
     families = tuple(options.values("--family", family, str))
     what = options.pick(bench.Benchmark, given, families=families, knobs=options.knobs(knob))
-    measure(bench, what, given, versus.speed_tables)
+    measure(bench, what, given, views.speed_tables)

@@ -30,8 +30,7 @@ def calibrate(
     """Choose a pair's pruning knobs by measured acceptance length; write them for the key `calibration`."""
     given = locals()
     from vllm_vidspec.tools import calibrate as calibration
-    from vllm_vidspec.tools import calibration_views as views
-    from vllm_vidspec.tools import progress
+    from vllm_vidspec.tools import progress, views
 
     own = {"videos": tuple(video or ()), "engine_args": options.engine_args(engine_args, dtype), "whole_grid": grid}
     what = options.pick(calibration.Calibration, given, **own)
@@ -39,9 +38,11 @@ def calibrate(
     result = running.with_bars(calibration.run, what, progress.View)
     running.write_json(out, result)
     if plot is not None:
-        views.plot(result, plot)
+        from vllm_vidspec.tools.plots import draw_calibration
+
+        draw_calibration(result, plot)
     running.write_json(json_path, result)
     console = running.console(stderr=json_path == "-")
-    console.print(views.table(result))
-    console.print(views.summary(result), highlight=False)
+    console.print(views.calibration_table(result))
+    console.print(views.calibration_words(result), highlight=False)
     console.print(f'Use it with "calibration": "{out}" in the speculative config.', highlight=False, soft_wrap=True)

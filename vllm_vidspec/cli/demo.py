@@ -26,16 +26,16 @@ def demo(
     Exit status 1 if the two answers differ.
     """
     given = locals()
-    from vllm_vidspec.tools import demo, tables
+    from vllm_vidspec.tools import demo, views
 
     spec = {"prune_ratio": prune_ratio, "num_speculative_tokens": num_speculative_tokens, "pruner": pruner}
     to_stdout = json_path == "-"
     out = running.console(stderr=to_stdout)
     what = options.pick(demo.Demo, given, spec=spec)
-    result = running.with_bars(demo.run, what, lambda bars: tables.DemoView(bars, out))
+    result = running.with_bars(demo.run, what, lambda bars: views.DemoView(bars, out))
     running.write_json(json_path, result)
     if not to_stdout:
-        out.print(tables.demo_table(result))
+        out.print(views.demo_table(result))
         out.print(f"Each server answered one warm-up request first. Logs: {result['log_dir']}")
     if not result["identical"]:
         raise typer.Exit(1)

@@ -23,7 +23,7 @@ def doctor(
     from dataclasses import asdict
 
     from vllm_vidspec.doctor import run_checks
-    from vllm_vidspec.tools import tables
+    from vllm_vidspec.tools import views
 
     console, progress = running.console(stderr=json_path == "-"), running.console(stderr=True)
     if fix:
@@ -42,7 +42,7 @@ def doctor(
         checks = run_checks(target=target, draft=draft)
     running.write_json(json_path, {"checks": [asdict(check) for check in checks]})
     if json_path != "-":
-        console.print(tables.checks_table(checks))
+        console.print(views.checks_table(checks))
     if any(check.status == "fail" for check in checks):
         raise typer.Exit(1)
 

@@ -50,12 +50,12 @@ def plan(
     """Say which drafts would pay on given GPUs, by batch size, and when none do; no GPU is needed.
 
     Everything is modelled: times by a roofline of the GPU's data sheet (or scaled to --target-ms and --draft-ms, if you
-    have measured them), acceptance as given or as published. How far to trust it is in docs/planning.md.
+    have measured them), acceptance as given or as published. How far to trust it is in docs/choose-a-draft.md.
     """
     given = locals()
-    from vidspec_tools.views import plan as view
     from vllm_vidspec.planning import gpus, models, planner, question
     from vllm_vidspec.planning.acceptance import RUNNER_UP, Agreement, agreement_of_positions
+    from vllm_vidspec.tools import views
     from vllm_vidspec.tools.provenance import provenance
     from vllm_vidspec.tools.user_files import check_output
 
@@ -83,4 +83,4 @@ def plan(
     result = planner.plan(what, batches)
     running.write_json(json_path, result | {"provenance": provenance()})
     if json_path != "-":
-        view.show(result, running.console())
+        views.show_plan(result, running.console())

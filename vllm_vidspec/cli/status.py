@@ -23,7 +23,7 @@ def status(
     import json
 
     from vllm_vidspec.tools import status as reading
-    from vllm_vidspec.tools import status_views
+    from vllm_vidspec.tools import views
 
     if watch is not None and json_path not in (None, "-"):
         raise VidSpecError("--json: with --watch only '-', standard output")
@@ -35,6 +35,6 @@ def status(
             continue
         running.write_json(json_path, result)
         if json_path != "-":
-            status_views.show(result, console)
+            views.show_status(result, console)
     if any(advice["level"] == "warn" for advice in result["advice"]):
         raise typer.Exit(1)

@@ -98,8 +98,6 @@ class Speculator(BaseSpeculator):
         plan = self._knobs.current.plan_for(input_batch.num_reqs)
         step = Step.of(input_batch, num_sampled, plan, self.decision, num_speculative_tokens)
         self._undrafted = not step.plan.num_tokens, self.decision
-        if not step.plan.num_tokens:
-            self._counters.add("undrafted_steps")
         self.backend.roll_back(step)
         self._admit(step)
         self.reading = self.backend.prefill(step)

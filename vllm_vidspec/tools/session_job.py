@@ -1,9 +1,11 @@
 """The engine's side of `engine_session`: one job, then commands, each a line of JSON on stdin; answers go to a pipe."""
 
+import dataclasses
 import json
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -13,8 +15,8 @@ from typing import Any, ClassVar
 
 from vllm_vidspec import metrics
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.names import WRITER_THREAD
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.progress import Report, silent
 
 
 def main(kind: "type[Engine] | None" = None) -> int:
@@ -26,7 +28,7 @@ def main(kind: "type[Engine] | None" = None) -> int:
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
-        for answer in _answers(kind or Engine, map(json.loads, sys.stdin), send):
+        for answer in _answers(kind or Engine, map(json.loads, sys.stdin)):
             send("answer", answer)
     except Exception as error:
         traceback.print_exc()
@@ -44,11 +46,13 @@ def _reason(error: Exception) -> str:
     return f"{name} at {place.filename}:{place.lineno}: {place.line}"
 
 
-def _answers(kind: "type[Engine]", commands: Iterator[dict[str, Any]], report: Report) -> Iterator[dict[str, Any]]:
+def _answers(kind: "type[Engine]", commands: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Load the engine that the first command describes, then answer the others until there are no more.
 
     The first, the job, holds `llm` (arguments of LLM) and `prompts`: `family` (None: a pair of the user's own, asked
-    through its chat template), `videos` (paths) or `held_out` (indices of shape-world videos), and `question`.
+    through its chat template), `videos` (paths) or `held_out` (indices of shape-world videos), `question`,
+    and maybe `warm_up`, the index of one more video: what happens once, as lazy imports do, is then part of no figure.
+    It may also hold `cpus`, the cores that the process may use.
     """
     job = next(commands)
     kind.prepare(job)
@@ -63,7 +67,7 @@ def _answers(kind: "type[Engine]", commands: Iterator[dict[str, Any]], report: R
         raise VidSpecError("this vLLM runs Model Runner V1 (no Triton backend for this device); see `vidspec doctor`")
     is_chat = job["prompts"]["family"] is None
     requests = _own_requests(job["prompts"]) if is_chat else kind.bundled_requests(job["prompts"])
-    engine = kind(llm, requests, is_chat, report, job)
+    engine = kind(llm, requests, is_chat, job)
     engine.warm_up()
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
     yield {
@@ -95,6 +99,11 @@ def _own_requests(prompts: dict[str, Any]) -> list[Any]:
     return [[{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}, question]}] for url in urls]
 
 
+# What `clock` tells of each step.
+_VERIFIED = ("draft_tokens", "accepted_tokens", "stale_streams")
+WARM_UP_TOKENS = 8
+
+
 @dataclass(frozen=True)
 class Engine:
     """An engine and the questions it is asked; each of its commands takes the fields of a line and returns an answer's.
@@ -102,24 +111,29 @@ class Engine:
     `requests` are a prompt per video, or with `is_chat` a conversation; `job` see `_answers`.
     """
 
-    commands: ClassVar[tuple[str, ...]] = ("answer",)
+    commands: ClassVar[tuple[str, ...]] = ("answer", "look", "clock")
 
     llm: Any
     requests: list[Any]
     is_chat: bool = False
-    report: Report = silent
     job: dict[str, Any] | None = None
 
     @classmethod
     def prepare(cls, job: dict[str, Any]) -> None:
-        """Prepare the process, before vLLM is imported."""
+        """Let this process and the threads that it will start use the job's cores only; vLLM would bind them anew."""
+        if "cpus" in job:
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            os.sched_setaffinity(0, job["cpus"])
 
     def warm_up(self) -> None:
-        """Get ready for the first command, once the engine has loaded."""
-
-    def progress(self) -> Any:
-        """Return what `LLM.generate` takes as `use_tqdm`."""
-        return False
+        """Answer the warm-up request; then all threads must be on the job's cores."""
+        assert self.job is not None
+        prompts, cpus = self.job["prompts"], self.job.get("cpus")
+        if "warm_up" in prompts:
+            requests = self.bundled_requests(prompts | {"held_out": [prompts["warm_up"]]})
+            dataclasses.replace(self, requests=requests).ask({"max_tokens": WARM_UP_TOKENS})
+        if cpus is not None and (cores := _cores_of_threads()) != set(cpus):
+            raise VidSpecError(f"the engine was to run on cores {cpus} and may run on {sorted(cores)}")
 
     @staticmethod
     def bundled_requests(prompts: dict[str, Any]) -> list[Any]:
@@ -152,7 +166,7 @@ class Engine:
             sampling_params(sampling | end, seed=None if seed is None else seed + i)
             for i, end in zip(chosen, ends, strict=True)
         ]
-        return ask([self.requests[i] for i in chosen], params, use_tqdm=self.progress())
+        return ask([self.requests[i] for i in chosen], params, use_tqdm=False)
 
     def counters(self) -> dict[str, int] | None:
         """Return what our counters say now; None for vanilla."""
@@ -160,6 +174,10 @@ class Engine:
         if config.speculative_config is None:
             return None
         return metrics.read_metrics(metrics.path_for(config.instance_id))
+
+    def step_counters(self) -> dict[str, int] | None:
+        """Return what is counted at each step."""
+        return self.counters()
 
     def answer(self, **asked: Any) -> dict[str, Any]:
         """Answer every prompt; arguments and answer are those of `engine_session.answer_command`."""
@@ -181,6 +199,62 @@ class Engine:
         }
         return answer, outputs
 
+    def look(self, path: str) -> dict[str, Any]:
+        """Save to `path` how the first item of every prompt was pruned, and what was measured of it for that."""
+        import torch
+
+        from vllm_vidspec.tools import watching
+
+        self.llm.collective_rpc(watching.pruning, args=(True,))
+        self.ask({"max_tokens": 2})  # after a first token that is also the last one, nothing is drafted
+        watched = self.llm.collective_rpc(watching.pruning, args=(False,))[0]
+        records = [
+            {
+                "grid": (grid.num_frames, grid.height, grid.width, grid.num_trailing),
+                "kept_indices": record["kept_indices"][0],
+                "scores": None if record["scores"] is None else record["scores"][0],
+                "features": None if record["embeddings"] is None else record["embeddings"][0],
+            }
+            for record in watched
+            for grid in record["grids"][:1]
+        ]
+        torch.save(records, path)
+        return {}
+
+    def clock(self, index: int, sampling: dict[str, Any], seed: int | None) -> dict[str, Any]:
+        """Answer one request alone; return when its tokens came.
+
+        Returns:
+            `token_ids`; `ttft_s`, from handing the request in (its video still to be preprocessed) to the first token;
+            `decode_s`, from the first token to the last; `step_s`, the wall time of each step in between; `verified`,
+            what our counters gained in each of these steps: drafts verified, drafts accepted, stale streams (nothing
+            for vanilla); `metrics`.
+        """
+        enqueue = self.llm.enqueue_chat if self.is_chat else self.llm.enqueue
+        engine, steps, outputs = self.llm.llm_engine, [], []
+        counted: list[dict[str, int] | None] = []
+        before, start = self.counters(), time.monotonic()
+        enqueue([self.requests[index]], sampling_params(sampling, seed=seed), use_tqdm=False)
+        while engine.has_unfinished_requests():
+            begin = time.monotonic()
+            outputs += engine.step()
+            steps.append((begin, time.monotonic()))
+            counted.append(self.step_counters())
+        # What vLLM notes of a request: times of time.monotonic(), as each of its steps ends.
+        noted = outputs[-1].metrics
+        return {
+            "token_ids": list(outputs[-1].outputs[0].token_ids),
+            "ttft_s": noted.first_token_ts - start,
+            "decode_s": noted.last_token_ts - noted.first_token_ts,
+            "step_s": [end - begin for begin, end in steps if begin >= noted.first_token_ts],
+            "verified": [
+                [gained.get(name, 0) for name in _VERIFIED]
+                for (begin, _), *readings in zip(steps, [before, *counted], counted, strict=False)
+                if begin >= noted.first_token_ts and (gained := gain(*readings)) is not None
+            ],
+            "metrics": gain(before, self.counters()),
+        }
+
 
 def sampling_params(sampling: dict[str, Any], **more: Any) -> Any:
     """Return vLLM's SamplingParams, greedy unless they say otherwise."""
@@ -192,6 +266,13 @@ def sampling_params(sampling: dict[str, Any], **more: Any) -> Any:
 def gain(before: dict[str, int] | None, after: dict[str, int] | None) -> dict[str, int] | None:
     """Return what counters gained between two readings, None where there are none."""
     return None if before is None or after is None else metrics.difference(before, after)
+
+
+def _cores_of_threads() -> set[int]:
+    """Return every core that a thread of this process may use, but for the one that works for the drafter."""
+    writers = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(WRITER_THREAD)}
+    threads = {int(thread) for thread in os.listdir("/proc/self/task")} - writers
+    return {core for thread in threads for core in os.sched_getaffinity(thread)}
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import contact_sheet, pairs
-from vllm_vidspec.tools.bench.session import TimedSession
 from vllm_vidspec.tools.calibrate import Subject
+from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.user_files import check_output, read_video
 
@@ -64,7 +64,7 @@ class Record:
 def check(show: Show) -> None:
     """Refuse a wrong value, in one line, before an engine starts."""
     show.check()
-    check_output(show.out, suffixes=(".png",))
+    check_output(show.out, suffixes=(".png",), drawn=(".png",))
     if not show.pruners:
         raise VidSpecError("--pruner: no value given")
     for pruner in show.pruners:
@@ -84,8 +84,7 @@ def run(show: Show, report: Report = silent) -> dict[str, Any]:
         raise VidSpecError(f"the layout of the video's {grid.num_tokens} tokens is unknown: nothing can be drawn")
     rows = [contact_sheet.Row(config.prune.pruner, choose(config, records), grid) for config in configs.values()]
     what = f"{show.path.name}: {show.target or show.family}, prune ratio {show.prune_ratio:g}"
-    image = contact_sheet.draw(frames, grid, rows, f"What the draft sees of {what}", show.columns)
-    contact_sheet.save(image, show.out, rows)
+    contact_sheet.draw(show.out, frames, grid, rows, f"What the draft sees of {what}", show.columns)
     shape = [grid.num_frames, grid.height, grid.width, grid.num_trailing]
     return {"rows": [row.figures() for row in rows], "grid": shape, "out": show.out}
 
@@ -109,7 +108,7 @@ def _look(show: Show, pruners: list[str], report: Report) -> list[Record]:
     report("plan", {"total": len(pruners)})
     for pruner in pruners:
         report("loading", {"label": f"engine with pruner {pruner}"})
-        with TimedSession(show.job(pruner=pruner)) as session:
+        with EngineSession(show.job(pruner=pruner)) as session:
             path = session.folder / "records.pt"
             session.ask({"command": "look", "path": str(path)})
             found = torch.load(path, weights_only=True)  # noqa: TID251 - written by our own engine a moment ago

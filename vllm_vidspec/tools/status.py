@@ -161,13 +161,13 @@ def figures(ours: Mapping[str, int], vllm: Mapping[str, float]) -> Figures:
         "low_acceptance_windows": values["low_acceptance_windows"],
         "classes": {
             name: {
-                "shown_requests": values[f"shown_{name}"],
-                "unshown_requests": values[f"unshown_{name}"],
+                "admitted_requests": values[f"admitted_{name}"],
+                "unadmitted_requests": values[f"unadmitted_{name}"],
                 "tokens_per_step": _ratio(values[f"tokens_{name}"], values[f"steps_{name}"]),
-                "rests": values[f"rests_{name}"] > values[f"resumes_{name}"],
+                "paused": values[f"pauses_{name}"] > values[f"resumes_{name}"],
             }
             for name in CLASS_LABELS
-            if values[f"shown_{name}"] or values[f"unshown_{name}"] or values[f"steps_{name}"]
+            if values[f"admitted_{name}"] or values[f"unadmitted_{name}"] or values[f"steps_{name}"]
         },
         "parallel": {name: values[name] for name in _PARALLEL},
         "vllm": _vllm_figures(vllm),

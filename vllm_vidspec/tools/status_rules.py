@@ -65,7 +65,7 @@ def switched_off(figures: dict[str, Any]) -> Iterator[Advice]:
     """Say who has switched drafting off, for as long as it is."""
     if figures["speculation"] == "operator":
         found = "drafting is off: an operator has set num_speculative_tokens to 0"
-        remedy = "where that is over, set it to null (docs/operating.md, Switching off and on)"
+        remedy = "where that is over, set it to null (docs/operate.md, Switching off and on)"
     elif figures["speculation"] == "cool-down":
         found = f"drafting is off for a while: the draft has failed {figures['draft_failures']} times"
         remedy = "look in the log for `the draft failed`; it resumes by itself after cooldown_s"

@@ -1,19 +1,64 @@
-"""Terminal views of results: tables by columns, numbers in them, and the answers of the demo; no engine."""
+"""One table layer: a result's rows by columns, in a terminal or in Markdown; no engine."""
 
-from collections.abc import Callable, Iterable
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+import string
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from vllm_vidspec.doctor import Check
+Row = Mapping[str, Any]
+# Head -> how a row is shown: a template of its fields (see `fill`), or a function of the row.
+Columns = Mapping[str, str | Callable[[Any], str]]
 
-Columns = dict[str, Callable[[Any], str]]
+
+def number(value: float | None, digits: int) -> str:
+    """Return a number, or a dash for None."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share as a percentage, or a dash for None; 100 % only where it is exactly 1."""
+    if share is None:
+        return "-"
+    return f"{min(99.9, 100 * share):.1f} %" if share < 1 else "100 %"
+
+
+# Formats beside Python's own.
+_FORMATS: dict[str, Callable[[Any], str]] = {
+    "p": percent,
+    "x": lambda ratio: f"{ratio:.2f}x",
+    "ms": lambda seconds: f"{1000 * seconds:.1f} ms",
+    "KiB": lambda size: f"{size / 2**10:.0f} KiB" if size < 2**20 else f"{size / 2**20:.1f} MiB",
+    "MiB": lambda size: f"{size / 2**20:.1f} MiB",
+    "GB": lambda size: f"{size / 1e9:.1f}",
+    "n%": lambda share: f"{100 * share:.1f}".removesuffix(".0"),
+}
+
+
+class _Formatter(string.Formatter):
+    def format_field(self, value: Any, spec: str) -> str:
+        if value is None:
+            return "-"
+        if spec in _FORMATS:
+            return _FORMATS[spec](value)
+        if spec.endswith("%"):
+            return f"{100 * value:{spec[:-1] or '.1f'}} %"
+        return format(value, spec)
+
+
+def fill(template: str, row: Row) -> str:
+    """Return a template with the fields of a row.
+
+    None is a dash in every format. `p` is a share in percent, 100 only where it is exactly 1; `.1f%` any percentage,
+    `n%` one without the sign; `x` a ratio; `ms` seconds in ms; `KiB`, `MiB` and `GB` sizes in bytes.
+    """
+    return _Formatter().vformat(template, (), row)
+
+
+def cells(columns: Columns, rows: Iterable[Any]) -> list[list[str]]:
+    return [[fill(show, row) if isinstance(show, str) else show(row) for show in columns.values()] for row in rows]
 
 
 def by_columns(
@@ -23,89 +68,33 @@ def by_columns(
     style: Callable[[Any], str | None] = lambda row: None,
     **options: Any,
 ) -> Table:
-    """Return a table of `rows`, each shown by every column, the first `num_words` left-aligned; `style` is a row's."""
+    """Return a terminal's table of rows; the first `num_words` columns are left-aligned, `style` is a row's."""
+    rows = list(rows)
     table = Table(**{"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), **options})
     for index, head in enumerate(columns):
         table.add_column(head, justify="left" if index < num_words else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(show(row) for show in columns.values()), style=style(row))
+    for row, texts in zip(rows, cells(columns, rows), strict=True):
+        table.add_row(*map(escape, texts), style=style(row))
     return table
 
 
-def demo_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return what `vidspec demo` found: words, vanilla's figure and ours."""
-    vanilla, ours = result["vanilla"], result["vidspec"]
-    times = (("ttft_s", "time to first token"), ("decode_s", "decode"), ("server_start_s", "server start"))
-    return [
-        ("acceptance length (tokens per verify step)", "1.00", number(result["acceptance_length"], 2)),
-        ("acceptance rate", "-", percent(result["acceptance_rate"])),
-        ("identical answers", "", "yes" if result["identical"] else "NO"),
-        ("draft KV, full video", "-", kilobytes(result["full_draft_kv_bytes"])),
-        ("draft KV, kept", "-", kilobytes(result["draft_kv_bytes"])),
-        ("output tokens", str(vanilla["output_tokens"]), str(ours["output_tokens"])),
-        *((f"{label} (s)", number(vanilla[name], 2), number(ours[name], 2)) for name, label in times),
-    ]
-
-
-def demo_table(result: dict[str, Any]) -> Table:
-    """Return the table of `vidspec demo`."""
-    columns: Columns = {"": itemgetter(0), "vanilla vLLM": itemgetter(1), "vLLM + vidspec": itemgetter(2)}
-    title = f"{result['family']}: one video, one question, two servers"
-    style = lambda row: "red" if row[2] == "NO" else None  # noqa: E731
-    return by_columns(columns, demo_rows(result), style=style, title=title, box=box.HEAVY_HEAD, padding=(0, 1))
-
-
-def checks_table(checks: "list[Check]") -> Table:
-    """Return the table of `vidspec doctor`."""
-    colors = {"ok": "green", "warn": "yellow", "fail": "red"}
-    columns: Columns = {
-        "check": lambda check: escape(check.name),
-        "status": lambda check: f"[{colors[check.status]}]{check.status}[/]",
-        "found": lambda check: escape(check.detail),
-        "what to do": lambda check: escape(check.remedy),
-    }
-    table = by_columns(columns, checks, len(columns), title="vidspec doctor")
-    for column in table.columns:
+def folding(table: Table, first: int = 0) -> Table:
+    """Let the cells of a table's columns from the `first` on continue on the next line."""
+    for column in table.columns[first:]:
         column.no_wrap, column.overflow = False, "fold"
     return table
 
 
-class DemoView:
-    """Shows the events of `demo.run`: a spinner until a server's answer begins, then the answer as it streams."""
-
-    def __init__(self, bars: Progress, console: Console) -> None:
-        self._bars, self._console = bars, console
-
-    def __call__(self, event: str, fields: dict[str, Any]) -> None:
-        if event == "server":
-            self._name = fields["name"]
-            self._task = self._bars.add_task(f"starting vllm serve ({self._name})", total=None, note="")
-            if self._bars.disable:
-                self._bars.console.print(f"starting vllm serve ({self._name})")
-        elif event == "ready":
-            self._bars.update(self._task, description=f"asking ({self._name})")
-            self._console.print(f"[bold]{self._name}[/bold], ready after {fields['seconds']:.0f} s:")
-        elif event == "text":
-            self._bars.stop()  # a live bar would overwrite the answer that streams
-            self._console.print(fields["delta"], end="", markup=False, highlight=False)
-        elif event == "answered":
-            self._bars.remove_task(self._task)
-            self._bars.start()
-            self._console.print("\n")
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], words: int | Collection[int] = 1) -> str:
+    """Return a Markdown table; `words` says how many columns at the front, or which, are left-aligned."""
+    left = range(words) if isinstance(words, int) else words
+    rules = ["---" if column in left else "---:" for column in range(len(head))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, rules, *rows))
 
 
-def number(value: float | None, digits: int) -> str:
-    """Return a number, or a dash for None."""
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def percent(value: float | None) -> str:
-    """Return a share as a percentage, or a dash for None; 100 % only where it is exactly 1."""
-    if value is None:
-        return "-"
-    return f"{min(99.9, 100 * value):.1f} %" if value < 1 else "100 %"
-
-
-def kilobytes(num_bytes: int) -> str:
-    """Return a size in KiB or MiB."""
-    return f"{num_bytes / 1024:.0f} KiB" if num_bytes < 2**20 else f"{num_bytes / 2**20:.1f} MiB"
+def by(rows: Iterable[Any], *names: str) -> dict[tuple[Any, ...], list[Any]]:
+    """Return rows by the values of these fields, in the order of the first of each."""
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    return found

@@ -13,6 +13,67 @@ def _popcount(word):
     return ((word * 0x0101010101010101) >> 56).to(tl.int32)
 
 
+@triton.jit
+def _loose_kind(
+    loose,
+    req_state_idx,
+    draft, expected, valid,  # [BLOCK] by node: its token, the target's sample in its place, whether it is a draft
+    depth, above, mismatches,  # [BLOCK] its depth, its ancestors' bits and its own, mismatches among these
+    score, entropy,  # [BLOCK]
+    BLOCK: tl.constexpr,
+    FLAGS: tl.constexpr,
+):  # fmt: skip
+    """Return which rule lets each node differ from the target's sample, as [BLOCK]: 2 LOWEST or WINDOW, 3 SHIFT, 0."""
+    rules_ptr, shares_ptr, windows_ptr, min_entropy, _ = loose
+    rule = tl.load(rules_ptr + req_state_idx)
+    window = tl.load(windows_ptr + req_state_idx)
+    place_of_bit = tl.arange(0, BLOCK)
+    score = tl.where(score == score, score, float("inf"))
+    # A branch is known by its lowest node: ancestors precede their descendants, so that is the one at depth 1.
+    branch = _popcount((above & -above) - 1)
+    # [node, node]: the second is a draft of the first one's branch.
+    peers = valid[None, :] & (branch[:, None] == branch[None, :])
+
+    # LOWEST. Float64, where the product is exact: fused with the sum or not, the result is the same.
+    not_after = (score[None, :] < score[:, None]) | (
+        (score[None, :] == score[:, None]) & (place_of_bit[None, :] <= place_of_bit[:, None])
+    )
+    place = tl.sum((peers & not_after).to(tl.int32), axis=1)
+    share = tl.load(shares_ptr + req_state_idx).to(tl.float64)
+    num_peers = tl.sum(peers.to(tl.int32), axis=1)
+    loosened = (place.to(tl.float64) <= share * num_peers.to(tl.float64) + FLAGS[3]) & ((rule & FLAGS[0]) != 0)
+    # WINDOW. No more mismatches on the way to a node W further down: all between match.
+    low, high = above.to(tl.int32), (above >> 32).to(tl.int32)
+    half = tl.where((place_of_bit < 32)[None, :], low[:, None], high[:, None])
+    on_way = ((half >> (place_of_bit % 32)[None, :]) & 1) != 0  # [node, node]: the second is the first or above it
+    ends = on_way & (mismatches[:, None] == mismatches[None, :]) & (depth[:, None] - depth[None, :] == window)
+    in_window = tl.max(ends.to(tl.int32), axis=0) != 0
+    loosened |= in_window & (entropy > min_entropy) & ((rule & FLAGS[1]) != 0)
+    # SHIFT
+    drafted = tl.max((peers & (draft[None, :] == expected[:, None])).to(tl.int32), axis=1) != 0
+    shifted = drafted & ((rule & FLAGS[2]) != 0)
+    return tl.where(loosened, 2, tl.where(shifted, 3, 0))
+
+
+@triton.jit
+def _count(is_counted, counts, totals_ptr, by_kind_ptr, req_idx, BLOCK: tl.constexpr, NUM_SUMS: tl.constexpr):
+    """Add a request's counts to the totals, and store those by kind; zeros where it `is_counted` not."""
+    num_drafts, num_accepted, deepest, exact, loosened, shifted = counts
+    place = tl.arange(0, 8)
+    first = tl.where(place == 0, 1, tl.where(place == 1, num_drafts, 0))
+    middle = tl.where(place == 2, num_accepted, tl.where(place == 3, deepest, 0))
+    last = tl.where(place == 4, exact, tl.where(place == 5, loosened, tl.where(place == 6, shifted, 0)))
+    found = tl.where(is_counted, first + middle + last, 0).to(tl.int64)
+    # Sums of integers: the order in which programs add does not show.
+    tl.atomic_add(totals_ptr + place, found, mask=(place < NUM_SUMS) & (found != 0), sem="relaxed")
+    position, one = tl.arange(0, BLOCK), tl.full([BLOCK], 1, tl.int64)
+    is_accepted = position < tl.where(is_counted, num_accepted, 0)
+    tl.atomic_add(totals_ptr + NUM_SUMS + position, one, mask=is_accepted, sem="relaxed")
+    if by_kind_ptr is not None:
+        by_kind_ptr += req_idx * 3
+        tl.store(by_kind_ptr + place - 4, found, mask=(place >= 4) & (place < 7))
+
+
 # Vectors that may be slices of others: no variant for each alignment.
 @triton.jit(
     do_not_specialize_on_alignment=[
@@ -73,40 +134,15 @@ def _accept_kernel(
     passes = exact
     mismatches = 0
     if loose is not None:
-        rules_ptr, shares_ptr, windows_ptr, min_entropy, kinds_ptr = loose
-        rule = tl.load(rules_ptr + req_state_idx)
-        window = tl.load(windows_ptr + req_state_idx)
+        # Distinct bits: their sum is their union.
+        mismatches = _popcount(above & ~tl.sum(tl.where(exact, bit, 0), axis=0))  # on the way to the node
         entropy = tl.load(entropies_ptr + start + parent, mask=is_draft, other=0.0)
         score = tl.load(scores_ptr + start + node, mask=is_draft, other=0.0)
-        score = tl.where(score == score, score, float("inf"))
-        may_loosen = tl.load(may_loosen_ptr + start + node, mask=is_draft, other=0) != 0
-        # Distinct bits: their sum is their union.
-        mismatched = ~tl.sum(tl.where(exact, bit, 0), axis=0)
-        mismatches = _popcount(above & mismatched)  # on the way to the node
-        # A branch is known by its lowest node: ancestors precede their descendants, so that is the one at depth 1.
-        branch = _popcount((above & -above) - 1)
-        # [node, node]: the second is a draft of the first one's branch.
-        peers = valid[None, :] & (branch[:, None] == branch[None, :])
-
-        # LOWEST. Float64, where the product is exact: fused with the sum or not, the result is the same.
-        not_after = (score[None, :] < score[:, None]) | (
-            (score[None, :] == score[:, None]) & (node[None, :] <= node[:, None])
+        rule = _loose_kind(
+            loose, req_state_idx, draft, expected, valid, depth, above, mismatches, score, entropy, BLOCK, FLAGS
         )
-        place = tl.sum((peers & not_after).to(tl.int32), axis=1)
-        share = tl.load(shares_ptr + req_state_idx).to(tl.float64)
-        num_peers = tl.sum(peers.to(tl.int32), axis=1)
-        loosened = (place.to(tl.float64) <= share * num_peers.to(tl.float64) + FLAGS[3]) & ((rule & FLAGS[0]) != 0)
-        # WINDOW. No more mismatches on the way to a node W further down: all between match.
-        low, high = above.to(tl.int32), (above >> 32).to(tl.int32)
-        half = tl.where((place_of_bit < 32)[None, :], low[:, None], high[:, None])
-        on_way = ((half >> (place_of_bit % 32)[None, :]) & 1) != 0  # [node, node]: the second is the first or above it
-        ends = on_way & (mismatches[:, None] == mismatches[None, :]) & (depth[:, None] - depth[None, :] == window)
-        in_window = tl.max(ends.to(tl.int32), axis=0) != 0
-        loosened |= in_window & (entropy > min_entropy) & ((rule & FLAGS[1]) != 0)
-        # SHIFT
-        drafted = tl.max((peers & (draft[None, :] == expected[:, None])).to(tl.int32), axis=1) != 0
-        shifted = drafted & ((rule & FLAGS[2]) != 0)
-        kind = tl.where(exact, 1, tl.where(valid & may_loosen, tl.where(loosened, 2, tl.where(shifted, 3, 0)), 0))
+        may_loosen = tl.load(may_loosen_ptr + start + node, mask=is_draft, other=0) != 0
+        kind = tl.where(exact, 1, tl.where(valid & may_loosen, rule, 0))
         passes = kind != 0
 
     if tree is not None:
@@ -137,7 +173,7 @@ def _accept_kernel(
         tl.store(path_ptr + depth, node, mask=on_path)
         tl.store(path_ptr + node, node, mask=is_column & (node > last_depth))
     if loose is not None:
-        kinds_ptr += req_idx * num_cols
+        kinds_ptr = loose[4] + req_idx * num_cols
         tl.store(kinds_ptr + depth - 1, kind, mask=on_path)
         tl.store(kinds_ptr, 0, mask=last_depth == 0)
         tl.store(kinds_ptr + node, tl.zeros([BLOCK], tl.int8), mask=is_column & (node >= last_depth))
@@ -153,29 +189,13 @@ def _accept_kernel(
             tl.store(kept_path_ptr + node, node, mask=is_column)
         tl.store(kept_count_ptr + req_state_idx, tl.minimum(last_depth + 1, num_logits) - 1)
     if sums is not None:
-        has_draft_ptr, totals_ptr = sums
-        num_drafts = tl.maximum(num_logits - 1, 0)
-        num_drafts = tl.where(tl.load(has_draft_ptr + req_state_idx) != 0, num_drafts, 0)
-        is_counted = num_drafts > 0
-        num_accepted = tl.where(is_counted, last_depth, 0)
+        deepest, loosened, shifted = num_logits - 1, 0, 0
         if tree is not None:
-            deepest = tl.where(is_counted, tl.max(tl.where(is_draft, depth, 0), axis=0), 0)
-        else:
-            deepest = num_drafts
-        loosened, shifted = 0, 0
+            deepest = tl.max(tl.where(is_draft, depth, 0), axis=0)
         if loose is not None:
-            loosened = tl.where(is_counted, tl.sum((on_path & (kind == 2)).to(tl.int32), axis=0), 0)
-            shifted = tl.where(is_counted, tl.sum((on_path & (kind == 3)).to(tl.int32), axis=0), 0)
-        exact = num_accepted - loosened - shifted
-        place = tl.arange(0, 8)
-        first = tl.where(place == 0, is_counted.to(tl.int32), tl.where(place == 1, num_drafts, 0))
-        middle = tl.where(place == 2, num_accepted, tl.where(place == 3, deepest, 0))
-        last = tl.where(place == 4, exact, tl.where(place == 5, loosened, tl.where(place == 6, shifted, 0)))
-        found = (first + middle + last).to(tl.int64)
-        # Sums of integers: the order in which programs add does not show.
-        tl.atomic_add(totals_ptr + place, found, mask=(place < NUM_SUMS) & (found != 0), sem="relaxed")
-        one = tl.full([BLOCK], 1, tl.int64)
-        tl.atomic_add(totals_ptr + NUM_SUMS + place_of_bit, one, mask=place_of_bit < num_accepted, sem="relaxed")
-        if by_kind_ptr is not None:
-            by_kind_ptr += req_idx * 3
-            tl.store(by_kind_ptr + place - 4, found, mask=(place >= 4) & (place < 7))
+            loosened = tl.sum((on_path & (kind == 2)).to(tl.int32), axis=0)
+            shifted = tl.sum((on_path & (kind == 3)).to(tl.int32), axis=0)
+        has_draft_ptr, totals_ptr = sums
+        is_counted = (num_logits > 1) & (tl.load(has_draft_ptr + req_state_idx) != 0)
+        counts = (num_logits - 1, last_depth, deepest, last_depth - loosened - shifted, loosened, shifted)
+        _count(is_counted, counts, totals_ptr, by_kind_ptr, req_idx, BLOCK, NUM_SUMS)

@@ -101,32 +101,6 @@ def test_a_preempted_request_keeps_its_figures(server):
     assert len(counters._held) == 2
 
 
-def test_what_is_not_published_is_not_settled(server):
-    """Catches: a step at rest that leaves counts of earlier ones behind, on this host or for another."""
-    counters, idx_mapping = worker_counters(server()), torch.arange(1)
-    assert counters.is_settled
-    counters.counted(idx_mapping.numpy(), counters.tally(idx_mapping))
-    assert not counters.is_settled
-    counters.flush()
-    assert not counters.is_settled, "a request's are on their way"
-    counters.publisher()
-    assert counters.is_settled
-    counters.counted(idx_mapping.numpy(), counters.tally(idx_mapping))
-    counters.publisher()
-    assert not counters.is_settled, "the totals are not in the file"
-    assert not counters_of(vllm_config(node_rank_within_dp=1)).is_settled
-
-
-def test_steps_at_rest_are_counted_together(server):
-    """Catches: a count that waits for ever, or is written in every step."""
-    counters, found = worker_counters(server()), []
-    for _ in range(2 * counters_module._RESTS + 3):
-        counters.rest()
-        found.append(server_counters._current[0].values()["undrafted_steps"])
-    counters.flush()  # as at the end of the last request
-    assert len(set(found)) == 3 and server_counters._current[0].values()["undrafted_steps"] == len(found)
-
-
 def test_the_alarm_speaks_once_and_is_armed_by_a_sound_window(warned):
     """Catches: a line per window, an alarm that a single good answer re-arms, one that never speaks again."""
     alarm = AcceptanceAlarm()
@@ -251,7 +225,6 @@ def test_vllms_warm_up_leaves_no_trace(server, warned):
             verify(counters, [3, 3, 3])
             counters.skip("pool_full", "_warmup_0_", "no room")
             counters.add("prompts", 3)
-            counters.rest()
             return 1 / self.num_seconds
 
     warming = type("Worker", (worker.VidSpecWorker, Base), {})()

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import watching
 from tests.unit.engine.fakes import HIDDEN
 from tests.unit.engine.test_draft_prefill import Line, NotingModel, item
 from vllm_vidspec.names import PRUNERS
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, budget, get_pruner
-from vllm_vidspec.tools import watching
 
 FRAMES, GRID = 8, TokenGrid(8, 4, 6)  # 24 tokens a frame: the tower's budget of 100 is four frames
 SIZE = GRID.tokens_per_frame

@@ -70,18 +70,6 @@ def test_an_exception_is_let_through_where_that_is_asked_for():
     assert ended == ["planted in add"]
 
 
-def test_steps_are_idle_while_no_hook_watches_a_request():
-    """Catches: a request that comes while all are idle and that no hook is told a forward of."""
-    first, second = recorder(), recorder()
-    hooks, found = in_list(first, second), []
-    for shown, watching in ((False, False), (True, True), (None, True), (None, False), (True, True)):
-        first.is_idle, second.is_idle = True, not watching
-        if shown is not None:
-            hooks.add(new_request(is_shown=shown))
-        found.append(hooks.are_idle)
-    assert found == [True, False, False, True, False]
-
-
 def test_memory_is_asked_for_by_turns_and_refusals_are_not_survived():
     """Catches: a reserve that only the first hears, or that promises the same bytes twice."""
     first, second = recorder(), recorder()

@@ -194,12 +194,12 @@ def test_rows_are_the_plan():
 
 
 def page_of(name):
-    return (Path(__file__).resolve().parents[3] / "docs" / f"{name}.md").read_text()
+    return (Path(__file__).resolve().parents[3] / "docs" / "notebook" / f"{name}.md").read_text()
 
 
 def test_the_budgets_page_says_what_the_planner_says():
-    """docs/gpu-budget.md, how many requests fit: one arithmetic for both. Catches: a page or a planner that leaves out
-    what the engine takes, as images' share of the pool.
+    """docs/notebook/gpu-budget.md, how many requests fit. Catches: a page or a planner that leaves out what the engine
+    takes, as images' share of the pool.
     """
     rows = re.findall(r"^\| (\S+ \S+), (\S+) \| (\d) \| (.*\d.*) \|$", page_of("gpu-budget"), re.M)
     assert len(rows) == 37
@@ -221,7 +221,7 @@ def test_the_budgets_page_says_what_the_planner_says():
 
 
 def test_the_page_says_what_the_planner_says():
-    """docs/planning.md is a record. Catches: an assumption or a plan that has changed, and the page has not."""
+    """docs/notebook/planning.md is a record. Catches: an assumption or plan that has changed, and the page not."""
     page = page_of("planning")
     for words in (
         f"| {100 * ASSUMED.memory_frac:.0f} % (fitted) |",

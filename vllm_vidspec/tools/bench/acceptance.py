@@ -9,8 +9,7 @@ from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import GUIDANCE_FALLBACKS, SKIP_REASONS, summarize
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.bench.session import TimedSession
-from vllm_vidspec.tools.engine_session import answer_command
+from vllm_vidspec.tools.engine_session import EngineSession, answer_command
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
 
@@ -131,7 +130,7 @@ def _run_engine(sweep: Sweep, family: str, configuration: dict[str, Any], report
     """Run one engine; return for each sampling `seconds`, `token_ids` of each request, `metrics` and `scheduling`."""
     names = ("draft", "pruner", "prune_ratio", "drafting", "num_speculative_tokens")
     report("loading", {"label": " ".join([family, *(str(configuration.get(name, "")) for name in names)]).strip()})
-    with TimedSession(sweep.job(family, configuration)) as session:
+    with EngineSession(sweep.job(family, configuration)) as session:
         report("measuring", {})
         answers = [session.ask(command) | {"scheduling": session.ready["scheduling"]} for command in sweep.commands()]
     report("measured", {})

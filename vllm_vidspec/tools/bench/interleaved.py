@@ -14,10 +14,8 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.bench import trials
 from vllm_vidspec.tools.bench.rows import make_rows
-from vllm_vidspec.tools.bench.session import TimedSession
 from vllm_vidspec.tools.bench.trials import (
     PARALLEL,
-    STOCK,
     VANILLA_VARIANT,
     Benchmark,
     Trial,
@@ -25,6 +23,7 @@ from vllm_vidspec.tools.bench.trials import (
     Workload,
     draft_model,
 )
+from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
 
@@ -43,7 +42,7 @@ def check(benchmark: Benchmark, ratios: Sequence[float] = (0.0,)) -> None:
         for variant in (one for ratio in ratios for one in benchmark.variants(Workload(family, ratio))):
             if variant.mode == PARALLEL and benchmark.draft_device == "cpu" and len(trials.cores()) < 2:
                 raise VidSpecError("the parallel drafter needs a core of its own: this process may use one only")
-            if variant.mode != STOCK:
+            if variant.is_ours:
                 draft = draft_model(family, variant.draft or benchmark.draft)
                 parse_config(pairs.speculative_config(family, draft, **variant.knobs(benchmark)))
 
@@ -70,16 +69,16 @@ def run(benchmark: Benchmark, report: Report = silent) -> dict[str, Any]:
     return {"rows": rows, "failures": failures, "provenance": provenance() | {"cores": trials.cores()[:2]}}
 
 
-def _load(benchmark: Benchmark, workload: Workload, variant: Variant, report: Report) -> TimedSession:
+def _load(benchmark: Benchmark, workload: Workload, variant: Variant, report: Report) -> EngineSession:
     """Return an engine that has every request of a benchmark before it; it starts when it is entered."""
     report("loading", {"label": f"{workload.family} {variant.method} {workload.label}".rstrip()})
-    return TimedSession(workload.job(benchmark, variant, list(range(benchmark.rounds * benchmark.requests + 1))))
+    return benchmark.session(workload.job(benchmark, variant, list(range(benchmark.rounds * benchmark.requests + 1))))
 
 
 def run_variants(
     benchmark: Benchmark,
     workload: Workload,
-    sessions: dict[Variant, TimedSession],
+    sessions: dict[Variant, EngineSession],
     variants: Sequence[Variant],
     report: Report,
 ) -> tuple[dict[Variant, list[list[Trial]]], list[dict[str, Any]]]:

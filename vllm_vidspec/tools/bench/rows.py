@@ -8,7 +8,7 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import summarize
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.bench.acceptance import identical_frac
-from vllm_vidspec.tools.bench.trials import PARALLEL, STOCK, Benchmark, Trial, Variant, Workload
+from vllm_vidspec.tools.bench.trials import PARALLEL, Benchmark, Trial, Variant, Workload
 
 SPREAD = ("p20", "p80")
 # What drafting takes of a request, by our counters; the rest is the target's and the host's.
@@ -35,7 +35,7 @@ def make_rows(
                 "drafting": spec.get("drafting", "chain") if spec else None,
                 "pruner": spec.get("pruner"),
                 "scorer": spec.get("scorer"),
-                "prune_ratio": variant.knobs(benchmark)["prune_ratio"] if spec and variant.mode != STOCK else None,
+                "prune_ratio": variant.knobs(benchmark)["prune_ratio"] if variant.is_ours else None,
                 "num_speculative_tokens": _num_tokens(spec),
                 **figures(rounds, vanilla),
                 **speculation(rounds, variant),
@@ -129,8 +129,8 @@ def speculation(rounds: Sequence[Sequence[Trial]], variant: Variant) -> dict[str
     if variant.mode == PARALLEL:
         found |= {name: counters[name] for name in names}
         found["late_frac"] = counters["late_drafts"] / num_steps if num_steps else None
-    # No tree is accepted whole, and vLLM's own counters are not read at each step.
-    if (variant.spec or {}).get("drafting", "chain") == "chain" and variant.mode != STOCK:
+    # No tree is accepted whole, and counters of others are not read at each step.
+    if variant.is_ours and (variant.spec or {}).get("drafting", "chain") == "chain":
         found["stream_length"] = num_decoded / sum(trial.num_streams for trial in trials)
     return found
 

@@ -4,14 +4,14 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
+from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import Report
 
 VANILLA, SEQUENTIAL, PARALLEL = "vanilla", "sequential", "parallel"  # how an engine drafts
-STOCK = "stock"  # vLLM's own way to draft, without us
 WINDOW = 5  # drafts of a step where nothing else is said
 SELF_DRAFT = "target"  # what is a draft that is the target itself
 # Knobs that have an option of their own, or are what is compared.
@@ -23,7 +23,7 @@ OWN_OPTIONS = (
 
 @dataclass(frozen=True)
 class Trial:
-    """One request that one engine answered alone; see `TimedEngine.clock`."""
+    """One request that one engine answered alone; see `session_job.Engine.clock`."""
 
     token_ids: list[int]
     ttft_s: float
@@ -57,6 +57,8 @@ class Trial:
 @dataclass(frozen=True)
 class Benchmark:
     """What to measure: one setting beside vanilla, which is what other benchmarks build on."""
+
+    session: ClassVar[type[EngineSession]] = EngineSession  # what runs an engine
 
     families: tuple[str, ...] = ("qwen2.5-vl",)  # bundled pairs
     # Of the setting; `prune_ratio`, `drafting` (the draft's shape), `scorer`, `parallel` and `num_speculative_tokens`
@@ -97,7 +99,7 @@ class Benchmark:
 
 @dataclass(frozen=True, eq=False)  # a key, each one itself
 class Variant:
-    """One engine of a benchmark; `spec` are knobs of VidSpecConfig (of STOCK vLLM's own), None for vanilla.
+    """One engine of a benchmark; `spec` are knobs of VidSpecConfig , None for vanilla.
 
     `draft` is which model drafts, None: the one that is asked for.
     """
@@ -106,6 +108,10 @@ class Variant:
     mode: str
     spec: dict[str, Any] | None = None
     draft: str | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        return self.mode in (SEQUENTIAL, PARALLEL)
 
     def knobs(self, benchmark: Benchmark) -> dict[str, Any]:
         """Return the knobs of this engine; `parallel` names the drafter's place."""
@@ -153,9 +159,6 @@ class Workload:
             draft = self.model(draft, self.draft_layers)
         if variant.spec is None:
             llm = pairs.llm_kwargs(self.family, target=target)
-        elif variant.mode == STOCK:
-            model = {"model": target if draft == SELF_DRAFT else draft}
-            llm = pairs.llm_kwargs(self.family, target=target, overrides={"speculative_config": variant.spec | model})
         else:
             knobs = self.calibrated() | variant.knobs(benchmark)
             llm = pairs.llm_kwargs(self.family, draft, target=target, **knobs)

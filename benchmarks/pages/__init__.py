@@ -1,0 +1,1 @@
+"""Generated text of README.md and docs/: `python -m benchmarks.pages` writes it, `measure` beside it measures."""

@@ -1,1 +1,0 @@
-"""Pages of docs/ from recorded results and from the configuration: `python -m vidspec_tools.pages` writes them."""
