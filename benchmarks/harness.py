@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
