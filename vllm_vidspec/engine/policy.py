@@ -361,9 +361,7 @@ class Policy:
                 tokens = np.minimum(
                     own * self.acceptance.expected[self._rows["class"][slots], index], self.options[index].num_tokens
                 )
-                ranked = order[
-                    np.argsort(-(share * tokens * np.where(self._rows["has_draft"][slots], _STICKY, 1.0))[order])
-                ]
+                ranked = order[np.argsort(-(share * tokens * sticky)[order])]
                 draft_context = np.cumsum(self._rows["draft_context"][slots[ranked]])
                 rows = np.full(len(order), size) if self._pads else counts
                 seconds = self.costs.seconds(index, size, rows, context, draft_context)
