@@ -55,7 +55,8 @@ def untrained(folder: Path) -> str:
 def job_of(draft: str, lengths: list[int], batch: int, max_tokens: int) -> dict[str, Any]:
     """Return what an engine's subprocess reads: `KEPT` videos of each length, so many requests at a time."""
     benchmark = Benchmark(families=(FAMILY,), draft=draft, max_tokens=max_tokens)
-    job = Workload(FAMILY).job(benchmark, Variant(POLICY, SEQUENTIAL, SPEC), list(range(KEPT * len(lengths))))
+    places = list(range(KEPT * len(lengths)))
+    job = Workload(FAMILY).job(benchmark, Variant(POLICY, SEQUENTIAL, SPEC), places)
     longest = 2 * max(lengths) + 2 * max_tokens + 256
     job["llm"] |= {
         "max_model_len": longest,
@@ -64,7 +65,7 @@ def job_of(draft: str, lengths: list[int], batch: int, max_tokens: int) -> dict[
         "kv_cache_memory_bytes": pairs.KV_CACHE_BYTES // 2 + (KEPT + batch) * longest * 4096,
         "mm_processor_cache_gb": 8,
     }
-    job["prompts"] |= {"num_videos": np.repeat(np.array(lengths) // VIDEO_TOKENS, KEPT).tolist()}
+    job["prompts"] |= {"held_out": places, "num_videos": np.repeat(np.array(lengths) // VIDEO_TOKENS, KEPT).tolist()}
     return job
 
 
