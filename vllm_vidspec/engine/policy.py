@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_vidspec.engine.estimates import MAX_CLASSES, NONE, Acceptance, Option, StepCosts
+from vllm_vidspec.metrics import decision_text
 from vllm_vidspec.names import CLASS_SIZES
 
 __all__ = ["NONE", "Acceptance", "Decision", "Observed", "Option", "Policy", "StepCosts", "class_label"]
@@ -107,10 +108,7 @@ class Best(NamedTuple):
     gain: float  # Seconds of whole answers without drafts over those with them
 
     def __str__(self) -> str:
-        return (
-            f"K = {self.option.num_tokens}: {self.tokens:.1f} tokens / {1e3 * self.seconds:.1f} ms = "
-            f"{self.tokens / self.seconds:.0f}/s; K = 0: 1 / {1e3 * self.none_s:.1f} ms = {1 / self.none_s:.0f}/s"
-        )
+        return decision_text(self.option.num_tokens, self.tokens, self.seconds, self.none_s)
 
 
 class Policy:
