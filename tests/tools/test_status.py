@@ -52,7 +52,7 @@ class Server:
 
     def count(self, engine=0, **values):
         for name, value in values.items():
-            (self.files[engine].set if name in metrics.GAUGES else self.files[engine].add)(name, value)
+            (self.files[engine].set if name in metrics.GAUGE_NAMES else self.files[engine].add)(name, value)
 
     def text(self):
         registry = prometheus_client.CollectorRegistry()
@@ -92,6 +92,26 @@ def test_figures_by_hand(sound):
     assert (found["draft_seconds_per_step"], found["draft_seconds_per_prompt"]) == (0.01, 0.02)
     assert found["vllm"]["tokens_per_output"] == 2.8 and found["vllm"]["seconds_per_output"] == 0.04
     assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize("pauses", [0, 1])
+def test_a_class_says_why_it_is_drafted_for(sound, serving, pauses):
+    """Catches: thousandths taken for tokens, microseconds for milliseconds, a paused class that seems drafted for."""
+    counted = {"admitted": 7, "unadmitted": 3, "pauses": pauses, "best_tokens": 5, "best_length": 3400}
+    counted |= {"best_us": 39500, "none_us": 17400, "steps": 10, "tokens": 25}
+    sound.count(**{f"{name}_video_1k": value for name, value in counted.items()})
+    line = "K = 5: 3.4 tokens / 39.5 ms = 86/s; K = 0: 1 / 17.4 ms = 57/s"
+    assert sound.figures()["classes"] == {
+        "video_1k": {
+            "admitted_requests": 7,
+            "unadmitted_requests": 3,
+            "tokens_per_step": 2.5,
+            "paused": bool(pauses),
+            "decision": line,
+        }
+    }
+    serving.texts = [sound.text()]
+    assert f"video_1k: {line}" in invoke("status", "--server", serving.url).stdout
 
 
 def test_figures_of_nothing(server):
