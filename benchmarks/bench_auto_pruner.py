@@ -69,7 +69,7 @@ def ask(engine: harness.Engine, family: str, numbers: range, tokens: int) -> tup
 def race(family: str, learn: int, measure: int, tokens: int) -> harness.Row:
     with start(family, tokens) as engine:
         config = engine.llm.llm_engine.vllm_config
-        pruners = config.additional_config["vidspec"]["prune"]["auto_pruners"]
+        pruners = config.additional_config["vidspec"]["auto_pruners"]
         while_learning, _ = ask(engine, family, range(learn), tokens)
         numbers = range(learn, learn + measure)
         with_auto, answers = ask(engine, family, numbers, tokens)

@@ -164,7 +164,7 @@ def test_a_rule_speaks_when_it_should_and_not_before(sound, rule):
     ("off", "shown", "words", "remedy"),
     [
         ({"speculation_on": 0}, "off (operator)", "an operator", "null"),
-        ({"speculation_on": 0, "cooling_down": 1, "draft_failures": 8}, "off (cool-down)", "8 times", "cooldown_s"),
+        ({"speculation_on": 0, "cooling_down": 1, "draft_failures": 8}, "off (cool-down)", "8 times", "after a minute"),
     ],
 )
 def test_a_server_that_does_not_draft_is_not_healthy(server, serving, counted, off, shown, words, remedy):

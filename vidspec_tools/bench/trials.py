@@ -15,7 +15,7 @@ SELF_DRAFT = "target"  # what is a draft that is the target itself
 # Knobs that have an option of their own, or are what is compared.
 OWN_OPTIONS = (
     *("pruner", "prune_ratio", "num_speculative_tokens", "parallel", "scorer"),
-    *("model", "draft", "drafting", "draft_shape"),
+    *("model", "draft_shape"),
 )
 
 

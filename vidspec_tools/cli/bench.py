@@ -110,7 +110,6 @@ _SWEPT = {
     "draft_noise": ("draft_noises", str),
     "scorer": ("scorers", str),
     "lambda_loose": ("lambdas", float),
-    "top_n": ("top_ns", int),
     "relevance_rows": ("relevance_rows", str),
     "fly_entropy": ("fly_entropies", float),
 }
@@ -125,7 +124,6 @@ def quality(
     lambda_loose: Annotated[
         str, options.sweep("Share of mismatches that loose and random accept.", "--lambda")
     ] = "0.2,0.5,0.7,0.9",
-    top_n: Annotated[str, options.sweep("loose: video tokens that make a relevance (N).")] = "10",
     position_shift: Annotated[str, options.sweep("loose: off, on.")] = "off,on",
     relevance_rows: Annotated[str, options.sweep("loose: token, prediction.")] = "token",
     fly_entropy: Annotated[str, options.sweep("Threshold of fly and fly-entropy.")] = "0.3",
@@ -150,7 +148,7 @@ def quality(
     The target alone and the draft alone are measured too, each in an engine of its own; one engine per noise serves
     all scorers.
 
-    loose has every combination of --lambda, --top-n, --position-shift and --relevance-rows. A name says what differs
+    loose has every combination of --lambda, --position-shift and --relevance-rows. A name says what differs
     from N 10, no shift and the token's own state: "loose 0.7 N1 shift pred". "not exact" is the share of accepted
     drafts that are not the target's choice, "same" the share of captions that are the target's to the last token.
     "AUC" is how well the measured relevance tells words about the video from fillers: 0.5 is not at all, 1 always.

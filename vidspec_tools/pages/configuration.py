@@ -1,12 +1,10 @@
 """docs/configuration.md, written from VidSpecConfig."""
 
-import inspect
 from typing import Any
 
-from pydantic import BaseModel
-
 from vllm_vidspec import SUPPORTED_VLLM
-from vllm_vidspec.config import GROUPS, PASS_THROUGH_KEYS, VidSpecConfig
+from vllm_vidspec.config import PASS_THROUGH_KEYS, SHELVES, VidSpecConfig
+from vllm_vidspec.config.fields import Fields
 
 _HEAD = """\
 # Configuration
@@ -21,16 +19,15 @@ Everything goes into vLLM's speculative configuration, on the command line or in
 LLM(model="TARGET", speculative_config={"method": "vidspec", "model": "DRAFT", "num_speculative_tokens": 5})
 ```
 
-Knobs come in groups. Each is given by its own name or inside its group, so these two mean the same:
-
-    {"method": "vidspec", "tree_depth_max": 6, "prune_ratio": 0.8, ...}
-    {"method": "vidspec", "tree": {"depth_max": 6}, "prune": {"ratio": 0.8}, ...}
-
-Given both ways, a knob is refused. Dashes and underscores in a key are the same. An unknown key or a value out of range
-stops vLLM before any weight loads, with one line that names the nearest known key.
-
-Values marked *instrument* are there for measurements, to compare with; no service needs them.
+Dashes and underscores in a key are the same. An unknown key or a value out of range stops vLLM before any weight loads,
+with one line that names every wrong key, and the nearest known one.
 """
+
+_TITLES = {
+    "first": "What to begin with\n\nAnd `quantization`, below.",
+    "sometimes": "What some services need",
+    "experts": "For experts\n\nFor calibration, measurements and tests; defaults are the papers' or were measured.",
+}
 
 _TAIL = """
 ## Keys that go to vLLM unchanged
@@ -49,33 +46,32 @@ _TAIL = """
 
 
 def render() -> str:
-    groups = "".join(_section(name, group, group.flat_names()) for name, group in GROUPS.items())
-    own = {name: name for name in VidSpecConfig.model_fields if name not in GROUPS}
+    schema = VidSpecConfig.model_json_schema()
+    fields: dict[str, dict[str, Any]] = {}
+    for name in sorted(schema["properties"], key=lambda name: name not in Fields.__annotations__):  # own ones first
+        if name == "parallel":
+            nested = schema["$defs"]["ParallelKnobs"]["properties"]
+            fields |= {f"parallel.{inner}": field for inner, field in nested.items()}
+        else:
+            fields[name] = schema["properties"][name] | ({} if name not in schema["required"] else {"default": ...})
     keys = ", ".join(f"`{key}`" for key in sorted(PASS_THROUGH_KEYS))
-    return _HEAD + _section("", VidSpecConfig, own) + groups + _TAIL.format(keys=keys, vllm=" or ".join(SUPPORTED_VLLM))
+    tables = [
+        f"\n## {_TITLES[shelf]}\n\n| key | values | default | meaning |\n| --- | --- | --- | --- |\n"
+        + "".join(_row(name, field) for name, field in fields.items() if field["shelf"] == shelf)
+        for shelf in SHELVES
+    ]
+    return _HEAD + "".join(tables) + _TAIL.format(keys=keys, vllm=" or ".join(SUPPORTED_VLLM))
 
 
-def _section(group: str, model: type[BaseModel], flat_names: dict[str, str]) -> str:
-    """Return the table of one model's knobs; those of a group have a second name there."""
-    properties = model.model_json_schema()["properties"]
-    title, _, more = inspect.cleandoc(model.__doc__ or "").partition("\n\n")
-    heading = f"`{group}`: {title[0].lower()}{title[1:].rstrip('.')}\n\n{more}" if group else "The draft"
-    head = ["key", *(["in the group"] if group else []), "values", "default", "meaning"]
-    rows = [head, ["---"] * len(head)]
-    for name, flat in flat_names.items():
-        field = model.model_fields[name]
-        default = "required" if field.is_required() else "" if field.default is None else f"`{field.default}`"
-        names = [f"`{flat}`", *([f"`{name}`"] if group else [])]
-        rows.append([*names, _values(properties[name]), default, " ".join((field.description or "").split())])
-    return f"\n## {heading.rstrip()}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+def _row(name: str, field: dict[str, Any]) -> str:
+    default = field.get("default")
+    words = "required" if default is ... else "" if default is None else f"`{default}`"
+    return f"| `{name}` | {_values(field)} | {words} | {' '.join(field['description'].split())} |\n"
 
 
 def _values(schema: dict[str, Any]) -> str:
     options = [part for part in schema.get("anyOf", [schema]) if part.get("type") != "null"]
-    text = " or ".join(_option(part) for part in options)
-    for value in schema.get("instruments", ()):
-        text = text.replace(f"`{value}`", f"`{value}` (*instrument*)")
-    return text
+    return " or ".join(_option(part) for part in options)
 
 
 def _option(part: dict[str, Any]) -> str:

@@ -7,6 +7,9 @@ NONE = "none"  # the shape of a step that drafts nothing
 
 Shape = Literal["chain", "tree-static", "tree-adaptive", "none"]
 
+# The least and the greatest depth of adaptive trees (SAGE, section 5.1).
+ADAPTIVE_DEPTHS = (3, 8)
+
 Cap = tuple[int, int, int]  # first batch size, last, most tokens per step: a row of vLLM's own schedule
 
 

@@ -57,13 +57,10 @@ class SchedulerControl:
 
     def _option(self, plan: Plan) -> Option:
         """Return a plan as the controller knows it; with a drafter process of its own no draft forward runs here."""
-        is_parallel, tree = self._config.is_parallel, self._config.tree
-        num_levels = {
-            "chain": lambda: plan.num_tokens,
-            "tree-static": lambda: max(map(len, tree.static_paths)),
-            "tree-adaptive": lambda: min(plan.num_tokens, tree.depth_max),
-        }[plan.shape]()
-        return Option(*plan, 0 if is_parallel else num_levels, plan.shape == "chain" and not is_parallel)
+        is_parallel = self._config.is_parallel
+        return Option(
+            *plan, 0 if is_parallel else self._config.depth_of(plan), plan.shape == "chain" and not is_parallel
+        )
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -80,7 +77,7 @@ class SchedulerControl:
             modality = "image" if feature.modality == "image" else "video"
             size = feature.mm_position.length
             num_visual[modality] += size
-            num_kept += size * (1 - self._config.prune.ratio_for(modality))
+            num_kept += size * (1 - self._config.ratio_for(modality))
         total, params = sum(num_visual.values()), request.sampling_params
         label, num_tokens = class_label(num_visual["video"], num_visual["image"]), request.num_tokens
         is_sampled = params is not None and params.temperature > _GREEDY

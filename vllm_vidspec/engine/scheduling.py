@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 
 from vllm_vidspec import metrics
 from vllm_vidspec.adapt import Bandit, Decision
-from vllm_vidspec.config import AUTO, METHOD, PruneKnobs, VidSpecConfig, flatten
+from vllm_vidspec.config import AUTO, METHOD, PruneKnobs, VidSpecConfig
 from vllm_vidspec.engine.compat import scheduler as compat
 from vllm_vidspec.engine.control import SchedulerControl
 from vllm_vidspec.errors import VidSpecError, quoted
@@ -33,6 +33,8 @@ _SAVE_EVERY = 64  # requests between two saves
 LIMIT, SHAPE = HERE = ("num_speculative_tokens", "draft_shape")  # knobs that are changed here and not in the workers
 _UNDER_WAY = 16  # steps at the same time, at most: pipeline stages
 _POLL_S = 0.2  # between two readings of the worker's counters
+# Within the first, `max_draft_failures` failures of the draft switch speculation off for the second.
+FAILURE_WINDOW_S = COOLDOWN_S = 60.0
 
 
 def way_of(sampling: Any) -> int:
@@ -59,7 +61,7 @@ class SchedulerSide:
         self._scheduler = scheduler
         self._config, self._vllm_config, self._most = config, vllm_config, config.num_speculative_tokens
         self._file = open_for(vllm_config)
-        self._ways = _Ways(config, self._file) if len(config.prune.variants) > 1 else None
+        self._ways = _Ways(config, self._file) if len(config.variants) > 1 else None
         # vLLM's own table of tokens by batch size; None: always K.
         self._table: list[int] | None = scheduler.dynamic_sd_lookup
         # Data-parallel engines need one number of tokens in every step.
@@ -130,9 +132,9 @@ class SchedulerSide:
         if LIMIT in knobs:
             self._limit = knobs[LIMIT]
             self._publish()
-        if self._ways is not None and "pruner" in flatten(left):
+        if self._ways is not None and "pruner" in left:
             # With one fixed pruner nothing is chosen here, and nothing learned.
-            self._ways.is_on = flatten(left)["pruner"] == AUTO
+            self._ways.is_on = left["pruner"] == AUTO
 
     def _controlled(self, config: VidSpecConfig) -> SchedulerControl:
         """Return a controller that has learned nothing yet; requests that run get what it drafts for all."""
@@ -183,7 +185,7 @@ class _Breaker:
 
     def __init__(self, config: VidSpecConfig, file: metrics.MetricsFile):
         self._file = file  # which counts the worker's failures
-        self._most, self._window_s, self._rest_s = config.max_draft_failures, config.failure_window_s, config.cooldown_s
+        self._most = config.max_draft_failures
         self.is_open = False  # whether speculation is off
         self._failures: deque[float] = deque()
         self._num_known = 0
@@ -205,17 +207,17 @@ class _Breaker:
         count = self._file.value("draft_failures")
         self._failures.extend([now] * (count - self._num_known))
         self._num_known = count
-        while self._failures and self._failures[0] < now - self._window_s:
+        while self._failures and self._failures[0] < now - FAILURE_WINDOW_S:
             self._failures.popleft()
         if len(self._failures) < self._most:
             return False
-        self.is_open, self._until = True, now + self._rest_s
+        self.is_open, self._until = True, now + COOLDOWN_S
         self._file.add("cooldowns")
         logger.error(
             "vidspec: the draft has failed %d times within %g s: speculation is off for %g s",
             len(self._failures),
-            self._window_s,
-            self._rest_s,
+            FAILURE_WINDOW_S,
+            COOLDOWN_S,
         )
         return True
 
@@ -224,12 +226,12 @@ class _Ways:
     """`pruner: auto`: gives each request a pruner, and learns from how many tokens its verify steps emit."""
 
     def __init__(self, config: VidSpecConfig, file: metrics.MetricsFile | None):
-        self._prune, self._num_drafts, self._file = config.prune, config.num_speculative_tokens, file
-        self._bandit = Bandit([(way.pruner, way.ratio) for way in config.prune.variants], seed=config.prune.seed)
+        self._prune, self._num_drafts, self._file = config, config.num_speculative_tokens, file
+        self._bandit = Bandit([(way.pruner, way.prune_ratio) for way in config.variants])
         self.is_on = True  # whether requests are given ways
         self._running: dict[str, list[int]] = {}  # by request: its way, tokens and verify steps
         self._num_visual = self._num_media = 0  # tokens of images and videos, of so many requests that had any
-        self._path, self._num_unsaved = config.prune.auto_file, 0
+        self._path, self._num_unsaved = config.auto_file, 0
         if self._path is not None and os.path.exists(self._path):
             self._restore(self._path)
 
@@ -270,7 +272,7 @@ class _Ways:
 
     def _costs(self) -> list[float] | None:
         """Return by way the bytes that a step loads, over those of a step without drafts; None if not known."""
-        ratios = {way.ratio for way in self._prune.variants}
+        ratios = {way.prune_ratio for way in self._prune.variants}
         if self._file is None or len(ratios) == 1:
             return None
         known = self._file.value
@@ -280,7 +282,7 @@ class _Ways:
         visual = self._num_visual / max(1, self._num_media)
         per_token = known("draft_kv_bytes_per_token")
         return [
-            1 + self._num_drafts * (draft + per_token * visual * (1 - way.ratio)) / target
+            1 + self._num_drafts * (draft + per_token * visual * (1 - way.prune_ratio)) / target
             for way in self._prune.variants
         ]
 
@@ -299,7 +301,7 @@ class _Ways:
         if self._path is None:
             return
         best: PruneKnobs = self._prune.variants[self._bandit.best(self._costs())]
-        config = {"pruner": best.pruner, "prune_ratio": best.ratio}
+        config = {"pruner": best.pruner, "prune_ratio": best.prune_ratio}
         made = ""
         try:
             folder = os.path.dirname(os.path.abspath(self._path))

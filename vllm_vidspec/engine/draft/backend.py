@@ -117,7 +117,7 @@ class LocalBackend(DraftBackend):
             self._attention,
             encoder_cache.encoder_outputs if shares else {},
             allocation,
-            fills_trees=is_async if config.tree.fill is None else config.tree.fill,
+            fills_trees=is_async if config.tree_fill is None else config.tree_fill,
             take_trees=None if self._trees is None else self._trees.take,
             pixels=self._pixels,
         )

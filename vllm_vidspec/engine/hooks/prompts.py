@@ -116,7 +116,7 @@ class Guidance(TargetHook):
         """Begin to observe a request, if there is anything to choose in it."""
         if request.has_embeds:
             return  # its tokens mean nothing, and the draft will refuse it
-        way = self.knobs.current.prune.variant(request.prune_variant)
+        way = self.knobs.current.variant(request.prune_variant)
         if self.need not in get_pruner(way.pruner).needs:
             return  # another hook observes it, or nobody
         if items := self._choosable(request.features, way):
