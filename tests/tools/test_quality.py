@@ -38,8 +38,7 @@ def test_settings_of_the_default_sweep():
 def test_loose_has_every_combination():
     what = Quality(scorers=("loose", "strict"), lambdas=(0.6, 0.1), relevance_rows=("prediction",))
     assert names(what) == [
-        *("strict", "loose 0.6 pred", "loose 0.1 pred", "loose 0.6 N1 pred", "loose 0.1 N1 pred"),
-        *("loose 0.6 shift pred", "loose 0.1 shift pred", "loose 0.6 N1 shift pred", "loose 0.1 N1 shift pred"),
+        *("strict", "loose 0.6 pred", "loose 0.1 pred", "loose 0.6 shift pred", "loose 0.1 shift pred"),
     ]
 
 
@@ -115,7 +114,7 @@ def test_rows_say_what_was_measured(sessions):
     assert loose["tokens_per_caption"] == num_tokens / 3
     assert loose["delivered_length"] == (num_tokens - 3) / 100, "a request's first token comes from its prefill"
     knobs = ("lambda_loose", "position_shift", "fly_entropy")
-    assert [loose[name] for name in knobs] == [0.5, 10, False, None]
+    assert [loose[name] for name in knobs] == [0.5, False, None]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +158,7 @@ def test_command_writes_table_and_files(sessions, tmp_path):
         *("--plot", str(files["svg"]), "--json", str(files["json"])),
     )
     assert result.exit_code == 0, result.output
-    assert result.stdout.count("loose 0.7 N1") == 6
+    assert result.stdout.count("loose 0.7 shift") == 3
     for words in ("qwen2.5-vl, temperature 0 ", "temperature 1, independent noise", "At least 98 % kept", "kept"):
         assert words in result.stdout, words
     assert "…" not in result.stdout, "80 columns are enough"

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError, field_validator, model_validator
 
 from vllm_vidspec.config.fields import AUTO, Fields, ParallelKnobs
-from vllm_vidspec.config.schedule import ADAPTIVE_DEPTHS, NONE, Cap, Plan, PlanRow, capped, check_table, without_gaps
+from vllm_vidspec.config.schedule import ADAPTIVE_DEPTHS, Cap, Plan, PlanRow, capped, check_table, without_gaps
 from vllm_vidspec.config.spelling import explain, refusal
 from vllm_vidspec.errors import VidSpecError, quoted
 

@@ -28,9 +28,9 @@ def refusal(problems: Sequence[str]) -> VidSpecError:
 
 
 def explain(error: ValidationError) -> list[str]:
-    """Return what a validation error says, a line for each field."""
+    """Return what a validation error says of each field, unknown ones first."""
     parts = []
-    for item in error.errors():
+    for item in sorted(error.errors(), key=lambda item: item["type"] != "extra_forbidden"):
         where, value = list(map(str, item["loc"])), item["input"]
         if where[:1] != ["parallel"]:  # whoever reads it need not know which of a union's types is meant
             where[1:] = filter(str.isalnum, where[1:])

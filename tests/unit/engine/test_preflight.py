@@ -333,7 +333,7 @@ WRONG = [
     ({"parallel": {"device": "gpu1"}}, "speculative config: parallel.device: expected cpu or cuda:N"),
     (
         {"parallel": "cuda:1"},
-        'speculative config: parallel: expected an object of fields, such as {"device": "cuda:1"}',
+        'speculative config: parallel: expected an object, such as {"device": "cuda:1"}',
     ),
     ({"prune_ratio": 2, "pruner": "x", "scorer": "y", "foo": 1}, "speculative config: unknown key 'foo'; "),
 ]
