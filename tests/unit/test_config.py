@@ -109,6 +109,10 @@ REFUSED = [
         {"request_scorers": ["fly"], "scorer": "loose", **STATIC, "parallel": {"device": "cpu"}},
         *("leaves out the server's own scorer", "parallel drafting streams a chain", "must be 25, not 5"),
     ),
+    (
+        {"request_scorers": ["fly"], "scorer": "loose", **STATIC, "tree_paths": [[1]]},
+        *("leaves out the server's own scorer", "without its better sibling"),
+    ),
     ({"qqqqqqqq": 1, "prune_ratio": float("nan"), "lambda_r": 3}, "'qqqqqqqq'", "prune_ratio: ", "lambda_r: "),
     # Catches: what has no effect, and is accepted.
     ({"draft_table": [[1, 4, "chain", 5]]}, 'draft_table needs "draft_shape": "auto", this is \'chain\''),

@@ -50,8 +50,13 @@ class VidSpecConfig(Fields):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "VidSpecConfig":
-        if problems := "; ".join(self._contradictions()):
-            raise ValueError(problems)
+        problems: list[str] = []
+        try:
+            problems.extend(self._contradictions())
+        except ValueError as error:  # of a table or a tree that is none: what follows from it cannot be looked at
+            problems.append(str(error))
+        if problems:
+            raise ValueError("; ".join(problems))
         return self
 
     def _contradictions(self) -> Iterator[str]:
@@ -178,11 +183,8 @@ class VidSpecConfig(Fields):
         if self.state_bytes is None:
             return None
         kept = {"guidance": any(way.pruner == "uv" for way in self.variants), "relevance": "loose" in self.scorers}
-        return (
-            self.state_bytes
-            * _STATE_PARTS[what]
-            // sum(share for name, share in _STATE_PARTS.items() if kept.get(name, True) or name == what)
-        )
+        whole = sum(parts for name, parts in _STATE_PARTS.items() if kept.get(name, True) or name == what)
+        return self.state_bytes * _STATE_PARTS[what] // whole
 
     def changed(self, knobs: Mapping[str, Any]) -> "VidSpecConfig":
         """Return this configuration with some knobs changed; no calibration is read again."""
