@@ -32,7 +32,7 @@ VIDEO_TOKENS = 256  # of a whole video of the bundled pair
 KEPT = 4  # videos of each length
 WAVES = 6  # of sixteen requests each, in a round of mixed traffic
 SPEC = {"num_speculative_tokens": 5, "pruner": "specvlm", "adaptive_tokens": True}
-ROLES = {VANILLA: VANILLA, POLICY: POLICY, "chain of 5": 5}
+ROLES: dict[str, str | int] = {VANILLA: VANILLA, POLICY: POLICY, "chain of 5": 5}
 SAMPLING = {"temperature": 0.0, "ignore_eos": True}
 
 

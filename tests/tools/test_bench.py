@@ -63,7 +63,7 @@ def test_each_shape_has_its_own_number_of_tokens(engines):
     shapes = [("chain", 5), ("tree-static", 25), ("tree-adaptive", 64)]
     rows = bench("--draft-shape", "chain,tree-static,tree-adaptive")["rows"]
     assert [(row["drafting"], row["num_speculative_tokens"]) for row in rows] == shapes
-    assert [(spec["draft"], spec["num_speculative_tokens"]) for spec in specs(engines)[1:]] == shapes
+    assert [(spec["draft_shape"], spec["num_speculative_tokens"]) for spec in specs(engines)[1:]] == shapes
     for name, value in (("nodes", 5.0), ("depth", 4.0), ("draft_forwards", 5.0)):
         assert {row[f"{name}_per_step"] for row in rows} == {value}
     assert {row["max_acceptance_length"] for row in rows} == {5.0}
@@ -72,9 +72,9 @@ def test_each_shape_has_its_own_number_of_tokens(engines):
 
 
 def test_knobs_and_scheduling_are_those_of_all_rows(engines):
-    given = ("--knob", "tree_history=0", "--knob", "tree-lookahead=false", "--knob", 'quantization="fp8"')
+    given = ("--knob", "max_draft_failures=3", "--knob", "tree-fill=true", "--knob", 'quantization="fp8"')
     rows = bench("--drafting", "tree-adaptive", "--prune-ratio", "0.5,0.9", *given, "--sync-scheduling")["rows"]
-    knobs = {"tree_history": 0, "tree_lookahead": False, "quantization": "fp8"}
+    knobs = {"max_draft_failures": 3, "tree_fill": True, "quantization": "fp8"}
     assert [row["knobs"] for row in rows] == [knobs] * 2
     for session, spec in zip(engines.sessions, specs(engines), strict=True):
         assert session.job["llm"]["async_scheduling"] is False, "vanilla too: its time stands beside"
@@ -107,8 +107,8 @@ def test_table_and_files(engines, tmp_path, monkeypatch):
         assert words in result.stdout, words
     assert "nodes" not in result.stdout
     assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 2
-    trees = invoke("bench", "acceptance", "--drafting", "chain,tree-adaptive", "--knob", "tree_history=0")
-    for words in ("tree-adaptive", "64", "sync scheduling", "nodes", "tree_history 0"):
+    trees = invoke("bench", "acceptance", "--drafting", "chain,tree-adaptive", "--knob", "tree_fill=true")
+    for words in ("tree-adaptive", "64", "sync scheduling", "nodes", "tree_fill true"):
         assert words in " ".join(trees.stdout.split()), words
     ran = len(engines.sessions)
     assert invoke(*options, "--json", str(tmp_path / "no" / "x")).exit_code == 2
