@@ -50,11 +50,6 @@ def token_ids(rounds: Sequence[dict[str, Any]]) -> list[list[int]]:
     return [answer["token_ids"] for one in rounds for answer in one["answers"]]
 
 
-def median_error(values: Sequence[float]) -> float:
-    """Return twice the standard error of the median of values, 0 for one."""
-    return 2 * 1.25 * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-
-
 def by_round(one: dict[str, Any]) -> dict[str, float]:
     """Return the figures of one round: decoded tokens over the span of its decode, the mean time of a token of one
     answer, and the mean time to first token.
