@@ -1,6 +1,5 @@
 """What the GPU runner measures: kernels beside their floors and peers, engines of real shapes with made-up weights."""
 
-import importlib
 import importlib.util
 import statistics
 import time
@@ -20,16 +19,10 @@ def kernel_rows(context: Context, kernel: str) -> None:
     """Write a row for each size and implementation of a kernel, as `python -m benchmarks.kernels` measures it."""
     from benchmarks.kernels import timing
 
-    module = importlib.import_module(f"benchmarks.kernels.{kernel}")
-    axes, rounds = (module.TINY, 1) if context.dry_run else (module.AXES, module.ROUNDS)
-    for size in timing.sizes_of(axes, []):
-        keys = {"kernel": kernel, "case": " ".join(f"{name}={value}" for name, value in size.items())}
-        case = module.case(**size)
-        if context.dry_run:  # the reference would index with masks that nothing has computed
-            case.calls.pop("torch", None)
-        for row in timing.rows_of(case, rounds):
-            outcome = "refused" if row["median"] is None else "measured"
-            context.write({"outcome": outcome, "reason": row["note"]} | keys | row)
+    # In a dry run the reference would index with masks that nothing has computed.
+    dry = {"rounds": 1, "tiny": True, "skipped": "torch"} if context.dry_run else {}
+    for row in timing.rows(kernel, **dry):
+        context.write({"outcome": "refused" if row["median"] is None else "measured", "reason": row["note"]} | row)
 
 
 def llm_kwargs(
@@ -128,8 +121,8 @@ def engine_rows(context: Context, method: str) -> None:
             except harness.NotAllDraftError as error:  # they do not fit, and no more do
                 context.write(common | {"outcome": "refused", "reason": str(error)})
                 return
-            client = getattr(running.runner, "drafter_client", None)
-            draft_ms = client and float(client.tables.draft_us[batch]) / 1e3
+            supervisor = getattr(running.runner, "drafter_supervisor", None)
+            draft_ms = supervisor and float(supervisor.tables.draft_us[batch]) / 1e3
             context.write(common | row | rate_of(planned, batch, row["step_ms"], draft_ms))
 
 

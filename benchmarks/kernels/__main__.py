@@ -17,7 +17,7 @@ import json
 from typing import Any
 
 from benchmarks.kernels import KERNELS
-from benchmarks.kernels.timing import ON_GPU, rows_of, sizes_of
+from benchmarks.kernels.timing import rows
 from vllm_vidspec.tools.provenance import provenance
 
 
@@ -30,21 +30,18 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--rounds", type=int, help="calls of each implementation per case")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(argv)
-    modules = {kernel: importlib.import_module(f"benchmarks.kernels.{kernel}") for kernel in options.kernels}
-    axes = {name for module in modules.values() for name in module.AXES}
+    axes = {name for kernel in options.kernels for name in importlib.import_module(f"benchmarks.kernels.{kernel}").AXES}
     if unknown := {text.partition("=")[0] for text in options.sizes} - axes:
         parser.error(f"no axis {', '.join(sorted(unknown))}; there are {', '.join(sorted(axes))}")
-    rows: list[dict[str, Any]] = []
-    for kernel, module in modules.items():
-        for size in sizes_of(module.AXES if ON_GPU else module.TINY, options.sizes):
-            label = {"kernel": kernel, "case": " ".join(f"{name}={value}" for name, value in size.items())}
-            for row in rows_of(module.case(**size), options.rounds or module.ROUNDS):
-                rows.append(label | row)
-                if not options.json:
-                    show(rows[-1])
+    found: list[dict[str, Any]] = []
+    for kernel in options.kernels:
+        for row in rows(kernel, options.sizes, options.rounds):
+            found.append(row)
+            if not options.json:
+                show(row)
     if options.json:
-        print(json.dumps({"rows": rows, "provenance": provenance()}))
-    return rows
+        print(json.dumps({"rows": found, "provenance": provenance()}))
+    return found
 
 
 def show(row: dict[str, Any]) -> None:

@@ -1,9 +1,10 @@
 """How a kernel is timed beside its peers: a case, calls in turn, and the floor of the device at that minute."""
 
+import importlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +64,7 @@ def rates(dtype: torch.dtype, size: int) -> tuple[float, float]:
     return 2 * _COPY_BYTES / times["copy"][0], 2 * size**3 / times["product"][0]
 
 
-def rows_of(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
+def _rows_of(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
     found = {impl: result(case.calls[impl]()).float().clone() for impl, result in case.results.items()}
     differences = {impl: float((result - next(iter(found.values()))).abs().max()) for impl, result in found.items()}
     bandwidth, rate = rates(case.dtype, _PRODUCT_SIZE)
@@ -86,7 +87,7 @@ def rows_of(case: Case, rounds: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def sizes_of(axes: dict[str, list[Any]], given: list[str]) -> Iterator[dict[str, Any]]:
+def sizes_of(axes: dict[str, list[Any]], given: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield every combination of the axes' values, of which "name=value,value" replaces those of its axis."""
     axes = dict(axes)
     for name, _, values in (text.partition("=") for text in given):
@@ -94,3 +95,19 @@ def sizes_of(axes: dict[str, list[Any]], given: list[str]) -> Iterator[dict[str,
             axes[name] = [type(axes[name][0])(value) for value in values.split(",")]
     for values in itertools.product(*axes.values()):
         yield dict(zip(axes, values, strict=True))
+
+
+def rows(
+    kernel: str, given: Sequence[str] = (), rounds: int | None = None, tiny: bool = not ON_GPU, skipped: str = ""
+) -> Iterator[dict[str, Any]]:
+    """Measure a kernel; yield a row for each case and implementation but the one that is `skipped`.
+
+    `given` replaces sizes as in `sizes_of`, `rounds` those of the kernel's file.
+    """
+    module = importlib.import_module(f"benchmarks.kernels.{kernel}")
+    for size in sizes_of(module.TINY if tiny else module.AXES, given):
+        keys = {"kernel": kernel, "case": " ".join(f"{name}={value}" for name, value in size.items())}
+        case = module.case(**size)
+        case.calls.pop(skipped, None)
+        for row in _rows_of(case, rounds or module.ROUNDS):
+            yield keys | row

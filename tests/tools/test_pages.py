@@ -182,7 +182,8 @@ IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 @pytest.mark.parametrize("name,whole", [("null-gpu", False), ("null-gpu-whole", True)])
 def test_null_gpu_table_is_what_was_measured(name, whole):
-    assert report.section(results.read(name), whole) in (ROOT / "docs" / "gpu.md").read_text()
+    section = report.section(results.read(name), whole)
+    assert sum(section in page.read_text() for page in PAGES) == 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
