@@ -47,7 +47,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from benchmarks import harness, inflation, quality, ratios, reel
+from benchmarks import harness, inflated, inflation, quality, reel
 from benchmarks.captions import accuracy, auc, pooled
 from benchmarks.harness import DecodeLoop
 from benchmarks.methods import parallel_window
@@ -173,7 +173,7 @@ def padding(pads: float, tokens: int, family: str) -> int:
     if not pads:
         return 0
     models = [pairs.checkpoint(family, role) for role in ("target", "draft")]
-    path = inflation.cache_folder() / f"steps-{ratios.key_of(models, ['long', tokens])}.json"
+    path = inflation.cache_folder() / f"steps-{inflated.key_of(models, ['long', tokens])}.json"
 
     def points(drafts: bool, target_layers: int, draft_layers: int) -> dict[str, Any]:
         made = job(tokens, range(3), WHOLE if drafts else None, target_layers, family)
@@ -182,7 +182,7 @@ def padding(pads: float, tokens: int, family: str) -> int:
             spec["model"] = str(inflation.inflate(spec["model"], draft_layers))
         return made
 
-    times = ratios.step_times(points, path, {"temperature": 0.0, "max_tokens": 64}, 3)
+    times = inflated.step_times(points, path, {"temperature": 0.0, "max_tokens": 64}, 3)
     return times.layers_for(pads)[0]
 
 
