@@ -44,7 +44,7 @@ from benchmarks.session import BenchSession, Played
 from vllm_vidspec import assets
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.bench.acceptance import identical_frac
-from vllm_vidspec.tools.bench.trials import SEQUENTIAL, VANILLA_VARIANT, Variant, Workload
+from vllm_vidspec.tools.bench.speed import SEQUENTIAL, VANILLA_VARIANT, Variant, Workload
 from vllm_vidspec.tools.progress import silent
 from vllm_vidspec.tools.provenance import provenance
 

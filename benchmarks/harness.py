@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,7 @@ def command(doc: str | None, measure: Callable[[argparse.Namespace], Iterable[Ro
     return rows
 
 
-def cases(doc: str | None, known: dict[str, tuple[Callable[[argparse.Namespace], Iterable[Row]], Row]]) -> list[Row]:
+def cases(doc: str | None, known: Mapping[str, tuple[Callable[[argparse.Namespace], Iterable[Row]], Row]]) -> list[Row]:
     """Run one of several cases, the first word of the command line; each has what measures it, and its options."""
     if len(sys.argv) < 2 or sys.argv[1] not in known:
         raise SystemExit(f"{doc}\nCases: {', '.join(known)}; each has --help.")

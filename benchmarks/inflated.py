@@ -9,8 +9,8 @@ from benchmarks.methods import METHODS, STOCK
 from benchmarks.session import BenchSession
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.bench import interleaved
-from vllm_vidspec.tools.bench.trials import (
+from vllm_vidspec.tools.bench import speed
+from vllm_vidspec.tools.bench.speed import (
     PARALLEL,
     SELF_DRAFT,
     VANILLA_VARIANT,
@@ -72,7 +72,7 @@ class InflatedBenchmark(Benchmark):
             raise VidSpecError(
                 f"--inflate {wrong[0]:g}: a ratio of target time to draft time is at least 1 (0: as it is)"
             )
-        interleaved.check(self, self.inflate)
+        speed.check(self, self.inflate)
         if any(self.inflate) and any(draft_model(one, self.draft) == SELF_DRAFT for one in self.families):
             raise VidSpecError(f"--inflate: with --draft {SELF_DRAFT} there is no ratio to reach: layers slow both")
 

@@ -49,21 +49,18 @@ import torch
 
 from benchmarks import harness, inflation, quality, ratios, reel
 from benchmarks.captions import accuracy, auc, pooled
-from benchmarks.decode_steps import DecodeLoop
+from benchmarks.harness import DecodeLoop
 from benchmarks.methods import parallel_window
+from benchmarks.pages.results import NAMES, RESULTS, mean_length
 from benchmarks.session import BenchSession
 from benchmarks.small_cases import Stopwatch
 from benchmarks.training.train_long import Reader
-from vidspec_tools.pages.long_videos import draw
-from vidspec_tools.pages.pruners import NAMES, mean_length
-from vidspec_tools.pages.tables import RESULTS
 from vllm_vidspec import assets
 from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.planning import pool
-from vllm_vidspec.planning.models import from_folder, target_shape
+from vllm_vidspec.planning.shapes import from_folder, target_shape
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.bench.rows import draft_ms
-from vllm_vidspec.tools.bench.trials import cores
+from vllm_vidspec.tools.bench.speed import cores, draft_ms
 from vllm_vidspec.tools.provenance import provenance
 
 FAMILY = assets.LONG
@@ -71,7 +68,6 @@ MAX_TOKENS = 160
 WHOLE, BLIND = {"pruner": "none", "prune_ratio": 0.0}, {"pruner": "uniform", "prune_ratio": 1.0}
 PRUNERS = ("specvlm", "specvlm:stride", "uv", "uniform", "uniform:stride", "random")
 SHORT = 256  # video tokens of a pair that is not long
-FIGURE = "docs/long-videos.png"
 
 
 def job(
@@ -144,8 +140,6 @@ def acceptance(args: argparse.Namespace) -> Iterator[harness.Row]:
                     save(data)
                     same = statistics.mean(one["is_identical"] for one in points[name])
                     yield {"tokens": tokens, "setting": name, "length": mean_length(points[name]), "identical": same}
-    if is_long:
-        draw(FIGURE)
 
 
 def acceptance_of(answer: dict[str, Any], vanilla: list[int], kind: str) -> dict[str, Any]:
@@ -166,7 +160,7 @@ def speed_points(args: argparse.Namespace, pads: float) -> dict[str, dict[str, A
     found: dict[str, dict[str, Any] | None] = {"vanilla": None, "whole": WHOLE, "blind": BLIND}
     found |= {pruner: {"pruner": pruner, "prune_ratio": 0.9} for pruner in args.pruners}
     place = {"device": "cpu", "cpu_cores": str(cores()[-1])}
-    for pruner in args.parallel:
+    for pruner in filter(None, args.parallel):
         in_turns = WHOLE if pruner == "whole" else {"pruner": pruner, "prune_ratio": 0.9}
         found[f"parallel {pruner}"] = {**in_turns, "parallel": place, "num_speculative_tokens": parallel_window(pads)}
     if args.adaptive:
@@ -327,9 +321,12 @@ def memory(options: argparse.Namespace) -> Iterator[harness.Row]:
         row = modelled(options.budget_mib, target, draft, tokens, setting)
         yield {"pair": FAMILY, **row, "running": running, "drafting": drafting}
     for names in PAIRS:
-        sizes = [target_shape(f"Qwen2.5-VL-{name}").kv_bytes_per_token for name in names]
+        target, draft = (target_shape(f"Qwen2.5-VL-{name}").kv_bytes_per_token for name in names)
         for setting in options.setting:
-            yield {"pair": f"Qwen2.5-VL {' + '.join(names)}", **modelled(PAIRS_BUDGET_MIB, *sizes, tokens, setting)}
+            yield {
+                "pair": f"Qwen2.5-VL {' + '.join(names)}",
+                **modelled(PAIRS_BUDGET_MIB, target, draft, tokens, setting),
+            }
 
 
 # ---- LVSpec's score --------------------------------------------------------------------------------------------------
@@ -545,41 +542,23 @@ def steps(options: argparse.Namespace) -> Iterator[harness.Row]:
             }
 
 
-# Case -> what measures it, and its options.
+_ALL = {"family": FAMILY, "pruners": list(PRUNERS), "again": False, "requests": 48}  # again: what the file has, too
+_LENGTHS = [256, 1024, 4096, 16384]
+# Case -> what measures it, and its options. `compacted`: pruners to measure with the draft's positions renumbered, too;
+# `padded_at`: video tokens at which the padding is measured; `parallel`: "whole" or pruners, with the drafter on a core
+# of its own; `adaptive`: also with the policy, as by default; `at_once`: engines beside vanilla that are in memory.
 CASES: dict[str, tuple[Callable[[argparse.Namespace], Iterator[harness.Row]], dict[str, Any]]] = {
-    "acceptance": (
-        acceptance,
-        {
-            "family": FAMILY,
-            "tokens": [256, 1024, 4096, 16384],
-            "shares": [0.5, 0.8, 0.9, 0.95, 0.99],
-            "pruners": list(PRUNERS),
-            "compacted": [""],  # pruners to measure with the draft's positions renumbered, too
-            "again": False,  # measure also what the file has
-            "requests": 48,
-        },
-    ),
+    "acceptance": (acceptance, {"tokens": _LENGTHS, "shares": [0.5, 0.8, 0.9, 0.95, 0.99], "compacted": [""]} | _ALL),
     "speed": (
         speed,
-        {
-            "family": FAMILY,
-            "tokens": [256, 1024, 4096, 16384],
-            "pruners": list(PRUNERS),
-            "pads": [0.0],
-            "padded_at": 1024,  # video tokens at which the padding is measured
-            "parallel": [""],  # "whole" or pruners, with the drafter on a core of its own
-            "adaptive": False,  # also with the policy, as by default
-            "again": False,
-            "requests": 48,
-            "at_once": 3,  # engines beside vanilla that are in memory together
-        },
+        {"tokens": _LENGTHS, "pads": [0.0], "padded_at": 1024, "parallel": [""], "adaptive": False, "at_once": 3}
+        | _ALL,
     ),
     "memory": (memory, {"tokens": 16384, "budget_mib": 512, "setting": ["whole", "pruned", "sized"]}),
     "curve": (curve, {"tokens": 1024, "requests": 24, "temperature": [0.0], "draft_noise": ["shared"]}),
     "score": (score, {"tokens": 1024, "requests": 24}),
     "steps": (steps, {"tokens": [1024, 4096, 16384], "setting": list(SETTINGS), "steps": 30}),
 }
-
 
 if __name__ == "__main__":
     harness.cases(__doc__, CASES)

@@ -1,4 +1,4 @@
-"""Made-up checkpoints: the shapes of published models (`vllm_vidspec.planning.models`) without their weights.
+"""Made-up checkpoints: the shapes of published models (`vllm_vidspec.planning.shapes`) without their weights.
 
 Standard library only. A directory holds the bundled pair's tokenizer and processor and a `config.json`; vLLM fills the
 weights in itself (`load_format="dummy"`).
@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_vidspec import assets
-from vllm_vidspec.planning.models import KNOWN
-from vllm_vidspec.planning.shapes import ModelShape
+from vllm_vidspec.planning.shapes import KNOWN, ModelShape
 
 SHAPES: dict[str, ModelShape] = {shape.name: shape for shape in KNOWN}
 # What else `config.json` has: of the text model by family, of the tower by model.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from vllm_vidspec.tools.bench.trials import PARALLEL, SEQUENTIAL, WINDOW, Variant
+from vllm_vidspec.tools.bench.speed import PARALLEL, SEQUENTIAL, WINDOW, Variant
 
 STOCK = "stock"  # vLLM's own way to draft, without us
 CONTROLLER = "controller"  # drafts what its controller decides
@@ -124,7 +124,7 @@ COLUMNS = ("published_acceptance_length", "published_speedup", "published_tau", 
 
 
 def figure(family: str, method: str) -> dict[str, str | float | None]:
-    """Return the columns of a row of `bench paper`; None where nothing is published of the method for the family."""
+    """Return the columns of a row of `paper`; None where nothing is published of the method for the family."""
     found = FIGURES.get(family, {}).get(method)
     if found is None:
         return dict.fromkeys(COLUMNS)

@@ -14,8 +14,8 @@ from benchmarks.methods import METHODS, STOCK, figure
 from vllm_vidspec.cli import options, running
 from vllm_vidspec.cli.bench import measure
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools.bench import interleaved
-from vllm_vidspec.tools.bench.trials import VANILLA, Variant, Workload
+from vllm_vidspec.tools.bench import speed
+from vllm_vidspec.tools.bench.speed import VANILLA, Variant, Workload
 from vllm_vidspec.tools.progress import Report, silent
 
 AUTOREGRESSIVE = "autoregressive"  # what papers call vanilla
@@ -46,12 +46,12 @@ def check(benchmark: PaperBenchmark) -> None:
 
 
 def run(benchmark: PaperBenchmark, report: Report = silent) -> dict[str, Any]:
-    """Return what `interleaved.run` does; vanilla's row is called AUTOREGRESSIVE, and a step of it emits one token.
+    """Return what `speed.run` does; vanilla's row is called AUTOREGRESSIVE, and a step of it emits one token.
 
     On the CPU engine vLLM's own method has no times: its kernels are interpreted there, where ours are compiled.
     """
     check(benchmark)
-    result = interleaved.run(benchmark, report)
+    result = speed.run(benchmark, report)
     is_interpreted = result["provenance"]["device"] == "cpu"
     for row in result["rows"]:
         row |= figure(row["family"], row["method"])

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks import inflation
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools.bench.rows import draft_ms
+from vllm_vidspec.tools.bench.speed import draft_ms
 from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance

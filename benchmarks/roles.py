@@ -8,7 +8,7 @@ a fixed chain is the engine without its controller. Of a request's begin and end
 from typing import Any
 
 from vllm_vidspec.engine.compat.contract import MARK
-from vllm_vidspec.tools.bench.trials import VANILLA
+from vllm_vidspec.tools.bench.speed import VANILLA
 
 # What runs in every step.
 OF_VLLM = ("_update_after_schedule", "update_from_output", "post_step")

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.inflated import InflatedBenchmark
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.bench.trials import Variant, Workload
+from vllm_vidspec.tools.bench.speed import Variant, Workload
 
 VIDEO_TOKENS = 256  # of a whole video of the bundled pairs; LLaVA-OneVision's newline comes on top
 MAX_POSITIONS = 16384  # of the bundled models

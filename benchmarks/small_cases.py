@@ -39,7 +39,7 @@ from benchmarks import harness, inflated, reel
 from vllm_vidspec import assets, metrics
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.bench import trials
+from vllm_vidspec.tools.bench import speed
 
 # ---- auto-pruner -----------------------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ def overheads(options: argparse.Namespace) -> Iterator[harness.Row]:
     """Start an engine for each setting, and yield what a prompt's steps and a verify step take, and their parts."""
     workload = inflated.workload_for(BENCHMARK, FAMILY, options.inflate)
     for name, spec in SETTINGS.items():
-        variant = trials.Variant("vidspec", trials.SEQUENTIAL, {"prune_ratio": 0.9} | spec)
+        variant = speed.Variant("vidspec", speed.SEQUENTIAL, {"prune_ratio": 0.9} | spec)
         with harness.Engine(workload.job(BENCHMARK, variant, [0])["llm"]) as engine:
             watched = Watched(engine)
             for i, prompt in enumerate(harness.videos(FAMILY, range(options.requests + 1))):

@@ -8,7 +8,7 @@ from rich.table import Table
 from benchmarks.captions import GROUPS
 from benchmarks.quality import DRAFT, LOSSY, STRICT, knob, line_name, setting_name
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.tools.bench.trials import PARALLEL
+from vllm_vidspec.tools.bench.speed import PARALLEL
 from vllm_vidspec.tools.bench.views import SPEEDUP, rounds_words
 from vllm_vidspec.tools.tables import Columns, by, by_columns, fill
 

@@ -121,8 +121,8 @@ def engine_rows(context: Context, method: str) -> None:
             except harness.NotAllDraftError as error:  # they do not fit, and no more do
                 context.write(common | {"outcome": "refused", "reason": str(error)})
                 return
-            client = getattr(running.runner, "drafter_client", None)
-            draft_ms = client and float(client.tables.draft_us[batch]) / 1e3
+            supervisor = getattr(running.runner, "drafter_supervisor", None)
+            draft_ms = supervisor and float(supervisor.tables.draft_us[batch]) / 1e3
             context.write(common | row | rate_of(planned, batch, row["step_ms"], draft_ms))
 
 

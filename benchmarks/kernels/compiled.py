@@ -39,7 +39,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks.kernels import launches
 from vidspec_kernels import dispatch
 from vidspec_kernels.limits import DeviceLimits
-from vllm_vidspec.planning.gpus import ARCHITECTURES as ARCHS
+from vllm_vidspec.planning.roofline import ARCHITECTURES as ARCHS
 
 # Warps' registers come in units of 256 a warp, of 65,536; a program's shared memory has 1 KB more than it asks for.
 _REGISTERS, _REGISTER_UNIT, _RESERVED_BYTES, _MAX_PROGRAMS = 65536, 256, 1024, 32

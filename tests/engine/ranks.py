@@ -124,7 +124,7 @@ def parallel(of_target: int, of_drafter: int, num_stages: int = 1) -> dict:
 def server() -> None:
     """Say which processes are the drafter's, and work until killed."""
     engine = start(1, pruner="uniform", parallel={"device": "cpu"}, on_draft_error="raise")
-    print("RESULT " + json.dumps(engine.runner.drafter_client.pids), flush=True)
+    print("RESULT " + json.dumps(engine.runner.drafter_supervisor.pids), flush=True)
     while True:
         engine.generate(harness.videos(FAMILY, 2))
 

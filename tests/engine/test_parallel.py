@@ -27,7 +27,7 @@ PARALLEL = {"device": "cpu"}
 
 
 def drafter(engine: Engine) -> supervisor.DrafterSupervisor:
-    return engine.runner.drafter_client
+    return engine.runner.drafter_supervisor
 
 
 def wait_until(is_so: Callable[[], bool], engine: Engine) -> None:

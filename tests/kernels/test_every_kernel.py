@@ -64,7 +64,7 @@ MUTATIONS = {
             "draft[None, :] == expected[:, None]",
             "draft[:, None] == expected[None, :]"),
         "the first of the longest": ("(depth * RADIX - mismatches)", "(depth * RADIX)"),
-        "placeholders counted": ("tl.where(tl.load(has_draft_ptr + req_state_idx) != 0, num_drafts, 0)", "num_drafts"),
+        "placeholders counted": ("& (tl.load(has_draft_ptr + req_state_idx) != 0)", ""),
         "kept by batch row": ("kept_path_ptr += req_state_idx * kept_stride", "kept_path_ptr += req_idx * kept_stride"),
         "a window one short": ("depth[None, :] == window)", "depth[None, :] == window - 1)"),
     },

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tools.common import Clocks, answer_captions, counters
-from vllm_vidspec.tools.bench import trials
+from vllm_vidspec.tools.bench import speed
 from vllm_vidspec.tools.engine_session import EngineSession
 
 
@@ -65,7 +65,7 @@ def engines(fake_engines):
 def clocks(fake_engines, monkeypatch, tmp_path):
     """The engines of `bench paper` and `bench speed`, on two cores, with nothing measured before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(trials, "cores", lambda: [0, 1])
+    monkeypatch.setattr(speed, "cores", lambda: [0, 1])
     found = Clocks()
     found.sessions = fake_engines(found)
     return found

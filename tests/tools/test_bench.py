@@ -13,7 +13,7 @@ from tools.common import FAMILIES, counters, invoke, printed, refuses
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.bench import acceptance, views
-from vllm_vidspec.tools.bench.trials import VANILLA_VARIANT, Workload
+from vllm_vidspec.tools.bench.speed import VANILLA_VARIANT, Workload
 from vllm_vidspec.tools.engine_session import EngineSession
 
 

@@ -11,7 +11,7 @@ import typer.main
 from null_gpu import report
 from pydantic import BaseModel, Field
 
-from benchmarks import soak, soak_judge
+from benchmarks import soak
 from benchmarks.pages import __main__ as builder
 from benchmarks.pages import configuration, measure, results
 from tests.engine import coexistence
@@ -124,7 +124,7 @@ def test_a_rows_commands_run_and_keep_their_results(monkeypatch, tmp_path):
 
 def test_the_soak_was_long_whole_and_clean():
     result = results.read("reliability-soak")
-    assert soak_judge.is_bad(result, soak.MOST_MB_PER_MIN) == []
+    assert soak.is_bad(result, soak.MOST_MB_PER_MIN) == []
     assert all(row["preemptions"] > 0 for row in result["configs"])
     assert result["minutes"] >= 15 and result["requests"] > 1000
     assert [row["config"] for row in result["configs"]] == ["chain", "tree-static", "tree-adaptive", "parallel"]
@@ -182,7 +182,8 @@ IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 @pytest.mark.parametrize("name,whole", [("null-gpu", False), ("null-gpu-whole", True)])
 def test_null_gpu_table_is_what_was_measured(name, whole):
-    assert report.section(results.read(name), whole) in (ROOT / "docs" / "gpu.md").read_text()
+    section = report.section(results.read(name), whole)
+    assert sum(section in page.read_text() for page in PAGES) == 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

@@ -10,8 +10,8 @@ from tools.common import DECODED, DRAFT_S, TARGET_S, Clocks, invoke, num_layers,
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.bench import interleaved, trials
-from vllm_vidspec.tools.bench.trials import Benchmark, Trial
+from vllm_vidspec.tools.bench import speed
+from vllm_vidspec.tools.bench.speed import Benchmark, Trial
 
 SMALL = ("--requests", "1", "--rounds", "1")
 CHAIN = ("--methods", "SD-chain")
@@ -88,11 +88,11 @@ def test_a_method_that_fails_is_named_and_the_others_go_on(clocks):
     assert [row["method"] for row in found["rows"]] == ["autoregressive", "SD-chain", "SpecVLM"]
     clocks.fails = lambda job, command: VidSpecError("no") if clocks.mode(job) == "vanilla" else None
     with pytest.raises(VidSpecError, match=r"^no$"):  # nothing to compare with
-        interleaved.run(Benchmark())
+        speed.run(Benchmark())
 
 
 def test_only_parallel_drafting_needs_a_second_core(clocks, monkeypatch):
-    monkeypatch.setattr(trials, "cores", lambda: [0])
+    monkeypatch.setattr(speed, "cores", lambda: [0])
     refuses("the parallel drafter needs a core of its own", "-m", "benchmarks.paper")
     assert len(measured(*SMALL, *CHAIN)["rows"]) == 2
 
@@ -147,7 +147,7 @@ def test_measured_times_are_kept_by_machine_and_checkpoint(monkeypatch):
 
 def test_ratio_is_of_the_parallel_drafter_or_the_pairs_draft(clocks):
     """Catches: a ratio measured on the target's forwards as its own draft, or on none."""
-    at_5 = trials.Workload("qwen2.5-vl", 5.0)
+    at_5 = speed.Workload("qwen2.5-vl", 5.0)
     reference = PaperBenchmark().reference(at_5)
     assert (reference.method, reference.spec["num_speculative_tokens"]) == ("ParallelVLM", 10)
     assert PaperBenchmark(methods=("self-SD", "SAGE")).reference(at_5).method == "SAGE"
@@ -215,8 +215,8 @@ def test_vllms_own_method_has_no_times_where_its_kernels_are_interpreted(clocks,
     assert {stock[name] for name in ("speedup", "speedup_p80", "tokens_per_s", "ttft_s", "t_step_ms")} == {None}
     assert stock["stream_length"] is None and stock["prune_ratio"] is None
     assert rows[1]["speedup"] is not None
-    here = interleaved.provenance()
-    monkeypatch.setattr(interleaved, "provenance", lambda: here | {"device": "a GPU"})
+    here = speed.provenance()
+    monkeypatch.setattr(speed, "provenance", lambda: here | {"device": "a GPU"})
     assert measured(*SMALL, "--methods", "stock draft_model")["rows"][-1]["speedup"] == pytest.approx(4 / 1.4)
 
 
@@ -317,6 +317,11 @@ def test_one_setting_beside_vanilla(clocks):
     assert ours["t_step_ms"] == ours["t_step_ms_p99"] == pytest.approx(1e3 * step_s)
     assert (vanilla["request_ms"], ours["request_ms"]) == pytest.approx((200 + 48 * 40, 200 + 12e3 * step_s))
     assert vanilla["draft_decode_ms"] is None and ours["draft_decode_ms"] == pytest.approx(48 * 4)
+    own = [pairs.checkpoint("llava-onevision", role) for role in ("target", "draft")]
+    printed("bench", "speed", *SMALL, "--target", own[0], "--draft", own[1])
+    plain, ours = (session.job["llm"] for session in clocks.sessions[-2:])
+    assert plain["model"] == ours["model"] == own[0] and ours["speculative_config"]["model"] == own[1]
+    assert "lambda_r" not in ours["speculative_config"], "what the bundled pair is calibrated to"
     beside = ("bench", "speed", *SMALL, "--parallel")
     ours = printed(*beside)["rows"][-1]
     assert (ours["mode"], ours["num_speculative_tokens"]) == ("parallel", 5)

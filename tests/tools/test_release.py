@@ -117,6 +117,9 @@ def test_the_package_does_without_what_only_a_clone_has(tmp_path):
     for command in ("bench acceptance", "bench speed", "plan", "show-pruning"):
         args = [sys.executable, "-m", "vllm_vidspec.cli", *command.split(), "--help"]
         assert subprocess.run(args, capture_output=True, cwd=tmp_path, env=env).returncode == 0, command
+    args = [sys.executable, "-m", "vllm_vidspec.cli", "plan", "--batch", "1"]
+    run = subprocess.run(args, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert run.returncode == 0 and "(modelled)" in run.stdout, run.stderr
 
 
 ENTRY_POINTS = {

@@ -5,7 +5,7 @@ import pytest
 from tools.common import ROOT, refuses
 from vllm_vidspec.planning import planner
 from vllm_vidspec.tools import processes
-from vllm_vidspec.tools.bench import trials
+from vllm_vidspec.tools.bench import speed
 
 COMMANDS = ("calibrate", "show-pruning")
 OF_ALL = (
@@ -36,7 +36,7 @@ OF_SEVERAL = (
     *(
         (f"--target {one}{more}", f"--target: no such checkpoint: {one}", commands)
         for one in ("/no/such/target", "some/target", "docs", "README.md")
-        for more, commands in (("", ("bench acceptance", "demo")), (" --draft self", COMMANDS))
+        for more, commands in (("", ("bench acceptance", "bench speed", "demo")), (" --draft self", COMMANDS))
     ),
     (
         "--target vllm_vidspec/assets/qwen2.5-vl/target --draft nowhere",
@@ -143,7 +143,7 @@ CASES += [(command, *case) for command, cases in OF_ONE.items() for case in case
 @pytest.mark.parametrize(("command", "options", "words"), CASES)
 def test_wrong_options_are_one_line_and_exit_2(fake_engines, monkeypatch, command, options, words):
     sessions = fake_engines(lambda *_: None)
-    monkeypatch.setattr(trials, "cores", lambda: [0, 1])
+    monkeypatch.setattr(speed, "cores", lambda: [0, 1])
     monkeypatch.setattr(planner, "plan", lambda *_: pytest.fail("planned before every value was checked"))
     monkeypatch.setattr(processes.VllmServer, "__enter__", lambda _: pytest.fail("a server has started"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

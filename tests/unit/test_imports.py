@@ -27,7 +27,7 @@ HEIGHT = {room: height for height, rooms in enumerate(LAYERS) for room in rooms}
 ENGINE = "vllm_vidspec.engine."
 FLOORS = (
     {"compat", "cpu", "triton_cpu", "requests", "knobs", "agreement", "kv_views", "tree_attention", "draft_backend"}
-    | {"target_pruning", "hints", "policy"},
+    | {"target_pruning", "hints", "policy", "estimates"},
     {"report", "failures"},
     {"hooks", "verify"},
     {"draft", "parallel"},

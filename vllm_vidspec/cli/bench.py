@@ -104,6 +104,7 @@ def acceptance(
 
 def speed(
     family: options.Families = "qwen2.5-vl",
+    target: options.BenchTarget = None,
     draft: options.BenchDraft = "draft",
     pruner: Annotated[str, typer.Option(help="Which tokens the draft sees.")] = "specvlm",
     prune_ratio: options.PruneRatio = 0.9,
@@ -131,7 +132,7 @@ def speed(
     mean, from the engine's counters; the rest is the target's and the host's.
     """
     given = locals()
-    from vllm_vidspec.tools.bench import interleaved as bench
+    from vllm_vidspec.tools.bench import speed as bench
     from vllm_vidspec.tools.bench import views
 
     families = tuple(options.values("--family", family, str))

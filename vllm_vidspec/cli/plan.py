@@ -53,31 +53,31 @@ def plan(
     have measured them), acceptance as given or as published. How far to trust it is in docs/choose-a-draft.md.
     """
     given = locals()
-    from vllm_vidspec.planning import gpus, models, planner, question
+    from vllm_vidspec.planning import candidates, planner, roofline, shapes
     from vllm_vidspec.planning.acceptance import RUNNER_UP, Agreement, agreement_of_positions
     from vllm_vidspec.tools import views
     from vllm_vidspec.tools.provenance import provenance
     from vllm_vidspec.tools.user_files import check_output
 
-    target_shape = models.target_shape(target)
-    draft_shape = models.draft_shape(draft, target_shape)
+    target_shape = shapes.target_shape(target)
+    draft_shape = shapes.draft_shape(draft, target_shape)
     if draft_quantization is not None:
         if draft_shape is target_shape:
             raise VidSpecError("--draft-quantization: a target that drafts for itself has no weights but its own")
         draft_shape = draft_shape.quantised(draft_quantization)
     agreement: Agreement | None = None
-    ratios: tuple[float, ...] = question.RATIOS
+    ratios: tuple[float, ...] = candidates.RATIOS
     if acceptance is not None:
         shares = values("--acceptance", acceptance, float)
         agreement, ratios = agreement_of_positions(shares, RUNNER_UP), (0.9,)
     if prune_ratio is not None:
         ratios = tuple(values("--prune-ratio", prune_ratio, float))
-    shapes = {"target": target_shape, "draft": draft_shape, "gpu": gpus.gpu_named(gpu)}
-    what = options.pick(question.Question, given, **shapes, prune_ratios=ratios, agreement=agreement)
+    asked = {"target": target_shape, "draft": draft_shape, "gpu": roofline.gpu_named(gpu)}
+    what = options.pick(candidates.Question, given, **asked, prune_ratios=ratios, agreement=agreement)
     batches = values("--batch", batch, int)
     if min(batches) < 1:
         raise VidSpecError("--batch: each must be at least 1")
-    question.check(what)
+    candidates.check(what)
     if json_path not in (None, "-"):
         check_output(json_path)
     result = planner.plan(what, batches)

@@ -368,13 +368,19 @@ def _schedule(args: Any, config: VidSpecConfig) -> list[tuple[int, int, int]]:
             "num_speculative_tokens_per_batch_size"
         )
     if config.adaptive_tokens:
-        # vLLM captures graphs for the numbers that it finds here, at whatever size; each step's number is ours.
-        most = config.num_speculative_tokens
-        plans = config.choices(has_graphs=not platforms.current_platform.is_cpu())
-        others = {plan.num_tokens for plan in plans} - {most}
-        choices = (most, 0, *sorted(others, reverse=True))
-        return [*((size, size, number) for size, number in enumerate(choices, 1)), (len(choices) + 1, 1 << 20, most)]
+        return _graph_sizes_as_schedule(config)
     return [(row.first, row.last, row.plan.num_tokens) for row in config.plans]
+
+
+def _graph_sizes_as_schedule(config: VidSpecConfig) -> list[tuple[int, int, int]]:
+    """Return a schedule that no step follows, each step's number being ours: vLLM captures CUDA graphs for the numbers
+    that it finds there, at whatever batch size.
+    """
+    most = config.num_speculative_tokens
+    plans = config.choices(has_graphs=not platforms.current_platform.is_cpu())
+    others = {plan.num_tokens for plan in plans} - {most}
+    numbers = (most, 0, *sorted(others, reverse=True))
+    return [*((size, size, number) for size, number in enumerate(numbers, 1)), (len(numbers) + 1, 1 << 20, most)]
 
 
 def _requested(args: Any) -> dict[str, Any] | None:

@@ -58,7 +58,9 @@ class VidSpecModelRunner(GPUModelRunner):
             self.recorder = RequestRecorder(self.requests, device, adapter_for(self.model_config.hf_config).name)
             self.observers.append(self.recorder)
         self._num_told_skips = 0  # of `RequestRows.num_skips`, those that the scheduler's side knows of
-        self.drafter_client: DrafterSupervisor | None = None  # of the first rank, where the draft is another process's
+        self.drafter_supervisor: DrafterSupervisor | None = (
+            None  # of the first rank, where the draft is another process's
+        )
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
 
@@ -68,8 +70,8 @@ class VidSpecModelRunner(GPUModelRunner):
             sizes = sizes_of(config, self.max_num_reqs, self.max_model_len, len(metrics.NAMES))
             launch.fetch_weights(self.vllm_config)
             packed = launch.pack_config(self.vllm_config, config)
-            self.drafter_client = DrafterSupervisor(packed, config, sizes, self.vocab_size)
-            self.drafter_client.start()
+            self.drafter_supervisor = DrafterSupervisor(packed, config, sizes, self.vocab_size)
+            self.drafter_supervisor.start()
         super().load_model(*args, **kwargs)
         compat.keep_shared_noise(self.sampler)
         weights = (weight.numel() * weight.element_size() for weight in self.model.parameters())
@@ -83,9 +85,9 @@ class VidSpecModelRunner(GPUModelRunner):
         self.use_aux_hidden_state_outputs = any(guide.reads_hidden_states for guide in self.parts.guides)
 
     def shutdown(self) -> None:
-        if self.drafter_client is not None:
-            self.drafter_client.close()
-            self.drafter_client = None
+        if self.drafter_supervisor is not None:
+            self.drafter_supervisor.close()
+            self.drafter_supervisor = None
         super().shutdown()
 
     def reserve(self, available_bytes: int) -> int:

@@ -6,8 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from vllm_vidspec.planning.acceptance import bisect, with_rate
-from vllm_vidspec.planning.candidates import CHAIN, LONG, NONE, PARALLEL, TREE, Candidate, Candidates
-from vllm_vidspec.planning.question import Question, notes
+from vllm_vidspec.planning.candidates import CHAIN, LONG, NONE, PARALLEL, TREE, Candidate, Candidates, Question, notes
 from vllm_vidspec.planning.roofline import FITTED
 from vllm_vidspec.planning.shapes import FP8, WEIGHT_BYTES
 

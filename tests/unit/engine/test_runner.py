@@ -56,16 +56,18 @@ def test_drafts_of_a_request_that_has_left_are_nobodys():
 )
 def test_errors_that_are_to_raise_do_so_in_the_drafters_process_too(choice, is_up, raises):
     """Catches: a drafter that dies again and again untold; one that has not come up is refused at the start."""
-    client = DrafterSupervisor.__new__(DrafterSupervisor)
-    client._config = VidSpecConfig(model="x", num_speculative_tokens=5, on_draft_error=choice)
-    client._channel = SimpleNamespace(flush=lambda: None, receive=lambda: [Failed("RuntimeError: no")], is_closed=False)
-    client._processes, client.is_up = [], is_up
+    supervisor = DrafterSupervisor.__new__(DrafterSupervisor)
+    supervisor._config = VidSpecConfig(model="x", num_speculative_tokens=5, on_draft_error=choice)
+    supervisor._channel = SimpleNamespace(
+        flush=lambda: None, receive=lambda: [Failed("RuntimeError: no")], is_closed=False
+    )
+    supervisor._processes, supervisor.is_up = [], is_up
     if raises:
         with pytest.raises(VidSpecError, match="the drafter failed: RuntimeError: no"):
-            list(client._receive())
+            list(supervisor._receive())
     else:
-        assert list(client._receive()) == []
-        assert client._reason == "RuntimeError: no"
+        assert list(supervisor._receive()) == []
+        assert supervisor._reason == "RuntimeError: no"
 
 
 def test_what_is_lost_is_forgotten_first():

@@ -12,11 +12,11 @@ from tests.released import DATA, MODELS, config_of, write
 from vllm_vidspec import doctor, families
 from vllm_vidspec.families.base import read_field
 from vllm_vidspec.planning import draft_cost
-from vllm_vidspec.planning.gpus import gpu_named
-from vllm_vidspec.planning.models import KNOWN, from_folder, target_shape
+from vllm_vidspec.planning.candidates import Question
 from vllm_vidspec.planning.planner import Planner
 from vllm_vidspec.planning.pool import pool_bytes
-from vllm_vidspec.planning.question import Question
+from vllm_vidspec.planning.roofline import gpu_named
+from vllm_vidspec.planning.shapes import KNOWN, from_folder, target_shape
 
 REFUSED = [tuple(pair) for data in DATA.values() for pair in data.get("refused", ())]
 

@@ -36,7 +36,7 @@ def make_tables() -> Tables:
 @pytest.fixture
 def parallel():
     """The target's end, its counters and its rows; its drafter takes messages, and answers none."""
-    client = mock.Mock(tables=make_tables(), num_connects=1, is_up=True, **{"poll.return_value": []})
+    supervisor = mock.Mock(tables=make_tables(), num_connects=1, is_up=True, **{"poll.return_value": []})
     states = SimpleNamespace(
         prompt_len=SimpleNamespace(np=np.full(MAX_REQS, 8)), max_seq_len=np.full(MAX_REQS, 96), max_model_len=96
     )
@@ -44,7 +44,7 @@ def parallel():
     knobs = make_knobs(parallel={"device": "cpu"}, num_speculative_tokens=MOST, on_draft_error="skip")
     counters, requests = Counts(), RequestRows(MAX_REQS, CPU)
     runner = SimpleNamespace(
-        knobs=knobs, drafter_client=client, requests=requests, req_states=states, sampler=sampler,
+        knobs=knobs, drafter_supervisor=supervisor, requests=requests, req_states=states, sampler=sampler,
         counters=counters, device=CPU,
     )  # fmt: skip
     with mock.patch.object(remote_backend, "get_tp_group", lambda: SimpleNamespace(world_size=1)):
@@ -62,9 +62,9 @@ def test_a_commit_that_fails_is_told(parallel):
     for row in range(2):
         requests.add(new_request(row, "", sampling=SAMPLING))
     here._commits._failure = "ValueError: planted"
-    here._receive(here._client, here._commits)
+    here._receive(here._supervisor, here._commits)
     requests.add(new_request(2, "", sampling=SAMPLING))
-    here._receive(here._client, here._commits)
+    here._receive(here._supervisor, here._commits)
     assert counters["skipped_draft_error"] == 2 and "planted" in counters["why"][0]
     assert [sent.refusal for _, sent in sorted(here._sent.items())] == ["draft_error", "draft_error", None]
 
@@ -75,10 +75,10 @@ def test_pixels_on_their_way_to_the_drafter_are_bounded(parallel, monkeypatch):
     """
     here, counters, requests = parallel
     monkeypatch.setattr(remote_backend, "MOST_BYTES", 1000)
-    tables = here._client.tables
+    tables = here._supervisor.tables
 
     def sent(kind):
-        told = (call.args[0] for call in here._client.send.call_args_list)
+        told = (call.args[0] for call in here._supervisor.send.call_args_list)
         return [message.req_state_idx for message in told if isinstance(message, kind)]
 
     def arrive(row, num_bytes):
@@ -90,7 +90,7 @@ def test_pixels_on_their_way_to_the_drafter_are_bounded(parallel, monkeypatch):
     arrive(1, 600)  # too much
     requests.add(new_request(2, "", sampling=SAMPLING))  # a text has none
     assert sent(messages.Add) == sent(messages.Prefill) == [0, 2] and counters["skipped_pixels"] == 1
-    here._receive(here._client, here._commits)
+    here._receive(here._supervisor, here._commits)
     assert here._progress[:3].tolist() == [remote_backend._BEGUN, remote_backend._REFUSED, remote_backend._BEGUN]
     requests.remove(1)
     Streams(tables).add(0, here._sent[0].epoch, 96)
@@ -106,7 +106,7 @@ def test_pixels_on_their_way_to_the_drafter_are_bounded(parallel, monkeypatch):
     requests.remove(2)
     arrive(2, 600)
     assert sent(messages.Add) == [0, 2, 1, 2] and counters["skipped_pixels"] == 3
-    here._client.num_connects = 2
+    here._supervisor.num_connects = 2
     tables.forget_streams()
     nobody = SimpleNamespace(num_reqs=0, idx_mapping_np=np.zeros(0, dtype=int))
     here._commit(SimpleNamespace(is_done=np.zeros(0, dtype=bool), batch=nobody))
@@ -223,14 +223,14 @@ def test_a_drafter_has_the_cores_that_the_rank_leaves():
 
 def test_what_a_lost_drafter_held_is_gone():
     """Catches: blocks of a drafter that was killed, on /metrics until another has come up."""
-    client = DrafterSupervisor(b"", config_of("cpu"), Sizes(2, 8, 4, len(metrics.NAMES)), 10)
+    supervisor = DrafterSupervisor(b"", config_of("cpu"), Sizes(2, 8, 4, len(metrics.NAMES)), 10)
     try:
         blocks, prompts = map(metrics.NAMES.index, ("draft_pool_blocks_used", "prompts"))
-        client.tables.counters[[blocks, prompts]] = 100, 7
-        client._lose("planted")
-        assert client.tables.counters[[blocks, prompts]].tolist() == [0, 7]
+        supervisor.tables.counters[[blocks, prompts]] = 100, 7
+        supervisor._lose("planted")
+        assert supervisor.tables.counters[[blocks, prompts]].tolist() == [0, 7]
     finally:
-        client.close()
+        supervisor.close()
 
 
 def config_of(device, **more):

@@ -3,12 +3,11 @@
 import pytest
 
 from tests.released import config_of
+from vllm_vidspec.planning.candidates import Question
 from vllm_vidspec.planning.draft_cost import Weights, cost_hint, draft_share, stored_weights
-from vllm_vidspec.planning.gpus import GPUS
-from vllm_vidspec.planning.models import target_shape
 from vllm_vidspec.planning.planner import plan
-from vllm_vidspec.planning.question import Question
-from vllm_vidspec.planning.shapes import FP8, INT4, from_config
+from vllm_vidspec.planning.roofline import GPUS
+from vllm_vidspec.planning.shapes import FP8, INT4, from_config, target_shape
 
 TARGET, DRAFT = target_shape("Qwen2.5-VL-32B"), target_shape("Qwen2.5-VL-7B")
 

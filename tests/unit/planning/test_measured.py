@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from vllm_vidspec.planning.acceptance import RUNNER_UP, Agreement, rate_of_chain, rate_of_tree
+from vllm_vidspec.planning.candidates import Question
 from vllm_vidspec.planning.draft_cost import FP8
-from vllm_vidspec.planning.gpus import GPUS
-from vllm_vidspec.planning.models import draft_shape, target_shape
 from vllm_vidspec.planning.planner import WORTH, Planner, plan
-from vllm_vidspec.planning.question import Question
+from vllm_vidspec.planning.roofline import GPUS
+from vllm_vidspec.planning.shapes import draft_shape, target_shape
 
 RECORD = json.loads((Path(__file__).resolve().parents[3] / "docs" / "results" / "gpu-h100.json").read_text())
 ROWS = {(row["engine"], row["batch"]): row for row in RECORD["engines"] if row["outcome"] == "measured"}

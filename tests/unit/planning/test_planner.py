@@ -11,12 +11,10 @@ from vllm_vidspec.config.static_tree import SPECVLM_PATHS
 from vllm_vidspec.drafting.static import topology_of
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.planning.acceptance import Agreement, default_agreement
-from vllm_vidspec.planning.candidates import TREE_WIDTHS
-from vllm_vidspec.planning.gpus import GPUS
-from vllm_vidspec.planning.models import draft_shape, target_shape
+from vllm_vidspec.planning.candidates import TREE_WIDTHS, Question, notes
 from vllm_vidspec.planning.planner import WORTH, Planner, plan
-from vllm_vidspec.planning.question import Question, notes
-from vllm_vidspec.planning.roofline import ASSUMED, Placement, forward_seconds, prefill_seconds
+from vllm_vidspec.planning.roofline import ASSUMED, GPUS, Placement, forward_seconds, prefill_seconds
+from vllm_vidspec.planning.shapes import draft_shape, target_shape
 
 
 def question(target="Qwen2.5-VL-32B", draft="7B", gpu="h200", ranks=2, **given):

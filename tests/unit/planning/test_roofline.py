@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from vllm_vidspec.planning.draft_cost import FP8
-from vllm_vidspec.planning.gpus import Gpu
 from vllm_vidspec.planning.roofline import (
     Assumptions,
+    Gpu,
     Placement,
     forward_seconds,
     kv_bytes,

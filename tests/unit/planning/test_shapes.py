@@ -8,8 +8,7 @@ import pytest
 from tests.released import config_of
 from vllm_vidspec import families
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.planning.models import KNOWN, draft_shape, target_shape
-from vllm_vidspec.planning.shapes import from_config
+from vllm_vidspec.planning.shapes import KNOWN, draft_shape, from_config, target_shape
 
 
 def test_kv_of_a_token_is_what_the_papers_say():

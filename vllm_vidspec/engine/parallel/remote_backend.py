@@ -64,11 +64,13 @@ class ParallelBackend(DraftBackend):
     def __init__(self, runner: Any, is_guided: bool):
         """Take what is the model runner's; `is_guided`: something guides pruning, which a prompt has to wait for."""
         knobs: Knobs = runner.knobs
-        client: DrafterSupervisor | None = runner.drafter_client  # None on every tensor-parallel rank but the first
+        supervisor: DrafterSupervisor | None = (
+            runner.drafter_supervisor
+        )  # None on every tensor-parallel rank but the first
         requests: RequestRows = runner.requests
         counters: Counters = runner.counters
         config, device = knobs.current, runner.device
-        self._knobs, self._client, self._requests, self._req_states = knobs, client, requests, runner.req_states
+        self._knobs, self._supervisor, self._requests, self._req_states = knobs, supervisor, requests, runner.req_states
         self._sampler, self._is_guided, self._counters, self._device = runner.sampler, is_guided, counters, device
         self._group = get_tp_group()
         self._most = config.num_speculative_tokens
@@ -82,8 +84,10 @@ class ParallelBackend(DraftBackend):
         self._num_connects = 0  # of the drafter, after which it got the running requests
         self._rule = WindowRule(self._most)
         self._last_step = (0.0, 0)  # when the last one of pure decoding was committed, and its requests
-        self._commits = None if client is None else Commits(client.tables, self._rule, counters, device, self._most)
-        self._streams = None if client is None else SharedStreams(client.tables, device, counters)
+        self._commits = (
+            None if supervisor is None else Commits(supervisor.tables, self._rule, counters, device, self._most)
+        )
+        self._streams = None if supervisor is None else SharedStreams(supervisor.tables, device, counters)
         # A step's drafts and their window info (`gather_draft_windows`), adjacent: ranks share both at once.
         self._windows = torch.zeros(num_rows * (self._most + 1), dtype=torch.int64, device=device)
         self._outputs = functools.cache(self._views)
@@ -96,9 +100,9 @@ class ParallelBackend(DraftBackend):
         self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
     ) -> None:
         """Wait for the drafter, which has loaded beside the target; a VidSpecError if it has not."""
-        if self._client is not None and not is_profiling:
-            self._client.wait_ready()
-            logger.info("vidspec: the drafter's process is up (%s)", ", ".join(map(str, self._client.pids)))
+        if self._supervisor is not None and not is_profiling:
+            self._supervisor.wait_ready()
+            logger.info("vidspec: the drafter's process is up (%s)", ", ".join(map(str, self._supervisor.pids)))
 
     def warm_up(self) -> None:
         states = self._req_states
@@ -128,26 +132,26 @@ class ParallelBackend(DraftBackend):
 
     def _send(self, sent: _Sent, token_ids: np.ndarray) -> None:
         """Give a row to a request in the tables, and send the drafter a text of `[n]` int32 tokens so far."""
-        if self._client is None or not self._has_room(sent):
+        if self._supervisor is None or not self._has_room(sent):
             return
         new, states, row = sent.new, self._req_states, sent.new.req_state_idx
         self._last_epoch += 1
         self._epochs[row] = sent.epoch = self._last_epoch
-        self._client.tables.add(row, sent.epoch, token_ids)
+        self._supervisor.tables.add(row, sent.epoch, token_ids)
         sampling = new.sampling.clone()
         sampling.seed = int(self._sampler.sampling_states.seeds.np[row])  # vLLM's own, where the request has none
         prompt_len, limit = int(states.prompt_len.np[row]), int(min(states.max_seq_len[row], states.max_model_len))
         text = (row, sent.epoch, token_ids, prompt_len, limit)
-        self._client.send(messages.Add(new.req_id, *text, new.features, sampling))
+        self._supervisor.send(messages.Add(new.req_id, *text, new.features, sampling))
 
     def _has_room(self, sent: _Sent) -> bool:
         """Return whether a request's pixels may go to the drafter, which holds them in memory until it has read the
         prompt: MOST_BYTES of all requests, or one's. One that may not runs without drafts.
         """
-        assert self._client is not None
+        assert self._supervisor is not None
         if sent.refusal is not None:
             return False
-        tables, num_bytes = self._client.tables, pixel_bytes(sent.new.features)
+        tables, num_bytes = self._supervisor.tables, pixel_bytes(sent.new.features)
         for row, other in self._sent.items():
             if tables.state[row] == StreamState.STREAMING and tables.stream_epoch[row] == other.epoch:
                 other.num_bytes = 0
@@ -164,27 +168,27 @@ class ParallelBackend(DraftBackend):
         sent.has_begun = True
         if sent.refusal is None:
             self._progress[row] = _BEGUN
-        if self._client is not None and sent.refusal is None:
+        if self._supervisor is not None and sent.refusal is None:
             scores, outcome = (None, ()) if sent.guided is None else sent.guided
-            self._client.send(messages.Prefill(row, sent.epoch, scores, list(outcome)))
+            self._supervisor.send(messages.Prefill(row, sent.epoch, scores, list(outcome)))
 
     def remove(self, req_state_idx: int) -> None:
         self._progress[req_state_idx], self._epochs[req_state_idx] = _UNKNOWN, -1
         sent = self._sent.pop(req_state_idx, None)
-        if sent is not None and self._client is not None:
-            self._client.tables.remove(req_state_idx)
-            self._client.send(messages.Remove(req_state_idx, sent.epoch))
+        if sent is not None and self._supervisor is not None:
+            self._supervisor.tables.remove(req_state_idx)
+            self._supervisor.send(messages.Remove(req_state_idx, sent.epoch))
 
     def active_rows(self) -> Iterable[int]:
         return self._sent
 
     def forget_media(self) -> None:
-        if self._client is not None:
-            self._client.send(messages.ForgetMedia())
+        if self._supervisor is not None:
+            self._supervisor.send(messages.ForgetMedia())
 
     def _send_knobs(self, _: VidSpecConfig) -> None:
-        if self._client is not None:
-            self._client.send(messages.Retune(json.dumps(self._knobs.pruning)))
+        if self._supervisor is not None:
+            self._supervisor.send(messages.Retune(json.dumps(self._knobs.pruning)))
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -202,7 +206,7 @@ class ParallelBackend(DraftBackend):
     def prefill(self, step: Step) -> Reading:
         """Commit a step to the shared tables; let requests be where they are by now, the same on every rank."""
         rows = step.batch.idx_mapping_np
-        progress = np.zeros(len(rows), dtype=np.int64) if self._client is None else self._commit(step)
+        progress = np.zeros(len(rows), dtype=np.int64) if self._supervisor is None else self._commit(step)
         if self._group.world_size > 1:
             group = self._group
             torch.distributed.broadcast(torch.from_numpy(progress), group.ranks[0], group=group.cpu_group)
@@ -223,17 +227,17 @@ class ParallelBackend(DraftBackend):
 
     def _commit(self, step: Step) -> np.ndarray:
         """Receive from the drafter and commit a step on the first rank; return `[num_reqs]` int64 `_progress`."""
-        client, commits = self._client, self._commits
-        assert client is not None and commits is not None
-        self._receive(client, commits)
-        if client.num_connects > self._num_connects:
-            self._num_connects = client.num_connects
+        supervisor, commits = self._supervisor, self._commits
+        assert supervisor is not None and commits is not None
+        self._receive(supervisor, commits)
+        if supervisor.num_connects > self._num_connects:
+            self._num_connects = supervisor.num_connects
             if self._num_connects > 1:  # send it all running requests, as far as they have come
                 self._counters.add("drafter_restarts")
                 for sent in self._sent.values():
                     sent.num_bytes = 0
                 for row, sent in self._sent.items():
-                    self._send(sent, client.tables.text[row, : client.tables.committed[row]].copy())
+                    self._send(sent, supervisor.tables.text[row, : supervisor.tables.committed[row]].copy())
                     if sent.has_begun:
                         self._begin(sent)
         now, num_reqs, is_decoding = time.monotonic(), step.batch.num_reqs, bool(step.is_done.all())
@@ -244,8 +248,8 @@ class ParallelBackend(DraftBackend):
         commits.add(step, self._req_states)
         return self._progress[step.batch.idx_mapping_np]
 
-    def _receive(self, client: DrafterSupervisor, commits: Commits) -> None:
-        for refusal in client.poll():
+    def _receive(self, supervisor: DrafterSupervisor, commits: Commits) -> None:
+        for refusal in supervisor.poll():
             sent = self._sent.get(refusal.req_state_idx)
             if sent is not None and sent.epoch == refusal.epoch:
                 self._refuse(sent, refusal.reason, refusal.detail)
@@ -276,11 +280,11 @@ class ParallelBackend(DraftBackend):
         return tokens, info[async_tensor_h2d(draft_batch.places_np, device=self._device), 0]
 
     def _cut(self, batch: Any, draft_batch: DraftBatch, most: int, tokens: torch.Tensor, info: torch.Tensor) -> None:
-        client, commits, streams, rows = self._client, self._commits, self._streams, batch.idx_mapping_np
-        assert client is not None and commits is not None and streams is not None
+        supervisor, commits, streams, rows = self._supervisor, self._commits, self._streams, batch.idx_mapping_np
+        assert supervisor is not None and commits is not None and streams is not None
         # What the draft draws while the target verifies.
-        num_streams = int((client.tables.state[rows] == StreamState.STREAMING).sum())
-        window = self._rule.window(len(rows), float(client.tables.draft_us[num_streams]))
+        num_streams = int((supervisor.tables.state[rows] == StreamState.STREAMING).sum())
+        window = self._rule.window(len(rows), float(supervisor.tables.draft_us[num_streams]))
         wanted = np.minimum(commits.wanted(rows, window), most)
         if self._knobs.current.parallel.wait_us:
             commits.wait_for(rows, self._epochs[rows], wanted, self._knobs.current.parallel.wait_us)

@@ -1,4 +1,7 @@
-"""DrafterSupervisor: the drafter's process as the target's first rank sees it: started, watched, started again."""
+"""DrafterSupervisor: on the target's first rank, starts the drafter's process, watches it, and starts it again.
+
+After a restart `remote_backend` sends all running requests again, as far as their texts have come.
+"""
 
 import os
 import signal

@@ -9,8 +9,7 @@ from rich.table import Table
 
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.bench.acceptance import AXES
-from vllm_vidspec.tools.bench.rows import PHASES
-from vllm_vidspec.tools.bench.trials import PARALLEL
+from vllm_vidspec.tools.bench.speed import PARALLEL, PHASES
 from vllm_vidspec.tools.tables import Columns, by, by_columns, fill
 
 Row = dict[str, Any]

@@ -1,0 +1,185 @@
+"""What the policy expects of steps: seconds by option, batch size and context, and the tokens they give; numpy only.
+
+Seconds are measured once at start-up and corrected slowly by real steps; acceptance is an EMA by class and position.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+MAX_CLASSES = 256
+_PRIOR, _PRIOR_STEPS = 0.8, 2.0  # acceptance of a class that is not known, and the verify steps that this counts as
+_MEMORY, _PAUSED_MEMORY = 1024.0, 6.0  # verify steps in a class's EMA; and once it is paused, so that a probe counts
+_CORRECTION = 0.05  # weight of a step in its entry's correction
+_SETTLED = 32  # steps after which what changes in an entry is the machine's: entries not in use follow it
+
+
+class Option(NamedTuple):
+    """What a step may draft for each of its requests."""
+
+    shape: str  # As in `config.Plan`; "none" with 0 tokens
+    num_tokens: int  # Draft tokens of each request
+    num_levels: int  # Forwards of the draft, one after another; 0 where they run elsewhere, at the same time
+    is_prefix: bool  # Whether fewer tokens are the first of these, as of a chain: acceptance is then known by position
+
+
+NONE = Option("none", 0, 0, True)
+
+
+class StepCosts:
+    """Seconds of a step.
+
+    Args:
+        num_options: Options, the last of which drafts nothing.
+        measured: By option's index, requests, and thousands of tokens in each one's context: seconds of a step in which
+            all of them have drafts. Every option at the same sizes with the least context; any of them with others.
+    """
+
+    def __init__(self, num_options: int, measured: Mapping[tuple[int, int, float], float]):
+        least = min(context for _, _, context in measured)
+        sizes = sorted({size for _, size, context in measured if context == least})
+        slopes = np.zeros(num_options)  # seconds of a thousand tokens
+        for option in range(num_options):
+            found = [
+                (seconds - measured[option, size, least]) / (size * (context - least))
+                for (of, size, context), seconds in measured.items()
+                if of == option and context > least
+            ]
+            slopes[option] = max(0.0, float(np.median(found))) if found else 0.0
+        base = np.array([[measured[option, size, least] for size in sizes] for option in range(num_options)])
+        base = np.maximum.accumulate(base, axis=1) - slopes[:, None] * least * np.array(sizes)
+        self._sizes, self._none, self._slope = np.array(sizes), base[-1], slopes[-1]
+        # What an option takes beside that; its context is the draft's.
+        self._extra, self._draft_slopes = np.maximum(base - base[-1], 0.0), np.maximum(slopes - slopes[-1], 0.0)
+        shape = num_options, 12, 12  # by option, log2 of the requests, log2 of their mean context in 256 tokens
+        self._factor, self._machine_then, self._machine = np.ones(shape), np.ones(shape), 1.0
+        self._count, self._at = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+
+    def _over_sizes(self, size: np.ndarray | float, values: np.ndarray) -> np.ndarray:
+        """Interpolate `values` of the measured sizes; beyond the largest they grow in proportion."""
+        last = self._sizes[-1]
+        return np.interp(size, self._sizes, values) * np.maximum(size, last) / last
+
+    @staticmethod
+    def _entry(option: int, size: int, context: float) -> tuple[int, int, int]:
+        return option, min(11, max(0, size - 1).bit_length()), min(11, int(4 * context / max(size, 1)).bit_length())
+
+    def seconds(self, option: int, size: int, drafted: np.ndarray, context: float, draft_context: np.ndarray):
+        """Return `[m]` seconds of steps.
+
+        Args:
+            option: Index of theirs.
+            size: Requests of each.
+            drafted: `[m]` how many of these have drafts.
+            context: Thousands of tokens that the target has of all.
+            draft_context: `[m]` the same that the draft has of those with drafts.
+        """
+        entry = self._entry(option, size, context)
+        none = self._over_sizes(float(size), self._none) + self._slope * context
+        extra = self._over_sizes(drafted, self._extra[option]) + self._draft_slopes[option] * draft_context
+        return (none + extra) * (self._factor[entry] * self._machine / self._machine_then[entry])
+
+    def observe(
+        self, option: int, size: int, context: float, predicted: float, seconds: float, num_steps: int, now: int
+    ) -> None:
+        """Correct an entry by steps that were `predicted` to take so long and took `seconds`; `now` counts steps."""
+        entry = self._entry(option, size, context)
+        weight = max(1 - (1 - _CORRECTION) ** num_steps, 1 / (1 + self._count[entry]))
+        change = min(2.0, max(0.5, seconds / predicted)) ** weight
+        factor = self._factor[entry] * self._machine / self._machine_then[entry] * change
+        if self._count[entry] >= _SETTLED:
+            self._machine *= change
+        self._factor[entry], self._machine_then[entry] = factor, self._machine
+        self._count[entry] += num_steps
+        self._at[entry] = now
+        none = len(self._extra) - 1, *entry[1:]  # it takes no longer than with drafts
+        most = predicted * change / (self._over_sizes(float(size), self._none) + self._slope * context)
+        if option != none[0] and self._factor[none] * self._machine / self._machine_then[none] > most:
+            self._factor[none], self._machine_then[none] = most, self._machine
+
+    def shares(self, context: np.ndarray) -> np.ndarray:
+        """Return `[n]` shares of a step without drafts that its requests take, of so many thousands of tokens each."""
+        seconds = self._over_sizes(len(context), self._none) / len(context) + self._slope * context
+        return seconds / seconds.sum()
+
+    def summary(self, options: Sequence[Option]) -> str:
+        """Return the measured milliseconds by option and number of requests, for the log."""
+        totals = self._none + self._extra
+        return "; ".join(
+            f"K = {option.num_tokens} ({option.shape}) "
+            + ", ".join(f"{1e3 * s:.1f} ms of {size}" for s, size in zip(row, self._sizes.tolist(), strict=True))
+            for option, row in zip(options, totals.tolist(), strict=True)
+        )
+
+    def age(self, option: int, size: int, context: float, now: int) -> int:
+        """Return how many steps ago an entry was corrected."""
+        return now - int(self._at[self._entry(option, size, context)])
+
+
+class Acceptance:
+    """Tokens that the options' drafts give, by class.
+
+    Attributes:
+        mean: `[classes, options]` tokens of a verify step beside the target's own.
+        expected: The same and a standard error more, so that what is hardly known is tried.
+        verify_steps: `[classes]` verify steps that they rest on.
+    """
+
+    def __init__(self, options: Sequence[Option]):
+        self._options, most = options, max(option.num_tokens for option in options)
+        self._passed, self._reached = np.zeros((2, MAX_CLASSES, most))  # by position, of chains
+        self._sum, self._tries = np.zeros((2, MAX_CLASSES, len(options)))  # of the others
+        self.verify_steps = np.zeros(MAX_CLASSES)
+        self.mean, self.expected = np.zeros((2, MAX_CLASSES, len(options)))
+        self._expect(np.arange(MAX_CLASSES))
+
+    def observe(self, option: int, classes: np.ndarray, accepted: np.ndarray) -> None:
+        """Learn from `[v]` verify steps of an option: their classes and accepted tokens."""
+        those, counts = np.unique(classes, return_counts=True)
+        self._remember(those, np.maximum(0.0, 1 - counts / _MEMORY))
+        self.verify_steps[those] += counts
+        if self._options[option].is_prefix:
+            position = np.arange(1, self._options[option].num_tokens + 1)
+            columns = slice(0, len(position))
+            np.add.at(self._passed[:, columns], classes, accepted[:, None] >= position)
+            np.add.at(self._reached[:, columns], classes, accepted[:, None] >= position - 1)
+        else:
+            np.add.at(self._sum[:, option], classes, accepted)
+            np.add.at(self._tries[:, option], classes, 1.0)
+        self._expect(those)
+
+    def pause(self, of_class: int) -> None:
+        """Let a class's next verify steps count for more than those so far."""
+        those = np.array([of_class])
+        self._remember(those, np.minimum(1.0, _PAUSED_MEMORY / np.maximum(self.verify_steps[those], 1.0)))
+
+    def _remember(self, classes: np.ndarray, share: np.ndarray) -> None:
+        for counts in (self._passed, self._reached, self._sum, self._tries):
+            counts[classes] *= share[:, None]
+        self.verify_steps[classes] *= share
+
+    def _expect(self, classes: np.ndarray) -> None:
+        """Keep what classes are expected to accept: at a position as at the one before, where it is not known."""
+        passed, reached = self._passed[classes], self._reached[classes]
+        tries = reached + _PRIOR_STEPS
+        chances = np.empty_like(passed)
+        before = np.full(len(classes), _PRIOR)
+        for position in range(passed.shape[1]):
+            before = (passed[:, position] + _PRIOR_STEPS * before) / tries[:, position]
+            chances[:, position] = before
+        for found, errors in ((self.mean, 0.0), (self.expected, 1.0)):
+            likely = np.minimum(1.0, chances + errors * np.sqrt(chances * (1 - chances) / tries))
+            in_chains = np.cumsum(np.cumprod(likely, axis=1), axis=1)
+            with_twins = np.cumsum(np.cumprod(1 - (1 - likely) ** 2, axis=1), axis=1)  # a tree not tried: two a level
+            for index, option in enumerate(self._options[:-1]):
+                if option.is_prefix:
+                    found[classes, index] = in_chains[:, option.num_tokens - 1]
+                    continue
+                prior = (
+                    with_twins[:, option.num_levels - 1] if option.num_levels else in_chains[:, option.num_tokens - 1]
+                )
+                num = self._tries[classes, index] + _PRIOR_STEPS
+                mean = (self._sum[classes, index] + _PRIOR_STEPS * prior) / num
+                mean = mean + errors * np.sqrt(mean * (1 + mean) / num)
+                found[classes, index] = np.minimum(option.num_tokens, mean)
