@@ -20,7 +20,7 @@ def kernel_rows(context: Context, kernel: str) -> None:
     from benchmarks.kernels import timing
 
     # In a dry run the reference would index with masks that nothing has computed.
-    dry = {"rounds": 1, "tiny": True, "skipped": "torch"} if context.dry_run else {}
+    dry: dict[str, Any] = {"rounds": 1, "tiny": True, "skipped": "torch"} if context.dry_run else {}
     for row in timing.rows(kernel, **dry):
         context.write({"outcome": "refused" if row["median"] is None else "measured", "reason": row["note"]} | row)
 
@@ -145,7 +145,8 @@ def rate_of(planned: Engine, batch: int, step_ms: float, draft_ms: float | None)
     from vllm_vidspec.planning.acceptance import Agreement, rate_of_stream
     from vllm_vidspec.planning.speed import run_streams
 
-    found, tokens, kind = published_of(planned), 1.0, "counted"
+    found, kind = published_of(planned), "counted"
+    tokens: float | None = 1.0
     if found is not None and found.over == STEP:
         tokens, kind = found.acceptance_length, "published"
     elif found is not None:
