@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from vllm_vidspec.tools.bench.speed import PARALLEL, SEQUENTIAL, WINDOW, Variant
 
 STOCK = "stock"  # vLLM's own way to draft, without us
-CONTROLLER = "controller"  # drafts what its controller decides
+POLICY = "policy"  # drafts what its policy decides
 LOOSE_WINDOW = 10  # of methods that accept mismatches (LVSpec, section 4)
 _PRUNED: dict[str, Any] = {"pruner": "specvlm:stride", "prune_ratio": 0.9}  # as its authors' code chooses
 

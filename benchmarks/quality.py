@@ -27,6 +27,7 @@ from vllm_vidspec.cli.bench import measure
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import SKIP_REASONS, STRICT_REASONS, summarize
+from vllm_vidspec.scoring import TOP_N
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.bench.acceptance import identical_frac
@@ -38,10 +39,9 @@ from vllm_vidspec.tools.session_job import WARM_UP_TOKENS
 TARGET, DRAFT, STRICT = "target", "draft", "strict"
 ORACLE = "oracle"  # loosens what tells nothing about the video: what perfect relevance could reach
 LOSSY = ("loose", "fly", "fly-entropy", "random", ORACLE)
-# What a setting has where it does not say otherwise; the paper's lambda and N, and nothing but them.
+# What a setting has where it does not say otherwise; the paper's lambda, and nothing but it.
 DEFAULTS: dict[str, Any] = {
     "lambda_loose": 0.7,
-    "top_n": 10,
     "position_shift": False,
     "relevance_rows": "token",
     "fly_entropy": 0.3,
@@ -62,7 +62,6 @@ class Setting:
 
     scorer: str
     lambda_loose: float | None = None
-    top_n: int | None = None
     position_shift: bool | None = None
     relevance_rows: str | None = None
     fly_entropy: float | None = None
@@ -90,7 +89,6 @@ class Quality:
     draft_noises: tuple[str, ...] = ("shared",)
     scorers: tuple[str, ...] = LOSSY  # of LOSSY; strict is always measured
     lambdas: tuple[float, ...] = (0.2, 0.5, 0.7, 0.9)  # shares of mismatches that `loose` and `random` accept
-    top_ns: tuple[int, ...] = (10,)  # N of `loose`
     position_shifts: tuple[bool, ...] = (False, True)  # whether `loose` tolerates shifts
     relevance_rows: tuple[str, ...] = ("token",)  # whose states `loose` looks at
     fly_entropies: tuple[float, ...] = (0.3,)  # thresholds of `fly` and `fly-entropy`
@@ -108,8 +106,8 @@ class Quality:
         found = [Setting(STRICT)]
         for scorer in self.scorers:
             if scorer == "loose":
-                combinations = itertools.product(self.relevance_rows, self.position_shifts, self.top_ns, self.lambdas)
-                found += [Setting(scorer, value, top_n, shift, rows) for rows, shift, top_n, value in combinations]
+                combinations = itertools.product(self.relevance_rows, self.position_shifts, self.lambdas)
+                found += [Setting(scorer, value, shift, rows) for rows, shift, value in combinations]
             elif scorer == "random":
                 found += [Setting(scorer, value, position_shift=False) for value in self.lambdas]
             elif scorer in ("fly", "fly-entropy"):
@@ -293,7 +291,7 @@ def setting_name(row: dict[str, Any]) -> str:
 def line_name(row: dict[str, Any]) -> str:
     """Return a setting without its lambda or threshold."""
     words = [row["method"]]
-    if row["top_n"] not in (None, DEFAULTS["top_n"]):
+    if row.get("top_n") not in (None, TOP_N):  # of rows that were measured while it was a knob
         words.append(f"N{row['top_n']:g}")
     return " ".join(
         words + ["shift"] * bool(row["position_shift"]) + ["pred"] * (row["relevance_rows"] == "prediction")

@@ -110,7 +110,7 @@ class BenchEngine(Engine):
         return Roles(self.llm)
 
     def play(self, role: str | int) -> dict[str, Any]:
-        """Be vanilla, the controller, or a fixed chain of so many draft tokens, from here on."""
+        """Be vanilla, the policy, or a fixed chain of so many draft tokens, from here on."""
         self._roles.play(role)
         return {}
 

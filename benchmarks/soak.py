@@ -47,7 +47,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 # A request may choose any scorer. Without LVSpec's tolerance of shifts, lambda 0 accepts no mismatch.
 SCORERS = {
     "request_scorers": ["strict", "loose", "random", "fly", "fly-entropy"],
-    "lambda_max": traffic.LAMBDA_MAX,
+    "lambda_loose": traffic.LAMBDA_MAX,
     "position_shift": False,
 }
 # The target's cache is too small for all that runs at a time, so that some are preempted. That of pixels is too small

@@ -36,8 +36,8 @@ class Sizes:
 
     max_num_reqs: int  # persistent rows, M
     max_model_len: int  # longest text
-    max_ahead: int  # tokens that a stream may be ahead of the committed text
     num_counters: int  # counters of the drafter
+    max_ahead: int = 24  # tokens that a stream may be ahead of the committed text
 
     @property
     def ring(self) -> int:

@@ -164,20 +164,20 @@ def in_turn(running: Any, loop: Any, prompts: list[Any], sizes: Sizes) -> Row:
     With made-up weights hardly a draft token is accepted: what the controller costs where drafts never pay. The first
     third of the rounds, in which it learns that, is apart.
     """
-    from benchmarks.methods import CONTROLLER
+    from benchmarks.methods import POLICY
     from benchmarks.roles import VANILLA, Roles
 
     roles, before = Roles(running.llm), running.counters()["draft_steps"]
-    token_ms: dict[str, list[float]] = {VANILLA: [], CONTROLLER: []}
+    token_ms: dict[str, list[float]] = {VANILLA: [], POLICY: []}
     for number in range(sizes.turns):
-        for role in (VANILLA, CONTROLLER)[:: 1 if number % 2 else -1]:
+        for role in (VANILLA, POLICY)[:: 1 if number % 2 else -1]:
             roles.play(role)
             loop.start(prompts, sizes.turn_tokens)
             token_ms[role].append(round(loop.finish(), 4))
-    ratios = [its / ours for its, ours in zip(token_ms[VANILLA], token_ms[CONTROLLER], strict=True)]
+    ratios = [its / ours for its, ours in zip(token_ms[VANILLA], token_ms[POLICY], strict=True)]
     return {
         "vanilla_ms": token_ms[VANILLA],
-        "controller_ms": token_ms[CONTROLLER],
+        "controller_ms": token_ms[POLICY],
         "over_vanilla": round(statistics.median(ratios[sizes.turns // 3 :]), 4),
         "draft_steps": running.counters()["draft_steps"] - before,
     }

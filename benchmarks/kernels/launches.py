@@ -206,9 +206,9 @@ def cases() -> tuple[Case, ...]:
     growth = grow_buffers(10, 10)
     add("tree_begin", "adaptive K64", tree_begin, growth.tree, template(65), 1, growth, i64(1), i32(1))
     add("tree_place", "static K64", warm_up.warm_static_trees, growth.tree, template(65), 10)
-    add("tree_plan", "roots C10", tree_plan, growth.plans, i64(1), floats(1, 10), adopts=False)
-    add("tree_finish", "count K64", warm_up.finish_once, growth, True, False)
-    add("tree_finish", "fill F10 C10 K64", warm_up.finish_once, growth, True, True)
+    add("tree_plan", "roots C10", tree_plan, growth.plans, i64(1), floats(1, 10))
+    add("tree_finish", "count K64", warm_up.finish_once, growth, False)
+    add("tree_finish", "fill F10 C10 K64", warm_up.finish_once, growth, True)
     for num_drafts, ring in ((10, 64), (64, 512)):
         texts = (i32(MAX_REQS), i32(MAX_REQS, 32_768))
         add("gather_draft_windows", f"K{num_drafts}, ring {ring}", warm_up.warm_windows, *texts, ring, num_drafts)

@@ -173,19 +173,14 @@ def warm_static_trees(tree: kernels.TreeTables, template: kernels.TreeTemplate, 
     kernels.tree_place(tree, kernels.PlacedLevel(i64(1), i64(1), i64(1), i64(1, 1)), 1, i64(1, num_candidates))
 
 
-def warm_adaptive_trees(
-    growth: kernels.TreeGrowBuffers, template: kernels.TreeTemplate, lookahead: bool, fills: bool
-) -> None:
-    """Prepare what a step of adaptive trees launches beside its levels' forwards.
-
-    With `lookahead` a step's plan is the next one's; `fills` says whether trees are filled up.
-    """
+def warm_adaptive_trees(growth: kernels.TreeGrowBuffers, template: kernels.TreeTemplate, fills: bool) -> None:
+    """Prepare what a step of adaptive trees launches beside its levels' forwards; `fills`: trees are filled up."""
     growth = growth.as_meta()
     kernels.tree_begin(growth.tree, template.as_meta(), 1, growth, i64(1), i32(1))
-    kernels.tree_plan(growth.plans, i64(1), floats(1, growth.num_candidates), adopts=not lookahead)
+    kernels.tree_plan(growth.plans, i64(1), floats(1, growth.num_candidates))
     for width in range(1, growth.max_frontier + 1):
         grow_once(growth, width)
-    finish_once(growth, lookahead, fills)
+    finish_once(growth, fills)
 
 
 def grow_once(buffers: kernels.TreeGrowBuffers, width: int) -> None:
@@ -197,12 +192,12 @@ def grow_once(buffers: kernels.TreeGrowBuffers, width: int) -> None:
     )  # fmt: skip
 
 
-def finish_once(growth: kernels.TreeGrowBuffers, adopts: bool, fills: bool) -> None:
+def finish_once(growth: kernels.TreeGrowBuffers, fills: bool) -> None:
     growth = growth.as_meta()
     leaves = kernels.Leaves(*(part[:1] for part in growth.leftover)) if fills else None
     kernels.tree_finish(
         growth.tree, 1, next_free=growth.next_free, leaves=leaves, max_nodes=growth.tree.num_cols - 1,
-        plans=growth.plans if adopts else None, rows=i64(1),
+        plans=growth.plans, rows=i64(1),
     )  # fmt: skip
 
 

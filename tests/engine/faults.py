@@ -14,7 +14,7 @@ import torch
 from tests.engine import harness
 from tests.engine.harness import QWEN, Engine
 
-KNOBS = {"on_draft_error": "skip", "max_draft_failures": 1000, "draft_encoder_bytes": 0}
+KNOBS = {"on_draft_error": "skip", "max_draft_failures": 1000, "state_bytes": 0}
 
 
 class Fault(NamedTuple):

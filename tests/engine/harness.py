@@ -121,7 +121,7 @@ class Engine:
 
     @contextlib.contextmanager
     def retuned(self, **knobs: Any) -> Iterator[None]:
-        before = {name: self.config.flat()[name] for name in knobs}
+        before = {name: self.config.model_dump()[name] for name in knobs}
         self.retune(**knobs)
         try:
             yield

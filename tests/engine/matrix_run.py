@@ -21,7 +21,7 @@ from tests.engine.harness import QWEN, Engine
 from tests.engine.matrix import LOSSY, SEVERAL, UNTRAINED_FAMILIES, Batch, Cell
 from tests.engine.test_parallel import PARALLEL, let_drafts_come
 from vllm_vidspec import metrics
-from vllm_vidspec.config import parse_config
+from vllm_vidspec.config import VidSpecConfig, parse_config
 from vllm_vidspec.engine import preflight
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.metrics import Kind
@@ -41,7 +41,7 @@ OBSERVES = {"attention": {"pruner": "specvlm"}, "uv": {"pruner": "uv"}, "both": 
 # A target that is never sure, and one match after a mismatch: as loose as can be.
 ALLOWS: dict[str, dict[str, Any]] = {
     "strict": {},
-    "all": {"request_scorers": ["strict", *LOSSY], "fly_entropy": 0.001, "fly_window": 1},
+    "all": {"request_scorers": ["strict", *LOSSY], "fly_entropy": 0.001},
 }
 
 
@@ -96,6 +96,7 @@ def started(cell: Cell, models: Checkpoints) -> Iterator[Engine]:
     draft = DRAFTS.get(cell["draft"]) or models.untrained(family)
     overrides = OVERRIDES | {"model": models.target(family)}
     with (
+        mock.patch.object(VidSpecConfig, "fly_window", 1),
         harness.engine(prompts_of(family), draft, overrides, is_ahead, **spec_of(cell)) as run,
         let_drafts_come(run) if cell["drafting"] == "parallel" else contextlib.nullcontext(),
     ):
@@ -308,7 +309,7 @@ def _ask_checkpoint(cell: Cell) -> None:
 
 def _ask_request(cell: Cell) -> None:
     config, _ = parse_config({"model": "x", "num_speculative_tokens": 5, **ALLOWS[cell["allows"]]})
-    choose({"vidspec_scorer": cell["scorer"]}, config.score)
+    choose({"vidspec_scorer": cell["scorer"]}, config)
 
 
 def _ask_retune(cell: Cell) -> None:

@@ -8,6 +8,7 @@ import pytest
 from tests.engine import harness
 from vidspec_kernels import dispatch
 from vidspec_kernels.limits import DeviceLimits
+from vllm_vidspec.drafting.adaptive import SAGE
 from vllm_vidspec.engine import worker
 
 pytestmark = pytest.mark.engine
@@ -26,7 +27,6 @@ def test_every_part_is_prepared(monkeypatch):
         worker.warm_up_kernels(engine.runner)
         assert not prepared  # interpreted kernels need none
         worker.prepare(engine.runner)
-        width = engine.config.tree.width_max
     # Target and draft have the same attention kernel, and the same one that moves accepted nodes.
     assert set(prepared) == {
         *("_accept_kernel", "_loosen_kernel", "_kv_compact_kernel"),
@@ -41,4 +41,4 @@ def test_every_part_is_prepared(monkeypatch):
     # Chains and trees, strict and loose; a level of a tree, its frontier of any width.
     assert prepared["_accept_kernel"] == 4 and prepared["_next_level_kernel"] >= 1
     # 9 rows of the target, and levels of up to 10 nodes of the draft.
-    assert prepared["_tree_attention_kernel"] == 9 + width
+    assert prepared["_tree_attention_kernel"] == 9 + SAGE.width_max

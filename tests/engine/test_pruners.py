@@ -52,7 +52,7 @@ def test_each_request_has_a_pruner_of_its_own(reference, tmp_path):
     assert [arm["pruner"] for arm in learned["learned"]] == list(PRUNERS)
     assert sum(arm["num_requests"] for arm in learned["learned"]) == 16
     config, _ = parse_config({"model": "x", "num_speculative_tokens": 5, "calibration": str(path)})
-    assert config.prune.pruner == learned["config"]["pruner"] in PRUNERS
+    assert config.pruner == learned["config"]["pruner"] in PRUNERS
 
 
 def test_an_inflated_target_is_the_original(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import small_cases
-from benchmarks.methods import CONTROLLER
+from benchmarks.methods import POLICY
 from benchmarks.roles import OF_RUNNER, VANILLA, Roles
 from benchmarks.session import BenchSession
 from tests.engine import harness
@@ -91,11 +91,11 @@ def test_one_engine_plays_several():
     with harness.engine(QWEN, "draft", adaptive_tokens=True) as engine, steps(engine):  # drafts pay by this clock
         roles = Roles(engine.llm)
         seen = []
-        for role in (CONTROLLER, VANILLA, 2, VANILLA, CONTROLLER):
+        for role in (POLICY, VANILLA, 2, VANILLA, POLICY):
             roles.play(role)
             outputs, counted = engine.measured(prompts)
             seen.append(([list(output.outputs[0].token_ids) for output in outputs], counted))
-        roles.play(CONTROLLER)
+        roles.play(POLICY)
         assert not list(engine.scheduler._vidspec_side._policy._slots)
     assert all(answers == seen[0][0] for answers, _ in seen)
     assert [counted["drafts"] > 0 for _, counted in seen] == [True, False, True, False, True]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tests.fuzz.running import Target, may_refuse
 from tests.fuzz.values import JSON, NUMBERS, damaged
-from vllm_vidspec.config import CALIBRATED_KEYS, GROUPS, PASS_THROUGH_KEYS, PRUNERS, parse_config
-from vllm_vidspec.config.fields import MAX_CORES
-from vllm_vidspec.config.spelling import KNOWN_KEYS, PLACES
+from vllm_vidspec.config import CALIBRATED_KEYS, PASS_THROUGH_KEYS, PRUNERS, VidSpecConfig, parse_config
+from vllm_vidspec.config.fields import MAX_CORES, ParallelKnobs
+from vllm_vidspec.config.spelling import KNOWN_KEYS
 from vllm_vidspec.metrics import MetricsFile
 from vllm_vidspec.tools import pairs, user_files
 
@@ -28,26 +28,30 @@ _CAPS = st.lists(st.lists(st.one_of(st.integers(0, 9), JSON), max_size=4), max_s
 _PATHS = st.lists(st.lists(st.integers(-1, 70), max_size=3), max_size=6)
 _VALUES = st.one_of(_SMALL, _ROWS, _CAPS, _PATHS, JSON)
 _KEYS = st.one_of(st.sampled_from([key for key in KNOWN_KEYS if key != "calibration"]), st.text(max_size=30))
-_GROUP = st.dictionaries(
-    st.one_of(st.sampled_from([name for knobs in GROUPS.values() for name in knobs.model_fields]), st.text(max_size=9)),
-    _VALUES,
-    max_size=4,
+_DRAFTERS = st.dictionaries(
+    st.one_of(st.sampled_from([*ParallelKnobs.model_fields]), st.text(max_size=9)), _VALUES, max_size=4
 )
 # Nearly valid values, by a field's type or as strings have them, so that many are accepted and the limits are met.
 _SOME = st.one_of(st.floats(0, 1), st.integers(1, 70), NUMBERS)
 _NEARLY = {
     **{
-        flat: st.one_of(st.from_type(GROUPS[group].model_fields[name].annotation), _SOME)
-        for flat, (group, name) in PLACES.items()
+        name: st.one_of(st.from_type(field.annotation), _SOME)
+        for name, field in VidSpecConfig.model_fields.items()
+        if name not in ("calibration", "model", "parallel")
     },
-    **dict.fromkeys(("num_speculative_tokens", "max_draft_len"), _SOME),
-    "draft": st.sampled_from(_WORDS),
+    "num_speculative_tokens": _SOME,
+    "draft_shape": st.sampled_from(_WORDS),
     "draft_table": st.one_of(_ROWS, st.just([[1, 4, "chain", 3], [5, 9, "none", 0]])),
     "num_speculative_tokens_per_batch_size": st.one_of(_CAPS, st.just([[1, 4, 3], [6, 9, 0]])),
     "pruner": st.sampled_from([*PRUNERS, "window", "uvv", "x\ny"]),
     "tree_paths": st.one_of(st.just([[0], [1], [0, 0]]), _PATHS),
-    "parallel_device": st.sampled_from(["cpu", "cuda", "cuda:1", "cuda:" + "9" * 5000, "cuda:-1", "cpu\n"]),
-    "parallel_cpu_cores": st.sampled_from(["1", "2-5,8", "5-2", "0-99999999999", "9" * 5000, "1-", "\u0663", "1\n"]),
+    "parallel": st.fixed_dictionaries(
+        {"device": st.sampled_from(["cpu", "cuda", "cuda:1", "cuda:" + "9" * 5000, "cuda:-1", "cpu\n"])},
+        optional={
+            "cpu_cores": st.sampled_from(["1", "2-5,8", "5-2", "0-99999999999", "9" * 5000, "1-", "\u0663", "1\n"]),
+            "tensor_parallel_size": _SOME,
+        },
+    ),
     "quantization": JSON,
 }
 _KNOBS = st.one_of(
@@ -55,7 +59,7 @@ _KNOBS = st.one_of(
         lambda keys: st.fixed_dictionaries({key: _NEARLY[key] for key in keys})
     ),
     st.dictionaries(_KEYS, _VALUES, max_size=4),
-    st.dictionaries(st.sampled_from(list(GROUPS)), st.one_of(_GROUP, JSON), max_size=2),
+    st.one_of(_DRAFTERS, JSON).map(lambda given: {"parallel": given}),
     st.dictionaries(st.one_of(st.just("calibration"), st.just(100_000).map("x".__mul__)), JSON, max_size=1),
 )
 
@@ -65,8 +69,8 @@ def check_config(asked: dict[str, Any]) -> Iterator[None]:
     config, passed = parse_config({**_VALID, **asked})
     yield
     assert set(passed) <= PASS_THROUGH_KEYS
-    again, _ = parse_config({"method": "vidspec", **json.loads(json.dumps(config.flat()))})
-    assert again.flat() == config.flat()
+    again, _ = parse_config({"method": "vidspec", **json.loads(json.dumps(config.model_dump()))})
+    assert again == config
     assert config.plan_for(1).num_tokens <= 64 and config.max_path >= 1 and "\n" not in config.summary()
     assert len(config.parallel.cores) <= 100 * MAX_CORES and 1 <= config.fly_window <= 64
 
@@ -111,7 +115,7 @@ def check_calibration(content: bytes | str) -> Iterator[None]:
                 path.symlink_to(path)
         config, _ = parse_config({**_VALID, "calibration": given})
     yield
-    assert 0 <= config.prune.lambda_r <= 1
+    assert 0 <= config.lambda_r <= 1
 
 
 @functools.cache

@@ -51,11 +51,11 @@ def begin_case(device, num_reqs=3, max_nodes=7):
 
 
 def plan_case(device):
-    """Plans of this very step."""
+    """Plans of the next step."""
     log_probs, rows = make_log_probs(3, 6, 0, device)
     plans = TreePlans(4, RULES, device)
     plans.max_depths.fill_(7)
-    return tree_plan, {"plans": plans, "rows": rows, "log_probs": log_probs, "adopts": True}
+    return tree_plan, {"plans": plans, "rows": rows, "log_probs": log_probs}
 
 
 def place_case(device, num_reqs=3, frontier=4, num_candidates=5, num_placed=9, num_fed=4):
@@ -131,9 +131,8 @@ def make_log_probs(num_reqs, num_candidates, seed, device):
     return log_probs.contiguous().to(device), torch.randperm(num_reqs, generator=generator).to(device)
 
 
-@pytest.mark.parametrize("adopts", [False, True])
 @pytest.mark.parametrize(("num_reqs", "top_k", "num_candidates"), [(0, 2, 2), (1, 2, 9), (3, 5, 6), (33, 8, 8)])
-def test_plans_are_the_formulas(device, impl, adopts, num_reqs, top_k, num_candidates):
+def test_plans_are_the_formulas(device, impl, num_reqs, top_k, num_candidates):
     """Catches: candidates beyond the top k, eq. 10 and 11 swapped, another row's maximum depth, a plan a step off."""
     plans = TreePlans(num_reqs + 1, RULES._replace(top_k=top_k), device)
     plans.max_depths.copy_(torch.arange(num_reqs + 2) % 6 + 2)
@@ -141,7 +140,7 @@ def test_plans_are_the_formulas(device, impl, adopts, num_reqs, top_k, num_candi
     for tensor in plans.adopted:
         tensor.fill_(-3)
     log_probs, rows = make_log_probs(num_reqs, num_candidates, top_k, device)
-    tree_plan(plans, rows, log_probs, adopts=adopts, impl=impl)
+    tree_plan(plans, rows, log_probs, impl=impl)
     for req, row in enumerate(rows.tolist()):
         alpha = plans.next_confidence[req].item()
         assert alpha == pytest.approx(confidence_by_hand(log_probs[req].tolist(), top_k), abs=2e-6)
@@ -149,8 +148,7 @@ def test_plans_are_the_formulas(device, impl, adopts, num_reqs, top_k, num_candi
         planned = plans.next_depths[req].item(), plans.next_widths[req].item()
         for got, value in zip(planned, exact, strict=True):
             assert got in (int(value - 1e-5), int(value + 1e-5)), "not rounded down"
-        adopted = (alpha, *planned) if adopts else (-3.0, -3, -3)
-        assert tuple(table[row].item() for table in tables) == adopted
+        assert tuple(table[row].item() for table in tables) == (-3.0, -3, -3)
     untouched = [tensor[num_reqs:] for tensor in plans.adopted]
     assert all((tensor == -3).all() for tensor in untouched)
 
@@ -162,7 +160,7 @@ def test_what_is_no_number(device, impl):
     plans = TreePlans(5, RULES, device)
     plans.max_depths.fill_(7)
     rows = torch.tensor([4, 5, 5, 0, 5], device=device)  # 5: padding
-    tree_plan(plans, rows, log_probs.to(device), adopts=True, impl=impl)
+    tree_plan(plans, rows, log_probs.to(device), impl=impl)
     assert plans.next_confidence.tolist() == pytest.approx([0.0, 1.0, 0.0, 0.0, 1.0], abs=2e-6)
     assert plans.next_depths.tolist() == [2, 7, 2, 2, 7]
     first, *others = plans.next_widths.tolist()

@@ -69,7 +69,7 @@ def warm() -> None:
     warm_up.warm_loosen(NUM_DRAFTS, WORDS, torch.float32, in_trees=True, is_measured=True)
     warm_up.warm_path_penalties(VOCAB, TREES[0], PENALTIES)
     warm_up.warm_static_trees(BUFFERS.tree, TEMPLATE, CANDIDATES)
-    warm_up.warm_adaptive_trees(BUFFERS, TEMPLATE, lookahead=True, fills=True)
+    warm_up.warm_adaptive_trees(BUFFERS, TEMPLATE, fills=True)
     warm_up.warm_begin_step(TABLES, STEP, is_greedy=False)
     warm_up.warm_next_level(STEP, LEVEL, TABLES.fed, NUM_DRAFTS + 1)
     warm_up.warm_draw(NOISE, DRAWS, BF16)
@@ -150,7 +150,7 @@ def grow_trees(rows: torch.Tensor, num_accepted: torch.Tensor, width: int, rng: 
     level = kernels.PlacedLevel(i64(placed), i64(placed), i64(fed), i64(MAX_REQS, fed))
     kernels.tree_place(BUFFERS.tree, level, num_reqs, i64(num_reqs * width, CANDIDATES))
     kernels.tree_begin(BUFFERS.tree, TEMPLATE, num_reqs, BUFFERS, rows, num_accepted)
-    kernels.tree_plan(BUFFERS.plans, rows, floats(num_reqs, CANDIDATES), adopts=False)
+    kernels.tree_plan(BUFFERS.plans, rows, floats(num_reqs, CANDIDATES))
     kernels.tree_grow(
         BUFFERS, rows, floats(num_reqs * width, CANDIDATES), i64(num_reqs * width, CANDIDATES),
         level=rng.randint(0, 7), budget=budget, first_parent=rng.randint(0, 60), num_next=rng.randint(1, width),

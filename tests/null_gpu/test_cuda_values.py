@@ -32,16 +32,14 @@ STEP = (*TRANSFERS, "counters.py _count_requests", "local_backend.py _draft", "l
 CHANGES = ("requests.py publish", "loose_tables.py _on_device")
 PLANNED = "adaptive.py send"
 SCENARIOS = {
-    "chain, fly": dict(num_speculative_tokens=8, scorer="fly", fly_top_k=8),
+    "chain, fly": dict(num_speculative_tokens=8, scorer="fly"),
     "chain, loose": dict(num_speculative_tokens=5, scorer="loose", position_shift=True),
-    "tree-static, random": dict(num_speculative_tokens=25, draft="tree-static", scorer="random"),
-    "tree-adaptive, loose": dict(num_speculative_tokens=8, draft="tree-adaptive", scorer="loose"),
-    "tree-adaptive, no lookahead": dict(
-        num_speculative_tokens=12, draft="tree-adaptive", tree_lookahead=False, tree_history=0, tree_width_max=4
-    ),
+    "tree-static, random": dict(num_speculative_tokens=25, draft_shape="tree-static", scorer="random"),
+    "tree-adaptive, loose": dict(num_speculative_tokens=8, draft_shape="tree-adaptive", scorer="loose"),
+    "tree-adaptive": dict(num_speculative_tokens=12, draft_shape="tree-adaptive"),
     "auto": dict(
         num_speculative_tokens=16,
-        draft="auto",
+        draft_shape="auto",
         draft_table=[(1, 2, "tree-adaptive", 16), (3, MAX_REQS, "chain", 16)],
     ),
 }
@@ -229,8 +227,8 @@ PLANTED = [
     ("tree-static, random", allocated_anew),
     ("tree-static, random", bound_of_host),
     ("tree-static, random", forgotten_path),
-    ("tree-adaptive, no lookahead", bound_of_host),
-    pytest.param("tree-adaptive, no lookahead", padding_writes, marks=pytest.mark.slow),
+    ("tree-adaptive", bound_of_host),
+    pytest.param("tree-adaptive", padding_writes, marks=pytest.mark.slow),
 ]
 
 

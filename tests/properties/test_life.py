@@ -57,7 +57,7 @@ class Life(RuleBasedStateMachine):
             return [guidance, states], guidance
 
         table = [[1, 3, "chain", life.K], [4, 4, "none", 0]]
-        self.world = World(hooks, draft="auto", draft_table=table, prune_ratio=0.5)
+        self.world = World(hooks, draft_shape="auto", draft_table=table, prune_ratio=0.5)
         self.states: VisualStates = self.world.hooks._guarded[-1][0]  # type: ignore[assignment]
         self.capacity: dict[int, tuple[int, int]] = {}
         for row, (text, has_video) in enumerate(first):

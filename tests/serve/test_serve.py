@@ -51,7 +51,7 @@ def server(tmp_path_factory):
     # Every frame of a video counts, so that a long one does not fit (the default samples it down).
     overrides = {"media_io_kwargs": {"video": {"num_frames": -1}}, "per_request_spec_decode_metrics": "summary"}
     # Strict, unless a request asks for less.
-    loose = {"request_scorers": ["strict", "loose"], "lambda_max": 0.9, "request_records": True}
+    loose = {"request_scorers": ["strict", "loose"], "lambda_loose": 0.9, "request_records": True}
     args = pairs.serve_args(FAMILY, "draft", port=port, overrides=overrides, on_draft_error="raise", **loose)
     args.append("--enable-scale-out")  # or there is no endpoint of tokens
     folder = tmp_path_factory.mktemp("serve")

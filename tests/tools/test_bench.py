@@ -7,13 +7,12 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import scaling
+from benchmarks import never_slower
 from benchmarks.session import BenchEngine
 from tools.common import FAMILIES, counters, invoke, printed, refuses
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.bench import acceptance, views
-from vllm_vidspec.tools.bench.speed import VANILLA_VARIANT, Workload
 from vllm_vidspec.tools.engine_session import EngineSession
 
 
@@ -64,7 +63,7 @@ def test_each_shape_has_its_own_number_of_tokens(engines):
     shapes = [("chain", 5), ("tree-static", 25), ("tree-adaptive", 64)]
     rows = bench("--draft-shape", "chain,tree-static,tree-adaptive")["rows"]
     assert [(row["drafting"], row["num_speculative_tokens"]) for row in rows] == shapes
-    assert [(spec["draft"], spec["num_speculative_tokens"]) for spec in specs(engines)[1:]] == shapes
+    assert [(spec["draft_shape"], spec["num_speculative_tokens"]) for spec in specs(engines)[1:]] == shapes
     for name, value in (("nodes", 5.0), ("depth", 4.0), ("draft_forwards", 5.0)):
         assert {row[f"{name}_per_step"] for row in rows} == {value}
     assert {row["max_acceptance_length"] for row in rows} == {5.0}
@@ -73,9 +72,9 @@ def test_each_shape_has_its_own_number_of_tokens(engines):
 
 
 def test_knobs_and_scheduling_are_those_of_all_rows(engines):
-    given = ("--knob", "tree_history=0", "--knob", "tree-lookahead=false", "--knob", 'quantization="fp8"')
+    given = ("--knob", "max_draft_failures=3", "--knob", "tree-fill=true", "--knob", 'quantization="fp8"')
     rows = bench("--drafting", "tree-adaptive", "--prune-ratio", "0.5,0.9", *given, "--sync-scheduling")["rows"]
-    knobs = {"tree_history": 0, "tree_lookahead": False, "quantization": "fp8"}
+    knobs = {"max_draft_failures": 3, "tree_fill": True, "quantization": "fp8"}
     assert [row["knobs"] for row in rows] == [knobs] * 2
     for session, spec in zip(engines.sessions, specs(engines), strict=True):
         assert session.job["llm"]["async_scheduling"] is False, "vanilla too: its time stands beside"
@@ -108,8 +107,8 @@ def test_table_and_files(engines, tmp_path, monkeypatch):
         assert words in result.stdout, words
     assert "nodes" not in result.stdout
     assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 2
-    trees = invoke("bench", "acceptance", "--drafting", "chain,tree-adaptive", "--knob", "tree_history=0")
-    for words in ("tree-adaptive", "64", "sync scheduling", "nodes", "tree_history 0"):
+    trees = invoke("bench", "acceptance", "--drafting", "chain,tree-adaptive", "--knob", "tree_fill=true")
+    for words in ("tree-adaptive", "64", "sync scheduling", "nodes", "tree_fill true"):
         assert words in " ".join(trees.stdout.split()), words
     ran = len(engines.sessions)
     assert invoke(*options, "--json", str(tmp_path / "no" / "x")).exit_code == 2
@@ -125,20 +124,15 @@ def test_figures_per_step():
     assert set(acceptance.shape_figures(counters() | {"drafts": 0, "draft_steps": 0}).values()) == {None}
 
 
-# ---- batches of requests, for benchmarks/bench_never_slower.py -------------------------------------------------------
+# ---- batches of requests, for benchmarks/never_slower.py -------------------------------------------------------
 
 
-def test_video_tokens_are_videos_or_parts_of_one():
-    found = []
-    for tokens in (128, 256, 1024, 8192):
-        benchmark = scaling.ScalingBenchmark(batch_size=16, video_tokens=tokens, max_tokens=64, rounds=2)
-        job = benchmark.job(Workload("qwen2.5-vl"), VANILLA_VARIANT)
-        assert len(job["prompts"]["held_out"]) == 32 and job["llm"]["max_num_seqs"] == 16
-        assert job["llm"]["limit_mm_per_prompt"] == {"video": job["prompts"]["num_videos"]}
-        found.append((job["prompts"]["num_videos"], job["prompts"]["video_frac"], job["llm"]["max_model_len"]))
-    assert found == [(1, 0.5, 2048), (1, 1.0, 2048), (4, 1.0, 2368), (32, 1.0, 16384)]
-    kept = scaling.ScalingBenchmark(video_tokens=8192, kept_requests=3).job(Workload("qwen2.5-vl"), VANILLA_VARIANT)
-    assert kept["llm"]["kv_cache_memory_bytes"] > 3 * 16384 * 4 * 1024, "prompts that others push out of the cache"
+def test_every_length_has_videos_of_its_own():
+    """Catches: a prompt that others push out of the cache, one that is too long, a video of two lengths."""
+    job = never_slower.job_of("draft", [256, 4096], 16, 64)
+    assert job["prompts"]["num_videos"] == [1] * 4 + [16] * 4 and job["prompts"]["held_out"] == list(range(8))
+    assert job["llm"]["max_model_len"] > 4096 + 64 and job["llm"]["max_num_seqs"] == 16
+    assert job["llm"]["kv_cache_memory_bytes"] > 20 * 4096 * 4096
 
 
 def test_requests_have_as_many_videos_as_asked_for(monkeypatch):
@@ -153,10 +147,13 @@ def test_requests_have_as_many_videos_as_asked_for(monkeypatch):
     assert np.array_equal(asked[4][0][[0, -1]], asked[0][0][[0, -1]])
 
 
-def test_a_round_is_decoded_from_its_first_token_to_its_last():
-    """Catches: a decode from the last request's first token, TTFT of the first, an answer of one token."""
+def test_a_cell_is_of_decode_alone():
+    """Catches: a first token's wait in it, the first round, another's answers, an answer of one token."""
     answers = [{"token_ids": [0] * 11, "first_s": at, "last_s": at + 1.0} for at in (0.25, 0.75)]
-    assert scaling.by_round({"answers": answers}) == {"tokens_per_s": 20 / 1.5, "tpot_s": 0.1, "ttft_s": 0.5}
-    assert scaling.token_ids([{"answers": answers}] * 2) == [[0] * 11] * 4
+    assert never_slower.decode_speed(answers) == 10 and never_slower.traffic_speed(answers) == 22 / 1.75
     with pytest.raises(VidSpecError, match="there is no decode to measure"):
-        scaling.by_round({"answers": [{"token_ids": [0], "first_s": 1.0, "last_s": 1.0}]})
+        never_slower.decode_speed([{"token_ids": [0], "first_s": 1.0, "last_s": 1.0}])
+    slow = [one | {"last_s": one["last_s"] + 1.0} for one in answers]
+    turns = [dict.fromkeys(never_slower.ROLES, answers) | {"policy": slow}, dict.fromkeys(never_slower.ROLES, answers)]
+    row = never_slower.row_of(turns, never_slower.decode_speed)
+    assert row["policy"] == {"first": 0.5, "median": 1.0, "rounds": [1.0], "identical_frac": 1.0}

@@ -139,10 +139,10 @@ def test_command_writes_what_the_configuration_reads(sessions, tmp_path, pruner)
     raw = {"model": "self", "num_speculative_tokens": 5, "pruner": pruner, "calibration": str(out)}
     config, _ = parse_config(raw)
     if pruner == "uv":
-        assert config.prune.uv_layer == 2
+        assert config.uv_layer == 2
     else:
-        assert (config.prune.lambda_r, config.prune.guidance_layers) == (0.3, (2, 3))
-        assert parse_config(raw | {"lambda_r": 0.7})[0].prune.lambda_r == 0.7, "what is given beside the file wins"
+        assert (config.lambda_r, config.guidance_layers) == (0.3, (2, 3))
+        assert parse_config(raw | {"lambda_r": 0.7})[0].lambda_r == 0.7, "what is given beside the file wins"
     written = json.loads(out.read_text())
     assert {"pruner", "prune_ratio", "target", "draft", "measurements", "provenance"} <= set(written)
     assert written["target"] == "qwen2.5-vl/target"

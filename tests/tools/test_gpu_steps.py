@@ -168,7 +168,7 @@ def test_engines_are_told_what_the_plan_says():
     drafts = {"method": "draft_model", "model": "D", "num_speculative_tokens": 5}
     assert kwargs["blind"]["speculative_config"] == drafts
     ours = kwargs["tree-static"]["speculative_config"]
-    assert ours["method"] == "vidspec" and ours["draft"] == "tree-static" and ours["num_speculative_tokens"] == 25
+    assert ours["method"] == "vidspec" and ours["draft_shape"] == "tree-static" and ours["num_speculative_tokens"] == 25
     assert kwargs["parallel"]["speculative_config"]["parallel"] == {"device": "cuda:0"}
     assert kwargs["chain"]["compilation_config"]["cudagraph_capture_sizes"] == [1, 4, 6, 24]
     for one in kwargs.values():

@@ -52,7 +52,7 @@ def test_servers_start_with_flags_that_exist(file):
     args = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(words[3:])  # behind the model
     given = args.speculative_config
     config, _ = parse_config(given if isinstance(given, dict) else json.loads(given))
-    assert config.model and config.prune.ratio == 0.9
+    assert config.model and config.prune_ratio == 0.9
     num_gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
     assert args.nnodes == workload["replicas"]
     assert args.nnodes * num_gpus == args.tensor_parallel_size * args.pipeline_parallel_size

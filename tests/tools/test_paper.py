@@ -195,12 +195,12 @@ def test_streams_end_where_something_is_rejected(verified, num_streams):
 
 
 def test_parallel_drafter_has_a_core_of_its_own(clocks):
-    knobs = ("--knob", "parallel_max_ahead=7", "--knob", "prune_seed=3")
+    knobs = ("--knob", "parallel_tensor_parallel_size=2", "--knob", "max_draft_failures=3")
     found = measured(*SMALL, "--methods", "SD-chain,ParallelVLM", *knobs)
     sequential, ours = specs(clocks)
     assert "parallel" not in sequential
-    assert ours["parallel"] == {"device": "cpu", "cpu_cores": "1", "max_ahead": 7}
-    assert sequential["prune_seed"] == ours["prune_seed"] == 3
+    assert ours["parallel"] == {"device": "cpu", "cpu_cores": "1", "tensor_parallel_size": 2}
+    assert sequential["max_draft_failures"] == ours["max_draft_failures"] == 3
     row = found["rows"][-1]
     assert (row["late_frac"], row["late_drafts"], row["stale_streams"]) == (3 / 12, 3, 3)
     assert row["speedup"] == pytest.approx(4.0)
@@ -310,7 +310,7 @@ def test_one_setting_beside_vanilla(clocks):
     knobs = ("drafting", "pruner", "prune_ratio", "scorer", "num_speculative_tokens")
     assert [ours[name] for name in knobs] == ["tree-static", "uv", 0.5, "fly", 25]
     (spec,) = specs(clocks)
-    assert (spec["draft"], spec["pruner"], spec["scorer"]) == ("tree-static", "uv", "fly")
+    assert (spec["draft_shape"], spec["pruner"], spec["scorer"]) == ("tree-static", "uv", "fly")
     step_s = TARGET_S + 4 * DRAFT_S
     assert vanilla["inter_token_ms"] == pytest.approx(1e3 * TARGET_S)
     assert ours["inter_token_ms"] == ours["inter_token_ms_p80"] == pytest.approx(1e3 * step_s / 4)

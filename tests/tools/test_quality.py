@@ -35,10 +35,9 @@ def test_settings_of_the_default_sweep():
 
 
 def test_loose_has_every_combination():
-    what = Quality(scorers=("loose", "strict"), lambdas=(0.6, 0.1), top_ns=(10, 1), relevance_rows=("prediction",))
+    what = Quality(scorers=("loose", "strict"), lambdas=(0.6, 0.1), relevance_rows=("prediction",))
     assert names(what) == [
-        *("strict", "loose 0.6 pred", "loose 0.1 pred", "loose 0.6 N1 pred", "loose 0.1 N1 pred"),
-        *("loose 0.6 shift pred", "loose 0.1 shift pred", "loose 0.6 N1 shift pred", "loose 0.1 N1 shift pred"),
+        *("strict", "loose 0.6 pred", "loose 0.1 pred", "loose 0.6 shift pred", "loose 0.1 shift pred"),
     ]
 
 
@@ -113,8 +112,8 @@ def test_rows_say_what_was_measured(sessions):
     num_tokens = sum(len(captioned.held_out(i).caption.split()) for i in range(3))
     assert loose["tokens_per_caption"] == num_tokens / 3
     assert loose["delivered_length"] == (num_tokens - 3) / 100, "a request's first token comes from its prefill"
-    knobs = ("lambda_loose", "top_n", "position_shift", "fly_entropy")
-    assert [loose[name] for name in knobs] == [0.5, 10, False, None]
+    knobs = ("lambda_loose", "position_shift", "fly_entropy")
+    assert [loose[name] for name in knobs] == [0.5, False, None]
 
 
 @pytest.mark.parametrize(
@@ -154,11 +153,11 @@ def test_command_writes_table_and_files(sessions, tmp_path):
     files = {kind: tmp_path / f"rows.{kind}" for kind in ("svg", "json")}
     result = invoke(
         *("-m", "benchmarks.quality", "--requests", "3"),
-        *("--temperature", "0,1", "--draft-noise", "shared,independent", "--lambda", "0.5,0.7", "--top-n", "1,10"),
+        *("--temperature", "0,1", "--draft-noise", "shared,independent", "--lambda", "0.5,0.7"),
         *("--plot", str(files["svg"]), "--json", str(files["json"])),
     )
     assert result.exit_code == 0, result.output
-    assert result.stdout.count("loose 0.7 N1") == 6
+    assert result.stdout.count("loose 0.7 shift") == 3
     for words in ("qwen2.5-vl, temperature 0 ", "temperature 1, independent noise", "At least 98 % kept", "kept"):
         assert words in result.stdout, words
     assert "…" not in result.stdout, "80 columns are enough"

@@ -29,7 +29,7 @@ class FakeLLM:
         name = getattr(method, "__name__", method)
         self.calls.append((name, *args))
         if name == "vidspec_retune":
-            self.last = args[0]["top_n"]
+            self.last = args[0]["lambda_loose"]
         if name == "scores" and not args[0]:
             return [
                 [
@@ -59,8 +59,8 @@ def sampling_params(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=params))
 
 
-def command(top_n, watch=True):
-    knobs = None if top_n is None else {"top_n": top_n}
+def command(lambda_loose, watch=True):
+    knobs = None if lambda_loose is None else {"lambda_loose": lambda_loose}
     fields = answer_command(knobs, seed=3, temperature=0.5, max_tokens=9) | {"watch": watch}
     return {name: value for name, value in fields.items() if name != "command"}
 
@@ -69,12 +69,12 @@ def test_a_batch_is_retuned_watched_and_counted_by_itself(monkeypatch, sampling_
     llm = FakeLLM()
     monkeypatch.setattr(metrics, "read_metrics", lambda path: dict(llm.counters))
     engine = BenchEngine(llm, ["a", "b", "c"])
-    answers = [engine.answer(**command(top_n)) for top_n in (1, 2)]
+    answers = [engine.answer(**command(lambda_loose)) for lambda_loose in (1, 2)]
     generate = ("generate", ["a", "b", "c"], [(3, 0.5, 9), (4, 0.5, 9), (5, 0.5, 9)])
     watch = [("scores", on) for on in (True, False)]
     assert llm.calls == [
-        *(watch[0], ("vidspec_retune", {"top_n": 1}), generate, watch[1]),
-        *(watch[0], ("vidspec_retune", {"top_n": 2}), generate, watch[1]),
+        *(watch[0], ("vidspec_retune", {"lambda_loose": 1}), generate, watch[1]),
+        *(watch[0], ("vidspec_retune", {"lambda_loose": 2}), generate, watch[1]),
     ]
     assert [answer["metrics"]["drafts"] for answer in answers] == [3, 7], "each batch's own gain"
     first, second = answers

@@ -97,11 +97,11 @@ def test_what_is_shown_has_the_engines_knobs(family):
         show = Show(family=family)
         engine = parse_config(show.job(pruner=pruner)["llm"]["speculative_config"])[0]
         assert show.config(pruner=pruner) == engine
-        assert engine.prune.lambda_r == found["lambda_r"] != uncalibrated.prune.lambda_r
+        assert engine.lambda_r == found["lambda_r"] != uncalibrated.lambda_r
     own = Show(family=family, target="/t", draft="self", calibration=str(pairs.calibration(family)))
     assert own.job(pruner="specvlm")["llm"]["model"] == "/t"
     config = own.config(pruner="specvlm")
-    assert (config.model, config.prune.lambda_r) == ("self", found["lambda_r"])
+    assert (config.model, config.lambda_r) == ("self", found["lambda_r"])
 
 
 def test_one_engine_per_kind_of_guidance():

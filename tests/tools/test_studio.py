@@ -22,7 +22,7 @@ TOKEN = "of-its-address"
 GUARD = {studio.GUARD: TOKEN}
 VIDEO = "data:video/mp4;base64,AAAA"
 ASKED = {"model": "target", "question": "what?", "video": VIDEO}
-KNOBS = VidSpecConfig(model="draft", num_speculative_tokens=25, draft_shape="auto").flat()
+KNOBS = VidSpecConfig(model="draft", num_speculative_tokens=25, draft_shape="auto").model_dump()
 
 
 class Server:
@@ -248,7 +248,7 @@ def test_a_server_that_is_not_there_is_one_line(page):
 def test_its_own_server_records_and_may_be_loose():
     args = studio.own_args(studio.Show(draft_shape="tree-static"), 1234)
     spec = json.loads(args[args.index("--speculative-config") + 1])
-    assert spec["request_records"] and "loose" in spec["request_scorers"] and spec["draft"] == "tree-static"
+    assert spec["request_records"] and "loose" in spec["request_scorers"] and spec["draft_shape"] == "tree-static"
     assert spec["num_speculative_tokens"] == pairs.num_speculative_tokens("tree-static")
     args = studio.own_args(studio.Show(draft_shape="auto"), 1234)
     config, _ = parse_config(json.loads(args[args.index("--speculative-config") + 1]))

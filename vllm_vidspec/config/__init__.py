@@ -8,11 +8,11 @@ from vllm_vidspec.config.fields import (
     REQUEST_LAMBDA,
     REQUEST_RECORD,
     REQUEST_SCORER,
+    SHELVES,
     PruneKnobs,
     ScoreKnobs,
-    TreeKnobs,
 )
 from vllm_vidspec.config.model import METHOD, SELF, VidSpecConfig
 from vllm_vidspec.config.parse import CALIBRATED_KEYS, parse_config
 from vllm_vidspec.config.schedule import NONE, Plan
-from vllm_vidspec.config.spelling import GROUPS, MAX_MESSAGE, PASS_THROUGH_KEYS, flatten
+from vllm_vidspec.config.spelling import MAX_MESSAGE, PASS_THROUGH_KEYS

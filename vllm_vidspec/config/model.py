@@ -1,41 +1,35 @@
 """VidSpecConfig: one checked speculative configuration, the rules between its fields and what follows from them."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError, field_validator, model_validator
 
-from vllm_vidspec.config.fields import AUTO, Fields
-from vllm_vidspec.config.schedule import Cap, Plan, PlanRow, capped, check_table, without_gaps
-from vllm_vidspec.config.spelling import explain, flatten, grouped, read, refusal
+from vllm_vidspec.config.fields import AUTO, Fields, ParallelKnobs
+from vllm_vidspec.config.schedule import ADAPTIVE_DEPTHS, Cap, Plan, PlanRow, capped, check_table, without_gaps
+from vllm_vidspec.config.spelling import explain, refusal
 from vllm_vidspec.errors import VidSpecError, quoted
 
 METHOD = "vidspec"
 SELF = "self"
 MAX_AUTO_CHAIN = 8  # of `draft_shape: auto`, which has trees for more
-MAX_FLY_WINDOW = 6  # of vLLM's own FLy, where none is given
+MAX_FLY_WINDOW = 6  # vLLM's own FLy's
+# How `state_bytes` is split between what is kept.
+_STATE_PARTS = {"guidance": 5, "relevance": 5, "embeddings": 2}
 
 
 class VidSpecConfig(Fields):
     """One validated speculative configuration. Unknown keys are refused with the nearest known name."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _in_groups(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Put every field into its group, however it was spelled."""
-        return grouped(given)
-
-    @classmethod
-    def checked(cls, flat: dict[str, Any], given: Mapping[str, Any], problems: Sequence[str] = ()) -> "VidSpecConfig":
-        """Return the configuration of fields by flat names; a VidSpecError says all that is wrong, as `given` does, and
-        what is known to be by now.
-        """
+    def checked(cls, given: Mapping[str, Any], problems: Sequence[str] = ()) -> "VidSpecConfig":
+        """Return the configuration of these fields; a VidSpecError says all that is wrong, and what is known to be."""
         found = None
         try:
-            found = cls(**flat)
+            found = cls(**given)
         except ValidationError as error:
-            problems = [*problems, *explain(error, given)]
+            problems = [*problems, *explain(error)]
         if found is None or problems:
             raise refusal(problems)
         return found
@@ -55,31 +49,45 @@ class VidSpecConfig(Fields):
         return None if caps is None else without_gaps(caps)
 
     @model_validator(mode="after")
-    def _possible_shapes(self) -> "VidSpecConfig":
+    def _fits_together(self) -> "VidSpecConfig":
+        problems: list[str] = []
+        try:
+            problems.extend(self._contradictions())
+        except ValueError as error:  # of a table or a tree that is none: what follows from it cannot be looked at
+            problems.append(str(error))
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        """Yield what is wrong between fields that are right one by one."""
+        if self.request_scorers is not None and self.scorer not in (*self.request_scorers, "strict"):
+            yield f"request_scorers leaves out the server's own scorer, {self.scorer!r}"
+        if self.parallel.device is None and self.parallel != ParallelKnobs():
+            yield "parallel: device is missing"
         if self._is_free and not self.adaptive_tokens:
-            raise ValueError("draft_shape auto with adaptive_tokens false needs draft_table")
+            yield "draft_shape auto with adaptive_tokens false needs draft_table"
         if self.draft_shape == "auto" and self.draft_table:
             check_table(self.draft_table, self.num_speculative_tokens)
             if len(self.shapes - {"chain"}) > 1:
-                raise ValueError("draft_table: chain and one tree shape, not two")
+                yield "draft_table: chain and one tree shape, not two"
         if self.is_parallel and self.in_trees:
-            raise ValueError(
+            yield (
                 "parallel drafting streams a chain: a tree would be of text that the target has not reached; use "
                 "draft_shape chain, or drop parallel"
             )
-        if "tree-adaptive" in self.shapes and self.num_speculative_tokens < self.tree.depth_min:
-            raise ValueError(
-                f"tree-adaptive needs num_speculative_tokens of at least tree_depth_min, {self.tree.depth_min}, got "
+        if "tree-adaptive" in self.shapes and self.num_speculative_tokens < ADAPTIVE_DEPTHS[0]:
+            yield (
+                f"tree-adaptive needs num_speculative_tokens of at least {ADAPTIVE_DEPTHS[0]}, got "
                 f"{self.num_speculative_tokens}"
             )
-        if "tree-static" not in self.shapes:
-            return self
-        num_nodes = len(self.tree.static_paths)
-        if wrong := {num for _, _, shape, num in self._rows if shape == "tree-static"} - {num_nodes}:
-            raise ValueError(
-                f"this static tree has {num_nodes} nodes: num_speculative_tokens must be {num_nodes}, not {min(wrong)}"
-            )
-        return self
+        if "tree-static" in self.shapes:
+            num_nodes = len(self.static_paths)
+            if wrong := {num for _, _, shape, num in self._rows if shape == "tree-static"} - {num_nodes}:
+                yield (
+                    f"this static tree has {num_nodes} nodes: num_speculative_tokens must be {num_nodes}, not "
+                    f"{min(wrong)}"
+                )
 
     @property
     def _rows(self) -> tuple[tuple[int, int, str, int], ...]:
@@ -88,7 +96,7 @@ class VidSpecConfig(Fields):
             return self.draft_table
         shape: str = self.draft_shape
         if shape == "auto":
-            is_static = len(self.tree.static_paths) == self.num_speculative_tokens
+            is_static = len(self.static_paths) == self.num_speculative_tokens
             shape = "tree-static" if is_static else "tree-adaptive"
         return ((1, 1, shape, self.num_speculative_tokens),)
 
@@ -111,13 +119,12 @@ class VidSpecConfig(Fields):
     @property
     def max_path(self) -> int:
         """The most drafts that can follow each other in one step."""
-        return max(row.plan.depth(self.tree) for row in self.plans)
+        return max(row.plan.depth(self) for row in self.plans)
 
     @property
     def fly_window(self) -> int:
-        """Drafts after a mismatch that must match exactly for `fly`; by default vLLM's, whose chains are our paths."""
-        given = self.score.fly_window
-        return max(1, min(MAX_FLY_WINDOW, self.max_path - 1)) if given is None else given
+        """Drafts after a mismatch that must match exactly for `fly`: vLLM's, whose chains are our paths."""
+        return max(1, min(MAX_FLY_WINDOW, self.max_path - 1))
 
     @functools.cached_property
     def plans(self) -> tuple[PlanRow, ...]:
@@ -165,14 +172,17 @@ class VidSpecConfig(Fields):
         """Whether the target drafts for itself."""
         return self.model == SELF
 
-    def flat(self) -> dict[str, Any]:
-        """Return every knob by its flat name."""
-        return flatten(self.model_dump())
+    def state_bytes_for(self, what: str) -> int | None:
+        """Return how much of `state_bytes` "guidance", "relevance" or "embeddings" has; None where it is not given."""
+        if self.state_bytes is None:
+            return None
+        kept = {"guidance": any(way.pruner == "uv" for way in self.variants), "relevance": "loose" in self.scorers}
+        whole = sum(parts for name, parts in _STATE_PARTS.items() if kept.get(name, True) or name == what)
+        return self.state_bytes * _STATE_PARTS[what] // whole
 
     def changed(self, knobs: Mapping[str, Any]) -> "VidSpecConfig":
-        """Return this configuration with some knobs changed, however spelled; no calibration is read again."""
-        flat, problems = read(knobs)
-        return self.checked(self.flat() | flat, knobs, problems)
+        """Return this configuration with some knobs changed; no calibration is read again."""
+        return self.checked(self.model_dump() | dict(knobs))
 
     @property
     def choosable_shapes(self) -> tuple[str, ...]:
@@ -191,4 +201,5 @@ class VidSpecConfig(Fields):
 
     def summary(self) -> str:
         """Return the active configuration as one line for the start-up log."""
-        return " ".join(f"{key}={value}" for key, value in self.flat().items() if value is not None)
+        values = self.model_dump(exclude_none=True, exclude=set() if self.is_parallel else {"parallel"})
+        return " ".join(f"{key}={value}" for key, value in values.items())

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_vidspec.config.fields import AUTO, Fields
 from vllm_vidspec.config.model import SELF, VidSpecConfig
-from vllm_vidspec.config.spelling import MAX_MESSAGE, PASS_THROUGH_KEYS, read
+from vllm_vidspec.config.spelling import MAX_MESSAGE, PASS_THROUGH_KEYS
 from vllm_vidspec.errors import VidSpecError, quoted
 
 # What `vidspec calibrate` measures for a pair, and on a machine.
@@ -20,16 +20,18 @@ def parse_config(raw: dict[str, Any]) -> tuple[VidSpecConfig, dict[str, Any]]:
     given = {key.replace("-", "_"): value for key, value in raw.items()}
     given.pop("method", None)
     passed = {key: given.pop(key) for key in list(given) if key in PASS_THROUGH_KEYS}
-    flat, problems = read(given)
-    shape = flat.get("draft_shape", Fields.model_fields["draft_shape"].default)
-    if flat.get("draft_table") is not None and shape != AUTO:  # a calibration's waits for it; a user's would do nothing
+    problems = []
+    shape = given.get("draft_shape", Fields.model_fields["draft_shape"].default)
+    if (
+        given.get("draft_table") is not None and shape != AUTO
+    ):  # a calibration's waits for it; a user's would do nothing
         problems.append(f'draft_table needs "draft_shape": "{AUTO}", this is {quoted(shape)}')
-    if flat.get("model") == SELF:
+    if given.get("model") == SELF:
         of_a_draft = sorted(key for key, value in passed.items() if value is not None)
         problems += [f'{key} is a draft model\'s, and with "model": "{SELF}" there is none' for key in of_a_draft]
-    if flat.get("calibration") is not None:
-        flat = _read_calibration(flat["calibration"]) | flat
-    return VidSpecConfig.checked(flat, given, problems), passed
+    if given.get("calibration") is not None:
+        given = _read_calibration(given["calibration"]) | given
+    return VidSpecConfig.checked(given, problems), passed
 
 
 def _read_calibration(path: Any) -> dict[str, Any]:

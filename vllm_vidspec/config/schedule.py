@@ -7,6 +7,9 @@ NONE = "none"  # the shape of a step that drafts nothing
 
 Shape = Literal["chain", "tree-static", "tree-adaptive", "none"]
 
+# The least and the greatest depth of adaptive trees (SAGE, section 5.1).
+ADAPTIVE_DEPTHS = (3, 8)
+
 Cap = tuple[int, int, int]  # first batch size, last, most tokens per step: a row of vLLM's own schedule
 
 
@@ -16,11 +19,11 @@ class Plan(NamedTuple):
     shape: str
     num_tokens: int
 
-    def depth(self, tree: Any) -> int:
-        """Return the most draft tokens that can follow each other, given `TreeKnobs`; 1 where nothing is drafted."""
+    def depth(self, config: Any) -> int:
+        """Return the most drafts that can follow each other in one step of a configuration; 1 where there are none."""
         if self.shape == "tree-static":
-            return max(map(len, tree.static_paths))
-        return max(1, min(self.num_tokens, tree.depth_max) if self.shape == "tree-adaptive" else self.num_tokens)
+            return max(map(len, config.static_paths))
+        return max(1, min(self.num_tokens, ADAPTIVE_DEPTHS[1]) if self.shape == "tree-adaptive" else self.num_tokens)
 
 
 class PlanRow(NamedTuple):

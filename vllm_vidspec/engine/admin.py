@@ -74,7 +74,7 @@ class AdminRoutes:
         """Change knobs, all or none; a VidSpecError of one line for the client, before anything reaches the engine."""
         knobs = Knobs(first)
         (now, *_) = await self._engine.collective_rpc(KNOBS)
-        held = knobs.current.flat().keys() - set(SCHEDULER_KNOBS)
+        held = knobs.current.model_dump().keys() - set(SCHEDULER_KNOBS)
         knobs.current = knobs.current.changed({name: value for name, value in now.items() if name in held})
         knobs.retune({name: value for name, value in changes.items() if name not in SCHEDULER_KNOBS})
         try:

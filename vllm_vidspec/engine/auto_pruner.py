@@ -10,7 +10,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from vllm_vidspec import metrics
-from vllm_vidspec.config import PruneKnobs, VidSpecConfig
+from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.pruning.bandit import Bandit
 from vllm_vidspec.scoring.choices import PRUNE_VARIANT
 
@@ -31,17 +31,15 @@ def set_prune_variant(request: Any, variant: int | None = None) -> None:
 
 
 class AutoPruner:
-    """Chooses by a bandit over the variants of `PruneKnobs`; `is_on` says whether requests are given one."""
+    """Chooses by a bandit over the configured variants; `is_on` says whether requests are given one."""
 
     def __init__(self, config: VidSpecConfig, file: metrics.MetricsFile | None):
-        self._prune, self._num_drafts, self._file = config.prune, config.num_speculative_tokens, file
-        self._bandit = Bandit(
-            [(variant.pruner, variant.ratio) for variant in config.prune.variants], seed=config.prune.seed
-        )
+        self._config, self._num_drafts, self._file = config, config.num_speculative_tokens, file
+        self._bandit = Bandit([(variant.pruner, variant.prune_ratio) for variant in config.variants])
         self.is_on = True  # whether requests are given variants
         self._running: dict[str, list[int]] = {}  # by request: its variant, tokens and verify steps
         self._num_visual = self._num_media = 0  # tokens of images and videos, of so many requests that had any
-        self._path, self._num_unsaved = config.prune.auto_file, 0
+        self._path, self._num_unsaved = config.auto_file, 0
         if self._path is not None and os.path.exists(self._path):
             self._restore(self._path)
 
@@ -74,7 +72,7 @@ class AutoPruner:
             self._bandit.observe(variant, num_tokens / num_steps, num_steps)
             self._num_unsaved += 1
             if self._file is not None:
-                pruner = self._prune.variants[variant].pruner
+                pruner = self._config.variants[variant].pruner
                 for name, count in (("requests", 1), ("verify_steps", num_steps), ("tokens", num_tokens)):
                     self._file.add(f"auto_{name}_{pruner}", count)
         if self._num_unsaved >= _SAVE_EVERY:
@@ -82,7 +80,7 @@ class AutoPruner:
 
     def _costs(self) -> list[float] | None:
         """Return by variant the bytes that a step loads, over those of a step without drafts; None if not known."""
-        ratios = {variant.ratio for variant in self._prune.variants}
+        ratios = {variant.prune_ratio for variant in self._config.variants}
         if self._file is None or len(ratios) == 1:
             return None
         known = self._file.value
@@ -92,8 +90,8 @@ class AutoPruner:
         visual = self._num_visual / max(1, self._num_media)
         per_token = known("draft_kv_bytes_per_token")
         return [
-            1 + self._num_drafts * (draft + per_token * visual * (1 - variant.ratio)) / target
-            for variant in self._prune.variants
+            1 + self._num_drafts * (draft + per_token * visual * (1 - variant.prune_ratio)) / target
+            for variant in self._config.variants
         ]
 
     # ---- the file ----------------------------------------------------------------------------------------------
@@ -110,8 +108,8 @@ class AutoPruner:
         self._num_unsaved = 0
         if self._path is None:
             return
-        best: PruneKnobs = self._prune.variants[self._bandit.best(self._costs())]
-        config = {"pruner": best.pruner, "prune_ratio": best.ratio}
+        best = self._config.variants[self._bandit.best(self._costs())]
+        config = {"pruner": best.pruner, "prune_ratio": best.prune_ratio}
         made = ""
         try:
             folder = os.path.dirname(os.path.abspath(self._path))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.drafting.adaptive import SAGE
 from vllm_vidspec.planning.draft_cost import cost_hint, stored_weights
 
 logger = logging.getLogger("vllm.vidspec")
@@ -45,7 +46,7 @@ def graph_ceiling(config: VidSpecConfig, max_num_seqs: int, max_tokens: int) -> 
 def level_width(config: VidSpecConfig, shape: str) -> int:
     """Return the most nodes of a request in a draft forward behind the first: those of a level with children."""
     if shape == "tree-adaptive":
-        return config.tree.width_max
+        return SAGE.width_max
     if shape == "tree-static":
-        return max(Counter(map(len, {path[:-1] for path in config.tree.static_paths})).values())
+        return max(Counter(map(len, {path[:-1] for path in config.static_paths})).values())
     return 1

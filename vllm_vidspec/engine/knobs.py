@@ -3,16 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from vllm_vidspec.config import AUTO, VidSpecConfig, flatten
+from vllm_vidspec.config import AUTO, VidSpecConfig
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import SCORE_NEEDS, needs_of
 
 # What may change while the engine runs: pruning, to what is observed; verification where a request can be loose.
 _PRUNING = {"pruner", "lambda_r", "guidance_layers", "prune_ratio", "image_prune_ratio", "frames_as_video"}
-_RULES = {
-    *("scorer", "lambda_loose", "top_n", "position_shift", "relevance_rows"),
-    *("fly_entropy", "fly_window", "fly_top_k", "protected_tokens"),
-}
+_RULES = {"scorer", "lambda_loose", "position_shift", "relevance_rows", "fly_entropy", "protected_tokens"}
 
 # The scheduler's side changes these; the workers change all others.
 LIMIT, SHAPE = SCHEDULER_KNOBS = ("num_speculative_tokens", "draft_shape")
@@ -27,7 +24,7 @@ class Knobs:
 
     @property
     def pruning(self) -> dict[str, Any]:
-        return {name: value for name, value in self.current.flat().items() if name in _PRUNING}
+        return self.current.model_dump(include=_PRUNING)
 
     def on_change(self, observe: Callable[[VidSpecConfig], None]) -> None:
         """Call `observe` with every later configuration, for what is derived from knobs once and kept."""
@@ -35,19 +32,18 @@ class Knobs:
 
     def retune(self, changes: dict[str, Any]) -> None:
         """Change some knobs by name; a VidSpecError for one that cannot change at run time, or a wrong value."""
-        changes = flatten(changes)
-        tunable = _PRUNING | (_RULES if self._first.score.scorers != {"strict"} else set())
+        config = self.current.changed(changes)
+        tunable = _PRUNING | (_RULES if self._first.scorers != {"strict"} else set())
         if fixed := sorted(set(changes) - tunable):
             raise VidSpecError(f"{fixed[0]} cannot change while the engine runs")
-        config = self.current.changed(changes)
-        if config.prune.pruner == AUTO != self._first.prune.pruner:
+        if config.pruner == AUTO != self._first.pruner:
             raise VidSpecError("pruner cannot change to auto: start the engine with it")
-        if unobserved := SCORE_NEEDS & (needs_of(config.prune) - needs_of(self._first.prune)):
+        if unobserved := SCORE_NEEDS & (needs_of(config) - needs_of(self._first)):
             raise VidSpecError(
-                f"pruner cannot change to {config.prune.pruner}: this engine does not observe the target's "
+                f"pruner cannot change to {config.pruner}: this engine does not observe the target's "
                 f"{' and '.join(sorted(unobserved))}"
             )
-        if "loose" in config.score.scorers - self._first.score.scorers:
+        if "loose" in config.scorers - self._first.scorers:
             raise VidSpecError("scorer cannot change to loose: the engine keeps no hidden states")
         self.change(config)
 

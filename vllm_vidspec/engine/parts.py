@@ -53,10 +53,10 @@ class RunnerParts:
         self.guides = make_guides(knobs, model, vllm_config, counters, agreement)
         self.rules: LooseRules | None = None
         self.visual: VisualStates | None = None
-        if config.score.scorers != {"strict"}:
+        if config.scorers != {"strict"}:
             sizes = (runner.max_num_reqs, runner.vocab_size)
             self.rules = LooseRules(knobs, vllm_config, *sizes, runner.sampler, counters)
-        if self.rules is not None and "loose" in config.score.scorers:
+        if self.rules is not None and "loose" in config.scorers:
             self.visual = VisualStates(knobs, vllm_config, runner.max_num_reqs, counters, self.rules, agreement)
         hooks = [hook for hook in (*self.guides, self.visual, self.target_trees) if hook is not None]
         self.hooks = TargetHooks(hooks, knobs, agreement)
@@ -89,7 +89,7 @@ def make_guides(
     knobs: Knobs, target: torch.nn.Module, vllm_config: Any, counters: Counters, agreement: Agreement
 ) -> list[Guidance]:
     """Install what the configured pruner, or each of several, needs on the loaded target."""
-    needs, guides = needs_of(knobs.current.prune), list[Guidance]()
+    needs, guides = needs_of(knobs.current), list[Guidance]()
     if "attention" in needs:
         guides.append(AttentionGuidance(knobs, vllm_config, counters, agreement))
     if "uv" in needs:

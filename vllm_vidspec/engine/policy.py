@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_vidspec.engine.estimates import MAX_CLASSES, NONE, Acceptance, Option, StepCosts
+from vllm_vidspec.metrics import decision_text
 from vllm_vidspec.names import CLASS_SIZES
 
 __all__ = ["NONE", "Acceptance", "Decision", "Observed", "Option", "Policy", "StepCosts", "class_label"]
@@ -107,10 +108,7 @@ class Best(NamedTuple):
     gain: float  # Seconds of whole answers without drafts over those with them
 
     def __str__(self) -> str:
-        return (
-            f"K = {self.option.num_tokens}: {self.tokens:.1f} tokens / {1e3 * self.seconds:.1f} ms = "
-            f"{self.tokens / self.seconds:.0f}/s; K = 0: 1 / {1e3 * self.none_s:.1f} ms = {1 / self.none_s:.0f}/s"
-        )
+        return decision_text(self.option.num_tokens, self.tokens, self.seconds, self.none_s)
 
 
 class Policy:
@@ -361,9 +359,7 @@ class Policy:
                 tokens = np.minimum(
                     own * self.acceptance.expected[self._rows["class"][slots], index], self.options[index].num_tokens
                 )
-                ranked = order[
-                    np.argsort(-(share * tokens * np.where(self._rows["has_draft"][slots], _STICKY, 1.0))[order])
-                ]
+                ranked = order[np.argsort(-(share * tokens * sticky)[order])]
                 draft_context = np.cumsum(self._rows["draft_context"][slots[ranked]])
                 rows = np.full(len(order), size) if self._pads else counts
                 seconds = self.costs.seconds(index, size, rows, context, draft_context)

@@ -97,7 +97,7 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     _warn(vllm_config, config)
     if platforms.current_platform.is_cuda():
         say_hints(vllm_config, config)
-    check = functools.partial(choose, knobs=config.score, has_records=config.request_records)  # pickled for the workers
+    check = functools.partial(choose, knobs=config, has_records=config.request_records)  # pickled for the workers
     api.mark_as_ours(vllm_config.speculative_config, check)
     api.hear_request_choices(PREFIX, CALLS_TOOLS, check)
     if config.request_records:
@@ -109,7 +109,6 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
 def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
     """Yield a line for each property of the target or the engine that drafts, trees or a scorer cannot live with."""
     model, scheduler, offload = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.offload_config
-    platform = platforms.current_platform
     if config.is_self_draft and vllm_config.lora_config is not None:
         yield 'LoRA adapters cannot be used with "model": "self"; name a draft model instead'
     if model.is_encoder_decoder:
@@ -164,15 +163,10 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
         )
     if config.is_parallel:
         yield from _drafters_process(vllm_config, config)
-    if config.score.scorers != {"strict"}:
+    if config.scorers != {"strict"}:
         if is_sharded:
             yield "--enable-batch-sharded-sampling shows a rank its own requests only: use the strict scorer"
-        is_fp8 = "loose" in config.score.scorers and config.score.relevance_dtype == "fp8"
-        if is_fp8 and platform.is_cuda() and not platform.has_device_capability(89):
-            # Below, Triton has no conversion of them.
-            found = platform.get_device_capability().as_version_str()
-            yield f"relevance_dtype fp8 needs compute capability 8.9, this GPU has {found}: use auto"
-        if config.score.protected_tokens and model.skip_tokenizer_init:
+        if config.protected_tokens and model.skip_tokenizer_init:
             yield "protected_tokens needs a tokenizer: drop --skip-tokenizer-init"
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
         yield "vidspec needs Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER=0"
@@ -213,7 +207,7 @@ def _drafters_process(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
         launch.check_places(places, platform.device_count())
     except VidSpecError as error:
         yield str(error)
-    if places[0] < vllm_config.parallel_config.world_size and config.pool.kv_bytes is None:
+    if places[0] < vllm_config.parallel_config.world_size and config.draft_kv_bytes is None:
         yield (
             f"parallel device {config.parallel.device} is one of the target's, which takes what it is given: give "
             "draft_kv_bytes, and lower --gpu-memory-utilization by what that, the draft's weights and 2 GiB are of it"
@@ -225,7 +219,7 @@ def _stages(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
         yield '--pipeline-parallel-size with "model": "self": the last stage is no whole model; name a draft model'
     if config.in_trees:
         yield "--pipeline-parallel-size: vLLM sends earlier stages the tokens of a draft, no tree's shape: draft chains"
-    if "uv" in needs_of(config.prune):
+    if "uv" in needs_of(config):
         yield (
             "--pipeline-parallel-size: the pruner uv compares the target's embeddings, which its first stage has and "
             "vLLM sends no further; use specvlm, or one that needs nothing of the target, e.g. uniform"
@@ -262,7 +256,7 @@ def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
     The VidSpecError names the way out of layers that the target does not have, a quantised cache, a layout of
     the CPU's (on ARM, say), a backend of which nothing of ours reads the cache.
     """
-    needs, prune = needs_of(config.prune), config.prune
+    needs = needs_of(config)
     model, cache = vllm_config.model_config, vllm_config.cache_config
     num_layers = model.get_total_num_hidden_layers()
     readers = []
@@ -272,10 +266,10 @@ def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
     if "attention" in needs:
         num_stages = vllm_config.parallel_config.pipeline_parallel_size
         of_last_stage = range(*get_pp_indices(num_layers, num_stages - 1, num_stages))
-        attention_guidance.chosen_layers(prune.guidance_layers, num_layers, of_last_stage)
+        attention_guidance.chosen_layers(config.guidance_layers, num_layers, of_last_stage)
         readers.append(attention_guidance.READER)
-    if "uv" in needs and prune.uv_layer is not None and prune.uv_layer > num_layers:
-        raise VidSpecError(f"uv_layer: the target has layers 1 to {num_layers}, not {prune.uv_layer}")
+    if "uv" in needs and config.uv_layer is not None and config.uv_layer > num_layers:
+        raise VidSpecError(f"uv_layer: the target has layers 1 to {num_layers}, not {config.uv_layer}")
     for reader in readers:
         if model.use_mla:
             raise VidSpecError(
@@ -356,7 +350,7 @@ def _warn(vllm_config: Any, config: VidSpecConfig) -> None:
         )
     if not any(row.plan.num_tokens for row in config.plans):
         logger.warning("vidspec: nothing is ever drafted: the plan of every batch size has 0 tokens")
-    if lossy := ", ".join(sorted(config.score.scorers - {"strict"})):
+    if lossy := ", ".join(sorted(config.scorers - {"strict"})):
         logger.warning("vidspec: requests may be verified by %s: their output can differ from the target's", lossy)
 
 

@@ -25,7 +25,6 @@ from vllm_vidspec.engine.compat import scheduler
 from vllm_vidspec.engine.hooks.protocol import Forward
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.parallel import launch
-from vllm_vidspec.engine.parallel.remote_backend import sizes_of
 from vllm_vidspec.engine.parallel.supervisor import DrafterSupervisor
 from vllm_vidspec.engine.parts import RunnerParts
 from vllm_vidspec.engine.report.counters import Counters
@@ -36,6 +35,7 @@ from vllm_vidspec.engine.requests import NewRequest, Phase, RequestRows
 from vllm_vidspec.engine.verify.step import VerifyStep
 from vllm_vidspec.families import adapter_for
 from vllm_vidspec.scoring.choices import prune_variant_of
+from vllm_vidspec.streams import Sizes
 
 
 class VidSpecModelRunner(GPUModelRunner):
@@ -67,7 +67,7 @@ class VidSpecModelRunner(GPUModelRunner):
     def load_model(self, *args, **kwargs) -> None:
         config = self.knobs.current
         if config.is_parallel and self.agreement.is_first:  # the drafter loads while the target does
-            sizes = sizes_of(config, self.max_num_reqs, self.max_model_len, len(metrics.NAMES))
+            sizes = Sizes(self.max_num_reqs, self.max_model_len, len(metrics.NAMES))
             launch.fetch_weights(self.vllm_config)
             packed = launch.pack_config(self.vllm_config, config)
             self.drafter_supervisor = DrafterSupervisor(packed, config, sizes, self.vocab_size)

@@ -16,7 +16,7 @@ import numpy as np
 from vllm.logger import init_logger
 
 from vllm_vidspec import metrics
-from vllm_vidspec.config import AUTO, METHOD, Plan, VidSpecConfig, flatten
+from vllm_vidspec.config import AUTO, METHOD, Plan, VidSpecConfig
 from vllm_vidspec.engine.auto_pruner import AutoPruner, set_prune_variant
 from vllm_vidspec.engine.compat import scheduler as compat
 from vllm_vidspec.engine.knobs import LIMIT, SCHEDULER_KNOBS, SHAPE
@@ -32,6 +32,8 @@ logger = init_logger("vllm.vidspec")
 _POLL_S = 0.2  # between two readings of the worker's counters
 _TELL_S, _LOG_S = 1.0, 60.0  # between two publications of what is decided, and two lines about one class
 _GREEDY = 1e-5  # a temperature below this is vLLM's argmax
+# Within the first, `max_draft_failures` failures of the draft switch speculation off for the second.
+FAILURE_WINDOW_S = COOLDOWN_S = 60.0
 
 
 class SchedulerSide:
@@ -48,7 +50,7 @@ class SchedulerSide:
         config = VidSpecConfig(**vllm_config.additional_config[METHOD])
         self._scheduler, self._config = scheduler, config
         self._file = open_for(vllm_config)
-        self._pruners = AutoPruner(config, self._file) if len(config.prune.variants) > 1 else None
+        self._pruners = AutoPruner(config, self._file) if len(config.variants) > 1 else None
         # Data-parallel engines need one number of tokens in every step.
         self._is_alone = vllm_config.parallel_config.data_parallel_size == 1
         has_graphs = not current_platform.is_cpu()
@@ -70,7 +72,7 @@ class SchedulerSide:
     def _option(self, plan: Plan) -> Option:
         """Return a plan as the policy knows it; with a drafter process of its own no draft forward runs here."""
         is_parallel = self._config.is_parallel
-        levels = 0 if is_parallel else plan.depth(self._config.tree)
+        levels = 0 if is_parallel else plan.depth(self._config)
         return Option(*plan, levels, plan.shape == "chain" and not is_parallel)
 
     def measure(self, core: Any) -> None:
@@ -112,7 +114,7 @@ class SchedulerSide:
             modality = "image" if feature.modality == "image" else "video"
             size = feature.mm_position.length
             num_visual[modality] += size
-            num_kept += size * (1 - self._config.prune.ratio_for(modality))
+            num_kept += size * (1 - self._config.ratio_for(modality))
         params, num_tokens = request.sampling_params, request.num_tokens
         label = class_label(num_visual["video"], num_visual["image"])
         is_sampled = params is not None and params.temperature > _GREEDY
@@ -166,6 +168,7 @@ class SchedulerSide:
     def _learn(self, now: float, scheduler_output: Any, output: Any) -> None:
         before, verified = self._last
         decision, req_ids = compat.decision_of(scheduler_output), output.req_ids
+        assert decision is not None and self._policy is not None
         self._last = now, decision
         report, num_reqs = compat.report_of(output), len(req_ids)
         num_tokens = np.fromiter(map(len, output.sampled_token_ids), np.int64, num_reqs)
@@ -175,7 +178,6 @@ class SchedulerSide:
         is_decode = scheduler_output.total_num_scheduled_tokens == num_reqs + num_drafts
         is_timed = verified is not None and is_decode and not scheduler_output.scheduled_new_reqs
         seconds = now - before if is_timed else None
-        assert self._policy is not None
         self._policy.observe(
             Observed(decision, verified, req_ids, num_tokens, is_drafted, seconds, report.reading, report.reading_s)
         )
@@ -240,9 +242,9 @@ class SchedulerSide:
         if LIMIT in knobs:
             self._limit = knobs[LIMIT]
             self._publish()
-        if self._pruners is not None and "pruner" in flatten(left):
+        if self._pruners is not None and "pruner" in left:
             # With one fixed pruner nothing is chosen here, and nothing learned.
-            self._pruners.is_on = flatten(left)["pruner"] == AUTO
+            self._pruners.is_on = left["pruner"] == AUTO
 
     def _check(self, most: Any) -> None:
         all_tokens = self._config.num_speculative_tokens
@@ -284,11 +286,7 @@ class _Breaker:
 
     def __init__(self, config: VidSpecConfig, file: metrics.MetricsFile):
         self._file = file  # which counts the worker's failures
-        self._most, self._window_s, self._cooldown_s = (
-            config.max_draft_failures,
-            config.failure_window_s,
-            config.cooldown_s,
-        )
+        self._most = config.max_draft_failures
         self.is_open = False  # whether speculation is off
         self._failures: deque[float] = deque()
         self._num_known = 0
@@ -309,16 +307,16 @@ class _Breaker:
         count = self._file.value("draft_failures")
         self._failures.extend([now] * (count - self._num_known))
         self._num_known = count
-        while self._failures and self._failures[0] < now - self._window_s:
+        while self._failures and self._failures[0] < now - FAILURE_WINDOW_S:
             self._failures.popleft()
         if len(self._failures) < self._most:
             return False
-        self.is_open, self._until = True, now + self._cooldown_s
+        self.is_open, self._until = True, now + COOLDOWN_S
         self._file.add("cooldowns")
         logger.error(
             "vidspec: the draft has failed %d times within %g s: speculation is off for %g s",
             len(self._failures),
-            self._window_s,
-            self._cooldown_s,
+            FAILURE_WINDOW_S,
+            COOLDOWN_S,
         )
         return True

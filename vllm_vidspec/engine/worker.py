@@ -20,6 +20,7 @@ from vllm_vidspec.engine.runner import VidSpecModelRunner
 from vllm_vidspec.engine.stages import EarlierStage, is_last
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics.files import leave_refusal
+from vllm_vidspec.scoring import TOP_N
 
 logger = init_logger("vllm.vidspec")
 
@@ -86,7 +87,7 @@ class VidSpecWorker:
         super().discard(tags)  # type: ignore[misc]
 
     def vidspec_knobs(self) -> dict[str, Any]:
-        return self.model_runner.knobs.current.flat()
+        return self.model_runner.knobs.current.model_dump()
 
     def vidspec_uncounted(self, begins: bool) -> None:
         """Begin or end to count nothing: what runs in between is no client's request."""
@@ -147,7 +148,7 @@ def prepare(runner: Any) -> None:
         store = parts.visual.store
         tables = (store.pool, store.block_fill, store.block_table, store.num_blocks)
         num_shards = get_tensor_model_parallel_world_size()
-        warm_up.warm_visual_relevance(*tables, runner.dtype, config.score.top_n, num_drafts + 1, num_shards)
+        warm_up.warm_visual_relevance(*tables, runner.dtype, TOP_N, num_drafts + 1, num_shards)
     if config.is_parallel:  # a drafter with a process of its own prepares itself
         runner.speculator.backend.warm_up()
     else:

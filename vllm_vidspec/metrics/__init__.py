@@ -14,6 +14,7 @@ from vllm_vidspec.metrics.catalogue import (
     STRICT_REASONS,
     UNDRAFTED_REASONS,
     Kind,
+    decision_text,
     difference,
     exposed,
     summarize,

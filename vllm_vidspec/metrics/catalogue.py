@@ -190,3 +190,11 @@ def summarize(values: dict[str, int]) -> dict[str, float | int | None]:
         "draft_kv_bytes": (text + values["visual_tokens_kept"]) * token_bytes,
         "full_draft_kv_bytes": (text + values["visual_tokens_full"]) * token_bytes,
     }
+
+
+def decision_text(num_tokens: int, length: float, step_s: float, none_s: float) -> str:
+    """Return why so many draft tokens, or none: tokens of a request and step over its seconds, with and without."""
+    return (
+        f"K = {num_tokens}: {length:.1f} tokens / {1e3 * step_s:.1f} ms = {length / step_s:.0f}/s; "
+        f"K = 0: 1 / {1e3 * none_s:.1f} ms = {1 / none_s:.0f}/s"
+    )

@@ -102,7 +102,7 @@ def plan_prompt(
     for places, modality in pruned_together(modalities, [item.where for item in items], grids, knobs):
         grid = grids[places[0]] if len(places) == 1 else run_grid(grids[places[0]], len(places))
         units.append(PruneUnit(places, grid, budget(grid.num_tokens, knobs.ratio_for(modality))))
-    if knobs.positions == "original":
+    if knobs.draft_positions == "original":
         positions, delta = full_positions(token_ids, features)
         num_axes = positions.shape[0]
     else:
@@ -140,7 +140,7 @@ def choose_kept(
     pruner = get_pruner(knobs.pruner)
     if not unit.is_choice or (pruner.needs & SCORE_NEEDS and scores is None):
         pruner = get_pruner("uniform")
-    inputs = PruneInputs(unit.grid, unit.num_keep, scores, embeddings, knobs.lambda_r, knobs.seed)
+    inputs = PruneInputs(unit.grid, unit.num_keep, scores, embeddings, knobs.lambda_r)
     return pruner(inputs).cpu()
 
 

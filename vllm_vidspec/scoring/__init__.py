@@ -1,4 +1,4 @@
 """Scoring: which draft tokens are accepted; tensors in and tensors out, never touches vLLM."""
 
 from vidspec_kernels import Looseness, Tally, TreeShapes
-from vllm_vidspec.scoring.rules import RULES, Scored, ScoreInputs, score, top_entropy
+from vllm_vidspec.scoring.rules import FLY_TOP_K, RULES, TOP_N, Scored, ScoreInputs, score, top_entropy

@@ -39,8 +39,8 @@ def choose(extra_args: dict[str, Any] | None, knobs: ScoreKnobs, has_records: bo
         allowed = ", ".join(sorted(knobs.scorers))
         raise VidSpecError(f"{REQUEST_SCORER}: this server allows {allowed}, got {quoted(scorer)}")
     if REQUEST_LAMBDA in asked:
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= knobs.max_lambda:
-            allowed = f"0 to {knobs.max_lambda:g}"
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= knobs.lambda_loose:
+            allowed = f"0 to {knobs.lambda_loose:g}"
             raise VidSpecError(f"{REQUEST_LAMBDA}: this server allows {allowed}, got {quoted(share)}")
         if scorer not in ("strict", "loose", "random"):
             raise VidSpecError(f"{REQUEST_LAMBDA}: the scorer {scorer} takes none")

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from vidspec_kernels import LOWEST, WINDOW, Looseness, Tally, TreeShapes, accept
 
+TOP_N = 10  # video tokens whose mean cosine with a draft is its relevance (LVSpec eq. 8)
+FLY_TOP_K = 3  # the most likely tokens, whose part of the entropy counts: vLLM's own FLy
 # Every scorer, and by what it accepts a mismatch; `position_shift` adds SHIFT to LVSpec's.
 RULES = {"strict": 0, "loose": LOWEST, "random": LOWEST, "fly": WINDOW, "fly-entropy": WINDOW}
 

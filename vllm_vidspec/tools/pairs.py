@@ -144,10 +144,10 @@ def speculative_config(family: str, draft: str, *, drafting: str = "chain", **sp
     """Return the `speculative_config` of one configuration; `spec` is any knob of VidSpecConfig beside DEFAULT_SPEC.
 
     `draft` is "draft" (the bundled one of the family), "far" (one that is wrong more often), "target" (the target
-    drafts for itself) or a path; `drafting` is the draft's shape, VidSpecConfig's knob `draft`.
+    drafts for itself) or a path; `drafting` is VidSpecConfig's `draft_shape`.
     """
     model = SELF if draft == "target" else checkpoint(family, draft) if draft in ("draft", assets.FAR) else draft
-    shape = {"draft": drafting, **TREE_SPEC.get(drafting, {})}
+    shape = {"draft_shape": drafting, **TREE_SPEC.get(drafting, {})}
     return {"method": METHOD, "model": model, **DEFAULT_SPEC, **shape, **spec}
 
 

@@ -75,14 +75,14 @@ def run(show: Show, report: Report = silent) -> dict[str, Any]:
     """Prune one video in every way asked for and draw the picture; return `rows`, one per pruner, and `out`."""
     check(show)
     frames = read_video(show.path, show.num_frames)
-    configs = {config.prune.pruner: config for config in (show.config(pruner=name) for name in show.pruners)}
+    configs = {config.pruner: config for config in (show.config(pruner=name) for name in show.pruners)}
     records = _look(show, _engines(list(configs.values())), report)
     grid = records[0].grid
     if any(record.grid != grid for record in records):
         raise VidSpecError("the engines saw different token grids; please report this")
     if grid.tokens_per_frame * grid.num_frames == 0 or (grid.num_frames == grid.height == 1 < grid.width):
         raise VidSpecError(f"the layout of the video's {grid.num_tokens} tokens is unknown: nothing can be drawn")
-    rows = [contact_sheet.Row(config.prune.pruner, choose(config, records), grid) for config in configs.values()]
+    rows = [contact_sheet.Row(config.pruner, choose(config, records), grid) for config in configs.values()]
     what = f"{show.path.name}: {show.target or show.family}, prune ratio {show.prune_ratio:g}"
     contact_sheet.draw(show.out, frames, grid, rows, f"What the draft sees of {what}", show.columns)
     shape = [grid.num_frames, grid.height, grid.width, grid.num_trailing]
@@ -95,8 +95,8 @@ def _engines(configs: list[VidSpecConfig]) -> list[str]:
 
     first: dict[frozenset[str], str] = {}
     for config in configs:
-        first.setdefault(get_pruner(config.prune.pruner).needs, config.prune.pruner)
-    return [pruner for needs, pruner in first.items() if needs] or [configs[0].prune.pruner]
+        first.setdefault(get_pruner(config.pruner).needs, config.pruner)
+    return [pruner for needs, pruner in first.items() if needs] or [configs[0].pruner]
 
 
 def _look(show: Show, pruners: list[str], report: Report) -> list[Record]:
@@ -127,8 +127,8 @@ def choose(config: VidSpecConfig, records: list[Record]) -> "Tensor":
     from vllm_vidspec.pruning.frames import PruneUnit
     from vllm_vidspec.pruning.prompt import choose_kept
 
-    pruner, grid = get_pruner(config.prune.pruner), records[0].grid
-    unit = PruneUnit(range(1), grid, budget(grid.num_tokens, config.prune.ratio_for("video")))
+    pruner, grid = get_pruner(config.pruner), records[0].grid
+    unit = PruneUnit(range(1), grid, budget(grid.num_tokens, config.ratio_for("video")))
     measured = next((r for r in records if pruner.needs and get_pruner(r.pruner).needs == pruner.needs), None)
     scores, features = (measured.scores, measured.features) if measured else (None, None)
     # The engine would make do without; what is shown would then not be what was asked for.
@@ -136,8 +136,8 @@ def choose(config: VidSpecConfig, records: list[Record]) -> "Tensor":
         (pruner.needs & SCORE_NEEDS and scores is None) or ("features" in pruner.needs and features is None)
     ):
         raise VidSpecError(f"pruner {pruner.name}: the engine measured nothing for it (see vidspec's log lines)")
-    kept = choose_kept(unit, config.prune, scores, features)
+    kept = choose_kept(unit, config, scores, features)
     for record in records:
-        if record.pruner == config.prune.pruner and not torch.equal(record.kept_indices, kept):
+        if record.pruner == config.pruner and not torch.equal(record.kept_indices, kept):
             raise VidSpecError(f"pruner {pruner.name}: the engine kept other tokens than shown; please report this")
     return kept

@@ -165,6 +165,14 @@ def figures(ours: Mapping[str, int], vllm: Mapping[str, float]) -> Figures:
                 "unadmitted_requests": values[f"unadmitted_{name}"],
                 "tokens_per_step": _ratio(values[f"tokens_{name}"], values[f"steps_{name}"]),
                 "paused": values[f"pauses_{name}"] > values[f"resumes_{name}"],
+                "decision": metrics.decision_text(
+                    values[f"best_tokens_{name}"],
+                    values[f"best_length_{name}"] / 1e3,
+                    values[f"best_us_{name}"] / 1e6,
+                    values[f"none_us_{name}"] / 1e6,
+                )
+                if values[f"best_us_{name}"] and values[f"none_us_{name}"]
+                else None,
             }
             for name in CLASS_LABELS
             if values[f"admitted_{name}"] or values[f"unadmitted_{name}"] or values[f"steps_{name}"]

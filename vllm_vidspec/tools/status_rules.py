@@ -27,11 +27,11 @@ class Advice:
 
 Rule = Callable[[dict[str, Any]], Iterator[Advice]]
 
-_RAISE_POOL = "raise draft_kv_fraction (or draft_kv_bytes), raise prune_ratio, or lower --max-num-seqs"
+_RAISE_POOL = "raise draft_kv_bytes or prune_ratio, or lower --max-num-seqs"
 _SKIPPED = {
     "pool_full": _RAISE_POOL,
-    "too_long": "raise max_draft_len; where the log's line on the draft KV pool names longer requests, raise "
-    "draft_kv_fraction (or draft_kv_bytes); where the draft's context is the shorter one, lower --max-model-len",
+    "too_long": "where the log's line on the draft KV pool names longer requests, raise draft_kv_bytes; where the "
+    "draft's context is the shorter one, lower --max-model-len",
     "draft_error": "look in the log for the first `runs without speculation: the draft failed`; it has the exception",
     "unsupported": "nothing: these requests have an input that the draft cannot see",
     "structured": 'draft chains ("draft_shape": "chain"): trees are not drafted for structured outputs',
@@ -40,14 +40,14 @@ _SKIPPED = {
 _UNGUIDED = {
     "cached": "nothing, if rare: the prefix cache held the video, so the target did not look at it again, and no "
     "earlier scores of it are remembered; where it is usual, a pruner without guidance (uniform) costs less",
-    "memory": "raise guidance_bytes",
+    "memory": "raise state_bytes",
     "unobserved": "use --enforce-eager or the pruner uv: a layer's attention was not observed",
     "error": "look in the log for `guidance failed`; it has the first exception",
     "no_text": "put the question after the video: guidance is what the question looks at",
 }
 _STRICT = {
     "cached": "nothing: the prefix cache held the video, and its hidden states are gone",
-    "memory": "raise relevance_bytes",
+    "memory": "raise state_bytes",
     "error": "look in the log for `hidden states were not kept`; it has the first exception",
 }
 # Reasons of which a single one is worth a look; those that nobody can mend.
@@ -68,7 +68,7 @@ def switched_off(figures: dict[str, Any]) -> Iterator[Advice]:
         remedy = "where that is over, set it to null (docs/operate.md, Switching off and on)"
     elif figures["speculation"] == "cool-down":
         found = f"drafting is off for a while: the draft has failed {figures['draft_failures']} times"
-        remedy = "look in the log for `the draft failed`; it resumes by itself after cooldown_s"
+        remedy = "look in the log for `the draft failed`; it resumes by itself after a minute"
     else:
         return
     yield Advice("switched_off", "warn", found, remedy)
@@ -158,11 +158,11 @@ def late_drafter(figures: dict[str, Any]) -> Iterator[Advice]:
     steps = figures["verify_steps"] + late
     if steps >= MIN_STEPS and late > LATE * steps:
         found = f"in {late / steps:.0%} of the steps the drafter was not ahead of the target"
-        remedy = "give it cores or a device of its own, or let steps wait a little (parallel_wait_us)"
+        remedy = "give it cores or a device of its own"
         yield Advice("late_drafts", "warn", found, remedy)
     if steps >= MIN_STEPS and stale > LATE * steps:
         found = f"{stale} streams in {steps} steps said something else than the target had committed"
-        remedy = "lower parallel_max_ahead: what is drawn beyond a mismatch is lost; and see the acceptance length"
+        remedy = "see the acceptance length: what is drawn beyond a mismatch is lost"
         yield Advice("stale_streams", "info", found, remedy)
 
 

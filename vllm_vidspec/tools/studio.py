@@ -183,7 +183,7 @@ class Studio:
         first = told.get("configured", {})
         knobs = {name: value for name, value in told.items() if name not in ("configured", "speculation")}
         try:
-            shapes = VidSpecConfig.checked(knobs | first, {}).choosable_shapes
+            shapes = VidSpecConfig.checked(knobs | first).choosable_shapes
         except VidSpecError:  # a server of another version
             shapes = ()
         return {**knobs, "most": first.get(LIMIT, knobs[LIMIT]), "shapes": shapes}
@@ -386,7 +386,7 @@ def _own_server(show: Show) -> Iterator[VllmServer]:
 
 def own_args(show: Show, port: int) -> list[str]:
     """Return what follows `vllm serve` on the bundled pair: requests may be recorded, and loose."""
-    spec: dict[str, Any] = {"request_scorers": ["strict", "loose", "fly"], "lambda_max": 1.0, "request_records": True}
+    spec: dict[str, Any] = {"request_scorers": ["strict", "loose", "fly"], "request_records": True}
     shape = show.draft_shape
     if shape == AUTO:  # between a chain and the static tree, by the controller
         shape, spec["adaptive_tokens"] = "tree-static", True

@@ -108,7 +108,9 @@ _STATUS: dict[str, str | Callable[[Figures], str | None]] = {
 def show_status(result: dict[str, Any], console: Console) -> None:
     """Print what `status.result` returns: the figures, then what to change."""
     console.print(status_table(result))
-    lines = ["What to change:"] if result["advice"] else ["Nothing to change."]
+    reasons = {name: found["decision"] for name, found in result["since_start"]["classes"].items()}
+    lines = [f"{name}: {reason}" for name, reason in reasons.items() if reason]  # by class, as expected by now
+    lines += ["What to change:"] if result["advice"] else ["Nothing to change."]
     for item in result["advice"]:
         lines += [f"  [{item['level']}] {item['found']}", f"         -> {item['remedy']}"]
     console.print(escape("\n".join(lines)), highlight=False, soft_wrap=True)

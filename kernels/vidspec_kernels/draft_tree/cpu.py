@@ -65,12 +65,12 @@ def tree_begin(
 
 
 @compiled(
-    "float32[:, :], int64[:], float32[:], float32[:], int64[:], int64[:], float32[:], int64[:], int64[:], int64, "
-    "float32, float32, float32, float32, float32, boolean"
+    "float32[:, :], int64[:], float32[:], float32[:], int64[:], int64[:], int64, float32, float32, float32, float32, "
+    "float32"
 )
 def _plan(
-    log_probs, rows, max_depths, next_confidence, next_depths, next_widths, confidence, depths, widths, top_k,
-    log_top_k, depth_min, width_min, width_range, least_logit, adopts,
+    log_probs, rows, max_depths, next_confidence, next_depths, next_widths, top_k, log_top_k, depth_min, width_min,
+    width_range, least_logit,
 ):  # fmt: skip
     one = np.float32(1.0)
     for b in range(len(rows)):
@@ -86,16 +86,14 @@ def _plan(
         next_confidence[b] = alpha
         next_depths[b] = np.int64(depth_min + alpha * (max_depths[row] - depth_min))
         next_widths[b] = np.int64(width_min + (one - alpha) * width_range)
-        if adopts:
-            confidence[row], depths[row], widths[row] = alpha, next_depths[b], next_widths[b]
 
 
-def tree_plan(plans: TreePlans, rows: Tensor, log_probs: Tensor, *, adopts: bool) -> None:
+def tree_plan(plans: TreePlans, rows: Tensor, log_probs: Tensor) -> None:
     rules = plans.rules
     numbers = (math.log(rules.top_k), float(rules.depth_min), float(rules.width_min))
     _plan(
-        log_probs, rows, plans.observed_arrays[2], *plans.adopted_arrays, rules.top_k, *numbers,
-        float(rules.width_max - rules.width_min), LEAST_LOGIT, adopts,
+        log_probs, rows, plans.observed_arrays[2], *plans.adopted_arrays[:3], rules.top_k, *numbers,
+        float(rules.width_max - rules.width_min), LEAST_LOGIT,
     )  # fmt: skip
 
 

@@ -21,9 +21,8 @@ def _tree_plan_kernel(
     rows_ptr,  # [R]
     max_depths_ptr,  # [max_reqs + 1]
     next_confidence_ptr, next_depths_ptr, next_widths_ptr,  # [R]
-    confidence_ptr, depths_ptr, widths_ptr,  # [max_reqs + 1]
     num_candidates, log_top_k, depth_min, width_min, width_range, least_logit,
-    ADOPTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     req_idx = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + req_idx)
@@ -40,20 +39,15 @@ def _tree_plan_kernel(
     tl.store(next_confidence_ptr + req_idx, alpha)
     tl.store(next_depths_ptr + req_idx, depth)
     tl.store(next_widths_ptr + req_idx, width)
-    if ADOPTS:
-        tl.store(confidence_ptr + row, alpha)
-        tl.store(depths_ptr + row, depth)
-        tl.store(widths_ptr + row, width)
 
 
-def tree_plan(plans: TreePlans, rows: Tensor, log_probs: Tensor, *, adopts: bool, impl: Impl = "auto") -> None:
+def tree_plan(plans: TreePlans, rows: Tensor, log_probs: Tensor, *, impl: Impl = "auto") -> None:
     """Turn the confidence of a step's roots into depths and widths (SAGE eq. 10, 11).
 
     Args:
         plans: In and out: `next_confidence`, `next_depths` and `next_widths` of batch rows 0 to R - 1.
         rows: int64 [R], persistent row of each batch row; only padding rows may be equal.
         log_probs: float32 [R, C >= top_k], of the root's candidates, descending.
-        adopts: Whether the plan shapes the trees of this very step: `confidence`, `depths`, `widths` of `rows`.
     """
     num_reqs, rules = len(rows), plans.rules
     check(plans.device, rows=(rows, torch.int64, 0))
@@ -62,13 +56,13 @@ def tree_plan(plans: TreePlans, rows: Tensor, log_probs: Tensor, *, adopts: bool
     if num_reqs == 0:
         return
     if not use_triton(impl, plans.device):
-        on_host(impl, plans.device, "tree_plan")(plans, rows, log_probs, adopts=adopts)
+        on_host(impl, plans.device, "tree_plan")(plans, rows, log_probs)
         return
     launcher(_tree_plan_kernel, (num_reqs,), plans.device)(
-        log_probs, rows, plans.max_depths, *plans.adopted, log_probs.shape[1],
+        log_probs, rows, plans.max_depths, *plans.adopted[:3], log_probs.shape[1],
         math.log(rules.top_k), float(rules.depth_min), float(rules.width_min),
         float(rules.width_max - rules.width_min), LEAST_LOGIT,
-        ADOPTS=adopts, TOP_K=rules.top_k, BLOCK=triton.next_power_of_2(rules.top_k), num_warps=1,
+        TOP_K=rules.top_k, BLOCK=triton.next_power_of_2(rules.top_k), num_warps=1,
     )  # fmt: skip
 
 

@@ -20,9 +20,9 @@ from tests.unit.drafting.fake_draft import (
     quick,
 )
 from vidspec_kernels.draft_tree.plan import confidence
-from vllm_vidspec.config import TreeKnobs
 from vllm_vidspec.drafting import AdaptiveTree, StaticTree
 from vllm_vidspec.drafting import adaptive as adaptive_module
+from vllm_vidspec.drafting.adaptive import SAGE, THRESHOLD
 
 
 def plans_of(policy, rows):
@@ -47,7 +47,7 @@ def width_by_hand(width, level, parent_log_prob):
     return max(1, math.floor(Fraction(width, level) * (Fraction(1, 2) + parent_prob) + Fraction(1, 2)))
 
 
-def grow_by_hand(draft, depth, width, budget, knobs, fill):
+def grow_by_hand(draft, depth, width, budget, width_max, threshold, fill):
     """Return {path: log-probability} in node order and the paths fed on each level; sums are of float32 numbers."""
     depth = min(depth, budget)
     greedy, log_probs = [()], {(): np.float32(0)}
@@ -65,14 +65,14 @@ def grow_by_hand(draft, depth, width, budget, knobs, fill):
                 if parent == greedy[-1] and rank == 0:
                     continue
                 unused.append((-total, level, at, rank, path))
-                if rank < limit and math.exp(total) > knobs.threshold * level / depth:
+                if rank < limit and math.exp(total) > threshold * level / depth:
                     allowed.append(unused[-1])
         greedy.append((*greedy[-1], int(draft(greedy[-1])[1][0])))
         room = budget - depth - len(others)
         chosen = [path for *_, path in sorted(allowed)[:room]]
         others += chosen
         # Where no room is left, children of others could not be taken.
-        frontier = [greedy[-1], *(chosen[: knobs.width_max - 1] if len(others) < budget - depth else [])]
+        frontier = [greedy[-1], *(chosen[: width_max - 1] if len(others) < budget - depth else [])]
     nodes = greedy[1:] + others
     if fill:
         rest = sorted(entry for entry in unused if entry[-1] not in others)
@@ -80,10 +80,10 @@ def grow_by_hand(draft, depth, width, budget, knobs, fill):
     return {path: log_probs[path] for path in nodes}, fed or [[()]]
 
 
-def check_grown(policy, row, draft, plan, budget, fill, fed):
+def check_grown(policy, row, draft, plan, budget, fill, fed, threshold=THRESHOLD):
     """Assert that a row holds the tree of the specification, in its node order, and that it was fed as there."""
     depth, width = plan
-    expected, expected_fed = grow_by_hand(draft, depth, width, budget, policy.knobs, fill)
+    expected, expected_fed = grow_by_hand(draft, depth, width, budget, policy.rules.width_max, threshold, fill)
     check_tree(policy.tree, row)
     check_greedy_first(policy.tree, row, draft, min(depth, budget))
     num_nodes = int(policy.tree.num_nodes[row])
@@ -113,8 +113,8 @@ def test_growth_is_the_specification(seed, sureness, plans, budget, max_nodes, t
     """Catches: a wrong width or threshold at any level, another order, a frontier with the wrong nodes, a budget that
     the greedy path does not have, leaves that are not the best of what is left; ties decided by chance; a tree that
     does not fit a small K; forwards for nothing; with `fill`, too few or too many nodes."""
-    knobs = TreeKnobs(depth_min=1, width_min=1, threshold=threshold)
-    policy = AdaptiveTree(len(plans) + 1, max_nodes, "cpu", knobs)
+    rules = SAGE._replace(depth_min=1, width_min=1)
+    policy = AdaptiveTree(len(plans) + 1, max_nodes, "cpu", rules, threshold)
     sizes = (policy.max_nodes, policy.max_depth, policy.num_candidates, policy.max_frontier)
     assert sizes == (max_nodes, min(8, max_nodes), 10, 10)
     drafts = [FakeDraft(seed + row, policy.num_candidates, sureness) for row in range(len(plans))]
@@ -123,20 +123,7 @@ def test_growth_is_the_specification(seed, sureness, plans, budget, max_nodes, t
     budget = min(budget, max_nodes)
     assert len(fed) == max(1, min(budget, max(depth for depth, _ in plans)))
     for row, (draft, plan) in enumerate(zip(drafts, plans, strict=True)):
-        check_grown(policy, row, draft, plan, budget, fill, fed)
-
-
-@quick
-@given(seed=st.integers(0, 10**6), sureness=st.sampled_from([0.1, 1.0, 5.0]), budget=st.integers(0, 64))
-def test_growth_without_lookahead_is_the_specification(seed, sureness, budget):
-    """Catches: a tree that starts with the plan of the step before."""
-    policy = AdaptiveTree(3, 64, "cpu", TreeKnobs(lookahead=False))
-    drafts = [FakeDraft(seed + row, 10, sureness) for row in range(3)]
-    fed = grow(policy, drafts, [2, 0, 1], budget)
-    assert len(fed) == max(1, min(8, budget))
-    for row, draft in enumerate(drafts):
-        alpha = confidence(torch.from_numpy(draft(())[0])[None], 10)[0]
-        check_grown(policy, row, draft, (int(3 + alpha * 5), int(2 + (1 - alpha) * 8)), budget, False, fed)
+        check_grown(policy, row, draft, plan, budget, fill, fed, threshold)
 
 
 def grown_example():
@@ -148,12 +135,16 @@ def grown_example():
 
 def last_threshold(right):
     """Give every level the last one's threshold."""
-    return lambda knobs: right(knobs)[:, :1].expand(-1, knobs.depth_max).contiguous() + math.log(knobs.depth_max)
+
+    def mutated(rules, threshold):
+        return right(rules, threshold)[:, :1].expand(-1, rules.depth_max).contiguous() + math.log(rules.depth_max)
+
+    return mutated
 
 
 def first_width(right):
     """Make every level as wide as the first (no eq. 12)."""
-    return lambda knobs, num: right(knobs, num)[:, :1].expand(-1, knobs.depth_max, -1).contiguous()
+    return lambda rules, num: right(rules, num)[:, :1].expand(-1, rules.depth_max, -1).contiguous()
 
 
 @pytest.mark.parametrize(("name", "mutation"), [("log_thresholds", last_threshold), ("width_bounds", first_width)])
@@ -210,31 +201,33 @@ def step_with(policy, sureness, rows=(0,)):
     return drive(policy, list(rows), lambda _, nodes: sure_table(nodes.numel(), policy.num_candidates, sureness))
 
 
-@pytest.mark.parametrize("knobs", [TreeKnobs(), TreeKnobs(depth_min=1, depth_max=20, width_max=32, threshold=0.3)])
-def test_tables_are_the_papers_formulas(knobs):
+@pytest.mark.parametrize(
+    ("rules", "threshold"), [(SAGE, THRESHOLD), (SAGE._replace(depth_min=1, depth_max=20, width_max=32), 0.3)]
+)
+def test_tables_are_the_papers_formulas(rules, threshold):
     """Catches: a level counted from 0, a bound for the wrong rank, rounding other than half up; trees that depend on
     the order in which a softmax was summed, which puts a certain parent at 0 or just below."""
-    thresholds = adaptive_module.log_thresholds(knobs)
-    bounds = adaptive_module.width_bounds(knobs, knobs.width_max)
+    thresholds = adaptive_module.log_thresholds(rules, threshold)
+    bounds = adaptive_module.width_bounds(rules, rules.width_max)
     assert thresholds.dtype == bounds.dtype == torch.float32
     assert torch.equal(bounds <= 0.0, bounds <= -2e-6)
-    for depth in range(1, knobs.depth_max + 1):
+    for depth in range(1, rules.depth_max + 1):
         for level in range(1, depth + 1):
-            assert thresholds[depth, level - 1].exp() == pytest.approx(knobs.threshold * level / depth, rel=1e-5)
-    for width in range(1, knobs.width_max + 1, 3):
-        for level in range(1, knobs.depth_max + 1):
+            assert thresholds[depth, level - 1].exp() == pytest.approx(threshold * level / depth, rel=1e-5)
+    for width in range(1, rules.width_max + 1, 3):
+        for level in range(1, rules.depth_max + 1):
             for parent_log_prob in (0.0, -0.1, -0.5, -1.3, -3.0):
                 allowed = (bounds[width, level - 1] <= parent_log_prob).tolist()
-                limit = min(width_by_hand(width, level, parent_log_prob), knobs.width_max)
-                assert allowed == [True] * limit + [False] * (knobs.width_max - limit)
+                limit = min(width_by_hand(width, level, parent_log_prob), rules.width_max)
+                assert allowed == [True] * limit + [False] * (rules.width_max - limit)
 
 
 @quick
 @given(sureness=st.floats(0.0, 1.0), low=st.integers(1, 4), high=st.integers(4, 12))
 def test_a_plan_follows_confidence(sureness, low, high):
     """Catches: eq. 10 and 11 swapped, rounded up or to nearest, minimum and maximum confused."""
-    knobs = TreeKnobs(depth_min=low, depth_max=high, width_min=low, width_max=high, history=0)
-    policy = AdaptiveTree(3, 64, "cpu", knobs)
+    rules = SAGE._replace(depth_min=low, depth_max=high, width_min=low, width_max=high, history=0)
+    policy = AdaptiveTree(3, 64, "cpu", rules)
     assert plans_of(policy, [0]) == [((low + high) // 2, (low + high) // 2)]  # alpha 0.5
     step_with(policy, sureness, rows=(2,))
     alpha = policy.confidence[2]
@@ -248,16 +241,11 @@ def test_a_plan_follows_confidence(sureness, low, high):
 
 
 def test_lookahead_uses_the_confidence_of_the_step_before():
-    """Catches: a step shaped by its own entropy where the host must know its depth before, and the reverse."""
-    ahead = AdaptiveTree(1, 64, "cpu", TreeKnobs())
-    own = AdaptiveTree(1, 64, "cpu", TreeKnobs(lookahead=False))
+    """Catches: a step shaped by its own entropy where the host must know its depth before."""
+    ahead = AdaptiveTree(1, 64, "cpu")
     assert step_with(ahead, 1.0) == 5 and ahead.tree.depths[0].max() == 5  # alpha 0.5
     assert step_with(ahead, 0.0) == 8 and ahead.tree.depths[0].max() == 8
     assert step_with(ahead, 0.0) == 3 and ahead.tree.depths[0].max() == 3
-    assert step_with(own, 1.0) == 8 and own.tree.depths[0].max() == 8
-    assert step_with(own, 0.0) == 8 and own.tree.depths[0].max() == 3
-    nodes = slice(1, int(own.tree.num_nodes[0]) + 1)
-    assert own.tree.depths[0, nodes].eq(1).sum() == 10 and own.tree.num_nodes[0] > 10
 
 
 def tell(policy, length, rows=(0,), times=1):
@@ -296,8 +284,7 @@ def test_depths_from_the_device_are_not_trusted(garbage):
     """Catches: a loop over levels that the buffers do not have, sized by a word that the device never wrote."""
     policy = AdaptiveTree(3, 64, "cpu")
     policy._host_depths.send(np.array([1, 2]), torch.tensor([5, garbage]))
-    knobs = policy.knobs
-    assert knobs.depth_min <= step_with(policy, 0.5, [1, 2]) <= knobs.depth_max
+    assert SAGE.depth_min <= step_with(policy, 0.5, [1, 2]) <= SAGE.depth_max
 
 
 def test_the_plan_is_sent_after_the_first_forward():
@@ -308,7 +295,7 @@ def test_the_plan_is_sent_after_the_first_forward():
     policy.begin(rows, torch.tensor([-1], dtype=torch.int32), 64)
     policy.extend(0, *sure_table(1, policy.num_candidates, 1.0), rows=rows, max_nodes=64)
     policy.send(np.array([0]))
-    assert policy._host_depths.read()[0] == policy.knobs.depth_max != before[0][0]
+    assert policy._host_depths.read()[0] == policy.rules.depth_max != before[0][0]
     assert plans_of(policy, [0]) == before
     policy.finish(False, rows=rows, max_nodes=64)
-    assert plans_of(policy, [0]) == [(policy.knobs.depth_max, policy.knobs.width_min)]
+    assert plans_of(policy, [0]) == [(policy.rules.depth_max, policy.rules.width_min)]

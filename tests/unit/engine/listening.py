@@ -39,7 +39,7 @@ def make_states(monkeypatch, num_blocks: int = 4) -> VisualStates:
     monkeypatch.setattr(visual_states, "visual_indices", lambda feature: VIDEO)
     block_bytes = state_store.BLOCK_ROWS * HIDDEN * 4
     knobs = fakes.make_knobs(
-        request_scorers=("strict", "loose"), lambda_max=1.0, relevance_bytes=num_blocks * block_bytes
+        request_scorers=("strict", "loose"), lambda_loose=1.0, state_bytes=-(-num_blocks * block_bytes * 7 // 5)
     )
     model = SimpleNamespace(dtype=torch.float32, max_model_len=256, get_hidden_size=lambda: HIDDEN)
     vllm_config = SimpleNamespace(model_config=model, device_config=SimpleNamespace(device=CPU))

@@ -43,7 +43,7 @@ class Engine:
             raise Exception(f"Call to collective_rpc method failed: {error}") from None
 
     def workers(self, core, method, timeout, args, kwargs):
-        return [self.knobs.current.flat()] * 2 if method == "vidspec_knobs" else [self.knobs.retune(*args)] * 2
+        return [self.knobs.current.model_dump()] * 2 if method == "vidspec_knobs" else [self.knobs.retune(*args)] * 2
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_knobs_are_told_and_changed(client):
     engine = Engine()
     it = client(engine)
     assert it.get(PATH, headers=SECRET).json()["prune_ratio"] == 0.9
-    answer = it.post(PATH, headers=SECRET, json={"prune": {"ratio": 0.5}, "num_speculative_tokens": 0})
+    answer = it.post(PATH, headers=SECRET, json={"prune_ratio": 0.5, "num_speculative_tokens": 0})
     assert answer.status_code == 200 and answer.json()["prune_ratio"] == 0.5
     answer = it.post(PATH, headers=SECRET, json={"pruner": "fastvid"})
     assert (answer.json()["pruner"], answer.json()["prune_ratio"]) == ("fastvid", 0.5), "what was changed before stays"
@@ -148,4 +148,4 @@ def test_what_is_wrong_is_one_line(client, body, said):
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert said in error and "\n" not in error and len(error) <= 500 and "collective_rpc" not in error
-    assert engine.knobs.current.flat() == Engine().knobs.current.flat()
+    assert engine.knobs.current.model_dump() == Engine().knobs.current.model_dump()

@@ -11,8 +11,8 @@ from tests.unit.engine.fakes import make_knobs
 from vllm_vidspec.engine import hints
 from vllm_vidspec.engine.hints import graph_ceiling, say_hints
 
-STATIC = {"draft": "tree-static", "num_speculative_tokens": 25}
-ADAPTIVE = {"draft": "tree-adaptive", "num_speculative_tokens": 64}
+STATIC = {"draft_shape": "tree-static", "num_speculative_tokens": 25}
+ADAPTIVE = {"draft_shape": "tree-adaptive", "num_speculative_tokens": 64}
 CHAIN = {"num_speculative_tokens": 5}
 
 
@@ -26,7 +26,7 @@ CHAIN = {"num_speculative_tokens": 5}
         (ADAPTIVE, 1024, ["a target step of 8 requests has 520 rows", "a draft forward of 52 more"]),
         # Who drafts less at many requests, or nothing, gets further.
         (CHAIN | {"num_speculative_tokens_per_batch_size": [[1, 64, 5], [65, 2048, 0]]}, 1024, []),
-        (CHAIN | {"parallel_device": "cuda:1"}, 1024, ["a target step of 86 requests has 516 rows"]),
+        (CHAIN | {"parallel": {"device": "cuda:1"}}, 1024, ["a target step of 86 requests has 516 rows"]),
     ],
 )
 def test_where_graphs_end_is_said(knobs, max_num_seqs, ends):
@@ -67,7 +67,7 @@ def test_a_dear_draft_is_named_with_what_would_help():
     assert not said(model("32B"), model("7B", stored={"quant_method": "awq", "bits": 4}))
     assert not said(model("32B"), model("7B", "unheard-of"))
     assert not said(model("32B"), model("7B"), model="self")
-    assert not said(model("32B"), model("7B"), parallel_device="cuda:1")
+    assert not said(model("32B"), model("7B"), parallel={"device": "cuda:1"})
     # A target of four bits makes a 16-bit draft four times as dear.
     groups = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}
     (line,) = said(model("32B", stored=groups), model("7B"))

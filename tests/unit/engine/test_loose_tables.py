@@ -18,7 +18,7 @@ VOCAB_SIZE = 70
 @pytest.fixture
 def made(monkeypatch):
     """Return rules that protect token 9, or 5 with words of one's own; `made.counted` says who is strict, and why."""
-    monkeypatch.setattr(loose_tables, "protected_ids", lambda config, _: {5} if config.score.protected_tokens else {9})
+    monkeypatch.setattr(loose_tables, "protected_ids", lambda config, _: {5} if config.protected_tokens else {9})
     counted: list[str] = []
     vllm_config = SimpleNamespace(device_config=SimpleNamespace(device=CPU), model_config=None)
     seeds = SimpleNamespace(sampling_states=SimpleNamespace(seeds=SimpleNamespace(gpu=torch.arange(NUM_ROWS))))

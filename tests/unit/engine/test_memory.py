@@ -79,11 +79,10 @@ def test_the_least_of_a_pool_and_its_bound(plan):
 
 
 def test_what_is_asked_for_is_given(plan):
-    """Neither knob knows a least, and no pool is larger than all requests at their longest."""
+    """The knob knows no least, and no pool is larger than all requests at their longest."""
     target, draft, available = QWEN25_32B, QWEN25_7B, 10 * GIB
     assert plan(target, draft, 128_000, available, draft_kv_bytes=5_000_000).pool_bytes == 5_000_000
-    assert plan(target, draft, 128_000, available, draft_kv_fraction=0.25).pool_bytes == available // 4
-    small = plan(target, draft, 1000, available, max_num_seqs=2, draft_kv_fraction=0.5).pool_bytes
+    small = plan(target, draft, 1000, available, max_num_seqs=2, draft_kv_bytes=5 * GIB).pool_bytes
     assert small == (2 * -(-1004 // BLOCK) + 1) * BLOCK * draft
     for knobs, message in (
         ({"draft_kv_bytes": BLOCK * draft}, "holds nothing; one block takes"),
@@ -97,8 +96,8 @@ def test_what_is_asked_for_is_given(plan):
     ("knobs", "width"),
     [
         ({}, 0),
-        ({"draft": "tree-static", "num_speculative_tokens": 25}, 4),
-        ({"draft": "tree-adaptive", "num_speculative_tokens": 64}, 10),
+        ({"draft_shape": "tree-static", "num_speculative_tokens": 25}, 4),
+        ({"draft_shape": "tree-adaptive", "num_speculative_tokens": 64}, 10),
     ],
 )
 def test_tables_that_no_profile_has_seen_are_taken_out_as_well(plan, monkeypatch, knobs, width):

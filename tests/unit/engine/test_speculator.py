@@ -104,7 +104,7 @@ def test_running_requests_and_what_they_have_shown_are_given_up(world):
 
 def test_rows_are_trees_before_a_draft_that_may_fail(world):
     """Catches: half a tree that a failed draft has left, verified as the shape of the row's next chain."""
-    it = world({}, drafting="tree-static", tree_paths=[[0], [1], [0, 0]])
+    it = world({}, draft_shape="tree-static", tree_paths=[[0], [1], [0, 0]])
     it.backend._trees = trees = mock.Mock()
     it.requests.register(drafting=[trees])
     it.add(1, 8)
@@ -150,19 +150,19 @@ def test_knobs_change_for_everybody_or_for_nobody():
     held, observed = make_knobs(prune_ratio=0.5), []
 
     def hear(config: VidSpecConfig) -> None:
-        observed.append(config.prune.ratio_for("video"))
-        if config.prune.ratio_for("video") > 0.9:
+        observed.append(config.ratio_for("video"))
+        if config.ratio_for("video") > 0.9:
             raise VidSpecError("too much")
 
     held.on_change(hear)
     held.retune({"prune_ratio": 0.7, "frames_as_video": "never"})
-    assert held.current.prune.min_run is None and held.pruning["frames_as_video"] == "never"
-    held.retune({"prune": {"frames_as_video": "always"}})
-    assert held.current.prune.min_run == 2
-    assert held.current.prune.ratio_for("video") == 0.7
+    assert held.current.min_run is None and held.pruning["frames_as_video"] == "never"
+    held.retune({"frames_as_video": "always"})
+    assert held.current.min_run == 2
+    assert held.current.ratio_for("video") == 0.7
     with pytest.raises(VidSpecError, match="too much"):
         held.retune({"prune_ratio": 0.95})
-    assert held.current.prune.ratio_for("video") == 0.7 and observed == [0.7, 0.7, 0.95, 0.7]
+    assert held.current.ratio_for("video") == 0.7 and observed == [0.7, 0.7, 0.95, 0.7]
     for start, change, line in (
         ({}, {"num_speculative_tokens": 3}, "num_speculative_tokens cannot change while the engine runs"),
         ({}, {"lambda_loose": 0.1}, "lambda_loose cannot change"),  # nothing is loose here

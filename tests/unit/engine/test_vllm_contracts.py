@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 
 from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.compat.contract import MARK
-from vllm_vidspec.scoring import top_entropy
+from vllm_vidspec.scoring import FLY_TOP_K, top_entropy
 
 ROOT, IS_CPU = Path(__file__).resolve().parents[3], current_platform.is_cpu()
 SOURCES = ("vllm_vidspec", "kernels", "scripts", *(() if IS_CPU else ("benchmarks", "tests/null_gpu")))
@@ -438,7 +438,7 @@ def test_fly_has_vllms_defaults_and_measure():
         for node in ast.walk(code(config))
         if isinstance(node, ast.AnnAssign) and node.value
     }
-    assert fields["fly_entropy_threshold"] == f"Field(default={ours.score.fly_entropy}, ge=0)"
-    assert fields["fly_entropy_top_k"] == f"Field(default={ours.score.fly_top_k}, ge=1)"
+    assert fields["fly_entropy_threshold"] == f"Field(default={ours.fly_entropy}, ge=0)"
+    assert fields["fly_entropy_top_k"] == f"Field(default={FLY_TOP_K}, ge=1)"
     assert "self.fly_window_size = min(6, self.num_speculative_tokens - 1)" in ast.unparse(code(config))
     assert ours.fly_window == 6

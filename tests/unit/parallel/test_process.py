@@ -223,7 +223,7 @@ def test_a_drafter_has_the_cores_that_the_rank_leaves():
 
 def test_what_a_lost_drafter_held_is_gone():
     """Catches: blocks of a drafter that was killed, on /metrics until another has come up."""
-    supervisor = DrafterSupervisor(b"", config_of("cpu"), Sizes(2, 8, 4, len(metrics.NAMES)), 10)
+    supervisor = DrafterSupervisor(b"", config_of("cpu"), Sizes(2, 8, len(metrics.NAMES), 4), 10)
     try:
         blocks, prompts = map(metrics.NAMES.index, ("draft_pool_blocks_used", "prompts"))
         supervisor.tables.counters[[blocks, prompts]] = 100, 7
@@ -255,8 +255,8 @@ GIB = 1 << 30
     [
         (60, {}, 52),  # a device of its own: what the target's utilization leaves free stays free
         (7, {}, "has 7516192768 of 85899345920 bytes left; no room for its KV cache"),
-        (7, {"draft_kv_bytes": 5 * GIB, "draft_encoder_bytes": GIB}, 6.25),  # one that the target has filled
-        (6, {"draft_kv_bytes": 5 * GIB, "draft_encoder_bytes": GIB}, "draft_kv_bytes 5368709120, .* take 6710886400"),
+        (7, {"draft_kv_bytes": 5 * GIB, "state_bytes": GIB}, 6.25),  # one that the target has filled
+        (6, {"draft_kv_bytes": 5 * GIB, "state_bytes": GIB}, "draft_kv_bytes 5368709120, .* take 6710886400"),
     ],
 )
 def test_what_a_drafter_may_take(free, knobs, expected):

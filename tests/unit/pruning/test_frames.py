@@ -123,7 +123,7 @@ def test_text_within_an_item_is_not_between_items():
 def test_a_run_has_one_budget_at_the_ratio_of_videos():
     """Seven frames, a lone image of their size behind much text, a video: 0.9, 0.5 and 0.9 of them go."""
     shown = [*[SMALL] * 7, 40, SMALL, VIDEO]
-    knobs = {"ratio": 0.9, "image_ratio": 0.5}
+    knobs = {"prune_ratio": 0.9, "image_prune_ratio": 0.5}
     run, image, video = plan(*shown, **knobs).units
     assert (run.num_keep, image.num_keep, video.num_keep) == (budget(42, 0.9), 3, budget(24, 0.9)) == (4, 3, 2)
     assert (run.grid, image.grid, video.grid) == (TokenGrid(7, 2, 3), SMALL, VIDEO)
@@ -133,7 +133,7 @@ def test_a_run_has_one_budget_at_the_ratio_of_videos():
         assert planned.num_visual == 72 and planned.num_dropped == 72 - kept
         assert planned.num_kept == planned.num_tokens - planned.num_dropped
         assert planned.pos_delta == 0
-    compacted = plan(*shown, **knobs, positions="compacted")
+    compacted = plan(*shown, **knobs, draft_positions="compacted")
     assert compacted.pos_delta == -compacted.num_dropped
     assert plan(*shown, pruner="none").num_dropped == 0
 
@@ -149,7 +149,7 @@ def test_run_grids():
 @pytest.mark.parametrize("positions", ["original", "compacted"])
 def test_images_that_keep_nothing_leave_their_text(positions):
     """Four frames, of the first and the third of which nothing stays: two markers before each, and the question."""
-    planned = plan(*[SMALL] * 4, ratio=0.9, positions=positions)
+    planned = plan(*[SMALL] * 4, prune_ratio=0.9, draft_positions=positions)
     (unit,) = planned.units
     pruned = prune(planned, unit.split(torch.tensor([6, 23])))
     assert pruned.token_ids.tolist() == [7, 7, 7, 7, 99, 7, 7, 7, 7, 99, 7, 7, 7]

@@ -36,7 +36,7 @@ from vllm_vidspec.scoring.choices import (
         ({"scorer": "loose"}, {}, ("loose", 0.7)),
         ({"scorer": "loose"}, {"vidspec_scorer": "strict", "vidspec_lambda": 0.1}, ("strict", 0.1)),
         ({"scorer": "loose"}, {"vidspec_lambda": 0}, ("loose", 0.0)),
-        ({"scorer": "loose", "lambda_max": 1.0}, {"vidspec_lambda": 1}, ("loose", 1.0)),
+        ({"scorer": "loose", "lambda_loose": 1.0}, {"vidspec_lambda": 1}, ("loose", 1.0)),
         ({"request_scorers": ["loose", "fly"]}, {"vidspec_scorer": "fly"}, ("fly", 0.7)),
         ({"request_scorers": ["loose"]}, {"vidspec_scorer": "strict"}, ("strict", 0.7)),
         ({"scorer": "loose"}, dict.fromkeys(INTERNAL_KEYS, True), ("loose", 0.7)),

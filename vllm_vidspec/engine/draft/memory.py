@@ -40,12 +40,12 @@ class DraftMemory:
     @classmethod
     def plan(cls, config: VidSpecConfig, vllm_config: Any, model: DraftModel, available_bytes: int) -> "DraftMemory":
         """Choose the sizes, given the KV memory of this rank, target and draft together (`DraftBackend.reserve`)."""
-        vision, has_media = config.pool.encoder_bytes, bool(_media(vllm_config))
+        vision, has_media = config.state_bytes_for("embeddings"), bool(_media(vllm_config))
         if vision is None:
             vision = int(pool.VISION_SHARE * available_bytes) if has_media else 0
         if vision >= available_bytes:
             left = f"leaves nothing of the {available_bytes} bytes of KV memory"
-            raise VidSpecError(f"draft_encoder_bytes: {vision} {left}")
+            raise VidSpecError(f"state_bytes: {vision} for vision embeddings {left}")
         tables = table_bytes(config, vllm_config, model)
         # Pixels are shared where both towers run in one process, on a device that they must be copied to.
         shares = has_media and model.device.type != "cpu" and not config.is_parallel and not config.is_self_draft
@@ -75,14 +75,12 @@ def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, avai
     """Return the size of the draft's KV pool, by default `planning.pool`'s, and no more than all requests can fill."""
     per_block, max_slots = model.bytes_per_block, _max_slots(config, vllm_config)
     most = (vllm_config.scheduler_config.max_num_seqs * -(-max_slots // model.block_size) + 1) * per_block
-    if config.pool.kv_bytes is not None:
-        wanted = config.pool.kv_bytes
-    elif config.pool.kv_fraction is not None:
-        wanted = int(config.pool.kv_fraction * available_bytes)
+    if config.draft_kv_bytes is not None:
+        wanted = config.draft_kv_bytes
     else:
         draft, target = kv_bytes_per_token(model.config), kv_bytes_per_token(vllm_config)
         modalities = _media(vllm_config) or ("video", "image")
-        kept = 1 - min(variant.ratio_for(modality) for variant in config.prune.variants for modality in modalities)
+        kept = 1 - min(variant.ratio_for(modality) for variant in config.variants for modality in modalities)
         wanted = pool.pool_bytes(available_bytes, target, draft, kept, max_slots, model.block_size)
     if wanted < 2 * per_block:
         raise VidSpecError(f"a draft KV pool of {wanted} bytes holds nothing; one block takes {per_block} bytes")

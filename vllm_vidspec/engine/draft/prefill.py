@@ -72,14 +72,11 @@ class DraftPrefill:
         except Exception as error:
             self._count_error(message.req_id, error)
             return Admission.REFUSED
-        plan, limit, too_long = job.plan, self._knobs.current.max_draft_len, ""
+        plan = job.plan
         num_slots = max(plan.num_kept + 1, num_tokens - plan.num_dropped) + self._knobs.current.num_speculative_tokens
-        if limit is not None and plan.num_kept > limit:
-            too_long = f"has {plan.num_kept} tokens, max_draft_len is {limit}"
-        elif num_slots > self._kv.num_slots:
-            too_long = f"takes {num_slots} tokens of the draft's KV pool, which has {self._kv.num_slots}"
-        if too_long:
-            self.counters.skip("too_long", message.req_id, f"its pruned prompt {too_long}")
+        if num_slots > self._kv.num_slots:
+            why = f"its pruned prompt takes {num_slots} tokens of the draft's KV pool, which has {self._kv.num_slots}"
+            self.counters.skip("too_long", message.req_id, why)
             return Admission.REFUSED
         if not self._kv.reserve(np.array([job.req_state_idx]), np.array([num_slots]))[0]:
             return Admission.FULL
@@ -96,7 +93,7 @@ class DraftPrefill:
         return Admission.ADMITTED
 
     def _plan(self, message: PrefillMessage, is_ahead: bool = False) -> PrefillJob:
-        placed, knobs = message.placed, self._knobs.current.prune.variant(message.prune_variant)
+        placed, knobs = message.placed, self._knobs.current.variant(message.prune_variant)
         plan = plan_prompt(
             message.token_ids,
             message.features,

@@ -103,7 +103,7 @@ class AttentionGuidance(Guidance):
         ]
 
     def _select(self, config: VidSpecConfig) -> None:
-        self._layers = chosen_layers(config.prune.guidance_layers, self._num_layers, self.attention)
+        self._layers = chosen_layers(config.guidance_layers, self._num_layers, self.attention)
 
     def init_kv(self, runner: Any) -> None:
         kv_views.check_layout(self.attention.values(), READER)

@@ -35,7 +35,7 @@ class HiddenStateGuidance(Guidance):
 
     The sum over layers telescopes and the sum over text tokens factors, so two layers are read: at layer 0 the text's
     embeddings are known before the prefill, so a visual token is scored when its chunk passes; at `uv_layer` the text
-    that follows is not, so the video's states are kept until the prefill is done, bounded by `guidance_bytes` over all
+    that follows is not, so the video's states are kept until the prefill is done, bounded by `state_bytes` over all
     requests. Hidden states are replicated over tensor-parallel ranks: nothing is reduced.
     """
 
@@ -47,7 +47,7 @@ class HiddenStateGuidance(Guidance):
     ):
         super().__init__(knobs, counters, vllm_config.device_config.device, agreement)
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-        chosen = knobs.current.prune.uv_layer
+        chosen = knobs.current.uv_layer
         layer = default_uv_layer(num_layers) if chosen is None else chosen
         compat.expose_hidden_states(target, (0, layer))
         self._embed = target.embed_input_ids
@@ -57,7 +57,7 @@ class HiddenStateGuidance(Guidance):
         self._batch: Any = None
 
     def reserve(self, available_bytes: int) -> int:
-        wanted = self.knobs.current.prune.guidance_bytes
+        wanted = self.knobs.current.state_bytes_for("guidance")
         self._max_bytes = available_bytes // 20 if wanted is None else wanted
         return self._max_bytes
 

@@ -112,7 +112,7 @@ class Guidance(TargetHook):
         """Begin to observe a request, if there is anything to choose in it."""
         if request.has_embeds:
             return  # its tokens mean nothing, and the draft will refuse it
-        knobs = self.knobs.current.prune.variant(request.prune_variant)
+        knobs = self.knobs.current.variant(request.prune_variant)
         if self.need not in get_pruner(knobs.pruner).needs:
             return  # another hook observes it, or none
         if items := self._choosable(request.features, knobs):

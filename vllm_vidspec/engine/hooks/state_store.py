@@ -59,9 +59,9 @@ class StateStore:
         taken = self._size * self.bytes_per_block
         if not taken:
             one = f"{self.bytes_per_block} are one block"
-            raise VidSpecError(f"relevance_bytes: {wanted_bytes} bytes hold nothing; {one}")
+            raise VidSpecError(f"state_bytes: {wanted_bytes} bytes of hidden states hold nothing; {one}")
         if taken >= available_bytes:
-            raise VidSpecError(f"relevance_bytes: {taken} leaves nothing of the {available_bytes} bytes of KV memory")
+            raise VidSpecError(f"state_bytes: {taken} leaves nothing of the {available_bytes} bytes of KV memory")
         return taken
 
     def allocate(self, allocation: AbstractContextManager) -> None:

@@ -22,6 +22,7 @@ from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import NewRequest
 from vllm_vidspec.pruning.prompt import visual_indices
+from vllm_vidspec.scoring import TOP_N
 
 
 @dataclass(eq=False)
@@ -56,14 +57,16 @@ class VisualStates(TargetHook):
         self._group = get_tp_group()
         self._guard = Guard(knobs, agreement, "relevance was not measured; these requests are verified strictly")
         model, device = vllm_config.model_config, vllm_config.device_config.device
-        dtype = torch.float8_e4m3fn if knobs.current.score.relevance_dtype == "fp8" else model.dtype
-        self._bytes_per_token = -(-model.get_hidden_size() * dtype.itemsize // self._group.world_size)
-        self.store = StateStore(model.get_hidden_size(), dtype, model.max_model_len, max_num_reqs, device, self._group)
+        self._bytes_per_token = -(-model.get_hidden_size() * model.dtype.itemsize // self._group.world_size)
+        self.store = StateStore(
+            model.get_hidden_size(), model.dtype, model.max_model_len, max_num_reqs, device, self._group
+        )
         self._holders: dict[int, _Holder] = {}  # by persistent row
         self._batch: Any = None
 
     def reserve(self, available_bytes: int) -> int:
-        return self.store.reserve(self.knobs.current.score.relevance_bytes or available_bytes // 20, available_bytes)
+        wanted = self.knobs.current.state_bytes_for("relevance")
+        return self.store.reserve(available_bytes // 20 if wanted is None else wanted, available_bytes)
 
     def init_kv(self, runner: Any) -> None:
         self.store.allocate(runner.kv_allocation())
@@ -208,12 +211,12 @@ class VisualStates(TargetHook):
         hidden_size]`; 0 where a request, which has `max_queries` rows at most, has no video, NaN everywhere if a rank
         could not measure it: that one still takes part in the gather.
         """
-        begin, top_n = time.perf_counter(), self.knobs.current.score.top_n
+        begin = time.perf_counter()
         try:
-            partial = self.store.cosines(hidden_states[batch.logits_indices], batch, top_n, max_queries)
+            partial = self.store.cosines(hidden_states[batch.logits_indices], batch, TOP_N, max_queries)
         except Exception as error:
             self._guard.survive(error)
-            partial = torch.full((len(batch.logits_indices), top_n), torch.nan, device=self.store.device)
+            partial = torch.full((len(batch.logits_indices), TOP_N), torch.nan, device=self.store.device)
             found = map(self._holders.get, batch.idx_mapping_np.tolist())
             for holder in (holder for holder in found if holder is not None):
                 if holder.is_needed and holder.missed is None:  # each is counted once

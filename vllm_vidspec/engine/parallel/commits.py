@@ -6,7 +6,6 @@ down. So the drafter knows of a step as soon as the host can, and the target's l
 
 import queue
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -28,7 +27,6 @@ logger = init_logger("vllm.vidspec")
 
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister's flags
 _NEW_SHARE = 0.2  # of a step's accepted drafts in a request's mean
-_POLL_S = 20e-6
 _NUM_BUFFERS = 8  # two a step, of the steps that may be on their way
 
 
@@ -104,15 +102,6 @@ class Commits:
         self._counts["stale_streams"] += int((is_stale & is_drafted).sum())
         self._counts["late_drafts"] += int(((counts == 0) & ~is_stale & ~is_missing & is_drafted).sum())
         self._counts["streams_to_come"] += int((is_missing & is_drafted).sum())
-
-    def wait_for(self, rows: np.ndarray, epochs: np.ndarray, wanted: np.ndarray, wait_us: int) -> None:
-        """Wait until the streams of `[n]` rows are as long as is wanted, or for so long."""
-        tables, deadline = self._tables, time.monotonic() + 1e-6 * wait_us
-        while time.monotonic() < deadline:
-            is_streaming = (tables.stream_epoch[rows] == epochs) & (tables.end[rows] > 0)
-            if not (is_streaming & (tables.end[rows] - tables.committed[rows] < wanted)).any():
-                return
-            time.sleep(_POLL_S)
 
     # ---- counters --------------------------------------------------------------------------------------------------
 

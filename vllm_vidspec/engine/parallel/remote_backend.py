@@ -40,10 +40,6 @@ logger = init_logger("vllm.vidspec")
 _UNKNOWN, _BEGUN, _REFUSED = range(3)  # what the first rank sends the others of a request
 
 
-def sizes_of(config: VidSpecConfig, max_num_reqs: int, max_model_len: int, num_counters: int) -> Sizes:
-    return Sizes(max_num_reqs, max_model_len, config.parallel.max_ahead, num_counters)
-
-
 @dataclasses.dataclass(eq=False)
 class _Sent:
     """A request that the drafter knows, or is to know when it is there again."""
@@ -75,7 +71,7 @@ class ParallelBackend(DraftBackend):
         self._group = get_tp_group()
         self._most = config.num_speculative_tokens
         num_rows = len(requests.phase)
-        self._ring = sizes_of(config, num_rows, 1, 0).ring
+        self._ring = Sizes(num_rows, 1, 0).ring
         self._sent: dict[int, _Sent] = {}  # by row
         # [max_num_reqs] of `_sent`, for steps: the epochs, and how far the drafter is with a request
         self._epochs = np.full(num_rows, -1, dtype=np.int64)
@@ -286,8 +282,6 @@ class ParallelBackend(DraftBackend):
         num_streams = int((supervisor.tables.state[rows] == StreamState.STREAMING).sum())
         window = self._rule.window(len(rows), float(supervisor.tables.draft_us[num_streams]))
         wanted = np.minimum(commits.wanted(rows, window), most)
-        if self._knobs.current.parallel.wait_us:
-            commits.wait_for(rows, self._epochs[rows], wanted, self._knobs.current.parallel.wait_us)
         asked = np.stack((self._epochs[rows], wanted * draft_batch.is_drafted), axis=1).astype(np.int32)
         if (key := asked.tobytes()) != self._asked[0]:
             on_cpu = self._device.type == "cpu"

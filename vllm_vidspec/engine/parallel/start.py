@@ -126,14 +126,14 @@ def available_bytes(free: int, total: int, utilization: float, config: VidSpecCo
     """Return the KV memory that the drafter may take of a GPU: up to the target's utilization, or by `draft_kv_bytes`,
     which what is free must hold; else a VidSpecError.
     """
-    if (pool := config.pool.kv_bytes) is None:
+    if (pool := config.draft_kv_bytes) is None:
         available = free - int((1 - utilization) * total)
         if available <= 0:
             raise VidSpecError(
                 f"parallel: the drafter's device has {free} of {total} bytes left; no room for its KV cache"
             )
         return available
-    encoder = config.pool.encoder_bytes
+    encoder = config.state_bytes_for("embeddings")
     wanted = pool + encoder if encoder is not None else int(pool / (1 - VISION_SHARE))
     if free < wanted + _MARGIN_BYTES:
         raise VidSpecError(

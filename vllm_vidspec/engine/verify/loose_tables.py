@@ -15,7 +15,7 @@ from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.requests import NewRequest
 from vllm_vidspec.engine.verify.step import VerifySlice
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.scoring import RULES, Looseness, top_entropy
+from vllm_vidspec.scoring import FLY_TOP_K, RULES, Looseness, top_entropy
 from vllm_vidspec.scoring.choices import Choice, choose, strict_reason
 from vllm_vidspec.scoring.token_bits import ids_of_words, num_words, pack_ids
 
@@ -52,7 +52,7 @@ class LooseRules:
         if sampling is None:
             return
         try:
-            choice = choose(sampling.extra_args, self._knobs.current.score)
+            choice = choose(sampling.extra_args, self._knobs.current)
         except VidSpecError:  # the API server has refused it already; one that came past it is served strictly
             self._counters.add("strict_error")
             return
@@ -93,7 +93,7 @@ class LooseRules:
 
     def _set(self, req_state_idx: int) -> None:
         (scorer, share), config = self._choices[req_state_idx], self._knobs.current
-        shift = SHIFT if scorer == "loose" and config.score.position_shift else 0
+        shift = SHIFT if scorer == "loose" and config.position_shift else 0
         window = config.fly_window if scorer == "fly" else 0
         source = {"loose": RELEVANCE, "random": CHANCE}.get(scorer, 0)
         self._table_np[:, req_state_idx] = (RULES[scorer] | shift, window, np.float32(share).view(np.int32), source)
@@ -103,7 +103,7 @@ class LooseRules:
     @property
     def is_predicting(self) -> bool:
         """Whether a draft's relevance is that of the row which predicts it, not of its own."""
-        return self._knobs.current.score.relevance_rows == "prediction"
+        return self._knobs.current.relevance_rows == "prediction"
 
     def any_loose(self, idx_mapping_np: np.ndarray) -> bool:
         """Whether a mismatch of any of `[num_reqs]` persistent rows may stand."""
@@ -124,10 +124,8 @@ class LooseRules:
         )
         entropies = scores  # any: they are not read
         if (self._table_np[0, part.idx_mapping_np] & WINDOW).any():
-            entropies = top_entropy(logits, config.score.fly_top_k)
-        return Looseness(
-            part.idx_mapping, rules, shares, windows, scores, entropies, may_loosen, config.score.fly_entropy
-        )
+            entropies = top_entropy(logits, FLY_TOP_K)
+        return Looseness(part.idx_mapping, rules, shares, windows, scores, entropies, may_loosen, config.fly_entropy)
 
     def _on_device(self) -> tuple[torch.Tensor, ...]:
         if self._table is None:
@@ -143,7 +141,7 @@ def protected_ids(config: VidSpecConfig, model_config: Any) -> set[int]:
     if model_config.skip_tokenizer_init:
         return ids
     tokenizer = cached_tokenizer_from_config(model_config)
-    words = PROTECTED_TOKENS if config.score.protected_tokens is None else config.score.protected_tokens
+    words = PROTECTED_TOKENS if config.protected_tokens is None else config.protected_tokens
     found = ids_of_words(
         words, DIGITS in words, tokenizer.get_vocab(), lambda token: tokenizer.convert_tokens_to_string([token])
     )

@@ -13,7 +13,7 @@ from vllm_vidspec.tools.engine_session import EngineSession, answer_command
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
 
-# Axes that are knobs of VidSpecConfig (`drafting` is its `draft`).
+# Axes that are knobs of VidSpecConfig (`drafting` is its `draft_shape`).
 SPEC_AXES = (
     *("pruner", "prune_ratio", "drafting", "num_speculative_tokens"),
     *("scorer", "draft_noise", "draft_positions"),
@@ -30,7 +30,7 @@ SAMPLING_AXES = {
 }
 AXES = ("family", "draft", *SPEC_AXES, *SAMPLING_AXES)
 # Knobs that `Sweep.knobs` cannot hold, because they have a name of their own here.
-_NOT_KNOBS = {"model": "draft", "draft": "drafting", "draft_shape": "drafting", **{name: name for name in SPEC_AXES}}
+_NOT_KNOBS = {"model": "draft", "draft_shape": "drafting", **{name: name for name in SPEC_AXES}}
 _SHOWN_COUNTERS = (
     *("text_tokens", "visual_tokens_full", "visual_tokens_kept"),
     *("draft_kv_bytes_per_token", "draft_load_bytes"),
