@@ -13,7 +13,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from vllm_vidspec import scoring
 from vllm_vidspec.config import ScoreKnobs, VidSpecConfig
-from vllm_vidspec.engine import scheduling
+from vllm_vidspec.engine import auto_pruner
 from vllm_vidspec.engine.compat import api
 from vllm_vidspec.engine.report import request_records
 from vllm_vidspec.engine.verify import loose_tables
@@ -144,7 +144,7 @@ def test_what_is_ours_to_say_is_not_a_clients(monkeypatch, key, request_type, fi
 def test_every_key_of_ours_is_listed():
     """Catches: a key that the code reads of a request, and that neither a client's check nor the list of ours has."""
     read = set()
-    for module in (choices, scheduling, request_records, loose_tables):
+    for module in (choices, auto_pruner, request_records, loose_tables):
         assert "extra_args" in inspect.getsource(module)
         read |= {value for value in vars(module).values() if isinstance(value, str) and re.match("_?vidspec_", value)}
     assert read == {*REQUEST_KEYS, *INTERNAL_KEYS, PREFIX}
