@@ -136,17 +136,18 @@ class Acceptance:
 
     def observe(self, option: int, classes: np.ndarray, accepted: np.ndarray) -> None:
         """Learn from `[v]` verify steps of an option: their classes and accepted tokens."""
-        those, counts = np.unique(classes, return_counts=True)
+        those, places, counts = np.unique(classes, return_inverse=True, return_counts=True)
         self._remember(those, np.maximum(0.0, 1 - counts / _MEMORY))
         self.verify_steps[those] += counts
         if self._options[option].is_prefix:
-            position = np.arange(1, self._options[option].num_tokens + 1)
-            columns = slice(0, len(position))
-            np.add.at(self._passed[:, columns], classes, accepted[:, None] >= position)
-            np.add.at(self._reached[:, columns], classes, accepted[:, None] >= position - 1)
+            most = self._options[option].num_tokens
+            found = np.bincount(places * (most + 1) + accepted, minlength=len(those) * (most + 1))
+            at_least = found.reshape(-1, most + 1)[:, ::-1].cumsum(axis=1)[:, ::-1]  # `[classes, most + 1]` steps
+            self._passed[those, :most] += at_least[:, 1:]
+            self._reached[those, :most] += at_least[:, :most]
         else:
-            np.add.at(self._sum[:, option], classes, accepted)
-            np.add.at(self._tries[:, option], classes, 1.0)
+            self._sum[those, option] += np.bincount(places, accepted)
+            self._tries[those, option] += counts
         self._expect(those)
 
     def pause(self, of_class: int) -> None:

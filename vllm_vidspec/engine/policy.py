@@ -280,24 +280,20 @@ class Policy:
 
     def _fold(self) -> None:
         """Take in what was observed since the last decision."""
-        for option, slots, accepted in self._verified:
-            classes = self._rows["class"][slots]
-            self._rows["hoped"][slots] += self.acceptance.expected[classes, option]
-            self._rows["own"][slots] += accepted
-            self._rows["verify_steps"][slots] += 1
-            self._rows["verify_tokens"][slots] += 1 + accepted
-            left = self._rows["probe_left"][slots]
-            goes_on = (
-                (left == 1)
-                & (self._rows["own"][slots] >= _PROBE_STEPS)
-                & (self._rows["verify_steps"][slots] == _PROBE_STEPS)
-            )
-            self._rows["probe_left"][slots] = np.where(goes_on, _PROBE_MORE, np.maximum(left - 1, 0))
+        rows, num_rows = self._rows, len(self._rows)
         for option in {option for option, *_ in self._verified}:
             slots, accepted = (
                 np.concatenate([each[of] for each in self._verified if each[0] == option]) for of in (1, 2)
             )
-            self.acceptance.observe(option, self._rows["class"][slots], accepted)
+            steps, gained = np.bincount(slots, minlength=num_rows), np.bincount(slots, accepted, num_rows)
+            rows["hoped"] += steps * self.acceptance.expected[rows["class"], option]
+            rows["own"] += gained
+            rows["verify_steps"] += steps
+            rows["verify_tokens"] += steps + gained.astype(np.int64)
+            is_probed, left = rows["probe_left"] > 0, np.maximum(rows["probe_left"] - steps, 0)
+            goes_on = is_probed & (left == 0) & (rows["verify_steps"] < _PROBE_MORE)
+            rows["probe_left"] = np.where(goes_on & (rows["own"] >= rows["verify_steps"]), _PROBE_MORE, left)
+            self.acceptance.observe(option, rows["class"][slots], accepted)
         self._verified.clear()
         if self._step_s:
             (context, size), option = self._drafted, self._index[self.decision.option]
