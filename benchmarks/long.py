@@ -47,7 +47,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from benchmarks import harness, inflation, quality, ratios, reel
+from benchmarks import harness, inflated, inflation, quality, reel
 from benchmarks.captions import accuracy, auc, pooled
 from benchmarks.harness import DecodeLoop
 from benchmarks.methods import parallel_window
@@ -173,7 +173,7 @@ def padding(pads: float, tokens: int, family: str) -> int:
     if not pads:
         return 0
     models = [pairs.checkpoint(family, role) for role in ("target", "draft")]
-    path = inflation.cache_folder() / f"steps-{ratios.key_of(models, ['long', tokens])}.json"
+    path = inflation.cache_folder() / f"steps-{inflated.key_of(models, ['long', tokens])}.json"
 
     def points(drafts: bool, target_layers: int, draft_layers: int) -> dict[str, Any]:
         made = job(tokens, range(3), WHOLE if drafts else None, target_layers, family)
@@ -182,7 +182,7 @@ def padding(pads: float, tokens: int, family: str) -> int:
             spec["model"] = str(inflation.inflate(spec["model"], draft_layers))
         return made
 
-    times = ratios.step_times(points, path, {"temperature": 0.0, "max_tokens": 64}, 3)
+    times = inflated.step_times(points, path, {"temperature": 0.0, "max_tokens": 64}, 3)
     return times.layers_for(pads)[0]
 
 
@@ -262,8 +262,9 @@ BLOCK, TEXT_TOKENS = 16, 32
 PRUNED = {"pruner": "uniform", "prune_ratio": 0.9}
 
 
-def knobs(setting: str, tokens: int, target: int, draft: int) -> tuple[float, dict[str, Any]]:
-    """Return the share of the video that the draft sees, and the knobs; `target` and `draft` are KV bytes of a token.
+def knobs(setting: str, tokens: int, target: int, draft: int, budget: float) -> tuple[float, dict[str, Any]]:
+    """Return the share of the video that the draft sees, and the knobs; `target` and `draft` are KV bytes of a token,
+    `budget` those of both caches.
 
     "sized" is "pruned" with the draft's pool set to what these requests need, where the default has room for more text.
     """
@@ -271,16 +272,16 @@ def knobs(setting: str, tokens: int, target: int, draft: int) -> tuple[float, di
         return 1.0, WHOLE
     more = TEXT_TOKENS + MAX_TOKENS
     needed = draft * (0.1 * tokens + more) / (tokens + more)
-    return 0.1, PRUNED | ({"draft_kv_fraction": needed / (target + needed)} if setting == "sized" else {})
+    fraction = needed / (target + needed)
+    return 0.1, PRUNED | ({"draft_kv_bytes": int(fraction * budget)} if setting == "sized" else {})
 
 
 def modelled(budget_mib: int, target: int, draft: int, tokens: int, setting: str) -> harness.Row:
     """Return what a setting takes and how many requests fit, by arithmetic alone."""
-    kept, spec = knobs(setting, tokens, target, draft)
-    longest, shown = tokens + TEXT_TOKENS + MAX_TOKENS, kept * tokens + TEXT_TOKENS + MAX_TOKENS
     left = budget_mib * 2**20 * (1 - pool.VISION_SHARE)
-    fraction = spec.get("draft_kv_fraction")
-    of_draft = fraction * left if fraction else pool.pool_bytes(int(left), target, draft, kept, longest, BLOCK)
+    kept, spec = knobs(setting, tokens, target, draft, left)
+    longest, shown = tokens + TEXT_TOKENS + MAX_TOKENS, kept * tokens + TEXT_TOKENS + MAX_TOKENS
+    of_draft = spec.get("draft_kv_bytes") or pool.pool_bytes(int(left), target, draft, kept, longest, BLOCK)
     fits = min((left - of_draft) / target / longest, of_draft / draft / shown)
     row = {"setting": setting, "tokens": tokens, "budget_mib": budget_mib}
     return row | {"pool_mib": round(of_draft / 2**20, 1), "modelled": round(fits, 2)}
@@ -313,7 +314,8 @@ def memory(options: argparse.Namespace) -> Iterator[harness.Row]:
     frames, question, _ = reel.held_out(0, tokens)
     prompt = pairs.video_prompt(FAMILY, frames, question.text)
     for setting in options.setting:
-        spec = knobs(setting, tokens, target, draft)[1]
+        both = options.budget_mib * 2**20 * (1 - pool.VISION_SHARE)
+        spec = knobs(setting, tokens, target, draft, both)[1]
         llm = job(tokens, range(1), spec)["llm"]
         size = {"kv_cache_memory_bytes": options.budget_mib * 2**20, "max_num_seqs": 32}
         with harness.Engine(llm | size | {"enable_prefix_caching": False}) as engine:

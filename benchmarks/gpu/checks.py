@@ -69,9 +69,9 @@ def _answers(
 def identity(context: Context, family: str) -> dict[str, Any]:
     """Compare every draft shape with vanilla vLLM in fp32, token by token, at T = 0 and T = 1."""
     vanilla, _ = _answers(context, pairs.llm_kwargs(family), family, 4, 32, (0.0, 1.0))
-    facts = {}
+    facts: dict[str, Any] = {}
     for shape, k in _SHAPES:
-        spec = {"drafting": shape, "num_speculative_tokens": k, "on_draft_error": "raise"}
+        spec: dict[str, Any] = {"drafting": shape, "num_speculative_tokens": k, "on_draft_error": "raise"}
         ours, counts = _answers(context, pairs.llm_kwargs(family, "draft", **spec), family, 4, 32, (0.0, 1.0))
         facts.update({f"{shape}_{name}": count for name, count in counts.items()})
         if not context.dry_run:
@@ -127,13 +127,11 @@ def sync_debug(context: Context) -> dict[str, Any]:
         return run
 
     facts: dict[str, Any] = {}
+    max_tokens = _MAX_UNCHECKED_TOKENS if context.dry_run else 16
     for shape, k in _SHAPES:
-        knobs = {"drafting": shape, "num_speculative_tokens": k, "on_draft_error": "raise"}
+        knobs: dict[str, Any] = {"drafting": shape, "num_speculative_tokens": k, "on_draft_error": "raise"}
         with engine(context, pairs.llm_kwargs("qwen2.5-vl", "draft", **knobs)) as running:
-            prompts, max_tokens = (
-                harness.videos("qwen2.5-vl", range(2)),
-                _MAX_UNCHECKED_TOKENS if context.dry_run else 16,
-            )
+            prompts = harness.videos("qwen2.5-vl", range(2))
             backend, verifier = running.runner.speculator.backend, running.runner.rejection_sampler
             for is_warm in (False, True):
                 if is_warm:

@@ -20,7 +20,7 @@ def kernel_rows(context: Context, kernel: str) -> None:
     from benchmarks.kernels import timing
 
     # In a dry run the reference would index with masks that nothing has computed.
-    dry = {"rounds": 1, "tiny": True, "skipped": "torch"} if context.dry_run else {}
+    dry: dict[str, Any] = {"rounds": 1, "tiny": True, "skipped": "torch"} if context.dry_run else {}
     for row in timing.rows(kernel, **dry):
         context.write({"outcome": "refused" if row["median"] is None else "measured", "reason": row["note"]} | row)
 
@@ -41,7 +41,7 @@ def llm_kwargs(
         if planned.method == "parallel":
             # Of eight requests a tenth of the video and an answer, 57 KiB a token.
             knobs |= {"parallel": {"device": "cuda:0"}, "draft_kv_bytes": 2 * 2**30}
-        elif planned.method == "controller":
+        elif planned.method == "policy":
             knobs["adaptive_tokens"] = True
         else:
             knobs["drafting"] = planned.method
@@ -54,7 +54,7 @@ def llm_kwargs(
         # A parallel drafter has memory of its own.
         "gpu_memory_utilization": 0.75 if planned.method == "parallel" else 0.95,
         # Each request has KV blocks of its own; roles are played over videos that are read once.
-        "enable_prefix_caching": planned.method == "controller",
+        "enable_prefix_caching": planned.method == "policy",
         "limit_mm_per_prompt": {"video": 1, "image": 0},
         "skip_mm_profiling": True,
         "compilation_config": {"mode": 0, "cudagraph_capture_sizes": sorted(widths)},
@@ -86,7 +86,7 @@ def engine_rows(context: Context, method: str) -> None:
 
     planned, total = plan.ENGINES[method], torch.cuda.mem_get_info()[1]
     sizes, batches, models = Sizes(), plan.batches_of(total), plan.chosen_models(context.models, total)
-    if method == "controller":  # all its requests must fit: none is refused
+    if method == "policy":  # all its requests must fit: none is refused
         batches = batches[:2]
     if context.dry_run:  # the bundled pair
         sizes, batches, models = plan.TINY_SIZES, plan.TINY_BATCHES, "dry-run"
@@ -109,11 +109,11 @@ def engine_rows(context: Context, method: str) -> None:
         common["start_s"] = round(time.perf_counter() - begun, 1)
         common["graphs"] = running.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
         expect(common["graphs"] != "NONE", "the engine has no CUDA graphs")
-        prompts = [prompt_of(sizes, seed) for seed in range(max(batches) if method == "controller" else 1)]
+        prompts = [prompt_of(sizes, seed) for seed in range(max(batches) if method == "policy" else 1)]
         loop = harness.DecodeLoop(running.llm.llm_engine, planned.is_ours)
         for batch in batches:
             common |= {"outcome": "measured", "reason": "", "batch": batch}
-            if method == "controller":
+            if method == "policy":
                 context.write(common | in_turn(running, loop, prompts[:batch], sizes))
                 continue
             try:
@@ -127,7 +127,7 @@ def engine_rows(context: Context, method: str) -> None:
 
 
 def published_of(planned: Engine) -> "Figure | None":
-    """Return what is published of an engine's method; None for vanilla and the controller."""
+    """Return what is published of an engine's method; None for vanilla and the policy."""
     from benchmarks.methods import QWEN, TABLE_1
 
     return TABLE_1[QWEN].get(planned.tau_of)
@@ -145,7 +145,8 @@ def rate_of(planned: Engine, batch: int, step_ms: float, draft_ms: float | None)
     from vllm_vidspec.planning.acceptance import Agreement, rate_of_stream
     from vllm_vidspec.planning.speed import run_streams
 
-    found, tokens, kind = published_of(planned), 1.0, "counted"
+    found, kind = published_of(planned), "counted"
+    tokens: float | None = 1.0
     if found is not None and found.over == STEP:
         tokens, kind = found.acceptance_length, "published"
     elif found is not None:
@@ -159,9 +160,9 @@ def rate_of(planned: Engine, batch: int, step_ms: float, draft_ms: float | None)
 
 
 def in_turn(running: Any, loop: Any, prompts: list[Any], sizes: Sizes) -> Row:
-    """Return the times of a token while the engine is vanilla and has its controller, in turn.
+    """Return the times of a token while the engine is vanilla and has its policy, in turn.
 
-    With made-up weights hardly a draft token is accepted: what the controller costs where drafts never pay. The first
+    With made-up weights hardly a draft token is accepted: what the policy costs where drafts never pay. The first
     third of the rounds, in which it learns that, is apart.
     """
     from benchmarks.methods import POLICY
@@ -177,7 +178,7 @@ def in_turn(running: Any, loop: Any, prompts: list[Any], sizes: Sizes) -> Row:
     ratios = [its / ours for its, ours in zip(token_ms[VANILLA], token_ms[POLICY], strict=True)]
     return {
         "vanilla_ms": token_ms[VANILLA],
-        "controller_ms": token_ms[POLICY],
+        "policy_ms": token_ms[POLICY],
         "over_vanilla": round(statistics.median(ratios[sizes.turns // 3 :]), 4),
         "draft_steps": running.counters()["draft_steps"] - before,
     }

@@ -49,7 +49,7 @@ ENGINES = {
         Engine("vanilla"),
         Engine("tree-static", 25, "SpecVLM"),
         Engine("chain", 5, "SD"),
-        Engine("controller", 5),
+        Engine("policy", 5),
         Engine("blind", 5, "OnSD"),  # vLLM's own draft model, which sees no video
         Engine("parallel", 5, "ParallelVLM"),
     )
@@ -67,7 +67,7 @@ class Sizes:
     skip: int = 8
     rounds: int = 3
     steps: int = 16
-    turns: int = 12  # in which an engine plays vanilla and the controller
+    turns: int = 12  # in which an engine plays vanilla and the policy
     turn_tokens: int = 96  # of each answer then
 
     @property

@@ -111,7 +111,8 @@ def template(num_cols: int) -> TreeTemplate:
 def place(num_drafts: int, num_axes: int) -> None:
     """Place trees of a model with so many axes of positions; with one they go into a copy."""
     rows = num_drafts + 1
-    places = kernels.TreePlaces(*(i32(MAX_REQS) for _ in range(4)), i64(MAX_REQS, rows))
+    vector = functools.partial(i32, MAX_REQS)
+    places = kernels.TreePlaces(vector(), vector(), vector(), vector(), i64(MAX_REQS, rows))
     positions, copy = i64(num_axes, 8193), i64(num_axes, 8193) if num_axes == 1 else None
     warm_up.warm_place_trees(i32(MAX_REQS, rows), i64(MAX_REQS, rows), places, positions, copy)
 
@@ -196,7 +197,8 @@ def cases() -> tuple[Case, ...]:
     add("accept", "loose tree K1", warm_up.accept_once, 1, MAX_REQS, True, True)
     words = i32(MAX_REQS, 152_064 // 32)
     add("loosen", "152k bits", warm_up.warm_loosen, 64, words, FP32, in_trees=True, is_measured=True)
-    penalties = kernels.PenaltyTables(*(floats(MAX_REQS) for _ in range(3)), words, i32(MAX_REQS, 152_064))
+    vector = functools.partial(floats, MAX_REQS)
+    penalties = kernels.PenaltyTables(vector(), vector(), vector(), words, i32(MAX_REQS, 152_064))
     add("path_penalties", "K64 152k tokens", warm_up.warm_path_penalties, 152_064, i32(MAX_REQS + 1, 65), penalties)
     for dtype in (BF16, FP8, FP32, torch.float64):
         add("kv_compact", f"K64 4 heads d128 {8 * dtype.itemsize} bits", compact, 64, 4, 128, dtype)

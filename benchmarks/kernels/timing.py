@@ -12,7 +12,7 @@ import torch
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-IMPL = "triton" if ON_GPU else "numba"  # of a kernel that has no peer: on a CPU its loop
+IMPL: Any = "triton" if ON_GPU else "numba"  # of a kernel that has no peer: on a CPU its loop
 _COPY_BYTES, _PRODUCT_SIZE = 256 * 2**20, 1024
 
 
@@ -93,8 +93,8 @@ def sizes_of(axes: dict[str, list[Any]], given: Sequence[str]) -> Iterator[dict[
     for name, _, values in (text.partition("=") for text in given):
         if name in axes:
             axes[name] = [type(axes[name][0])(value) for value in values.split(",")]
-    for values in itertools.product(*axes.values()):
-        yield dict(zip(axes, values, strict=True))
+    for chosen in itertools.product(*axes.values()):
+        yield dict(zip(axes, chosen, strict=True))
 
 
 def rows(

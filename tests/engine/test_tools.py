@@ -84,7 +84,7 @@ def test_overheads_find_all_the_parts_that_they_name():
 
 def test_one_engine_plays_several():
     """Catches: a hook that was renamed, and that vanilla would have; a step of a fixed chain that drafts otherwise; a
-    controller that is not told that its requests have ended.
+    policy that is not told that its requests have ended.
     """
     sampling = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
     prompts = [(prompt, sampling) for prompt, *_ in harness.videos(QWEN, 2)]

@@ -40,8 +40,8 @@ def test_every_row_of_the_plan_starts(tmp_path):
     }
     engines = {row["engine"]: row for row in found["rows"] if "engine" in row}
     assert engines.keys() == plan.ENGINES.keys()
-    in_turn = engines.pop("controller")
-    assert in_turn["over_vanilla"] > 0 and len(in_turn["vanilla_ms"]) == len(in_turn["controller_ms"])
+    in_turn = engines.pop("policy")
+    assert in_turn["over_vanilla"] > 0 and len(in_turn["vanilla_ms"]) == len(in_turn["policy_ms"])
     for name, row in engines.items():
         drafts = plan.ENGINES[name].num_drafts
         assert row["outcome"] == "measured" and row["step_ms"] > 0 and "FULL" in row["graphs"], row

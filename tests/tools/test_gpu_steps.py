@@ -34,7 +34,7 @@ def test_the_plan_holds_every_method_and_functions_that_are_there():
         inspect.signature(function).bind("context", *([] if step.argument is None else [step.argument]))
     assert set(steps.WITHOUT_NUMBERS) < plan.STEPS.keys()
     methods = {engine.method for engine in plan.ENGINES.values()}
-    assert methods == {"vanilla", "chain", "tree-static", "controller", "parallel", "blind"}
+    assert methods == {"vanilla", "chain", "tree-static", "policy", "parallel", "blind"}
 
 
 def test_all_time_outs_fit_into_what_the_pages_say():
@@ -48,7 +48,7 @@ def test_all_time_outs_fit_into_what_the_pages_say():
 
 PUBLISHED = {  # tokens, what they are between, speed-up
     "vanilla": None, "chain": (3.37, "step", 1.26), "tree-static": (4.18, "step", 2.11),
-    "parallel": (4.23, "rejection", 2.40), "blind": (2.76, "step", 1.38), "controller": None,
+    "parallel": (4.23, "rejection", 2.40), "blind": (2.76, "step", 1.38), "policy": None,
 }  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def test_recorded_rates_are_a_steps_tokens_over_its_time():
     """Rows of docs/results/gpu-h100.json. Catches: a rate of another number of tokens than the plan's for the row."""
     rows = json.loads((ROOT / "docs" / "results" / "gpu-h100.json").read_text())["engines"]
     rows = [row for row in rows if row.get("tokens_per_s")]
-    assert {row["engine"] for row in rows} == set(plan.ENGINES) - {"controller"}
+    assert {row["engine"] for row in rows} == set(plan.ENGINES) - {"policy"}
     vanilla = {row["batch"]: row["tokens_per_s"] for row in rows if row["engine"] == "vanilla"}
     for row in rows:
         rate = measure.rate_of(plan.ENGINES[row["engine"]], row["batch"], row["step_ms"], row.get("draft_ms"))
@@ -176,8 +176,8 @@ def test_engines_are_told_what_the_plan_says():
         assert not one.keys() & {"enforce_eager", "kv_cache_memory_bytes"}
         # Without a profile of its own an encoder's output has to fit in a step.
         assert one["skip_mm_profiling"] and one["max_num_batched_tokens"] > plan.Sizes().video_tokens
-    assert [name for name, one in kwargs.items() if one["enable_prefix_caching"]] == ["controller"]
-    assert kwargs["controller"]["speculative_config"]["adaptive_tokens"]
+    assert [name for name, one in kwargs.items() if one["enable_prefix_caching"]] == ["policy"]
+    assert kwargs["policy"]["speculative_config"]["adaptive_tokens"]
 
 
 def test_a_clock_tells_what_a_step_drafts_for():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import inflation, methods, paper, ratios
+from benchmarks import inflated, inflation, methods, paper
 from benchmarks.paper import PaperBenchmark
 from tools.common import DECODED, DRAFT_S, TARGET_S, Clocks, invoke, num_layers, printed, refuses
 from vllm_vidspec.config import parse_config
@@ -119,15 +119,15 @@ def test_ratio_is_reached_by_appended_layers(clocks):
 
 
 def test_step_times_on_a_line():
-    times = ratios.StepTimes((40.0, 56.0), (4.0, 8.0))
+    times = inflated.StepTimes((40.0, 56.0), (4.0, 8.0))
     assert (times.layers_for(20), times.layers_for(5)) == ((40, 0), (0, 8))
     with pytest.raises(VidSpecError, match="that takes 3960 layers"):
         times.layers_for(1000)
     with pytest.raises(VidSpecError, match="took no longer"):
-        ratios.StepTimes((40.0, 39.0), (4.0, 8.0)).layers_for(20)
-    assert ratios.low([5.0]) == 5.0 and ratios.low([float(i) for i in range(101)]) == 20.0
+        inflated.StepTimes((40.0, 39.0), (4.0, 8.0)).layers_for(20)
+    assert inflated.low([5.0]) == 5.0 and inflated.low([float(i) for i in range(101)]) == 20.0
     with pytest.raises(VidSpecError, match="nothing was drafted"):
-        ratios.low([])
+        inflated.low([])
 
 
 def test_measured_times_are_kept_by_machine_and_checkpoint(monkeypatch):
@@ -140,8 +140,8 @@ def test_measured_times_are_kept_by_machine_and_checkpoint(monkeypatch):
         ([target, draft], ["b"], here),
         ([target, draft], ["a"], here | {"cpu": "y"}),
     ):
-        monkeypatch.setattr(ratios, "provenance", lambda machine=machine: machine)
-        keys.add(ratios.key_of(checkpoints, what))
+        monkeypatch.setattr(inflated, "provenance", lambda machine=machine: machine)
+        keys.add(inflated.key_of(checkpoints, what))
     assert len(keys) == 4
 
 
@@ -195,11 +195,11 @@ def test_streams_end_where_something_is_rejected(verified, num_streams):
 
 
 def test_parallel_drafter_has_a_core_of_its_own(clocks):
-    knobs = ("--knob", "parallel_tensor_parallel_size=2", "--knob", "max_draft_failures=3")
+    knobs = ("--knob", "max_draft_failures=3")
     found = measured(*SMALL, "--methods", "SD-chain,ParallelVLM", *knobs)
     sequential, ours = specs(clocks)
     assert "parallel" not in sequential
-    assert ours["parallel"] == {"device": "cpu", "cpu_cores": "1", "tensor_parallel_size": 2}
+    assert ours["parallel"] == {"device": "cpu", "cpu_cores": "1"}
     assert sequential["max_draft_failures"] == ours["max_draft_failures"] == 3
     row = found["rows"][-1]
     assert (row["late_frac"], row["late_drafts"], row["stale_streams"]) == (3 / 12, 3, 3)

@@ -102,7 +102,7 @@ class VidSpecConfig(Fields):
 
     @property
     def _is_free(self) -> bool:
-        """Whether the controller chooses between chains and a tree, without a table."""
+        """Whether the policy chooses between chains and a tree, without a table."""
         return self.draft_shape == "auto" and not self.draft_table
 
     @property
@@ -143,7 +143,7 @@ class VidSpecConfig(Fields):
         return has_table or self.num_speculative_tokens_per_batch_size is not None
 
     def choices(self, has_graphs: bool) -> tuple[Plan, ...]:
-        """Return the plans that the controller chooses from besides none: trees first, then chains, long before short.
+        """Return the plans that the policy chooses from besides none: trees first, then chains, long before short.
 
         Where each number of tokens takes CUDA graphs, chains are whole or half.
         """

@@ -137,13 +137,15 @@ class SchedulerSide:
             return self.trial.decision
         plan = self._config.plan_for(len(req_ids))
         most = plan.num_tokens if self._most is None else min(plan.num_tokens, self._most)
-        if self._policy is None or not req_ids:
+        if self._policy is None:
             return Decision(self._option(Plan(plan.shape, most)) if most else NONE)
         if scheduler_output.finished_req_ids:
             for req_id in scheduler_output.finished_req_ids:
                 request = self._requests.pop(req_id, None)
                 self._policy.remove(req_id, 0 if request is None else request.num_output_tokens)
             self._count_ended()
+        if not req_ids:
+            return Decision(NONE)
         shapes = None if self._shape == self._config.draft_shape else frozenset({self._shape})
         return self._policy.decide(list(req_ids), most, shapes)
 

@@ -19,7 +19,7 @@ FRAME_RATE = 2.0  # of the shape-world videos; Qwen2.5-VL's temporal positions a
 MAX_MODEL_LEN = 2048
 MAX_NUM_SEQS = 8
 KV_CACHE_BYTES = 512 * 2**20
-# Drafting is fixed: what a table says of a setting is of that setting, not of what the controller makes of it.
+# Drafting is fixed: what a table says of a setting is of that setting, not of what the policy makes of it.
 DEFAULT_SPEC: dict[str, Any] = {
     "num_speculative_tokens": 5,
     "prune_ratio": 0.9,
