@@ -29,7 +29,7 @@ _RESUME = 1.05  # gain of whole answers at which a paused class is drafted for a
 _OWN_TOKENS = 16.0  # of its class's acceptance, that a request's own is blended with
 _LEAST_KNOWN = 8  # verify steps of a class before it may be paused
 _PROBE_EVERY = 24  # requests of a paused class between two probes
-_PROBE_STEPS, _PROBE_MORE = 4, 12  # verify steps of a probe, and more where these gave a draft token each
+_PROBE_STEPS, _PROBE_MORE = 4, 12  # verify steps of a probe, and more where three of these in four gave a draft token
 _PROBE_SHARE = 0.005  # of the time, that probes may take
 _TRY_AFTER, _TRY_STEPS, _TRY_WITHIN = 512, 5, 0.8  # `Policy._stale`: in steps, steps, and of the best rate
 _NEW_ANSWER = 0.1  # weight of an answer in what is known of its class's
@@ -292,7 +292,7 @@ class Policy:
             rows["verify_tokens"] += steps + gained.astype(np.int64)
             is_probed, left = rows["probe_left"] > 0, np.maximum(rows["probe_left"] - steps, 0)
             goes_on = is_probed & (left == 0) & (rows["verify_steps"] < _PROBE_MORE)
-            rows["probe_left"] = np.where(goes_on & (rows["own"] >= rows["verify_steps"]), _PROBE_MORE, left)
+            rows["probe_left"] = np.where(goes_on & (4 * rows["own"] >= 3 * rows["verify_steps"]), _PROBE_MORE, left)
             self.acceptance.observe(option, rows["class"][slots], accepted)
         self._verified.clear()
         if self._step_s:
