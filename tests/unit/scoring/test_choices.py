@@ -173,7 +173,6 @@ def test_the_entropy_of_the_most_likely_tokens():
         ({"num_speculative_tokens": 1}, 1),
         ({"draft_shape": "tree-static", "num_speculative_tokens": 25}, 4),  # five deep
         ({"draft_shape": "tree-adaptive", "num_speculative_tokens": 25}, 6),
-        ({"num_speculative_tokens": 10, "fly_window": 2}, 2),
     ],
 )
 def test_the_window_of_fly_is_shorter_than_a_path(knobs, window):
