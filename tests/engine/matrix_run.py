@@ -15,6 +15,7 @@ from vllm import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from benchmarks import watching
 from tests.engine import harness, random_models
 from tests.engine.conftest import QUESTION
 from tests.engine.harness import QWEN, Engine
@@ -26,7 +27,7 @@ from vllm_vidspec.engine import preflight
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.metrics import Kind
 from vllm_vidspec.scoring.choices import choose
-from vllm_vidspec.tools import pairs, watching
+from vllm_vidspec.tools import pairs
 
 MAX_TOKENS = 20
 # Tokens on their way may end a preempted request, which then never begins again: there must be more left than that.

@@ -7,9 +7,10 @@ import sys
 import time
 from typing import Any
 
+from benchmarks import watching
 from tests.engine import harness
 from vllm_vidspec.engine.policy import NONE
-from vllm_vidspec.tools import pairs, watching
+from vllm_vidspec.tools import pairs
 
 FAMILY = harness.LLAVA  # its bundled vision towers have an even number of heads
 LONG = 400  # tokens of an answer that no drafter is too late for

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks import watching
 from tests.engine import float64, harness
 from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import LLAVA, NO_CACHE, QWEN, QWEN3, assert_same_answers, in_place_of, token_ids
@@ -19,7 +20,7 @@ from vllm_vidspec.engine.hooks import state_store, visual_states
 from vllm_vidspec.engine.verify import loose_tables
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.scoring import rules as scorers
-from vllm_vidspec.tools import pairs, watching
+from vllm_vidspec.tools import pairs
 
 pytestmark = pytest.mark.engine
 
