@@ -101,4 +101,4 @@ def test_one_engine_plays_several():
     assert [counted["drafts"] > 0 for _, counted in seen] == [True, False, True, False, True]
     fixed = seen[2][1]
     assert fixed["draft_tokens"] == 2 * fixed["drafts"] and fixed["drafts"] + fixed["accepted_tokens"] >= 2 * 23
-    assert len(roles.methods) == 4 + len(OF_RUNNER)
+    assert len(roles.methods) == 3 + len(OF_RUNNER)
