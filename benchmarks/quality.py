@@ -325,7 +325,6 @@ _SWEPT = {
     "draft_noise": ("draft_noises", str),
     "scorer": ("scorers", str),
     "lambda_loose": ("lambdas", float),
-    "top_n": ("top_ns", int),
     "relevance_rows": ("relevance_rows", str),
     "fly_entropy": ("fly_entropies", float),
 }
@@ -340,7 +339,6 @@ def command(
     lambda_loose: Annotated[
         str, options.sweep("Share of mismatches that loose and random accept.", "--lambda")
     ] = "0.2,0.5,0.7,0.9",
-    top_n: Annotated[str, options.sweep("loose: video tokens that make a relevance (N).")] = "10",
     position_shift: Annotated[str, options.sweep("loose: off, on.")] = "off,on",
     relevance_rows: Annotated[str, options.sweep("loose: token, prediction.")] = "token",
     fly_entropy: Annotated[str, options.sweep("Threshold of fly and fly-entropy.")] = "0.3",

@@ -26,7 +26,7 @@ VLLM = {
     "vllm:inter_token_latency_seconds_count": "outputs",
     "vllm:inter_token_latency_seconds_sum": "output_seconds",
 }
-_EXPECTED = frozenset(GAUGE_NAMES - set(GAUGES))
+EXPECTED_OF_CLASSES = frozenset(GAUGE_NAMES - set(GAUGES))
 VLLM_GAUGES = ("running", "waiting")
 
 Engines = dict[str, dict[str, Any]]
@@ -70,9 +70,13 @@ def together(engines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for name, value in values.items():
             by_name.setdefault(name, []).append(value)
     return {
-        name: (min if name == "speculation_on" else max if name.endswith("_per_token") or name in _EXPECTED else sum)(
-            values
-        )
+        name: (
+            min
+            if name == "speculation_on"
+            else max
+            if name.endswith("_per_token") or name in EXPECTED_OF_CLASSES
+            else sum
+        )(values)
         for name, values in by_name.items()
     }
 
