@@ -4,11 +4,11 @@ Seconds are measured once at start-up and corrected slowly by real steps; accept
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-MAX_CLASSES = 256
+MAX_CLASSES, MAX_SIZE = 256, 1024  # of requests in a step
 _PRIOR, _PRIOR_STEPS = 0.8, 2.0  # acceptance of a class that is not known, and the verify steps that this counts as
 _MEMORY, _PAUSED_MEMORY = 1024.0, 6.0  # verify steps in a class's EMA; and once it is paused, so that a probe counts
 _CORRECTION = 0.05  # weight of a step in its entry's correction
@@ -49,35 +49,36 @@ class StepCosts:
             slopes[option] = max(0.0, float(np.median(found))) if found else 0.0
         base = np.array([[measured[option, size, least] for size in sizes] for option in range(num_options)])
         base = np.maximum.accumulate(base, axis=1) - slopes[:, None] * least * np.array(sizes)
-        self._sizes, self._none, self._slope = np.array(sizes), base[-1], slopes[-1]
-        # What an option takes beside that; its context is the draft's.
-        self._extra, self._draft_slopes = np.maximum(base - base[-1], 0.0), np.maximum(slopes - slopes[-1], 0.0)
+        self._sizes, self._slope = sizes, slopes[-1]
+        # By number of requests, interpolated, and in proportion beyond the largest: seconds without drafts, and by
+        # option those of drafts beside that, whose context is the draft's.
+        number = np.arange(MAX_SIZE + 1)
+        beyond = np.maximum(number / sizes[-1], 1.0)
+        self._none = np.interp(number, sizes, base[-1]) * beyond
+        extra = np.maximum(base - base[-1], 0.0)
+        self._extra = np.stack([np.interp(number, sizes, values) * beyond for values in extra])
+        self._draft_slopes = np.maximum(slopes - slopes[-1], 0.0)
         shape = num_options, 12, 12  # by option, log2 of the requests, log2 of their mean context in 256 tokens
         self._factor, self._machine_then, self._machine = np.ones(shape), np.ones(shape), 1.0
         self._count, self._at = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-
-    def _over_sizes(self, size: np.ndarray | float, values: np.ndarray) -> np.ndarray:
-        """Interpolate `values` of the measured sizes; beyond the largest they grow in proportion."""
-        last = self._sizes[-1]
-        return np.interp(size, self._sizes, values) * np.maximum(size, last) / last
 
     @staticmethod
     def _entry(option: int, size: int, context: float) -> tuple[int, int, int]:
         return option, min(11, max(0, size - 1).bit_length()), min(11, int(4 * context / max(size, 1)).bit_length())
 
-    def seconds(self, option: int, size: int, drafted: np.ndarray, context: float, draft_context: np.ndarray):
-        """Return `[m]` seconds of steps.
+    def seconds(self, option: int, size: int, drafted: Any, context: float, draft_context: Any) -> Any:
+        """Return seconds of a step, or `[m]` of several.
 
         Args:
             option: Index of theirs.
             size: Requests of each.
-            drafted: `[m]` how many of these have drafts.
+            drafted: How many of these have drafts, 1,024 at most; `[m]` int64 of several.
             context: Thousands of tokens that the target has of all.
-            draft_context: `[m]` the same that the draft has of those with drafts.
+            draft_context: The same that the draft has of those with drafts; `[m]` of several.
         """
         entry = self._entry(option, size, context)
-        none = self._over_sizes(float(size), self._none) + self._slope * context
-        extra = self._over_sizes(drafted, self._extra[option]) + self._draft_slopes[option] * draft_context
+        none = self._none[min(size, MAX_SIZE)] + self._slope * context
+        extra = self._extra[option, drafted] + self._draft_slopes[option] * draft_context
         return (none + extra) * (self._factor[entry] * self._machine / self._machine_then[entry])
 
     def observe(
@@ -94,21 +95,21 @@ class StepCosts:
         self._count[entry] += num_steps
         self._at[entry] = now
         none = len(self._extra) - 1, *entry[1:]  # it takes no longer than with drafts
-        most = predicted * change / (self._over_sizes(float(size), self._none) + self._slope * context)
+        most = predicted * change / (self._none[min(size, MAX_SIZE)] + self._slope * context)
         if option != none[0] and self._factor[none] * self._machine / self._machine_then[none] > most:
             self._factor[none], self._machine_then[none] = most, self._machine
 
     def shares(self, context: np.ndarray) -> np.ndarray:
         """Return `[n]` shares of a step without drafts that its requests take, of so many thousands of tokens each."""
-        seconds = self._over_sizes(len(context), self._none) / len(context) + self._slope * context
+        seconds = self._none[min(len(context), MAX_SIZE)] / len(context) + self._slope * context
         return seconds / seconds.sum()
 
     def summary(self, options: Sequence[Option]) -> str:
         """Return the measured milliseconds by option and number of requests, for the log."""
-        totals = self._none + self._extra
+        totals = (self._none + self._extra)[:, self._sizes]
         return "; ".join(
             f"K = {option.num_tokens} ({option.shape}) "
-            + ", ".join(f"{1e3 * s:.1f} ms of {size}" for s, size in zip(row, self._sizes.tolist(), strict=True))
+            + ", ".join(f"{1e3 * s:.1f} ms of {size}" for s, size in zip(row, self._sizes, strict=True))
             for option, row in zip(options, totals.tolist(), strict=True)
         )
 

@@ -22,7 +22,7 @@ from vllm_vidspec.names import CLASS_SIZES
 __all__ = ["NONE", "Acceptance", "Decision", "Observed", "Option", "Policy", "StepCosts", "class_label"]
 
 SHORT_ANSWER = 16  # tokens: answers of fewer lose with their first step and their last what the others gain
-DECIDE_EVERY = 16  # steps, where no request has come or gone
+_DECIDE_FIRST, _DECIDE_LAST = 16, 64  # steps between two decisions on the same batch: twice as many each time
 _HYSTERESIS = 1.02  # by how much another option must be faster than the one in use, and drafts than none
 _STICKY = 1.05  # on the expected tokens of a request that has drafts: a change of who has them costs a prefill
 _RESUME = 1.05  # gain of whole answers at which a paused class is drafted for again
@@ -139,7 +139,8 @@ class Policy:
         self._rows["may_draft"][0] = True
         self.decision = Decision(NONE, pads=pads)
         self._bounds: tuple = ()
-        self._left, self._is_changed = 0, True  # steps until the next decision; whether requests have come or gone
+        # Steps until the next decision, and between it and the last; whether requests have come or gone.
+        self._left, self._wait, self._is_changed = 0, _DECIDE_FIRST, True
         self._expected_s, self._drafted = 1.0, (0.0, 0)  # of a step by `_decision`; its context, and requests
         self._now, self._elapsed_s, self._probes_s = 0, 0.0, 0.0
         self._size = self._square = 0.0  # EMA of a step's requests, and of their square
@@ -224,17 +225,15 @@ class Policy:
         known, size = self.classes[index], max(1, round(self._square / max(self._size, 1e-9)))
         tokens = min(known.answer_tokens, max_tokens)
         expected = self.acceptance.mean if known.is_paused else self.acceptance.expected
-        context, drafted = size * known.context, np.array(size)
-        draft_context = np.array(size * known.draft_context)
-        none_s = float(self.costs.seconds(len(self.options) - 1, size, np.array(0), context, np.array(0.0)))
+        context, draft_context = size * known.context, size * known.draft_context
+        none_s = float(self.costs.seconds(len(self.options) - 1, size, 0, context, 0.0))
         found = []
         for place, option in enumerate(self.options[:-1]):
             length = 1 + float(expected[index, place])
-            seconds = float(self.costs.seconds(place, size, drafted, context, draft_context))
+            seconds = float(self.costs.seconds(place, size, size, context, draft_context))
             # The first step verifies nothing.
             answers_s = (1 + (tokens - 1) / length) * seconds + size * known.start_s
-            one = np.array(1), context, np.array(known.draft_context)
-            probe_s = max(0.0, float(self.costs.seconds(place, size, *one)) - none_s)
+            probe_s = max(0.0, float(self.costs.seconds(place, size, 1, context, known.draft_context)) - none_s)
             found.append(Best(option, length, seconds, none_s, probe_s, tokens * none_s / answers_s))
         known.best = max(found, key=lambda each: each.gain)
         return known.best
@@ -318,7 +317,9 @@ class Policy:
         self._fold()
         get = self._slots.get
         slots = np.fromiter([get(req_id, 0) for req_id in req_ids], np.int64, len(req_ids))
-        self._bounds, self._is_changed, self._left = bounds, False, DECIDE_EVERY
+        is_new = self._is_changed or bounds != self._bounds
+        self._wait = _DECIDE_FIRST if is_new else min(2 * self._wait, _DECIDE_LAST)
+        self._bounds, self._is_changed, self._left = bounds, False, self._wait
         for index in np.unique(self._rows["class"][slots[slots > 0]]).tolist():
             self._review(index)
         allowed = [
@@ -342,7 +343,7 @@ class Policy:
         can = self._rows["may_draft"][slots] & (is_probed | ~is_paused[self._rows["class"][slots]])
         nobody = np.zeros(size, dtype=bool)
         # By option: its rate over that without drafts, its seconds, who has drafts.
-        none_s = float(self.costs.seconds(none, size, np.array(0), context, np.array(0.0)))
+        none_s = float(self.costs.seconds(none, size, 0, context, 0.0))
         found = {none: (1.0, none_s, nobody)}
         share = self.costs.shares(self._rows["context"][slots])
         if can.any():
@@ -370,8 +371,8 @@ class Policy:
             best, self._left = stale, _TRY_STEPS
         if best == none and (probed := is_probed & can).any() and allowed:
             best, self._left = max(found.keys() - {none}, key=lambda index: found[index][0]), _PROBE_STEPS
-            those = np.array(np.count_nonzero(probed)), np.array(self._rows["draft_context"][slots[probed]].sum())
-            seconds = self.costs.seconds(best, size, those[0], context, those[1])
+            of_probed = float(self._rows["draft_context"][slots[probed]].sum())
+            seconds = self.costs.seconds(best, size, int(probed.sum()), context, of_probed)
             found[best] = 0.0, float(seconds), probed
         _, self._expected_s, drafted = found[best]
         self._drafted = context, size
