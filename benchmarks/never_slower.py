@@ -82,22 +82,26 @@ def traffic_speed(answers: list[dict[str, Any]]) -> float:
     return sum(len(one["token_ids"]) for one in answers) / max(one["last_s"] for one in answers)
 
 
-def rounds_of(session: BenchSession, command: dict[str, Any], rounds: int) -> Iterator[dict[str, list[dict[str, Any]]]]:
-    """Let every role answer the same requests, each first in turn; yield the answers of each by its name."""
+def rounds_of(session: BenchSession, command: dict[str, Any], rounds: int) -> Iterator[dict[str, dict[str, Any]]]:
+    """Let every role answer the same requests, each first in turn; yield `answers` and `metrics` of each by its name.
+    """
     for number in range(rounds):
         names = list(ROLES)
         turned = names[number % len(names) :] + names[: number % len(names)]
-        yield {name: Played(session, ROLES[name]).ask(command)["answers"] for name in turned}
+        yield {name: Played(session, ROLES[name]).ask(command) for name in turned}
 
 
-def row_of(turns: list[dict[str, list[dict[str, Any]]]], speed: Any, picked: slice = slice(None)) -> dict[str, Any]:
-    """Return each role's speed over vanilla's by round, the first round apart, and how many answers are vanilla's."""
+def row_of(turns: list[dict[str, dict[str, Any]]], speed: Any, picked: slice = slice(None)) -> dict[str, Any]:
+    """Return each role's speed over vanilla's by round, the first round apart, verify steps with drafts of each round,
+    and how many answers are vanilla's.
+    """
     row: dict[str, Any] = {}
     for name in ROLES:
-        ratios = [speed(turn[name][picked]) / speed(turn[VANILLA][picked]) for turn in turns]
+        ratios = [speed(turn[name]["answers"][picked]) / speed(turn[VANILLA]["answers"][picked]) for turn in turns]
         if name != VANILLA:
             row[name] = {"first": ratios[0], "median": statistics.median(ratios[1:]), "rounds": ratios[1:]}
-            ours, its = ([one["token_ids"] for turn in turns for one in turn[of]] for of in (name, VANILLA))
+            row[name]["verify_steps"] = [turn[name]["metrics"]["drafts"] for turn in turns]
+            ours, its = ([one["token_ids"] for turn in turns for one in turn[of]["answers"]] for of in (name, VANILLA))
             row[name]["identical_frac"] = identical_frac(ours, its)
     return row
 

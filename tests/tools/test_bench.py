@@ -154,6 +154,7 @@ def test_a_cell_is_of_decode_alone():
     with pytest.raises(VidSpecError, match="there is no decode to measure"):
         never_slower.decode_speed([{"token_ids": [0], "first_s": 1.0, "last_s": 1.0}])
     slow = [one | {"last_s": one["last_s"] + 1.0} for one in answers]
-    turns = [dict.fromkeys(never_slower.ROLES, answers) | {"policy": slow}, dict.fromkeys(never_slower.ROLES, answers)]
-    row = never_slower.row_of(turns, never_slower.decode_speed)
-    assert row["policy"] == {"first": 0.5, "median": 1.0, "rounds": [1.0], "identical_frac": 1.0}
+    fast, late = ({"answers": those, "metrics": {"drafts": 7}} for those in (answers, slow))
+    turns = [dict.fromkeys(never_slower.ROLES, fast) | {"policy": late}, dict.fromkeys(never_slower.ROLES, fast)]
+    row = never_slower.row_of(turns, never_slower.decode_speed)["policy"]
+    assert row == {"first": 0.5, "median": 1.0, "rounds": [1.0], "verify_steps": [7, 7], "identical_frac": 1.0}

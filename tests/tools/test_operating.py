@@ -94,7 +94,7 @@ def test_labels_of_a_legend_are_there():
 
 # What no panel needs to show, by why.
 LEFT_OUT = {
-    "0, or a line of the log says so": ("window_snapshots_total", "cooling_down"),
+    "0, or a line of the log says so": ("window_snapshots_total", "cooling_down", "measured_sizes"),
     "0 when nothing runs, as the soak tests": ("held_requests", "relevance_held_bytes"),
     "as large or as many as it is": ("draft_encoder_oversized_total", "draft_pixel_copies_total"),
     "shown by another metric": (

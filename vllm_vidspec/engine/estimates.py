@@ -34,6 +34,9 @@ class StepCosts:
         num_options: Options, the last of which drafts nothing.
         measured: By option's index, requests, and thousands of tokens in each one's context: seconds of a step in which
             all of them have drafts. Every option at the same sizes with the least context; any of them with others.
+
+    Attributes:
+        sizes: Numbers of requests that were measured.
     """
 
     def __init__(self, num_options: int, measured: Mapping[tuple[int, int, float], float]):
@@ -49,7 +52,7 @@ class StepCosts:
             slopes[option] = max(0.0, float(np.median(found))) if found else 0.0
         base = np.array([[measured[option, size, least] for size in sizes] for option in range(num_options)])
         base = np.maximum.accumulate(base, axis=1) - slopes[:, None] * least * np.array(sizes)
-        self._sizes, self._slope = sizes, slopes[-1]
+        self.sizes, self._slope = sizes, slopes[-1]
         # By number of requests, interpolated, and in proportion beyond the largest: seconds without drafts, and by
         # option those of drafts beside that, whose context is the draft's.
         number = np.arange(MAX_SIZE + 1)
@@ -106,10 +109,10 @@ class StepCosts:
 
     def summary(self, options: Sequence[Option]) -> str:
         """Return the measured milliseconds by option and number of requests, for the log."""
-        totals = (self._none + self._extra)[:, self._sizes]
+        totals = (self._none + self._extra)[:, self.sizes]
         return "; ".join(
             f"K = {option.num_tokens} ({option.shape}) "
-            + ", ".join(f"{1e3 * s:.1f} ms of {size}" for s, size in zip(row, self._sizes, strict=True))
+            + ", ".join(f"{1e3 * s:.1f} ms of {size}" for s, size in zip(row, self.sizes, strict=True))
             for option, row in zip(options, totals.tolist(), strict=True)
         )
 

@@ -240,6 +240,8 @@ class VidSpecModelRunner(GPUModelRunner):
         """Offer what was drafted: nothing for requests without speculation, or that have ended in a step that has begun
         since (a scheduler that runs ahead asks late), and a tree's nodes and no more.
         """
+        if not self.requests.in_flight and not self.use_pp:  # of whose stages another batch's may be
+            return None
         drafts = super().take_draft_token_ids()
         if drafts is not None:
             num_drafts, rows = self.requests.num_drafts(self.num_speculative_steps), self.req_states.req_id_to_index

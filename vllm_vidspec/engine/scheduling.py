@@ -90,6 +90,8 @@ class SchedulerSide:
             logger.warning("vidspec: no room to measure step times: every step drafts, whether it pays or not")
             return
         costs = StepCosts(len(self.options), measured)
+        if self._file is not None:
+            self._file.set("measured_sizes", len(costs.sizes))
         # Requests that are preempted keep their slot.
         self._policy = Policy(self.options, costs, 2 * self._scheduler.scheduler_config.max_num_seqs, self._pads)
         seconds = time.monotonic() - begin

@@ -63,6 +63,13 @@ class Speculator(BaseSpeculator):
     def capture(self) -> None:
         self.backend.capture()
 
+    @property
+    def _is_idle(self) -> bool:
+        """Whether a step drafts nothing, and no draft is in flight or due to be rolled back."""
+        if self.decision is None or self.decision.option.num_tokens or self.backend.reads_while_paused:
+            return False
+        return not self._requests.in_flight and not self._requests.is_drafting
+
     def was_paused(self, req_id: str) -> bool:
         """Return whether nothing was to be drafted in the last step, or not for this request."""
         is_undrafted, decision = self._undrafted
@@ -95,6 +102,10 @@ class Speculator(BaseSpeculator):
         """
         if dummy_run:
             return self.backend.dummy_run(input_batch.num_reqs, is_profile)
+        if self._is_idle:
+            self._undrafted, self.reading = (True, self.decision), Reading()
+            self._counters.add("undrafted_steps")
+            return self.backend.dummy_run(input_batch.num_reqs, is_profile=False)
         plan = self._knobs.current.plan_for(input_batch.num_reqs)
         step = Step.of(input_batch, num_sampled, plan, self.decision, num_speculative_tokens)
         self._undrafted = not step.plan.num_tokens, self.decision

@@ -77,6 +77,7 @@ GAUGES = {
     "target_kv_bytes_per_token": "Target KV bytes of one token per rank.",
     "speculation_on": "Whether drafts are asked for: 0 while speculation is switched off or cools down.",
     "cooling_down": "Whether that is because the draft failed too often, and not an operator's wish.",
+    "measured_sizes": "Batch sizes of which step times were measured at start-up; 0: every step drafts, paying or not.",
     "tokens_in_use": "Draft tokens of each request that the last step was planned with (adaptive_tokens).",
     "target_load_bytes": "Memory per rank that the target's weights take.",
     "draft_load_bytes": "Memory per rank that loading the draft took.",

@@ -23,7 +23,7 @@ from vllm_vidspec.metrics.counts import Changes, Counts
 _NUM_REQUESTS = 4096  # of each of the last requests a digest of its id, and counts of its draft tokens by kind
 
 _MAGIC = int.from_bytes(b"vidspec\0", "little")
-VERSION = 14
+VERSION = 15
 _HEADER = 8  # int64 words: magic, version, number of slots, sequence, four spare
 _SEQUENCE = 3  # odd while a writer is between values that belong together
 _NUM_TRIES = 50  # of a reader that meets such a writer; one that died there must not keep it

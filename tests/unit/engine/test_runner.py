@@ -46,9 +46,12 @@ def test_drafts_of_a_request_that_has_left_are_nobodys():
     drafts = DraftTokenIds(["here", "gone", "cut"], [[1, 2], [3, 4], [5, 6]])
     runner.draft_tokens_handler = SimpleNamespace(get_draft_tokens=lambda: drafts)
     runner.num_speculative_steps = 2
-    runner.requests = SimpleNamespace(num_drafts=lambda most: np.array([1, most]))
+    in_flight = frozenset({"here", "cut"})
+    runner.requests = SimpleNamespace(num_drafts=lambda most: np.array([1, most]), in_flight=in_flight)
     runner.req_states = SimpleNamespace(req_id_to_index={"here": 1, "cut": 0})
     assert runner.take_draft_token_ids().draft_token_ids == [[1, 2], [], [5]]
+    runner.requests.in_flight, runner.use_pp = frozenset(), False
+    assert runner.take_draft_token_ids() is None
 
 
 @pytest.mark.parametrize(

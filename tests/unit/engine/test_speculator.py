@@ -13,7 +13,9 @@ from tests.unit.engine.fakes import CPU, make_knobs, staged
 from vllm_vidspec.config import Plan, VidSpecConfig
 from vllm_vidspec.engine.draft.messages import Admission
 from vllm_vidspec.engine.draft_backend import Step
+from vllm_vidspec.engine.policy import NONE, Decision
 from vllm_vidspec.engine.requests import Phase, RequestRows
+from vllm_vidspec.engine.speculator import Speculator
 from vllm_vidspec.errors import VidSpecError
 
 
@@ -170,3 +172,23 @@ def test_knobs_change_for_everybody_or_for_nobody():
     ):
         with pytest.raises(VidSpecError, match=line):
             make_knobs(**start).retune(change)
+
+
+@pytest.mark.parametrize("busy", ["", "in_flight", "is_drafting", "reads_while_paused", "num_tokens"])
+def test_a_paused_step_asks_nothing_of_the_draft(busy):
+    """Catches: drafts in flight that are not rolled back, a drafter of its own that is not told, drafts nobody makes."""
+    speculator, backend = Speculator.__new__(Speculator), mock.Mock(reads_while_paused=busy == "reads_while_paused")
+    speculator.backend, speculator._counters = backend, mock.Mock()
+    speculator._requests = SimpleNamespace(
+        in_flight={"a"} if busy == "in_flight" else (), is_drafting=busy == "is_drafting"
+    )
+    speculator._knobs = SimpleNamespace(current=SimpleNamespace(plan_for=mock.Mock(side_effect=LookupError)))
+    option = NONE._replace(num_tokens=2) if busy == "num_tokens" else NONE
+    speculator.decision = Decision(option)
+    batch = SimpleNamespace(num_reqs=3)
+    if busy:
+        with pytest.raises(LookupError):  # the step goes its usual course
+            speculator.propose(batch, *[None] * 10)
+        return
+    assert speculator.propose(batch, *[None] * 10) is backend.dummy_run.return_value
+    assert speculator._counters.add.mock_calls == [mock.call("undrafted_steps")] and speculator.was_paused("a")
