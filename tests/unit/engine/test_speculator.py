@@ -176,7 +176,7 @@ def test_knobs_change_for_everybody_or_for_nobody():
 
 @pytest.mark.parametrize("busy", ["", "in_flight", "is_drafting", "reads_while_paused", "num_tokens"])
 def test_a_paused_step_asks_nothing_of_the_draft(busy):
-    """Catches: drafts in flight that are not rolled back, a drafter of its own that is not told, drafts nobody makes."""
+    """Catches: drafts in flight that are not rolled back, a drafter of its own that is not told, no drafts made."""
     speculator, backend = Speculator.__new__(Speculator), mock.Mock(reads_while_paused=busy == "reads_while_paused")
     speculator.backend, speculator._counters = backend, mock.Mock()
     speculator._requests = SimpleNamespace(
