@@ -69,6 +69,13 @@ class StepCosts:
     def _entry(option: int, size: int, context: float) -> tuple[int, int, int]:
         return option, min(11, max(0, size - 1).bit_length()), min(11, int(4 * context / max(size, 1)).bit_length())
 
+    def _correction(self, entry: tuple[int, int, int]) -> float:
+        """Return the factor on what was measured; of an entry not seen yet that of the nearest batch size."""
+        option, size, context = entry
+        if not self._count[entry] and len(seen := np.flatnonzero(self._count[option, :, context])):
+            entry = option, int(seen[np.abs(seen - size).argmin()]), context
+        return float(self._factor[entry] * self._machine / self._machine_then[entry])
+
     def seconds(self, option: int, size: int, drafted: Any, context: float, draft_context: Any) -> Any:
         """Return seconds of a step, or `[m]` of several.
 
@@ -82,7 +89,7 @@ class StepCosts:
         entry = self._entry(option, size, context)
         none = self._none[min(size, MAX_SIZE)] + self._slope * context
         extra = self._extra[option, drafted] + self._draft_slopes[option] * draft_context
-        return (none + extra) * (self._factor[entry] * self._machine / self._machine_then[entry])
+        return (none + extra) * self._correction(entry)
 
     def observe(
         self, option: int, size: int, context: float, predicted: float, seconds: float, num_steps: int, now: int
@@ -91,7 +98,7 @@ class StepCosts:
         entry = self._entry(option, size, context)
         weight = max(1 - (1 - _CORRECTION) ** num_steps, 1 / (1 + self._count[entry]))
         change = min(2.0, max(0.5, seconds / predicted)) ** weight
-        factor = self._factor[entry] * self._machine / self._machine_then[entry] * change
+        factor = self._correction(entry) * change
         if self._count[entry] >= _SETTLED:
             self._machine *= change
         self._factor[entry], self._machine_then[entry] = factor, self._machine
@@ -99,8 +106,9 @@ class StepCosts:
         self._at[entry] = now
         none = len(self._extra) - 1, *entry[1:]  # it takes no longer than with drafts
         most = predicted * change / (self._none[min(size, MAX_SIZE)] + self._slope * context)
-        if option != none[0] and self._factor[none] * self._machine / self._machine_then[none] > most:
+        if option != none[0] and self._correction(none) > most:
             self._factor[none], self._machine_then[none] = most, self._machine
+            self._count[none] = max(1, self._count[none])
 
     def shares(self, context: np.ndarray) -> np.ndarray:
         """Return `[n]` shares of a step without drafts that its requests take, of so many thousands of tokens each."""
