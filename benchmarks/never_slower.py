@@ -83,7 +83,7 @@ def traffic_speed(answers: list[dict[str, Any]]) -> float:
 
 
 def rounds_of(session: BenchSession, command: dict[str, Any], rounds: int) -> Iterator[dict[str, dict[str, Any]]]:
-    """Let every role answer the same requests, each first in turn; yield `answers` and `metrics` of each by its name."""
+    """Let every role answer the same requests, each first in turn; yield `answers` and `metrics` of each by name."""
     for number in range(rounds):
         names = list(ROLES)
         turned = names[number % len(names) :] + names[: number % len(names)]
