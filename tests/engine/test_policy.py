@@ -14,6 +14,7 @@ from tests.engine.test_parallel import PARALLEL, let_drafts_come
 from vllm_vidspec import metrics
 from vllm_vidspec.engine import scheduling
 from vllm_vidspec.engine.compat.scheduler import decision_of, report_of
+from vllm_vidspec.engine.policy import StepCosts
 
 pytestmark = pytest.mark.engine
 
@@ -56,6 +57,12 @@ def steps(engine: Engine) -> Iterator[list]:
     """Yield each step's decision, scheduled drafts and who had real ones; a step takes 10 ms and 1 ms a level."""
     side, seen, now = engine.scheduler._vidspec_side, [], [0.0]
     observe = side.observe
+    step_s = {
+        (index, size, 0.05): 0.010 + 0.001 * option.num_levels
+        for index, option in enumerate(side.options)
+        for size in (1, 16)
+    }
+    side._policy.costs = StepCosts(len(side.options), step_s)  # and not those of this machine
 
     def noting(scheduler_output, output):
         now[0] += 0.010 + 0.001 * decision_of(scheduler_output).option.num_levels
