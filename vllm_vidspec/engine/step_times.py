@@ -56,8 +56,8 @@ def measure(core: Any, trial: Trial, options: Sequence[Option], is_parallel: boo
     long_size = min(_LONG_SIZE, sizes[-1])
     long = min(_LONG, most, int(capacity / long_size) - gains)
     cases = [(size, _PROMPT) for size in sizes if most >= _PROMPT and size * (_PROMPT + gains) <= capacity]
-    if cases and long >= 8 * _PROMPT:
-        cases.insert(1, (long_size, long))
+    if (long_size, _PROMPT) in cases and long >= 8 * _PROMPT:  # which is measured against the same without it
+        cases.insert(cases.index((long_size, _PROMPT)) + 1, (long_size, long))
     found: dict[tuple[int, int, float], float] = {}
     until = time.monotonic() + _MOST_S
     for size, num_tokens in cases:
@@ -66,8 +66,7 @@ def measure(core: Any, trial: Trial, options: Sequence[Option], is_parallel: boo
         step_s = _of_size(core, trial, options, is_parallel, size, num_tokens)
         if step_s is None:
             break
-        context = _PROMPT / 1e3 if num_tokens == _PROMPT else num_tokens / 1e3
-        found |= {(index, size, context): seconds for index, seconds in enumerate(step_s)}
+        found |= {(index, size, num_tokens / 1e3): seconds for index, seconds in enumerate(step_s)}
     return found or None
 
 
