@@ -186,12 +186,11 @@ class Acceptance:
             in_chains = np.cumsum(np.cumprod(likely, axis=1), axis=1)
             with_twins = np.cumsum(np.cumprod(1 - (1 - likely) ** 2, axis=1), axis=1)  # a tree not tried: two a level
             for index, option in enumerate(self._options[:-1]):
+                is_tree = option.num_levels and not option.is_prefix
+                prior = with_twins[:, option.num_levels - 1] if is_tree else in_chains[:, option.num_tokens - 1]
                 if option.is_prefix:
-                    found[classes, index] = in_chains[:, option.num_tokens - 1]
+                    found[classes, index] = prior
                     continue
-                prior = (
-                    with_twins[:, option.num_levels - 1] if option.num_levels else in_chains[:, option.num_tokens - 1]
-                )
                 num = self._tries[classes, index] + _PRIOR_STEPS
                 mean = (self._sum[classes, index] + _PRIOR_STEPS * prior) / num
                 mean = mean + errors * np.sqrt(mean * (1 + mean) / num)

@@ -11,6 +11,7 @@ admit        a class is paused while whole answers, the draft's prefill included
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -84,6 +85,11 @@ def class_label(num_video: int, num_image: int) -> int:
     return 1 + (len(CLASS_SIZES) if num_video else 0) + bisect_left(_LENGTHS, num_video + num_image)
 
 
+def _mean(known: float, new: float) -> float:
+    """Return the EMA of a class's figure, 0 for none, with a new one."""
+    return known + (new - known) * (_NEW_ANSWER if known else 1.0)
+
+
 class ClassState:
     """What is known of a class but its acceptance."""
 
@@ -141,7 +147,7 @@ class Policy:
         self._bounds: tuple = ()
         # Steps until the next decision, and between it and the last; whether requests have come or gone.
         self._left, self._wait, self._is_changed = 0, _DECIDE_FIRST, True
-        self._expected_s, self._drafted = 1.0, (0.0, 0)  # of a step by `_decision`; its context, and requests
+        self._expected_s, self._drafted = 1.0, (0.0, 0)  # of a step by `decision`; its context, and requests
         self._now, self._elapsed_s, self._probes_s = 0, 0.0, 0.0
         self._size = self._square = 0.0  # EMA of a step's requests, and of their square
         # Since the last decision: option, slots and accepted tokens of verify steps, and seconds of timed ones.
@@ -174,9 +180,8 @@ class Policy:
         row = self._rows[slot]  # a view
         row["class"], row["context"], row["draft_context"] = index, num_tokens / 1e3, num_draft_tokens / 1e3
         known = self.classes[index]
-        share = _NEW_ANSWER if known.context else 1.0
-        known.context += share * (num_tokens / 1e3 - known.context)
-        known.draft_context += share * (num_draft_tokens / 1e3 - known.draft_context)
+        known.context = _mean(known.context, num_tokens / 1e3)
+        known.draft_context = _mean(known.draft_context, num_draft_tokens / 1e3)
         row["may_draft"] = max_tokens >= SHORT_ANSWER and self._admits(index, slot, max_tokens)
         return bool(row["may_draft"])
 
@@ -215,10 +220,15 @@ class Policy:
             share = max(_NEW_ANSWER, 1 / known.num_answers)
             known.answer_tokens += share * (num_tokens - known.answer_tokens)
         if start_s := float(self._rows["start_s"][slot]):
-            known.start_s += (start_s - known.start_s) * (_NEW_ANSWER if known.start_s else 1.0)
+            known.start_s = _mean(known.start_s, start_s)
         self.ended.append(
             Ended(known.label, int(self._rows["verify_steps"][slot]), int(self._rows["verify_tokens"][slot]))
         )
+
+    def _slots_of(self, req_ids: Sequence[str]) -> np.ndarray:
+        """Return `[n]` int64 slots."""
+        get = self._slots.get
+        return np.fromiter([get(req_id, 0) for req_id in req_ids], np.int64, len(req_ids))
 
     def _best(self, index: int, max_tokens: float = np.inf) -> Best:
         """Return the best option for as many requests of a class as usually run, by whole answers."""
@@ -254,8 +264,7 @@ class Policy:
         """Learn from a step's output."""
         self._now += 1
         self._left -= 1
-        get = self._slots.get
-        slots = np.fromiter([get(req_id, 0) for req_id in step.req_ids], np.int64, len(step.req_ids))
+        slots = self._slots_of(step.req_ids)
         self._rows["context"][slots] += 1e-3 * step.num_tokens
         self._rows["draft_context"][slots] += 1e-3 * step.num_tokens
         if step.verified is not None and step.verified.option.num_tokens:
@@ -315,8 +324,7 @@ class Policy:
         if self._left > 0 and not self._is_changed and bounds == self._bounds:
             return self.decision
         self._fold()
-        get = self._slots.get
-        slots = np.fromiter([get(req_id, 0) for req_id in req_ids], np.int64, len(req_ids))
+        slots = self._slots_of(req_ids)
         is_new = self._is_changed or bounds != self._bounds
         self._wait = _DECIDE_FIRST if is_new else min(2 * self._wait, _DECIDE_LAST)
         self._bounds, self._is_changed, self._left = bounds, False, self._wait
@@ -328,9 +336,9 @@ class Policy:
             if option.num_tokens <= most and (shapes is None or option.shape in shapes)
         ]
         option, drafted = self._choose(slots, allowed)
-        paused = frozenset() if drafted.all() else frozenset(np.array(req_ids, dtype=object)[~drafted].tolist())
-        decision = Decision(option, paused if option.num_tokens else frozenset(), self._pads)
-        if decision != self.decision:
+        paused = frozenset(compress(req_ids, (~drafted).tolist())) if option.num_tokens else frozenset()
+        decision = Decision(option, paused, self._pads)
+        if decision != self.decision:  # steps by the same one are known by identity
             self.decision = decision
         self._rows["has_draft"][slots] = drafted
         return self.decision
@@ -341,6 +349,7 @@ class Policy:
         is_paused = np.array([known.is_paused for known in self.classes] or [False])
         is_probed = self._rows["probe_left"][slots] > 0
         can = self._rows["may_draft"][slots] & (is_probed | ~is_paused[self._rows["class"][slots]])
+        probed = is_probed & can
         nobody = np.zeros(size, dtype=bool)
         # By option: its rate over that without drafts, its seconds, who has drafts.
         none_s = float(self.costs.seconds(none, size, 0, context, 0.0))
@@ -364,12 +373,12 @@ class Policy:
                 last = int(rates.argmax())
                 drafted = nobody.copy()
                 drafted[ranked[: last + 1]] = True
-                found[index] = float(rates[last]), float(seconds[last]), drafted | (is_probed & can)
+                found[index] = float(rates[last]), float(seconds[last]), drafted | probed
         used = self._index[self.decision.option]
         best = max(found, key=lambda index: found[index][0] * (_HYSTERESIS if index in (used, none) else 1.0))
         if (stale := self._stale(found, best, size, context)) is not None:
             best, self._left = stale, _TRY_STEPS
-        if best == none and (probed := is_probed & can).any() and allowed:
+        if best == none and probed.any() and allowed:
             best, self._left = max(found.keys() - {none}, key=lambda index: found[index][0]), _PROBE_STEPS
             of_probed = float(self._rows["draft_context"][slots[probed]].sum())
             seconds = self.costs.seconds(best, size, int(probed.sum()), context, of_probed)

@@ -1,6 +1,6 @@
 """The step: after each of the target's forwards vLLM calls `propose`, and this page is all of it.
 
-    observe    what vLLM has committed, and what is decided beside the scheduler         `Step`
+    observe    what vLLM has committed, and what is decided beside the scheduler                         `Step`
     verify     has happened: `verify/` stands in vLLM's rejection-sampler slot                           `sample`
     roll back  rows without drafts in this step keep the committed text, and no drafts of it             backend
     admit      requests whose prompt the target has read, once what guides their pruning is known        here
