@@ -137,18 +137,6 @@ def test_scales_are_vllms_own_tensors(shape, isa):
     assert kv_views.cache_scales(layer, query) == (None, None, None)
 
 
-def test_flashinfers_metadata_says_its_block_table():
-    """Catches: a batch whose table is not its own; the result of the builder lost."""
-    made = []
-    builder = SimpleNamespace(build=lambda common_prefix_len, common_attn_metadata, fast_build=False: made[-1])
-    compat.keep_block_table(builder)
-    for table in (torch.ones(1, 2), torch.ones(3, 2)):
-        made.append(SimpleNamespace(num_decodes=len(table)))
-        common = SimpleNamespace(block_table_tensor=table)
-        found = builder.build(common_prefix_len=0, common_attn_metadata=common)
-        assert found is made[-1] and found.block_table is table
-
-
 NUM_HEADS, HEAD_SIZE, NUM_TOKENS = 4, 8, 6
 
 
