@@ -233,25 +233,13 @@ def test_a_drafter_has_a_device_and_its_share_of_it(on_gpu, drafter, pool, messa
     check_refused(finished(world_size=2), message, parallel=drafter, **pool)
 
 
-@pytest.mark.parametrize(
-    ("more", "schedule"),
-    [
-        ({}, [(1, 2, 25), (3, 16, 4), (17, 32, 0)]),
-        ({"num_speculative_tokens_per_batch_size": [[1, 8, 3]]}, [(1, 2, 3), (3, 16, 3), (17, 32, 0)]),
-        (
-            {"draft_shape": "chain", "draft_table": None}
-            | {"num_speculative_tokens_per_batch_size": [[1, 8, 3], [20, 30, 0]]},
-            [(1, 19, 3), (20, 30, 0)],
-        ),
-    ],
-)  # fmt: skip
-def test_what_is_drafted_by_load_becomes_vllms_own_schedule(more, schedule):
+def test_what_is_drafted_by_load_becomes_vllms_own_schedule():
     """Catches: a scheduler that plans another number of drafts than the draft makes; two owners of one schedule."""
     table = [[1, 2, "tree-static", 25], [3, 16, "chain", 4], [17, 32, "none", 0]]
-    spec = {"draft_shape": "auto", "draft_table": table, "num_speculative_tokens": 25, "adaptive_tokens": False} | more
-    args = engine_args(spec=spec)
+    spec = {"draft_shape": "auto", "draft_table": table, "num_speculative_tokens": 25, "adaptive_tokens": False}
+    args = engine_args(spec=spec | {"num_speculative_tokens_per_batch_size": [[1, 2, 25], [3, 8, 3]]})
     preflight.translate(args)
-    assert args.speculative_config["num_speculative_tokens_per_batch_size"] == schedule
+    assert args.speculative_config["num_speculative_tokens_per_batch_size"] == [(1, 2, 25), (3, 16, 3), (17, 32, 0)]
     assert "needs one number of tokens" in refusal(spec=spec, data_parallel_size=2)
 
 
