@@ -74,11 +74,7 @@ class SimulatedEngine:
     """
 
     def __init__(
-        self,
-        fixed: int | None = None,
-        cost: Callable[..., float] = memory_bound,
-        start_s: float = 5e-3,
-        seed: int = 0,
+        self, fixed: int | None = None, cost: Callable[..., float] = memory_bound, start_s: float = 5e-3, seed: int = 0
     ):
         self.policy = Policy(OPTIONS, measured(cost), 64, False)
         self._fixed = None if fixed is None else Decision(Option("chain", fixed, fixed, True) if fixed else NONE)

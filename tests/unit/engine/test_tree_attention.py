@@ -5,6 +5,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+from vllm.v1.attention.ops import triton_unified_attention
 
 from tests.unit.engine import fakes
 from vllm_vidspec.engine import kv_views, tree_attention
@@ -31,17 +33,9 @@ def flash_layer(version: int | None, **changes):
     return layer
 
 
-def triton_layer(monkeypatch, bound: int | None):
-    """Return a layer of vLLM's Triton backend, whose kernel's module names the rows that it splits keys for, or not."""
-    kernels, backend = (ModuleType(f"stands_in_for.{name}") for name in ("triton_unified_attention", "triton_attn"))
-    exec("def unified_attention(q): pass", kernels.__dict__)
-    if bound is not None:
-        kernels.MAX_3D_QUERY_LEN = bound
-    backend.unified_attention = kernels.unified_attention
-    for module in (kernels, backend):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+def triton_layer():
     layer = fakes.attention_layer(name="TRITON_ATTN")
-    impl = type("Impl", (), {"__module__": backend.__name__})()
+    impl = object.__new__(TritonAttentionImpl)
     vars(impl).update(vars(layer.impl))
     layer.impl = impl
     return layer
@@ -70,8 +64,10 @@ def test_flash_attention_by_its_version(version):
 @pytest.mark.parametrize("bound", [None, 8])
 def test_tritons_kernel_by_its_bound(monkeypatch, bound):
     """0.32 has no constant and splits for single rows alone; 0.33 names 8."""
-    layer = triton_layer(monkeypatch, bound)
-    most = bound or 1
+    layer, most = triton_layer(), bound or 1
+    monkeypatch.setattr(triton_unified_attention, "MAX_3D_QUERY_LEN", bound, raising=False)
+    if bound is None:
+        monkeypatch.delattr(triton_unified_attention, "MAX_3D_QUERY_LEN")
     assert backends.splits_keys(layer, most) and not backends.splits_keys(layer, most + 1)
     assert make(layer, num_rows=most) is None and make(layer, num_rows=most + 1) is not None
 

@@ -1,6 +1,5 @@
 """Acceptance: closed forms by hand; what is published is met again."""
 
-
 import pytest
 
 from vllm_vidspec.errors import VidSpecError
