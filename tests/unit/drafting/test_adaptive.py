@@ -194,17 +194,3 @@ def test_depths_from_the_device_are_not_trusted(garbage):
     policy = AdaptiveTree(3, 64, "cpu")
     policy._host_depths.send(np.array([1, 2]), torch.tensor([5, garbage]))
     assert SAGE.depth_min <= step_with(policy, 0.5, [1, 2]) <= SAGE.depth_max
-
-
-def test_the_plan_is_sent_after_the_first_forward():
-    """Catches: a host that waits for the last level, a plan that changes the tree whose root made it."""
-    policy = AdaptiveTree(1, 64, "cpu")
-    before = plans_of(policy, [0])
-    rows = torch.tensor([0])
-    policy.begin(rows, torch.tensor([-1], dtype=torch.int32), 64)
-    policy.extend(0, *sure_table(1, policy.num_candidates, 1.0), rows=rows, max_nodes=64)
-    policy.send(np.array([0]))
-    assert policy._host_depths.read()[0] == policy.rules.depth_max != before[0][0]
-    assert plans_of(policy, [0]) == before
-    policy.finish(False, rows=rows, max_nodes=64)
-    assert plans_of(policy, [0]) == [(policy.rules.depth_max, policy.rules.width_min)]
