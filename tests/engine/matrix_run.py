@@ -86,7 +86,7 @@ def prompts_of(family: str) -> str:
 
 
 def spec_of(cell: Cell) -> dict[str, Any]:
-    spec = harness.FIXED_DRAFTS | {"drafting": cell["shape"], "guidance_layers": "all"}
+    spec = {"drafting": cell["shape"], "guidance_layers": "all"}
     spec |= SHAPES.get(cell["shape"], {}) | OBSERVES[cell["observes"]] | ALLOWS[cell["allows"]]
     return spec | ({"parallel": PARALLEL} if cell["drafting"] == "parallel" else {})
 

@@ -26,7 +26,6 @@ CHUNK = 48
 PART = 40  # tokens of a video that its tower encodes in a step
 NUM_NODES = 25
 SPEC: dict[str, Any] = {
-    **harness.FIXED_DRAFTS,
     "drafting": "auto",
     "draft_table": [[1, 1, "chain", 5], [2, 8, "tree-adaptive", NUM_NODES]],
     "num_speculative_tokens": NUM_NODES,
@@ -181,7 +180,7 @@ SWEEP = 100  # requests of a family and a way to draft
 WAYS: dict[str, dict[str, Any]] = {
     "trees": SPEC,
     "SpecVLM's trees": SPEC | {"drafting": "tree-static", "draft_table": None},
-    "parallel": harness.FIXED_DRAFTS | {"parallel": PARALLEL, "guidance_layers": "all"},
+    "parallel": {"parallel": PARALLEL, "guidance_layers": "all"},
 }
 
 

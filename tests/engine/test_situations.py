@@ -10,16 +10,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine import harness
 from tests.engine.conftest import QUESTION, SCENARIOS
-from tests.engine.harness import (
-    FIXED_DRAFTS,
-    LLAVA,
-    NO_CACHE,
-    QWEN,
-    assert_all_stands,
-    assert_begins,
-    skipped,
-    token_ids,
-)  # fmt: skip
+from tests.engine.harness import LLAVA, NO_CACHE, QWEN, assert_all_stands, assert_begins, skipped, token_ids
 from vllm_vidspec import metrics
 from vllm_vidspec.engine.policy import NONE, Decision
 from vllm_vidspec.engine.speculator import Speculator
@@ -98,7 +89,7 @@ def test_every_request_counts_as_something():
         return request[0], {**request[1], "max_tokens": num_tokens, **more}
 
     overrides = {"max_num_batched_tokens": 64, "max_num_seqs": 8, **NO_CACHE}
-    with harness.engine(LLAVA, "draft", overrides, drafting="tree-static", **FIXED_DRAFTS) as engine:
+    with harness.engine(LLAVA, "draft", overrides, drafting="tree-static") as engine:
         before = engine.counters()
 
         def ended():
