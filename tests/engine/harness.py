@@ -254,6 +254,12 @@ def videos(family: str, count: int, question: str = pairs.DEFAULT_QUESTION, **sa
     ]
 
 
+def greedy_and_sampled(family: str, num_greedy: int = 4, num_sampled: int = 4, **sampling: Any) -> list:
+    """Return requests that describe videos greedily, and then at T = 1."""
+    sampled = videos(family, num_sampled, temperature=1.0, **sampling)
+    return videos(family, num_greedy, **sampling) + sampled
+
+
 def shown(count: int) -> list[np.ndarray]:
     return [world.held_out(i).frames for i in range(count)]
 
