@@ -121,7 +121,7 @@ def test_every_draft_token_of_an_equal_draft_is_accepted(running, told, way):
         assert all(output.num_cached_tokens for output in outputs)
 
 
-@pytest.mark.parametrize("pruner", ["none", "specvlm", "uv", "frame"])
+@pytest.mark.parametrize("pruner", ["specvlm", "uv", "frame"])
 def test_a_pruned_draft_sees_what_the_target_saw(running, told, pruner):
     """Rows that the draft keeps have the target's embeddings, ids and positions. Catches: positions off by one behind a
     pruned video; features of other tokens, which change no answer of an untrained model."""
@@ -162,8 +162,7 @@ def test_a_pruned_draft_sees_what_the_target_saw(running, told, pruner):
         positions, ids, delta = wanted[req_id]
         keep = torch.ones(len(ids), dtype=torch.bool)
         for item, rows in zip(plan.items, kept, strict=True):
-            ratio = 0.9 if item.feature.modality == "video" else 0.8
-            assert len(rows) == budget(item.num_tokens, 0.0 if pruner == "none" else ratio)
+            assert len(rows) == budget(item.num_tokens, 0.9 if item.feature.modality == "video" else 0.8)
             keep[item.where] = False
             keep[item.where[rows]] = True
         assert torch.equal(prompt.positions, positions[:, keep])

@@ -132,7 +132,9 @@ def test_outputs_are_vanillas(family, shape):
             assert_same(expected[mode], answers(engine, requests(family)), "in chunks")
 
 
-@pytest.mark.parametrize(("family", "shape"), [(LLAVA, "chain"), (QWEN, "tree-static")])
+@pytest.mark.parametrize(
+    ("family", "shape"), [pytest.param(LLAVA, "chain", marks=pytest.mark.slow), (QWEN, "tree-static")]
+)
 def test_sampling_masks_are_vanillas(family, shape):
     """Catches: the tokens that could be drawn at another node, or after a rejected one."""
     overrides = {**NO_CACHE, "return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}
