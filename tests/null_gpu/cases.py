@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks import made_up
 from null_gpu import situations
 from null_gpu.plants import allocate_while_capturing, plant_each
-from null_gpu.situations import kernels_of_a_step, kernels_of_drafts, let_pause, sums_of_guidance
+from null_gpu.situations import kernels_of_a_step, kernels_of_drafts, sums_of_guidance
 from tests.engine import family_models
 from vllm_vidspec.tools import pairs
 
@@ -37,7 +37,7 @@ def _compiled(*sizes: int, mode: int = 0, **how: Any) -> dict[str, Any]:
 GRAPHS = _compiled(1, 2, 4, 8, 16, 32, 64)
 GRAPHS_SIXTEEN = {"max_num_seqs": 16, **_compiled(1, 2, 4, 8, 16, 96)}
 GRAPHS_65 = _compiled(1, 2, 65)  # room for one tree of 64 nodes and its root
-GRAPHS_104 = _compiled(1, 2, 4, 104)  # room for four trees of 25 nodes: three requests are padded
+GRAPHS_104 = _compiled(1, 2, 4, 32, 104)  # room for one or four trees of 25 nodes: three requests are padded
 # Of compilation and capture nothing is said: torch.compile, FULL_AND_PIECEWISE.
 DEFAULTS: dict[str, Any] = {"enforce_eager": False}
 # FlashAttention as GPUs get it that are neither Hopper nor sm_100: it splits no keys over several query rows.
@@ -77,13 +77,10 @@ class Case:
     transfers: tuple[str, ...] = TRANSFERS  # and of ours that may copy between host and device once a step
     most_launches: int = 0  # a step's budget: those counted, plus a few
     before: Callable[[], None] | None = None  # the engine starts
+    decide: Callable[..., Any] | None = None  # in place of the policy's own, while the case runs
     after: Callable[[Any], dict[str, Any]] | None = None  # its requests are aborted: measures more of the session
     is_planted: bool = False  # it carries defects on purpose
     is_slow: bool = False  # only `make test-slow` runs it
-
-    @property
-    def is_large(self) -> bool:
-        return self.is_whole or self.released is not None
 
     @property
     def num_ranks(self) -> int:
@@ -208,7 +205,6 @@ def _whole(name: str, family: str, device_gb: int) -> tuple[Case, ...]:
 # Those with the same engine follow each other and share it.
 _ALL = (
     # First, while no earlier engine has left anything in the process.
-    Case("vanilla eight clips", **_EIGHT_CLIPS),
     Case("eight clips", {}, **_EIGHT_CLIPS),
     Case("vanilla"),
     Case("vanilla batch", **_BATCH),
@@ -221,8 +217,7 @@ _ALL = (
     Case("adaptive", _ADAPTIVE, **_PLANNED, **_FEW_STEPS, **_SLOW, most_launches=255),
     Case("adaptive batch", _ADAPTIVE, "vanilla batch", batch=2, **_PLANNED, **_FEWER_STEPS, **_SLOW, most_launches=256),
     Case("adaptive sampled", _ADAPTIVE, **_WARM, **_PLANNED, **_FEWER_STEPS, **_SLOW, most_launches=254),
-    Case("loose", {"scorer": "loose"}, **_VARIANT, most_launches=361),
-    Case("uv", {"pruner": "uv"}, **_VARIANT, most_launches=357),
+    Case("loose uv", {"scorer": "loose", "pruner": "uv"}, **_VARIANT, most_launches=361),
     Case("self", _SELF, **_SLOW, **_VARIANT, most_launches=429),
     Case("parallel", _PARALLEL, allowed=_COMMITS, transfers=(*TRANSFERS, *_STREAMS), most_launches=88),
     Case("vanilla graphs", **_GRAPHS),
@@ -245,10 +240,11 @@ _ALL = (
       for name in made_up.QUANTISED),
     Case("chain graphs FA2", {}, _BESIDE_THREE, **_FA2, **_THREE, most_launches=31, after=kernels_of_a_step),
     # A batch in which one request is paused has whole graphs, padded; one that is paused whole launches no draft.
-    Case("one paused", _CONTROLLED, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=34, before=let_pause(True)),
-    Case("all paused", _CONTROLLED, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=24, before=let_pause(False),
+    Case("one paused", _CONTROLLED, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=34,
+         decide=situations.pause_the_first),
+    Case("all paused", _CONTROLLED, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=24, decide=situations.pause_all,
          after=situations.decide_by_chance),
-    Case("static graphs", _STATIC, "vanilla graphs", **_GRAPHS, most_launches=36, after=kernels_of_drafts),
+    Case("static graphs", _STATIC, "vanilla graphs", overrides=GRAPHS_104, most_launches=36, after=kernels_of_drafts),
     Case("static graphs batch", _STATIC, _BESIDE_THREE, overrides=GRAPHS_104, **_THREE, most_launches=39),
     Case("adaptive graphs", _ADAPTIVE, "vanilla graphs", overrides=GRAPHS_65, **_PLANNED, **_LONG_STEPS,
          most_launches=38, after=kernels_of_drafts),
