@@ -221,14 +221,10 @@ def padding_writes(patch) -> None:
 
 PLANTED = [
     ("chain, fly", allocated_anew),
-    ("chain, fly", bound_of_host),
     ("chain, loose", level_of_python),
     ("chain, loose", padding_writes),
-    ("tree-static, random", allocated_anew),
     ("tree-static, random", bound_of_host),
     ("tree-static, random", forgotten_path),
-    ("tree-adaptive", bound_of_host),
-    pytest.param("tree-adaptive", padding_writes, marks=pytest.mark.slow),
 ]
 
 
