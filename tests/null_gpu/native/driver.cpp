@@ -24,6 +24,23 @@ struct Physical {  // memory without an address
   size_t bytes;
 };
 
+struct Attribute {  // CUdevice_attribute
+  int number, value;
+};
+
+static const Attribute ATTRIBUTES[] = {  // an H100's
+    {1, 1024}, {2, 1024}, {3, 1024}, {4, 64},                // threads of a block, its x, y and z
+    {5, 2147483647}, {6, 65535}, {7, 65535},                 // a grid's x, y and z
+    {8, 49152}, {97, 232448}, {111, 1024}, {81, 233472},     // shared bytes: a block's, by choice, reserved, of an SM
+    {9, 65536}, {12, 65536}, {82, 65536},                    // constant bytes, registers of a block, of an SM
+    {10, 32}, {16, 132}, {39, 2048}, {106, 32},              // lanes of a warp, SMs, threads of an SM, its blocks
+    {11, 2147483647}, {14, 512}, {40, 3}, {87, 2},           // pitch, texture alignment, copy engines, single to double
+    {13, 1980000}, {36, 2619000}, {37, 5120},                // kHz, memory's kHz, its bits
+    {38, 52428800}, {108, 32768000}, {109, 134213632},       // L2 bytes, those that persist, access policy window
+};
+// What it can do.
+static const int ABILITIES[] = {19, 31, 32, 41, 78,  79,  80,  83,  89,  90,  91,  92,
+                                93, 94, 95, 99, 100, 102, 103, 115, 120, 122, 127};
 static const int VERSION = 13000, MAX_DEVICES = 64;
 static char contexts[MAX_DEVICES];  // the address of element i stands for the context of device i
 
@@ -38,63 +55,14 @@ extern "C" {
 // ---- devices and contexts
 
 int ng_device_attribute(int attribute, int device) {
-  switch (attribute) {  // CUdevice_attribute, an H100's values
-    case 1:
-    case 2:
-    case 3: return 1024;  // threads of a block, its x, its y
-    case 4: return 64;    // its z
-    case 5:
-    case 11: return 2147483647;  // grid x, pitch
-    case 6:
-    case 7: return 65535;  // grid y, z
-    case 8: return 49152;  // shared bytes of a block
-    case 9:
-    case 12:
-    case 82: return 65536;  // constant bytes, registers of a block, of a multiprocessor
-    case 10:
-    case 106: return 32;         // lanes of a warp, blocks of a multiprocessor
-    case 13: return 1980000;     // kHz
-    case 14: return 512;         // texture alignment
-    case 16: return 132;         // multiprocessors
-    case 33: return 1 + device;  // PCI bus
-    case 36: return 2619000;     // memory's kHz
-    case 37: return 5120;        // memory's bits
-    case 38: return 52428800;    // L2 bytes
-    case 39: return 2048;        // threads of a multiprocessor
-    case 40: return 3;           // copy engines
-    case 75: return ng_capability() / 10;
-    case 76: return ng_capability() % 10;
-    case 81: return 233472;      // shared bytes of a multiprocessor
-    case 87: return 2;           // single to double precision, a ratio
-    case 97: return 232448;      // shared bytes of a block that opts in
-    case 108: return 32768000;   // persisting L2 bytes
-    case 109: return 134213632;  // access policy window
-    case 111: return 1024;       // shared bytes that are reserved
-    case 19:
-    case 31:
-    case 32:
-    case 41:
-    case 78:
-    case 79:
-    case 80:
-    case 83:
-    case 89:
-    case 90:
-    case 91:
-    case 92:
-    case 93:
-    case 94:
-    case 95:
-    case 99:
-    case 100:
-    case 102:
-    case 103:
-    case 115:
-    case 120:
-    case 122:
-    case 127: return 1;  // what it can do
-    default: return 0;
-  }
+  if (attribute == 33) return 1 + device;  // PCI bus
+  if (attribute == 75) return ng_capability() / 10;
+  if (attribute == 76) return ng_capability() % 10;
+  for (const Attribute& known : ATTRIBUTES)
+    if (known.number == attribute) return known.value;
+  for (int ability : ABILITIES)
+    if (ability == attribute) return 1;
+  return 0;
 }
 
 int cuInit(unsigned) { return ng_num_devices() ? 0 : NO_DEVICE; }
