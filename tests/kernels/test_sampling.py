@@ -1,4 +1,4 @@
-"""draw and candidates: kernel, loop and reference against whole rows in order."""
+"""draw and candidates: kernel and loop against whole rows in order."""
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from vidspec_kernels import candidates, draw
 from vidspec_kernels.sampling import candidates as candidates_module
 from vidspec_kernels.sampling.noise import BLOCK
 
-IMPLS = ["triton", "numba", "torch"]
 SENTINEL = -7
 
 
@@ -80,7 +79,7 @@ def candidates_of(case, num_candidates, impl, noise=None, **changes):
     return arguments["log_probs"], arguments["ids"]
 
 
-def check(case, left, scores, impl, with_log_probs=True):
+def check(case, left, scores, with_log_probs=True):
     """Assert that candidates are the best of these scores in order, and that nothing else is written."""
     log_probs, ids = (tensor.cpu() for tensor in left)
     assert (log_probs[case.num_rows :] == SENTINEL).all() and (ids[case.num_rows :] == SENTINEL).all()
@@ -88,9 +87,7 @@ def check(case, left, scores, impl, with_log_probs=True):
     # Stable: of equal scores the lower token first.
     ordered = scores.sort(dim=1, descending=True, stable=True)
     expected, best = ordered.values[:, : ids.shape[1]], ordered.indices[:, : ids.shape[1]]
-    assert torch.equal(scores.gather(1, ids), expected)
-    assert all(len(set(row)) == len(row) for row in ids.tolist())
-    assert torch.equal(ids if impl != "torch" else ids[:, :1], best if impl != "torch" else best[:, :1])
+    assert torch.equal(ids, best)
     if with_log_probs:
         torch.testing.assert_close(log_probs, expected - scores.logsumexp(1, keepdim=True), atol=1e-5, rtol=1e-5)
     else:
@@ -101,7 +98,7 @@ def check(case, left, scores, impl, with_log_probs=True):
 def test_equals_the_order_of_whole_rows(device, impl, vocab_size):
     """Catches: a tail that is not masked, a token lost between two blocks, the higher of two that tie put first."""
     case = SamplingCase(2, vocab_size, device, torch.bfloat16)
-    check(case, candidates_of(case, min(10, vocab_size), impl), case.logits.float().cpu(), impl)
+    check(case, candidates_of(case, min(10, vocab_size), impl), case.logits.float().cpu())
 
 
 @pytest.mark.parametrize("num_candidates", [1, 2, 8, 64])
@@ -109,7 +106,7 @@ def test_numbers_of_candidates(device, impl, num_candidates):
     """Catches: ranks past those asked for, or the best of a block when more than a block's share are in one."""
     case = SamplingCase(1, BLOCK + 70, device, seed=num_candidates, step=1e4)
     case.logits[:, BLOCK:] += 100.0  # all of the best lie in the second block
-    check(case, candidates_of(case, num_candidates, impl, with_log_probs=False), case.logits.cpu(), impl, False)
+    check(case, candidates_of(case, num_candidates, impl, with_log_probs=False), case.logits.cpu(), False)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 5])
@@ -117,7 +114,7 @@ def test_merges_of_several_turns(device, monkeypatch, num_blocks):
     """Catches: what an earlier turn has found lost by a later one."""
     monkeypatch.setattr(candidates_module, "_LOG_MERGE", 3)
     case = SamplingCase(1, num_blocks * BLOCK - 3, device, seed=2)
-    check(case, candidates_of(case, 7, "triton"), case.logits.float().cpu(), "triton")
+    check(case, candidates_of(case, 7, "triton"), case.logits.float().cpu())
 
 
 @pytest.mark.parametrize(("width", "first"), [(1, 0), (3, 0), (3, 2)])
@@ -127,7 +124,7 @@ def test_noise_of_candidates(device, impl, width, first, apply_temperature):
     case, noise = SamplingCase(5, 300, device, width=width, first=first), toy(salt=5)
     kept = case.logits.clone()
     left = candidates_of(case, 4, impl, noise, apply_temperature=apply_temperature)
-    check(case, left, case.scores(noise, apply_temperature).float(), impl)
+    check(case, left, case.scores(noise, apply_temperature).float())
     assert torch.equal(case.logits, kept)
 
 
@@ -138,8 +135,7 @@ def test_signs_and_infinities(device, impl):
     case.logits[0] = torch.tensor([-1.5, -0.0, 0.0, -inf, 1e-40, -1e-40, -2.0, 3e38, -3e38], device=device)
     log_probs, ids = candidates_of(case, 9, impl, with_log_probs=False)
     assert ids[0, :2].tolist() == [7, 4] and sorted(ids[0].tolist()) == list(range(9))
-    assert ids[0, -6:].tolist()[1:] == [5, 0, 6, 8, 3] and sorted(ids[0, 2:4].tolist()) == [1, 2]
-    assert impl == "torch" or ids[0, 2:4].tolist() == [1, 2]
+    assert ids[0, -6:].tolist()[1:] == [5, 0, 6, 8, 3] and ids[0, 2:4].tolist() == [1, 2]
     assert log_probs[0, 0] == torch.tensor(3e38) and log_probs[0, -1] == -inf
     case.logits[0, 5] = inf
     log_probs, ids = candidates_of(case, 3, impl)
