@@ -37,6 +37,7 @@ static const Attribute ATTRIBUTES[] = {  // an H100's
     {11, 2147483647}, {14, 512}, {40, 3}, {87, 2},           // pitch, texture alignment, copy engines, single to double
     {13, 1980000}, {36, 2619000}, {37, 5120},                // kHz, memory's kHz, its bits
     {38, 52428800}, {108, 32768000}, {109, 134213632},       // L2 bytes, those that persist, access policy window
+    {75, CAPABILITY / 10}, {76, CAPABILITY % 10},
 };
 // What it can do.
 static const int ABILITIES[] = {19, 31, 32, 41, 78,  79,  80,  83,  89,  90,  91,  92,
@@ -56,8 +57,6 @@ extern "C" {
 
 int ng_device_attribute(int attribute, int device) {
   if (attribute == 33) return 1 + device;  // PCI bus
-  if (attribute == 75) return ng_capability() / 10;
-  if (attribute == 76) return ng_capability() % 10;
   for (const Attribute& known : ATTRIBUTES)
     if (known.number == attribute) return known.value;
   for (int ability : ABILITIES)
@@ -79,7 +78,7 @@ int cuDeviceGetAttribute(int* value, int attribute, int device) {
   return give(value, ng_device_attribute(attribute, device));
 }
 int cuDeviceComputeCapability(int* major, int* minor, int) {
-  return give(major, ng_capability() / 10) + give(minor, ng_capability() % 10);
+  return give(major, CAPABILITY / 10) + give(minor, CAPABILITY % 10);
 }
 int cuDeviceGetPCIBusId(char* id, int size, int device) { return snprintf(id, size, "0000:%02x:00.0", device + 1) < 0; }
 int cuDeviceCanAccessPeer(int* can, int first, int second) { return give(can, first != second); }
@@ -109,7 +108,6 @@ int cuGetErrorName(int error, const char** text) { return cuGetErrorString(error
 // ---- modules and launches
 
 int cuModuleLoadData(void** module, const void*) {
-  COUNT("module.load");
   if (int error = ng_unsafe("cuModuleLoadData")) return error;
   return give(module, handle());
 }
@@ -123,7 +121,6 @@ int cuModuleGetGlobal_v2(Address* address, size_t* bytes, void*, const char*) {
   return give(address, (Address)ng_reserve(1 << 20)) + give(bytes, 1 << 20);
 }
 int cuLibraryLoadData(void** library, const void*, void*, void*, unsigned, void*, void*, unsigned) {
-  COUNT("module.load");
   return give(library, handle());
 }
 int cuLibraryGetKernel(void** kernel, void*, const char* name) { return give(kernel, new Function{name}); }
@@ -136,7 +133,7 @@ int cuFuncGetName(const char** name, void* function) { return give(name, ((Funct
 int cuFuncGetModule(void** module, void*) { return give(module, handle()); }
 int cuFuncGetAttribute(int* value, int attribute, void*) {
   bool is_version = attribute == 5 || attribute == 6;  // of PTX and of the binary
-  return give(value, attribute == 0 ? 1024 : attribute == 4 ? 64 : is_version ? ng_capability() : 0);
+  return give(value, attribute == 0 ? 1024 : attribute == 4 ? 64 : is_version ? CAPABILITY : 0);
 }
 int cuKernelGetAttribute(int* value, int attribute, void* kernel, int) {
   return cuFuncGetAttribute(value, attribute, kernel);
@@ -170,7 +167,6 @@ int cuOccupancyMaxActiveClusters(int* count, void*, const void*) { return give(c
 int cuOccupancyMaxPotentialClusterSize(int* count, void*, const void*) { return give(count, 8); }
 int cuTensorMapEncodeTiled(void* map) { return memset(map, 0, 128) == nullptr; }
 int cuTensorMapEncodeIm2col(void* map) { return memset(map, 0, 128) == nullptr; }
-int cuTensorMapReplaceAddress(void*, void*) { return 0; }
 
 // ---- memory
 
@@ -216,7 +212,6 @@ int cuPointerGetAttributes(unsigned count, int* attributes, void** outs, Address
   for (unsigned i = 0; i < count; i++) cuPointerGetAttribute(outs[i], attributes[i], address);
   return 0;
 }
-int cuPointerSetAttribute(const void*, int, Address) { return 0; }
 
 // Addresses and memory apart, as vLLM's sleep mode handles them: what is unmapped loses its values.
 int cuMemGetAllocationGranularity(size_t* bytes, const void*, int) { return give(bytes, 2 << 20); }
@@ -232,14 +227,11 @@ int cuMemCreate(Address* memory, size_t bytes, const void*, Address) {
   return give(memory, (Address) new Physical{ng_device(), bytes});
 }
 int cuMemRelease(Address memory) {
-  COUNT("free.physical");
   auto* physical = (Physical*)memory;
   ng_unuse(physical->device, physical->bytes);
   delete physical;
   return 0;
 }
-int cuMemMap(Address, size_t, size_t, Address, Address) { return 0; }
-int cuMemSetAccess(Address, size_t, const void*, size_t) { return 0; }
 int cuMemUnmap(Address address, size_t bytes) {
   ng_discard((void*)address, bytes);
   return 0;

@@ -85,11 +85,6 @@ int ng_num_devices() {
   return count < MAX_DEVICES ? count : MAX_DEVICES;
 }
 
-int ng_capability() {
-  static const int capability = (int)ng_setting("NULLGPU_SM", 90);
-  return capability;
-}
-
 size_t ng_total_bytes() {
   static const size_t bytes = (size_t)ng_setting("NULLGPU_MEM_GB", 80) << 30;
   return bytes;
@@ -124,7 +119,6 @@ int ng_malloc(void** pointer, size_t bytes, const char* who) {
 int ng_free(void* pointer, const char* who) {
   if (!pointer) return 0;
   if (int error = ng_unsafe(who)) return error;
-  COUNT("free.device");
   ng_event(ALLOC, who, 0);
   Lock lock(guard());
   auto found = ranges().find((uintptr_t)pointer);
@@ -138,7 +132,6 @@ int ng_free(void* pointer, const char* who) {
 int ng_host_alloc(void** pointer, size_t bytes, const char* who) {
   if (int error = ng_unsafe(who)) return error;
   COUNT("alloc.pinned");
-  COUNT_N("alloc.pinned_bytes", bytes);
   ng_event(ALLOC, who, bytes);
   *pointer = nullptr;
   if (!bytes) return 0;
@@ -154,7 +147,6 @@ int ng_host_alloc(void** pointer, size_t bytes, const char* who) {
 int ng_host_free(void* pointer, const char* who) {
   if (!pointer) return 0;
   if (int error = ng_unsafe(who)) return error;
-  COUNT("free.pinned");
   Lock lock(guard());
   auto found = ranges().find((uintptr_t)pointer);
   if (found == ranges().end()) return INVALID_VALUE;
@@ -165,7 +157,6 @@ int ng_host_free(void* pointer, const char* who) {
 
 int ng_host_register(void* pointer, size_t bytes) {
   if (int error = ng_unsafe("cudaHostRegister")) return error;
-  COUNT("alloc.host_register");
   ng_event(ALLOC, "cudaHostRegister", bytes);
   Lock lock(guard());
   ranges()[(uintptr_t)pointer] = {bytes, current_device, PINNED};

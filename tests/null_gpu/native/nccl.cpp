@@ -249,7 +249,6 @@ int ncclCommDestroy(Communicator* comm) {
   return SUCCESS;
 }
 int ncclCommAbort(Communicator* comm) { return ncclCommDestroy(comm); }
-int ncclCommFinalize(Communicator*) { return SUCCESS; }
 int ncclCommCount(Communicator* comm, int* count) { return (*count = comm->num_ranks, SUCCESS); }
 int ncclCommUserRank(Communicator* comm, int* rank) { return (*rank = comm->rank, SUCCESS); }
 int ncclCommCuDevice(Communicator* comm, int* device) { return (*device = comm->device, SUCCESS); }

@@ -160,11 +160,10 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   memset(attributes, 0, sizeof *attributes);
   attributes->maxThreadsPerBlock = 1024;
   attributes->numRegs = 64;
-  attributes->ptxVersion = attributes->binaryVersion = ng_capability();
+  attributes->ptxVersion = attributes->binaryVersion = CAPABILITY;
   attributes->maxDynamicSharedSizeBytes = 227 * 1024;
   return cudaSuccess;
 }
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, const void*, int, size_t) {
   return give(count, 1);
 }
@@ -197,8 +196,6 @@ cudaError_t cudaLibraryLoadData(cudaLibrary_t* library, const void*, cudaJitOpti
 cudaError_t cudaLibraryGetKernel(cudaKernel_t* kernel, cudaLibrary_t, const char* name) {
   return give(kernel, (cudaKernel_t) new Kernel{name});
 }
-cudaError_t cudaLibraryUnload(cudaLibrary_t) { return cudaSuccess; }
-cudaError_t cudaKernelSetAttributeForDevice(cudaKernel_t, cudaFuncAttribute, int, int) { return cudaSuccess; }
 
 // ---- devices
 
@@ -232,8 +229,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* out, int device) {
   properties.maxGridSize[1] = attribute(cudaDevAttrMaxGridDimY);
   properties.maxGridSize[2] = attribute(cudaDevAttrMaxGridDimZ);
   properties.totalConstMem = attribute(cudaDevAttrTotalConstantMemory);
-  properties.major = ng_capability() / 10;
-  properties.minor = ng_capability() % 10;
+  properties.major = CAPABILITY / 10;
+  properties.minor = CAPABILITY % 10;
   properties.textureAlignment = attribute(cudaDevAttrTextureAlignment);
   properties.multiProcessorCount = attribute(cudaDevAttrMultiProcessorCount);
   properties.canMapHostMemory = properties.concurrentKernels = properties.ECCEnabled = 1;
@@ -265,12 +262,9 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
   return give(highest, -5);
 }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int first, int second) { return give(can, first != second); }
-cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() { return result(ng_device_synchronize()); }
 cudaError_t cudaDriverGetVersion(int* version) { return give(version, VERSION); }
 cudaError_t cudaRuntimeGetVersion(int* version) { return give(version, VERSION); }
-cudaError_t cudaProfilerStart() { return cudaSuccess; }
-cudaError_t cudaProfilerStop() { return cudaSuccess; }
 
 // ---- errors and look-up
 

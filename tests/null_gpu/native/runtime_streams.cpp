@@ -95,7 +95,6 @@ cudaError_t cudaGraphCreate(cudaGraph_t* graph, unsigned) { return give(graph, (
 cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }  // its nodes live on in the executable graph
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
   COUNT("graph.instantiate");
-  COUNT_N("graph.nodes", ((Graph*)graph)->nodes.size());
   return give(executable, (cudaGraphExec_t) new Graph(*(Graph*)graph));
 }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long flags) {
@@ -104,7 +103,6 @@ cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaGraph
 cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
   return result(ng_graph_launch((Graph*)executable, stream));
 }
-cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
   delete (Graph*)executable;
   return cudaSuccess;
