@@ -156,7 +156,7 @@ _FEW_STEPS, _FEWER_STEPS = {"skip": 3, "steps": 3}, {"skip": 2, "steps": 2}
 # A variant of a case whose ten steps have a block added among them.
 _VARIANT = {"skip": 3, "steps": 4}
 # Logits without meaning accept trees of 64 nodes to the end: a context holds thirty such steps.
-_LONG_STEPS = {"skip": 3, "steps": 5, "timed_steps": 10}
+_LONG_STEPS = {"skip": 3, "steps": 3, "timed_steps": 10}
 _BATCH, _THREE = {"batch": 4, **_VARIANT}, {"batch": 3, **_VARIANT}
 _TOP_P, _WARM = {"sampling": {"temperature": 1.0, "top_p": 0.9}}, {"sampling": {"temperature": 1.0}}
 _GRAPHS, _FA2, _SLOW = {"overrides": GRAPHS}, {"overrides": GRAPHS_FA2}, {"is_slow": True}
@@ -212,8 +212,8 @@ _ALL = (
     Case("chain", {}, most_launches=356, after=sums_of_guidance),
     Case("chain batch", {}, "vanilla batch", **_BATCH, most_launches=357),
     Case("chain sampled", {}, "vanilla sampled", **_TOP_P, **_VARIANT, most_launches=417),
-    Case("planted", {}, steps=4, timed_steps=0, after=plant_each, is_planted=True),
-    Case("static", _STATIC, most_launches=357),
+    Case("planted", {}, steps=2, timed_steps=0, after=plant_each, is_planted=True),
+    Case("static", _STATIC, **_VARIANT, most_launches=357),
     Case("adaptive", _ADAPTIVE, **_PLANNED, **_FEW_STEPS, **_SLOW, most_launches=255),
     Case("adaptive batch", _ADAPTIVE, "vanilla batch", batch=2, **_PLANNED, **_FEWER_STEPS, **_SLOW, most_launches=256),
     Case("adaptive sampled", _ADAPTIVE, **_WARM, **_PLANNED, **_FEWER_STEPS, **_SLOW, most_launches=254),
@@ -266,8 +266,8 @@ _ALL = (
     *_whole("7b", QWEN, 80),
     *_whole("qwen3 8b", QWEN3, 141),
     # The Qwen pair's three vision heads are not for two ranks.
-    Case("vanilla two ranks", family=LLAVA, overrides=TWO_RANKS),
-    Case("chain two ranks", {}, "vanilla two ranks", LLAVA, overrides=TWO_RANKS, most_launches=337),
+    Case("vanilla two ranks", family=LLAVA, overrides=TWO_RANKS, **_VARIANT),
+    Case("chain two ranks", {}, "vanilla two ranks", LLAVA, overrides=TWO_RANKS, **_VARIANT, most_launches=337),
     Case("sleep", {}, overrides={"enable_sleep_mode": True}, after=situations.sleep_and_wake, **_ONE_STEP),
     # The last of its process: the plant stays.
     Case("planted capture", {}, overrides=GRAPHS, before=allocate_while_capturing, is_planted=True),
