@@ -257,7 +257,7 @@ _ALL = (
     Case("static pieces", _STATIC, "vanilla pieces", **_PIECES, most_launches=46),
     Case("vanilla defaults", overrides=DEFAULTS, **_VARIANT),
     Case("chain defaults", {}, "vanilla defaults", overrides=DEFAULTS, **_VARIANT, most_launches=30),
-    Case("qwen2.5-omni two layers", {}, released=("qwen2.5-omni", *_OMNI), **_GRAPHS, **_ONE_STEP),
+    Case("qwen2.5-omni two layers", {}, released=("qwen2.5-omni", *_OMNI), **_GRAPHS, **_SLOW, **_ONE_STEP),
     Case("internvl two layers", _STATIC, released=("internvl", *_INTERNVL), overrides=GRAPHS_104, **_SLOW, **_ONE_STEP),
     Case("glm-v two layers", {}, released=("glm-v", *_GLM), **_GRAPHS, **_SLOW, **_ONE_STEP),
     Case("qwen3-omni two layers", {}, released=("qwen3-omni", *_OMNI3), **_GRAPHS, **_SLOW, **_ONE_STEP),

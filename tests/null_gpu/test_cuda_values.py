@@ -36,7 +36,6 @@ SCENARIOS = {
     "chain, loose": dict(num_speculative_tokens=5, scorer="loose", position_shift=True),
     "tree-static, random": dict(num_speculative_tokens=25, draft_shape="tree-static", scorer="random"),
     "tree-adaptive, loose": dict(num_speculative_tokens=8, draft_shape="tree-adaptive", scorer="loose"),
-    "tree-adaptive": dict(num_speculative_tokens=12, draft_shape="tree-adaptive"),
     "auto": dict(
         num_speculative_tokens=16,
         draft_shape="auto",

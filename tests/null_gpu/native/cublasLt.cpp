@@ -23,7 +23,6 @@ CLEARS(cublasLtMatmulDescInit_internal)
 CLEARS(cublasLtMatrixLayoutInit_internal)
 CLEARS(cublasLtMatmulPreferenceInit_internal)
 size_t cublasLtGetVersion() { return 130000; }
-size_t cublasLtGetCudartVersion() { return 13000; }
 int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int wanted, Heuristic* out,
                                    int* found) {
   *found = wanted > 0;

@@ -66,22 +66,13 @@ int ng_device_attribute(int attribute, int device) {
 
 int cuInit(unsigned) { return ng_num_devices() ? 0 : NO_DEVICE; }
 int cuDriverGetVersion(int* version) { return give(version, VERSION); }
-int cuDeviceGetCount(int* count) { return give(count, ng_num_devices()); }
 int cuDeviceGet(int* device, int ordinal) {
   return ordinal < 0 || ordinal >= ng_num_devices() ? INVALID_DEVICE : give(device, ordinal);
 }
-int cuDeviceGetName(char* name, int size, int) { return snprintf(name, size, "Null H100") < 0; }
 int cuDeviceGetUuid(void* uuid, int device) { return memset(uuid, 0x11 + device, 16) == nullptr; }
-int cuDeviceGetUuid_v2(void* uuid, int device) { return cuDeviceGetUuid(uuid, device); }
-int cuDeviceTotalMem_v2(size_t* bytes, int) { return give(bytes, ng_total_bytes()); }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   return give(value, ng_device_attribute(attribute, device));
 }
-int cuDeviceComputeCapability(int* major, int* minor, int) {
-  return give(major, CAPABILITY / 10) + give(minor, CAPABILITY % 10);
-}
-int cuDeviceGetPCIBusId(char* id, int size, int device) { return snprintf(id, size, "0000:%02x:00.0", device + 1) < 0; }
-int cuDeviceCanAccessPeer(int* can, int first, int second) { return give(can, first != second); }
 int cuDevicePrimaryCtxRetain(void** context, int device) { return give(context, &contexts[device]); }
 int cuDevicePrimaryCtxGetState(int, unsigned* flags, int* is_active) { return give(flags, 0) + give(is_active, 1); }
 int cuCtxGetCurrent(void** context) { return give(context, &contexts[ng_device()]); }
@@ -89,21 +80,11 @@ int cuCtxSetCurrent(void* context) {
   ptrdiff_t device = (char*)context - contexts;
   return device < 0 || device >= MAX_DEVICES ? 0 : ng_set_device((int)device);
 }
-int cuCtxPushCurrent_v2(void* context) { return cuCtxSetCurrent(context); }
-int cuCtxPopCurrent_v2(void** context) { return cuCtxGetCurrent(context); }
-int cuCtxCreate_v2(void** context, unsigned, int device) { return give(context, &contexts[device]); }
-int cuCtxCreate_v4(void** context, void*, unsigned, int device) { return give(context, &contexts[device]); }
-int cuCtxGetDevice(int* device) { return give(device, ng_device()); }
-int cuCtxSynchronize() { return ng_device_synchronize(); }
-int cuCtxGetLimit(size_t* value, int) { return give(value, 1 << 20); }
-int cuCtxGetStreamPriorityRange(int* lowest, int* highest) { return give(lowest, 0) + give(highest, -5); }
-int cuCtxGetApiVersion(void*, unsigned* version) { return give(version, VERSION); }
 int cuGetErrorString(int error, const char** text) {
   static thread_local char buffer[64];
   snprintf(buffer, sizeof buffer, "null GPU's driver error %d", error);
   return give(text, buffer);
 }
-int cuGetErrorName(int error, const char** text) { return cuGetErrorString(error, text); }
 
 // ---- modules and launches
 
@@ -114,29 +95,14 @@ int cuModuleLoadData(void** module, const void*) {
 int cuModuleLoadDataEx(void** module, const void* image, unsigned, void*, void*) {
   return cuModuleLoadData(module, image);
 }
-int cuModuleLoadFatBinary(void** module, const void* image) { return cuModuleLoadData(module, image); }
 int cuModuleLoad(void** module, const char*) { return cuModuleLoadData(module, nullptr); }
 int cuModuleGetFunction(void** function, void*, const char* name) { return give(function, new Function{name}); }
 int cuModuleGetGlobal_v2(Address* address, size_t* bytes, void*, const char*) {
   return give(address, (Address)ng_reserve(1 << 20)) + give(bytes, 1 << 20);
 }
-int cuLibraryLoadData(void** library, const void*, void*, void*, unsigned, void*, void*, unsigned) {
-  return give(library, handle());
-}
-int cuLibraryGetKernel(void** kernel, void*, const char* name) { return give(kernel, new Function{name}); }
-int cuLibraryGetModule(void** module, void* library) { return give(module, library); }
-int cuLibraryGetGlobal(Address* address, size_t* bytes, void* library, const char* name) {
-  return cuModuleGetGlobal_v2(address, bytes, library, name);
-}
-int cuKernelGetFunction(void** function, void* kernel) { return give(function, kernel); }
-int cuFuncGetName(const char** name, void* function) { return give(name, ((Function*)function)->name.c_str()); }
-int cuFuncGetModule(void** module, void*) { return give(module, handle()); }
 int cuFuncGetAttribute(int* value, int attribute, void*) {
   bool is_version = attribute == 5 || attribute == 6;  // of PTX and of the binary
   return give(value, attribute == 0 ? 1024 : attribute == 4 ? 64 : is_version ? CAPABILITY : 0);
-}
-int cuKernelGetAttribute(int* value, int attribute, void* kernel, int) {
-  return cuFuncGetAttribute(value, attribute, kernel);
 }
 
 static int launch(void* function, const Launch& config, const char* api) {
@@ -156,37 +122,11 @@ int cuLaunchCooperativeKernel(void* function, unsigned gx, unsigned gy, unsigned
                               unsigned bz, unsigned shared_bytes, void* stream, void**) {
   return launch(function, {gx, gy, gz, bx, by, bz, shared_bytes, stream}, "cuLaunchCooperativeKernel");
 }
-int cuLaunchHostFunc(void* stream, void (*function)(void*), void* argument) {
-  return ng_host_function(stream, function, argument);
-}
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* count, void*, int, size_t) { return give(count, 2); }
-int cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* count, void*, int, size_t, unsigned) {
-  return give(count, 2);
-}
-int cuOccupancyMaxActiveClusters(int* count, void*, const void*) { return give(count, 16); }
-int cuOccupancyMaxPotentialClusterSize(int* count, void*, const void*) { return give(count, 8); }
 int cuTensorMapEncodeTiled(void* map) { return memset(map, 0, 128) == nullptr; }
-int cuTensorMapEncodeIm2col(void* map) { return memset(map, 0, 128) == nullptr; }
 
 // ---- memory
 
-int cuMemGetInfo_v2(size_t* free, size_t* total) {
-  return give(free, ng_free_bytes(ng_device())) + give(total, ng_total_bytes());
-}
-int cuMemAlloc_v2(Address* address, size_t bytes) { return ng_malloc((void**)address, bytes, "cuMemAlloc"); }
-int cuMemFree_v2(Address address) { return ng_free((void*)address, "cuMemFree"); }
-int cuMemHostAlloc(void** pointer, size_t bytes, unsigned) { return ng_host_alloc(pointer, bytes, "cuMemHostAlloc"); }
-int cuMemAllocHost_v2(void** pointer, size_t bytes) { return ng_host_alloc(pointer, bytes, "cuMemAllocHost"); }
-int cuMemFreeHost(void* pointer) { return ng_host_free(pointer, "cuMemFreeHost"); }
-int cuMemHostRegister_v2(void* pointer, size_t bytes, unsigned) { return ng_host_register(pointer, bytes); }
-int cuMemHostUnregister(void* pointer) { return ng_host_unregister(pointer); }
-int cuMemHostGetDevicePointer_v2(Address* address, void* pointer, unsigned) { return give(address, (Address)pointer); }
-int cuMemGetAddressRange_v2(Address* begin, size_t* bytes, Address address) {
-  uintptr_t base = 0;
-  size_t size = 0;
-  if (ng_where((void*)address, 0, &base, &size) == PAGEABLE) return INVALID_VALUE;
-  return give(begin, base) + give(bytes, size);
-}
 int cuPointerGetAttribute(void* out, int attribute, Address address) {
   int device = 0;
   uintptr_t base = 0;
@@ -207,10 +147,6 @@ int cuPointerGetAttribute(void* out, int attribute, Address address) {
     case 13: return give((unsigned char*)out, 1);  // mapped
     default: return give((int*)out, 0);
   }
-}
-int cuPointerGetAttributes(unsigned count, int* attributes, void** outs, Address address) {
-  for (unsigned i = 0; i < count; i++) cuPointerGetAttribute(outs[i], attributes[i], address);
-  return 0;
 }
 
 // Addresses and memory apart, as vLLM's sleep mode handles them: what is unmapped loses its values.
@@ -237,89 +173,6 @@ int cuMemUnmap(Address address, size_t bytes) {
   return 0;
 }
 
-int cuMemcpy(Address dst, Address src, size_t bytes) {
-  return ng_memcpy((void*)dst, (void*)src, bytes, nullptr, 1, "cuMemcpy");
-}
-int cuMemcpyHtoD_v2(Address dst, const void* src, size_t bytes) {
-  return ng_memcpy((void*)dst, src, bytes, nullptr, 1, "cuMemcpyHtoD");
-}
-int cuMemcpyDtoH_v2(void* dst, Address src, size_t bytes) {
-  return ng_memcpy(dst, (void*)src, bytes, nullptr, 1, "cuMemcpyDtoH");
-}
-int cuMemcpyDtoD_v2(Address dst, Address src, size_t bytes) {
-  return ng_memcpy((void*)dst, (void*)src, bytes, nullptr, 0, "cuMemcpyDtoD");
-}
-int cuMemcpyAsync(Address dst, Address src, size_t bytes, void* stream) {
-  return ng_memcpy((void*)dst, (void*)src, bytes, stream, 0, "cuMemcpyAsync");
-}
-int cuMemcpyHtoDAsync_v2(Address dst, const void* src, size_t bytes, void* stream) {
-  return ng_memcpy((void*)dst, src, bytes, stream, 0, "cuMemcpyHtoDAsync");
-}
-int cuMemcpyDtoHAsync_v2(void* dst, Address src, size_t bytes, void* stream) {
-  return ng_memcpy(dst, (void*)src, bytes, stream, 0, "cuMemcpyDtoHAsync");
-}
-int cuMemcpyDtoDAsync_v2(Address dst, Address src, size_t bytes, void* stream) {
-  return ng_memcpy((void*)dst, (void*)src, bytes, stream, 0, "cuMemcpyDtoDAsync");
-}
-int cuMemsetD8_v2(Address dst, unsigned char value, size_t count) {
-  return ng_memset((void*)dst, value, 1, count, nullptr, 1, "cuMemsetD8");
-}
-int cuMemsetD8Async(Address dst, unsigned char value, size_t count, void* stream) {
-  return ng_memset((void*)dst, value, 1, count, stream, 0, "cuMemsetD8Async");
-}
-int cuMemsetD16Async(Address dst, unsigned short value, size_t count, void* stream) {
-  return ng_memset((void*)dst, value, 2, count * 2, stream, 0, "cuMemsetD16Async");
-}
-int cuMemsetD32Async(Address dst, unsigned value, size_t count, void* stream) {
-  return ng_memset((void*)dst, (int)value, 4, count * 4, stream, 0, "cuMemsetD32Async");
-}
-
-// ---- streams, events, capture
-
-int cuStreamCreate(void** stream, unsigned flags) { return give(stream, ng_stream_create(flags, 0)); }
-int cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
-  return give(stream, ng_stream_create(flags, priority));
-}
-int cuStreamDestroy_v2(void* stream) { return ng_stream_destroy(stream); }
-int cuStreamSynchronize(void* stream) { return ng_stream_synchronize(stream); }
-int cuStreamQuery(void* stream) { return ng_stream_query(stream); }
-int cuStreamWaitEvent(void* stream, void* event, unsigned) { return ng_stream_wait(stream, (Event*)event); }
-int cuStreamGetCtx(void*, void** context) { return cuCtxGetCurrent(context); }
-int cuStreamGetCtx_v2(void*, void** context, void**) { return cuCtxGetCurrent(context); }
-int cuStreamGetDevice(void* stream, int* device) {
-  Stream* known = ng_stream(stream);
-  return known ? give(device, known->device) : INVALID_HANDLE;
-}
-int cuStreamIsCapturing(void* stream, int* status) { return ng_capture_info(stream, status, 0, 0, 0, 0); }
-int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** graph, void*** nodes, size_t* count) {
-  give(count, 0);
-  return ng_capture_info(stream, status, id, (Graph**)graph, (Node***)nodes, count);
-}
-int cuStreamGetCaptureInfo_v3(void* stream, int* status, uint64_t* id, void** graph, void*** nodes, void** edges,
-                              size_t* count) {
-  give(edges, nullptr);
-  return cuStreamGetCaptureInfo_v2(stream, status, id, graph, nodes, count);
-}
-int cuStreamUpdateCaptureDependencies(void* stream, void** nodes, size_t count, unsigned flags) {
-  return ng_set_dependencies(stream, (Node**)nodes, count, flags == 1);
-}
-int cuStreamWriteValue32_v2(void* stream, Address address, unsigned value, unsigned) {
-  return ng_memset((void*)address, (int)value, 4, 4, stream, 0, "cuStreamWriteValue32");
-}
-int cuThreadExchangeStreamCaptureMode(int* mode) { return ng_exchange_mode(mode); }
-int cuEventCreate(void** event, unsigned flags) { return give(event, ng_event_create(flags)); }
-int cuEventDestroy_v2(void* event) {
-  delete (Event*)event;
-  return 0;
-}
-int cuEventRecord(void* event, void* stream) { return ng_event_record((Event*)event, stream); }
-int cuEventQuery(void* event) { return ng_event_query((Event*)event); }
-int cuEventSynchronize(void* event) { return ng_event_synchronize((Event*)event); }
-int cuEventElapsedTime_v2(float* ms, void* begin, void* end) {
-  return give(ms, ng_elapsed_ms((Event*)begin, (Event*)end));
-}
-int cuEventElapsedTime(float* ms, void* begin, void* end) { return cuEventElapsedTime_v2(ms, begin, end); }
-
 // ---- look-up
 
 int cuGetProcAddress_v2(const char* symbol, void** function, int, uint64_t, int* status) {
@@ -329,15 +182,12 @@ int cuGetProcAddress_v2(const char* symbol, void** function, int, uint64_t, int*
     dladdr((void*)cuInit, &info);
     self = dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
   }
-  *function = strcmp(symbol, "cuGetProcAddress") == 0 ? (void*)cuGetProcAddress_v2 : nullptr;
+  *function = nullptr;
   // The newest version that there is; names that carry a version already are found as they are.
   for (const char* suffix : {"_v4", "_v3", "_v2", ""})
     if (!*function) *function = dlsym(self, (std::string(symbol) + suffix).c_str());
   if (!*function) ng_log("cuGetProcAddress: no %s", symbol);
   give(status, *function ? 0 : 1);
   return *function ? 0 : NOT_FOUND;
-}
-int cuGetProcAddress(const char* symbol, void** function, int version, uint64_t flags) {
-  return cuGetProcAddress_v2(symbol, function, version, flags, nullptr);
 }
 }

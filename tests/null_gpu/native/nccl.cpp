@@ -239,7 +239,6 @@ int ncclCommDestroy(Communicator* comm) {
 int ncclCommAbort(Communicator* comm) { return ncclCommDestroy(comm); }
 int ncclCommCount(Communicator* comm, int* count) { return (*count = comm->num_ranks, SUCCESS); }
 int ncclCommUserRank(Communicator* comm, int* rank) { return (*rank = comm->rank, SUCCESS); }
-int ncclCommCuDevice(Communicator* comm, int* device) { return (*device = comm->device, SUCCESS); }
 int ncclCommGetAsyncError(Communicator* comm, int* error) { return (*error = comm->error, SUCCESS); }
 int ncclMemAlloc(void**, size_t) { return INVALID_USAGE; }
 

@@ -123,9 +123,6 @@ void __cudaRegisterVar(void**, char* variable, char*, const char*, int, size_t b
   std::lock_guard<std::mutex> lock(guard());
   variables()[variable] = {nullptr, bytes};
 }
-void __cudaRegisterManagedVar(void**, void** pointer, char*, const char*, int, size_t bytes, int, int) {
-  *pointer = calloc(1, bytes + 64);
-}
 cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
   return give(kernel, (cudaKernel_t)kernel_of(function));
 }
@@ -170,12 +167,6 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, const void
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* count, const void*, int, size_t, unsigned) {
   return give(count, 1);
 }
-cudaError_t cudaOccupancyMaxActiveClusters(int* count, const void*, const cudaLaunchConfig_t*) {
-  return give(count, 16);
-}
-cudaError_t cudaOccupancyMaxPotentialClusterSize(int* count, const void*, const cudaLaunchConfig_t*) {
-  return give(count, 8);
-}
 cudaError_t cudaGetSymbolAddress(void** pointer, const void* symbol) {
   std::lock_guard<std::mutex> lock(guard());
   auto found = variables().find(symbol);
@@ -205,7 +196,6 @@ cudaError_t cudaGetDeviceCount(int* count) {
 }
 cudaError_t cudaGetDevice(int* device) { return give(device, ng_device()); }
 cudaError_t cudaSetDevice(int device) { return result(ng_set_device(device)); }
-cudaError_t cudaInitDevice(int device, unsigned, unsigned) { return result(ng_set_device(device)); }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   if (device < 0 || device >= ng_num_devices()) return result(INVALID_DEVICE);
   return give(value, ng_device_attribute((int)attribute, device));
@@ -284,10 +274,6 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
   lookup(symbol, function, version, flags, &ignored);
   return give(status, *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound);
 }
-cudaError_t cudaGetDriverEntryPoint(const char* symbol, void** function, unsigned long long flags,
-                                    cudaDriverEntryPointQueryResult* status) {
-  return cudaGetDriverEntryPointByVersion(symbol, function, VERSION, flags, status);
-}
 
 // ---- memory
 
@@ -296,15 +282,9 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   return give(total, ng_total_bytes());
 }
 cudaError_t cudaMalloc(void** pointer, size_t bytes) { return result(ng_malloc(pointer, bytes, "cudaMalloc")); }
-cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) {
-  return result(ng_malloc(pointer, bytes, "cudaMallocManaged"));
-}
 cudaError_t cudaFree(void* pointer) { return result(ng_free(pointer, "cudaFree")); }
 cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) {
   return relaxed([&] { return ng_malloc(pointer, bytes, "cudaMallocAsync"); });
-}
-cudaError_t cudaMallocFromPoolAsync(void** pointer, size_t bytes, cudaMemPool_t, cudaStream_t stream) {
-  return cudaMallocAsync(pointer, bytes, stream);
 }
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) {
   return relaxed([&] { return ng_free(pointer, "cudaFreeAsync"); });
@@ -322,7 +302,6 @@ cudaError_t cudaHostGetDevicePointer(void** address, void* pointer, unsigned) {
   give(address, pointer);
   return result(ng_where(pointer, 0, 0, 0) == PAGEABLE ? INVALID_VALUE : 0);
 }
-cudaError_t cudaHostGetFlags(unsigned* flags, void*) { return give(flags, 0); }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
   static const cudaMemoryType TYPES[] = {cudaMemoryTypeUnregistered, cudaMemoryTypeHost, cudaMemoryTypeDevice};
   memset(attributes, 0, sizeof *attributes);
@@ -353,10 +332,6 @@ cudaError_t cudaMemcpy2DAsync(void* dst, size_t to, const void* src, size_t from
                               cudaMemcpyKind, cudaStream_t stream) {
   return copy_rows(dst, to, src, from, width, height, stream, 0, "cudaMemcpy2DAsync");
 }
-cudaError_t cudaMemcpy2D(void* dst, size_t to, const void* src, size_t from, size_t width, size_t height,
-                         cudaMemcpyKind) {
-  return copy_rows(dst, to, src, from, width, height, nullptr, 1, "cudaMemcpy2D");
-}
 cudaError_t cudaMemset(void* dst, int value, size_t bytes) {
   return result(ng_memset(dst, value, 1, bytes, nullptr, 1, "cudaMemset"));
 }
@@ -364,7 +339,5 @@ cudaError_t cudaMemsetAsync(void* dst, int value, size_t bytes, cudaStream_t str
   return result(ng_memset(dst, value, 1, bytes, stream, 0, "cudaMemsetAsync"));
 }
 cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) { return give(pool, POOL); }
-cudaError_t cudaDeviceGetMemPool(cudaMemPool_t* pool, int) { return give(pool, POOL); }
-cudaError_t cudaMemPoolCreate(cudaMemPool_t* pool, const cudaMemPoolProps*) { return give(pool, POOL); }
 cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void* value) { return give((uint64_t*)value, 0); }
 }
