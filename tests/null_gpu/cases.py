@@ -274,4 +274,4 @@ _ALL = (
 )  # fmt: skip
 CASES = {case.name: case for case in _ALL}
 # What runs on each supported vLLM; everything else on the oldest, which all budgets were counted on.
-ON_EVERY_VERSION = ("vanilla", "chain", "static", "vanilla graphs batch", "chain graphs batch", "chain graphs FA2")
+ON_EVERY_VERSION = ("vanilla", "chain", "vanilla graphs batch", "chain graphs batch", "static graphs batch")

@@ -210,7 +210,6 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* out, int device) {
   properties.sharedMemPerBlock = attribute(cudaDevAttrMaxSharedMemoryPerBlock);
   properties.regsPerBlock = attribute(cudaDevAttrMaxRegistersPerBlock);
   properties.warpSize = attribute(cudaDevAttrWarpSize);
-  properties.memPitch = attribute(cudaDevAttrMaxPitch);
   properties.maxThreadsPerBlock = attribute(cudaDevAttrMaxThreadsPerBlock);
   properties.maxThreadsDim[0] = attribute(cudaDevAttrMaxBlockDimX);
   properties.maxThreadsDim[1] = attribute(cudaDevAttrMaxBlockDimY);
@@ -218,29 +217,16 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* out, int device) {
   properties.maxGridSize[0] = attribute(cudaDevAttrMaxGridDimX);
   properties.maxGridSize[1] = attribute(cudaDevAttrMaxGridDimY);
   properties.maxGridSize[2] = attribute(cudaDevAttrMaxGridDimZ);
-  properties.totalConstMem = attribute(cudaDevAttrTotalConstantMemory);
   properties.major = CAPABILITY / 10;
   properties.minor = CAPABILITY % 10;
-  properties.textureAlignment = attribute(cudaDevAttrTextureAlignment);
   properties.multiProcessorCount = attribute(cudaDevAttrMultiProcessorCount);
-  properties.canMapHostMemory = properties.concurrentKernels = properties.ECCEnabled = 1;
   properties.pciBusID = attribute(cudaDevAttrPciBusId);
-  properties.asyncEngineCount = attribute(cudaDevAttrAsyncEngineCount);
-  properties.unifiedAddressing = properties.streamPrioritiesSupported = 1;
   properties.memoryBusWidth = attribute(cudaDevAttrGlobalMemoryBusWidth);
   properties.l2CacheSize = attribute(cudaDevAttrL2CacheSize);
-  properties.persistingL2CacheMaxSize = attribute(cudaDevAttrMaxPersistingL2CacheSize);
   properties.maxThreadsPerMultiProcessor = attribute(cudaDevAttrMaxThreadsPerMultiProcessor);
-  properties.globalL1CacheSupported = properties.localL1CacheSupported = 1;
   properties.sharedMemPerMultiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   properties.regsPerMultiprocessor = attribute(cudaDevAttrMaxRegistersPerMultiprocessor);
-  properties.managedMemory = properties.concurrentManagedAccess = properties.computePreemptionSupported = 1;
-  properties.canUseHostPointerForRegisteredMem = properties.cooperativeLaunch = 1;
   properties.sharedMemPerBlockOptin = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  properties.maxBlocksPerMultiProcessor = attribute(cudaDevAttrMaxBlocksPerMultiprocessor);
-  properties.reservedSharedMemPerBlock = attribute(cudaDevAttrReservedSharedMemoryPerBlock);
-  properties.hostRegisterSupported = properties.memoryPoolsSupported = 1;
-  properties.clusterLaunch = properties.ipcEventSupported = 1;
   return give(out, properties);
 }
 cudaError_t cudaDeviceGetPCIBusId(char* id, int size, int device) {
