@@ -11,18 +11,18 @@ from vidspec_kernels.sampling.noise import BLOCK
 SENTINEL = -7
 
 
-def draw_of(case, impl, level=2, noise=None, **changes):
+def draw_of(case, impl, noise=None, **changes):
     """Return the columns of tokens and the ids that a draw leaves."""
-    arguments = case.draw_arguments(noise or toy(), level) | changes
+    arguments = case.draw_arguments(noise or toy(), level=2) | changes
     draw(**arguments, impl=impl)
     return arguments["out_tokens"], arguments["out_ids"]
 
 
-def check_draw(case, left, expected, level=2):
+def check_draw(case, left, expected):
     """Assert that a draw left these tokens, in its column and for the next forward, and nothing else."""
     tokens, ids = (tensor.clone() for tensor in left)
-    assert tokens[: case.num_rows, level].tolist() == ids[: case.num_rows].tolist() == expected
-    tokens[: case.num_rows, level] = SENTINEL
+    assert tokens[: case.num_rows, 2].tolist() == ids[: case.num_rows].tolist() == expected
+    tokens[: case.num_rows, 2] = SENTINEL
     assert (tokens == SENTINEL).all() and (ids[case.num_rows :] == SENTINEL).all()
 
 
@@ -52,14 +52,6 @@ def test_noise_of_its_own(device, impl, changes):
     expected = case.scores(noise, apply_temperature=applies).argmax(1).tolist()
     check_draw(case, draw_of(case, impl, noise=noise, apply_temperature=applies), expected)
     assert "use_fp64" in changes or expected != case.scores(toy()).argmax(1).tolist()
-
-
-@pytest.mark.parametrize("level", [0, 3])
-def test_level_on_the_device(device, impl, level):
-    """Catches: a column that is read as a number of the launch where the device says it."""
-    case = SamplingCase(3, 40, device)
-    on_device = torch.tensor([level, 2], dtype=torch.int32, device=device)[:1]
-    check_draw(case, draw_of(case, impl, on_device), case.scores(toy()).argmax(1).tolist(), level)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
