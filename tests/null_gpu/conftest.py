@@ -56,7 +56,7 @@ def pytest_collection_finish(session):
     """Start the engines that the selected tests need, beside the tests that need none."""
     items = [item for item in session.items if not item.get_closest_marker("skip")]
     wanted = set().union(*map(cases_of, items))
-    if wanted and not session.config.option.collectonly:
+    if wanted and not session.testsfailed and not session.config.option.collectonly:
         wanted |= {CASES[name].vanilla for name in wanted}
         session.config.stash[ENGINES] = Engines(wanted, alone=bool(os.environ.get("NULL_GPU_RESULTS")))
 

@@ -6,6 +6,7 @@ import queue
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,8 +29,9 @@ class Engines:
         singles = [single] if alone else split(single, 0.32 if double else 0.5)
         # Models of published size need the whole device, so each has a process of its own.
         large = [[name] for name in CASES if name in names and CASES[name].is_whole]
-        self._pool = ThreadPoolExecutor(1 if alone else 2)
-        self._parts = [self._pool.submit(run, part, self._lines.put) for part in (*singles, double, *large) if part]
+        parts = [part for part in (*singles, double, *large) if part]
+        self._pool, self._is_over = ThreadPoolExecutor(1 if alone else 2), threading.Event()
+        self._parts = [self._pool.submit(run, part, self._lines.put, self._is_over) for part in parts]
         self._num_cases = len(names)
 
     def wait(self, show: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -44,6 +46,8 @@ class Engines:
             time.sleep(0.2)
 
     def stop(self) -> None:
+        """End what still runs."""
+        self._is_over.set()
         self._pool.shutdown(cancel_futures=True)
 
 
@@ -55,7 +59,7 @@ def split(names: list[str], share: float) -> tuple[list[str], list[str]]:
     return names[:middle], names[middle:]
 
 
-def run(names: list[str], show: Callable[[str], None]) -> list[dict[str, Any]]:
+def run(names: list[str], show: Callable[[str], None], is_over: threading.Event) -> list[dict[str, Any]]:
     """Run cases in a process of their own, and show the line that it writes of each as it ends."""
     case, end, num_shown = CASES[names[0]], time.monotonic() + TIMEOUT_S, 0
     machine = {"NULLGPU_DEVICES": str(case.num_devices), "NULLGPU_MEM_GB": str(case.device_gb)}
@@ -71,6 +75,8 @@ def run(names: list[str], show: Callable[[str], None]) -> list[dict[str, Any]]:
                 for line in lines[num_shown:]:
                     show(line)
                 num_shown = len(lines)
+                if is_over.is_set():
+                    process.kill()
                 if time.monotonic() > end:
                     show(f"[null GPU] {names[min(num_shown, len(names) - 1)]}: not done after {TIMEOUT_S} s, ended")
                     process.kill()
