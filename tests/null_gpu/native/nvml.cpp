@@ -29,6 +29,7 @@ int nvmlInit() { return 0; }
 int nvmlInit_v2() { return 0; }
 int nvmlInitWithFlags(unsigned) { return 0; }
 int nvmlShutdown() { return 0; }
+const char* nvmlErrorString(int error) { return error ? "an error of the null GPU's NVML" : "Success"; }
 int nvmlDeviceGetCount_v2(unsigned* count) { return (*count = num_devices(), 0); }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** handle) { return find(index, handle); }
 int nvmlDeviceGetHandleByPciBusId_v2(const char* id, void** handle) {
