@@ -212,7 +212,7 @@ _ALL = (
     Case("chain", {}, most_launches=356, after=sums_of_guidance),
     Case("chain batch", {}, "vanilla batch", **_BATCH, most_launches=357),
     Case("chain sampled", {}, "vanilla sampled", **_TOP_P, **_VARIANT, most_launches=417),
-    Case("planted", {}, steps=2, timed_steps=0, after=plant_each, is_planted=True),
+    Case("planted", {}, steps=3, timed_steps=0, after=plant_each, is_planted=True),
     Case("static", _STATIC, **_VARIANT, most_launches=357),
     Case("adaptive", _ADAPTIVE, **_PLANNED, **_FEW_STEPS, **_SLOW, most_launches=255),
     Case("adaptive batch", _ADAPTIVE, "vanilla batch", batch=2, **_PLANNED, **_FEWER_STEPS, **_SLOW, most_launches=256),
