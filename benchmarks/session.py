@@ -66,7 +66,7 @@ class BenchEngine(Engine):
         family, places = prompts["family"], prompts.get("held_out", [])
         if "reel_tokens" in prompts:
             reels = [reel.held_out(i, prompts["reel_tokens"]) for i in places]
-            return [pairs.video_prompt(family, frames, question.text) for frames, question, _ in reels]
+            return [pairs.video_prompt(family, frames, question.text) for frames, question in reels]
         num_frames = prompts.get("num_frames") or pairs.pair_for(family).num_frames
         frac = prompts.get("video_frac", 1.0)
         counts = prompts.get("num_videos", 1)

@@ -73,7 +73,7 @@ def prompts(family: str, numbers: range, tokens: int) -> list[harness.Row]:
     if family not in assets.LONG_PAIRS:
         return harness.videos(family, numbers)
     reels = (reel.held_out(i, tokens) for i in numbers)
-    return [pairs.video_prompt(family, frames, question.text) for frames, question, _ in reels]
+    return [pairs.video_prompt(family, frames, question.text) for frames, question in reels]
 
 
 def ask(engine: harness.Engine, family: str, numbers: range, tokens: int) -> tuple[float, list[list[int]]]:

@@ -49,33 +49,30 @@ NORMALISATION = {  # mean and standard deviation of a pixel's channels, [2, 3]
 _OF_MODEL_TYPE = {"qwen2_5_vl": "qwen2.5-vl", "llava_onevision": "llava-onevision", "qwen3_vl": "qwen3-vl"}
 
 
-def token_ids(family: str = FAMILIES[0], vocabulary: tuple[str, ...] = ()) -> dict[str, int]:
-    """Token -> id, the same for every bundled model of every family but Qwen3-VL, which can tell the time besides.
-
-    `vocabulary` is the words of captions; those of shape world if empty.
-    """
+def token_ids(family: str = FAMILIES[0]) -> dict[str, int]:
+    """Token -> id, the same for every bundled model of every family but Qwen3-VL, which can tell the time besides."""
     words = (*PROMPT_WORDS, *(TIME_WORDS if family == "qwen3-vl" else ()))
-    tokens = ["<unk>", *(vocabulary or captioned.vocabulary()), *words]
+    tokens = ["<unk>", *captioned.vocabulary(), *words]
     return {token: i for i, token in enumerate(dict.fromkeys([*tokens, *SPECIAL_TOKENS]))}
 
 
-def load(path: str | Path, vocabulary: tuple[str, ...] = ()) -> Captioner:
-    """Load a checkpoint directory in fp32; `vocabulary` as of `token_ids`."""
+def load(path: str | Path) -> Captioner:
+    """Load a checkpoint directory in fp32."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(path)
     model = getattr(transformers, config.architectures[0]).from_pretrained(path, dtype=torch.float32)
-    return Captioner(model, _OF_MODEL_TYPE[config.model_type], vocabulary)
+    return Captioner(model, _OF_MODEL_TYPE[config.model_type])
 
 
 class Captioner:
     """Batched forward of one bundled model, whose weights are used in place: training it trains the captioner."""
 
-    def __init__(self, model: torch.nn.Module, family: str, vocabulary: tuple[str, ...] = ()) -> None:
+    def __init__(self, model: torch.nn.Module, family: str) -> None:
         self.model, self.family = model, family
         self.text, self.lm_head = model.model.language_model, model.lm_head
         self.embed = self.text.embed_tokens
-        self.ids = token_ids(family, vocabulary)
+        self.ids = token_ids(family)
         self.words = {i: word for word, i in self.ids.items()}
         self.eos = self.ids["<|im_end|>"]
         self.num_video_tokens = QWEN_GROUPS * CELLS + (family == "llava-onevision")  # + image_newline

@@ -251,17 +251,13 @@ def distill(args: argparse.Namespace) -> None:
     draft.model.save_pretrained(args.path)
 
 
-def save_in_bf16(model: torch.nn.Module, family: str, out: str) -> None:
-    """Turn a model's weights into bf16, and write it as `save` does."""
-    for part in (model.config, model.config.text_config, model.config.vision_config):
-        part.dtype = torch.bfloat16
-    save(model.to(torch.bfloat16), family, out)
-
-
 def export(args: argparse.Namespace) -> None:
     """Write a checkpoint with bf16 weights."""
     captioner = tiny_captioner.load(args.path)
-    save_in_bf16(captioner.model, captioner.family, args.out)
+    model = captioner.model
+    for part in (model.config, model.config.text_config, model.config.vision_config):
+        part.dtype = torch.bfloat16
+    save(model.to(torch.bfloat16), captioner.family, args.out)
     use_hub_names(Path(args.out) / "model.safetensors")
 
 
@@ -277,9 +273,8 @@ def use_hub_names(path: Path) -> None:
     save_file(weights, path, metadata={"format": "pt"})
 
 
-def commands(doc: str):
-    """Return a parser, and what adds a command to it: a function with the names of its positional arguments."""
-    parser = argparse.ArgumentParser(description=doc.split("\n")[0])
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     group = parser.add_subparsers(required=True)
 
     def command(function, *positional: str) -> argparse.ArgumentParser:
@@ -289,11 +284,6 @@ def commands(doc: str):
             sub.add_argument(name, choices=assets.ROLES if name == "role" else None)
         return sub
 
-    return parser, command
-
-
-def main() -> None:
-    parser, command = commands(__doc__)
     sub = command(build, "family", "role")
     sub.add_argument("--out", required=True)
     sub.add_argument("--seed", type=int, default=0)
