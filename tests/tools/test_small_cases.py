@@ -1,61 +1,11 @@
-"""The engine benchmarks: which step a time is counted to, the command's rows."""
+"""The small benchmarks' command, and those that need no engine."""
 
 import json
 import sys
-from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import harness
-from benchmarks import small_cases as overheads
-
-
-def test_a_prompts_steps_are_one_and_each_verify_step_is_its_own(monkeypatch):
-    """Every call takes a second of the engine's clock; an answer is two steps of its prompt and three verify steps.
-
-    Catches: a prompt's pruning that counts to a verify step, a request's last step with the wait for the next.
-    """
-    now = iter(range(1000))
-    monkeypatch.setattr(overheads.time, "perf_counter", lambda: float(next(now)))
-    monkeypatch.setattr(overheads.Watched, "_wrap", lambda self, runner: self._watch.wrap(runner, "prune", "pruning"))
-    runner = SimpleNamespace(prune=lambda: None, execute_model=lambda output: runner.prune())
-
-    def answer(prompts, **sampling):
-        for drafts in ({}, {}, {"0": [1]}, {"0": [1]}, {"0": [1]}):
-            runner.execute_model(SimpleNamespace(scheduled_spec_decode_tokens=drafts))
-
-    watched = overheads.Watched(SimpleNamespace(runner=runner, answer=answer))
-    for _ in range(2):
-        watched.answer({})
-    assert [len(found) for found in (watched.prompts, watched.verifies)] == [2, 4]
-    assert all(parts == {"pruning": 2.0} for _, parts in watched.prompts)
-    assert all(parts == {"pruning": 1.0} for _, parts in watched.verifies)
-    assert {seconds for seconds, _ in watched.prompts} == {5.0}
-    assert {seconds for seconds, _ in watched.verifies} == {3.0}
-
-
-def test_host_time_is_what_is_not_inside_other_calls(monkeypatch):
-    """Ours calls a part of ours, which calls what is not ours; each spends a millisecond before and after."""
-    clock = [0.0]
-    monkeypatch.setattr(overheads, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    calls = SimpleNamespace()
-
-    def spend(inner=None):
-        clock[0] += 1e-3
-        if inner is not None:
-            inner()
-        clock[0] += 1e-3
-
-    calls.foreign = spend
-    calls.part = lambda: spend(lambda: calls.foreign())
-    calls.entry = lambda: spend(lambda: calls.part())
-    watch = overheads.Stopwatch()
-    for name, label in (("entry", "entry"), ("part", "part"), ("foreign", overheads.FOREIGN)):
-        watch.wrap(calls, name, label)
-    calls.entry()
-    assert watch.take() == pytest.approx({"entry": 2e-3, "part": 2e-3}) and watch.take() == {}
-    watch.unwrap()
-    assert calls.foreign is spend
+from benchmarks import harness, policy
 
 
 def test_the_command_writes_rows_and_where_they_come_from(monkeypatch, tmp_path, capsys):
@@ -75,3 +25,18 @@ def test_the_command_writes_rows_and_where_they_come_from(monkeypatch, tmp_path,
     monkeypatch.setattr(sys, "argv", ["bench", "another"])
     with pytest.raises(SystemExit, match="Cases: sizes; each has --help"):
         harness.cases("doc", {"sizes": (measure, {})})
+
+
+def test_the_policys_host_time_and_cells(capsys, monkeypatch):
+    """Catches: a stand-in that has fallen behind what the scheduler gives and gets; a sum that leaves a cell out."""
+    monkeypatch.setattr(sys, "argv", ["policy", "host-time", "--requests", "4", "--steps", "60"])
+    plan, observe, step = harness.cases("doc", policy.CASES)
+    assert 0 < plan["mean_us"] < step["mean_us"] == pytest.approx(plan["mean_us"] + observe["mean_us"], abs=0.2)
+    assert step["steps"] == 54 and step["p50_us"] <= step["p90_us"]
+    arguments = ["--batch", "1", "--tokens", "256", "--chance", "0.95"]
+    monkeypatch.setattr(sys, "argv", ["policy", "cells", *arguments])
+    *cells, total = harness.cases("doc", policy.CASES)
+    assert [cell["cost"] for cell in cells] == ["memory_bound", "like_a_small_pair"]
+    assert total == {"cells": 2, "mean": pytest.approx(sum(c["of_best"] for c in cells) / 2, abs=1e-4)} | {
+        "lowest": min(cell["of_best"] for cell in cells), "below": 0,
+    }  # fmt: skip
