@@ -73,34 +73,11 @@ def test_a_steps_tokens_are_those_that_are_published_of_a_step(method):
     assert measure.rate_of(engine, 1, 34.0, 0.0)["tokens_per_s"] is None
 
 
-def test_recorded_rates_are_a_steps_tokens_over_its_time():
-    """Rows of docs/results/gpu-h100.json. Catches: a rate of another number of tokens than the plan's for the row."""
-    rows = json.loads((ROOT / "docs" / "results" / "gpu-h100.json").read_text())["engines"]
-    rows = [row for row in rows if row.get("tokens_per_s")]
-    assert {row["engine"] for row in rows} == set(plan.ENGINES) - {"policy"}
-    vanilla = {row["batch"]: row["tokens_per_s"] for row in rows if row["engine"] == "vanilla"}
-    for row in rows:
-        rate = measure.rate_of(plan.ENGINES[row["engine"]], row["batch"], row["step_ms"], row.get("draft_ms"))
-        assert {name: row.get(name) for name in rate} == rate, row
-        assert row["tokens_per_s"] == pytest.approx(1e3 * row["batch"] * row["step_tokens"] / row["step_ms"], abs=0.01)
-        assert row["speedup"] == pytest.approx(row["tokens_per_s"] / vanilla[row["batch"]], abs=1e-3)
-
-
 def test_the_models_are_those_that_a_card_has_room_for():
-    """Catches: requests that do not fit beside weights, by the sizes of weights and KV caches. Of an H100 7.9 GiB were
-    activations, graphs and room beside them, and three requests fitted, not four; the draft's pool has 0.3 of a video.
-    """
-    sizes = plan.Sizes()
-    assert sizes.video_tokens == 25_088, "128 frames, as in the papers"
+    """Catches: bf16 weights on a card of 80 GB, fp8 ones where there is room for more; another model than asked for."""
+    assert plan.Sizes().video_tokens == 25_088, "128 frames, as in the papers"
     assert [plan.chosen_models("auto", total) for total in (79 * GIB, 139 * GIB)] == ["32b-fp8", "32b-bf16"]
     assert plan.chosen_models("72b-fp8", 79 * GIB) == "72b-fp8"
-    for name, total, num in (("32b-fp8", 79 * GIB, 3), ("32b-bf16", 139 * GIB, 4)):
-        target, draft = (made_up.SHAPES[model] for model in (plan.MODELS[name][0], plan.DRAFT))
-        each = sizes.video_tokens * (target.kv_bytes_per_token + 0.3 * draft.kv_bytes_per_token)
-        stored = [one if "bf16" in name else one.quantised("fp8_per_tensor") for one in (target, draft)]
-        weights = sum(shape.weight_bytes for shape in stored)
-        room = 0.95 * total - weights - 7.9 * GIB
-        assert room > num * each and (name != "32b-fp8" or room < (num + 1) * each)
 
 
 # ---- the steps -------------------------------------------------------------------------------------------------------

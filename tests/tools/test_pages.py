@@ -51,9 +51,6 @@ def test_templates():
 def test_what_is_between_other_markers_stays():
     page = "a\n<!-- x -->\n\nold\n\n<!-- /x -->\n<!-- y -->\nkept\n<!-- /y -->\nin <!-- x -->old<!-- /x --> line\n"
     assert builder.written(page, {"x": lambda: "new"}) == page.replace("old", "new")
-
-
-def test_an_empty_section_is_filled():
     assert builder.written("<!-- x -->\n<!-- /x -->\n", {"x": lambda: "new"}) == "<!-- x -->\nnew\n<!-- /x -->\n"
 
 

@@ -119,10 +119,8 @@ def test_ratio_is_reached_by_appended_layers(clocks):
 
 
 def test_step_times_on_a_line():
-    times = inflated.StepTimes((40.0, 56.0), (4.0, 8.0))
-    assert (times.layers_for(20), times.layers_for(5)) == ((40, 0), (0, 8))
     with pytest.raises(VidSpecError, match="that takes 3960 layers"):
-        times.layers_for(1000)
+        inflated.StepTimes((40.0, 56.0), (4.0, 8.0)).layers_for(1000)
     with pytest.raises(VidSpecError, match="took no longer"):
         inflated.StepTimes((40.0, 39.0), (4.0, 8.0)).layers_for(20)
     assert inflated.low([5.0]) == 5.0 and inflated.low([float(i) for i in range(101)]) == 20.0

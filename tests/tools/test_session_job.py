@@ -88,20 +88,15 @@ def test_a_batch_is_retuned_watched_and_counted_by_itself(monkeypatch, sampling_
     json.dumps(answers)
 
 
-def test_vanilla_is_neither_retuned_nor_watched(sampling_params):
+def test_vanilla_is_not_watched_and_what_was_watched_is_what_was_said(sampling_params):
     llm = FakeLLM(speculates=False)
     answer = BenchEngine(llm, ["a", "b", "c"]).answer(**command(None, watch=False))
     assert [call[0] for call in llm.calls] == ["generate"]
     assert answer["metrics"] is answer["captions"] is None
-
-
-def test_what_was_watched_must_be_what_was_said():
-    llm = FakeLLM()
     (watched,) = llm.collective_rpc(watching.scores, (False,))
-    outputs = llm.generate([], [], False)
     watched[0]["tokens"][1] = 9
     with pytest.raises(VidSpecError, match="not the tokens of the answer"):
-        session._watched_captions(llm.get_tokenizer(), outputs, watched)
+        session._watched_captions(llm.get_tokenizer(), llm.generate([], [], False), watched)
 
 
 def test_vllms_own_drafts_are_counted_by_our_names():
