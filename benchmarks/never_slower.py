@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.methods import POLICY
-from benchmarks.session import BenchSession, Played
+from benchmarks.session import BenchSession
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.bench.acceptance import identical_frac
@@ -86,7 +86,11 @@ def rounds_of(session: BenchSession, command: dict[str, Any], rounds: int) -> It
     for number in range(rounds):
         names = list(ROLES)
         turned = names[number % len(names) :] + names[: number % len(names)]
-        yield {name: Played(session, ROLES[name]).ask(command) for name in turned}
+        answers = {}
+        for name in turned:
+            session.ask({"command": "play", "role": ROLES[name], "keeps_prefixes": True})
+            answers[name] = session.ask(command)
+        yield answers
 
 
 def row_of(turns: list[dict[str, dict[str, Any]]], speed: Any, picked: slice = slice(None)) -> dict[str, Any]:

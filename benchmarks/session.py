@@ -35,17 +35,6 @@ class BenchSession(EngineSession):
     )
 
 
-class Played:
-    """An engine in one of its roles (`roles.py`), asked as an engine of its own."""
-
-    def __init__(self, session: BenchSession, role: str | int):
-        self._session, self._role = session, role
-
-    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
-        self._session.ask({"command": "play", "role": self._role, "keeps_prefixes": True})
-        return self._session.ask(command)
-
-
 def run_job() -> None:
     """Be the subprocess of a `BenchSession`."""
     sys.exit(main(BenchEngine))
