@@ -1,11 +1,8 @@
 """`vidspec calibrate` and `vidspec show-pruning` with real engines, each in a process of its own as in the commands."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from benchmarks import small_cases
 from benchmarks.methods import POLICY
 from benchmarks.roles import OF_RUNNER, VANILLA, Roles
 from benchmarks.session import BenchSession
@@ -67,19 +64,6 @@ def test_show_pruning_draws_what_the_engine_kept(tmp_path):
     assert [row["pruner"] for row in result["rows"]] == ["dycoke", "uniform", "fastvid"]
     assert {(row["kept"], row["total"]) for row in result["rows"]} == {(25, 16 * 16 + 1)}
     assert Image.open(out).format == "PNG"
-
-
-def test_overheads_find_all_the_parts_that_they_name():
-    """Catches: a part of ours that was renamed, and that `benchmarks.small_cases` would look for in vain."""
-    with harness.engine(QWEN, "draft", drafting="tree-adaptive") as engine:
-        answer = lambda prompts, **sampling: engine.generate([(prompt, sampling) for prompt in prompts])  # noqa: E731
-        watched = small_cases.Watched(SimpleNamespace(runner=engine.runner, answer=answer))
-        try:
-            watched.answer(harness.videos(QWEN, 1)[0][0])
-        finally:
-            watched.unwrap()
-    labels = {label for _, parts in watched.verifies for label in parts}
-    assert {"guidance", "scoring", "the rest", "tree building"} <= labels
 
 
 def test_one_engine_plays_several():
