@@ -202,9 +202,9 @@ class World:
             self.speculator, batch, None, None, None, None, num_sampled, None, self.last_sampled, None, None, None,
             num_speculative_tokens=max_drafts,
         )  # fmt: skip
-        publish = self.counters.publisher()
-        if publish is not None:
-            publish()
+        stood = self.counters.publisher()
+        if stood is not None:
+            stood()
         self._schedule(batch, drafts, max_drafts)
         self.log.append([to_host(tensor).tolist() for tensor in (sampled, num_sampled, drafts)])
         if self.trees is not None:

@@ -187,7 +187,7 @@ class VidSpecModelRunner(GPUModelRunner):
         output = super().execute_model(scheduler_output, *args, **kwargs)
         if is_empty and (carried := self.counters.carried()) is not None:
             output = copy.copy(output)  # it may be every empty step's
-            scheduler.attach(output, None, carried)
+            scheduler.attach(output, scheduler.Attached(carried=carried))
         state = self.execute_model_state
         states = (None, None) if state is None else (state.hidden_states, state.aux_hidden_states)
         self.hooks.after_forward(Forward(*states))
@@ -210,12 +210,14 @@ class VidSpecModelRunner(GPUModelRunner):
         output = super().sample_tokens(grammar_output)
         self.counters.drafted(self.requests.in_flight)
         self.counters.flush()
-        publish, carried = self.counters.publisher(), self.counters.carried()
+        stood, carried = self.counters.publisher(), self.counters.carried()
         report = None if self.speculator.decision is None else self._report(verified)
         records = None if self.recorder is None else self.recorder.publisher()
-        if publish is None and report is None and carried is None and records is None:
+        if stood is None and report is None and carried is None and records is None:
             return output
-        published = PublishingOutput(output, publish, report, carried, records)
+        published = PublishingOutput(
+            output, lambda: scheduler.Attached(report, carried, records and records(), stood and stood())
+        )
         return published if isinstance(output, AsyncModelRunnerOutput) else published.finish(output)
 
     def _verified(self) -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import operator
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -10,6 +11,8 @@ from vllm_vidspec.engine.compat.contract import wrap
 from vllm_vidspec.errors import VidSpecError
 
 _RECORD = "_vidspec_record"  # on vLLM's outputs of requests that ask for one
+_STOOD = "_vidspec_stood"  # on vLLM's state of a request
+_hearers: dict[str, Callable[[Any, Any], None]] = {}  # see `hear_engine`
 # Our parameters of the HTTP request that is being served.
 _asked: ContextVar[dict[str, Any]] = ContextVar("vidspec_asked", default={})  # noqa: B039 - it is never written
 
@@ -55,30 +58,62 @@ def _clients_error() -> Iterator[None]:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
 
-def extend_request_metrics(extend: Callable) -> None:
-    """Let the last function given extend what `--per-request-spec-decode-metrics` reports of a finished request.
+def hear_engine(name: str, hear: Callable[[Any, Any], None]) -> None:
+    """Let `hear(state, what)` have what the scheduler's side puts beside new tokens under a name (the last given is
+    used), given vLLM's `RequestState` of the answer.
+
+    Why: vLLM passes what the engine says of a step on in types of its own; ours travels in `kv_transfer_params`
+    (`scheduler._hand_over`), and is taken out of it here, where an output becomes a client's.
+    Until: a worker's output may carry a plugin's fields to the response.
+    """
+    from vllm.v1.engine.output_processor import RequestState
+
+    def made(
+        original, self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params=None, *args, **kw
+    ):  # vLLM's own names: an abort gives all by name
+        if kv_transfer_params and (names := _hearers.keys() & kv_transfer_params.keys()):
+            for name in names:
+                with contextlib.suppress(Exception):  # here vLLM serves all requests: nothing is worth their answers
+                    _hearers[name](self, kv_transfer_params[name])
+            kv_transfer_params = {key: of for key, of in kv_transfer_params.items() if key not in names} or None
+        given = (new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params)
+        output = original(self, *given, *args, **kw)
+        if output is not None and hasattr(self, _RECORD):
+            setattr(output, _RECORD, getattr(self, _RECORD).take())
+        return output
+
+    _hearers[name] = hear
+    outputs = ("new_token_ids", "pooling_output", "finish_reason", "stop_reason", "kv_transfer_params")
+    wrap(RequestState, "make_request_output", made, "self", *outputs)
+
+
+def extend_request_metrics(name: str, extend: Callable[[Any, list[int] | None], Any]) -> None:
+    """Let what `--per-request-spec-decode-metrics` reports of a finished request be `extend(reported, counts)`, given
+    the sums of what the engine has said of it under a name (`hear_engine`), None for nothing.
 
     Why: vLLM's scheduler counts accepted tokens; which of them were loosened, only our scorer knows.
     Until: a rejection sampler can report counts of its own.
     """
     from vllm.v1.engine.output_processor import RequestState
 
+    def hear(state, counts):
+        known = getattr(state, _STOOD, None)
+        setattr(state, _STOOD, counts if known is None else list(map(operator.add, known, counts)))
+
     def extended(original, self, *args, **kwargs):
         output = original(self, *args, **kwargs)
         if output.spec_decode_metrics is not None:
-            output.spec_decode_metrics = self._vidspec_extend(output.spec_decode_metrics, self.request_id)
+            output.spec_decode_metrics = extend(output.spec_decode_metrics, getattr(self, _STOOD, None))
         return output
 
-    RequestState._vidspec_extend = staticmethod(extend)
+    hear_engine(name, hear)
     wrap(RequestState, "_new_completion_output", extended)
 
 
 def show_request_records(field: str, make: Callable[[Any], Any]) -> None:
     """Let the response of a chat request that asks with `field` have its record under the same name.
 
-    Why: vLLM passes what the engine says of a step on in types of its own; a record travels in `kv_transfer_params`
-    (`scheduler._hand_over`), is taken out of it here, where an output becomes a client's, and reaches the response
-    beside it. Until: a worker's output may carry a plugin's fields to the response.
+    Why: a response has no place for a plugin's fields. Until: it has.
 
     In a stream each chunk has the steps since the last; of `n` answers there are none. `make(state)` is the record of
     one answer, given vLLM's `RequestState`: `add` takes a step in, `take` returns what is new.
@@ -86,22 +121,11 @@ def show_request_records(field: str, make: Callable[[Any], Any]) -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.outputs import RequestOutput
-    from vllm.v1.engine.output_processor import RequestState
 
-    def made(
-        original, self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params=None, *args, **kw
-    ):  # vLLM's own names: an abort gives all by name
-        if step := (kv_transfer_params or {}).get(field):
-            kv_transfer_params = {key: kv_transfer_params[key] for key in kv_transfer_params.keys() - {field}} or None
-            with contextlib.suppress(Exception):  # here vLLM serves all requests: no record is worth their answers
-                if not hasattr(self, _RECORD):
-                    setattr(self, _RECORD, make(self))
-                getattr(self, _RECORD).add(step)
-        given = (new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params)
-        output = original(self, *given, *args, **kw)
-        if output is not None and hasattr(self, _RECORD):
-            setattr(output, _RECORD, getattr(self, _RECORD).take())
-        return output
+    def hear(state, step):
+        if not hasattr(state, _RECORD):
+            setattr(state, _RECORD, make(state))
+        getattr(state, _RECORD).add(step)
 
     def add(original, self, next_output, aggregate):
         original(self, next_output, aggregate)
@@ -136,8 +160,7 @@ def show_request_records(field: str, make: Callable[[Any], Any]) -> None:
             setattr(response, field, steps)
         return response
 
-    outputs = ("new_token_ids", "pooling_output", "finish_reason", "stop_reason", "kv_transfer_params")
-    wrap(RequestState, "make_request_output", made, "self", *outputs)
+    hear_engine(field, hear)
     wrap(RequestOutput, "add", add, "self", "next_output", "aggregate")
     wrap(OpenAIServingChat, "chat_completion_stream_generator", stream, "self", "request", "result_generator")
     wrap(OpenAIServingChat, "chat_completion_full_generator", full, "self", "request", "result_generator")

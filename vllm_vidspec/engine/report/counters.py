@@ -51,19 +51,17 @@ class Counters:
         positions = (f"accepted_at_pos_{i}" for i in range(num_speculative_tokens))
         self._file_slots = metrics.slots_of((*_TOTALS, *positions))  # of each total
         self._file = self._open(vllm_config)
-        # What a response says of its own request, where the server was asked for that.
+        # Whether a response says what stood of its own request's drafts: the server was asked for that.
         level = vllm_config.observability_config.per_request_spec_decode_metrics
-        is_asked = isinstance(self._file, metrics.MetricsFile) and level != "none"
-        self._by_request: Any = self._file if is_asked else None
+        self.counts_requests = self._file is not None and level != "none"
         self._logged: set[str] = set()
         self._alarm = AcceptanceAlarm()
         self.is_paused = False  # whether nothing is counted: what runs is no client's request
         # Requests that have begun and not ended: what they will count as, "" while they are not drafted for.
         self._fates: dict[str, str] = {}
         self._last_drafted = frozenset[str]()  # the last who were
-        self._slots = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] in the file, by persistent row
-        self._held: dict[str, int] = {}  # slots of requests that have not finished, running or preempted
-        self._pending: list[tuple[np.ndarray, torch.Tensor]] = []  # slots and counts of the step in flight
+        self._req_ids = np.full(max_num_reqs, "", dtype=object)  # [max_num_reqs] by persistent row
+        self._pending: list[tuple[np.ndarray, torch.Tensor]] = []  # request ids and counts of the step in flight
 
     @staticmethod
     def _open(vllm_config: Any) -> Counts | None:
@@ -74,13 +72,9 @@ class Counters:
             return CarriedCounts()
         return open_for(vllm_config) or CarriedCounts()
 
-    @property
-    def counts_requests(self) -> bool:
-        return self._by_request is not None
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing, log nothing and give no request a slot within: vLLM's warm-up steps real requests."""
+        """Count nothing and log nothing within: vLLM's warm-up steps real requests."""
         self.flush()
         totals, self.is_paused = self._totals.clone(), True
         try:
@@ -93,7 +87,7 @@ class Counters:
     def tally(self, idx_mapping: torch.Tensor) -> Tally:
         """Return what the scorer is to count of `[num_reqs]` int64 persistent rows of a verify step."""
         by_kind = None
-        if self._by_request is not None and not self.is_paused:
+        if self.counts_requests and not self.is_paused:
             by_kind = self._totals.new_empty(len(idx_mapping), len(metrics.KINDS))
         return Tally(idx_mapping, self._requests.has_draft, self._totals, by_kind, known=self._launches)
 
@@ -109,11 +103,7 @@ class Counters:
         """Count a request, and its draft tokens, from here on. One that was preempted goes on where it was."""
         if not self.is_paused:
             self._fates.setdefault(request.req_id, "admitted" if request.is_admitted else "undrafted_paused")
-        if self._by_request is not None and not self.is_paused:
-            req_id = request.req_id
-            if req_id not in self._held:
-                self._held[req_id] = self._by_request.begin_request(req_id, self._held.values())
-            self._slots[request.req_state_idx] = self._held[req_id]
+            self._req_ids[request.req_state_idx] = request.req_id
 
     def drafted(self, req_ids: frozenset[str]) -> None:
         """Take note of the requests that a step has drafted for; the same object while they are the same."""
@@ -125,10 +115,9 @@ class Counters:
 
     def end_requests(self, req_ids: Iterable[str], was_paused: Callable[[str], bool]) -> None:
         """Count requests that have finished, or were aborted, once: as drafted for, as skipped (which they are already)
-        or why they were neither, given whether one without drafts `was_paused`; their slots are the next ones'.
+        or why they were neither, given whether one without drafts `was_paused`.
         """
         for req_id in req_ids:
-            self._held.pop(req_id, None)
             fate = self._fates.pop(req_id, "skipped")
             if fate == "admitted":
                 fate = "undrafted_paused" if was_paused(req_id) else "undrafted_short"
@@ -139,19 +128,21 @@ class Counters:
         """Begin to copy `[num_reqs, 3]` counts of a step, or of a slice of its batch, to the host."""
         host = torch.empty_like(counts, device="cpu", pin_memory=self._on_gpu)
         host.copy_(counts, non_blocking=True)
-        self._pending.append((self._slots[idx_mapping_np], host))
+        self._pending.append((self._req_ids[idx_mapping_np], host))
 
-    def publisher(self) -> Callable[[], None] | None:
-        """Return what publishes the step's counts once the device is done with it, None if nothing was counted."""
-        file, pending, self._pending = self._by_request, self._pending, []
-        if file is None or not pending:
+    def publisher(self) -> Callable[[], dict[str, list[int]]] | None:
+        """Return what says, once the device is done with a step, which drafts stood in it: `KINDS` by request id, of
+        those with any; None if nothing was counted.
+        """
+        pending, self._pending = self._pending, []
+        if not pending:
             return None
 
-        def publish() -> None:
-            for slots, counts in pending:
-                file.add_to_requests(slots, counts.numpy())
+        def stood() -> dict[str, list[int]]:
+            found = (pair for req_ids, counts in pending for pair in zip(req_ids, counts.tolist(), strict=True))
+            return {req_id: counts for req_id, counts in found if any(counts)}
 
-        return publish
+        return stood
 
     def carried(self) -> Changes | None:
         """Return what a step's output is to carry to the server; None where its file is here, or for nothing."""
