@@ -216,7 +216,10 @@ class VidSpecModelRunner(GPUModelRunner):
         if stood is None and report is None and carried is None and records is None:
             return output
         published = PublishingOutput(
-            output, lambda: scheduler.Attached(report, carried, records and records(), stood and stood())
+            output,
+            lambda: scheduler.Attached(
+                report or scheduler.StepReport(), carried, records and records(), stood and stood()
+            ),
         )
         return published if isinstance(output, AsyncModelRunnerOutput) else published.finish(output)
 

@@ -27,13 +27,13 @@ class StepReport(NamedTuple):
 class Attached(NamedTuple):
     """What a step's output brings along."""
 
-    report: StepReport | None = None
+    report: StepReport = StepReport()
     carried: Changes | None = None  # what was counted on another host
     records: dict[str, dict[str, Any]] | None = None  # by request id, of requests that ask for one
     stood: dict[str, list[int]] | None = None  # by request id its drafts that stood, by kind, where responses say so
 
 
-_NOTHING, _NO_REPORT = Attached(), StepReport()
+_NOTHING = Attached()
 
 
 def hook_scheduler(attach: Callable) -> None:
@@ -175,7 +175,7 @@ def attached_to(output: Any) -> Attached:
 
 def report_of(output: Any) -> StepReport:
     """Return the report of vLLM's `ModelRunnerOutput`; an empty one where it has none."""
-    return attached_to(output).report or _NO_REPORT
+    return attached_to(output).report
 
 
 def _hand_over(name: str, by_request: dict[str, Any], outputs: Any) -> None:
