@@ -10,7 +10,6 @@ from vllm_vidspec.metrics.counts import Changes
 
 # The workers' methods that return and change knobs, and that start and end what is not counted.
 KNOBS, RETUNE, UNCOUNTED = "vidspec_knobs", "vidspec_retune", "vidspec_uncounted"
-STOOD = "_vidspec_stood"  # beside a request's new tokens: `Attached.stood`
 # A new request carries its salt and whether the draft reads it, a step its `Decision`, a step's output `Attached`.
 _SALT, _ADMITTED, _DECISION, _ATTACHED = (f"_vidspec_{it}" for it in ("cache_salt", "admitted", "decision", "attached"))
 
@@ -29,8 +28,7 @@ class Attached(NamedTuple):
 
     report: StepReport = StepReport()
     carried: Changes | None = None  # what was counted on another host
-    records: dict[str, dict[str, Any]] | None = None  # by request id, of requests that ask for one
-    stood: dict[str, list[int]] | None = None  # by request id its drafts that stood, by kind, where responses say so
+    records: dict[str, dict[str, Any]] | None = None  # by request id, of requests whose responses say something
 
 
 _NOTHING = Attached()
@@ -119,10 +117,8 @@ class _Patches:
         if scheduler._vidspec_side is not None:
             scheduler._vidspec_side.observe(scheduler_output, model_runner_output)
         outputs = original(scheduler, scheduler_output, model_runner_output)
-        told = attached_to(model_runner_output)
-        for name, by_request in ((REQUEST_RECORD, told.records), (STOOD, told.stood)):
-            if by_request:
-                _hand_over(name, by_request, outputs)
+        if records := attached_to(model_runner_output).records:
+            _hand_over(records, outputs)
         return outputs
 
     def init_core(self, original, core, *args, **kwargs):
@@ -178,16 +174,13 @@ def report_of(output: Any) -> StepReport:
     return attached_to(output).report
 
 
-def _hand_over(name: str, by_request: dict[str, Any], outputs: Any) -> None:
-    """Put what is known of each request beside its own new tokens, where `api.hear_engine` takes it out by this name;
-    beside a record what the tokens are.
-    """
+def _hand_over(records: dict[str, dict[str, Any]], outputs: Any) -> None:
+    """Put each request's record beside its own new tokens, where `api._hear_steps` takes it out."""
     for client in outputs.values():
         for output in client.outputs:
-            if (found := by_request.get(output.request_id)) is not None and output.new_token_ids:
-                if name == REQUEST_RECORD:
-                    found["tokens"] = list(output.new_token_ids)
-                output.kv_transfer_params = {**(output.kv_transfer_params or {}), name: found}
+            if (record := records.get(output.request_id)) is not None and output.new_token_ids:
+                record["tokens"] = list(output.new_token_ids)
+                output.kv_transfer_params = {**(output.kv_transfer_params or {}), REQUEST_RECORD: record}
 
 
 def step(core: Any) -> None:

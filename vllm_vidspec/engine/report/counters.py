@@ -27,41 +27,29 @@ SOUND = 1.0  # the log speaks again only after a window as good as this
 
 
 class Counters:
-    """Counts of one worker, in all and by request. Only tensor-parallel rank 0 publishes."""
+    """Counts of one worker. Only tensor-parallel rank 0 publishes."""
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        device: torch.device,
-        max_num_reqs: int,
-        num_speculative_tokens: int,
-        requests: RequestRows,
-    ):
+    def __init__(self, vllm_config: Any, device: torch.device, num_speculative_tokens: int, requests: RequestRows):
         # [7 + K] see `Tally.totals`
         self._totals = torch.zeros(len(_TOTALS) + num_speculative_tokens, dtype=torch.int64, device=device)
         self._requests = requests
         self._launches: dict = {}  # see `Tally.known`
-        self._on_gpu = device.type == "cuda"
+        on_gpu = device.type == "cuda"
         # On the host: the totals themselves, or where a copy of them goes.
-        self._host = torch.zeros_like(self._totals, device="cpu", pin_memory=True) if self._on_gpu else self._totals
+        self._host = torch.zeros_like(self._totals, device="cpu", pin_memory=True) if on_gpu else self._totals
         self._host_np = self._host.numpy()
-        self._copied = torch.cuda.Event() if self._on_gpu else None
+        self._copied = torch.cuda.Event() if on_gpu else None
         self._has_news = self._is_copying = False  # since the last copy was begun; whether one is under way
         self._published = np.zeros(len(self._host), dtype=np.int64)
         positions = (f"accepted_at_pos_{i}" for i in range(num_speculative_tokens))
         self._file_slots = metrics.slots_of((*_TOTALS, *positions))  # of each total
         self._file = self._open(vllm_config)
-        # Whether a response says what stood of its own request's drafts: the server was asked for that.
-        level = vllm_config.observability_config.per_request_spec_decode_metrics
-        self.counts_requests = self._file is not None and level != "none"
         self._logged: set[str] = set()
         self._alarm = AcceptanceAlarm()
         self.is_paused = False  # whether nothing is counted: what runs is no client's request
         # Requests that have begun and not ended: what they will count as, "" while they are not drafted for.
         self._fates: dict[str, str] = {}
         self._last_drafted = frozenset[str]()  # the last who were
-        self._req_ids = np.full(max_num_reqs, "", dtype=object)  # [max_num_reqs] by persistent row
-        self._pending: list[tuple[np.ndarray, torch.Tensor]] = []  # request ids and counts of the step in flight
 
     @staticmethod
     def _open(vllm_config: Any) -> Counts | None:
@@ -81,29 +69,19 @@ class Counters:
             yield
         finally:
             self._totals.copy_(totals)
-            self._pending.clear()
             self.is_paused = False
 
     def tally(self, idx_mapping: torch.Tensor) -> Tally:
         """Return what the scorer is to count of `[num_reqs]` int64 persistent rows of a verify step."""
-        by_kind = None
-        if self.counts_requests and not self.is_paused:
-            by_kind = self._totals.new_empty(len(idx_mapping), len(metrics.KINDS))
-        return Tally(idx_mapping, self._requests.has_draft, self._totals, by_kind, known=self._launches)
-
-    def counted(self, idx_mapping_np: np.ndarray, tally: Tally) -> None:
-        """Take note of a tally that has been made, for `[num_reqs]` persistent rows."""
         self._has_news = True
-        if tally.by_kind is not None:
-            self._count_requests(idx_mapping_np, tally.by_kind)
+        return Tally(idx_mapping, self._requests.has_draft, self._totals, known=self._launches)
 
     # ---- by request ------------------------------------------------------------------------------------------------
 
     def begin_request(self, request: NewRequest) -> None:
-        """Count a request, and its draft tokens, from here on. One that was preempted goes on where it was."""
+        """Take note of a request, to count it once it has ended; one that was preempted is known already."""
         if not self.is_paused:
             self._fates.setdefault(request.req_id, "admitted" if request.is_admitted else "undrafted_paused")
-            self._req_ids[request.req_state_idx] = request.req_id
 
     def drafted(self, req_ids: frozenset[str]) -> None:
         """Take note of the requests that a step has drafted for; the same object while they are the same."""
@@ -123,26 +101,6 @@ class Counters:
                 fate = "undrafted_paused" if was_paused(req_id) else "undrafted_short"
             if fate != "skipped":
                 self.add(fate)
-
-    def _count_requests(self, idx_mapping_np: np.ndarray, counts: torch.Tensor) -> None:
-        """Begin to copy `[num_reqs, 3]` counts of a step, or of a slice of its batch, to the host."""
-        host = torch.empty_like(counts, device="cpu", pin_memory=self._on_gpu)
-        host.copy_(counts, non_blocking=True)
-        self._pending.append((self._req_ids[idx_mapping_np], host))
-
-    def publisher(self) -> Callable[[], dict[str, list[int]]] | None:
-        """Return what says, once the device is done with a step, which drafts stood in it: `KINDS` by request id, of
-        those with any; None if nothing was counted.
-        """
-        pending, self._pending = self._pending, []
-        if not pending:
-            return None
-
-        def stood() -> dict[str, list[int]]:
-            found = (pair for req_ids, counts in pending for pair in zip(req_ids, counts.tolist(), strict=True))
-            return {req_id: counts for req_id, counts in found if any(counts)}
-
-        return stood
 
     def carried(self) -> Changes | None:
         """Return what a step's output is to carry to the server; None where its file is here, or for nothing."""

@@ -1,6 +1,6 @@
 """What a response says of its own request: the draft tokens that stood exactly, loosened and shifted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,12 +15,12 @@ from vllm_vidspec.engine.compat.scheduler import Attached, attach
 class RequestMetrics(RequestSpecDecodeMetrics):
     """vLLM's acceptance statistics of one request, and why its drafts stood."""
 
-    by_kind: tuple[int, ...] = (0,) * len(metrics.KINDS)
+    by_kind: tuple[int, ...] = (0,) * len(metrics.KINDS)  # draft tokens
 
     @classmethod
-    def of(cls, found: RequestSpecDecodeMetrics, by_kind: list[int] | None) -> "RequestMetrics":
-        """Return the statistics with our counts, by `KINDS`; None: no draft stood."""
-        return cls(**asdict(found)) if by_kind is None else cls(**asdict(found), by_kind=tuple(by_kind))
+    def of(cls, found: RequestSpecDecodeMetrics, kinds: Sequence[int]) -> "RequestMetrics":
+        """Return the statistics with counts of the answer's `Kind`s."""
+        return cls(**asdict(found), by_kind=tuple(kinds.count(kind) for kind in metrics.Kind if kind))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the response's `metrics.speculative_decoding`, with counts of draft tokens by kind."""
