@@ -8,7 +8,7 @@ import pytest
 from tests.unit.engine.simulated import measured, memory_bound
 from vllm_vidspec.config import METHOD, parse_config
 from vllm_vidspec.engine import scheduling
-from vllm_vidspec.engine.compat.scheduler import _DECISION, StepReport, attach
+from vllm_vidspec.engine.compat.scheduler import _DECISION, Attached, StepReport, attach
 from vllm_vidspec.engine.policy import Decision, Policy
 from vllm_vidspec.engine.scheduling import SchedulerSide
 from vllm_vidspec.errors import VidSpecError
@@ -76,7 +76,7 @@ class World:
             req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
             sampled_token_ids=[[7] * (1 + count) for count in accepted.values()],
         )
-        attach(output, StepReport(frozenset(ids if num_drafts else ())), None)
+        attach(output, Attached(StepReport(frozenset(ids if num_drafts else ()))))
         self.side.observe(step, output)
 
 
