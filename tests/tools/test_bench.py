@@ -72,9 +72,9 @@ def test_each_shape_has_its_own_number_of_tokens(engines):
 
 
 def test_knobs_and_scheduling_are_those_of_all_rows(engines):
-    given = ("--knob", "max_draft_failures=3", "--knob", "tree-fill=true", "--knob", 'quantization="fp8"')
+    given = ("--knob", "max_draft_failures=3", "--knob", "state-bytes=9", "--knob", 'quantization="fp8"')
     rows = bench("--drafting", "tree-adaptive", "--prune-ratio", "0.5,0.9", *given, "--sync-scheduling")["rows"]
-    knobs = {"max_draft_failures": 3, "tree_fill": True, "quantization": "fp8"}
+    knobs = {"max_draft_failures": 3, "state_bytes": 9, "quantization": "fp8"}
     assert [row["knobs"] for row in rows] == [knobs] * 2
     for session, spec in zip(engines.sessions, specs(engines), strict=True):
         assert session.job["llm"]["async_scheduling"] is False, "vanilla too: its time stands beside"
@@ -107,8 +107,8 @@ def test_table_and_files(engines, tmp_path, monkeypatch):
         assert words in result.stdout, words
     assert "nodes" not in result.stdout
     assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 2
-    trees = invoke("bench", "acceptance", "--drafting", "chain,tree-adaptive", "--knob", "tree_fill=true")
-    for words in ("tree-adaptive", "64", "sync scheduling", "nodes", "tree_fill true"):
+    trees = invoke("bench", "acceptance", "--drafting", "chain,tree-adaptive", "--knob", "position_shift=true")
+    for words in ("tree-adaptive", "64", "sync scheduling", "nodes", "position_shift true"):
         assert words in " ".join(trees.stdout.split()), words
     ran = len(engines.sessions)
     assert invoke(*options, "--json", str(tmp_path / "no" / "x")).exit_code == 2

@@ -195,8 +195,6 @@ TAKEN = {
     SCHEDULE: ((1, 4, 5), (5, 8, 0)),
     "pruner": "auto",
     "auto_pruners": ("uniform", "uv"),
-    "auto_ratios": (0.0, 0.9),
-    "auto_file": "some/file",
     "guidance_layers": (0, 2),
     "tree_paths": ((0,), (1,)),
     "request_scorers": ("loose", "strict"),
@@ -229,7 +227,7 @@ def test_every_key_reaches_its_knob(key):
     [
         ("model", 3), ("parallel.device", "tpu"), ("parallel.device", "cuda:x"), ("parallel.cpu_cores", "1-"),
         ("num_speculative_tokens", 1.5), ("draft_table", "odd"), (SCHEDULE, [[0, 4, 5]]), ("prune_ratio", float("nan")),
-        ("frames_as_video", True), ("auto_pruners", []), ("auto_pruners", ["auto"]), ("auto_ratios", [1.1]),
+        ("frames_as_video", True), ("auto_pruners", []), ("auto_pruners", ["auto"]),
         ("fly_entropy", float("inf")), ("lambda_r", float("nan")), ("guidance_layers", []),
         ("guidance_layers", [-1]), ("tree_paths", [[0.5]]), ("request_scorers", ["lax"]), ("adaptive_tokens", "so"),
         ("on_draft_error", "shrug"),

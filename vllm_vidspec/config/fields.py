@@ -88,11 +88,6 @@ class PruneKnobs(Knobs):
     auto_pruners: tuple[str, ...] = _experts(default=("specvlm", "attention", "uv", "uniform"))
     """`auto`: the pruners to choose from. The target's attention or hidden states are observed for the requests whose
     pruner needs them."""
-    auto_ratios: tuple[_Share, ...] | None = _experts(default=None)
-    """`auto`: the prune ratios to choose from. Default: `prune_ratio` alone."""
-    auto_file: str | None = _experts(default=None)
-    """`auto`: a file that keeps what was learned, read at the start and written as requests end and at shutdown. It is
-    a calibration file too, which names the pruner and the ratio that were best. Default: nothing is kept."""
     lambda_r: _Share = _experts(default=0.4)
     """`specvlm`: share of the attention whose tokens are kept outright; the rest of the budget is spread evenly over
     the others. SpecVLM sets 0.4 for LLaVA-OneVision and 0.5 for Qwen2.5-VL by calibration, its released code 0.4 for
@@ -118,13 +113,6 @@ class PruneKnobs(Knobs):
             raise ValueError("auto_pruners names none")
         return tuple(dict.fromkeys(map(_known, names)))
 
-    @field_validator("auto_ratios")
-    @classmethod
-    def _some_ratios(cls, ratios: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        if ratios == ():
-            raise ValueError("auto_ratios names none")
-        return None if ratios is None else tuple(dict.fromkeys(ratios))
-
     @field_validator("guidance_layers", mode="after")
     @classmethod
     def _distinct_layers(cls, layers: str | tuple[int, ...]) -> str | tuple[int, ...]:
@@ -136,15 +124,10 @@ class PruneKnobs(Knobs):
 
     @functools.cached_property
     def variants(self) -> tuple["PruneKnobs", ...]:
-        """How a request's prompt may be pruned: by these knobs, or with `auto` by each pruner at each ratio."""
+        """How a request's prompt may be pruned: by these knobs, or with `auto` by each of `auto_pruners`."""
         if self.pruner != AUTO:
             return (self,)
-        ratios = self.auto_ratios or (self.prune_ratio,)
-        return tuple(
-            self.model_copy(update={"pruner": pruner, "prune_ratio": ratio})
-            for pruner in self.auto_pruners
-            for ratio in ratios
-        )
+        return tuple(self.model_copy(update={"pruner": pruner}) for pruner in self.auto_pruners)
 
     def variant(self, number: int) -> "PruneKnobs":
         """Return one of `variants`; the first where there is none of that number, as these knobs may have changed."""
@@ -265,8 +248,8 @@ class Fields(PruneKnobs, ScoreKnobs):
     time to time. The output is the same. `draft_table` and `num_speculative_tokens_per_batch_size` are upper bounds
     then. `false` always drafts K tokens, or what these say."""
     calibration: str | None = _sometimes(default=None)
-    """A file that `vidspec calibrate` or `auto_file` wrote: its values replace the defaults of `draft_table`,
-    `guidance_layers`, `lambda_r`, `prune_ratio`, `pruner`, `uv_layer`; what is given beside it wins."""
+    """A file that `vidspec calibrate` wrote: its values replace the defaults of `draft_table`, `guidance_layers`,
+    `lambda_r`, `prune_ratio`, `pruner`, `uv_layer`; what is given beside it wins."""
     parallel: ParallelKnobs = _sometimes(default=ParallelKnobs())
     """The parallel drafter."""
     draft_kv_bytes: _Positive | None = _sometimes(default=None)
@@ -284,9 +267,6 @@ class Fields(PruneKnobs, ScoreKnobs):
     tree_paths: tuple[Path, ...] | None = _experts(default=None)
     """The tree of `tree-static` as rank paths, `[[0], [1], [0, 0], ...]`: `[0, 1]` is the second-best child of the best
     child of the root. Default: SpecVLM's 25 nodes of depth 5."""
-    tree_fill: bool | None = _experts(default=None)
-    """Fill every tree of `tree-adaptive` up to `num_speculative_tokens` with the next-best nodes, as leaves. Default:
-    where vLLM schedules asynchronously and so verifies that many tokens anyway."""
     draft_noise: Literal["shared", "independent", "greedy"] = _experts(default="shared")
     """How the draft samples when temperature > 0. `shared`: with the target's own noise (highest acceptance);
     `independent`: with noise of its own; `greedy`: argmax. The output is the same with each."""
