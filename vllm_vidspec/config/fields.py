@@ -248,8 +248,8 @@ class Fields(PruneKnobs, ScoreKnobs):
     time to time. The output is the same. `draft_table` and `num_speculative_tokens_per_batch_size` are upper bounds
     then. `false` always drafts K tokens, or what these say."""
     calibration: str | None = _sometimes(default=None)
-    """A file that `vidspec calibrate` wrote: its values replace the defaults of `draft_table`, `guidance_layers`,
-    `lambda_r`, `prune_ratio`, `pruner`, `uv_layer`; what is given beside it wins."""
+    """A file that `vidspec calibrate` wrote: its values replace the defaults of `guidance_layers`, `lambda_r` and
+    `uv_layer`; what is given beside it wins."""
     parallel: ParallelKnobs = _sometimes(default=ParallelKnobs())
     """The parallel drafter."""
     draft_kv_bytes: _Positive | None = _sometimes(default=None)
