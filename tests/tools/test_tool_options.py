@@ -13,7 +13,6 @@ OF_ALL = (
     ("--target /no/such/model --draft self", "--target: no such checkpoint: /no/such/model"),
     ("--engine-args []", "--engine-args: '[]' is not a JSON object"),
     ('--engine-args {"model":"x"}', "--engine-args: model"),
-    ('--dtype auto --engine-args {"dtype":"auto"}', "dtype is given by --dtype, too"),
     ("--out /no/such/folder/file", "no such folder"),
     ("--out /tmp", "it is a folder"),
 )

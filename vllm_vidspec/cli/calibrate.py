@@ -20,7 +20,6 @@ def calibrate(
     prune_ratio: options.PruneRatio = 0.9,
     num_speculative_tokens: options.NumTokens = 5,
     max_tokens: options.MaxTokensOfTwo = 256,
-    dtype: options.Dtype = None,
     engine_args: options.EngineArgs = "{}",
     out: Annotated[str, typer.Option(metavar="PATH", help="The calibration file to write.")] = "calibration.json",
     json_path: options.Json = None,
@@ -30,7 +29,7 @@ def calibrate(
     from vllm_vidspec.tools import calibrate as calibration
     from vllm_vidspec.tools import progress, views
 
-    own = {"videos": tuple(video or ()), "engine_args": options.engine_args(engine_args, dtype)}
+    own = {"videos": tuple(video or ()), "engine_args": options.engine_args(engine_args)}
     what = options.pick(calibration.Calibration, given, **own)
     calibration.check(what, out)
     result = running.with_bars(calibration.run, what, progress.View)
