@@ -114,6 +114,8 @@ REFUSED = [
         *("leaves out the server's own scorer", "without its better sibling"),
     ),
     ({"qqqqqqqq": 1, "prune_ratio": float("nan"), "lambda_r": 3}, "'qqqqqqqq'", "prune_ratio: ", "lambda_r: "),
+    # Catches: a pruner named as known where it is none.
+    ({"auto_pruners": ["auto"]}, "auto_pruners: unknown pruner 'auto'; known: none, "),
     # Catches: what has no effect, and is accepted.
     ({"draft_table": [[1, 4, "chain", 5]]}, 'draft_table needs "draft_shape": "auto", this is \'chain\''),
     (

@@ -47,11 +47,10 @@ _Positive = Annotated[int, Field(ge=1), AfterValidator(_in_64_bits)]
 _Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
-def _known(pruner: str) -> str:
+def _known(pruner: str, known: tuple[str, ...] = PRUNERS) -> str:
     """Return a pruner's name as it is registered; ValueError for an unknown one."""
     name = _PRUNER_ALIASES.get(pruner, pruner)
-    if name not in PRUNERS:
-        known = (*PRUNERS, AUTO)
+    if name not in known:
         raise ValueError(f"unknown pruner {name!r}{nearest(name, known)}; known: {', '.join(known)}")
     return name
 
@@ -104,7 +103,7 @@ class PruneKnobs(Knobs):
     @field_validator("pruner")
     @classmethod
     def _known_pruner(cls, name: str) -> str:
-        return name if name == AUTO else _known(name)
+        return _known(name, (*PRUNERS, AUTO))
 
     @field_validator("auto_pruners")
     @classmethod

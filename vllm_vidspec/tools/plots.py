@@ -1,10 +1,12 @@
 """Line plots of results, by matplotlib, which is imported to draw only."""
 
+import importlib.util
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.user_files import check_output, writing
 
 SUFFIXES = (".png", ".svg")
@@ -21,9 +23,11 @@ Points = Sequence[tuple[float, float]]
 Panels = Mapping[str, Mapping[str, Points]]  # title -> name of a line -> its points
 
 
-def check_plot(path: str, option: str = "cannot draw") -> None:
+def check_plot(path: str, option: str, suffixes: Sequence[str] = SUFFIXES) -> None:
     """Refuse a plot that cannot be drawn: a place or name that is none, or no matplotlib."""
-    check_output(path, option, SUFFIXES, SUFFIXES)
+    check_output(path, option, suffixes)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise VidSpecError(f"{option}: a {Path(path).suffix} file needs matplotlib: pip install matplotlib")
 
 
 def draw(

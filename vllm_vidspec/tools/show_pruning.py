@@ -11,8 +11,9 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import contact_sheet, pairs
 from vllm_vidspec.tools.calibrate import Subject
 from vllm_vidspec.tools.engine_session import EngineSession
+from vllm_vidspec.tools.plots import check_plot
 from vllm_vidspec.tools.progress import Report, silent
-from vllm_vidspec.tools.user_files import check_output, read_video
+from vllm_vidspec.tools.user_files import read_video
 
 NUM_FRAMES = 32  # what vLLM samples a video to unless it is told otherwise
 PRUNERS = ("uniform", "random", "specvlm", "attention", "uv", "dycoke")
@@ -44,17 +45,16 @@ class Show(Subject):
         return {"videos": [str(self.path)], "num_frames": self.num_frames}
 
     def llm_kwargs(self, **spec: Any) -> dict[str, Any]:
+        """Return the arguments of an engine that observes what any of the pruners needs."""
+        spec = {"pruner": AUTO, "auto_pruners": self.pruners} | spec
         return super().llm_kwargs(**({"calibration": self.calibration} if self.calibration else {}), **spec)
 
 
 def check(show: Show) -> None:
     """Refuse a wrong value, in one line, before an engine starts."""
     show.check()
-    check_output(show.out, suffixes=(".png",), drawn=(".png",))
-    if not show.pruners:
-        raise VidSpecError("--pruner: no value given")
-    for pruner in show.pruners:
-        show.config(pruner=pruner)
+    check_plot(show.out, "--out", (".png",))
+    show.config()
 
 
 def run(show: Show, report: Report = silent) -> dict[str, Any]:
@@ -72,13 +72,12 @@ def run(show: Show, report: Report = silent) -> dict[str, Any]:
 
 
 def _look(show: Show, report: Report) -> list[contact_sheet.Row]:
-    """Return what each pruner keeps: one engine, which observes all that they need, is retuned from one to the next."""
+    """Return what each pruner keeps: one engine, retuned from one to the next."""
     from vllm_vidspec.pruning import SCORE_NEEDS, TokenGrid, get_pruner
 
-    pruners = list(dict.fromkeys(show.config(pruner=name).pruner for name in show.pruners))
-    rows = []
+    pruners, rows = show.config().auto_pruners, []
     report("loading", {"label": "the engine"})
-    with EngineSession(show.job(pruner=AUTO, auto_pruners=pruners)) as session:
+    with EngineSession(show.job()) as session:
         report("plan", {"total": len(pruners)})
         report("measuring", {})
         for pruner in pruners:
