@@ -266,6 +266,9 @@ class Fields(PruneKnobs, ScoreKnobs):
     tree_paths: tuple[Path, ...] | None = _experts(default=None)
     """The tree of `tree-static` as rank paths, `[[0], [1], [0, 0], ...]`: `[0, 1]` is the second-best child of the best
     child of the root. Default: SpecVLM's 25 nodes of depth 5."""
+    tree_fill: bool | None = _experts(default=None)
+    """Fill every tree of `tree-adaptive` up to `num_speculative_tokens` with the next-best nodes, as leaves. Default:
+    where vLLM schedules asynchronously and so verifies that many tokens anyway."""
     draft_noise: Literal["shared", "independent", "greedy"] = _experts(default="shared")
     """How the draft samples when temperature > 0. `shared`: with the target's own noise (highest acceptance);
     `independent`: with noise of its own; `greedy`: argmax. The output is the same with each."""

@@ -120,7 +120,7 @@ class LocalBackend(DraftBackend):
             allocation=allocation,
             shared=encoder_cache.encoder_outputs if shares else {},
             pixels=self._pixels,
-            fills_trees=is_async,
+            fills_trees=is_async if config.tree_fill is None else config.tree_fill,
             take_trees=None if self._trees is None else self._trees.take,
             observers=self._observers,
         )
