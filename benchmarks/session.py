@@ -86,11 +86,6 @@ class BenchEngine(Engine):
         """Return nothing of vLLM's own, which take too long to read."""
         return None if self.is_stock else self.counters()
 
-    def retune(self, knobs: dict[str, Any]) -> dict[str, Any]:
-        """Change knobs of VidSpecConfig from here on."""
-        self.llm.collective_rpc("vidspec_retune", args=(knobs,))
-        return {}
-
     @functools.cached_property
     def _roles(self) -> Roles:
         return Roles(self.llm)

@@ -277,7 +277,6 @@ class SchedulerSide:
         """Save what was learned."""
         if self._pruners is not None:
             self._pruners.collect({})
-            self._pruners.save()
 
 
 class _Breaker:
