@@ -96,8 +96,9 @@ class FakeDraft:
         self.config = SimpleNamespace(cache=self.cache)
         self.attention: FakeAttention | None = None
 
-    def load(self, _target: None) -> None:
-        """Load."""
+    def load(self, _target: None) -> int:
+        """Load; the weights hold no bytes."""
+        return 0
 
     def make_vision_cache(self, num_bytes: int) -> VisionCache:
         return VisionCache(num_bytes, 1, torch.float32, self.device)

@@ -165,11 +165,11 @@ def padding_writes(patch) -> None:
     """Padding has the slot of the first request's root."""
     begin = Drafter._begin
 
-    def begin_and_write(self, batch_rows, picked, *args):
-        begin(self, batch_rows, picked, *args)
-        num_reqs, slots = len(batch_rows if picked is None else picked), self.buffers.step.slot_mapping
-        if slots.is_cuda:
-            slots[2 * num_reqs : 2 * args[-1]] = slots[1].clone()
+    def begin_and_write(self, message, size):
+        begin(self, message, size)
+        rows = message.batch_rows if message.picked is None else message.picked
+        if (slots := self.buffers.step.slot_mapping).is_cuda:
+            slots[2 * len(rows) : 2 * size] = slots[1].clone()
 
     patch.setattr(Drafter, "_begin", begin_and_write)
 

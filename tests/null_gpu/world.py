@@ -330,7 +330,6 @@ def world(
         for module, name, stand_in in (
             (counters.Counters, "_open", staticmethod(lambda _: MetricsFile.create(folder / f"{device.type}.i64"))),
             (parts, "DraftModel", lambda _config, device, *_: networks.FakeDraft(device, launch)),
-            (parts, "held_bytes", lambda _: 0),
             (parts, "make_guides", lambda *_: []),
             (parts, "VisualStates", lambda *_: None),  # `_verify` makes up relevance
             *((module, "kv_bytes_per_token", lambda _: 0) for module in (local_backend, drafter)),
