@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.config import NONE, VidSpecConfig
 from vllm_vidspec.drafting.adaptive import SAGE
 from vllm_vidspec.planning.draft_cost import cost_hint, stored_weights
 
@@ -45,8 +45,8 @@ def graph_ceiling(config: VidSpecConfig, max_num_seqs: int, max_tokens: int) -> 
 
 def level_width(config: VidSpecConfig, shape: str) -> int:
     """Return the most nodes of a request in a draft forward behind the first: those of a level with children."""
+    if shape in ("chain", NONE):
+        return 1
     if shape == "tree-adaptive":
         return SAGE.width_max
-    if shape == "tree-static":
-        return max(Counter(map(len, {path[:-1] for path in config.static_paths})).values())
-    return 1
+    return max(Counter(map(len, {path[:-1] for path in config.paths_of(shape)})).values())
