@@ -122,6 +122,12 @@ def test_programs_fill_a_multiprocessor(rows, arch):
     assert all(row["programs_per_sm"] >= 2 for row in attention), attention
 
 
+def test_a_share_is_found_without_waiting(rows):
+    """Catches: sums over the requests that cross warps, at a barrier each, in every program of every layer."""
+    merges = [row for row in rows if row["kernel"] == "merge_parts"]
+    assert merges and all(not row["shared_bytes"] and "bar" not in row["memory"] for row in merges), merges
+
+
 def test_products_take_tensor_cores_and_fuse(rows):
     """Catches: half-precision products in plain arithmetic; FP fusion left to a default that the next Triton turns."""
     products = {"tree_attention", "visual_relevance", "row_stats", "guidance_scores"}

@@ -24,8 +24,8 @@ from vidspec_kernels.tree_attention.reference import tree_attention_reference
 from vidspec_kernels.tree_attention.tiles import _MAX_BLOCK_ROWS, _padded, tile_shape
 from vidspec_kernels.tree_attention.triton import _merge_parts_kernel, _tree_attention_kernel
 
-# Requests that a program looks at at once to find its share.
-_BLOCK_REQS = 128
+# Requests that a program looks at at once to find its share: a warp's lanes, as sums over more wait for other warps.
+_BLOCK_REQS = 32
 # A share of fewer tiles of keys writes about as much of its partial results as it reads of K and V.
 MIN_UNITS = 4
 # Rows that a program merges, a part of every tile's, and parts of them that are under way.

@@ -103,6 +103,12 @@ def _shares(
 
 
 @triton.jit
+def _first_unit(program, total, num_programs):
+    """Return program * total // num_programs without its product, which takes 64 bits: such a division is a call."""
+    return program * (total // num_programs) + program * (total % num_programs) // num_programs
+
+
+@triton.jit
 def _programs_of(item_begin, item_units, total, num_programs):
     """Return the first and the last program that has a share of an item, given its first unit and how many it has."""
     first = ((item_begin + 1).to(tl.int64) * num_programs - 1) // total
@@ -223,9 +229,8 @@ def _tree_attention_kernel(
     )  # fmt: skip
     if program >= num_programs:
         return
-    # Units fit into 32 bits, their products with programs into 64.
-    unit = (program.to(tl.int64) * total // num_programs).to(tl.int32)
-    end = ((program + 1).to(tl.int64) * total // num_programs).to(tl.int32)
+    unit = _first_unit(program, total, num_programs)
+    end = _first_unit(program + 1, total, num_programs)
 
     dims = tl.arange(0, BLOCK_DIM)
     dim_mask = dims < HEAD_SIZE
