@@ -46,9 +46,10 @@ class TreeAttention:
         self.scratch = TreeAttentionScratch(max((layer.impl.head_size for layer in self.layers), default=1), device)
         self.step: TreeStep | None = None  # of the forward that runs next
         self._reads_prefix = False  # whether a layer's own attention may read the prefix
+        schedules: dict[tuple[int, ...], torch.Tensor | None] = {}
         for layer in self.layers:
             kv_views.check_readable(layer, READER)
-            read_prefix = backends.prefix_attention(layer)
+            read_prefix = backends.prefix_attention(layer, schedules)
             self._reads_prefix |= read_prefix is not None
             compat.intercept_attention(layer, functools.partial(self._forward, read_prefix))
 
