@@ -55,6 +55,7 @@ def test_each_request_has_a_pruner_of_its_own(reference, tmp_path):
     assert config.pruner == learned["config"]["pruner"] in PRUNERS
 
 
+@pytest.mark.slow  # that its layers add nothing: tests/tools/test_inflation.py
 def test_an_inflated_target_is_the_original(tmp_path):
     """Both checkpoints inflated: the same tokens, logprobs to the last bit in fp32, scores, choices and drafts."""
     calibrated = json.loads(pairs.calibration(LLAVA).read_text())["config"]

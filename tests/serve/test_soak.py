@@ -22,8 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_half_a_minute_of_mixed_traffic(tmp_path):
     command = [sys.executable, "-m", "benchmarks.soak", "--minutes", "0.5", "--configs", "chain"]
-    command += ["--json", "soak.json", "--log-dir", str(tmp_path)]
-    command[command.index("soak.json")] = str(tmp_path / "soak.json")
+    command += ["--json", str(tmp_path / "soak.json"), "--log-dir", str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=pairs.engine_env(), timeout=400)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
     result = json.loads((tmp_path / "soak.json").read_text())

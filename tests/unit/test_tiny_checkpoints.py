@@ -111,9 +111,13 @@ def _library_video_embeddings(family: str, target: tiny_captioner.Captioner, sam
 
 
 def test_target_names_the_attributes(family_run, samples) -> None:
+    """Of assets/sample.mp4 too, which is the held-out video 0: compression must not change what it says by much."""
     _, target, _, outputs = family_run
     right = count_right([target.decode(ids) for ids in outputs], [sample.facts for sample in samples])
     assert accuracy(right) >= 0.90
+    with torch.no_grad():
+        [ids] = target.greedy(target.vision(target.pixels(read_video(assets.SAMPLE_VIDEO)[None])))
+    assert accuracy(count_right([target.decode(ids)], [samples[0].facts])) >= 0.85
 
 
 @torch.no_grad()
@@ -154,14 +158,6 @@ def test_the_plain_pair_needs_no_losses_that_guide(samples) -> None:
     assert accuracy(right) >= 0.95
     match = agreement(draft, pixels, outputs, torch.arange(draft.num_video_tokens))
     assert 0.70 <= np.mean(np.concatenate(match)) <= 0.83
-
-
-def test_target_captions_the_sample_video(family_run, samples) -> None:
-    """assets/sample.mp4 is the held-out video 0; compression must not change what the target says by much."""
-    _, target, _, _ = family_run
-    with torch.no_grad():
-        [ids] = target.greedy(target.vision(target.pixels(read_video(assets.SAMPLE_VIDEO)[None])))
-    assert accuracy(count_right([target.decode(ids)], [samples[0].facts])) >= 0.85
 
 
 @pytest.mark.parametrize("family", assets.FAMILIES)

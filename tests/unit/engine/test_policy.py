@@ -155,7 +155,7 @@ def test_short_answers_are_not_admitted():
 def test_an_answer_is_as_long_as_its_class_or_its_bound():
     """Catches: a request with a prefill that its few tokens never earn, admitted as longer ones earn theirs."""
     engine = SimulatedEngine(cost=memory_bound, start_s=0.3)
-    engine.serve((256, 0.9), requests=12, lengths=(256,))
+    engine.serve((256, 0.9), requests=12, length=256)
     kind = class_label(256, 0), (), 306, 75
     assert engine.policy.add("long", *kind, 512) and not engine.policy.add("bounded", *kind, 20)
 
