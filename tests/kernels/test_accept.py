@@ -109,7 +109,7 @@ def test_equals_the_loop(device, in_trees, is_loose, num_reqs, max_drafts):
         with pytest.raises(AssertionError, match="max_drafts 0"):
             accept(**pack([], 0, device, in_trees, is_loose))
         return
-    for wishes in (dict(counts=False), {}, dict(wants_kinds=False), dict(keeps=False)):
+    for wishes in (dict(counts=False), {}, dict(keeps=False)):
         agree(accept_requests.case, device, in_trees, is_loose, num_reqs, max_drafts, **wishes)
 
 

@@ -27,8 +27,6 @@ def test_half_a_minute_of_mixed_traffic(tmp_path):
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
     result = json.loads((tmp_path / "soak.json").read_text())
     assert result["requests"] >= 48 and result["compared"] > result["requests"] / 2
-    for name in ("p50_s", "p95_s", "vanilla_p50_s", "vanilla_p95_s"):
-        assert isinstance(result[name], float), name
     (config,) = result["configs"]
     assert config["rss_slope_mb_per_min"] is None  # too short a time to judge
     assert config["counters"]["accepted_tokens"] > 0 and config["processes_left"] == 0

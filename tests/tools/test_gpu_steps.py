@@ -65,20 +65,10 @@ def test_recorded_rates_are_a_steps_tokens_over_its_time():
 
 
 def test_the_models_are_those_that_a_card_has_room_for():
-    """Catches: requests that do not fit beside weights, by the sizes of weights and KV caches. Of an H100 7.9 GiB were
-    activations, graphs and room beside them, and three requests fitted, not four; the draft's pool has 0.3 of a video.
-    """
-    sizes = plan.Sizes()
-    assert sizes.video_tokens == 25_088, "128 frames, as in the papers"
+    """Catches: bf16 weights on a card of 80 GB, fp8 ones where there is room for more; another model than asked for."""
+    assert plan.Sizes().video_tokens == 25_088, "128 frames, as in the papers"
     assert [plan.chosen_models("auto", total) for total in (79 * GIB, 139 * GIB)] == ["32b-fp8", "32b-bf16"]
     assert plan.chosen_models("72b-fp8", 79 * GIB) == "72b-fp8"
-    for name, total, num in (("32b-fp8", 79 * GIB, 3), ("32b-bf16", 139 * GIB, 4)):
-        target, draft = (made_up.SHAPES[model] for model in (plan.MODELS[name][0], plan.DRAFT))
-        each = sizes.video_tokens * (target.kv_bytes_per_token + 0.3 * draft.kv_bytes_per_token)
-        stored = [one if "bf16" in name else one.quantised("fp8_per_tensor") for one in (target, draft)]
-        weights = sum(shape.weight_bytes for shape in stored)
-        room = 0.95 * total - weights - 7.9 * GIB
-        assert room > num * each and (name != "32b-fp8" or room < (num + 1) * each)
 
 
 # ---- the steps -------------------------------------------------------------------------------------------------------

@@ -106,6 +106,8 @@ REFUSED = [
         *("leaves out the server's own scorer", "parallel drafting streams a chain", "must be 25, not 5"),
     ),
     ({"qqqqqqqq": 1, "prune_ratio": float("nan"), "lambda_r": 3}, "'qqqqqqqq'", "prune_ratio: ", "lambda_r: "),
+    # Catches: a pruner named as known where it is none.
+    ({"auto_pruners": ["auto"]}, "auto_pruners: unknown pruner 'auto'; known: none, "),
     # Catches: what has no effect, and is accepted.
     ({"draft_table": [[1, 4, "chain", 5]]}, 'draft_table needs "draft_shape": "auto", this is \'chain\''),
     (
@@ -180,7 +182,6 @@ ELABORATE = {
     "draft_table": ((1, 4, "chain", 5),),
     SCHEDULE: ((1, 4, 5), (5, 8, 0)),
     "auto_pruners": ("uniform", "uv"),
-    "auto_ratios": (0.0, 0.9),
     "guidance_layers": (0, 2),
     "tree_paths": ((0,), (1,)),
     "request_scorers": ("loose", "strict"),
@@ -200,7 +201,7 @@ def test_a_worker_gets_what_was_configured():
     [
         ("model", 3), ("parallel.device", "tpu"), ("parallel.device", "cuda:x"), ("parallel.cpu_cores", "1-"),
         ("num_speculative_tokens", 1.5), ("draft_table", "odd"), (SCHEDULE, [[0, 4, 5]]), ("prune_ratio", float("nan")),
-        ("frames_as_video", True), ("auto_pruners", []), ("auto_pruners", ["auto"]), ("auto_ratios", [1.1]),
+        ("frames_as_video", True), ("auto_pruners", []), ("auto_pruners", ["auto"]),
         ("fly_entropy", float("inf")), ("lambda_r", float("nan")), ("guidance_layers", []),
         ("guidance_layers", [-1]), ("tree_paths", [[0.5]]), ("request_scorers", ["lax"]), ("adaptive_tokens", "so"),
         ("on_draft_error", "shrug"),

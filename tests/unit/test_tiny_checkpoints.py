@@ -9,7 +9,7 @@ import torch
 from transformers import AutoProcessor, AutoTokenizer
 
 from benchmarks.captions import accuracy, count_right
-from benchmarks.training import tiny_captioner
+from tests import tiny_captioner
 from vllm_vidspec import assets
 from vllm_vidspec.pruning import linspace_indices
 from vllm_vidspec.shapeworld import world
@@ -67,7 +67,7 @@ def test_the_fast_forward_equals_hugging_face(family_run, samples) -> None:
     captions, kept = torch.tensor([outputs[0]]), torch.arange(target.num_video_tokens)
     with torch.no_grad():
         video = target.vision(pixels[:1])
-        ours, _, _ = target.teacher_forced(video, captions, kept)
+        ours = target.teacher_forced(video, captions, kept)
         embeds, positions, deeper, at = target.sequence(video, kept, target.segments(), captions[:, :-1])
         shows = torch.zeros(embeds.shape[:2], dtype=torch.bool).index_fill(1, at[0], True)
         theirs = target.text(
@@ -126,7 +126,7 @@ def agreement(draft, pixels: torch.Tensor, outputs: list[list[int]], kept: torch
     captions = torch.full((len(outputs), max(map(len, outputs))), -100)
     for row, ids in enumerate(outputs):
         captions[row, : len(ids)] = torch.tensor(ids)
-    hidden, _, _ = draft.teacher_forced(draft.vision(pixels)[:, kept], captions, kept)
+    hidden = draft.teacher_forced(draft.vision(pixels)[:, kept], captions, kept)
     match = draft.lm_head(hidden).argmax(-1) == captions
     return [match[i, : len(ids)].tolist() for i, ids in enumerate(outputs)]
 

@@ -95,7 +95,9 @@ class DraftModel:
         self.model: nn.Module
         self.config: VllmConfig
 
-    def load(self, target: nn.Module) -> None:
+    def load(self, target: Any) -> int:
+        """Load the draft's weights, or take the `target`'s where it drafts for itself; return the bytes they hold."""
+        before = held_bytes(self.device)
         self.config = draft_config(self.target_config, self.is_self_draft)
         if self.is_self_draft:
             # Attention finds its layer, and so its KV cache, by name in the forward context: the same network run under
@@ -118,6 +120,7 @@ class DraftModel:
         max_num_seqs = self.config.scheduler_config.max_num_seqs
         self._never_prefilling = torch.zeros(max_num_seqs, dtype=torch.bool)
         self._longest = torch.zeros(max_num_seqs, dtype=torch.int32)  # bounds of what the host does not know
+        return max(0, held_bytes(self.device) - before)
 
     def use_cudagraph_mode(self, mode: CUDAGraphMode) -> None:
         """Take the draft's mode, for its metadata builders, which the next `init_kv` makes."""
