@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from vllm_vidspec.planning.acceptance import bisect, with_rate
-from vllm_vidspec.planning.candidates import CHAIN, LONG, NONE, PARALLEL, TREE, Candidate, Candidates, Question, notes
+from vllm_vidspec.planning.candidates import CHAIN, LONG, NONE, PARALLEL, TREES, Candidate, Candidates, Question, notes
 from vllm_vidspec.planning.roofline import FITTED
 from vllm_vidspec.planning.shapes import FP8, WEIGHT_BYTES
 
@@ -75,8 +75,8 @@ class Planner(Candidates):
             given = with_rate(agreement, rate)
             if plan.shape == CHAIN:
                 return self.chain(batch, plan.num_tokens, plan.prune_ratio, given).answer_speedup
-            if plan.shape == TREE:
-                return self.tree(batch, plan.prune_ratio, given).answer_speedup
+            if plan.shape in TREES:
+                return self.tree(batch, plan.prune_ratio, given, plan.shape).answer_speedup
             return self.parallel(batch, plan.prune_ratio, given, plan.num_tokens).answer_speedup
 
         return bisect(gain, WORTH) if gain(1.0) >= WORTH else None

@@ -64,7 +64,10 @@ vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward {ATTENTION_F
 vllm.v1.attention.backends.triton_attn:TritonAttentionImpl.forward {ATTENTION_FORWARD}
 vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward {ATTENTION_FORWARD}
 vllm.v1.attention.ops.triton_unified_attention:unified_attention q max_seqlen_q
-vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func q max_seqlen_q return_softmax_lse fa_version
+vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func q max_seqlen_q seqused_k causal block_table
+    return_softmax_lse scheduler_metadata num_splits fa_version
+vllm.vllm_flash_attn.flash_attn_interface:get_scheduler_metadata batch_size max_seqlen_q max_seqlen_k num_heads_q
+    num_heads_kv headdim cache_seqlens qkv_dtype cu_seqlens_q page_size causal num_splits
 vllm.model_executor.models.interfaces:EagleModelMixin._set_aux_hidden_state_layers self layers
 vllm.model_executor.models.utils:extract_layer_index layer_name
 # Sampling and verification
