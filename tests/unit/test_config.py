@@ -122,7 +122,11 @@ REFUSED = [
     ),
     *(
         ({"model": "self", key: "fp8"}, f'{key} is a draft model\'s, and with "model": "self" there is none')
-        for key in sorted(PASS_THROUGH_KEYS)
+        for key in (*sorted(PASS_THROUGH_KEYS), "draft_lm_head_quantization")
+    ),
+    (
+        {"model": "self", "linear_backend_per_quant": {"fp8_w8a8": "marlin"}},
+        'linear_backend_per_quant is a draft model\'s, and with "model": "self" there is none',
     ),
     # Catches: one of two that contradict each other silently dropped.
     ({"request_scorers": ["fly"], "scorer": "loose"}, "leaves out the server's own scorer, 'loose'"),
@@ -232,7 +236,7 @@ def test_every_key_reaches_its_knob(key):
         ("frames_as_video", True), ("auto_pruners", []), ("auto_pruners", ["auto"]), ("auto_ratios", [1.1]),
         ("fly_entropy", float("inf")), ("lambda_r", float("nan")), ("guidance_layers", []),
         ("guidance_layers", [-1]), ("tree_paths", [[0.5]]), ("request_scorers", ["lax"]), ("adaptive_tokens", "so"),
-        ("on_draft_error", "shrug"),
+        ("on_draft_error", "shrug"), ("draft_lm_head_quantization", "int4"), ("linear_backend_per_quant", "marlin"),
     ],
 )  # fmt: skip
 def test_wrong_values_are_named(key, value):

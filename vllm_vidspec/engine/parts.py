@@ -40,7 +40,7 @@ class RunnerParts:
         if not config.is_parallel:
             draft_model = DraftModel(vllm_config, device, config.is_self_draft, agreement)
             before = held_bytes(device)
-            draft_model.load(model)
+            draft_model.load(model, config)
             counters.set("draft_load_bytes", max(0, held_bytes(device) - before))
         layers, K, in_trees = attention_layers(vllm_config).values(), runner.num_speculative_steps, config.in_trees
         attention = make_attention(layers, vllm_config, device, num_rows=K + 1, in_trees=in_trees, whose="target")

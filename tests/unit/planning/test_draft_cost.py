@@ -4,7 +4,14 @@ import pytest
 
 from tests.released import config_of
 from vllm_vidspec.planning.candidates import Question
-from vllm_vidspec.planning.draft_cost import Weights, cost_hint, draft_share, stored_weights
+from vllm_vidspec.planning.draft_cost import (
+    FOUR_BITS,
+    Weights,
+    cost_hint,
+    draft_share,
+    four_bit_checkpoint,
+    stored_weights,
+)
 from vllm_vidspec.planning.planner import plan
 from vllm_vidspec.planning.roofline import GPUS
 from vllm_vidspec.planning.shapes import FP8, INT4, from_config, target_shape
@@ -39,7 +46,23 @@ def test_when_a_word_is_said():
     assert cost_hint(target, draft, 1) is None
     assert cost_hint(target, draft, 2) is not None
     assert cost_hint(target, target, 5) is None
-    assert cost_hint(target, drafts[1], 5) is None
+    line = "111 % of the bytes of its target's weights, of a checkpoint in four bits 35 %"
+    fp8 = ', with "quantization": "fp8_per_tensor" 60 % (modelled)'
+    assert cost_hint(target, draft, 5).endswith(f"{line}{fp8}")
+    assert cost_hint(target, draft, 5, "a/b-AWQ").endswith(f"{line} (a/b-AWQ){fp8}")
+    assert cost_hint(target, drafts[1], 5).endswith("a checkpoint in four bits 35 % (modelled)")
+    assert cost_hint(target, drafts[2], 5) is None, "there is nothing smaller"
+
+
+@pytest.mark.parametrize("name", FOUR_BITS.values())
+def test_a_checkpoint_in_four_bits_is_of_the_model_whose_place_it_takes(name):
+    """Catches: a draft that is told to take another size, or a name that the planner cannot read."""
+    shape = target_shape(name)
+    plain = shape.name.removesuffix(" (int4)")
+    assert shape == target_shape(plain).stored(INT4)
+    config = config_of(f"Qwen/{plain.replace(' ', '-')}-Instruct")
+    assert four_bit_checkpoint(config) == name
+    assert four_bit_checkpoint(config | {"model_type": "llama"}) is four_bit_checkpoint({}) is None
 
 
 def test_stored_weights():

@@ -51,7 +51,7 @@ def build(plan: Plan, vllm_config: Any, config: VidSpecConfig, tables: Tables) -
         agreement = Agreement(get_tp_group())
         model = DraftModel(vllm_config, device, is_self_draft=False, agreement=agreement)
         before = held_bytes(device)
-        model.load(None)
+        model.load(None, config)
         counters.set("draft_load_bytes", max(0, held_bytes(device) - before))
         with torch.inference_mode():  # as vLLM's workers profile, capture and serve; not what loads weights
             drafter, mirror = _make_drafter(plan, vllm_config, knobs, counters, model, agreement)
