@@ -131,15 +131,13 @@ def products(layer: dict[str, Any]) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table, a draft's compiled layer beside the other."""
-    by_name = {row["name"]: row for row in rows}
+    sizes = {row["name"]: str(len(row["kernels"])) for row in rows}
     cells = [
-        [name, products(row), str(len(row["kernels"])), f"{row['beside']:g}", compiled and str(len(compiled["kernels"]))]
-        for name, row in by_name.items()
-        if not name.endswith(COMPILED)
-        for compiled in [by_name.get(name + COMPILED)]
-    ]  # fmt: skip
-    head = ["weights of the draft", "products", "kernels of a layer", "beside layers", "of a layer, compiled"]
-    return markdown(head, [[cell or "" for cell in row] for row in cells])
+        [row["name"], products(row), sizes[row["name"]], sizes.get(row["name"] + COMPILED, ""), f"{row['beside']:g}"]
+        for row in rows
+        if not row["name"].endswith(COMPILED)
+    ]
+    return markdown(["weights of the draft", "products", "kernels of a layer", "compiled", "beside layers"], cells)
 
 
 def main() -> None:

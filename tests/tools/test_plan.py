@@ -23,7 +23,7 @@ def test_json_is_all_that_is_printed():
     result = planned("--target", "Qwen/Qwen2.5-VL-72B-Instruct", "--draft", "7B", "--tp", "4", "--batch", "1,100")
     assert set(result) == {
         *("kind", "target", "draft", "gpu", "tp", "draft_gpus", "video_tokens", "text_tokens", "answer_tokens", "rows"),
-        *("when", "paying", "notes", "agreement", "measured", "assumed", "fitted", "provenance", "quantised_draft"),
+        *("when", "paying", "notes", "agreement", "measured", "assumed", "fitted", "provenance", "quantised_drafts"),
     }
     asked = [result[name] for name in ("kind", "target", "draft", "gpu", "tp")]
     assert asked == ["modelled", "Qwen2.5-VL 72B", "Qwen2.5-VL 7B", "h100", 4]
