@@ -254,7 +254,7 @@ class Watched:
         from vllm_vidspec.engine.draft import model as draft_model
         from vllm_vidspec.engine.hooks.prompts import PendingScores
 
-        drafts, trees = runner.speculator.backend.drafter, runner.speculator.backend.drafter.trees
+        drafts = runner.speculator.backend.drafter
         wrapped: list[tuple[Any, tuple[str, ...], str]] = [
             # What our code calls that is not ours: the draft's layers, vLLM's attention metadata and sampler.
             (runner.speculator.backend.draft_model, ("_run", "compute_logits", "embed"), FOREIGN),
@@ -273,7 +273,7 @@ class Watched:
         wrapped += [(guide, ("observe",), "guidance") for guide in runner.parts.guides if hasattr(guide, "observe")]
         if runner.parts.visual is not None:
             wrapped.append((runner.parts.visual, ("before_forward", "after_forward", "relevance"), "relevance"))
-        if trees is not None:
+        for trees in drafts.trees.values():  # one shape is drafted
             wrapped += [
                 (trees.policy, ("begin", "extend", "send", "finish"), "tree building"),
                 (CoupledSampler, ("candidates_into",), "tree building"),

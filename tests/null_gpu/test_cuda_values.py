@@ -159,7 +159,7 @@ def allocated_anew(patch) -> None:
     def begin_anew(self, *args):
         step = self.buffers.step
         self.buffers.step = dataclasses.replace(step, batch_table=step.batch_table.clone())
-        (self.chains or self.trees)._forwards._inputs.cache_clear()
+        (self.chains or next(iter(self.trees.values())))._forwards._inputs.cache_clear()
         begin(self, *args)
 
     patch.setattr(Drafter, "_begin", begin_anew)

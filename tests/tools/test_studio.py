@@ -252,4 +252,4 @@ def test_its_own_server_records_and_may_be_loose():
     assert spec["num_speculative_tokens"] == pairs.num_speculative_tokens("tree-static")
     args = studio.own_args(studio.Show(draft_shape="auto"), 1234)
     config, _ = parse_config(json.loads(args[args.index("--speculative-config") + 1]))
-    assert config.choosable_shapes == ("auto", "chain", "tree-static")
+    assert config.choosable_shapes == ("auto", "chain", "tree-2", "tree-3", "tree-4")

@@ -189,9 +189,7 @@ class Candidates:
         length = agreement.chain_length(num_tokens)
         return self._sequential(CHAIN, batch, num_tokens, prune_ratio, length, widths)
 
-    def tree(
-        self, batch: int, prune_ratio: float, agreement: Agreement | None = None, shape: str = TREE
-    ) -> Candidate:
+    def tree(self, batch: int, prune_ratio: float, agreement: Agreement | None = None, shape: str = TREE) -> Candidate:
         """Return what a static tree, drafted sequentially, comes to: SpecVLM's, or one grown to the target's tile."""
         agreement = agreement or self.question.agreement_at(prune_ratio)
         paths = SPECVLM_PATHS

@@ -227,8 +227,8 @@ def test_the_page_says_what_the_planner_says():
         f"| {100 * ASSUMED.flops_frac:.0f} % and {100 * ASSUMED.link_frac:.0f} % |",
         f"| {1e6 * ASSUMED.layer_s:g} µs, in fp8 {1e6 * ASSUMED.fp8_layer_s:g} µs (fitted), "
         f"in four bits {1e6 * ASSUMED.int4_layer_s:g} µs |",
-        f"| {1e6 * ASSUMED.tree_layer_s:g} µs a layer, and a read of its KV cache's bytes takes {ASSUMED.tile_passes:g} "
-        f"for each 64 rows of a KV head (fitted), {ASSUMED.wide_tile_passes:g} for 128 |",
+        f"| {1e6 * ASSUMED.tree_layer_s:g} µs a layer, and a read of its KV cache's bytes takes "
+        f"{ASSUMED.tile_passes:g} for each 64 rows of a KV head (fitted), {ASSUMED.wide_tile_passes:g} for 128 |",
         f"| {1e6 * ASSUMED.flash_tree_layer_s:g} µs a layer, and the KV cache is read once |",
         f"| {1e6 * ASSUMED.level_layer_s:g} µs a layer (fitted) |",
         f"| {1e3 * ASSUMED.step_s:g} ms a step, {1e3 * ASSUMED.speculation_s:g} ms more with drafts |",

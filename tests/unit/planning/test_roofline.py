@@ -85,7 +85,11 @@ def test_a_trees_rows_read_the_cache_by_tiles(arch, num_rows, passes, layer_us):
 def test_products_in_fp8_are_twice_as_fast_where_a_card_has_them():
     """Catches: an fp8 target's verification of many rows at bf16's rate; a card before them, or four bits, taken so."""
     at = place()
-    for shape, arch, times in ((TINY.quantised(FP8), 89, 2), (TINY.quantised(FP8), 80, 1), (TINY.quantised(INT4), 90, 1)):
+    for shape, arch, times in (
+        (TINY.quantised(FP8), 89, 2),
+        (TINY.quantised(FP8), 80, 1),
+        (TINY.quantised(INT4), 90, 1),
+    ):
         card = dataclasses.replace(at, gpu=dataclasses.replace(at.gpu, arch=arch))
         bf16, found = (prefill_seconds(each, card, 10_000) for each in (TINY, shape))
         assert bf16 == pytest.approx(times * found)
