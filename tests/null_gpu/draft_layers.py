@@ -6,6 +6,7 @@
 A draft step of a chain is replayed from its graph. Between two writes to the KV cache lies one layer, whatever it has.
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -91,7 +92,7 @@ class Layer:
 def layer_of(kernels: Sequence[str], num_layers: int) -> list[str]:
     """Return the kernels of one layer of a draft step's, in order; ValueError where its layers are not alike."""
     marks = [index for index, name in enumerate(kernels) if CACHE_WRITE in name]
-    layers = [kernels[first:last] for first, last in zip(marks, marks[1:], strict=False)]
+    layers = [kernels[first:last] for first, last in itertools.pairwise(marks)]
     within = [layer for index, layer in enumerate(layers, 1) if index % num_layers]
     size = statistics.mode(map(len, within))
     if not within or {len(layer) for layer in within} != {size}:
