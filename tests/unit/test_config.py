@@ -203,6 +203,7 @@ TAKEN = {
     "tree_paths": ((0,), (1,)),
     "request_scorers": ("loose", "strict"),
     "protected_tokens": ("no",),
+    "linear_backend_per_quant": {"fp8_w8a8": "marlin"},
 }
 
 

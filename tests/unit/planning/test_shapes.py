@@ -68,7 +68,7 @@ def test_a_checkpoints_name_says_how_its_layers_are_stored(name, kind):
     integer for fp8's.
     """
     if not kind:
-        with pytest.raises(VidSpecError, match="plans are made for weights of 16 bits, of four bits and in fp8$"):
+        with pytest.raises(VidSpecError, match=r"plans are made for weights of 16 bits, of four bits and in fp8$"):
             target_shape(name)
         return
     found = target_shape(name)
