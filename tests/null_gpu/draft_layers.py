@@ -81,7 +81,7 @@ DRAFTS = {
 @dataclass
 class Layer:
     name: str  # of DRAFTS
-    kernels: list[str]  # of a layer in their order, from one write to the KV cache to the next
+    kernels: list[str]  # what those of a layer do, in their order from one write to the KV cache to the next
     beside: float  # kernels of a draft forward that are no layer's: embedding, positions, last norm, head, draw
     num_forwards: int
     num_layers: int
@@ -112,7 +112,7 @@ def count(draft: Draft) -> Layer:
     num_forwards = num_writes // num_layers
     found = Layer(
         name=draft.name,
-        kernels=layer,
+        kernels=[kind_of(kernel) for kernel in layer],
         beside=(len(kernels) - num_writes * len(layer)) / num_forwards,
         num_forwards=num_forwards,
         num_layers=num_layers,
@@ -123,11 +123,24 @@ def count(draft: Draft) -> Layer:
     return found
 
 
+# What a kernel's name says of it, the first that is found.
+KINDS = {
+    CACHE_WRITE: "cache write", "FlashAttnFwdCombine": "attention, parts joined", "FlashAttnFwd": "attention",
+    "machete": "Machete", "arlin": "Marlin", "cublas": "cuBLAS", "GemmUniversal": "CUTLASS", "triton_": "fused",
+    "quant": "quantisation", "rms_norm": "norm", "act_and_mul": "activation", "CUDAFunctor_add": "bias",
+    "index_elementwise": "gather", "direct_copy": "copy", "mrope": "rotation",
+}  # fmt: skip
+PRODUCTS = ("CUTLASS", "Machete", "Marlin", "cuBLAS")
+
+
+def kind_of(kernel: str) -> str:
+    """Return what a kernel does, by its name; the beginning of the name where nothing is known of it."""
+    return next((kind for part, kind in KINDS.items() if part in kernel), kernel[:60])
+
+
 def products(layer: dict[str, Any]) -> str:
     """Return the kinds of kernels that multiply a layer's weights."""
-    kinds = {"machete": "Machete", "Marlin": "Marlin", "marlin": "Marlin", "cutlass": "CUTLASS", "cublas": "cuBLAS"}
-    found = {kind for name in layer["kernels"] for key, kind in kinds.items() if key in name}
-    return ", ".join(sorted(found)) or "?"
+    return ", ".join(kind for kind in PRODUCTS if kind in layer["kernels"])
 
 
 def table(rows: list[dict[str, Any]]) -> str:

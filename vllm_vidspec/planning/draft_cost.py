@@ -94,7 +94,7 @@ def four_bit_checkpoint(config: Mapping[str, Any]) -> str | None:
         decoder = Decoder.of(config)
     except (LookupError, ValueError, TypeError, AttributeError, ZeroDivisionError):
         return None
-    return FOUR_BITS.get((config.get("model_type"), decoder.layers, decoder.hidden))
+    return FOUR_BITS.get((str(config.get("model_type")), decoder.layers, decoder.hidden))
 
 
 def cost_hint(

@@ -135,7 +135,7 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
 def _stored_as(stored: Mapping[str, Any]) -> str | None:
     """Return the key of QUANTISATIONS that a checkpoint's own quantisation is; None: 16 bits, "": another."""
     is_float = "fp8" in str(stored.get("quant_method")) or "float" in str(stored.get("format"))
-    kinds = {WEIGHT_BYTES: None, 1.0: FP8 if is_float else "", 0.5: INT4}
+    kinds: dict[float | None, str | None] = {WEIGHT_BYTES: None, 1.0: FP8 if is_float else "", 0.5: INT4}
     return kinds.get(bytes_of_layers(None, stored), "")
 
 
