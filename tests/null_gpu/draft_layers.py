@@ -126,9 +126,9 @@ def count(draft: Draft) -> Layer:
 # What a kernel's name says of it, the first that is found.
 KINDS = {
     CACHE_WRITE: "cache write", "FlashAttnFwdCombine": "attention, parts joined", "FlashAttnFwd": "attention",
-    "machete": "Machete", "arlin": "Marlin", "cublas": "cuBLAS", "GemmUniversal": "CUTLASS", "triton_": "fused",
-    "quant": "quantisation", "rms_norm": "norm", "act_and_mul": "activation", "CUDAFunctor_add": "bias",
-    "index_elementwise": "gather", "direct_copy": "copy", "mrope": "rotation",
+    "machete": "Machete", "arlin": "Marlin", "cublas": "cuBLAS", "GemmUniversal": "CUTLASS", "mrope": "rotation",
+    "triton_": "fused", "quant": "quantisation", "rms_norm": "norm", "act_and_mul": "activation",
+    "CUDAFunctor_add": "bias", "index_elementwise": "gather", "direct_copy": "copy",
 }  # fmt: skip
 PRODUCTS = ("CUTLASS", "Machete", "Marlin", "cuBLAS")
 
