@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,14 +83,9 @@ def _first(words: list[str], options) -> str:
 
 def count_right(texts: Sequence[str], facts: Sequence[tuple[SceneFact, ...]]) -> dict[str, tuple[int, int]]:
     """Return (right, total) of each of ATTRIBUTES over all captions, one per video, given what the videos show."""
-    return pooled(ATTRIBUTES, (score_caption(*one) for one in zip(texts, facts, strict=True)))
-
-
-def pooled(names: Iterable[str], scores: Iterable[Counts]) -> dict[str, tuple[int, int]]:
-    """Return (right, total) of each name over all scores."""
-    counts = dict.fromkeys(names, (0, 0))
-    for score in scores:
-        for name, (right, total) in score.items():
+    counts = dict.fromkeys(ATTRIBUTES, (0, 0))
+    for one in zip(texts, facts, strict=True):
+        for name, (right, total) in score_caption(*one).items():
             counts[name] = (counts[name][0] + right, counts[name][1] + total)
     return counts
 
@@ -124,12 +119,7 @@ def auc(positives: Sequence[float], negatives: Sequence[float]) -> float | None:
     return float(ranks.mean() / 2 / len(below))
 
 
-def relevance_auc(
-    words: Sequence[Sequence[str]],
-    relevance: Sequence[Sequence[float | None]],
-    about: Collection[str] = ATTRIBUTE_WORDS,
-    fillers: Collection[str] = FILLER_WORDS,
-) -> float | None:
+def relevance_auc(words: Sequence[Sequence[str]], relevance: Sequence[Sequence[float | None]]) -> float | None:
     """Return the area under the ROC curve of relevance, words about the video against fillers; None without either."""
     pairs = [
         (word.strip(), value)
@@ -137,7 +127,7 @@ def relevance_auc(
         for word, value in zip(caption, values, strict=True)
         if value is not None
     ]
-    classes = ([value for word, value in pairs if word in known] for known in (about, fillers))
+    classes = ([value for word, value in pairs if word in known] for known in (ATTRIBUTE_WORDS, FILLER_WORDS))
     return auc(*classes)
 
 

@@ -174,8 +174,8 @@ def command(doc: str | None, measure: Callable[[argparse.Namespace], Iterable[Ro
     for row in measure(options):
         rows.append(row)
         print(json.dumps(row), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1) + "\n")
+        if options.json:
+            options.json.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1) + "\n")
     return rows
 
 

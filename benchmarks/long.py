@@ -3,62 +3,27 @@
     python -m benchmarks.long acceptance --tokens 256,1024,4096,16384 --shares 0.5,0.9,0.99
     python -m benchmarks.long acceptance --family qwen2.5-vl --compacted specvlm,uniform
     python -m benchmarks.long speed --tokens 1024,4096,16384 --pads 0,5,9
-    python -m benchmarks.long memory --tokens 16384 --budget-mib 512 --json docs/results/long-memory.json
-    python -m benchmarks.long curve --tokens 1024 --json quality.json
-    python -m benchmarks.long score --tokens 1024 --json relevance.json
-    python -m benchmarks.long steps --tokens 1024,4096,16384 --json docs/results/long-steps.json
 
 Each request of a long pair is a held-out reel with one question of its own, of another pair a held-out video of 256
 tokens to describe. `acceptance` asks one engine with every setting in turn; `speed` holds engines at once and lets each
 answer a request before the next request comes. Finished points of these two stay in the pair's file, and a run measures
 what is missing.
-
-`memory`: each setting's engine is given requests until one has to wait. `running` counts those that vLLM's KV cache
-holds, `drafting` those that the draft's pool holds beside it. `modelled` is the same by the arithmetic of the two pools
-(`planning.pool`), which is also all that is said of larger pairs, by their shapes: sizes of 40 GiB, bf16.
-
-`curve` is `benchmarks.quality` with reels and their questions: facts kept over tokens per step. `score` looks at
-LVSpec's relevance score alone, without an engine: the target reads each reel and the true answer, and relevance is
-computed from states of each layer, of the token's own row and of the row that predicts it, as they are and less their
-mean, over N video tokens. `auc` is the chance that a word about the video ranks above a filler; `in_scene` is the share
-of the N that are of the scene that the word is about.
-
-`steps`: where a decode step goes, one request in an engine of its own: vanilla (one query row), then with drafts of the
-whole video and of a tenth of it (six rows in a verify step). Medians over decode steps, in ms: `target attention` and
-`draft attention` are vLLM's kernel, all layers; `target` and `draft` the rest of these models; `vidspec` our code on
-the host, `vLLM` its runner. `gbs` and `gflops` are what the attention kernel reads and computes per second, beside what
-the core can do (`core`).
 """
 
 import argparse
 import itertools
 import json
-import os
 import re
 import statistics
-import time
-import timeit
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
-import torch
-
-from benchmarks import harness, inflated, inflation, quality, reel
-from benchmarks.captions import accuracy, auc, pooled
-from benchmarks.harness import DecodeLoop
+from benchmarks import harness, inflated, inflation, reel
 from benchmarks.methods import parallel_window
 from benchmarks.pages.results import NAMES, RESULTS, mean_length
 from benchmarks.session import BenchSession
-from benchmarks.small_cases import Stopwatch
-from benchmarks.training.train_long import Reader
 from vllm_vidspec import assets
-from vllm_vidspec.engine.kv_views import attention_layers
-from vllm_vidspec.planning import pool
-from vllm_vidspec.planning.shapes import from_folder, target_shape
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.bench.speed import cores, draft_ms
 from vllm_vidspec.tools.provenance import provenance
@@ -253,297 +218,6 @@ def save(data: dict[str, Any]) -> None:
     (RESULTS / f"{NAMES[data['family']]}.json").write_text(text + "\n")
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-PAIRS = (("72B", "7B"), ("32B", "7B"), ("7B", "7B"))  # of Qwen2.5-VL
-PAIRS_BUDGET_MIB = 40 * 1024
-PATIENCE = 6  # steps that a request waits before none more is thought to fit
-BLOCK, TEXT_TOKENS = 16, 32
-PRUNED = {"pruner": "uniform", "prune_ratio": 0.9}
-
-
-def knobs(setting: str, tokens: int, target: int, draft: int, budget: float) -> tuple[float, dict[str, Any]]:
-    """Return the share of the video that the draft sees, and the knobs; `target` and `draft` are KV bytes of a token,
-    `budget` those of both caches.
-
-    "sized" is "pruned" with the draft's pool set to what these requests need, where the default has room for more text.
-    """
-    if setting == "whole":
-        return 1.0, WHOLE
-    more = TEXT_TOKENS + MAX_TOKENS
-    needed = draft * (0.1 * tokens + more) / (tokens + more)
-    fraction = needed / (target + needed)
-    return 0.1, PRUNED | ({"draft_kv_bytes": int(fraction * budget)} if setting == "sized" else {})
-
-
-def modelled(budget_mib: int, target: int, draft: int, tokens: int, setting: str) -> harness.Row:
-    """Return what a setting takes and how many requests fit, by arithmetic alone."""
-    left = budget_mib * 2**20 * (1 - pool.VISION_SHARE)
-    kept, spec = knobs(setting, tokens, target, draft, left)
-    longest, shown = tokens + TEXT_TOKENS + MAX_TOKENS, kept * tokens + TEXT_TOKENS + MAX_TOKENS
-    of_draft = spec.get("draft_kv_bytes") or pool.pool_bytes(int(left), target, draft, kept, longest, BLOCK)
-    fits = min((left - of_draft) / target / longest, of_draft / draft / shown)
-    row = {"setting": setting, "tokens": tokens, "budget_mib": budget_mib}
-    return row | {"pool_mib": round(of_draft / 2**20, 1), "modelled": round(fits, 2)}
-
-
-def admitted(engine: harness.Engine, prompt: harness.Row) -> tuple[int, int]:
-    """Return the most requests that ran, and that drafted, in one step; more are added as long as none waits."""
-    from vllm import SamplingParams
-
-    llm, rows = engine.llm.llm_engine, engine.runner.requests
-    scheduler = llm.engine_core.engine_core.scheduler
-    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
-    added, waited, running, drafting = 0, 0, 0, 0
-    while waited < PATIENCE:
-        if not scheduler.waiting:
-            llm.add_request(str(added), prompt, params)
-            added, waited = added + 1, 0
-        llm.step()
-        waited += 1
-        running, drafting = max(running, len(scheduler.running)), max(drafting, int(rows.has_draft_np.sum()))
-    llm.abort_request([str(number) for number in range(added)])
-    return running, drafting
-
-
-def memory(options: argparse.Namespace) -> Iterator[harness.Row]:
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would replace the budget
-    tokens = options.tokens
-    shapes = [from_folder(pairs.checkpoint(FAMILY, role)) for role in ("target", "draft")]
-    target, draft = (2 * shape.kv_bytes_per_token for shape in shapes)  # fp32 here
-    frames, question, _ = reel.held_out(0, tokens)
-    prompt = pairs.video_prompt(FAMILY, frames, question.text)
-    for setting in options.setting:
-        both = options.budget_mib * 2**20 * (1 - pool.VISION_SHARE)
-        spec = knobs(setting, tokens, target, draft, both)[1]
-        llm = job(tokens, range(1), spec)["llm"]
-        size = {"kv_cache_memory_bytes": options.budget_mib * 2**20, "max_num_seqs": 32}
-        with harness.Engine(llm | size | {"enable_prefix_caching": False}) as engine:
-            running, drafting = admitted(engine, prompt)
-        row = modelled(options.budget_mib, target, draft, tokens, setting)
-        yield {"pair": FAMILY, **row, "running": running, "drafting": drafting}
-    for names in PAIRS:
-        target, draft = (target_shape(f"Qwen2.5-VL-{name}").kv_bytes_per_token for name in names)
-        for setting in options.setting:
-            yield {
-                "pair": f"Qwen2.5-VL {' + '.join(names)}",
-                **modelled(PAIRS_BUDGET_MIB, target, draft, tokens, setting),
-            }
-
-
-# ---- LVSpec's score --------------------------------------------------------------------------------------------------
-
-FACT_WORDS = reel.fact_words()
-FILLERS = set(reel.vocabulary()) - FACT_WORDS
-
-
-@dataclass(frozen=True)
-class Reels(quality.Quality):
-    about: ClassVar[Collection[str]] = FACT_WORDS
-    fillers: ClassVar[Collection[str]] = FILLERS
-    telling: ClassVar[Collection[str]] = FACT_WORDS
-
-    tokens: int = 1024
-
-    def job(self, family: str, role: str, draft_noise: str | None = None) -> dict[str, Any]:
-        spec = None if draft_noise is None else self.spec(draft_noise, quality.Setting("loose"))
-        made = job(self.tokens, range(self.requests), spec)
-        if spec is None:
-            made["llm"]["model"] = pairs.checkpoint(family, role)
-        made["llm"]["max_num_seqs"] = self.batch_size
-        del made["cpus"]  # nothing is timed
-        return made
-
-    def accuracies(self, texts: Sequence[str]) -> dict[str, Any]:
-        scores = (reel.score_answer(text, *reel.held_out(i, self.tokens)[1:]) for i, text in enumerate(texts))
-        counts = pooled(reel.FACTS, scores)
-        by_name = {name: accuracy(counts, [name]) for name in counts}
-        return {"accuracy": accuracy(counts, counts), "group": {}, "attribute": by_name}
-
-
-def curve(options: argparse.Namespace) -> Iterator[harness.Row]:
-    what = Reels(
-        families=(FAMILY,),
-        temperatures=tuple(options.temperature),
-        draft_noises=tuple(options.draft_noise),
-        scorers=("loose", "fly", "fly-entropy", "random", quality.ORACLE),
-        lambdas=(0.2, 0.5, 0.7),
-        position_shifts=(False,),
-        relevance_rows=("token", "prediction"),
-        requests=options.requests,
-        batch_size=4,
-        max_tokens=MAX_TOKENS,
-        tokens=options.tokens,
-    )
-    yield from quality.run(what)["rows"]
-
-
-@torch.no_grad()
-def read(reader: Reader, index: int, tokens: int) -> tuple[list[str], list[tuple[torch.Tensor, torch.Tensor]], list]:
-    """Return the words of a true answer, of each layer the video's and the text's states, and the scene of each word.
-
-    States are `[tokens, hidden]` and `[1 + words, hidden]`: row i predicts word i, row i + 1 has read it. The last
-    entry is normalised, which is what goes into the output matrix.
-    """
-    frames, question, scenes = reel.held_out(index, tokens)
-    asked, answer = reader.encode(question)
-    words = question.answer.split()
-    rows = slice(len(asked) - 1, len(asked) + len(words))
-    text = torch.tensor([[asked + answer[:-1]]])
-    start = len(reader.before)
-    states = [(x[0, start:], y[0, rows]) for x, y in reader.states(reader.vision(frames)[None], text, to_the_end=True)]
-    norm = reader.captioner.text.norm
-    states.append((norm(states[-1][0]), norm(states[-1][1])))
-    ends = np.cumsum([scene.num_pairs for scene in scenes]) * reel.TOKENS_PER_PAIR
-    sentence = np.cumsum([0, *(word == "." for word in words)])[:-1]
-    of_scene = [ends[i] - np.array([scenes[i].num_pairs * reel.TOKENS_PER_PAIR, 0]) for i in question.scenes]
-    spans = [of_scene[place] if place < len(of_scene) and question.kind != "which" else None for place in sentence]
-    return words, states, spans
-
-
-def relevance(video: torch.Tensor, text: torch.Tensor, is_centred: bool) -> torch.Tensor:
-    """Return the cosines `[words, tokens]` of states; LVSpec equation 8 before the N largest are taken."""
-    if is_centred:
-        video, text = video - video.mean(0), text - text.mean(0)
-    return torch.nn.functional.normalize(text, dim=-1) @ torch.nn.functional.normalize(video, dim=-1).T
-
-
-def score(options: argparse.Namespace) -> Iterator[harness.Row]:
-    """Yield what every way to compute the score is worth; as a control also with the states of another reel."""
-    reader = Reader(pairs.checkpoint(FAMILY, "target"))
-    answers = [read(reader, index, options.tokens) for index in range(options.requests)]
-    layers = [f"layer {i + 1}" for i in range(len(answers[0][1]) - 1)] + ["final, normalised"]
-    ways = itertools.product(
-        range(len(layers)), ("token", "prediction"), (False, True), (1, 10, 100), ("own", "another")
-    )
-    for at, rows, is_centred, top_n, video in ways:
-        if video == "own" or top_n == 10:
-            way = {"states": layers[at], "rows": rows, "centred": is_centred, "top_n": top_n, "video": video}
-            yield way | judge(answers, at, int(rows == "token"), is_centred, top_n, int(video == "another"))
-
-
-def judge(answers: list, at: int, first: int, is_centred: bool, top_n: int, other: int) -> harness.Row:
-    """Return the figures of one way: states `at`, rows from `first` on, the video that is `other` places further."""
-    found: dict[bool, list[float]] = {True: [], False: []}
-    windows, inside, share = [], [], []
-    for i, (words, states, spans) in enumerate(answers):
-        video, text = answers[(i + other) % len(answers)][1][at][0], states[at][1][first : first + len(words)]
-        near = relevance(video, text, is_centred).topk(top_n)
-        values = near.values.mean(-1).tolist()
-        is_fact = [word in FACT_WORDS for word in words]
-        windows += loosened(values, is_fact)
-        for word, value, span, where in zip(is_fact, values, spans, near.indices, strict=True):
-            found[word].append(value)
-            if word and span is not None:
-                inside.append(((where >= span[0]) & (where < span[1])).float().mean().item())
-                share.append((span[1] - span[0]) / len(video))
-    return {
-        "auc": round(auc(found[True], found[False]) or 0.0, 3),
-        "facts": round(len(found[True]) / (len(found[True]) + len(found[False])), 3),
-        "facts_among_loosened": round(float(np.mean(windows)), 3),
-        "in_scene": round(float(np.mean(inside)), 3),
-        "scene_share": round(float(np.mean(share)), 3),
-    }
-
-
-def loosened(values: list[float], is_fact: list[bool], window: int = 10, share: float = 0.2) -> list[bool]:
-    """Return whether each word that would be loosened is a fact: the `share` of each window that ranks lowest."""
-    found = []
-    for first in range(0, len(values) - window + 1, window):
-        order = np.argsort(values[first : first + window])[: int(share * window)]
-        found += [is_fact[first + i] for i in order]
-    return found
-
-
-# ---- a step's parts --------------------------------------------------------------------------------------------------
-
-SETTINGS: dict[str, dict[str, Any] | None] = {
-    "vanilla": None,
-    "whole": WHOLE,
-    "specvlm": {"pruner": "specvlm", "prune_ratio": 0.9},
-}
-
-MAX_STEPS = 256  # tokens that `job` leaves room for
-
-
-def watch(engine: harness.Engine, is_ours: bool) -> Stopwatch:
-    """Time the models, their attention, and our code on the host."""
-    found, runner = Stopwatch(), engine.runner
-    found.wrap(runner, "execute_model", "vLLM")
-    found.wrap(runner, "sample_tokens", "vLLM")
-    found.wrap(runner.model, "forward", "target")
-    configs = {"target attention": engine.llm.llm_engine.vllm_config}
-    if is_ours:
-        backend = runner.speculator.backend
-        found.wrap(runner.speculator, "propose", "vidspec")
-        found.wrap(runner.rejection_sampler, "_verify", "vidspec")
-        found.wrap(backend.draft_model, "_run", "draft")
-        found.wrap(backend.draft_model, "compute_logits", "draft")
-        configs["draft attention"] = backend.draft_model.config
-    for label, config in configs.items():
-        for layer in attention_layers(config).values():
-            found.wrap(layer.impl, "forward", label)
-    return found
-
-
-def parts_of(
-    engine: harness.Engine, prompt: harness.Row, is_ours: bool, number: int
-) -> tuple[harness.Row, harness.Row]:
-    """Return the parts of the prefill, and the medians of those of a decode step, in ms."""
-    loop, clock = DecodeLoop(engine.llm.llm_engine, is_ours), watch(engine, is_ours)
-    before = engine.counters() if is_ours else None
-    begun = time.perf_counter()
-    loop.start([prompt], MAX_STEPS, 10)
-    prefill = {name: round(1e3 * seconds, 1) for name, seconds in clock.take().items()}
-    prefill["all"] = round(1e3 * (time.perf_counter() - begun), 1)
-    if before is not None:
-        after = engine.counters()
-        prefill |= {name: (after[f"{name}_us"] - before[f"{name}_us"]) / 1e3 for name in ("guidance", "draft_prefill")}
-    parts: dict[str, list[float]] = defaultdict(list)
-    for _ in range(number):
-        begin = time.perf_counter()
-        loop.step()
-        parts["step"].append(time.perf_counter() - begin)
-        for name, seconds in clock.take().items():
-            parts[name].append(seconds)
-    loop.stop()
-    clock.unwrap()
-    return prefill, {name: round(1e3 * statistics.median(values), 3) for name, values in parts.items()}
-
-
-def core_peaks() -> harness.Row:
-    """Return what one core does at most: GFlop/s of a float32 product, GB/s of reading memory."""
-    torch.set_num_threads(1)
-    a, long = torch.randn(1536, 1536), torch.ones(2**27)
-
-    product, read = (min(timeit.repeat(call, number=1, repeat=5)) for call in (lambda: a @ a, long.sum))
-    return {"gflops": round(2 * 1536**3 / product / 1e9, 1), "gbs": round(4 * 2**27 / read / 1e9, 1)}
-
-
-def steps(options: argparse.Namespace) -> Iterator[harness.Row]:
-    yield {"core": core_peaks()}
-    shape = from_folder(pairs.checkpoint(FAMILY, "target"))
-    for tokens in options.tokens:
-        frames, question, _ = reel.held_out(0, tokens)
-        prompt = pairs.video_prompt(FAMILY, frames, question.text)
-        for setting in options.setting:
-            spec = SETTINGS[setting]
-            with harness.Engine(job(tokens, range(1), spec)["llm"] | {"enable_prefix_caching": False}) as engine:
-                engine.answer([prompt], max_tokens=8)
-                prefill, step = parts_of(engine, prompt, spec is not None, options.steps)
-            rows, seconds = (1 if spec is None else 6), step["target attention"] / 1e3 / shape.layers
-            yield {
-                "tokens": tokens,
-                "setting": setting,
-                "step": step,
-                "prefill": prefill,
-                "query_rows": rows,
-                "attention_ms_per_layer": round(1e3 * seconds, 4),
-                "gbs": round(2 * 4 * tokens * shape.kv_heads * shape.head_dim / seconds / 1e9, 1),
-                "gflops": round(4 * rows * tokens * shape.heads * shape.head_dim / seconds / 1e9, 1),
-            }
-
-
 _ALL = {"family": FAMILY, "pruners": list(PRUNERS), "again": False, "requests": 48}  # again: what the file has, too
 _LENGTHS = [256, 1024, 4096, 16384]
 # Case -> what measures it, and its options. `compacted`: pruners to measure with the draft's positions renumbered, too;
@@ -556,10 +230,6 @@ CASES: dict[str, tuple[Callable[[argparse.Namespace], Iterator[harness.Row]], di
         {"tokens": _LENGTHS, "pads": [0.0], "padded_at": 1024, "parallel": [""], "adaptive": False, "at_once": 3}
         | _ALL,
     ),
-    "memory": (memory, {"tokens": 16384, "budget_mib": 512, "setting": ["whole", "pruned", "sized"]}),
-    "curve": (curve, {"tokens": 1024, "requests": 24, "temperature": [0.0], "draft_noise": ["shared"]}),
-    "score": (score, {"tokens": 1024, "requests": 24}),
-    "steps": (steps, {"tokens": [1024, 4096, 16384], "setting": list(SETTINGS), "steps": 30}),
 }
 
 if __name__ == "__main__":

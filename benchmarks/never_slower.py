@@ -10,7 +10,6 @@ of the requests are about 256 video tokens, half about 4,096, where that draft i
 
 import argparse
 import itertools
-import json
 import statistics
 import tempfile
 from collections.abc import Iterator
@@ -19,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import harness
 from benchmarks.methods import POLICY
-from benchmarks.session import BenchSession, Played
+from benchmarks.session import BenchSession
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools import pairs
 from vllm_vidspec.tools.bench.acceptance import identical_frac
 from vllm_vidspec.tools.bench.speed import SEQUENTIAL, VANILLA, Benchmark, Variant, Workload
-from vllm_vidspec.tools.provenance import provenance
 
 FAMILY, DRAFTS = "qwen2.5-vl", ("bundled", "untrained")
 VIDEO_TOKENS = 256  # of a whole video of the bundled pair
@@ -87,7 +86,11 @@ def rounds_of(session: BenchSession, command: dict[str, Any], rounds: int) -> It
     for number in range(rounds):
         names = list(ROLES)
         turned = names[number % len(names) :] + names[: number % len(names)]
-        yield {name: Played(session, ROLES[name]).ask(command) for name in turned}
+        answers = {}
+        for name in turned:
+            session.ask({"command": "play", "role": ROLES[name], "keeps_prefixes": True})
+            answers[name] = session.ask(command)
+        yield answers
 
 
 def row_of(turns: list[dict[str, dict[str, Any]]], speed: Any, picked: slice = slice(None)) -> dict[str, Any]:
@@ -127,31 +130,12 @@ def measure(args: argparse.Namespace, name: str, draft: str) -> Iterator[dict[st
         yield {"mixed": "all tokens", **row_of(turns, traffic_speed)}
 
 
-def numbers(text: str) -> list[int]:
-    """Return the numbers of an option, given with commas."""
-    return [int(part) for part in text.split(",")]
-
-
-def main() -> None:
-    """Measure, print each cell, and write them all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=numbers, default="256,4096")
-    parser.add_argument("--drafts", default=",".join(DRAFTS))
-    parser.add_argument("--batches", type=numbers, default="1,4,16")
-    parser.add_argument("--rounds", type=int, default=3, help="after a first one that is shown apart")
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    cells = []
+def cells(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="vidspec-untrained-") as folder:
-        for name in args.drafts.split(","):
-            draft = "draft" if name == "bundled" else untrained(Path(folder))
-            for cell in measure(args, name, draft):
-                cells.append(cell)
-                print(json.dumps(cell), flush=True)
-                if args.json:
-                    args.json.write_text(json.dumps({"cells": cells, "provenance": provenance()}, indent=1) + "\n")
+        for name in args.drafts:
+            yield from measure(args, name, "draft" if name == "bundled" else untrained(Path(folder)))
 
 
 if __name__ == "__main__":
-    main()
+    options = {"tokens": [256, 4096], "drafts": list(DRAFTS), "batches": [1, 4, 16], "max_tokens": 128}
+    harness.command(__doc__, cells, rounds=3, **options)  # rounds: after a first one that is shown apart

@@ -1,25 +1,15 @@
 """What verification by each scorer leaves of the captions' facts; engines are subprocesses."""
 
-import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import typer
 
-from benchmarks.captions import (
-    ATTRIBUTE_WORDS,
-    FILLER_WORDS,
-    TELLING_WORDS,
-    accuracies,
-    count_right,
-    kind_shares,
-    relevance_auc,
-    retention,
-)
+from benchmarks.captions import TELLING_WORDS, accuracies, count_right, kind_shares, relevance_auc, retention
 from benchmarks.session import BenchSession
 from vllm_vidspec import assets
 from vllm_vidspec.cli import options, running
@@ -66,27 +56,22 @@ class Setting:
     relevance_rows: str | None = None
     fly_entropy: float | None = None
 
-    def knobs(self, telling: Collection[str]) -> dict[str, Any]:
+    def knobs(self) -> dict[str, Any]:
         """Return every knob of a setting, so that nothing is left over from the one before."""
         ours = {name: value for name, value in asdict(self).items() if value is not None}
         if self.scorer == ORACLE:
-            ours = {"scorer": "random", "lambda_loose": 1.0, "protected_tokens": sorted(telling)}
+            ours = {"scorer": "random", "lambda_loose": 1.0, "protected_tokens": sorted(TELLING_WORDS)}
         return DEFAULTS | {"protected_tokens": None} | ours
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What to measure; who asks for something else says which words are about the video, and what is right."""
-
-    about: ClassVar[Collection[str]] = ATTRIBUTE_WORDS
-    fillers: ClassVar[Collection[str]] = FILLER_WORDS
-    telling: ClassVar[Collection[str]] = TELLING_WORDS  # what ORACLE protects
+    """What to measure."""
 
     families: tuple[str, ...] = ("qwen2.5-vl",)  # bundled pairs
     draft: str = DRAFT  # which of a pair's drafts: "draft" or "far"
     temperatures: tuple[float, ...] = (0.0,)  # of the target and the draft
-    # Values of the knob; at temperature 0 they are all the same, and only the first is measured
-    draft_noises: tuple[str, ...] = ("shared",)
+    draft_noise: str = "shared"  # the knob
     scorers: tuple[str, ...] = LOSSY  # of LOSSY; strict is always measured
     lambdas: tuple[float, ...] = (0.2, 0.5, 0.7, 0.9)  # shares of mismatches that `loose` and `random` accept
     position_shifts: tuple[bool, ...] = (False, True)  # whether `loose` tolerates shifts
@@ -98,8 +83,7 @@ class Quality:
     prune_ratio: float = 0.9  # share of the video tokens that the draft does not see
     max_tokens: int = 256  # longest caption in tokens
     seed: int = 0  # request i samples with seed + i
-    knobs: dict[str, Any] = field(default_factory=dict)  # further knobs of VidSpecConfig, of all engines
-    question: str = pairs.DEFAULT_QUESTION  # what is asked about each video
+    knobs: dict[str, Any] = field(default_factory=dict)  # further knobs of VidSpecConfig
 
     def settings(self) -> list[Setting]:
         """Return what every engine is tried with: strict first, then the scorers in the order asked for."""
@@ -116,45 +100,31 @@ class Quality:
                 found.append(Setting(scorer))
         return list(dict.fromkeys(found))
 
-    def temperatures_of(self, draft_noise: str) -> list[float]:
-        """Return the temperatures that an engine with this noise is asked at."""
-        return [value for value in self.temperatures if value > 0 or draft_noise == self.draft_noises[0]]
-
-    @property
-    def num_batches(self) -> int:
-        """How many batches of captions are written, and rows returned."""
-        with_drafts = len(self.settings()) * sum(len(self.temperatures_of(noise)) for noise in self.draft_noises)
-        return len(self.families) * (2 * len(self.temperatures) + with_drafts)
-
-    def spec(self, draft_noise: str, setting: Setting) -> dict[str, Any]:
+    def spec(self, setting: Setting) -> dict[str, Any]:
         return {
             "num_speculative_tokens": self.num_speculative_tokens,
             "prune_ratio": self.prune_ratio,
-            "draft_noise": draft_noise,
+            "draft_noise": self.draft_noise,
             "on_draft_error": "raise",  # a measurement without drafts would say nothing
-            **setting.knobs(self.telling),
+            **setting.knobs(),
             **self.knobs,
         }
 
-    def accuracies(self, texts: Sequence[str]) -> dict[str, Any]:
-        """Return what is right of the facts that the videos show, as `captions.accuracies`."""
-        return accuracies(count_right(texts, [_facts_of(i) for i in range(self.requests)]))
-
-    def job(self, family: str, role: str, draft_noise: str | None = None) -> dict[str, Any]:
-        """Return what `session_job` reads: vanilla vLLM on the checkpoint of a role, or with a noise the pair."""
+    def job(self, family: str, role: str | None) -> dict[str, Any]:
+        """Return what an engine reads: vanilla vLLM on the checkpoint of a role, or the pair."""
         overrides = {"max_num_seqs": self.batch_size}
-        if draft_noise is None:
+        if role is not None:
             alone = pairs.checkpoint(family, self.draft if role == DRAFT else role)
             llm = pairs.llm_kwargs(family, target=alone, overrides=overrides)
         else:
             # An engine that starts with `loose` has what every other scorer needs.
-            llm = pairs.llm_kwargs(family, self.draft, overrides=overrides, **self.spec(draft_noise, Setting("loose")))
-        prompts = {"family": family, "held_out": list(range(self.requests)), "question": self.question}
+            llm = pairs.llm_kwargs(family, self.draft, overrides=overrides, **self.spec(Setting("loose")))
+        prompts = {"family": family, "held_out": list(range(self.requests)), "question": pairs.DEFAULT_QUESTION}
         return {"llm": llm, "prompts": prompts}
 
     def command(self, temperature: float, setting: Setting | None = None) -> dict[str, Any]:
         """Return what an engine is asked; with a setting the pair's, which is watched, too."""
-        knobs = None if setting is None else setting.knobs(self.telling)
+        knobs = None if setting is None else setting.knobs()
         sampling = {"temperature": temperature, "max_tokens": self.max_tokens}
         return answer_command(knobs, seed=self.seed, **sampling) | {"watch": setting is not None}
 
@@ -164,104 +134,76 @@ def check(quality: Quality) -> None:
     for temperature in quality.temperatures:
         if not 0 <= temperature < float("inf"):
             raise VidSpecError(f"--temperature: {temperature:g} is no temperature")
-    for name in quality.knobs.keys() & {"model", *replace(quality, knobs={}).spec("", Setting(STRICT))}:
+    for name in quality.knobs.keys() & {"model", *replace(quality, knobs={}).spec(Setting(STRICT))}:
         raise VidSpecError(f"--knob {name}: it has an option of its own, or is fixed")
     if quality.draft not in (DRAFT, assets.FAR):
         raise VidSpecError(f"--draft: {quality.draft!r} is neither {DRAFT} nor {assets.FAR}")
     for family in quality.families:
         pairs.pair_for(family)
-        for draft_noise in quality.draft_noises:
-            for setting in quality.settings():
-                parse_config(pairs.speculative_config(family, quality.draft, **quality.spec(draft_noise, setting)))
+        for setting in quality.settings():
+            parse_config(pairs.speculative_config(family, quality.draft, **quality.spec(setting)))
 
 
 def run(quality: Quality, report: Report = silent) -> dict[str, Any]:
     """Write captions with the target alone, the draft alone and every setting, one engine after another; return `rows`
-    (by family, temperature and noise, the two models' own first, without noise) and `provenance`.
+    (by family and temperature, the two models' own first, without noise) and `provenance`.
     """
     check(quality)
-    report("plan", {"total": quality.num_batches})
-    rows: list[dict[str, Any]] = []
-
-    def add(row: dict[str, Any]) -> None:
-        rows.append(row)
-        report("measured", {"note": f"{setting_name(row)}: {100 * (row['retention'] or 0):.1f} % kept"})
-
-    for family in quality.families:
-        panels: dict[float, Panel] = {}
-        for role in (TARGET, DRAFT):
-            with _session(quality, quality.job(family, role), f"{family}: the {role} alone", report) as session:
-                for temperature in quality.temperatures:
-                    answer = session.ask(quality.command(temperature))
-                    # The target's answer, which comes first, is what the others are compared with.
-                    alone = panels.setdefault(temperature, Panel(quality, family, temperature, None, answer))
-                    add(alone.row(Setting(role), answer))
-        for noise in quality.draft_noises:
-            if temperatures := quality.temperatures_of(noise):
-                label = f"{family}: the pair, {noise} noise"
-                with _session(quality, quality.job(family, TARGET, noise), label, report) as session:
-                    for temperature in temperatures:
-                        for row in replace(panels[temperature], draft_noise=noise).measure(session):
-                            add(row)
-    orders = (quality.families, quality.temperatures, (None, *quality.draft_noises))
-    names = ("family", "temperature", "draft_noise")
-    rows.sort(key=lambda row: [order.index(row[name]) for order, name in zip(orders, names, strict=True)])
-    return {"rows": rows, "provenance": provenance()}
+    settings = quality.settings()
+    report("plan", {"total": len(quality.families) * len(quality.temperatures) * (2 + len(settings))})
+    rows: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    references: dict[tuple[str, float], dict[str, Any]] = {}  # what the target alone has answered
+    roles = {TARGET: [Setting(TARGET)], DRAFT: [Setting(DRAFT)], None: settings}
+    for family, (role, own) in itertools.product(quality.families, roles.items()):
+        report("loading", {"label": f"{family}: {'the pair' if role is None else f'the {role} alone'}"})
+        with BenchSession(quality.job(family, role)) as session:
+            # Reading the videos is in no measured time, for whichever setting.
+            session.ask(answer_command(seed=quality.seed, max_tokens=WARM_UP_TOKENS))
+            for temperature, setting in itertools.product(quality.temperatures, own):
+                answer = session.ask(quality.command(temperature, setting if role is None else None))
+                if role is None:
+                    _require_whole(f"{family}, {setting.scorer}", setting, answer["metrics"])
+                panel = rows.setdefault((family, temperature), [])
+                reference = references.setdefault((family, temperature), answer)
+                # Behind the two models alone strict comes first.
+                strict_length = panel[2]["acceptance_length"] if len(panel) > 2 else None
+                noise = quality.draft_noise if role is None else None
+                row = {"family": family, "temperature": temperature, "draft_noise": noise}
+                panel.append(row | _row(quality, setting, answer, reference, strict_length))
+                note = f"{setting_name(panel[-1])}: {100 * (panel[-1]['retention'] or 0):.1f} % kept"
+                report("measured", {"note": note})
+    return {"rows": list(itertools.chain(*rows.values())), "provenance": provenance()}
 
 
-@contextlib.contextmanager
-def _session(quality: Quality, job: dict[str, Any], label: str, report: Report) -> Iterator[BenchSession]:
-    """Start an engine and show it every video once: reading them is in no measured time, for whichever setting."""
-    report("loading", {"label": label})
-    with BenchSession(job) as session:
-        session.ask(answer_command(seed=quality.seed, max_tokens=WARM_UP_TOKENS))
-        yield session
+def _row(
+    quality: Quality, setting: Setting, answer: dict[str, Any], reference: dict[str, Any], strict_length: float | None
+) -> dict[str, Any]:
+    """Turn one batch of captions into a row; the setting of a model that wrote alone is its role.
+
+    `reference` is the target's own answer at the temperature, `strict_length` strict's in the same engine; None: this
+    is strict, or there are no drafts.
+    """
+    found, at_best = (_accuracies(one["texts"]) for one in (answer, reference))
+    captions = answer["captions"] or []
+    words, relevance = ([one[name] for one in captions] for name in ("words", "relevance"))
+    output_tokens = sum(map(len, answer["token_ids"]))
+    return {
+        "method": setting.scorer,
+        **{name: getattr(setting, name) for name in DEFAULTS},
+        **{name: getattr(quality, name) for name in _SHARED},
+        "retention": retention(found["accuracy"], at_best["accuracy"]),
+        **found,
+        **draft_figures(answer["metrics"], output_tokens - quality.requests, strict_length),
+        **kind_shares([caption["kinds"] for caption in captions]),
+        "identical_frac": identical_frac(answer["token_ids"], reference["token_ids"]),
+        "tokens_per_caption": output_tokens / quality.requests,
+        "relevance_auc": relevance_auc(words, relevance),
+        "decode_s": answer["seconds"],
+    }
 
 
-@dataclass(frozen=True)
-class Panel:
-    """What is compared with one another: a pair's captions at a temperature."""
-
-    quality: Quality  # what is measured
-    family: str  # the pair
-    temperature: float  # of the target and the draft
-    draft_noise: str | None  # the engine's; None for a model alone
-    # Of the target alone, at this temperature and with these seeds, what `session_job` answered
-    reference: dict[str, Any]
-
-    def measure(self, session: BenchSession) -> Iterator[dict[str, Any]]:
-        """Yield the row of every setting of one engine; strict's comes first."""
-        strict_length = None
-        for setting in self.quality.settings():
-            answer = session.ask(self.quality.command(self.temperature, setting))
-            _require_whole(f"{self.family}, {setting.scorer}", setting, answer["metrics"])
-            row = self.row(setting, answer, strict_length)
-            strict_length = strict_length or row["acceptance_length"]
-            yield row
-
-    def row(self, setting: Setting, answer: dict[str, Any], strict_length: float | None = None) -> dict[str, Any]:
-        """Turn one batch of captions into a row; the setting of a model that wrote alone is its role.
-
-        `strict_length` is strict's in the same engine; None: this is strict, or there are no drafts.
-        """
-        found, at_best = (self.quality.accuracies(one["texts"]) for one in (answer, self.reference))
-        captions = answer["captions"] or []
-        words, relevance = ([one[name] for one in captions] for name in ("words", "relevance"))
-        output_tokens = sum(map(len, answer["token_ids"]))
-        return {
-            **{name: getattr(self, name) for name in ("family", "temperature", "draft_noise")},
-            "method": setting.scorer,
-            **{name: getattr(setting, name) for name in DEFAULTS},
-            **{name: getattr(self.quality, name) for name in _SHARED},
-            "retention": retention(found["accuracy"], at_best["accuracy"]),
-            **found,
-            **draft_figures(answer["metrics"], output_tokens - self.quality.requests, strict_length),
-            **kind_shares([caption["kinds"] for caption in captions]),
-            "identical_frac": identical_frac(answer["token_ids"], self.reference["token_ids"]),
-            "tokens_per_caption": output_tokens / self.quality.requests,
-            "relevance_auc": relevance_auc(words, relevance, self.quality.about, self.quality.fillers),
-            "decode_s": answer["seconds"],
-        }
+def _accuracies(texts: Sequence[str]) -> dict[str, Any]:
+    return accuracies(count_right(texts, [_facts_of(i) for i in range(len(texts))]))
 
 
 def _require_whole(label: str, setting: Setting, counters: dict[str, int]) -> None:
@@ -322,7 +264,6 @@ def draft_figures(counters: dict[str, int] | None, num_verified: int, strict_len
 _SWEPT = {
     "family": ("families", str),
     "temperature": ("temperatures", float),
-    "draft_noise": ("draft_noises", str),
     "scorer": ("scorers", str),
     "lambda_loose": ("lambdas", float),
     "relevance_rows": ("relevance_rows", str),
@@ -343,9 +284,7 @@ def command(
     relevance_rows: Annotated[str, options.sweep("loose: token, prediction.")] = "token",
     fly_entropy: Annotated[str, options.sweep("Threshold of fly and fly-entropy.")] = "0.3",
     temperature: options.Values = "0",
-    draft_noise: Annotated[
-        str, options.sweep("shared, independent, greedy; at temperature 0 only the first.")
-    ] = "shared",
+    draft_noise: Annotated[str, typer.Option(help="shared, independent, greedy.")] = "shared",
     num_speculative_tokens: options.NumTokens = 10,
     prune_ratio: options.PruneRatio = 0.9,
     requests: Annotated[int, typer.Option(min=1, help="Held-out videos, one caption each.")] = 64,
@@ -360,13 +299,12 @@ def command(
 
     What the held-out videos show is known: a caption's attributes (colours, shapes, motion, order) are right or wrong.
     "kept" is the share that is right, divided by that of the target alone at the same temperature with the same seeds.
-    The target alone and the draft alone are measured too, each in an engine of its own; one engine per noise serves
-    all scorers.
+    The target alone and the draft alone are measured too, each in an engine of its own; one engine serves all scorers.
 
-    loose has every combination of --lambda, --top-n, --position-shift and --relevance-rows. A name says what differs
-    from N 10, no shift and the token's own state: "loose 0.7 N1 shift pred". "not exact" is the share of accepted
-    drafts that are not the target's choice, "same" the share of captions that are the target's to the last token.
-    "AUC" is how well the measured relevance tells words about the video from fillers: 0.5 is not at all, 1 always.
+    loose has every combination of --lambda, --position-shift and --relevance-rows. A name says what differs from no
+    shift and the token's own state: "loose 0.7 shift pred". "not exact" is the share of accepted drafts that are not
+    the target's choice, "same" the share of captions that are the target's to the last token. "AUC" is how well the
+    measured relevance tells words about the video from fillers: 0.5 is not at all, 1 always.
     """
     given = locals()
     from benchmarks import views

@@ -6,7 +6,6 @@ the bottom right corner, as a clock is in a security film. What a question asks 
 in few tokens of each, so a pruner can be right or wrong. An answer tells one to five scenes, in 26 tokens each.
 """
 
-import re
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,7 +14,7 @@ import numpy as np
 from benchmarks import captioned
 from vllm_vidspec.shapeworld.world import BACKGROUNDS, COLORS, PATTERNS, SHAPES, _sprite, patterned, pick
 
-FRAME_SIZE, CELL_SIZE, FRAME_RATE = 224, 28, 2.0
+FRAME_SIZE, CELL_SIZE = 224, 28
 GRID_SIZE = FRAME_SIZE // CELL_SIZE
 TOKENS_PER_PAIR = GRID_SIZE**2  # a video token covers one cell of two frames
 SCENE_PAIRS = (2, 3, 4)
@@ -31,11 +30,7 @@ COUNTS = ("no", "one", "two", "three", "four", "five")
 MAX_TOLD = 5  # scenes that one answer describes
 KINDS = ("number", "look", "after", "last", "first", "which")
 FILLERS = {name: captioned.FILLERS[name] for name in ("background", "exists", "goes", "and")}
-FACTS = ("scene", "background", "pattern", "size", "color", "shape", "position", "motion", "event", "new_color")
 HELD_OUT_SEED = 50_000_000  # training seeds stay below
-LABELS = dict(color=9, shape=7, size=3, direction=6, faded=2, background=6, pattern=3, quarter=5, digit=11)
-"""Token-level labels for a vision tower and their numbers of classes; class 0 of all but `background` and `pattern`
-means "none here"."""
 
 
 @dataclass(frozen=True)
@@ -61,21 +56,11 @@ class Scene:
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its answer (words separated by spaces, all in `vocabulary()`) and what the answer rests on."""
+    """A question and its answer, words separated by spaces."""
 
     kind: str  # One of KINDS
     text: str
     answer: str
-    scenes: tuple[int, ...]  # Indices of the scenes that the answer describes or names
-
-
-@cache
-def vocabulary() -> tuple[str, ...]:
-    """All words of questions and answers, in a fixed order."""
-    texts = [w for options in FILLERS.values() for w in options]
-    texts += [*POSITIONS, *COLORS, *BACKGROUNDS, *PATTERNS, *SHAPES, *SIZES, *MOTIONS, *EVENTS, *COUNTS]
-    texts += ["describe from scene scenes on that a . , :", "what come after the last first which show in all"]
-    return tuple(dict.fromkeys([*" ".join(texts).split(), *map(str, range(10))]))
 
 
 def draw_reel(rng: np.random.Generator, num_pairs: int) -> tuple[Scene, ...]:
@@ -93,105 +78,37 @@ def draw_reel(rng: np.random.Generator, num_pairs: int) -> tuple[Scene, ...]:
     return tuple(scenes)
 
 
-def held_out(i: int, num_tokens: int) -> tuple[np.ndarray, Question, tuple[Scene, ...]]:
+def held_out(i: int, num_tokens: int) -> tuple[np.ndarray, Question]:
     """The i-th video of `num_tokens` video tokens (a multiple of 64, from 128) that no model was trained on: frames as
-    of `render`, a question, the scenes. Kinds of questions and numbers of scenes told take turns with `i`.
+    of `render`, and a question. Kinds of questions and numbers of scenes told take turns with `i`.
     """
     rng = np.random.default_rng([HELD_OUT_SEED, i, num_tokens])
     scenes = draw_reel(rng, num_tokens // TOKENS_PER_PAIR)
     count = 1 + (i // len(KINDS) + 2 * i) % MAX_TOLD
     question = next(q for k in range(len(KINDS)) if (q := ask(rng, scenes, KINDS[(i + k) % len(KINDS)], count)))
-    return render(rng, scenes)[0], question, scenes
+    return render(rng, scenes), question
 
 
-def fact_words() -> frozenset[str]:
-    """The words that only the video can tell, and those that say whether another scene comes."""
-    places = {word for position in POSITIONS for word in position.split()} - {"at", "the"}
-    looks = {*COLORS, *BACKGROUNDS, *PATTERNS, *SHAPES, *SIZES, *MOTIONS, *EVENTS}
-    return frozenset(looks | places | {*COUNTS, *map(str, range(10)), ".", ","})
+def render(rng: np.random.Generator, scenes: tuple[Scene, ...]) -> np.ndarray:
+    """Frames uint8 [2 * pairs, FRAME_SIZE, FRAME_SIZE, 3], RGB."""
+    return np.concatenate([_render_scene(rng, scene) for scene in scenes])
 
 
-def score_answer(text: str, question: Question, scenes: tuple[Scene, ...]) -> dict[str, tuple[int, int]]:
-    """Return (right, total) of each of FACTS, sentence by sentence in order.
-
-    An answer that names scenes ("which") is scored by how many of all named and wanted ones are in both.
-    """
-    told = [scenes[i] for i in question.scenes]
-    if question.kind == "which":
-        named = set(re.findall(r"scene (\d \d \d)", text))
-        asked = {scene.digits for scene in told}
-        return {"scene": (len(named & asked), len(named | asked))}
-    said = [_read(sentence) for sentence in text.split(".")]
-    counts = dict.fromkeys(FACTS, (0, 0))
-    for place, scene in enumerate(told):
-        heard = said[place] if place < len(said) else {}
-        for name in FACTS:
-            if wanted := scene.digits if name == "scene" else getattr(scene, name):
-                right, total = counts[name]
-                counts[name] = (right + (heard.get(name) == wanted), total + 1)
-    return counts
-
-
-def _read(sentence: str) -> dict[str, str]:
-    """Return the facts of one scene as an answer tells them, "" where it does not."""
-    words, numbers = sentence.split(), re.findall(r"scene (\d \d \d)", sentence)
-    options = {"background": BACKGROUNDS, "pattern": PATTERNS, "size": SIZES, "shape": SHAPES}
-    options |= {"motion": MOTIONS, "event": EVENTS}
-    color, new_color, *_ = [*(word for word in words if word in COLORS), "", ""]
-    return {
-        **{name: next((word for word in words if word in known), "") for name, known in options.items()},
-        "scene": numbers[-1] if numbers else "",  # an opening names another scene
-        "position": next((place for place in POSITIONS if place in sentence), ""),
-        "color": color,
-        "new_color": new_color,
-    }
-
-
-def render(rng: np.random.Generator, scenes: tuple[Scene, ...]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Frames uint8 [2 * pairs, FRAME_SIZE, FRAME_SIZE, 3], RGB, and labels int64 [pairs, TOKENS_PER_PAIR]."""
-    num_pairs = sum(scene.num_pairs for scene in scenes)
-    frames = np.empty((2 * num_pairs, FRAME_SIZE, FRAME_SIZE, 3), np.uint8)
-    labels = {name: np.zeros((num_pairs, TOKENS_PER_PAIR), np.int64) for name in LABELS}
-    at = 0
-    for scene in scenes:
-        end = at + scene.num_pairs
-        _render_scene(rng, scene, frames[2 * at : 2 * end], {name: array[at:end] for name, array in labels.items()})
-        at = end
-    return frames, labels
-
-
-def _render_scene(rng: np.random.Generator, scene: Scene, frames: np.ndarray, labels: dict[str, np.ndarray]) -> None:
-    empty = _empty_frames(scene.background, scene.pattern)
-    frames[:] = empty[rng.integers(0, len(empty), len(frames))]
-    labels["background"][:] = list(BACKGROUNDS).index(scene.background)
-    labels["pattern"][:] = PATTERNS.index(scene.pattern)
+def _render_scene(rng: np.random.Generator, scene: Scene) -> np.ndarray:
+    empty, num_frames = _empty_frames(scene.background, scene.pattern), 2 * scene.num_pairs
+    frames = empty[rng.integers(0, len(empty), num_frames)]
     for i, digit in enumerate(map(int, f"{scene.number:03d}")):
         column = GRID_SIZE - 3 + i
         frames[:, -CELL_SIZE:, column * CELL_SIZE : (column + 1) * CELL_SIZE] = _digit(digit)
-        labels["digit"][:, GRID_SIZE * (GRID_SIZE - 1) + column] = digit + 1
     sprite, radius = _sprite(scene.shape, SIZES[scene.size]), SIZES[scene.size]
-    for i, (x, y) in enumerate(_path(rng, scene, len(frames))):
-        is_end = i >= len(frames) - 2
+    for i, (x, y) in enumerate(_path(rng, scene, num_frames)):
+        is_end = i >= num_frames - 2
         box = (slice(y - radius, y + radius + 1), slice(x - radius, x + radius + 1))
         paint = np.array(COLORS[scene.new_color if is_end and scene.new_color else scene.color], np.int16)
         if scene.event == "vanishes" and is_end:
             paint = (paint + frames[i][box][sprite].astype(np.int16)) // 2
         frames[i][box][sprite] = np.clip(paint + rng.integers(-6, 7, 3), 0, 255)
-        if i % 2 == 0:
-            shown = {
-                "color": list(COLORS).index(scene.new_color if is_end and scene.new_color else scene.color) + 1,
-                "shape": SHAPES.index(scene.shape) + 1,
-                "size": list(SIZES).index(scene.size) + 1,
-                "direction": MOTIONS.index(scene.motion) + 1,
-                "faded": int(scene.event == "vanishes" and is_end),
-                "quarter": list(POSITIONS).index(scene.position) + 1,
-            }
-            mask = np.zeros((FRAME_SIZE, FRAME_SIZE), bool)
-            mask[box] = sprite
-            area = mask.reshape(GRID_SIZE, CELL_SIZE, GRID_SIZE, CELL_SIZE).sum((1, 3)).reshape(-1)
-            cells = area > min(100, area.max() / 2)
-            for name, value in shown.items():
-                labels[name][i // 2][cells] = value
+    return frames
 
 
 def _path(rng: np.random.Generator, scene: Scene, length: int) -> np.ndarray:
@@ -231,17 +148,17 @@ def ask(rng: np.random.Generator, scenes: tuple[Scene, ...], kind: str, count: i
         text, opening = f"what {words} come after the {_look(scenes, start)}", f"after scene {scenes[start].digits} : "
     else:
         text = f"describe the {kind} {words}"
-    return Question(kind, text, opening + " ".join(_tell(rng, scenes[i]) for i in told), tuple(told))
+    return Question(kind, text, opening + " ".join(_tell(rng, scenes[i]) for i in told))
 
 
 def _ask_which(rng: np.random.Generator, scenes: tuple[Scene, ...]) -> Question | None:
     chosen = scenes[int(rng.integers(len(scenes)))]
-    found = tuple(i for i, s in enumerate(scenes) if (s.color, s.shape) == (chosen.color, chosen.shape))
+    found = [s.digits for s in scenes if (s.color, s.shape) == (chosen.color, chosen.shape)]
     if len(found) >= len(COUNTS):
         return None
-    named = " , ".join(f"scene {scenes[i].digits}" for i in found)
+    named = " , ".join(f"scene {digits}" for digits in found)
     text = f"which scenes show a {chosen.color} {chosen.shape}"
-    return Question("which", text, f"{named} . {COUNTS[len(found)]} in all .", found)
+    return Question("which", text, f"{named} . {COUNTS[len(found)]} in all .")
 
 
 def _look(scenes: tuple[Scene, ...], index: int) -> str:

@@ -3,13 +3,10 @@ in the subprocess.
 """
 
 import functools
-import itertools
 import sys
 import time
 from pathlib import Path
 from typing import Any, ClassVar
-
-import numpy as np
 
 from benchmarks import reel, watching
 from benchmarks.roles import Roles
@@ -27,9 +24,8 @@ _ROOT = Path(__file__).resolve().parents[1]
 class BenchSession(EngineSession):
     """An `EngineSession` that knows the commands of `BenchEngine`.
 
-    In its job's `prompts` there may also be `num_videos` held-out videos of each request (a list: of one request after
-    another), `video_frac` of one's frames, or `reel_tokens`: held-out reels of so many video tokens, each with its own
-    question.
+    In its job's `prompts` there may also be `num_videos`, how many held-out videos each request has, or `reel_tokens`:
+    held-out reels of so many video tokens, each with its own question.
     """
 
     # This package is in no wheel: the subprocess may not find it.
@@ -37,17 +33,6 @@ class BenchSession(EngineSession):
         "-c",
         f"import sys; sys.path.append({str(_ROOT)!r}); from benchmarks import session; session.run_job()",
     )
-
-
-class Played:
-    """An engine in one of its roles (`roles.py`), asked as an engine of its own."""
-
-    def __init__(self, session: BenchSession, role: str | int):
-        self._session, self._role = session, role
-
-    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
-        self._session.ask({"command": "play", "role": self._role, "keeps_prefixes": True})
-        return self._session.ask(command)
 
 
 def run_job() -> None:
@@ -66,18 +51,19 @@ class BenchEngine(Engine):
         family, places = prompts["family"], prompts.get("held_out", [])
         if "reel_tokens" in prompts:
             reels = [reel.held_out(i, prompts["reel_tokens"]) for i in places]
-            return [pairs.video_prompt(family, frames, question.text) for frames, question, _ in reels]
-        num_frames = prompts.get("num_frames") or pairs.pair_for(family).num_frames
-        frac = prompts.get("video_frac", 1.0)
-        counts = prompts.get("num_videos", 1)
-        counts = [counts] * len(places) if isinstance(counts, int) else counts
-        requests = [
-            [_part(world.held_out(max(counts) * i + j).frames, frac, num_frames) for j in range(count)]
+            return [pairs.video_prompt(family, frames, question.text) for frames, question in reels]
+        if "num_videos" not in prompts:
+            return Engine.bundled_requests(prompts)
+        num_frames, counts = pairs.pair_for(family).num_frames, prompts["num_videos"]
+        return [
+            pairs.media_prompt(
+                family,
+                prompts["question"],
+                videos=[world.held_out(max(counts) * i + j).frames for j in range(count)],
+                num_frames=num_frames,
+            )
             for i, count in zip(places, counts, strict=False)
         ]
-        question = prompts["question"]
-        made = [pairs.media_prompt(family, question, videos=videos, num_frames=num_frames) for videos in requests]
-        return made + Engine.bundled_requests(prompts | {"held_out": []})
 
     @property
     def is_stock(self) -> bool:
@@ -99,11 +85,6 @@ class BenchEngine(Engine):
     def step_counters(self) -> dict[str, int] | None:
         """Return nothing of vLLM's own, which take too long to read."""
         return None if self.is_stock else self.counters()
-
-    def retune(self, knobs: dict[str, Any]) -> dict[str, Any]:
-        """Change knobs of VidSpecConfig from here on."""
-        self.llm.collective_rpc("vidspec_retune", args=(knobs,))
-        return {}
 
     @functools.cached_property
     def _roles(self) -> Roles:
@@ -175,28 +156,6 @@ def _watched_captions(tokenizer: Any, outputs: list[Any], watched: list[dict[str
         if list(record["tokens"])[: len(token_ids)] != token_ids:
             raise VidSpecError("what was watched are not the tokens of the answer; please report this")
         relevance, kinds = (list(record[name])[: len(token_ids)] for name in ("relevance", "kinds"))
-        captions.append({"words": token_texts(tokenizer, token_ids), "relevance": relevance, "kinds": kinds})
+        words = [tokenizer.decode([token]) for token in token_ids]  # the bundled pairs' tokens are words
+        captions.append({"words": words, "relevance": relevance, "kinds": kinds})
     return captions
-
-
-def token_texts(tokenizer: Any, token_ids: list[int]) -> list[str]:
-    """Return what each token adds to the text; of a character in several tokens the last one has it."""
-    texts, shown = [], ""
-    for end in range(1, len(token_ids) + 1):
-        text = tokenizer.decode(token_ids[:end])
-        # An unfinished character is shown as U+FFFD until its last byte comes.
-        if text.endswith("\ufffd") and end < len(token_ids):
-            texts.append("")
-            continue
-        num_alike = sum(1 for _ in itertools.takewhile(lambda two: two[0] == two[1], zip(text, shown, strict=False)))
-        texts.append(text[num_alike:])
-        shown = text
-    return texts
-
-
-def _part(frames: Any, frac: float, num_frames: int) -> Any:
-    """Return a video as it is, or evenly spaced frames of it: a share of those that its pair would sample."""
-    if frac == 1.0:
-        return frames
-    wanted = max(1, round(frac * min(num_frames, len(frames))))
-    return frames[np.linspace(0, len(frames) - 1, wanted, dtype=int)]

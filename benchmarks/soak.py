@@ -21,8 +21,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ class Memory(threading.Thread):
 
 
 class Record:
-    """Counts requests and verdicts, and keeps the seconds of both servers by kind."""
+    """Counts requests and verdicts."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -124,7 +124,6 @@ class Record:
         self.kinds: Counter[str] = Counter()
         self.traits: Counter[str] = Counter()
         self.bad: dict[str, list[dict[str, Any]]] = {"wrong": [], "error": []}
-        self.seconds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in SERVERS}
         self.resent = dict.fromkeys(SERVERS, 0)
 
     def add(self, config: str, ask: traffic.Ask, vanilla: list[traffic.Reply], ours: list[traffic.Reply]) -> None:
@@ -140,27 +139,12 @@ class Record:
                 self._note(config, ask, turn, kind, why)
             for name, reply in zip(SERVERS, (got, expected), strict=True):
                 self.resent[name] += reply.resent
-                if reply.status == 200 and not reply.is_cut:  # a client that leaves decides its own time
-                    self.seconds[name][ask.about].append(reply.seconds)
 
     def _note(self, config: str, ask: traffic.Ask, turn: int, kind: str, why: str) -> None:
         fields = {key: value for key, value in ask.body.items() if key not in ("messages", "prompt")}
         found = {"config": config, "about": ask.about, "turn": turn, "traits": ask.traits, "why": why}
         self.bad[kind].append(found | fields)
         self._say(f"{config}: {kind}, {ask.about}: {why}")
-
-    def latency(self) -> dict[str, Any]:
-        def percentiles(*kinds: str) -> dict[str, float | None]:
-            found = {}
-            for name, prefix in zip(SERVERS, ("", "vanilla_"), strict=True):
-                seconds = [one for about in kinds for one in self.seconds[name][about]]
-                found |= {f"{prefix}p{share}_s": percentile(seconds, share / 100) for share in (50, 95)}
-            return found
-
-        kinds = sorted({about for found in self.seconds.values() for about in found})
-        answered = {about: len(self.seconds["ours"][about]) for about in kinds}
-        by_kind = {about: {"answered": answered[about]} | percentiles(about) for about in kinds if answered[about]}
-        return percentiles(*kinds) | {"by_kind": by_kind}
 
 
 class Soak:
@@ -260,7 +244,6 @@ class Soak:
             "errors_unexpected": len(bad["error"]) + failures,
             "leaked_blocks": sum(row["leaked_blocks"] for row in configs),
             "leaked_states": sum(row["leaked_states"] for row in configs),
-            **record.latency(),
             "resent": record.resent,
             "kinds": dict(sorted(record.kinds.items())),
             "traits": dict(sorted(record.traits.items())),
@@ -302,12 +285,6 @@ def first_minutes(
         return []
     end = vanilla[0][0] + ours[-1][0] - ours[0][0]
     return [sample for sample in vanilla if sample[0] <= end]
-
-
-def percentile(values: Iterable[float], share: float) -> float | None:
-    """Return the smallest value that so large a share of them does not exceed; None of nothing."""
-    ordered = sorted(values)
-    return round(ordered[max(0, math.ceil(share * len(ordered)) - 1)], 3) if ordered else None
 
 
 def is_bad(result: Mapping[str, Any], most_mb_per_min: float) -> list[str]:
@@ -390,7 +367,7 @@ def main() -> int:
         return 1
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
-    hidden = ("by_kind", "configs", "bad", "provenance", "kinds", "traits")
+    hidden = ("configs", "bad", "provenance", "kinds", "traits")
     print(json.dumps({key: value for key, value in result.items() if key not in hidden}, indent=1))
     for kind, found in result["bad"].items():
         for one in found:

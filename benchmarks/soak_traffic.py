@@ -8,7 +8,6 @@ import io
 import json
 import random
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -78,7 +77,6 @@ class Reply:
     status: int = 0  # Of HTTP; 0 where the connection failed, 500 where a stream carried an error
     error: str = ""  # The server's or the client library's message
     choices: dict[int, Choice] = field(default_factory=dict)  # By index
-    seconds: float = 0.0  # From sending to the last byte
     is_cut: bool = False  # The client closed the connection in mid-answer
     resent: int = 0  # How often it sent the request again, after a 500
 
@@ -240,12 +238,11 @@ def send(client: httpx.Client, base_url: str, ask: Ask, is_ours: bool) -> list[R
 
 
 def _send(client: httpx.Client, url: str, body: dict[str, Any], close_after: int | None) -> Reply:
-    start = time.perf_counter()
     for resent in range(_MOST_RESENT + 1):  # noqa: B007
         reply = _send_once(client, url, body, close_after)
         if reply.status != 500:
             break
-    reply.resent, reply.seconds = resent, time.perf_counter() - start
+    reply.resent = resent
     return reply
 
 

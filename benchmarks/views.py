@@ -46,19 +46,15 @@ def paper_tables(rows: Rows) -> Iterator[Table]:
 # ---- lossy verification ----------------------------------------------------------------------------------------------
 
 FLOOR = 0.98  # of the target's accuracy: what counts as kept
-Panel = tuple[str, float, str]  # family, temperature, noise
 
 
-def panels(rows: Rows) -> dict[Panel, list[Row]]:
-    """Return the rows of each family, temperature and noise; in front the target's and the draft's, which have none."""
-    keys = by(rows, "family", "temperature", "draft_noise")
-    return {key: keys.get((*key[:2], None), []) + found for key, found in keys.items() if key[2] is not None}
-
-
-def panel_name(panel: Panel) -> str:
-    """Return a panel in words; at temperature 0 the noise makes no difference."""
-    family, temperature, noise = panel
-    return f"{family}, temperature {temperature:g}" + (f", {noise} noise" if temperature else "")
+def panels(rows: Rows) -> dict[str, list[Row]]:
+    """Return the rows of each family and temperature that have drafts; at temperature 0 noise makes no difference."""
+    found = {}
+    for (family, temperature), ours in by(rows, "family", "temperature").items():
+        if noises := [row["draft_noise"] for row in ours if row["draft_noise"] is not None]:
+            found[f"{family}, temperature {temperature:g}" + (f", {noises[0]} noise" if temperature else "")] = ours
+    return found
 
 
 def longest_kept(rows: Rows) -> dict[str, Row | None]:
@@ -102,14 +98,14 @@ _QUALITY: Columns = {
 
 
 def quality_tables(rows: Rows) -> Iterator[Table]:
-    for panel, ours in panels(rows).items():
+    for title, ours in panels(rows).items():
         caption = f"{ours[0]['requests']} captions, K {ours[0]['num_speculative_tokens']}, in %. {longest_words(ours)}"
         style = lambda row: "green" if _is_kept(row) else None  # noqa: E731
-        yield by_columns(_QUALITY, ours, style=style, title=panel_name(panel), caption=caption, padding=0)
+        yield by_columns(_QUALITY, ours, style=style, title=title, caption=caption, padding=0)
 
 
 def draw_quality(rows: Rows, path: str) -> None:
-    """Draw what is kept over acceptance length: a panel per family (down), temperature and noise (across).
+    """Draw what is kept over acceptance length: a panel per family (down) and temperature (across).
 
     A line joins what a scorer gives over its lambda or threshold; the star is strict.
     """
@@ -117,8 +113,7 @@ def draw_quality(rows: Rows, path: str) -> None:
 
     lines: dict[str, dict[str, list[tuple[float, float]]]] = {}
     stars, levels = {}, {}
-    for panel, ours in panels(rows).items():
-        title = panel_name(panel)
+    for title, ours in panels(rows).items():
         measured = [row for row in ours if row["retention"] is not None]
         scorers = by([row | {"line": line_name(row)} for row in measured if row["method"] in LOSSY], "line")
         lines[title] = {
@@ -131,7 +126,7 @@ def draw_quality(rows: Rows, path: str) -> None:
             levels[title]["the draft alone"] = alone[0]
     if not lines:
         raise VidSpecError(f"cannot draw {path}: no row has drafts")
-    across = len({panel[1:] for panel in panels(rows)})
+    across = len({row["temperature"] for row in rows})
     x_name, y_name = "acceptance length (tokens per verify step; star: strict)", "attributes right (% of the target's)"
     draw(path, lines, x_name, y_name, across=across, stars=stars, levels=levels)
 

@@ -229,7 +229,7 @@ def _checkpoints() -> Iterator[Check]:
             elif weights.stat().st_size < _LFS_POINTER_BYTES:
                 missing.append(f"{family}/{role} (a pointer, not the weights)")
     detail = f"missing: {', '.join(missing)}" if missing else f"target and drafts for {', '.join(assets.FAMILIES)}"
-    remedy = "fetch the clone's assets again (git checkout -- vllm_vidspec/assets), or train them (benchmarks/training)"
+    remedy = "fetch the clone's assets again: git checkout -- vllm_vidspec/assets"
     yield _fail_unless(not missing, "bundled models", detail, remedy)
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.gpu import plan
@@ -97,7 +98,7 @@ def products(context: Context, model: str) -> None:
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
-    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.layers.linear import ColumnParallelLinear
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     from benchmarks.made_up import QUANTISED
@@ -107,6 +108,7 @@ def products(context: Context, model: str) -> None:
     shapes = {"tiny": (256, 256)} if context.dry_run else PRODUCTS[model]
     for weights, kernel in FORMATS:
         config = VllmConfig()
+        config.model_config = SimpleNamespace(dtype=torch.bfloat16, is_moe=False)  # all that layers ask it
         if kernel is not None:
             config.kernel_config.linear_backend = kernel
         quantised = None
@@ -119,7 +121,7 @@ def products(context: Context, model: str) -> None:
                     if not torch.distributed.is_initialized():
                         init_distributed_environment(1, 0, "tcp://127.0.0.1:29511", 0)
                         ensure_model_parallel_initialized(1, 1)
-                    layer = ReplicatedLinear(inputs, outputs, bias=False, quant_config=quantised, prefix=name)
+                    layer = ColumnParallelLinear(inputs, outputs, bias=False, quant_config=quantised, prefix=name)
                     layer.quant_method.process_weights_after_loading(layer)
                     calls = {str(rows): functools.partial(layer, torch.randn(rows, inputs)) for rows in ROWS}
                     for rows, row in in_graphs(calls):

@@ -3,7 +3,7 @@
 python -m benchmarks.kernels [draw tree_attention ...] [--sizes num_reqs=1,8 nodes=25] [--json]
 
 Those that read the vocabulary, the KV cache or stored states; the others are bound by the latency of a launch, and are
-measured as parts of a step (`small_cases overheads`, the engines of `benchmarks.gpu`). A kernel's cases are a
+measured as parts of a step (the engines of `benchmarks.gpu`). A kernel's cases are a
 file beside this one: its axes with sizes, which `--sizes` replaces, and what it is measured against. On a GPU "triton"
 is the kernel, on a CPU "torch" is its reference. A case's implementations are called in turn, so that other load on the
 machine affects all of them. The floor is the larger of two times: `traffic`, the bytes that must move at the copy

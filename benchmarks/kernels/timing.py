@@ -98,16 +98,14 @@ def sizes_of(axes: dict[str, list[Any]], given: Sequence[str]) -> Iterator[dict[
 
 
 def rows(
-    kernel: str, given: Sequence[str] = (), rounds: int | None = None, tiny: bool = not ON_GPU, skipped: str = ""
+    kernel: str, given: Sequence[str] = (), rounds: int | None = None, tiny: bool = not ON_GPU
 ) -> Iterator[dict[str, Any]]:
-    """Measure a kernel; yield a row for each case and implementation but the one that is `skipped`.
+    """Measure a kernel; yield a row for each case and implementation.
 
     `given` replaces sizes as in `sizes_of`, `rounds` those of the kernel's file.
     """
     module = importlib.import_module(f"benchmarks.kernels.{kernel}")
     for size in sizes_of(module.TINY if tiny else module.AXES, given):
         keys = {"kernel": kernel, "case": " ".join(f"{name}={value}" for name, value in size.items())}
-        case = module.case(**size)
-        case.calls.pop(skipped, None)
-        for row in _rows_of(case, rounds or module.ROUNDS):
+        for row in _rows_of(module.case(**size), rounds or module.ROUNDS):
             yield keys | row

@@ -1,5 +1,4 @@
-"""tree_attention: one layer, against FlashAttention with our nodes merged in, FlexAttention, xformers' tree attention
-and torch's SDPA.
+"""tree_attention: one layer, against FlashAttention with our nodes merged in, FlexAttention and torch's SDPA.
 
 `num_reqs` requests have each a root, the last token of its context, and the nodes of one random tree. Peers without a
 paged cache get K and V gathered densely beforehand, and their masks ready-made; neither is timed. `note` is why a peer
@@ -170,38 +169,11 @@ def flex(inputs: Inputs) -> Bound:
     return call, lambda result: result.transpose(1, 2).reshape(inputs.query.shape)
 
 
-def xformers(inputs: Inputs) -> Bound:
-    """Bind xformers' tree attention: split-K over the context but its last token, a dense bias over root and nodes."""
-    from xformers.ops.fmha.attn_bias import BlockDiagonalPaddedKeysMask
-    from xformers.ops.tree_attention import tree_attention as xformers_tree_attention
-
-    if not ON_GPU:
-        raise NotImplementedError("needs a GPU")
-    batch, num_rows, length = inputs.batch, inputs.num_rows, inputs.seen.shape[1]
-    query = inputs.query.view(batch, num_rows, inputs.num_kv_heads, inputs.group, -1)
-    keys, values = (
-        dense[:, :, :, None].expand(-1, -1, -1, inputs.group, -1) for dense in (inputs.dense_keys, inputs.dense_values)
-    )
-    # The bias's rows must be aligned.
-    bias = inputs.query.new_full((num_rows, -(-num_rows // 16) * 16), float("-inf"))[:, :num_rows]
-    bias.masked_fill_(inputs.seen[:, -num_rows:], 0.0)
-    prefix_bias = BlockDiagonalPaddedKeysMask.from_seqlens(
-        q_seqlen=[num_rows] * batch, kv_seqlen=[length - num_rows] * batch, kv_padding=length
-    )
-    new = slice(length - num_rows, length)
-
-    def call() -> Any:
-        return xformers_tree_attention(query, keys[:, new], values[:, new], keys, values, bias, prefix_bias)
-
-    return call, lambda result: result.reshape(inputs.query.shape)
-
-
 PEERS: dict[str, Callable[[Inputs], Bound]] = {
     "triton" if ON_GPU else "torch": ours,
     "flash_and_nodes": flash_and_nodes,
     "sdpa": sdpa,
     "flex_attention" if ON_GPU else "flex_attention_eager": flex,
-    "xformers": xformers,
 }
 
 

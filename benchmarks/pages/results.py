@@ -198,8 +198,6 @@ def soak() -> str:
         | {"accepted": row["counters"]["accepted_tokens"] / max(1, row["counters"]["drafts"])}
         for row in result["configs"]
     ]
-    answered = sum(row["answered"] for row in result["by_kind"].values())
-    times = {**result["by_kind"], "all": result | {"answered": answered}}
     totals = {
         "wrong answers": "wrong_answers",
         "errors that were not expected": "errors_unexpected",
@@ -220,11 +218,6 @@ def soak() -> str:
             "{config} | {requests} | {memory} | {beside} | {rss_slope_mb_per_min} | {vanilla_rss_slope_mb_per_min} | "
             "{preemptions} | {accepted:.2f}",
             configs,
-        ),
-        table(
-            "latency, s | answered | p50 | p95 | vanilla p50 | vanilla p95",
-            "{name} | {answered} | {p50_s:.2f} | {p95_s:.2f} | {vanilla_p50_s:.2f} | {vanilla_p95_s:.2f}",
-            [row | {"name": name} for name, row in times.items()],
         ),
     ]
     return "\n\n".join(parts)

@@ -76,18 +76,16 @@ def warm_place_trees(
     kernels.place_trees(i64(1), i32(2), i32(1), *tables, size=1, out_positions=out_positions)
 
 
-def warm_accept(num_drafts: int, max_reqs: int, in_trees: bool, is_loose: bool, by_request: bool) -> None:
+def warm_accept(num_drafts: int, max_reqs: int, in_trees: bool, is_loose: bool) -> None:
     """Prepare `accept`: of strict chains, and of trees and by loose rules where there are such.
 
-    Paths are kept where drafts can be trees; drafts are counted by request, too, if `by_request`.
+    Paths are kept where drafts can be trees.
     """
     for tree, loose in itertools.product({False, in_trees}, {False, is_loose}):
-        accept_once(num_drafts, max_reqs, tree, loose, by_request, keeps=in_trees)
+        accept_once(num_drafts, max_reqs, tree, loose, keeps=in_trees)
 
 
-def accept_once(
-    num_drafts: int, max_reqs: int, in_trees: bool, is_loose: bool, by_request: bool = False, keeps: bool = False
-) -> None:
+def accept_once(num_drafts: int, max_reqs: int, in_trees: bool, is_loose: bool, keeps: bool = False) -> None:
     rows, trees, looseness = num_drafts + 1, None, None
     if in_trees:
         trees = kernels.TreeShapes(i64(1), i32(max_reqs, rows), i32(max_reqs, rows), i64(max_reqs, rows))
@@ -95,8 +93,6 @@ def accept_once(
         settings = (i64(1), i32(max_reqs), floats(max_reqs), i32(max_reqs))
         looseness = kernels.Looseness(*settings, floats(rows), floats(rows), floats(rows, dtype=torch.bool), 0.5)
     tally = kernels.Tally(i64(1), floats(max_reqs, dtype=torch.bool), i64(NUM_SUMS + num_drafts))
-    if by_request:
-        tally = tally._replace(by_kind=i64(1, 3))
     if keeps:
         tally = tally._replace(path=i32(max_reqs, rows), num_accepted=i32(max_reqs))
     kernels.accept(i64(rows), i32(rows), i32(2), num_drafts, trees, looseness, tally)

@@ -55,7 +55,7 @@ def compare(
 def evs(_: Path) -> Found:
     """The target prunes half of each video, the draft nine tenths of what is left; then a draft equal to the target."""
     overrides = {"video_pruning_rate": 0.5, "enable_prefix_caching": False}
-    requests = harness.videos(QWEN, 3) + harness.videos(QWEN, 2, temperature=1.0)
+    requests = harness.greedy_and_sampled(QWEN, 3, 2)
     _, counted = compare(overrides, requests, pruner="specvlm")
     _, equal = compare(overrides, requests, pairs.checkpoint(QWEN, "target"), pruner="none")
     assert counted["visual_tokens_full"] == 5 * 128, "the target did not prune"
@@ -75,7 +75,7 @@ def quantised(kind: str, cache: str | None = None, dtype: str = "float32") -> Ca
             for role in ("target", "draft")
         }
         overrides = {"model": made["target"], "dtype": dtype}
-        requests = harness.videos(QWEN, 3) + harness.videos(QWEN, 1, temperature=1.0)
+        requests = harness.greedy_and_sampled(QWEN, 3, 1)
         _, counted = compare(overrides, requests, made["draft"], pruner="specvlm", drafting="tree-static")
         assert counted["guided_prompts"] == counted["prompts"] == 4
         return counted, ""
@@ -115,7 +115,7 @@ def fp8_draft_cache(_: Path) -> Found:
         )
         yield
 
-    requests = harness.videos(QWEN, 3) + harness.videos(QWEN, 1, temperature=1.0)
+    requests = harness.greedy_and_sampled(QWEN, 3, 1)
     _, counted = compare({}, requests, drafting="tree-static", during=measured, kv_cache_dtype="fp8")
     return counted, f"; {taken['token']} bytes of the draft's a token, a byte a number"
 
@@ -264,7 +264,7 @@ def media_limit(_: Path) -> Found:
             raise AssertionError("two videos were answered")
         yield
 
-    requests = harness.videos(QWEN, 3) + harness.videos(QWEN, 2, temperature=1.0)
+    requests = harness.greedy_and_sampled(QWEN, 3, 2)
     overrides = {"limit_mm_per_prompt": {"video": 1, "image": 0}}
     _, counted = compare(overrides, requests, during=refusing, pruner="uniform")
     return counted, "; a second video is refused as by vanilla"

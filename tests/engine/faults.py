@@ -144,8 +144,7 @@ def is_fine(row: dict[str, Any]) -> bool:
 
 def requests_of(family: str) -> list[tuple[dict, dict]]:
     """Return requests that do not end early, half of them sampled."""
-    common = {"max_tokens": 60, "ignore_eos": True}
-    return harness.videos(family, 4, **common) + harness.videos(family, 4, temperature=1.0, **common)
+    return harness.greedy_and_sampled(family, max_tokens=60, ignore_eos=True)
 
 
 def expected_answers() -> list[list[list[int]]]:

@@ -130,12 +130,7 @@ def read_back(
 
 
 def check_loose(
-    family: str,
-    outputs: list[Any],
-    videos: list[list[np.ndarray]],
-    records: list[dict],
-    max_unmeasured: int = 1,
-    tolerance: float = 1e-4,
+    family: str, outputs: list[Any], videos: list[list[np.ndarray]], records: list[dict], max_unmeasured: int = 1
 ) -> int:
     """All tokens but those said to be loosened or shifted are the target's own; return how many these were."""
     by_req = {record["req_id"].split("-")[0]: record for record in records}
@@ -152,6 +147,6 @@ def check_loose(
         assert len(measured) >= len(tokens) - max_unmeasured
         ours = torch.tensor([value for _, value in measured], dtype=torch.float64)
         error = float((ours - relevance[[i for i, _ in measured]]).abs().max())
-        assert error <= tolerance, error
+        assert error <= 1e-4, error
         num_loosened += int((~is_own).sum())
     return num_loosened

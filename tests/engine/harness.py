@@ -18,14 +18,11 @@ from vllm_vidspec.tools import pairs, watching
 
 FAMILIES = QWEN, LLAVA = pairs.FAMILIES[:2]
 QWEN3 = pairs.FAMILIES[2]
-TREES = ("tree-static", "tree-adaptive")
 MAX_TOKENS = 28
 NO_CACHE = {"enable_prefix_caching": False}
 # Some ten thousand tokens. An engine fills its cache with zeros when it starts, which took an eighth of all tests' time
 # while it was pairs.KV_CACHE_BYTES.
 KV_CACHE_BYTES = 96 * 2**20
-# Every step drafts as many tokens as it was configured to, whatever pays: for tests that say which drafts there are.
-FIXED_DRAFTS = {"adaptive_tokens": False}
 # vLLM's encoder budget must hold one Qwen video, so its prompts of 266 to 550 tokens make a border each.
 CHUNK_SIZES = {QWEN: 260, LLAVA: 64, QWEN3: 420}
 
@@ -61,7 +58,6 @@ class Engine:
     verifier = _at("runner.rejection_sampler")
     speculator = _at("runner.speculator")
     draft = _at("speculator.backend.draft_model")
-    draft_sampler = _at("speculator.backend._sample")
     kv = _at("speculator.backend.drafter.kv")
     breaker = _at("scheduler._vidspec_side._breaker")
 
@@ -256,6 +252,12 @@ def videos(family: str, count: int, question: str = pairs.DEFAULT_QUESTION, **sa
         (pairs.video_prompt(family, frames, question), {"temperature": 0.0, "seed": i, **sampling})
         for i, frames in enumerate(shown(count))
     ]
+
+
+def greedy_and_sampled(family: str, num_greedy: int = 4, num_sampled: int = 4, **sampling: Any) -> list:
+    """Return requests that describe videos greedily, and then at T = 1."""
+    sampled = videos(family, num_sampled, temperature=1.0, **sampling)
+    return videos(family, num_greedy, **sampling) + sampled
 
 
 def shown(count: int) -> list[np.ndarray]:

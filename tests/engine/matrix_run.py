@@ -10,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from safetensors.torch import load_file, save_file
 from vllm import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -36,7 +35,6 @@ NUM_FRAMES = 6  # that are sent as images
 CHUNK = 32  # tokens
 # Blocks of 32 tokens, so that the shortest prompt here fills one: prefix hits.
 OVERRIDES = {"limit_mm_per_prompt": {"video": 2, "image": NUM_FRAMES}, "block_size": 32}
-DRAFTS = {"bundled": "draft", "self": "target", "far": "far"}
 SHAPES: dict[str, dict[str, Any]] = {"tree-adaptive": {"num_speculative_tokens": 16}}
 OBSERVES = {"attention": {"pruner": "specvlm"}, "uv": {"pruner": "uv"}, "both": {"pruner": "auto"}}
 # A target that is never sure, and one match after a mismatch: as loose as can be.
@@ -52,32 +50,20 @@ class Checkpoints:
     def __init__(self, folder: Path):
         self._folder = folder
         self.target = functools.cache(self._target)
-        self.untrained = functools.cache(self._untrained)
 
     def _target(self, family: str) -> str:
         if family in UNTRAINED_FAMILIES:
             return random_models.build(family, self._folder / f"{family}-target")
         return pairs.checkpoint(family, "target")
 
-    def _untrained(self, family: str) -> str:
-        """A draft that knows nothing: weights of the bundled draft's kind, and of no training."""
-        folder = self._folder / f"{family}-untrained"
-        if family in UNTRAINED_FAMILIES:
-            # A target with experts has a dense draft.
-            return random_models.build(family.removesuffix("-moe"), folder, seed=1)
-        folder.mkdir()
-        generator = torch.Generator().manual_seed(0)
-        for file in Path(pairs.checkpoint(family, "draft")).iterdir():
-            if file.suffix != ".safetensors":
-                (folder / file.name).symlink_to(file)
-                continue
-            weights = load_file(file)
-            for name, weight in weights.items():
-                if weight.dim() > 1:
-                    drawn = torch.randn(weight.shape, generator=generator) * weight.float().std()
-                    weights[name] = drawn.to(weight.dtype)
-            save_file(weights, folder / file.name, metadata={"format": "pt"})
-        return str(folder)
+    def draft(self, cell: Cell) -> str:
+        family = cell["family"]
+        if cell["draft"] == "self":
+            return "target"
+        if family not in UNTRAINED_FAMILIES:
+            return "far"
+        # A target with experts has a dense draft.
+        return random_models.build(family.removesuffix("-moe"), self._folder / f"{family}-draft", seed=1)
 
 
 def prompts_of(family: str) -> str:
@@ -86,7 +72,7 @@ def prompts_of(family: str) -> str:
 
 
 def spec_of(cell: Cell) -> dict[str, Any]:
-    spec = harness.FIXED_DRAFTS | {"drafting": cell["shape"], "guidance_layers": "all"}
+    spec = {"drafting": cell["shape"], "guidance_layers": "all"}
     spec |= SHAPES.get(cell["shape"], {}) | OBSERVES[cell["observes"]] | ALLOWS[cell["allows"]]
     return spec | ({"parallel": PARALLEL} if cell["drafting"] == "parallel" else {})
 
@@ -94,11 +80,10 @@ def spec_of(cell: Cell) -> dict[str, Any]:
 @contextlib.contextmanager
 def started(cell: Cell, models: Checkpoints) -> Iterator[Engine]:
     family, is_ahead = cell["family"], cell["scheduler"] == "ahead"
-    draft = DRAFTS.get(cell["draft"]) or models.untrained(family)
     overrides = OVERRIDES | {"model": models.target(family)}
     with (
         mock.patch.object(VidSpecConfig, "fly_window", 1),
-        harness.engine(prompts_of(family), draft, overrides, is_ahead, **spec_of(cell)) as run,
+        harness.engine(prompts_of(family), models.draft(cell), overrides, is_ahead, **spec_of(cell)) as run,
         let_drafts_come(run) if cell["drafting"] == "parallel" else contextlib.nullcontext(),
     ):
         yield run
@@ -168,7 +153,7 @@ def run(engine: Engine, batch: Batch, first_seed: int) -> Answered:
     settings, llm = batch[0], engine.llm
     seeds = [first_seed + i for i in range(len(batch))]
     requests = [request(cell, seed) for cell, seed in zip(batch, seeds, strict=True)]
-    engine.retune(pruner=settings["pruner"])
+    engine.retune(pruner=settings.get("blind", settings["pruner"]))
     engine.idle()  # vLLM tells of the end of a request with its next step
     assert settings["drafting"] == "parallel" or engine.kv.num_used_blocks == 0, "an earlier batch has kept blocks"
     assert llm.reset_prefix_cache()
@@ -300,12 +285,8 @@ def _saying(texts: dict[str, list[int]]) -> Iterator[dict[str, dict[int, int]]]:
 def _ask_engine(cell: Cell) -> None:
     family = cell.get("family", QWEN)
     defaults = {"allows": "strict", "observes": "attention", "drafting": "sequential", "shape": "chain"}
-    kwargs = pairs.llm_kwargs(prompts_of(family), DRAFTS[cell.get("draft", "bundled")], **spec_of(defaults | cell))
+    kwargs = pairs.llm_kwargs(prompts_of(family), "draft", **spec_of(defaults | cell))
     preflight.translate(EngineArgs(**kwargs))
-
-
-def _ask_checkpoint(cell: Cell) -> None:
-    pairs.checkpoint(cell["family"], DRAFTS[cell["draft"]])
 
 
 def _ask_request(cell: Cell) -> None:
@@ -318,4 +299,4 @@ def _ask_retune(cell: Cell) -> None:
     Knobs(config).retune({"pruner": cell["pruner"]})
 
 
-ASKED = {"engine": _ask_engine, "checkpoint": _ask_checkpoint, "request": _ask_request, "retune": _ask_retune}
+ASKED = {"engine": _ask_engine, "request": _ask_request, "retune": _ask_retune}

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks.training import tiny_captioner
+from tests import tiny_captioner
 from vllm_vidspec import assets
 
 QWEN2, QWEN3, QWEN3_MOE = NAMES = ("qwen2-vl", "qwen3-vl", "qwen3-vl-moe")

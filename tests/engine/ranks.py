@@ -40,7 +40,7 @@ def start(num_ranks: int, overrides: dict | None = None, draft: str = "draft", *
 
 def ask_all(engine: harness.Engine) -> dict[str, dict]:
     """Ask four greedy and four sampled requests, strictly and then loosely, and three greedy ones, which get trees."""
-    requests = harness.videos(FAMILY, 4) + harness.videos(FAMILY, 4, temperature=1.0)
+    requests = harness.greedy_and_sampled(FAMILY)
     tell = engine.llm.collective_rpc
 
     def ask(num_requests: int = 8, **more: Any) -> dict:
@@ -96,7 +96,7 @@ def stages() -> dict:
     overrides = {"pipeline_parallel_size": 2, "max_num_batched_tokens": harness.CHUNK_SIZES[FAMILY]}
     spec = {"request_scorers": ["strict", "loose"], "lambda_loose": 1.0, "on_draft_error": "raise", "pruner": "specvlm"}
     engine = start(1, overrides, pairs.checkpoint(FAMILY, "target"), **spec)
-    requests = harness.videos(FAMILY, 4) + harness.videos(FAMILY, 4, temperature=1.0)
+    requests = harness.greedy_and_sampled(FAMILY)
 
     def ask(**more: Any) -> dict:
         outputs, counted = engine.measured([(prompt, {**arguments, **more}) for prompt, arguments in requests])
@@ -116,7 +116,7 @@ def parallel(of_target: int, of_drafter: int, num_stages: int = 1) -> dict:
     overrides = {"pipeline_parallel_size": num_stages}
     engine = start(of_target, overrides, pruner="specvlm", on_draft_error="raise", parallel=drafter)
     engine.llm.collective_rpc(wait_for_drafts)
-    outputs, counted = engine.measured(harness.videos(FAMILY, 4) + harness.videos(FAMILY, 4, temperature=1.0))
+    outputs, counted = engine.measured(harness.greedy_and_sampled(FAMILY))
     long, counted_long = engine.measured(harness.videos(FAMILY, 1, max_tokens=LONG, ignore_eos=True))
     found = {"token_ids": harness.token_ids(outputs), "counters": counted}
     engine.llm.llm_engine.engine_core.shutdown()

@@ -26,7 +26,6 @@ CHUNK = 48
 PART = 40  # tokens of a video that its tower encodes in a step
 NUM_NODES = 25
 SPEC: dict[str, Any] = {
-    **harness.FIXED_DRAFTS,
     "drafting": "auto",
     "draft_table": [[1, 1, "chain", 5], [2, 8, "tree-adaptive", NUM_NODES]],
     "num_speculative_tokens": NUM_NODES,
@@ -122,7 +121,7 @@ def test_every_draft_token_of_an_equal_draft_is_accepted(running, told, way):
         assert all(output.num_cached_tokens for output in outputs)
 
 
-@pytest.mark.parametrize("pruner", ["none", "specvlm", "uv", "frame"])
+@pytest.mark.parametrize("pruner", ["specvlm", "uv", "frame"])
 def test_a_pruned_draft_sees_what_the_target_saw(running, told, pruner):
     """Rows that the draft keeps have the target's embeddings, ids and positions. Catches: positions off by one behind a
     pruned video; features of other tokens, which change no answer of an untrained model."""
@@ -163,8 +162,7 @@ def test_a_pruned_draft_sees_what_the_target_saw(running, told, pruner):
         positions, ids, delta = wanted[req_id]
         keep = torch.ones(len(ids), dtype=torch.bool)
         for item, rows in zip(plan.items, kept, strict=True):
-            ratio = 0.9 if item.feature.modality == "video" else 0.8
-            assert len(rows) == budget(item.num_tokens, 0.0 if pruner == "none" else ratio)
+            assert len(rows) == budget(item.num_tokens, 0.9 if item.feature.modality == "video" else 0.8)
             keep[item.where] = False
             keep[item.where[rows]] = True
         assert torch.equal(prompt.positions, positions[:, keep])
@@ -181,7 +179,7 @@ SWEEP = 100  # requests of a family and a way to draft
 WAYS: dict[str, dict[str, Any]] = {
     "trees": SPEC,
     "SpecVLM's trees": SPEC | {"drafting": "tree-static", "draft_table": None},
-    "parallel": harness.FIXED_DRAFTS | {"parallel": PARALLEL, "guidance_layers": "all"},
+    "parallel": {"parallel": PARALLEL, "guidance_layers": "all"},
 }
 
 

@@ -1,6 +1,5 @@
 """Guidance against a float64 reference in every scheduling situation; videos in parts are the whole, bit for bit."""
 
-import contextlib
 import dataclasses
 from unittest import mock
 
@@ -91,7 +90,7 @@ def test_scores_equal_the_reference(family):
             check_scores(family, outputs, shown, records, layer)
 
 
-def test_a_cached_text_counts_as_if_it_were_computed(monkeypatch):
+def test_a_cached_text_counts_as_if_it_were_computed():
     """A video from the cache under a question of its own; the same prompt again, after another one too, and another
     turn behind it, of each of which the last blocks alone are computed: eq. 5 is the mean over all of the text.
 
@@ -100,20 +99,20 @@ def test_a_cached_text_counts_as_if_it_were_computed(monkeypatch):
     """
     family, (video,) = QWEN, harness.shown(1)
     first, second = ask(family, video), ask(family, video, question=f"{LONG_QUESTION} {LONG_QUESTION}")
+    prompt, sampling = second
+    turn = (
+        {**prompt, "prompt": prompt["prompt"] + " what happens then ? tell me about color and shape and move"},
+        sampling,
+    )
     longer = ask(family, video, question=f"{LONG_QUESTION} {LONG_QUESTION} {LONG_QUESTION}")
     # Of the first question no block is full. The last one begins as the second, and goes on otherwise.
-    asked, reused = [first, second, second, first, second, longer], [0, 0, 1, 0, 1, 0]
-    outputs, records = [], []
-
-    def run():
-        with harness.engine(family, "draft", {"block_size": 32}, **ATTENTION) as engine, engine.watched() as found:
-            for request, is_reused in zip(asked, reused, strict=True):
-                output, counted = engine.measured([request])
-                outputs.extend(output)
-                assert counted["guided_prompts"] == 1 and counted["reused_guidance"] == is_reused
-        records.extend(found)
-
-    run()
+    asked, reused = [first, second, second, first, second, turn, longer], [0, 0, 1, 0, 1, 1, 0]
+    outputs = []
+    with harness.engine(family, "draft", {"block_size": 32}, **ATTENTION) as engine, engine.watched() as records:
+        for request, is_reused in zip(asked, reused, strict=True):
+            output, counted = engine.measured([request])
+            outputs.extend(output)
+            assert counted["guided_prompts"] == 1 and counted["reused_guidance"] == is_reused
     assert all(output.num_cached_tokens > 200 for output in outputs[1:])
     for output, record in list(zip(outputs, records, strict=True))[:-1]:
         check_scores(family, [output], [[video]], [record], None)
@@ -124,25 +123,6 @@ def test_a_cached_text_counts_as_if_it_were_computed(monkeypatch):
     assert cached > end
     expected = torch.stack([weights[0, :, cached:].mean((0, 1)) for weights in reference.attentions]).mean(0)[is_visual]
     assert float64.relative_error(record["scores"][0], expected) <= TOLERANCE
-    # The check of a repeated prompt can fail.
-    monkeypatch.setattr(AttentionGuidance, "_known_text", lambda *_: ([], 0))
-    outputs.clear(), records.clear()
-    reused[:] = [0] * len(asked)
-    run()
-    with pytest.raises(AssertionError):
-        check_scores(family, [outputs[2]], [[video]], [records[2]], None)
-
-
-def test_another_turn_is_guided_by_all_turns():
-    """Catches: a conversation guided by its last turn alone where the first one's text is cached."""
-    family, (video,) = QWEN, harness.shown(1)
-    prompt, sampling = ask(family, video, question=f"{LONG_QUESTION} {LONG_QUESTION}")
-    turn = {**prompt, "prompt": prompt["prompt"] + " what happens then ? tell me about color and shape and move"}
-    with harness.engine(family, "draft", {"block_size": 32}, **ATTENTION) as engine, engine.watched() as records:
-        engine.generate([(prompt, sampling)])
-        output, counted = engine.measured([(turn, sampling)])
-    assert counted["guided_prompts"] == counted["reused_guidance"] == 1
-    check_scores(family, output, [[video]], records[1:], None)
 
 
 def test_uv_of_a_cached_video_is_remembered():
@@ -163,22 +143,30 @@ def test_uv_of_a_cached_video_is_remembered():
 
 
 def test_guidance_layers_are_the_ones_asked_for():
-    """Catches: layers summed by order of execution instead of index, a subset ignored."""
+    """Catches: layers summed by order of execution instead of index, a subset ignored; a query of one key fewer, which
+    is planted."""
     family, (video,) = QWEN, harness.shown(1)
-    request = ask(family, video)
+    request, original = ask(family, video), AttentionGuidance.before_forward
+
+    def shifted(self, batch):
+        original(self, batch)
+        self._step = self._step and dataclasses.replace(self._step, query_pos=self._step.query_pos - 1)
+
     with harness.engine(family, "draft", pruner="specvlm", guidance_layers=[3, 1], overrides=NO_CACHE) as engine:
         with engine.watched() as records:
             outputs = engine.generate([request])
             engine.retune(guidance_layers=[0])
             engine.generate([request])
+            with mock.patch.object(AttentionGuidance, "before_forward", shifted):
+                engine.generate([request])
         with pytest.raises(VidSpecError, match="layers 0 to 3"):
             engine.runner.knobs.retune({"guidance_layers": [4]})
         with pytest.raises(VidSpecError, match="num_speculative_tokens cannot change"):
             engine.runner.knobs.retune({"num_speculative_tokens": 2})
     reference, is_visual, _ = float64.run(family, list(outputs[0].prompt_token_ids), [video])
-    for record, layers in zip(records, ((1, 3), (0,)), strict=True):
+    for record, layers, is_right in zip(records, ((1, 3), (0,), (0,)), (True, True, False), strict=True):
         expected = float64.attention_scores(reference, is_visual, layers)
-        assert float64.relative_error(record["scores"][0], expected) <= TOLERANCE
+        assert (float64.relative_error(record["scores"][0], expected) <= TOLERANCE) == is_right
 
 
 def test_listening_changes_no_bit_of_the_target(monkeypatch):
@@ -205,36 +193,3 @@ def test_listening_changes_no_bit_of_the_target(monkeypatch):
             engine.retune(pruner=pruner)
             logprobs.append(answer(engine))
     assert logprobs == [expected] * 2 and len(heard) == 8 and all(scores is not None for scores in heard)
-
-
-def test_wrong_queries_are_caught():
-    """Two visual queries too, without the text's first, one key short: each is seen, and the right ones pass."""
-    original = AttentionGuidance.before_forward
-    one, two = (torch.tensor([0, n], dtype=torch.int32) for n in (1, 2))
-    mutations = [
-        lambda step: {},
-        lambda step: {"query_pos": step.query_pos - 1},
-        lambda step: {
-            "query_rows": step.query_rows[1:],
-            "query_pos": step.query_pos[1:],
-            "query_start_loc": step.query_start_loc - one,
-        },
-        lambda step: {
-            "query_rows": torch.cat((step.query_rows[:2] - 2, step.query_rows)),
-            "query_pos": torch.cat((step.query_pos[:2] - 2, step.query_pos)),
-            "query_start_loc": step.query_start_loc + two,
-            "max_queries": step.max_queries + 2,
-        },
-    ]
-    (video,) = harness.shown(1)
-    with harness.engine(LLAVA, "draft", **ATTENTION, overrides=NO_CACHE) as engine:
-        for i, mutation in enumerate(mutations):
-
-            def mutated(self, batch, mutation=mutation):
-                original(self, batch)
-                self._step = self._step and dataclasses.replace(self._step, **mutation(self._step))
-
-            with mock.patch.object(AttentionGuidance, "before_forward", mutated), engine.watched() as records:
-                outputs = engine.generate([ask(LLAVA, video)])
-            with pytest.raises(AssertionError) if i else contextlib.nullcontext():
-                check_scores(LLAVA, outputs, [[video]], records, None)

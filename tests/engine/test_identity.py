@@ -12,8 +12,10 @@ from vllm_vidspec.tools import pairs
 
 pytestmark = pytest.mark.engine
 
+CHAIN = pytest.param(QWEN, "chain", marks=pytest.mark.slow)  # the one line of a tree
 
-@pytest.mark.parametrize(("family", "shape"), [(QWEN, "chain"), (LLAVA, "tree-static")])
+
+@pytest.mark.parametrize(("family", "shape"), [CHAIN, (LLAVA, "tree-static")])
 def test_rows_that_only_the_draft_has_are_never_drafted(reference, tmp_path, family, shape):
     """66 rows more, whose logits win over every token's. Catches: drafts of padding, noise by another width."""
     expected = {scenario: reference(family, scenario) for scenario in ("videos", "sampled")}
@@ -25,7 +27,7 @@ def test_rows_that_only_the_draft_has_are_never_drafted(reference, tmp_path, fam
             assert_all_stands(counted)
 
 
-@pytest.mark.parametrize(("family", "shape"), [(LLAVA, "chain"), (QWEN, "tree-adaptive")])
+@pytest.mark.parametrize(("family", "shape"), [CHAIN, (LLAVA, "tree-adaptive")])
 def test_rows_that_only_the_target_has_are_its_own(tmp_path, family, shape):
     """A target with 66 rows more than its draft; one request says some of them, which the draft has no embedding of."""
     target = random_models.pad(pairs.checkpoint(family, "target"), 66, 0.0, tmp_path)

@@ -14,10 +14,8 @@ from benchmarks import watching
 from tests.engine import float64, harness
 from tests.engine.conftest import SCENARIOS
 from tests.engine.harness import LLAVA, NO_CACHE, QWEN, QWEN3, assert_same_answers, in_place_of, token_ids
-from vidspec_kernels import LooseTables
 from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.engine.hooks import state_store, visual_states
-from vllm_vidspec.engine.verify import loose_tables
+from vllm_vidspec.engine.hooks import visual_states
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.scoring import rules as scorers
 from vllm_vidspec.tools import pairs
@@ -88,7 +86,7 @@ def test_lambda_one_accepts_everything(engine):
     assert counted["draft_tokens"] == 10 * counted["drafts"]
 
 
-def protected_words_kept(engine: harness.Engine) -> None:
+def test_protected_tokens_are_neither_gained_nor_lost(engine):
     """With lambda = 1, no mismatch puts a protected word in or leaves one out; nor ends the text, nor runs past it."""
     words = ["red", "small", "left", "."]
     with engine.retuned(protected_tokens=words, lambda_loose=1.0), engine.watched(watching.scores) as records:
@@ -101,10 +99,6 @@ def protected_words_kept(engine: harness.Engine) -> None:
         for token, kind in zip(record["tokens"], record["kinds"], strict=True):
             assert kind < 2 or token not in protected, tokenizer.decode([token])
     assert ends == ["stop"] * 8
-
-
-def test_protected_tokens_are_neither_gained_nor_lost(engine):
-    protected_words_kept(engine)
 
 
 def test_what_a_request_forbids_stays_forbidden(engine):
@@ -141,13 +135,6 @@ def rows_of_the_position_before(patch):
         return measure(self, *args).roll(1)
 
 
-def rows_not_normalised(patch):
-    def store(states, source, slots, pool):
-        pool.view(-1, pool.shape[2])[slots] = states[source].to(pool.dtype)
-
-    patch.setattr(state_store, "store_states", store)
-
-
 def the_targets_token_over_the_drafts_kv(patch):
     @in_place_of(patch, scorers, "accept")
     def accept(original, target_tokens, *args):
@@ -159,25 +146,11 @@ def the_targets_token_over_the_drafts_kv(patch):
         return sampled, num_sampled, path, kinds
 
 
-def nothing_protected(patch):
-    tables = lambda *tables: LooseTables(*(0 * table for table in tables[:2]), *tables[2:])  # noqa: E731
-    patch.setattr(loose_tables, "LooseTables", tables)
-
-
-@pytest.mark.parametrize(
-    ("plant", "seen_by"),
-    [
-        (rows_of_the_position_before, check),
-        (rows_not_normalised, check),
-        (the_targets_token_over_the_drafts_kv, check),
-        (nothing_protected, protected_words_kept),
-    ],
-)
-def test_planted_bug_is_caught(engine, plant, seen_by):
-    with pytest.MonkeyPatch.context() as patch:
-        plant(patch)
-        with pytest.raises(AssertionError):
-            seen_by(engine)
+@pytest.mark.parametrize("plant", [rows_of_the_position_before, the_targets_token_over_the_drafts_kv])
+def test_planted_bug_is_caught(engine, monkeypatch, plant):
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(engine)
 
 
 TWO_BRANCHES = [[rank] + [0] * depth for depth in range(10) for rank in (0, 1)]
@@ -211,17 +184,13 @@ def test_relevance_in_every_situation(name):
     assert float64.check_loose(family, outputs, shown(5), records, max_unmeasured=8 if is_ahead else 2) > 0
 
 
-def check_two_videos(engine: harness.Engine, tolerance: float = 1e-4) -> None:
+def test_relevance_is_against_all_videos_of_a_prompt(engine):
     videos = harness.shown(2)
     prompt = pairs.media_prompt(engine.family, "describe the video", videos=videos)
     with engine.watched(watching.scores) as records:
         outputs, counted = engine.measured([(prompt, {"temperature": 0.0})])
     assert counted["relevance_tokens"] == counted["visual_tokens_full"]
-    float64.check_loose(engine.family, outputs, [videos], records, tolerance=tolerance)
-
-
-def test_relevance_is_against_all_videos_of_a_prompt(engine):
-    check_two_videos(engine)
+    float64.check_loose(engine.family, outputs, [videos], records)
 
 
 def test_cached_prefix():

@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.sample import sampler
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from tests.engine import harness
-from tests.engine.harness import FIXED_DRAFTS, LLAVA, NO_CACHE, QWEN
+from tests.engine.harness import LLAVA, NO_CACHE, QWEN
 from vllm_vidspec.metrics import difference
 from vllm_vidspec.tools import pairs
 
@@ -122,7 +122,7 @@ def test_outputs_are_vanillas(family, shape):
     overrides = {**NO_CACHE, "max_logprobs": -1}
     with harness.engine(family, overrides=overrides) as engine:
         expected = dict(everything(engine, family))
-    with harness.engine(family, "draft", overrides, drafting=shape, **FIXED_DRAFTS) as engine:
+    with harness.engine(family, "draft", overrides, drafting=shape) as engine:
         before = engine.counters()
         for mode, got in everything(engine, family):
             assert_same(expected[mode], got, mode)
@@ -132,14 +132,16 @@ def test_outputs_are_vanillas(family, shape):
             assert_same(expected[mode], answers(engine, requests(family)), "in chunks")
 
 
-@pytest.mark.parametrize(("family", "shape"), [(LLAVA, "chain"), (QWEN, "tree-static")])
+@pytest.mark.parametrize(
+    ("family", "shape"), [pytest.param(LLAVA, "chain", marks=pytest.mark.slow), (QWEN, "tree-static")]
+)
 def test_sampling_masks_are_vanillas(family, shape):
     """Catches: the tokens that could be drawn at another node, or after a rejected one."""
     overrides = {**NO_CACHE, "return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}
     asked = harness.videos(family, 3, temperature=1.0, top_k=7, top_p=0.9, logprobs=2, max_tokens=12)
     with harness.engine(family, overrides=overrides) as engine:
         expected = answers(engine, asked)
-    with harness.engine(family, "draft", overrides, drafting=shape, **FIXED_DRAFTS) as engine:
+    with harness.engine(family, "draft", overrides, drafting=shape) as engine:
         assert_same(expected, answers(engine, asked), shape)
         assert engine.counters()["accepted_tokens"]
     assert all(output["outputs"][0]["sampling_mask"] for output in expected)
@@ -151,8 +153,7 @@ def test_counts_of_nan_are_of_their_own_request():
         (pairs.media_prompt(QWEN, question), {"temperature": 0.0, "max_tokens": 30, "ignore_eos": True})
         for question in ("describe the video", "what happens in this clip ?", "tell me about color")
     ]
-    spec = {"drafting": "chain", "pruner": "none", **FIXED_DRAFTS}
-    with harness.engine(QWEN, "target", NO_CACHE, **spec) as engine, pytest.MonkeyPatch.context() as patch:
+    with harness.engine(QWEN, "target", NO_CACHE, pruner="none") as engine, pytest.MonkeyPatch.context() as patch:
         for module in (sampler, rejection_sampler):  # a number that each row has another of
             patch.setattr(module, "get_num_nans", lambda logits: logits.argmax(dim=-1).int())
         patch.setattr(engine.runner.sampler, "compute_nans", True)

@@ -8,7 +8,6 @@ from benchmarks import inflation
 from tests.engine import harness
 from tests.engine.harness import FAMILIES, LLAVA, QWEN3, assert_same_answers, skipped
 from vllm_vidspec import metrics
-from vllm_vidspec.config import parse_config
 from vllm_vidspec.tools import pairs
 
 pytestmark = pytest.mark.engine
@@ -30,10 +29,10 @@ def test_guided_beats_unguided_beats_blind(family):
     assert min(lengths["specvlm"], lengths["uv"]) > lengths["uniform"] + 0.3
 
 
-def test_each_request_has_a_pruner_of_its_own(reference, tmp_path):
+def test_each_request_has_a_pruner_of_its_own(reference):
     """Four pruners in one batch: attention and hidden states are heard for those that need them, for nobody else."""
-    expected, path = reference(LLAVA, "videos"), tmp_path / "learned.json"
-    with harness.engine(LLAVA, "draft", harness.NO_CACHE, is_ahead=True, pruner="auto", auto_file=str(path)) as engine:
+    expected = reference(LLAVA, "videos")
+    with harness.engine(LLAVA, "draft", harness.NO_CACHE, is_ahead=True, pruner="auto") as engine:
         with engine.watched() as seen:
             outputs, counted = engine.measured(harness.videos(LLAVA, 8))
             engine.idle()
@@ -48,13 +47,10 @@ def test_each_request_has_a_pruner_of_its_own(reference, tmp_path):
     assert [record["scores"] is not None for record in seen] == [True, True, True, False] * 2
     assert len({len(record["kept_indices"][0]) for record in seen}) == 1, "one budget, whatever the pruner"
     assert after["auto_requests_specvlm"] > 0 and after["auto_tokens_uv"] > after["auto_verify_steps_uv"] > 0
-    learned = json.loads(path.read_text())
-    assert [arm["pruner"] for arm in learned["learned"]] == list(PRUNERS)
-    assert sum(arm["num_requests"] for arm in learned["learned"]) == 16
-    config, _ = parse_config({"model": "x", "num_speculative_tokens": 5, "calibration": str(path)})
-    assert config.pruner == learned["config"]["pruner"] in PRUNERS
+    assert sum(after[f"auto_requests_{pruner}"] for pruner in PRUNERS) == 16
 
 
+@pytest.mark.slow  # that its layers add nothing: tests/tools/test_inflation.py
 def test_an_inflated_target_is_the_original(tmp_path):
     """Both checkpoints inflated: the same tokens, logprobs to the last bit in fp32, scores, choices and drafts."""
     calibrated = json.loads(pairs.calibration(LLAVA).read_text())["config"]

@@ -25,7 +25,7 @@ def rounded(numbers: torch.Tensor, scale: float) -> torch.Tensor:
     return (nearest.view(torch.uint8) - is_above.to(torch.uint8)).view(kv_views.FP8).double() * scale
 
 
-@pytest.mark.parametrize("cache", ["tensor", "attn_head"])
+@pytest.mark.parametrize("cache", ["tensor", pytest.param("attn_head", marks=pytest.mark.slow)])
 def test_guidance_reads_what_the_layers_wrote(tmp_path, cache):
     """The sums of each layer against the keys that it was handed, rounded as its scale says.
 

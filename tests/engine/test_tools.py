@@ -1,11 +1,8 @@
 """`vidspec calibrate` and `vidspec show-pruning` with real engines, each in a process of its own as in the commands."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from benchmarks import small_cases
 from benchmarks.methods import POLICY
 from benchmarks.roles import OF_RUNNER, VANILLA, Roles
 from benchmarks.session import BenchSession
@@ -18,6 +15,7 @@ from vllm_vidspec.pruning.pruners import top_k_indices
 from vllm_vidspec.tools import calibrate, pairs, show_pruning
 from vllm_vidspec.tools.calibrate import Calibration
 from vllm_vidspec.tools.engine_session import answer_command
+from vllm_vidspec.tools.progress import silent
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("cv2")
@@ -26,7 +24,7 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.slow
-def test_knobs_reach_the_pruner_of_a_pair_of_ones_own(tmp_path):
+def test_knobs_reach_the_pruner_of_a_pair_of_ones_own():
     """The bundled checkpoints, named as a user names their own: each measurement's knobs reach the pruner."""
     own = Calibration(
         target=pairs.checkpoint("qwen2.5-vl", "target"),
@@ -43,11 +41,10 @@ def test_knobs_reach_the_pruner_of_a_pair_of_ones_own(tmp_path):
         for lambda_r, layers in ((1.0, "all"), (1.0, (2,)), (0.0, "all"), (1.0, "all")):
             knobs = {"lambda_r": lambda_r, "guidance_layers": layers}
             assert calibrate._ask(session, own, knobs, lambda_r=lambda_r, guidance_layers=layers).num_drafts >= 1
-            session.ask({"command": "look", "path": str(tmp_path / "records.pt")})
-            (record,) = torch.load(tmp_path / "records.pt")
-            assert record["grid"] == (16, 4, 4, 0)
-            kept.append(record["kept_indices"].tolist())
-            scores.append(record["scores"])
+            (item,) = session.ask({"command": "look", "knobs": {}})["items"]
+            assert item["grid"] == [16, 4, 4, 0]
+            kept.append(item["kept_indices"])
+            scores.append(torch.tensor(item["scores"]))
         with pytest.raises(VidSpecError, match="uv_layer cannot change while the engine runs"):
             session.ask(answer_command({"uv_layer": 3}, max_tokens=8))
     assert kept[0] == kept[3] == top_k_indices(scores[0], 25).tolist()
@@ -59,27 +56,17 @@ def test_knobs_reach_the_pruner_of_a_pair_of_ones_own(tmp_path):
 
 @pytest.mark.slow
 def test_show_pruning_draws_what_the_engine_kept(tmp_path):
-    """LLaVA, whose newline counts but is not drawn; a row that differs from the engine's own choice is refused."""
-    out = tmp_path / "pruning.png"
-    result = show_pruning.run(
-        show_pruning.Show(out=str(out), pruners=("dycoke", "uniform", "fastvid"), family="llava-onevision")
-    )
-    assert [row["pruner"] for row in result["rows"]] == ["dycoke", "uniform", "fastvid"]
+    """One engine prunes in every way; LLaVA's newline counts but is not drawn.
+
+    Catches: a pruner that the engine does not change to; guidance that it does not observe from its start.
+    """
+    out, pruners = tmp_path / "pruning.png", ("dycoke", "uniform", "specvlm", "uv")
+    show = show_pruning.Show(out=str(out), pruners=pruners, family="llava-onevision")
+    result = show_pruning.run(show)
+    assert [row["pruner"] for row in result["rows"]] == list(pruners)
     assert {(row["kept"], row["total"]) for row in result["rows"]} == {(25, 16 * 16 + 1)}
+    assert len({row.kept_indices.tobytes() for row in show_pruning._look(show, silent)}) == len(pruners)
     assert Image.open(out).format == "PNG"
-
-
-def test_overheads_find_all_the_parts_that_they_name():
-    """Catches: a part of ours that was renamed, and that `benchmarks.small_cases` would look for in vain."""
-    with harness.engine(QWEN, "draft", drafting="tree-adaptive") as engine:
-        answer = lambda prompts, **sampling: engine.generate([(prompt, sampling) for prompt in prompts])  # noqa: E731
-        watched = small_cases.Watched(SimpleNamespace(runner=engine.runner, answer=answer))
-        try:
-            watched.answer(harness.videos(QWEN, 1)[0][0])
-        finally:
-            watched.unwrap()
-    labels = {label for _, parts in watched.verifies for label in parts}
-    assert {"guidance", "scoring", "the rest", "tree building"} <= labels
 
 
 def test_one_engine_plays_several():

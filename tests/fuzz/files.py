@@ -139,7 +139,6 @@ def check_counters(content: bytes) -> Iterator[None]:
         file = MetricsFile(path)
         yield
         assert all(isinstance(value, int) for value in file.values().values())
-        file.request("request")
         refusal = file.refusal()
         assert refusal is None or len(refusal) <= 1024
         file.refuse("x\ny" * 1000)

@@ -96,7 +96,7 @@ def pack(requests, max_drafts, device, in_trees=True, is_loose=True):
 NUM_SUMS, GARBAGE = 7, 77
 
 
-def tally_of(arguments, has_draft, max_drafts, wants_kinds=True, keeps=True):
+def tally_of(arguments, has_draft, max_drafts, keeps=True):
     """A tally for packed arguments, over what is there already."""
     device, num_reqs = arguments["target_tokens"].device, len(arguments["cu_num_logits"]) - 1
     given = arguments["trees"] or arguments["looseness"]
@@ -106,7 +106,6 @@ def tally_of(arguments, has_draft, max_drafts, wants_kinds=True, keeps=True):
     real[rows] = torch.tensor(has_draft, dtype=torch.bool, device=device)
     return Tally(
         rows, real, torch.arange(NUM_SUMS + max_drafts, device=device) << 33,
-        torch.full((num_reqs, 3), GARBAGE, device=device) if wants_kinds else None,
         torch.full((num_reqs + 3, max_drafts + 2), GARBAGE, dtype=torch.int32, device=device) if keeps else None,
         torch.full((num_reqs + 3,), GARBAGE, dtype=torch.int32, device=device) if keeps else None,
     )  # fmt: skip
@@ -142,7 +141,6 @@ def check(impl, literals, device, max_drafts, in_trees=True, is_loose=True):
         assert not in_trees or paths[i].tolist() == whole, name
         assert not is_loose or kinds[i].tolist() == why + rest, name
         sums.append(counted(request, why, max_drafts, has_draft[i]))
-        assert tally.by_kind[i].tolist() == sums[i][4:7], name
         assert tally.path[rows[i]].tolist() == [*whole, GARBAGE] and tally.num_accepted[rows[i]] == len(path) - 1, name
     assert (tally.totals - before).tolist() == np.sum(sums, axis=0).tolist()
     others = [row for row in range(len(tally.path)) if row not in rows]

@@ -175,7 +175,7 @@ def external_prefix(case):
 
 def case(device, has_prefix=False):
     """A call of the operation as the table of operations takes it; items have parts in several programs."""
-    made = Case(device, requests_of((5, 19 * BLOCK), (2, 65), (1, 0)))
+    made = Case(device, requests_of((5, 9 * BLOCK), (2, 65), (1, 0)))
     query = made.query.to(device)
     outs = {"out": torch.full_like(query, SENTINEL), "lse": torch.full(query.shape[1::-1], SENTINEL, device=device)}
     prefix = (query.clone(), torch.ones_like(outs["lse"])) if has_prefix else None

@@ -72,7 +72,7 @@ def branches(monkeypatch):
 
 @pytest.fixture
 def any_program_order(monkeypatch):
-    """Run every kernel of the test in several orders of its programs; what it leaves must be the same, bit for bit.
+    """Run every kernel of the test in order and shuffled; what it leaves must be the same, bit for bit.
 
     What is a race on a GPU shows here as a result that depends on the order. A kernel that gets its tensors by address
     runs once, shuffled, and the test's own check judges it. Returns the list of (kernel, programs) that ran.
@@ -109,7 +109,7 @@ def any_program_order(monkeypatch):
         tensors = [value for value in flat if isinstance(value, torch.Tensor)]
         memory = list({t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values())
         before, expected = [storage.clone() for storage in memory], None
-        for seed in (None, 0, 1):
+        for seed in (None, 0):
             for storage, old in zip(memory, before, strict=True):
                 storage.copy_(old)
             run(self, args, kwargs, seed)

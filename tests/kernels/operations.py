@@ -64,7 +64,6 @@ ROUNDED = {
 }  # fmt: skip
 WITHOUT_LOOP = {"guidance_scores", "merge_relevance", "tree_attention"}
 REFERENCES = {
-    "candidates": "_bind_reference", "draw": "_bind_reference", "guidance_scores": "_guidance_scores_torch",
-    "merge_relevance": "_merge_relevance_torch", "tree_attention": "tree_attention_reference",
-    "visual_relevance": "visual_relevance_reference",
+    "guidance_scores": "_guidance_scores_torch", "merge_relevance": "_merge_relevance_torch",
+    "tree_attention": "tree_attention_reference", "visual_relevance": "visual_relevance_reference",
 }  # fmt: skip

@@ -19,7 +19,7 @@ from vidspec_kernels.tree_attention.tiles import _held_bytes, _pipeline, _tile, 
 ROOT = Path(__file__).parents[2]
 # The heaviest shapes of each kernel; the report without arguments compiles all.
 HEAVIEST = (
-    "28/4 Q9$|28/4 Q26$|Q26, prefix given|tree K64|Q65 100k$|top 128|28/4 nq32|F10 C10|K25, axes 3|C64 152k|152k noise|"
+    "28/4 Q9$|28/4 Q26$|tree K64|Q65 100k$|top 128|28/4 nq32|F10 C10|K25, axes 3|C64 152k|152k noise|"
     "K64, ring 512|K64 152k tokens|28/4 Q26 fp8"
 )
 # Other dtypes, padded sizes and small launches: once, for Hopper. Each kernel's least sizes are among them.

@@ -132,13 +132,6 @@ def test_layers_of_several_shapes(device, branches):
     assert ran == ["triton"] * 5 + ["numba"]
 
 
-def test_caches_live_as_long_as_the_list(device):
-    """Catches: addresses of freed memory."""
-    caches = CacheList(split(make_base(device, (3, 4, 1, 8)), "NHD") for _ in range(2))
-    (group,) = caches.groups
-    assert [view.data_ptr() for view in group.views] == group.addresses.tolist() and len(group.views) == 4
-
-
 def test_cache_list_refuses(device):
     """Catches: views that no block table fits."""
     keys, values = split(make_base(device, (5, 4, 1, 8)), "NHD")

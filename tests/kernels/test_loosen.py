@@ -89,9 +89,3 @@ def test_by_hand(device, impl):
     assert ask(RELEVANCE, tree, relevance)[1] == [True, False, True, True, True]
     assert ask(0, tree, relevance)[1] == every and ask(0, tree, relevance)[0][2:] == [1.0, 2.0, 3.0]
     assert ask(CHANCE, tree, relevance) == ([chance(77, position) for position in range(5)], every)
-
-
-def test_scores_by_chance_are_uniform():
-    scores = [chance(seed, seed // 7) for seed in range(4096)]
-    assert min(scores) >= 0 and max(scores) < 1
-    assert np.abs(np.histogram(scores, bins=8, range=(0, 1))[0] - 512).max() < 100

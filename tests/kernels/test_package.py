@@ -16,9 +16,7 @@ PEERS = {
     "candidates": [],
     "guidance_scores": ["materialised"],
     "visual_relevance": ["matmul_topk"],
-    "tree_attention": [
-        *("flash_and_nodes", "sdpa", f"flex_attention{'' if torch.cuda.is_available() else '_eager'}", "xformers"),
-    ],
+    "tree_attention": ["flash_and_nodes", "sdpa", f"flex_attention{'' if torch.cuda.is_available() else '_eager'}"],
 }
 
 
@@ -34,15 +32,13 @@ def test_benchmark_runs(name, monkeypatch, capsys):
     peers, sizes = PEERS[name], ["--sizes", "num_reqs=1,3"] if name in ("draw", "tree_attention") else []
     rows = bench.main([name, *sizes, "--rounds", "3", "--json"])
     impls = ["triton" if torch.cuda.is_available() else "torch" if peers else "numba", *peers]
-    if torch.cuda.is_available() and not peers:
-        impls.append("torch")
     cases = list(dict.fromkeys(row["case"] for row in rows))
     assert len(cases) >= 2 and [(row["case"], row["impl"]) for row in rows] == [*itertools.product(cases, impls)]
     for row in rows:
         assert row["kernel"] == name and row["unit"] == "us"
         assert all(math.isfinite(row[key]) and row[key] > 0 for key in ("floor", "bytes", "bandwidth_gb_per_s"))
         if row["note"]:
-            assert row["impl"] in ("flex_attention", "xformers") and row["median"] is None
+            assert row["impl"] == "flex_attention" and row["median"] is None
             continue
         assert 0 < row["p20"] <= row["median"] <= row["p80"] < math.inf
         assert row["max_difference"] is None or row["max_difference"] < (1e-5 if name == "tree_attention" else 2e-2)

@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.kernels.relevance_inputs import DEVICE, FP8, NAN, check, expect, make_inputs
 from vidspec_kernels import visual_relevance
@@ -65,10 +63,7 @@ def test_sizes(impl, name, monkeypatch):
 )
 def test_queries_are_padded_to_16(num_queries, expected):
     """Catches: the next power of two, which loads and multiplies up to twice the rows."""
-    log_queries, log_more = tiles._query_blocks(num_queries)
-    assert (log_queries, log_more) == expected
-    padded = 2**log_queries + (2**log_more if log_more is not None else 0)
-    assert padded == max(16, -(-num_queries // 16) * 16)
+    assert tiles._query_blocks(num_queries) == expected
 
 
 @pytest.mark.parametrize("arch", [(80, 108, 164, 163), (89, 142, 100, 99), (90, 132, 228, 227), (100, 148, 228, 227)])
@@ -119,10 +114,7 @@ def test_strips_on_the_host(monkeypatch, impl, owner, entries):
     check(inputs, 10, impl)
 
 
-@pytest.mark.parametrize(
-    ("capability", "num_splits"),
-    [(80, 4), (90, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((80, 1), (90, 4)))],
-)
+@pytest.mark.parametrize(("capability", "num_splits"), [(80, 4), (90, 1)])
 def test_tiles_of_both_sizes(monkeypatch, capability, num_splits):
     """Ampere takes shorter tiles beside many queries: the same cosines, from one share or several."""
     limits = DeviceLimits(132, 164 * 1024, 163 * 1024, capability)
@@ -135,22 +127,13 @@ def test_tiles_of_both_sizes(monkeypatch, capability, num_splits):
 
 
 @pytest.mark.parametrize(
-    ("num_reqs", "num_rows", "expected"),
-    [(1, 64_000, 256), (1, 300, 5), (1, 0, 1), (8, 64_000, 256), (64, 64_000, 33), (10**4, 600, 1)],
-)
-def test_number_of_splits(num_reqs, num_rows, expected):
-    assert tiles._num_splits(num_reqs, num_rows, 264) == expected
-
-
-@pytest.mark.parametrize("num_rows", [25_000, 100_000])
-@pytest.mark.parametrize("num_slots", [132, 216, 264, 296])
-def test_one_wave_and_one_pass_of_the_merge(num_rows, num_slots):
-    """A long video fills the multiprocessors once, in shares within a row of each other, merged in one pass."""
-    num_splits = tiles._num_splits(1, num_rows, num_slots)
-    assert min(num_slots, 256) == num_splits <= num_slots
-    assert -(-num_rows // num_splits) <= num_rows / num_splits + 1
-    default_top_n = 16  # 10, as a power of two
-    assert num_splits * default_top_n <= module._MERGE_ENTRIES
+    ("num_reqs", "num_rows", "num_slots", "expected"),
+    [(1, 25_000, 132, 132), (1, 100_000, 216, 216), (1, 25_000, 296, 256), (1, 300, 264, 5), (1, 0, 264, 1),
+     (8, 64_000, 264, 256), (64, 64_000, 264, 33), (10**4, 600, 264, 1)],
+)  # fmt: skip
+def test_number_of_splits(num_reqs, num_rows, num_slots, expected):
+    """A long video fills the multiprocessors once; the ten best of its shares, 16 each, are merged in one pass."""
+    assert tiles._num_splits(num_reqs, num_rows, num_slots) == expected <= module._MERGE_ENTRIES // 16
 
 
 def test_zero_query(impl):
@@ -189,13 +172,3 @@ def test_nothing_to_do(impl):
     assert check(inputs, impl=impl).shape == (0, 5)
     none = {"rows": inputs["rows"][:0], "cu_num_logits": inputs["cu_num_logits"][:1]}
     assert visual_relevance(**(inputs | none), top_n=5, impl=impl).shape == (0, 5)
-
-
-BATCHES = st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 4), max_size=5)), min_size=1, max_size=4)
-
-
-@settings(max_examples=60, deadline=None)
-@given(requests=BATCHES, top_n=st.integers(1, 20), hidden=st.integers(1, 9), seed=st.integers(0, 99))
-def test_any_batch(requests, top_n, hidden, seed):
-    for impl in ("torch", "triton") if seed < 10 else ("torch",):
-        check(make_inputs(requests, hidden=hidden, block_rows=4, seed=seed), top_n, impl)

@@ -65,7 +65,7 @@ def warm() -> None:
     warm_up.warm_kv_compact(CACHES, TABLE, NUM_DRAFTS)
     for positions in POSITIONS:
         warm_up.warm_place_trees(*PLACES, *positions)
-    warm_up.warm_accept(NUM_DRAFTS, MAX_REQS, in_trees=True, is_loose=True, by_request=True)
+    warm_up.warm_accept(NUM_DRAFTS, MAX_REQS, in_trees=True, is_loose=True)
     warm_up.warm_loosen(NUM_DRAFTS, WORDS, torch.float32, in_trees=True, is_measured=True)
     warm_up.warm_path_penalties(VOCAB, TREES[0], PENALTIES)
     warm_up.warm_static_trees(BUFFERS.tree, TEMPLATE, CANDIDATES)

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks import made_up
 from null_gpu import situations
 from null_gpu.plants import allocate_while_capturing, plant_each
-from null_gpu.situations import kernels_of_a_step, kernels_of_drafts, let_pause, sums_of_guidance
+from null_gpu.situations import kernels_of_a_step, kernels_of_drafts, sums_of_guidance
 from tests.engine import family_models
 from vllm_vidspec.tools import pairs
 
@@ -37,7 +37,7 @@ def _compiled(*sizes: int, mode: int = 0, **how: Any) -> dict[str, Any]:
 GRAPHS = _compiled(1, 2, 4, 8, 16, 32, 64)
 GRAPHS_SIXTEEN = {"max_num_seqs": 16, **_compiled(1, 2, 4, 8, 16, 96)}
 GRAPHS_65 = _compiled(1, 2, 65)  # room for one tree of 64 nodes and its root
-GRAPHS_104 = _compiled(1, 2, 4, 104)  # room for four trees of 25 nodes: three requests are padded
+GRAPHS_104 = _compiled(1, 2, 4, 32, 104)  # room for one or four trees of 25 nodes: three requests are padded
 # Of compilation and capture nothing is said: torch.compile, FULL_AND_PIECEWISE.
 DEFAULTS: dict[str, Any] = {"enforce_eager": False}
 # FlashAttention as GPUs get it that are neither Hopper nor sm_100: it splits no keys over several query rows.
@@ -77,13 +77,10 @@ class Case:
     transfers: tuple[str, ...] = TRANSFERS  # and of ours that may copy between host and device once a step
     most_launches: int = 0  # a step's budget: those counted, plus a few
     before: Callable[[], None] | None = None  # the engine starts
+    decide: Callable[..., Any] | None = None  # in place of the policy's own, while the case runs
     after: Callable[[Any], dict[str, Any]] | None = None  # its requests are aborted: measures more of the session
     is_planted: bool = False  # it carries defects on purpose
     is_slow: bool = False  # only `make test-slow` runs it
-
-    @property
-    def is_large(self) -> bool:
-        return self.is_whole or self.released is not None
 
     @property
     def num_ranks(self) -> int:
@@ -159,7 +156,7 @@ _FEW_STEPS, _FEWER_STEPS = {"skip": 3, "steps": 3}, {"skip": 2, "steps": 2}
 # A variant of a case whose ten steps have a block added among them.
 _VARIANT = {"skip": 3, "steps": 4}
 # Logits without meaning accept trees of 64 nodes to the end: a context holds thirty such steps.
-_LONG_STEPS = {"skip": 3, "steps": 5, "timed_steps": 10}
+_LONG_STEPS = {"skip": 3, "steps": 3, "timed_steps": 10}
 _BATCH, _THREE = {"batch": 4, **_VARIANT}, {"batch": 3, **_VARIANT}
 _TOP_P, _WARM = {"sampling": {"temperature": 1.0, "top_p": 0.9}}, {"sampling": {"temperature": 1.0}}
 _GRAPHS, _FA2, _SLOW = {"overrides": GRAPHS}, {"overrides": GRAPHS_FA2}, {"is_slow": True}
@@ -208,7 +205,6 @@ def _whole(name: str, family: str, device_gb: int) -> tuple[Case, ...]:
 # Those with the same engine follow each other and share it.
 _ALL = (
     # First, while no earlier engine has left anything in the process.
-    Case("vanilla eight clips", **_EIGHT_CLIPS),
     Case("eight clips", {}, **_EIGHT_CLIPS),
     Case("vanilla"),
     Case("vanilla batch", **_BATCH),
@@ -216,13 +212,12 @@ _ALL = (
     Case("chain", {}, most_launches=356, after=sums_of_guidance),
     Case("chain batch", {}, "vanilla batch", **_BATCH, most_launches=357),
     Case("chain sampled", {}, "vanilla sampled", **_TOP_P, **_VARIANT, most_launches=417),
-    Case("planted", {}, steps=4, timed_steps=0, after=plant_each, is_planted=True),
-    Case("static", _STATIC, most_launches=357),
+    Case("planted", {}, steps=3, timed_steps=0, after=plant_each, is_planted=True),
+    Case("static", _STATIC, **_VARIANT, most_launches=357),
     Case("adaptive", _ADAPTIVE, **_PLANNED, **_FEW_STEPS, **_SLOW, most_launches=255),
     Case("adaptive batch", _ADAPTIVE, "vanilla batch", batch=2, **_PLANNED, **_FEWER_STEPS, **_SLOW, most_launches=256),
     Case("adaptive sampled", _ADAPTIVE, **_WARM, **_PLANNED, **_FEWER_STEPS, **_SLOW, most_launches=254),
-    Case("loose", {"scorer": "loose"}, **_VARIANT, most_launches=361),
-    Case("uv", {"pruner": "uv"}, **_VARIANT, most_launches=357),
+    Case("loose uv", {"scorer": "loose", "pruner": "uv"}, **_VARIANT, most_launches=361),
     Case("self", _SELF, **_SLOW, **_VARIANT, most_launches=429),
     Case("parallel", _PARALLEL, allowed=_COMMITS, transfers=(*TRANSFERS, *_STREAMS), most_launches=88),
     Case("vanilla graphs", **_GRAPHS),
@@ -245,10 +240,11 @@ _ALL = (
       for name in made_up.QUANTISED),
     Case("chain graphs FA2", {}, _BESIDE_THREE, **_FA2, **_THREE, most_launches=31, after=kernels_of_a_step),
     # A batch in which one request is paused has whole graphs, padded; one that is paused whole launches no draft.
-    Case("one paused", _CONTROLLED, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=34, before=let_pause(True)),
-    Case("all paused", _CONTROLLED, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=24, before=let_pause(False),
+    Case("one paused", _CONTROLLED, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=34,
+         decide=situations.pause_the_first),
+    Case("all paused", _CONTROLLED, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=24, decide=situations.pause_all,
          after=situations.decide_by_chance),
-    Case("static graphs", _STATIC, "vanilla graphs", **_GRAPHS, most_launches=36, after=kernels_of_drafts),
+    Case("static graphs", _STATIC, "vanilla graphs", overrides=GRAPHS_104, most_launches=36, after=kernels_of_drafts),
     Case("static graphs batch", _STATIC, _BESIDE_THREE, overrides=GRAPHS_104, **_THREE, most_launches=39),
     Case("adaptive graphs", _ADAPTIVE, "vanilla graphs", overrides=GRAPHS_65, **_PLANNED, **_LONG_STEPS,
          most_launches=38, after=kernels_of_drafts),
@@ -261,7 +257,7 @@ _ALL = (
     Case("static pieces", _STATIC, "vanilla pieces", **_PIECES, most_launches=46),
     Case("vanilla defaults", overrides=DEFAULTS, **_VARIANT),
     Case("chain defaults", {}, "vanilla defaults", overrides=DEFAULTS, **_VARIANT, most_launches=30),
-    Case("qwen2.5-omni two layers", {}, released=("qwen2.5-omni", *_OMNI), **_GRAPHS, **_ONE_STEP),
+    Case("qwen2.5-omni two layers", {}, released=("qwen2.5-omni", *_OMNI), **_GRAPHS, **_SLOW, **_ONE_STEP),
     Case("internvl two layers", _STATIC, released=("internvl", *_INTERNVL), overrides=GRAPHS_104, **_SLOW, **_ONE_STEP),
     Case("glm-v two layers", {}, released=("glm-v", *_GLM), **_GRAPHS, **_SLOW, **_ONE_STEP),
     Case("qwen3-omni two layers", {}, released=("qwen3-omni", *_OMNI3), **_GRAPHS, **_SLOW, **_ONE_STEP),
@@ -270,12 +266,12 @@ _ALL = (
     *_whole("7b", QWEN, 80),
     *_whole("qwen3 8b", QWEN3, 141),
     # The Qwen pair's three vision heads are not for two ranks.
-    Case("vanilla two ranks", family=LLAVA, overrides=TWO_RANKS),
-    Case("chain two ranks", {}, "vanilla two ranks", LLAVA, overrides=TWO_RANKS, most_launches=337),
+    Case("vanilla two ranks", family=LLAVA, overrides=TWO_RANKS, **_VARIANT),
+    Case("chain two ranks", {}, "vanilla two ranks", LLAVA, overrides=TWO_RANKS, **_VARIANT, most_launches=337),
     Case("sleep", {}, overrides={"enable_sleep_mode": True}, after=situations.sleep_and_wake, **_ONE_STEP),
     # The last of its process: the plant stays.
     Case("planted capture", {}, overrides=GRAPHS, before=allocate_while_capturing, is_planted=True),
 )  # fmt: skip
 CASES = {case.name: case for case in _ALL}
 # What runs on each supported vLLM; everything else on the oldest, which all budgets were counted on.
-ON_EVERY_VERSION = ("vanilla", "chain", "static", "vanilla graphs batch", "chain graphs batch", "chain graphs FA2")
+ON_EVERY_VERSION = ("vanilla", "chain", "vanilla graphs batch", "chain graphs batch", "static graphs batch")

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from null_gpu.cases import CASES, ON_EVERY_VERSION
+from null_gpu.engines import Engines
 from vllm_vidspec import SUPPORTED_VLLM
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-TIMEOUT_S = 1200
+ENGINES = pytest.StashKey[Engines]()
 RESULTS = pytest.StashKey[list]()  # rows of report.summary
 IN_ENVIRONMENT = "VIDSPEC_NULL_GPU" in os.environ
 collect_ignore_glob = [] if IN_ENVIRONMENT else ["test_*.py"]
@@ -40,7 +41,8 @@ def pytest_collection_modifyitems(config, items):
     if not IN_ENVIRONMENT:
         return
     # The instrument is tested on an allocator that nobody has used: what others leave in it is neither zeros nor free.
-    items.sort(key=lambda item: item.path.name != "test_instrument.py")
+    # Tests of engines come last: until then these run.
+    items.sort(key=lambda item: (item.path.name != "test_instrument.py", bool(cases_of(item))))
     has_all_rows = bool(os.environ.get("NULL_GPU_RESULTS"))  # of the table; whole models have one of their own
     for item in items:
         cases = [CASES[name] for name in cases_of(item)]
@@ -50,6 +52,20 @@ def pytest_collection_modifyitems(config, items):
         is_everywhere = is_everywhere or item.get_closest_marker("every_version")
         if HERE in item.path.parents and not is_everywhere and not is_oldest():
             item.add_marker(pytest.mark.skip(reason="the oldest supported vLLM runs it"))
+
+
+def pytest_collection_finish(session):
+    """Start the engines that the selected tests need, beside the tests that need none."""
+    items = [item for item in session.items if not item.get_closest_marker("skip")]
+    wanted = set().union(*map(cases_of, items))
+    if wanted and not session.testsfailed and not session.config.option.collectonly:
+        wanted |= {CASES[name].vanilla for name in wanted}
+        session.config.stash[ENGINES] = Engines(wanted, alone=bool(os.environ.get("NULL_GPU_RESULTS")))
+
+
+def pytest_sessionfinish(session):
+    if engines := session.config.stash.get(ENGINES, None):
+        engines.stop()
 
 
 def pytest_sessionstart(session):

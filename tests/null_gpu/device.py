@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 # In the order of core.h.
-CATEGORIES = ("sync", "copy", "alloc", "launch", "illegal", "query", "stub", "graph", "replay")
+CATEGORIES = ("sync", "copy", "alloc", "launch", "illegal", "graph", "replay")
 _PAGEABLE, PINNED, DEVICE = range(3)
 # Frames of these files do not name the cause of an event.
 _FRAMEWORKS = re.compile(r"/torch/|/triton/|/numba/|/null_gpu/(device|emulate)\.py|<frozen|<string>|contextlib\.py")

@@ -137,8 +137,10 @@ def start(case: Case, out: Measured) -> Session:
 def measure(session: Session, out: Measured) -> None:
     """Count decode steps of the session's case under emulation, and time others without."""
     case, counted = session.case, session.counted()
-    before = session.probe("counters")
-    with session.decoding(**case.sampling):
+    before, decides = session.probe("counters"), contextlib.nullcontext()
+    if case.decide is not None:
+        decides = mock.patch("vllm_vidspec.engine.policy.Policy.decide", case.decide)
+    with decides, session.decoding(**case.sampling):
         out.prefill = dict(gained(before, session.probe("counters"))[0])
         count_steps(session, out)
         session.probe("emulate", False)

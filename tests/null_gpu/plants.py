@@ -11,12 +11,6 @@ import torch
 # line complaints must name; and the counters that must show it.
 PLANTS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "item": (lambda drafts, batch, sampled: sampled[0].item(), ("sync",)),
-    "host index": (lambda drafts, batch, sampled: drafts[torch.tensor([0])], ("sync", "copy.blocking")),
-    "scalar assignment": (
-        lambda drafts, batch, sampled: drafts.__setitem__(batch.idx_mapping, 3),
-        ("sync", "copy.blocking"),
-    ),
-    "boolean mask": (lambda drafts, batch, sampled: sampled[sampled > 1], ("sync",)),
     "upload": (lambda drafts, batch, sampled: torch.tensor([1, 2], device=sampled.device), ("sync", "copy.blocking")),
     "allocation": (
         lambda drafts, batch, sampled: [torch.cuda.empty_cache(), sampled.new_empty(1 << 26)],

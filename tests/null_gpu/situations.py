@@ -1,7 +1,7 @@
 """Further measurements of a running engine: long prompts, kernels of a step, memory by owner, sleep."""
 
 import resource
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -83,20 +83,19 @@ def kernels_of_drafts(session: Any) -> dict[str, list[str]]:
     return found
 
 
-def let_pause(first_alone: bool) -> Callable[[], None]:
-    """Return a patch of the next engine's policy: drafts for all but the first request, or for none."""
+def pause_the_first(policy: Any, req_ids: list[str], *_: Any) -> Any:
+    """Stand in for `Policy.decide`: drafts for all but the first request."""
+    from vllm_vidspec.engine.policy import Decision
 
-    def before() -> None:
-        from vllm_vidspec.engine.policy import NONE, Decision, Policy
+    option = max(policy.options, key=lambda option: option.num_tokens)
+    return Decision(option, frozenset(req_ids[:1] if len(req_ids) > 1 else ()), policy._pads)
 
-        def decide(self: Any, req_ids: list[str], *_: Any) -> Any:
-            option = max(self.options, key=lambda option: option.num_tokens)
-            paused = frozenset(req_ids[:1]) if len(req_ids) > 1 else frozenset()
-            return Decision(option, paused, self._pads) if first_alone else Decision(NONE, pads=self._pads)
 
-        Policy.decide = decide  # type: ignore[method-assign]
+def pause_all(policy: Any, *_: Any) -> Any:
+    """Stand in for `Policy.decide`: drafts for nobody."""
+    from vllm_vidspec.engine.policy import NONE, Decision
 
-    return before
+    return Decision(NONE, pads=policy._pads)
 
 
 def decide_by_chance(session: Any) -> dict[str, list[int]]:

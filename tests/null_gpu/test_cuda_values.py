@@ -18,9 +18,7 @@ from null_gpu.emulate import emulating, to_device, to_host
 from null_gpu.networks import MAX_LEN, MAX_REQS, VOCAB, FakeDraft
 from null_gpu.world import World, world
 from vllm_vidspec.config import VidSpecConfig
-from vllm_vidspec.engine.draft.chains import ChainDrafter
 from vllm_vidspec.engine.draft.drafter import Drafter
-from vllm_vidspec.engine.verify.verifier import TargetTrees
 from vllm_vidspec.names import PRUNERS
 from vllm_vidspec.pruning import PruneInputs, TokenGrid, get_pruner
 from vllm_vidspec.scoring import top_entropy
@@ -36,11 +34,10 @@ SCENARIOS = {
     "chain, loose": dict(num_speculative_tokens=5, scorer="loose", position_shift=True),
     "tree-static, random": dict(num_speculative_tokens=25, draft_shape="tree-static", scorer="random"),
     "tree-adaptive, loose": dict(num_speculative_tokens=8, draft_shape="tree-adaptive", scorer="loose"),
-    "tree-adaptive": dict(num_speculative_tokens=12, draft_shape="tree-adaptive"),
     "auto": dict(
-        num_speculative_tokens=16,
+        num_speculative_tokens=8,
         draft_shape="auto",
-        draft_table=[(1, 2, "tree-adaptive", 16), (3, MAX_REQS, "chain", 16)],
+        draft_table=[(1, 2, "tree-adaptive", 8), (3, MAX_REQS, "chain", 8)],
     ),
 }
 
@@ -141,48 +138,6 @@ def test_a_chain_that_goes_on(tmp_path, monkeypatch):
     assert any(graph.num_replays for key, graph in got.graphs.graphs.items() if key.name == "more")
 
 
-def forgotten_path(patch) -> None:
-    """What the GPU remembers of a tree is a copy of this step's."""
-    remember = TargetTrees.remember
-
-    def forget_a_path(self, tally):
-        kept = remember(self, tally)
-        return kept._replace(path=kept.path.clone()) if tally.rows.is_cuda else kept
-
-    patch.setattr(TargetTrees, "remember", forget_a_path)
-
-
-def allocated_anew(patch) -> None:
-    """Each step has a block table of its own."""
-    begin = Drafter._begin
-
-    def begin_anew(self, *args):
-        step = self.buffers.step
-        self.buffers.step = dataclasses.replace(step, batch_table=step.batch_table.clone())
-        (self.chains or next(iter(self.trees.values())))._forwards._inputs.cache_clear()
-        begin(self, *args)
-
-    patch.setattr(Drafter, "_begin", begin_anew)
-
-
-def level_of_python(patch) -> None:
-    """A level of a chain is placed by a Python number."""
-
-    def feed(self, num_reqs, level):
-        self._buffers.step.level.add_(1)
-        self._buffers.place(num_reqs, level)
-        self._forwards.tokens(num_reqs)
-
-    function = ChainDrafter._function
-    patch.setattr(
-        ChainDrafter,
-        "_function",
-        lambda self, num_reqs, level: (
-            functools.partial(feed, self, num_reqs, level) if level else function(self, num_reqs, level)
-        ),
-    )
-
-
 def bound_of_host(patch) -> None:
     """The draft attends to no more than the longest request of the step, as the host knows it, has."""
     begin, forward, noted = Drafter._begin, FakeDraft.forward, {}
@@ -219,20 +174,7 @@ def padding_writes(patch) -> None:
     patch.setattr(Drafter, "_begin", begin_and_write)
 
 
-PLANTED = [
-    ("chain, fly", allocated_anew),
-    ("chain, fly", bound_of_host),
-    ("chain, loose", level_of_python),
-    ("chain, loose", padding_writes),
-    ("tree-static, random", allocated_anew),
-    ("tree-static, random", bound_of_host),
-    ("tree-static, random", forgotten_path),
-    ("tree-adaptive", bound_of_host),
-    pytest.param("tree-adaptive", padding_writes, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("name,plant", PLANTED)
+@pytest.mark.parametrize("name,plant", [("chain, loose", padding_writes), ("tree-static, random", bound_of_host)])
 def test_a_planted_error_is_seen(tmp_path, monkeypatch, name, plant):
     """Each changes nothing where steps run as functions on the CPU."""
     expected = on_the_cpu(name).log

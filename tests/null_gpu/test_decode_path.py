@@ -2,17 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from null_gpu import judge, report
 from null_gpu.cases import CASES
-from null_gpu.conftest import RESULTS, cases_of
+from null_gpu.conftest import ENGINES, RESULTS
 from null_gpu.plants import PLANTS, line_of
 from null_gpu.situations import kernels_of_drafts
 
@@ -22,73 +18,22 @@ RUN = [name for name, case in CASES.items() if not case.is_planted]
 OURS = [name for name in RUN if CASES[name].most_launches]
 # Of a prompt's video: 8 frames, of which the processor takes 4, in pairs of 64 patches; 2 bytes a value.
 PIXEL_BYTES = 2 * 64 * 1176 * 2
-TIMEOUT_S, GIB = 1200, 2**30
+GIB = 2**30
 
 
 @pytest.fixture(scope="session")
-def measured(request, tmp_path_factory):
+def measured(request):
     """Return measurements by case: all that the selected tests need, and the vanilla cases beside them."""
-    items = [item for item in request.session.items if not item.get_closest_marker("skip")]
-    wanted = set().union(*map(cases_of, items))
-    wanted |= {CASES[name].vanilla for name in wanted}
-    target, rows = os.environ.get("NULL_GPU_RESULTS"), []
-    small = [name for name in CASES if name in wanted and not CASES[name].is_large]
-    single, double = ([name for name in small if CASES[name].num_devices == n] for n in (1, 2))
-    # Two at a time on two cores, unless times are to be reported. What needs two devices takes a quarter of the time
-    # and follows the shorter part of the others.
-    singles = [single] if target else split(single, 0.32 if double else 0.5)
-    # Models of published size need the whole device, so each has a process of its own.
-    whole = [[name] for name in CASES if name in wanted and CASES[name].is_large]
-    parts = [part for part in (*singles, double, *whole) if part]
-    with ThreadPoolExecutor(1 if target else 2) as pool:
-        folders = [tmp_path_factory.mktemp("null_gpu") for _ in parts]
-        plugins = request.config.pluginmanager
-        shown = plugins.get_plugin("terminalreporter").write_line
-        with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
-            shown(f"\n{sum(map(len, parts))} engine cases run first, two at a time; of each a line as it ends")
-            for found in pool.map(lambda *part: run(*part, shown), folders, parts):
-                rows += found
+    plugins = request.config.pluginmanager
+    with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
+        rows = request.config.stash[ENGINES].wait(plugins.get_plugin("terminalreporter").write_line)
     timed = {row["name"]: row for row in rows if not row["error"] and row["host_ms"]}
     beside = {name: timed.get(CASES[name].vanilla if CASES[name].spec is not None else name) for name in timed}
     found = [report.summary(row, beside[name]) for name, row in timed.items() if beside[name] is not None]
     request.config.stash[RESULTS] = found
-    if target:
-        write_results(Path(target), request.config.stash[RESULTS], [row for row in rows if not row["error"]])
+    if target := os.environ.get("NULL_GPU_RESULTS"):
+        write_results(Path(target), found, [row for row in rows if not row["error"]])
     return {row["name"]: row for row in rows}
-
-
-def split(names, share):
-    """Split cases between two engines; the first list has about this share of them."""
-    middle = int(share * len(names))
-    while 0 < middle < len(names) and CASES[names[middle - 1]].shares_engine(CASES[names[middle]]):
-        middle += 1
-    return names[:middle], names[middle:]
-
-
-def run(folder, names, shown):
-    """Run cases in a process of their own, and show the line that it writes of each as it ends."""
-    path, log, case = folder / "results.json", folder / "stderr", CASES[names[0]]
-    machine = {"NULLGPU_DEVICES": str(case.num_devices), "NULLGPU_MEM_GB": str(case.device_gb)}
-    environment = os.environ | machine | {"VLLM_LOGGING_LEVEL": "WARNING"}
-    command = [sys.executable, "-m", "null_gpu.engine_run", str(path), *names]
-    end, num_shown = time.monotonic() + TIMEOUT_S, 0
-    with log.open("w") as file, subprocess.Popen(command, env=environment, stderr=file, stdout=file) as process:
-        while process.poll() is None:
-            time.sleep(0.5)
-            lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("[null GPU] ")]
-            for line in lines[num_shown:]:
-                shown(line)
-            num_shown = len(lines)
-            if time.monotonic() > end:
-                shown(f"[null GPU] {names[min(num_shown, len(names) - 1)]}: not done after {TIMEOUT_S} s, ended")
-                process.kill()
-    stderr = log.read_text(errors="replace")
-    rows = json.loads(path.read_text()) if path.exists() else []
-    for row in rows:
-        row["error"] = row["error"] and row["error"] + stderr[-6000:]
-    ran = {row["name"] for row in rows}
-    lost = {"error": f"the process ended with {process.returncode}:\n{stderr[-4000:]}"}
-    return rows + [{"name": name, "steps": [], **lost} for name in names if name not in ran]
 
 
 def write_results(path, rows, ran):
@@ -156,7 +101,7 @@ def test_any_change_of_what_is_drafted_ends_no_engine(measured):
     assert measured["all paused"]["extra"]["by_chance"] == [24] * 12
 
 
-@pytest.mark.cases("eight clips", "vanilla eight clips")
+@pytest.mark.cases("eight clips")
 def test_eight_clips_stay_within_the_profiled_peak(measured):
     memory = measured["eight clips"]["extra"]
     assert 0 < memory["peak"] <= memory["profiled"], memory

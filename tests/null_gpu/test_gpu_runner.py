@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks.gpu import plan
 from benchmarks.kernels import KERNELS
-from null_gpu.conftest import ROOT, TIMEOUT_S
+from null_gpu.conftest import ROOT
+from null_gpu.engines import TIMEOUT_S
 
 pytestmark = pytest.mark.slow
 # Without two ranks, whose kernels are not emulated here: no token would come.

@@ -87,7 +87,7 @@ class World:
             num_speculative_tokens=self.K, enable_adaptive_verification=False, rejection_sample_method="standard"
         )
         self.model_state = fakes.model_state()
-        self.counters = counters.Counters(self.vllm_config, device, MAX_REQS, self.K, self.requests)
+        self.counters = counters.Counters(self.vllm_config, device, self.K, self.requests)
         made = parts.RunnerParts(self)
         self.trees, self.rules, self.verifier, self.hooks = made.trees, made.rules, made.verifier, made.hooks
         self.target_trees = made.target_trees
@@ -202,9 +202,6 @@ class World:
             self.speculator, batch, None, None, None, None, num_sampled, None, self.last_sampled, None, None, None,
             num_speculative_tokens=max_drafts,
         )  # fmt: skip
-        publish = self.counters.publisher()
-        if publish is not None:
-            publish()
         self._schedule(batch, drafts, max_drafts)
         self.log.append([to_host(tensor).tolist() for tensor in (sampled, num_sampled, drafts)])
         if self.trees is not None:

@@ -22,14 +22,11 @@ ROOT = Path(__file__).parents[2]
 
 def test_half_a_minute_of_mixed_traffic(tmp_path):
     command = [sys.executable, "-m", "benchmarks.soak", "--minutes", "0.5", "--configs", "chain"]
-    command += ["--json", "soak.json", "--log-dir", str(tmp_path)]
-    command[command.index("soak.json")] = str(tmp_path / "soak.json")
+    command += ["--json", str(tmp_path / "soak.json"), "--log-dir", str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=pairs.engine_env(), timeout=400)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
     result = json.loads((tmp_path / "soak.json").read_text())
     assert result["requests"] >= 48 and result["compared"] > result["requests"] / 2
-    for name in ("p50_s", "p95_s", "vanilla_p50_s", "vanilla_p95_s"):
-        assert isinstance(result[name], float), name
     (config,) = result["configs"]
     assert config["rss_slope_mb_per_min"] is None  # too short a time to judge
     assert config["counters"]["accepted_tokens"] > 0 and config["processes_left"] == 0

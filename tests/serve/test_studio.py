@@ -1,4 +1,4 @@
-"""Records over HTTP, and the page at work in a browser: its colours, two keys on one server, pictures for the docs."""
+"""The page at work in a browser: its colours, two keys on one server, pictures for the docs."""
 
 import importlib.util
 import json
@@ -6,14 +6,12 @@ import os
 import shutil
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from vllm_vidspec.shapeworld import world
-from vllm_vidspec.tools import pairs, studio
-from vllm_vidspec.tools.demo import data_url
+from vllm_vidspec.tools import studio
 from vllm_vidspec.tools.processes import VllmServer, free_port
 
 httpx = pytest.importorskip("httpx")
@@ -40,45 +38,6 @@ def server(tmp_path_factory):
         with VllmServer(args, port, folder / "server.log") as server:
             server.wait_ready(timeout_s=300)
             yield server
-
-
-def ask(server, key, video, record=True):
-    """Return an answer's token ids and its record, None without."""
-    asked = {"question": pairs.DEFAULT_QUESTION, "video": data_url(video), "max_tokens": 48, "model": "target"}
-    body = studio._chat(asked) | {"return_token_ids": True}
-    headers = {"Authorization": f"Bearer {key}", "X-Request-Id": "the-same"}
-    url = f"{server.base_url}/v1/chat/completions"
-    answer = httpx.post(url, json=body | ({"vidspec_record": True} if record else {}), headers=headers, timeout=120)
-    assert answer.status_code == 200, answer.text
-    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
-    ids = [token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
-    steps = [step for chunk in chunks for step in chunk.get("vidspec_record", ())]
-    return ids, steps if any("vidspec_record" in chunk for chunk in chunks) else None
-
-
-def flat(steps, name):
-    return [value for step in steps for value in step[name]]
-
-
-def test_two_keys_share_a_server_and_nothing_else(server, tmp_path):
-    """Two tenants' streams under one request id, in one batch, beside one that does not ask.
-
-    Catches: a record of another request, the field where nobody has asked.
-    """
-    world.write_mp4(world.held_out(1).frames[:20], tmp_path / "b.mp4")
-    videos = (pairs.sample_video(), tmp_path / "b.mp4", pairs.sample_video())
-    with ThreadPoolExecutor(3) as pool:
-        jobs = [pool.submit(ask, server, (*KEYS, KEYS[0])[i], videos[i], record=i < 2) for i in range(3)]
-        (a, of_a), (b, of_b), (c, of_c) = [job.result() for job in jobs]
-    assert of_c is None and a == c != b
-    assert flat(of_a, "tokens") == a and flat(of_b, "tokens") == b
-    grids = [next(step["pruned"][0]["grid"] for step in steps if "pruned" in step) for steps in (of_a, of_b)]
-    assert grids[0] != grids[1] and grids[1][0] == 10, "each its own video"
-    wrong = httpx.get(f"{server.base_url}/v1/models", headers={"Authorization": "Bearer other"}, timeout=30)
-    assert wrong.status_code == 401
-
-
-# ---- in a browser ----------------------------------------------------------------------------------------------------
 
 
 class Overheard(studio.Studio):

@@ -24,7 +24,6 @@ from vllm_vidspec.tools.bench import acceptance
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = pairs.FAMILIES[:2]  # of what is recorded
-SMALL_AXES = {"pruner": ("none", "random", "uv"), "prune_ratio": (0, 0.9, 1)}
 
 
 def invoke(*args):

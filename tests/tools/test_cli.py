@@ -24,10 +24,10 @@ import psutil
 import pytest
 import typer.main
 
-from tools.common import ROOT, counters, invoke, printed, refuses
+from tools.common import ROOT, counters, invoke, printed
 from tools.test_status import server, serving, sound  # noqa: F401 - fixtures
 from vllm_vidspec import doctor
-from vllm_vidspec.cli import app, running
+from vllm_vidspec.cli import app
 from vllm_vidspec.cli import doctor as doctor_command
 from vllm_vidspec.tools import demo, pairs, studio
 from vllm_vidspec.tools.demo import data_url
@@ -281,28 +281,6 @@ def test_the_page_answers_until_ctrl_c(started, tmp_path):
     assert process.wait(20) == 130 and "Traceback" not in text and num_processes > 1
     time.sleep(1)
     assert not marked(mark)
-
-
-@pytest.mark.parametrize(
-    ("args", "right"),
-    [
-        ("status --url x", "did you mean --server?"),
-        ("status --sever x", "did you mean --server?"),
-        ("demo --model x", "did you mean --target?"),
-        ("calibrate --output x", "did you mean --out or --json?"),
-        ("plan --tensor-parallel-size=2", "did you mean --tp?"),
-        ("bench acceptance --num-prompts 3", "did you mean --requests?"),
-        ("bench speed --max-token 3", "did you mean --max-tokens?"),
-        ("doctor --xyz", "see `root doctor --help`"),
-    ],
-)
-def test_a_wrong_option_is_told_the_right_one(args, right):
-    refuses(right, *args.split())
-
-
-def test_names_that_other_tools_use_lead_to_options_of_ours():
-    names = {option for command in COMMANDS.values() for one in command.params for option in one.opts}
-    assert set(running._ELSEWHERE) <= names
 
 
 @pytest.mark.parametrize("command", [name for name, options in SURFACE.items() if "--family:" in " ".join(options)])

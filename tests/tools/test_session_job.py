@@ -1,4 +1,4 @@
-"""The engine's side of a session, vLLM replaced: what a batch is, what is watched of it, what a token adds."""
+"""The engine's side of a session, vLLM replaced: what a batch is, and what is watched of it."""
 
 import io
 import json
@@ -80,38 +80,23 @@ def test_a_batch_is_retuned_watched_and_counted_by_itself(monkeypatch, sampling_
     first, second = answers
     assert first["texts"] == ["text 0", "text 1", "text 2"]
     assert first["captions"] == [
-        {"words": ["w5", " w1"], "relevance": [0.1, None], "kinds": [0, 1]},
-        {"words": ["w7", " w8"], "relevance": [None, 0.5], "kinds": [0, 2]},
+        {"words": ["w5", "w1"], "relevance": [0.1, None], "kinds": [0, 1]},
+        {"words": ["w7", "w8"], "relevance": [None, 0.5], "kinds": [0, 2]},
         {"words": ["w6"], "relevance": [None], "kinds": [0]},
     ]
     assert second["token_ids"][0] == [5, 2]
     json.dumps(answers)
 
 
-def test_vanilla_is_neither_retuned_nor_watched(sampling_params):
+def test_vanilla_is_not_watched_and_what_was_watched_is_what_was_said(sampling_params):
     llm = FakeLLM(speculates=False)
     answer = BenchEngine(llm, ["a", "b", "c"]).answer(**command(None, watch=False))
     assert [call[0] for call in llm.calls] == ["generate"]
     assert answer["metrics"] is answer["captions"] is None
-
-
-def test_what_was_watched_must_be_what_was_said():
-    llm = FakeLLM()
     (watched,) = llm.collective_rpc(watching.scores, (False,))
-    outputs = llm.generate([], [], False)
     watched[0]["tokens"][1] = 9
     with pytest.raises(VidSpecError, match="not the tokens of the answer"):
-        session._watched_captions(llm.get_tokenizer(), outputs, watched)
-
-
-def test_token_texts_add_up():
-    """A tokenizer of bytes: a character of several tokens belongs to the last of them."""
-    text = "a é☂ b�"
-    tokens = list(text.encode()[:-3])
-    tokenizer = SimpleNamespace(decode=lambda ids: bytes(ids).decode(errors="replace"))
-    assert session.token_texts(tokenizer, tokens) == ["a", " ", "", "é", "", "", "☂", " ", "b"]
-    assert session.token_texts(tokenizer, tokens[:3]) == ["a", " ", "�"], "cut in the middle"
-    assert session.token_texts(tokenizer, []) == []
+        session._watched_captions(llm.get_tokenizer(), llm.generate([], [], False), watched)
 
 
 def test_vllms_own_drafts_are_counted_by_our_names():

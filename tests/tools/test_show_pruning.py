@@ -1,10 +1,9 @@
-"""`vidspec show-pruning` without an engine: the choice from measured scores, the picture's geometry, wrong options."""
+"""`vidspec show-pruning` without an engine: what is asked of one, the picture's geometry, what is refused."""
 
 import json
 
 import numpy as np
 import pytest
-import torch
 
 from tools.common import invoke
 from vllm_vidspec.config import parse_config
@@ -13,7 +12,7 @@ from vllm_vidspec.pruning import TokenGrid
 from vllm_vidspec.shapeworld import world
 from vllm_vidspec.tools import contact_sheet, pairs, show_pruning, user_files
 from vllm_vidspec.tools.contact_sheet import Row
-from vllm_vidspec.tools.show_pruning import Record, Show, choose
+from vllm_vidspec.tools.show_pruning import Show
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("cv2")
@@ -23,7 +22,7 @@ WHITE = np.full((16, 60, 80, 3), 255, np.uint8)
 
 
 def row(pruner="uniform", kept=(0, 5, 95), grid=GRID):
-    return Row(pruner, torch.tensor(kept, dtype=torch.int64), grid)
+    return Row(pruner, np.array(kept, dtype=np.int64), grid)
 
 
 def tokens(strip, grid, num_shown):
@@ -57,76 +56,63 @@ def test_more_frames_than_columns_are_evenly_spaced_and_said():
     assert "evenly" not in contact_sheet._caption(GRID, 8, 2)
 
 
-def test_positional_bias_and_trailing_tokens():
-    grid = TokenGrid(8, 2, 2, num_trailing=1)
-    biased = row("attention", (0, 1, 2, 31, 32), grid)
-    assert biased.ends_frac == 1.0
-    assert biased.figures()["even_frac"] == 0.5
-    assert biased.is_kept.sum() == 4
-    bias = "100% of them in the first and last 2 frames (evenly spread: 50%)"
-    assert biased.label() == f"attention: 5 of 33 tokens kept, {bias}, trailing tokens: 1 of 1"
-    assert row(grid=TokenGrid(4, 4, 6)).ends_frac is None, "a short video has nothing but ends"
-    assert row(kept=()).ends_frac is None
-
-
-def test_choice_is_the_engines_and_a_difference_is_refused():
-    record = lambda pruner, kept, scores=None: Record(pruner, GRID, torch.tensor(kept), scores, None)  # noqa: E731
-    scores = torch.zeros(96)
-    scores[[3, 50, 90]] = torch.tensor([5.0, 2.0, 1.0])  # the first draws lambda_r by itself
-    show = Show(prune_ratio=0.97, pruners=("attention", "specvlm", "uniform:stride"))  # 2 of 96 tokens
-    config = show.config(pruner="attention")
-    records = [record("attention", [3, 50], scores)]
-    assert choose(config, records).tolist() == [3, 50]
-    assert choose(show.config(pruner="specvlm"), records).tolist() == [0, 3]
-    assert choose(show.config(pruner="uniform:stride"), records).tolist() == [0, 95]
-    with pytest.raises(VidSpecError, match="kept other tokens"):
-        choose(config, [record("attention", [3, 51], scores)])
-    with pytest.raises(VidSpecError, match="measured nothing"):
-        choose(config, [record("attention", [0, 95])])
-    with pytest.raises(VidSpecError, match="measured nothing"):
-        choose(show.config(pruner="uv"), records)
-    assert choose(Show(prune_ratio=1.0).config(pruner="uv"), records).tolist() == []
+def test_trailing_tokens_are_counted_and_not_drawn():
+    one = row("attention", (0, 1, 2, 31, 32), TokenGrid(8, 2, 2, num_trailing=1))
+    assert one.is_kept.sum() == 4
+    assert one.label() == "attention: 5 of 33 tokens kept, trailing tokens: 1 of 1"
 
 
 @pytest.mark.parametrize("family", pairs.FAMILIES)
 def test_what_is_shown_has_the_engines_knobs(family):
-    """The bundled pairs have a calibration. Catches: a picture with other knobs than its engine has."""
+    """The bundled pairs have a calibration. Catches: an engine without it."""
     found = json.loads(pairs.calibration(family).read_text())["config"]
     uncalibrated = parse_config(pairs.speculative_config(family, "draft"))[0]
-    for pruner in show_pruning.PRUNERS:
-        show = Show(family=family)
-        engine = parse_config(show.job(pruner=pruner)["llm"]["speculative_config"])[0]
-        assert show.config(pruner=pruner) == engine
-        assert engine.lambda_r == found["lambda_r"] != uncalibrated.lambda_r
+    engine = Show(family=family).config()
+    assert engine.lambda_r == found["lambda_r"] != uncalibrated.lambda_r
     own = Show(family=family, target="/t", draft="self", calibration=str(pairs.calibration(family)))
-    assert own.job(pruner="specvlm")["llm"]["model"] == "/t"
-    config = own.config(pruner="specvlm")
+    assert own.job()["llm"]["model"] == "/t"
+    config = own.config()
     assert (config.model, config.lambda_r) == ("self", found["lambda_r"])
 
 
-def test_one_engine_per_kind_of_guidance():
-    def engines(*pruners):
-        return show_pruning._engines([Show().config(pruner=pruner) for pruner in pruners])
+@pytest.fixture
+def looks(fake_engines):
+    """Return what replaces engines by one that answers with `items(pruner)`, and returns the sessions."""
 
-    assert engines(*show_pruning.PRUNERS) == ["specvlm", "uv", "dycoke"]
-    assert engines("random", "frame") == ["random"], "a grid is needed even where no score is"
-    assert engines("fastvid", "dycoke", "uniform") == ["fastvid"]
+    def replace(items):
+        return fake_engines(lambda session, command: {"items": items(command["knobs"]["pruner"])})
+
+    return replace
 
 
-def test_command_writes_a_picture(monkeypatch, tmp_path):
+def test_one_engine_for_all_pruners_writes_a_picture(looks, tmp_path):
+    """Catches: an engine that does not observe what a later pruner needs; one for each pruner; an alias drawn twice."""
     pytest.importorskip("matplotlib")
-    ran, grid, scores = [], TokenGrid(16, 4, 4), torch.arange(256).float()
-
-    def look(show, pruners, report):
-        ran.extend(pruners)
-        return [Record("attention", grid, torch.arange(231, 256), scores, None)]
-
-    monkeypatch.setattr(show_pruning, "_look", look)
+    item = {"grid": [16, 4, 4, 0], "kept_indices": list(range(231, 256)), "scores": [0.0] * 256}
+    sessions = looks(lambda pruner: [item])
     out = tmp_path / "p.png"
-    result = invoke("show-pruning", "--pruner", "uniform,window,specvlm", "--out", str(out))
+    result = invoke("show-pruning", "--pruner", "uniform,window,specvlm,window:middle", "--out", str(out))
     assert result.exit_code == 0, result.output
-    assert "window:middle" in result.stdout and ran == ["specvlm"]
+    (session,) = sessions
+    assert [command["knobs"]["pruner"] for command in session.asked] == ["uniform", "window:middle", "specvlm"]
+    spec = session.job["llm"]["speculative_config"]
+    assert (spec["pruner"], spec["auto_pruners"][:3]) == ("auto", ("uniform", "window", "specvlm"))
+    assert "window:middle" in result.stdout
     assert Image.open(out).text["Description"].count("25 of 256 tokens kept") == 3
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        (None, "nothing was drafted"),
+        ({"grid": [4, 4, 4, 0], "kept_indices": [0, 63], "scores": None}, "uv: the engine measured nothing"),
+        ({"grid": [1, 1, 64, 0], "kept_indices": [0, 63], "scores": [0.0] * 64}, "the layout .* is unknown"),
+    ],
+)
+def test_what_was_not_pruned_so_is_not_shown(looks, item, words):
+    looks(lambda pruner: [] if item is None else [item])
+    with pytest.raises(VidSpecError, match=words):
+        show_pruning.run(Show(pruners=("uv",)))
 
 
 def test_read_video_samples_as_vllm_does(tmp_path):

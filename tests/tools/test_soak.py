@@ -112,20 +112,24 @@ CONFIG = {"config": "chain", "rss_slope_mb_per_min": 2.0, "vanilla_rss_slope_mb_
 PASS = {"wrong_answers": 0, "errors_unexpected": 0, "leaked_blocks": 0, "leaked_states": 0}
 
 
-@pytest.mark.parametrize("name", PASS)
-def test_each_figure_fails_a_soak(name):
-    assert soak.is_bad(PASS | {"configs": [CONFIG]}, 3.0) == []
-    assert soak.is_bad(PASS | {"configs": [CONFIG], name: 6}, 3.0) == [name]
-
-
 @pytest.mark.parametrize(
     ("ours", "vanillas", "fails"),
     # A leak of 5.5 MB a minute is seen, which vanilla's own growth explains or does not; what was not judged passes.
-    [(5.5, 0.4, True), (5.5, 3.0, False), (5.5, None, True), (None, None, False), (3.1, -2.0, True)],
+    [
+        (2.0, -1.0, False),
+        (5.5, 0.4, True),
+        (5.5, 3.0, False),
+        (5.5, None, True),
+        (None, None, False),
+        (3.1, -2.0, True),
+    ],
 )
-def test_memory_is_held_to_vanillas(ours, vanillas, fails):
+def test_each_figure_fails_a_soak(ours, vanillas, fails):
     row = CONFIG | {"rss_slope_mb_per_min": ours, "vanilla_rss_slope_mb_per_min": vanillas}
-    assert soak.is_bad(PASS | {"configs": [CONFIG, row]}, 3.0) == (["memory of chain"] if fails else [])
+    memory = ["memory of chain"] if fails else []
+    assert soak.is_bad(PASS | {"configs": [CONFIG, row]}, 3.0) == memory
+    for name in PASS:
+        assert soak.is_bad(PASS | {"configs": [row], name: 6}, 3.0) == [name, *memory]
 
 
 # ---- traffic --------------------------------------------------------------------------------------------------------
@@ -212,22 +216,14 @@ def test_nobody_there_is_an_error():
     assert gone.status == 0 and "Error" in gone.error
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
-
-
 def test_a_record_tells_what_was_wrong():
     lines: list[str] = []
     record = soak.Record(lines.append)
     ask = soak_traffic.Ask("video", soak_traffic.CHAT, {"max_tokens": 9, "messages": ["m"], "seed": 3}, traits=("x",))
-    record.add("chain", ask, [reply([1, 2, 3], seconds=2.0)], [reply([1, 2, 3], seconds=1.0)])
-    record.add("chain", ask, [reply([1, 2, 3], seconds=4.0)], [reply([1, 2, 9], seconds=3.0)])
+    for answer in ([1, 2, 3], [1, 2, 9]):
+        record.add("chain", ask, [reply([1, 2, 3])], [reply(answer)])
     (wrong,) = record.bad["wrong"]
     assert wrong["seed"] == 3 and "messages" not in wrong and "token 2" in wrong["why"]
-    latency = record.latency()
-    assert (latency["p50_s"], latency["p95_s"], latency["vanilla_p50_s"]) == (1.0, 3.0, 2.0)
-    assert latency["by_kind"]["video"] == {
-        "answered": 2, "p50_s": 1.0, "p95_s": 3.0, "vanilla_p50_s": 2.0, "vanilla_p95_s": 4.0,
-    }  # fmt: skip
     assert record.requests == 2 and record.kinds == {"video": 2} and record.traits == {"x": 2}
     record.add("chain", ask, [reply([1])], [])
     assert record.bad["error"][0]["why"] == "1 turns and 0"

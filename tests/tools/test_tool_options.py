@@ -13,7 +13,6 @@ OF_ALL = (
     ("--target /no/such/model --draft self", "--target: no such checkpoint: /no/such/model"),
     ("--engine-args []", "--engine-args: '[]' is not a JSON object"),
     ('--engine-args {"model":"x"}', "--engine-args: model"),
-    ('--dtype auto --engine-args {"dtype":"auto"}', "dtype is given by --dtype, too"),
     ("--out /no/such/folder/file", "no such folder"),
     ("--out /tmp", "it is a folder"),
 )
@@ -48,7 +47,6 @@ OF_ONE = {
     "calibrate": (
         ("--pruner uniform", "'uniform' has nothing to calibrate"),
         ("--prune-ratio 1", "nothing to choose"),
-        ("--plot plot.jpeg", "--plot"),
     ),
     "show-pruning": (
         ("--pruner uniform,specvml", "did you mean 'specvlm'?"),
@@ -74,7 +72,7 @@ OF_ONE = {
         ("--knob max_draft_failures=9 --knob max_draft_failures=5", "given twice"),
         ("--knob max_draft_failures=0", "max_draft_failures"),
         ("--knob max_draft_failures", "'max_draft_failures' is not of the form NAME=JSON"),
-        ("--knob tree_fill=False", "'False' is no JSON value"),
+        ("--knob position_shift=False", "'False' is no JSON value"),
         ("--knob prune_ratio=0.5", "an option of its own, --prune-ratio"),
         ('--knob draft_shape="tree-static"', "an option of its own, --drafting"),
     ),

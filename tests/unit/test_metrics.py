@@ -56,22 +56,6 @@ def test_add_set_values(file):
     assert set(MetricsFile.create(file.path).values().values()) == {0}, "create replaces what was there"
 
 
-def test_requests_by_id(file):
-    """The newest request of an id counts, wherever in the ring its slot is; slots of busy requests are left alone."""
-    counts = np.array([[3, 2, 1]])
-    last = metrics.file._NUM_REQUESTS - 1
-    for i in range(last):
-        assert file.begin_request(f"request-{i}", ()) == i
-    assert file.begin_request("twice", ()) == last
-    file.add_to_requests(np.array([last]), counts)
-    assert file.request("twice") == {"exact": 3, "loosened": 2, "shifted": 1}
-    assert file.begin_request("twice", {0, 1}) == 2  # around the ring
-    assert file.request("twice") == {"exact": 0, "loosened": 0, "shifted": 0}
-    file.add_to_requests(np.array([2]), 2 * counts)
-    assert MetricsFile(file.path).request("twice") == {"exact": 6, "loosened": 4, "shifted": 2}
-    assert file.request("request-0") is not None and file.request("request-2") is None
-
-
 def test_other_processes(file):
     """What another process writes is read here; the creator alone unlinks, at its exit; and the import is light."""
     heavy = ("torch", "vllm", "prometheus_client")
@@ -222,7 +206,7 @@ def test_leftovers_are_swept_and_held_files_stay(folder):
     held = [("running", 0), ("running", 1), ("outlived", 0), ("mine", 0)]
     kept = {metrics.path_for(*name).name for name in held}
     assert {path.name for path in folder.iterdir()} == kept | {"another.i64"}
-    assert running.refusal() is mine.refusal() is mine.request("r") is None
+    assert running.refusal() is mine.refusal() is None
     del worker
     assert sweep() == [metrics.path_for("outlived")]
 

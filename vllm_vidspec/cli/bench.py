@@ -64,16 +64,11 @@ def acceptance(
     frequency_penalty: options.Values = "0",
     repetition_penalty: options.Values = "1",
     seed: options.Seed = 0,
-    seeded: Annotated[bool, typer.Option("--seeded/--unseeded", help="Whether requests carry a seed.")] = True,
     requests: Annotated[int, typer.Option(min=1, help="Held-out videos, one request each.")] = 8,
     max_tokens: options.MaxTokens = 256,
     batch_size: options.BatchSize = 8,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate max-tokens tokens regardless.")] = False,
     target: options.BenchTarget = None,
     knob: options.Knobs = None,
-    sync_scheduling: Annotated[
-        bool, typer.Option("--sync-scheduling", help="Adaptive trees keep their own size; async fills them up to K.")
-    ] = False,
     plot_path: Annotated[str | None, options.plot("Draw acceptance length by prune ratio, or by shape")] = None,
     json_path: options.Json = None,
 ) -> None:
@@ -95,8 +90,7 @@ def acceptance(
         else options.values("--" + name.replace("_", "-"), given[name], kinds.get(name, float))
         for name in bench.AXES
     }
-    own_seed = seed if seeded else None
-    what = options.pick(bench.Sweep, given, axes=axes, seed=own_seed, knobs=options.knobs(knob))
+    what = options.pick(bench.Sweep, given, axes=axes, knobs=options.knobs(knob))
     if plot_path is not None:
         views.check_axes(plot_path, axes)
     measure(bench, what, given, views.acceptance_tables, views.draw_acceptance)

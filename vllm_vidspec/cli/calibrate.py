@@ -20,11 +20,8 @@ def calibrate(
     prune_ratio: options.PruneRatio = 0.9,
     num_speculative_tokens: options.NumTokens = 5,
     max_tokens: options.MaxTokensOfTwo = 256,
-    grid: Annotated[bool, typer.Option("--grid", help="Measure every layer set at every lambda_r.")] = False,
-    dtype: options.Dtype = None,
     engine_args: options.EngineArgs = "{}",
     out: Annotated[str, typer.Option(metavar="PATH", help="The calibration file to write.")] = "calibration.json",
-    plot: Annotated[str | None, typer.Option(metavar="PATH", help="Plot the measurements to a file.")] = None,
     json_path: options.Json = None,
 ) -> None:
     """Choose a pair's pruning knobs by measured acceptance length; write them for the key `calibration`."""
@@ -32,15 +29,11 @@ def calibrate(
     from vllm_vidspec.tools import calibrate as calibration
     from vllm_vidspec.tools import progress, views
 
-    own = {"videos": tuple(video or ()), "engine_args": options.engine_args(engine_args, dtype), "whole_grid": grid}
+    own = {"videos": tuple(video or ()), "engine_args": options.engine_args(engine_args)}
     what = options.pick(calibration.Calibration, given, **own)
-    calibration.check(what, out, plot)
+    calibration.check(what, out)
     result = running.with_bars(calibration.run, what, progress.View)
     running.write_json(out, result)
-    if plot is not None:
-        from vllm_vidspec.tools.plots import draw_calibration
-
-        draw_calibration(result, plot)
     running.write_json(json_path, result)
     console = running.console(stderr=json_path == "-")
     console.print(views.calibration_table(result))

@@ -41,11 +41,9 @@ PruneRatio = Annotated[float, typer.Option(help="Share of the video tokens that 
 NumTokens = Annotated[int, typer.Option(help="Draft tokens per verify step.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")]
 MaxTokensOfTwo = Annotated[int, typer.Option(min=2, help="Longest answer in tokens.")]
-Dtype = Annotated[
-    str | None,
-    typer.Option(help="As of `vllm serve`: auto, float32, bfloat16. Default: the bundled pairs' is float32."),
+EngineArgs = Annotated[
+    str, typer.Option(metavar="JSON", help="More arguments of vllm.LLM, as an object; bundled pairs' dtype is float32.")
 ]
-EngineArgs = Annotated[str, typer.Option(metavar="JSON", help="More arguments of vllm.LLM, as an object.")]
 Json = Annotated[
     str | None,
     typer.Option("--json", metavar="PATH", help="Write the result as JSON to a file, or '-' for standard output."),
@@ -70,19 +68,15 @@ def pick(kind: type[T], given: Mapping[str, Any], **more: Any) -> T:
     return kind(**{name: given[name] for name in names} | more)
 
 
-def engine_args(text: str, dtype: str | None) -> dict[str, Any]:
-    """Parse --engine-args, a JSON object, and add what has an option of its own."""
+def engine_args(text: str) -> dict[str, Any]:
+    """Parse --engine-args, a JSON object."""
     try:
         found = json.loads(text)
     except ValueError:
         found = None
     if not isinstance(found, dict):
         raise VidSpecError(f"--engine-args: {text!r} is not a JSON object")
-    if dtype is None:
-        return found
-    if "dtype" in found:
-        raise VidSpecError("--engine-args: dtype is given by --dtype, too")
-    return found | {"dtype": dtype}
+    return found
 
 
 def knobs(texts: list[str] | None) -> dict[str, Any]:

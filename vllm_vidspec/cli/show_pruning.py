@@ -21,7 +21,6 @@ def show_pruning(
     calibration: Annotated[
         str | None, typer.Option(help="A file of `vidspec calibrate`. Default: the bundled pair's.")
     ] = None,
-    dtype: options.Dtype = None,
     engine_args: options.EngineArgs = "{}",
     out: Annotated[str, typer.Option(metavar="PATH", help="The picture to write.")] = "pruning.png",
     json_path: options.Json = None,
@@ -32,7 +31,7 @@ def show_pruning(
     from vllm_vidspec.tools import show_pruning as pruning
 
     pruners = tuple(options.values("--pruner", pruner, str))
-    what = options.pick(pruning.Show, given, pruners=pruners, engine_args=options.engine_args(engine_args, dtype))
+    what = options.pick(pruning.Show, given, pruners=pruners, engine_args=options.engine_args(engine_args))
     result = running.with_bars(pruning.run, what, progress.View)
     running.write_json(json_path, result)
     console = running.console(stderr=json_path == "-")

@@ -47,11 +47,10 @@ _Positive = Annotated[int, Field(ge=1), AfterValidator(_in_64_bits)]
 _Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
-def _known(pruner: str) -> str:
+def _known(pruner: str, known: tuple[str, ...] = PRUNERS) -> str:
     """Return a pruner's name as it is registered; ValueError for an unknown one."""
     name = _PRUNER_ALIASES.get(pruner, pruner)
-    if name not in PRUNERS:
-        known = (*PRUNERS, AUTO)
+    if name not in known:
         raise ValueError(f"unknown pruner {name!r}{nearest(name, known)}; known: {', '.join(known)}")
     return name
 
@@ -88,11 +87,6 @@ class PruneKnobs(Knobs):
     auto_pruners: tuple[str, ...] = _experts(default=("specvlm", "attention", "uv", "uniform"))
     """`auto`: the pruners to choose from. The target's attention or hidden states are observed for the requests whose
     pruner needs them."""
-    auto_ratios: tuple[_Share, ...] | None = _experts(default=None)
-    """`auto`: the prune ratios to choose from. Default: `prune_ratio` alone."""
-    auto_file: str | None = _experts(default=None)
-    """`auto`: a file that keeps what was learned, read at the start and written as requests end and at shutdown. It is
-    a calibration file too, which names the pruner and the ratio that were best. Default: nothing is kept."""
     lambda_r: _Share = _experts(default=0.4)
     """`specvlm`: share of the attention whose tokens are kept outright; the rest of the budget is spread evenly over
     the others. SpecVLM sets 0.4 for LLaVA-OneVision and 0.5 for Qwen2.5-VL by calibration, its released code 0.4 for
@@ -109,7 +103,7 @@ class PruneKnobs(Knobs):
     @field_validator("pruner")
     @classmethod
     def _known_pruner(cls, name: str) -> str:
-        return name if name == AUTO else _known(name)
+        return _known(name, (*PRUNERS, AUTO))
 
     @field_validator("auto_pruners")
     @classmethod
@@ -117,13 +111,6 @@ class PruneKnobs(Knobs):
         if not names:
             raise ValueError("auto_pruners names none")
         return tuple(dict.fromkeys(map(_known, names)))
-
-    @field_validator("auto_ratios")
-    @classmethod
-    def _some_ratios(cls, ratios: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        if ratios == ():
-            raise ValueError("auto_ratios names none")
-        return None if ratios is None else tuple(dict.fromkeys(ratios))
 
     @field_validator("guidance_layers", mode="after")
     @classmethod
@@ -136,15 +123,10 @@ class PruneKnobs(Knobs):
 
     @functools.cached_property
     def variants(self) -> tuple["PruneKnobs", ...]:
-        """How a request's prompt may be pruned: by these knobs, or with `auto` by each pruner at each ratio."""
+        """How a request's prompt may be pruned: by these knobs, or with `auto` by each of `auto_pruners`."""
         if self.pruner != AUTO:
             return (self,)
-        ratios = self.auto_ratios or (self.prune_ratio,)
-        return tuple(
-            self.model_copy(update={"pruner": pruner, "prune_ratio": ratio})
-            for pruner in self.auto_pruners
-            for ratio in ratios
-        )
+        return tuple(self.model_copy(update={"pruner": pruner}) for pruner in self.auto_pruners)
 
     def variant(self, number: int) -> "PruneKnobs":
         """Return one of `variants`; the first where there is none of that number, as these knobs may have changed."""
@@ -267,8 +249,8 @@ class Fields(PruneKnobs, ScoreKnobs):
     time to time. The output is the same. `draft_table` and `num_speculative_tokens_per_batch_size` are upper bounds
     then. `false` always drafts K tokens, or what these say."""
     calibration: str | None = _sometimes(default=None)
-    """A file that `vidspec calibrate` or `auto_file` wrote: its values replace the defaults of `draft_table`,
-    `guidance_layers`, `lambda_r`, `prune_ratio`, `pruner`, `uv_layer`; what is given beside it wins."""
+    """A file that `vidspec calibrate` wrote: its values replace the defaults of `guidance_layers`, `lambda_r` and
+    `uv_layer`; what is given beside it wins."""
     parallel: ParallelKnobs = _sometimes(default=ParallelKnobs())
     """The parallel drafter."""
     draft_kv_bytes: _Positive | None = _sometimes(default=None)

@@ -69,7 +69,7 @@ class VidSpecConfig(Fields):
             yield "parallel: device is missing"
         if self._is_free and not self.adaptive_tokens:
             yield "draft_shape auto with adaptive_tokens false needs draft_table"
-        if self.draft_shape == "auto" and self.draft_table:
+        if self.draft_table:
             check_table(self.draft_table, self.num_speculative_tokens)
         if self.is_parallel and self.in_trees:
             yield (
@@ -92,7 +92,7 @@ class VidSpecConfig(Fields):
     @property
     def _rows(self) -> tuple[tuple[int, int, str, int], ...]:
         """The rows of `draft_table`, or the single row of one shape; of `auto` without a table its deepest tree."""
-        if self.draft_shape == "auto" and self.draft_table:
+        if self.draft_table:
             return self.draft_table
         shape = self._free_trees[0] if self.draft_shape == "auto" else self.draft_shape
         return ((1, 1, shape, self.num_speculative_tokens),)
@@ -145,8 +145,7 @@ class VidSpecConfig(Fields):
     @property
     def has_schedule(self) -> bool:
         """Whether tokens by batch size were given."""
-        has_table = self.draft_shape == "auto" and self.draft_table is not None
-        return has_table or self.num_speculative_tokens_per_batch_size is not None
+        return self.draft_table is not None or self.num_speculative_tokens_per_batch_size is not None
 
     def choices(self, has_graphs: bool) -> tuple[Plan, ...]:
         """Return the plans that the policy chooses from besides none: trees first, then chains, long before short.

@@ -11,8 +11,7 @@ from vllm_vidspec.errors import VidSpecError, quoted
 
 # Ours that say how a draft model computes.
 _OF_A_DRAFT = ("draft_lm_head_quantization", "linear_backend_per_quant")
-# What `vidspec calibrate` measures for a pair, and on a machine.
-CALIBRATED_KEYS = frozenset({"lambda_r", "guidance_layers", "uv_layer", "draft_table", "pruner", "prune_ratio"})
+CALIBRATED_KEYS = frozenset({"lambda_r", "guidance_layers", "uv_layer"})  # what `vidspec calibrate` measures
 
 
 def parse_config(raw: dict[str, Any]) -> tuple[VidSpecConfig, dict[str, Any]]:
@@ -24,9 +23,7 @@ def parse_config(raw: dict[str, Any]) -> tuple[VidSpecConfig, dict[str, Any]]:
     passed = {key: given.pop(key) for key in list(given) if key in PASS_THROUGH_KEYS}
     problems = []
     shape = given.get("draft_shape", Fields.model_fields["draft_shape"].default)
-    if (
-        given.get("draft_table") is not None and shape != AUTO
-    ):  # a calibration's waits for it; a user's would do nothing
+    if given.get("draft_table") is not None and shape != AUTO:
         problems.append(f'draft_table needs "draft_shape": "{AUTO}", this is {quoted(shape)}')
     if given.get("model") == SELF:
         theirs = passed | {key: given[key] for key in _OF_A_DRAFT if key in given}

@@ -26,6 +26,7 @@ SPECVLM_PATHS: tuple[Path, ...] = tuple(
     )
 )
 
+TILE_ROWS = 128  # of a KV head that an attention kernel holds at a time: a tree that fits reads the keys once
 # Shapes whose trees are grown to K nodes of so many levels, which is as many draft forwards.
 GROWN_DEPTHS = {"tree-2": 2, "tree-3": 3, "tree-4": 4}
 # Where the draft's best candidate is right, and its next best where that is wrong, and so on: a pair of the papers, on

@@ -6,7 +6,7 @@ import torch
 
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.draft.local_backend import LocalBackend
-from vllm_vidspec.engine.draft.model import DraftModel, held_bytes
+from vllm_vidspec.engine.draft.model import DraftModel
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.failures import DraftFailures
 from vllm_vidspec.engine.hooks.attention import AttentionGuidance
@@ -39,9 +39,7 @@ class RunnerParts:
         draft_model = None
         if not config.is_parallel:
             draft_model = DraftModel(vllm_config, device, config.is_self_draft, agreement)
-            before = held_bytes(device)
-            draft_model.load(model, config)
-            counters.set("draft_load_bytes", max(0, held_bytes(device) - before))
+            counters.set("draft_load_bytes", draft_model.load(model, config))
         layers, K, in_trees = attention_layers(vllm_config).values(), runner.num_speculative_steps, config.in_trees
         attention = make_attention(layers, vllm_config, device, num_rows=K + 1, in_trees=in_trees, whose="target")
         # Chains need its attention alone: the other parts get it only where trees are drafted.

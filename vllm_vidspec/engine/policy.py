@@ -129,7 +129,6 @@ class Policy:
     Attributes:
         classes: Of requests.
         decision: The last.
-        ended: What is yet to be counted of requests that have ended; the reader empties it.
     """
 
     def __init__(self, options: Sequence[Option], costs: StepCosts, num_slots: int, pads: bool):
@@ -138,7 +137,6 @@ class Policy:
         self.acceptance = Acceptance(self.options)
         self._class_of: dict[tuple, int] = {}
         self.classes: list[ClassState] = []
-        self.ended: list[Ended] = []
         self._slots: dict[str, int] = {}
         self._free = list(range(num_slots, 0, -1))
         self._rows = np.zeros(num_slots + 1, dtype=_ROW)  # by slot; slot 0 is of requests that nobody has added
@@ -206,10 +204,12 @@ class Policy:
                 self._rows["may_draft"][self._slots[req_id]] = False
                 self._is_changed = True
 
-    def remove(self, req_id: str, num_tokens: int) -> None:
-        """Forget a request that has ended with an answer of so many tokens; 0: not known."""
+    def remove(self, req_id: str, num_tokens: int) -> Ended | None:
+        """Forget a request that has ended with an answer of so many tokens, 0: not known; return what to count of it,
+        None if it was not known.
+        """
         if req_id not in self._slots:
-            return
+            return None
         self._fold()
         self._is_changed = True
         slot = self._slots.pop(req_id)
@@ -221,9 +221,7 @@ class Policy:
             known.answer_tokens += share * (num_tokens - known.answer_tokens)
         if start_s := float(self._rows["start_s"][slot]):
             known.start_s = _mean(known.start_s, start_s)
-        self.ended.append(
-            Ended(known.label, int(self._rows["verify_steps"][slot]), int(self._rows["verify_tokens"][slot]))
-        )
+        return Ended(known.label, int(self._rows["verify_steps"][slot]), int(self._rows["verify_tokens"][slot]))
 
     def _slots_of(self, req_ids: Sequence[str]) -> np.ndarray:
         """Return `[n]` int64 slots."""

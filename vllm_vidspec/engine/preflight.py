@@ -11,7 +11,7 @@ import vllm.platforms as platforms
 from vllm.distributed.utils import get_pp_indices
 
 from vllm_vidspec import SUPPORTED_CPU, SUPPORTED_VLLM, families, supported_releases, supports_vllm
-from vllm_vidspec.config import MAX_MESSAGE, METHOD, REQUEST_RECORD, VidSpecConfig, parse_config
+from vllm_vidspec.config import MAX_MESSAGE, METHOD, VidSpecConfig, parse_config
 from vllm_vidspec.engine import kv_views, tree_attention
 from vllm_vidspec.engine.compat import api, linear
 from vllm_vidspec.engine.compat import config as compat
@@ -105,7 +105,7 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
     api.mark_as_ours(vllm_config.speculative_config, check)
     api.hear_request_choices(PREFIX, CALLS_TOOLS, check)
     if config.request_records:
-        api.show_request_records(REQUEST_RECORD, AnswerRecord)
+        api.show_request_records(AnswerRecord)
     server_counters.publish(vllm_config)
     logger.info("vidspec is active: %s", config.summary())
 

@@ -49,13 +49,15 @@ class VidSpecModelRunner(GPUModelRunner):
         # What memory is taken in whose contents may be lost while the engine sleeps; the worker says.
         self.kv_allocation: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self.requests = RequestRows(self.max_num_reqs, device)
-        self.counters = Counters(vllm_config, device, self.max_num_reqs, self.num_speculative_steps, self.requests)
+        self.counters = Counters(vllm_config, device, self.num_speculative_steps, self.requests)
         self.agreement = Agreement(get_tp_group())
         self.observers: list[Observer] = []  # of pruning and verification: the recorder, and tools for a while
-        # Of the first rank, whose output reaches the scheduler; None where no request may ask for a record of itself.
+        # Of the first rank, whose output reaches the scheduler; None where no response says anything of its request.
         self.recorder: RequestRecorder | None = None
-        if self.knobs.current.request_records and self.agreement.is_first:
-            self.recorder = RequestRecorder(self.requests, device, adapter_for(self.model_config.hf_config).name)
+        for_all = vllm_config.observability_config.per_request_spec_decode_metrics != "none"
+        if self.agreement.is_first and (for_all or self.knobs.current.request_records):
+            family = adapter_for(self.model_config.hf_config).name
+            self.recorder = RequestRecorder(self.requests, device, family, for_all)
             self.observers.append(self.recorder)
         self._num_told_skips = 0  # of `RequestRows.num_skips`, those that the scheduler's side knows of
         self.drafter_supervisor: DrafterSupervisor | None = (
@@ -187,7 +189,7 @@ class VidSpecModelRunner(GPUModelRunner):
         output = super().execute_model(scheduler_output, *args, **kwargs)
         if is_empty and (carried := self.counters.carried()) is not None:
             output = copy.copy(output)  # it may be every empty step's
-            scheduler.attach(output, None, carried)
+            scheduler.attach(output, scheduler.Attached(carried=carried))
         state = self.execute_model_state
         states = (None, None) if state is None else (state.hidden_states, state.aux_hidden_states)
         self.hooks.after_forward(Forward(*states))
@@ -210,12 +212,14 @@ class VidSpecModelRunner(GPUModelRunner):
         output = super().sample_tokens(grammar_output)
         self.counters.drafted(self.requests.in_flight)
         self.counters.flush()
-        publish, carried = self.counters.publisher(), self.counters.carried()
+        carried = self.counters.carried()
         report = None if self.speculator.decision is None else self._report(verified)
         records = None if self.recorder is None else self.recorder.publisher()
-        if publish is None and report is None and carried is None and records is None:
+        if report is None and carried is None and records is None:
             return output
-        published = PublishingOutput(output, publish, report, carried, records)
+        published = PublishingOutput(
+            output, lambda: scheduler.Attached(report or scheduler.StepReport(), carried, records and records())
+        )
         return published if isinstance(output, AsyncModelRunnerOutput) else published.finish(output)
 
     def _verified(self) -> frozenset[str]:

@@ -7,6 +7,7 @@ its pruner here.
 """
 
 import contextlib
+import functools
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -60,6 +61,7 @@ class SchedulerSide:
             plans = config.choices(has_graphs)[: 1 if config.is_parallel else None]  # a window is as long as it is
             self.options = (*map(self._option, plans), NONE)
         self._policy: Policy | None = None
+        self._fixed = functools.cache(lambda plan: Decision(self._option(plan)))  # where there is none
         self.trial: Trial | None = None
         self._requests: dict[str, Any] = {}  # vLLM's, which tell how long their answers are
         self._last: tuple[float, Decision | None] = (0.0, None)  # when the last output came, and its decision
@@ -140,12 +142,13 @@ class SchedulerSide:
         plan = self._config.plan_for(len(req_ids))
         most = plan.num_tokens if self._most is None else min(plan.num_tokens, self._most)
         if self._policy is None:
-            return Decision(self._option(Plan(plan.shape, most)) if most else NONE)
-        if scheduler_output.finished_req_ids:
-            for req_id in scheduler_output.finished_req_ids:
-                request = self._requests.pop(req_id, None)
-                self._policy.remove(req_id, 0 if request is None else request.num_output_tokens)
-            self._count_ended()
+            return self._fixed(Plan(plan.shape, most)) if most else Decision(NONE)
+        for req_id in scheduler_output.finished_req_ids:
+            request = self._requests.pop(req_id, None)
+            ended = self._policy.remove(req_id, 0 if request is None else request.num_output_tokens)
+            if ended is not None and self._file is not None:
+                self._file.add(f"steps_{CLASS_LABELS[ended.label]}", ended.verify_steps)
+                self._file.add(f"tokens_{CLASS_LABELS[ended.label]}", ended.verify_tokens)
         if not req_ids:
             return Decision(NONE)
         shapes = None if self._shape == self._config.draft_shape else frozenset({self._shape})
@@ -186,14 +189,6 @@ class SchedulerSide:
             Observed(decision, verified, req_ids, num_tokens, is_drafted, seconds, report.reading, report.reading_s)
         )
         self._policy.cannot_draft(report.skipped)
-
-    def _count_ended(self) -> None:
-        assert self._policy is not None
-        for ended in self._policy.ended:
-            if self._file is not None:
-                self._file.add(f"steps_{CLASS_LABELS[ended.label]}", ended.verify_steps)
-                self._file.add(f"tokens_{CLASS_LABELS[ended.label]}", ended.verify_tokens)
-        self._policy.ended.clear()
 
     def _tell(self, now: float) -> None:
         """Publish what is decided by class; log a class whose decision has changed, each once a minute at most."""
@@ -282,7 +277,6 @@ class SchedulerSide:
         """Save what was learned."""
         if self._pruners is not None:
             self._pruners.collect({})
-            self._pruners.save()
 
 
 class _Breaker:

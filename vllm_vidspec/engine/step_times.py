@@ -16,7 +16,7 @@ from vllm_vidspec.engine.policy import Decision, Option
 
 _SIZES = (1, 4, 16, 64, 256)  # requests of a step
 _PROMPT, _LONG = 48, 2048  # tokens of a prompt, and of one that tells what a context costs
-_LONG_SIZE = 4  # requests with such prompts
+_LONG_SIZE = 4  # requests with such prompts, at most
 _SETTLE, _STEPS = 4, 5  # steps of an option before it is timed, and that are
 _PATIENCE = 64  # steps until all prompts are read, at most, beside those that read them
 _MOST_S = 60.0  # after which sizes that are not measured yet are left out
@@ -53,20 +53,25 @@ def measure(core: Any, trial: Trial, options: Sequence[Option], is_parallel: boo
     most = config.model_config.max_model_len - gains
     capacity = _SHARE * (config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size
     sizes = [size for size in _SIZES if size <= scheduler.scheduler_config.max_num_seqs]
-    long_size = min(_LONG_SIZE, sizes[-1])
-    long = min(_LONG, most, int(capacity / long_size) - gains)
-    cases = [(size, _PROMPT) for size in sizes if most >= _PROMPT and size * (_PROMPT + gains) <= capacity]
-    if (long_size, _PROMPT) in cases and long >= 8 * _PROMPT:  # which is measured against the same without it
-        cases.insert(cases.index((long_size, _PROMPT)) + 1, (long_size, long))
+    few = [size for size in sizes if size <= _LONG_SIZE]
     found: dict[tuple[int, int, float], float] = {}
     until = time.monotonic() + _MOST_S
-    for size, num_tokens in cases:
-        if found and time.monotonic() > until:
-            break
+
+    def try_size(size: int, num_tokens: int) -> bool:
+        has_room = num_tokens <= most and size * (num_tokens + gains) <= capacity
+        if not has_room or (found and time.monotonic() > until):
+            return False
         step_s = _of_size(core, trial, options, is_parallel, size, num_tokens)
-        if step_s is None:
+        found.update({(index, size, num_tokens / 1e3): seconds for index, seconds in enumerate(step_s or ())})
+        return step_s is not None
+
+    measured = [size for size in few if try_size(size, _PROMPT)]
+    for size in reversed(measured):  # a long prompt is measured against the same size without it
+        long = min(_LONG, most, int(capacity / size) - gains)
+        if long >= 8 * _PROMPT and try_size(size, long):
             break
-        found |= {(index, size, num_tokens / 1e3): seconds for index, seconds in enumerate(step_s)}
+    for size in sizes[len(few) :]:
+        try_size(size, _PROMPT)
     return found or None
 
 

@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from vidspec_kernels import CacheList, TreeAttentionScratch, tree_attention, warm_up
+from vllm_vidspec.config.static_tree import TILE_ROWS
 from vllm_vidspec.engine import kv_views
 from vllm_vidspec.engine.compat import backends
 from vllm_vidspec.engine.compat import model as compat
@@ -98,7 +99,7 @@ class TreeAttention:
         query, out = query.view(shape), output.view(shape)
         keys, values = kv_views.cache_views(kv_cache, layer)
         prefix, num_rows = None, step.max_queries * impl.num_heads // impl.num_kv_heads
-        if read_prefix is not None and step.is_whole_batch and num_rows <= backends.FLASH_ROWS:
+        if read_prefix is not None and step.is_whole_batch and num_rows <= TILE_ROWS:
             prefix = read_prefix(query, keys, values, metadata, step.prefix_lens, step.max_queries, out)
         tree_attention(
             query,

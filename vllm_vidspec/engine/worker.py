@@ -129,9 +129,7 @@ def warm_up_kernels(runner: Any) -> None:
 def prepare(runner: Any) -> None:
     config, num_drafts, parts = runner.knobs.current, runner.num_speculative_steps, runner.parts
     in_trees, block_table = parts.trees is not None, runner.block_tables.input_block_tables[0]
-    warm_up.warm_accept(
-        num_drafts, runner.max_num_reqs, in_trees, parts.rules is not None, runner.counters.counts_requests
-    )
+    warm_up.warm_accept(num_drafts, runner.max_num_reqs, in_trees, parts.rules is not None)
     if parts.rules is not None:
         is_measured = parts.visual is not None
         warm_up.warm_loosen(num_drafts, parts.rules.protected, torch.float32, in_trees, is_measured)

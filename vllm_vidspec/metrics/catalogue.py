@@ -5,6 +5,7 @@ from enum import IntEnum
 from vllm_vidspec.names import CLASS_LABELS, PRUNERS
 
 MAX_POSITIONS = 64  # the upper bound of `num_speculative_tokens`
+_POSITIONS = range(MAX_POSITIONS)
 GUIDANCE_FALLBACKS = ("cached", "memory", "unobserved", "error", "no_text")
 # Why a request whose scorer lets mismatches stand is verified strictly all the same.
 STRICT_REASONS = ("cached", "memory", "error", "structured", "tools", "logprobs", "stop_strings")
@@ -90,49 +91,21 @@ GAUGES = {
 }
 # name -> what it says, its label, the values of that and what their counters are called
 BY_LABEL: dict[str, tuple[str, str, tuple[str, ...] | range, str]] = {
-    "accepted_tokens_per_position": (
-        *("Accepted draft tokens, by position.", "position"),
-        *(range(MAX_POSITIONS), "accepted_at_pos_{}"),
-    ),
+    "accepted_tokens_per_position": ("Accepted drafts, by position.", "position", _POSITIONS, "accepted_at_pos_{}"),
     "standing_tokens": ("Accepted draft tokens, by reason.", "kind", KINDS, "{}_tokens"),
-    "strict_requests": (
-        *("Requests verified strictly though their scorer is loose.", "reason"),
-        *(STRICT_REASONS, "strict_{}"),
-    ),
+    "strict_requests": ("Requests verified strictly despite a loose scorer.", "reason", STRICT_REASONS, "strict_{}"),
     "skipped_requests": ("Requests run without speculation.", "reason", SKIP_REASONS, "skipped_{}"),
-    "undrafted_requests": (
-        *("Finished requests that had no drafts, and were not skipped.", "reason"),
-        *(UNDRAFTED_REASONS, "undrafted_{}"),
-    ),
-    **{
-        f"auto_{what}": (f"{text} pruner auto has learned from.", "pruner", PRUNERS, f"auto_{what}_{{}}")
-        for what, text in (
-            ("requests", "Requests that"),
-            ("verify_steps", "Verify steps of the requests that"),
-            ("tokens", "Tokens that the verify steps emitted which"),
-        )
-    },
-    **{
-        metric: (text, "class", CLASS_LABELS, name)
-        for metric, text, name in (
-            (
-                "class_admitted_requests",
-                "Requests admitted to the draft, by modality and visual tokens.",
-                "admitted_{}",
-            ),
-            ("class_unadmitted_requests", "Requests not admitted, as drafts would not pay.", "unadmitted_{}"),
-            ("class_verify_steps", "Verify steps with drafts, of requests that have ended.", "steps_{}"),
-            ("class_verify_tokens", "Tokens of verify steps with drafts, of requests that have ended.", "tokens_{}"),
-            ("class_pauses", "Times that drafting for a class was found not to pay.", "pauses_{}"),
-            ("class_resumes", "Times that drafting for a class was found to pay again.", "resumes_{}"),
-        )
-    },
-    "unguided_prompts": (
-        "Prompts pruned uniformly because guidance scores were unavailable.",
-        "reason",
-        GUIDANCE_FALLBACKS,
-        "unguided_{}",
-    ),
+    "undrafted_requests": ("Finished requests without drafts, by reason.", "reason", UNDRAFTED_REASONS, "undrafted_{}"),
+    "auto_requests": ("Requests that pruner auto has learned from.", "pruner", PRUNERS, "auto_requests_{}"),
+    "auto_verify_steps": ("Verify steps of these requests.", "pruner", PRUNERS, "auto_verify_steps_{}"),
+    "auto_tokens": ("Tokens that these steps emitted.", "pruner", PRUNERS, "auto_tokens_{}"),
+    "class_admitted_requests": ("Requests admitted to the draft.", "class", CLASS_LABELS, "admitted_{}"),
+    "class_unadmitted_requests": ("Requests for which drafts would not pay.", "class", CLASS_LABELS, "unadmitted_{}"),
+    "class_verify_steps": ("Verify steps with drafts of requests that have ended.", "class", CLASS_LABELS, "steps_{}"),
+    "class_verify_tokens": ("Tokens that these steps emitted.", "class", CLASS_LABELS, "tokens_{}"),
+    "class_pauses": ("Times that drafting was found not to pay.", "class", CLASS_LABELS, "pauses_{}"),
+    "class_resumes": ("Times that drafting was found to pay again.", "class", CLASS_LABELS, "resumes_{}"),
+    "unguided_prompts": ("Prompts pruned uniformly for want of guidance.", "reason", GUIDANCE_FALLBACKS, "unguided_{}"),
 }
 # Gauges by label: what the policy expects of each class's best option, and of a step that drafts nothing.
 GAUGES_BY_LABEL: dict[str, tuple[str, str, tuple[str, ...], str]] = {

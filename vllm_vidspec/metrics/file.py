@@ -4,32 +4,28 @@ import atexit
 import contextlib
 import errno
 import fcntl
-import hashlib
 import mmap
 import os
 import stat
 import tempfile
 import time
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.metrics.catalogue import GAUGE_NAMES, KINDS, NAMES, SLOT
+from vllm_vidspec.metrics.catalogue import GAUGE_NAMES, NAMES, SLOT
 from vllm_vidspec.metrics.counts import Changes, Counts
 
-_NUM_REQUESTS = 4096  # of each of the last requests a digest of its id, and counts of its draft tokens by kind
-
 _MAGIC = int.from_bytes(b"vidspec\0", "little")
-VERSION = 15
+VERSION = 16
 _HEADER = 8  # int64 words: magic, version, number of slots, sequence, four spare
 _SEQUENCE = 3  # odd while a writer is between values that belong together
 _NUM_TRIES = 50  # of a reader that meets such a writer; one that died there must not keep it
 _REFUSAL_BYTES = 1024
-_REQUEST_WORDS = 1 + len(KINDS)
-_NUM_WORDS = _HEADER + _REFUSAL_BYTES // 8 + len(NAMES) + _NUM_REQUESTS * _REQUEST_WORDS
+_NUM_WORDS = _HEADER + _REFUSAL_BYTES // 8 + len(NAMES)
 _NUM_BYTES = 8 * _NUM_WORDS
 
 
@@ -57,10 +53,7 @@ class MetricsFile(Counts):
             raise VidSpecError(f"metrics file {self.path}: written by another version of vllm_vidspec")
         text_end = _HEADER + _REFUSAL_BYTES // 8
         self._refusal = self._words[_HEADER:text_end].view(np.uint8)  # [_REFUSAL_BYTES] UTF-8, zeros behind it
-        values, requests = np.split(self._words[text_end:], [len(NAMES)])
-        super().__init__(values)
-        self._requests = requests.reshape(_NUM_REQUESTS, _REQUEST_WORDS)
-        self._next_request = 0
+        super().__init__(self._words[text_end:])
 
     @classmethod
     def create(cls, path: str | os.PathLike[str] | None = None) -> "MetricsFile":
@@ -99,26 +92,6 @@ class MetricsFile(Counts):
         with self.at_once():
             for name, value in carried.items():
                 (self.set if name in GAUGE_NAMES else self.add)(name, value)
-
-    def begin_request(self, req_id: str, busy: Container[int]) -> int:
-        """Return the slot of a new request, the oldest that is not `busy`; an earlier one of its id is forgotten."""
-        while self._next_request in busy:
-            self._next_request = (self._next_request + 1) % _NUM_REQUESTS
-        slot, self._next_request = self._next_request, (self._next_request + 1) % _NUM_REQUESTS
-        digest, ids = _digest(req_id), self._requests[:, 0]
-        self._requests[slot] = 0
-        ids[ids == digest] = 0
-        ids[slot] = digest
-        return slot
-
-    def add_to_requests(self, slots: np.ndarray, counts: np.ndarray) -> None:
-        """Add `[n, len(KINDS)]` counts to the requests in `[n]` distinct slots."""
-        self._requests[slots, 1:] += counts
-
-    def request(self, req_id: str) -> dict[str, int] | None:
-        """Return a request's draft tokens that stood, by kind; None if it is too long ago."""
-        slots = np.flatnonzero(self._requests[:, 0] == _digest(req_id))
-        return dict(zip(KINDS, self._requests[slots[-1], 1:].tolist(), strict=True)) if len(slots) else None
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
@@ -175,12 +148,6 @@ def _open_own(path: str) -> IO[bytes]:
         return file
     file.close()
     raise PermissionError(errno.EPERM, "it is not a file of this user's alone")
-
-
-def _digest(req_id: str) -> int:
-    """Return a request id as a number; never 0, which marks a free slot."""
-    digest = hashlib.blake2b(req_id.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True) or 1
 
 
 def path_for(instance_id: str, engine: int = 0) -> Path:

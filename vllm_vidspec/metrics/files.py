@@ -29,11 +29,6 @@ class CounterFiles(dict[int, MetricsFile]):
         """Map the files that the server's first process has made; VidSpecError where one of them is missing."""
         return cls({engine: MetricsFile(path_for(instance_id, engine)) for engine in engines})
 
-    def request(self, req_id: str) -> dict[str, int] | None:
-        """Return what the engine that ran a request counted for it; see `MetricsFile.request`."""
-        found = (file.request(req_id) for file in self.values())
-        return next((counts for counts in found if counts is not None), None)
-
     def refusal(self) -> str | None:
         """Return why an engine did not start, if it is one line of ours; the first there is."""
         found = (file.refusal() for file in self.values())

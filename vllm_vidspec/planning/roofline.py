@@ -7,6 +7,7 @@ keys, as tree attention does where vLLM's own does not. A prefill is its product
 
 from dataclasses import dataclass
 
+from vllm_vidspec.config.static_tree import TILE_ROWS
 from vllm_vidspec.errors import VidSpecError, quoted
 from vllm_vidspec.planning.draft_cost import FP8
 from vllm_vidspec.planning.shapes import INT4, KV_BYTES, QUANTISATIONS, WEIGHT_BYTES, ModelShape
@@ -98,7 +99,6 @@ class Assumptions:
 ASSUMED = Assumptions()
 FITTED = ("memory_frac", "layer_s", "fp8_layer_s", "tree_layer_s", "tile_passes", "level_layer_s")
 _FP8_FROM = 89  # compute capability of the first cards with products in fp8
-_TILE = 128  # rows of a KV head that are read for together; where it is mostly padding, half as many
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def forward_seconds(
 
 def most_nodes(shape: ModelShape) -> int:
     """Return the nodes of the largest tree whose rows, the root's included, are one tile for a KV head."""
-    return _TILE // (shape.heads // shape.kv_heads) - 1
+    return TILE_ROWS // (shape.heads // shape.kv_heads) - 1
 
 
 def _tree_reads(num_rows: int, place: Placement) -> tuple[float, float]:
@@ -142,10 +142,10 @@ def _tree_reads(num_rows: int, place: Placement) -> tuple[float, float]:
     beside that: as tree attention cuts tiles, and with FlashAttention 3 where one tile holds all (Hopper).
     """
     is_hopper, assumed = place.gpu.arch == 90, place.assumed
-    if is_hopper and num_rows <= _TILE:
+    if is_hopper and num_rows <= TILE_ROWS:
         return 1.0, assumed.flash_tree_layer_s
-    is_wide = place.gpu.arch in (90, 100) and -num_rows % _TILE < _TILE // 2
-    tiles = -(-num_rows // (_TILE if is_wide else _TILE // 2))
+    is_wide = place.gpu.arch in (90, 100) and -num_rows % TILE_ROWS < TILE_ROWS // 2
+    tiles = -(-num_rows // (TILE_ROWS if is_wide else TILE_ROWS // 2))
     return max(1.0, tiles * (assumed.wide_tile_passes if is_wide else assumed.tile_passes)), assumed.tree_layer_s
 
 

@@ -7,7 +7,7 @@ and shows how it ends (its last two frames) even more briefly; specks that no ca
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -74,40 +74,23 @@ class SceneFact:
 
 
 @dataclass(frozen=True)
-class Track:
-    """What is to be seen of an object."""
-
-    fact: ObjectFact
-    start: int  # the first frame
-    path: np.ndarray  # int [visible, 2], its centres as (x, y)
-    colors: list[str]  # in each of these frames
-    ending: int  # which of them is the first of what its event says
-
-
-@dataclass(frozen=True)
 class Sample:
     """One video."""
 
     frames: np.ndarray  # uint8 RGB [NUM_FRAMES, FRAME_SIZE, FRAME_SIZE, 3]
     facts: tuple[SceneFact, ...]  # of its caption
-    tracks: tuple[Track, ...]  # of all objects
-    scene_of_frame: np.ndarray  # int64 [NUM_FRAMES]
     rng: np.random.Generator  # by which a caption of it is drawn next
 
 
-def make_sample(seed: int, brief: bool = True) -> Sample:
-    """Make the video of one seed, the same each time. Where it is not brief, shapes stay for their scene."""
+def make_sample(seed: int) -> Sample:
+    """Make the video of one seed, the same each time."""
     rng = np.random.default_rng(seed)
     facts = _draw_facts(rng)
     cuts = _draw_cuts(rng, len(facts))
     frames = np.empty((NUM_FRAMES, FRAME_SIZE, FRAME_SIZE, 3), np.uint8)
-    scene_of_frame = np.zeros(NUM_FRAMES, np.int64)
-    tracks: list[Track] = []
-    for scene_idx, (scene, start, end) in enumerate(zip(facts, cuts[:-1], cuts[1:], strict=True)):
-        frames[start:end], found = _render_scene(rng, scene, end - start, brief)
-        tracks += [replace(track, start=start + track.start) for track in found]
-        scene_of_frame[start:end] = scene_idx
-    return Sample(frames, facts, tuple(tracks), scene_of_frame, rng)
+    for scene, start, end in zip(facts, cuts[:-1], cuts[1:], strict=True):
+        frames[start:end] = _render_scene(rng, scene, end - start)
+    return Sample(frames, facts, rng)
 
 
 def held_out(i: int) -> Sample:
@@ -147,16 +130,13 @@ def _draw_cuts(rng: np.random.Generator, num_scenes: int) -> list[int]:
             return cuts
 
 
-def _render_scene(
-    rng: np.random.Generator, scene: SceneFact, length: int, brief: bool
-) -> tuple[np.ndarray, list[Track]]:
-    """Draw one scene, uint8 [length, FRAME_SIZE, FRAME_SIZE, 3], and tell where its objects are."""
+def _render_scene(rng: np.random.Generator, scene: SceneFact, length: int) -> np.ndarray:
+    """Draw one scene, uint8 [length, FRAME_SIZE, FRAME_SIZE, 3]."""
     noise = _noise()[rng.integers(0, len(_noise()), length)]  # [length, FRAME_SIZE, FRAME_SIZE, 3]
     frames = _background_image(scene.background, scene.pattern) + noise
-    tracks = []
     _draw_specks(rng, frames, noise)
     for fact in scene.objects:
-        stay = min(length, VISIBLE_FRAMES) if brief else length
+        stay = min(length, VISIBLE_FRAMES)
         start = 2 * int(rng.integers(0, (length - stay) // 2 + 1))  # even: a video token spans two frames
         ending = stay - max(2, stay // 6 * 2)  # the first frame of what `event` says
         path = _draw_path(rng, fact, stay)
@@ -169,8 +149,7 @@ def _render_scene(
             if fact.event == "vanishes" and i >= ending:
                 paint = paint // 2 + frames[start + i][box][sprite] // 2
             frames[start + i][box][sprite] = paint
-        tracks.append(Track(fact, start, path, colors, ending))
-    return np.clip(frames, 0, 255).astype(np.uint8), tracks
+    return np.clip(frames, 0, 255).astype(np.uint8)
 
 
 def _draw_specks(rng: np.random.Generator, frames: np.ndarray, noise: np.ndarray) -> None:

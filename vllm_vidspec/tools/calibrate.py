@@ -15,9 +15,8 @@ from vllm_vidspec.tools.provenance import provenance
 from vllm_vidspec.tools.user_files import check_output, check_video
 
 PRUNERS = ("specvlm", "uv")
-LAMBDAS = tuple(i / 10 for i in range(1, 10))  # of `lambda_r`, besides 0 and 1
+LAMBDAS = tuple(i / 10 for i in range(10))  # of `lambda_r`, besides 1
 FIRST_VIDEO = 1000  # of the held-out shape-world videos; the benchmark's are the first ones
-PLOT_SUFFIXES = (".pdf", ".png", ".svg")
 _FEW_LAYERS = 6
 
 LayerSet = Literal["all"] | tuple[int, ...]
@@ -96,7 +95,6 @@ class Calibration(Subject):
     videos: tuple[str, ...] = ()  # Files to ask about; none: `prompts` shape-world videos
     prompts: int = 4
     max_tokens: int = 256  # Longest answer in tokens
-    whole_grid: bool = False  # Measure every layer set at every `lambda_r`
 
     @property
     def source(self) -> dict[str, Any]:
@@ -134,7 +132,7 @@ class Measurement:
         return " ".join(f"{name} {value}" for name, value in self.knobs.items()) + f": {self.acceptance_length:.3f}"
 
 
-def check(calibration: Calibration, out: str | None = None, plot: str | None = None) -> None:
+def check(calibration: Calibration, out: str | None = None) -> None:
     """Refuse a wrong value, in one line, before an engine starts."""
     if calibration.pruner not in PRUNERS:
         raise VidSpecError(f"--pruner: {calibration.pruner!r} has nothing to calibrate; known: {', '.join(PRUNERS)}")
@@ -146,8 +144,6 @@ def check(calibration: Calibration, out: str | None = None, plot: str | None = N
     calibration.config()
     if out is not None:
         check_output(out)
-    if plot is not None:
-        check_output(plot, "--plot", PLOT_SUFFIXES, PLOT_SUFFIXES)
 
 
 def run(calibration: Calibration, report: Report = silent) -> dict[str, Any]:
@@ -172,12 +168,11 @@ def run(calibration: Calibration, report: Report = silent) -> dict[str, Any]:
 
 
 def _measure_specvlm(calibration: Calibration, report: Report) -> tuple[list[Measurement], Measurement]:
-    """One engine, retuned: the layer sets at the largest `lambda_r`, then `lambda_r` with the best set; or the grid."""
+    """One engine, retuned: the layer sets at the largest `lambda_r`, then `lambda_r` with the best set."""
     report("loading", {"label": "the engine"})
     with EngineSession(calibration.job()) as session:
         candidates = layer_sets(session.ready["num_layers"])
-        num_scans = len(candidates) if calibration.whole_grid else 1
-        report("plan", {"total": len(candidates) + 1 + num_scans * len(LAMBDAS)})
+        report("plan", {"total": len(candidates) + len(LAMBDAS)})
         report("measuring", {})
         measurements: list[Measurement] = []
 
@@ -189,12 +184,10 @@ def _measure_specvlm(calibration: Calibration, report: Report) -> tuple[list[Mea
 
         best_set = choose([measure(layers, 1.0) for layers in candidates]).guidance_layers
         assert best_set is not None
-        measure(best_set, 0.0)  # which ignores the scores (it is `uniform`): once is enough
-        for layers in candidates if calibration.whole_grid else [best_set]:
-            for lambda_r in LAMBDAS:
-                measure(layers, lambda_r)
-    # Of equal ones the smaller lambda_r, then the earlier candidate.
-    considered = [row for row in measurements if calibration.whole_grid or row.guidance_layers == best_set]
+        for lambda_r in LAMBDAS:
+            measure(best_set, lambda_r)
+    # Of equal ones the smaller lambda_r.
+    considered = [row for row in measurements if row.guidance_layers == best_set]
     return measurements, choose(sorted(considered, key=lambda row: row.lambda_r or 0.0))
 
 

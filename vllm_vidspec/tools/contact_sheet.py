@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.table import Table
 
-from vllm_vidspec.tools.tables import Columns, by_columns, percent
+from vllm_vidspec.tools.tables import by_columns
 from vllm_vidspec.tools.user_files import writing
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from vllm_vidspec.pruning import TokenGrid
 
 DIM = 0.25  # brightness of a dropped token
-_ENDS = 2  # frames at either end that count as the ends of the video
 _WIDTH, _MOST_CELL, GAP = 1600, 168, 6  # pixels: of a row, about; of a frame, at most; between two frames
 _FRAME = (255, 196, 60)  # colour around a kept token
 
@@ -26,41 +23,23 @@ _FRAME = (255, 196, 60)  # colour around a kept token
 @dataclass(frozen=True)
 class Row:
     pruner: str  # its name
-    kept_indices: "Tensor"  # int64 `[k]`, ascending
+    kept_indices: np.ndarray  # int64 `[k]`, ascending
     grid: "TokenGrid"  # layout of the video's tokens
 
     @cached_property
     def is_kept(self) -> np.ndarray:
         """Bool `[num_frames, height, width]`, without the trailing tokens."""
         flat = np.zeros(self.grid.num_tokens, bool)
-        flat[self.kept_indices.numpy()] = True
+        flat[self.kept_indices] = True
         num_drawn = self.grid.num_frames * self.grid.tokens_per_frame
         return flat[:num_drawn].reshape(self.grid.num_frames, self.grid.height, self.grid.width)
 
-    @property
-    def ends_frac(self) -> float | None:
-        """Share of the drawn kept tokens that lie in the first and last two frames; None for a short video."""
-        per_frame = self.is_kept.sum((1, 2))
-        if self.grid.num_frames <= 2 * _ENDS or not per_frame.any():
-            return None
-        return float((per_frame[:_ENDS].sum() + per_frame[-_ENDS:].sum()) / per_frame.sum())
-
     def figures(self) -> dict[str, Any]:
-        """Return what the picture says in words; `even_frac` is `ends_frac` if every frame kept as much."""
-        return {
-            "pruner": self.pruner,
-            "kept": len(self.kept_indices),
-            "total": self.grid.num_tokens,
-            "ends_frac": self.ends_frac,
-            "even_frac": min(1.0, 2 * _ENDS / self.grid.num_frames),
-        }
+        """Return what the picture says in words."""
+        return {"pruner": self.pruner, "kept": len(self.kept_indices), "total": self.grid.num_tokens}
 
     def label(self) -> str:
-        found = self.figures()
-        words = f"{self.pruner}: {found['kept']} of {found['total']} tokens kept"
-        if found["ends_frac"] is not None:
-            spread = f"evenly spread: {found['even_frac']:.0%}"
-            words += f", {found['ends_frac']:.0%} of them in the first and last {_ENDS} frames ({spread})"
+        words = "{pruner}: {kept} of {total} tokens kept".format(**self.figures())
         if self.grid.num_trailing:
             trailing = int((self.kept_indices >= self.grid.num_tokens - self.grid.num_trailing).sum())
             words += f", trailing tokens: {trailing} of {self.grid.num_trailing}"
@@ -99,14 +78,13 @@ def strip(frames: np.ndarray, row: Row, shown: Sequence[int]) -> np.ndarray:
     return np.concatenate(cells, 1)
 
 
-def draw(
-    path: str | Path, frames: np.ndarray, grid: "TokenGrid", rows: Sequence[Row], title: str, columns: int = 16
-) -> None:
-    """Draw the contact sheet as a PNG file, at most `columns` frames in a row; its text chunk "Description" says the
+def draw(path: str | Path, frames: np.ndarray, rows: Sequence[Row], title: str, columns: int = 16) -> None:
+    """Draw rows of one grid as a PNG file, at most `columns` frames in a row; its text chunk "Description" says the
     labels in words.
     """
     from matplotlib.figure import Figure
 
+    grid = rows[0].grid
     shown = shown_frames(grid, columns)
     strips = [strip(frames, row, shown) for row in rows]
     height, width = strips[0].shape[:2]
@@ -140,11 +118,5 @@ def _caption(grid: "TokenGrid", num_shown: int, per_step: int) -> str:
 
 
 def table(result: dict[str, Any]) -> Table:
-    columns: Columns = {
-        "pruner": lambda row: row["pruner"],
-        "kept": lambda row: str(row["kept"]),
-        "of": lambda row: str(row["total"]),
-        f"in the first and\nlast {_ENDS} frames": lambda row: percent(row["ends_frac"]),
-        "evenly\nspread": lambda row: "-" if row["ends_frac"] is None else percent(row["even_frac"]),
-    }
+    columns = {"pruner": "{pruner}", "kept": "{kept}", "of": "{total}"}
     return by_columns(columns, result["rows"], title="What the draft sees")

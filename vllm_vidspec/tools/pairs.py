@@ -31,8 +31,6 @@ TREE_SPEC: dict[str, dict[str, Any]] = {
     "tree-static": {"num_speculative_tokens": 25},
     "tree-adaptive": {"num_speculative_tokens": 64},
 }
-# Of what a calibration sets, that which was measured for a pruner: who gives one of these wants none of the others.
-_MEASURED_KNOBS = CALIBRATED_KEYS - {"draft_table", "pruner", "prune_ratio"}
 
 
 def num_speculative_tokens(drafting: str) -> int:
@@ -177,7 +175,8 @@ def llm_kwargs(
         "seed": 0,
     }
     if draft is not None:
-        if target is None and calibration(family).is_file() and not spec.keys() & _MEASURED_KNOBS:
+        # Who gives one of what is calibrated wants none of the others.
+        if target is None and calibration(family).is_file() and not spec.keys() & CALIBRATED_KEYS:
             spec.setdefault("calibration", str(calibration(family)))
         kwargs["speculative_config"] = speculative_config(family, draft, **spec)
     return kwargs | (overrides or {})

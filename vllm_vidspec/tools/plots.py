@@ -1,12 +1,13 @@
 """Line plots of results, by matplotlib, which is imported to draw only."""
 
+import importlib.util
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.tools.user_files import check_output, writing
-from vllm_vidspec.tools.views import layers_name
 
 SUFFIXES = (".png", ".svg")
 LONG_NAME = 24  # characters of a legend's entry
@@ -22,9 +23,11 @@ Points = Sequence[tuple[float, float]]
 Panels = Mapping[str, Mapping[str, Points]]  # title -> name of a line -> its points
 
 
-def check_plot(path: str, option: str = "cannot draw") -> None:
+def check_plot(path: str, option: str, suffixes: Sequence[str] = SUFFIXES) -> None:
     """Refuse a plot that cannot be drawn: a place or name that is none, or no matplotlib."""
-    check_output(path, option, SUFFIXES, SUFFIXES)
+    check_output(path, option, suffixes)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise VidSpecError(f"{option}: a {Path(path).suffix} file needs matplotlib: pip install matplotlib")
 
 
 def draw(
@@ -33,12 +36,11 @@ def draw(
     x_name: str,
     y_name: str,
     across: int = 0,
-    size: tuple[float, float] = (3.8, 3.4),
     ticks: Sequence[float] = (),
     stars: Mapping[str, Points] | None = None,
     levels: Mapping[str, Mapping[str, float]] | None = None,
 ) -> None:
-    """Draw panels of a `size` in inches, `across` in a row (0: all), with one legend; the same ones give the same file.
+    """Draw panels, `across` in a row (0: all), with one legend; the same ones give the same file.
 
     `ticks` are the values of the x axis, evenly spaced; then the y axis begins at 0, and fewer than `LEAST_LINE` values
     have dots, side by side, and no line. Without ticks both axes are as wide as the points, and a line through so few
@@ -53,7 +55,7 @@ def draw(
     styles = dict(zip(names, itertools.cycle(_STYLES)))  # endless
     legend: dict[str, Any] = {}
     with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": "vidspec"}):
-        figure = Figure(figsize=(1.8 + size[0] * across, 0.6 + size[1] * down), dpi=160, layout="constrained")
+        figure = Figure(figsize=(1.8 + 3.8 * across, 0.6 + 3.4 * down), dpi=160, layout="constrained")
         grid = figure.subplots(down, across, sharey="row", squeeze=False)
         for place, (title, lines) in zip(grid.flat, panels.items(), strict=False):
             for (words, level), dashes in zip((levels or {}).get(title, {}).items(), ("--", ":", "-."), strict=False):
@@ -107,21 +109,3 @@ def _tidy(place: Any, grid: str) -> None:
     place.grid(axis=grid, color="#DDDDDD", linewidth=0.6)
     place.set_axisbelow(True)
     place.spines[["top", "right"]].set_visible(False)
-
-
-def draw_calibration(result: dict[str, Any], path: str | Path) -> None:
-    """Draw what `vidspec calibrate` measured: acceptance length over `lambda_r`, a line for each layer set, or over
-    `uv_layer`; the choice has a star. Of a set that was not searched only the ends are known.
-    """
-    is_uv = result["pruner"] == "uv"
-    x_name, rows = "uv_layer" if is_uv else "lambda_r", result["measurements"]
-    shared = [row for row in rows if row["lambda_r"] == 0.0]  # one measurement, which holds for every set
-    lines: dict[str, list[Any]] = {}
-    for row in rows:
-        lines.setdefault("uv" if is_uv else f"layers {layers_name(row['guidance_layers'])}", list(shared)).append(row)
-    points = {name: sorted({(row[x_name], row["acceptance_length"]) for row in line}) for name, line in lines.items()}
-    title = f"{result['pruner']}, {result['prune_ratio']:g} of the video tokens pruned, {result['prompts']} videos"
-    chosen = [(row[x_name], row["acceptance_length"]) for row in rows if row["chosen"]]
-    words = "target layer read (uv_layer)" if is_uv else "lambda_r (0: evenly spaced; 1: highest scores)"
-    length = "acceptance length (tokens per verify step)"
-    draw(path, {title: points}, words, length, size=(7, 4.2), stars={title: chosen})

@@ -69,16 +69,13 @@ def together(engines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for values in engines:
         for name, value in values.items():
             by_name.setdefault(name, []).append(value)
-    return {
-        name: (
-            min
-            if name == "speculation_on"
-            else max
-            if name.endswith("_per_token") or name in EXPECTED_OF_CLASSES
-            else sum
-        )(values)
-        for name, values in by_name.items()
-    }
+    return {name: _added(name, values) for name, values in by_name.items()}
+
+
+def _added(name: str, values: list[Any]) -> Any:
+    if name == "speculation_on":
+        return min(values)
+    return max(values) if name.endswith("_per_token") or name in EXPECTED_OF_CLASSES else sum(values)
 
 
 def _samples(text: str, prefix: str) -> Iterator[tuple[str, dict[str, str], float]]:

@@ -188,7 +188,7 @@ class Engine:
     ) -> tuple[dict[str, Any], list[Any]]:
         """Answer every prompt; return the answer, and vLLM's outputs."""
         if knobs:
-            self.llm.collective_rpc("vidspec_retune", args=(knobs,))
+            self.retune(knobs)
         before, start = self.counters(), time.perf_counter()
         outputs = self.ask(sampling, seed)
         answer = {
@@ -199,27 +199,35 @@ class Engine:
         }
         return answer, outputs
 
-    def look(self, path: str) -> dict[str, Any]:
-        """Save to `path` how the first item of every prompt was pruned, and what was measured of it for that."""
-        import torch
+    def retune(self, knobs: dict[str, Any]) -> dict[str, Any]:
+        """Change knobs of VidSpecConfig from here on."""
+        self.llm.collective_rpc("vidspec_retune", args=(knobs,))
+        return {}
 
+    def look(self, knobs: dict[str, Any]) -> dict[str, Any]:
+        """Change knobs; return how the first item of every prompt was pruned then.
+
+        Returns:
+            `items`: each one's `grid` (frames, rows, columns, trailing tokens), `kept_indices`, and `scores`, None
+            where nothing was measured of it.
+        """
         from vllm_vidspec.tools import watching
 
+        self.retune(knobs)
         self.llm.collective_rpc(watching.pruning, args=(True,))
         self.ask({"max_tokens": 2})  # after a first token that is also the last one, nothing is drafted
         watched = self.llm.collective_rpc(watching.pruning, args=(False,))[0]
-        records = [
-            {
-                "grid": (grid.num_frames, grid.height, grid.width, grid.num_trailing),
-                "kept_indices": record["kept_indices"][0],
-                "scores": None if record["scores"] is None else record["scores"][0],
-                "features": None if record["embeddings"] is None else record["embeddings"][0],
-            }
-            for record in watched
-            for grid in record["grids"][:1]
-        ]
-        torch.save(records, path)
-        return {}
+        return {
+            "items": [
+                {
+                    "grid": dataclasses.astuple(record["grids"][0]),
+                    "kept_indices": record["kept_indices"][0].tolist(),
+                    "scores": None if record["scores"] is None else record["scores"][0].tolist(),
+                }
+                for record in watched
+                if record["grids"]
+            ]
+        }
 
     def clock(self, index: int, sampling: dict[str, Any], seed: int | None) -> dict[str, Any]:
         """Answer one request alone; return when its tokens came.

@@ -138,7 +138,7 @@ class Studio:
         """Tell what there is to choose from; the server's answer where it refuses the caller's key."""
         async with self._client() as client:
             models = await client.get(f"{self._server}/v1/models", headers=_authorization(request))
-        knobs = await self._told() if self._admin else None
+        knobs = await self._operate() if self._admin else None
         if models.status_code != 200:
             return _refused(f"the server answers {models.status_code}: does it need a key?", models.status_code)
         return _json(
@@ -172,7 +172,7 @@ class Studio:
         if not self._admin:
             return _refused(f"nothing can be changed: {ADMIN_KEY} is not set", 403)
         async with self._turn:
-            answer = await self._change(changes)
+            answer = await self._operate(changes)
         if answer.status_code != 200:
             return _json(answer.json(), answer.status_code)
         return _json(self._holding(answer.json()))
@@ -188,13 +188,12 @@ class Studio:
             shapes = ()
         return {**knobs, "most": first.get(LIMIT, knobs[LIMIT]), "shapes": shapes}
 
-    async def _told(self) -> Any:
+    async def _operate(self, changes: dict[str, Any] | None = None) -> Any:
+        """Ask the operator's route which knobs hold, after these changes."""
+        headers = {"Authorization": f"Bearer {self._admin}"}
         async with self._client() as client:
-            return await client.get(self._server + KNOBS, headers=self._bearer())
-
-    async def _change(self, changes: dict[str, Any]) -> Any:
-        async with self._client() as client:
-            return await client.post(self._server + KNOBS, json=changes, headers=self._bearer())
+            method = "GET" if changes is None else "POST"
+            return await client.request(method, self._server + KNOBS, json=changes, headers=headers)
 
     async def ask(self, request: Request) -> Response:
         """Stream an answer as the server does, with or without drafts."""
@@ -240,18 +239,15 @@ class Studio:
     @contextlib.asynccontextmanager
     async def _without_drafts(self) -> AsyncIterator[None]:
         """Let the server draft nothing within, and what it did before afterwards, even if the reader has gone."""
-        before = await self._told()
-        answer = before if before.status_code != 200 else await self._change({LIMIT: 0})
+        before = await self._operate()
+        answer = before if before.status_code != 200 else await self._operate({LIMIT: 0})
         if answer.status_code != 200:
             raise VidSpecError(f"drafts cannot be switched off: {answer.json().get('error', answer.status_code)}")
         try:
             yield
         finally:
             with anyio.CancelScope(shield=True):
-                await self._change({LIMIT: before.json()[LIMIT]})
-
-    def _bearer(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self._admin}"}
+                await self._operate({LIMIT: before.json()[LIMIT]})
 
     @staticmethod
     def _client() -> httpx.AsyncClient:

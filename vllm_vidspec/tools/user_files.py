@@ -19,10 +19,8 @@ def check_video(path: str | os.PathLike[str], is_decoded: bool = True) -> None:
         raise VidSpecError(f"no such video: {path}")
 
 
-def check_output(
-    path: str | os.PathLike[str], option: str = "--out", suffixes: Collection[str] = (), drawn: Collection[str] = ()
-) -> None:
-    """Refuse a path that cannot be written, or ends in none of `suffixes`, of which `drawn` need matplotlib."""
+def check_output(path: str | os.PathLike[str], option: str = "--out", suffixes: Collection[str] = ()) -> None:
+    """Refuse a path that cannot be written, or ends in none of `suffixes`."""
     path = Path(path)
     if path.is_dir():
         raise VidSpecError(f"cannot write {path}: it is a folder")
@@ -30,11 +28,8 @@ def check_output(
         raise VidSpecError(f"cannot write {path}: no such folder {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise VidSpecError(f"cannot write {path}: permission denied")
-    suffix = path.suffix.lower()
-    if suffixes and suffix not in suffixes:
+    if suffixes and path.suffix.lower() not in suffixes:
         raise VidSpecError(f"{option}: {path} must end in {' or '.join(suffixes)}")
-    if suffix in drawn and importlib.util.find_spec("matplotlib") is None:
-        raise VidSpecError(f"{option}: a {suffix} file needs matplotlib: pip install matplotlib")
 
 
 @contextlib.contextmanager

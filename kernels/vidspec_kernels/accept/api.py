@@ -10,12 +10,12 @@ from torch import Tensor
 from vidspec_kernels.accept import tables
 from vidspec_kernels.accept.tables import MAX_DRAFTS, NUM_SUMS, Looseness, Tally, TreeShapes
 from vidspec_kernels.accept.triton import _accept_kernel
-from vidspec_kernels.arrays import check, check_contiguous
+from vidspec_kernels.arrays import check
 from vidspec_kernels.dispatch import Impl, known, launch, launcher, on_host, use_triton
 
 # Arguments of a launch that the tally does not settle.
 _CHANGING = (
-    *("target_tokens_ptr", "draft_tokens_ptr", "cu_num_logits_ptr", "rows_ptr", "tree", "loose", "by_kind_ptr"),
+    *("target_tokens_ptr", "draft_tokens_ptr", "cu_num_logits_ptr", "rows_ptr", "tree", "loose"),
     *("scores_ptr", "entropies_ptr", "may_loosen_ptr", "sampled_ptr", "num_sampled_ptr"),
 )
 
@@ -74,7 +74,7 @@ def accept(
     if plan is None and not use_triton(impl, target_tokens.device):
         on_host(impl, target_tokens.device, "accept")(*vectors, trees, looseness, tally, *outs)
         return outs
-    rows = tree = loose = by_kind = None
+    rows = tree = loose = None
     signals: Sequence[Tensor | None] = (None,) * 3
     if trees is not None:
         rows, *shapes = trees
@@ -83,8 +83,8 @@ def accept(
         rows, *settings = looseness
         loose, signals = (*settings[:3], float(looseness.min_entropy), kinds), settings[3:6]
     if tally is not None:
-        rows, by_kind = tally.rows, tally.by_kind
-    step = (*vectors, rows, tree, loose, by_kind, *signals, sampled, num_sampled)
+        rows = tally.rows
+    step = (*vectors, rows, tree, loose, *signals, sampled, num_sampled)
     if plan is not None and num_reqs > 0:
         plan((num_reqs,), *step)
     elif num_reqs > 0:
@@ -102,7 +102,7 @@ def _plans(
     if tally is None or tally.known is None:
         return {}, None
     kept = (tally.has_draft, tally.totals, tally.path, tally.num_accepted)
-    return tally.known, (max_drafts, trees is None, looseness is None, tally.by_kind is None, *map(id, kept))
+    return tally.known, (max_drafts, trees is None, looseness is None, *map(id, kept))
 
 
 def _launch(
@@ -114,9 +114,9 @@ def _launch(
         sums = (tally.has_draft, tally.totals)
         if tally.path is not None:
             kept = (tally.path, tally.path.stride(0), tally.num_accepted)
-    *vectors, tree, loose, by_kind, scores, entropies, may_loosen, sampled, num_sampled = step
+    *vectors, tree, loose, scores, entropies, may_loosen, sampled, num_sampled = step
     signals = (scores, entropies, may_loosen)
-    args = (*vectors, tree, loose, sums, by_kind, kept, *signals, sampled, num_sampled, max_drafts + 1)
+    args = (*vectors, tree, loose, sums, kept, *signals, sampled, num_sampled, max_drafts + 1)
     block = max(2, triton.next_power_of_2(max_drafts))
     constants = {
         "BLOCK": block, "FLAGS": tables.FLAGS if is_loose else None, "NUM_SUMS": NUM_SUMS,
@@ -159,7 +159,6 @@ def _check(
     if tally is not None:
         assert (tally.path is None) == (tally.num_accepted is None), "path and num_accepted: one without the other"
         max_reqs = 0 if tally.num_accepted is None else [tally.num_accepted.shape[0]]
-        check_contiguous(device, by_kind=(tally.by_kind, torch.int64, [num_reqs], [3]))
         check(
             device, has_draft=(tally.has_draft, torch.bool, 0),
             totals=(tally.totals, torch.int64, NUM_SUMS + max_drafts),

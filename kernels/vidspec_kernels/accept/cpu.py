@@ -102,11 +102,11 @@ def _accept(
 
 
 @compiled(
-    "int32[:], int64[:], boolean[:], int64[:], int64[:, :], int32[:, :], int32[:], "
+    "int32[:], int64[:], boolean[:], int64[:], int32[:, :], int32[:], "
     "int64[:], int32[:, :], int8[:, :], int32[:, :], int32[:], int64, int64"
 )
 def _count(
-    cu_num_logits, rows, has_draft, totals, by_kind, kept_path, kept_accepted,
+    cu_num_logits, rows, has_draft, totals, kept_path, kept_accepted,
     tree_rows, depths, kinds, path, num_sampled, num_cols, num_sums,
 ):  # fmt: skip
     found = np.zeros(3, dtype=np.int64)
@@ -140,8 +140,6 @@ def _count(
                 totals[4 + kind] += found[kind]
             for col in range(accepted):
                 totals[num_sums + col] += 1
-        if len(by_kind) > 0:
-            by_kind[r, :] = found
 
 
 def accept(
@@ -154,4 +152,4 @@ def accept(
     rules = looseness or (*(None,) * 7, 0.0)
     _accept(target_tokens, draft_tokens, bounds, num_cols, *shapes, *rules, *FLAGS, sampled, num_sampled, path, kinds)
     if tally is not None:
-        _count(bounds, *tally[:6], shapes[0], shapes[2], kinds, path, num_sampled, num_cols, NUM_SUMS)
+        _count(bounds, *tally[:5], shapes[0], shapes[2], kinds, path, num_sampled, num_cols, NUM_SUMS)

@@ -47,8 +47,6 @@ class Tally(NamedTuple):
     # int64 [>= 7 + K], added to. Of the requests with drafts: how many, their drafts, the accepted ones, the depth of
     # their deepest drafts, the accepted by kind (1, 2, 3), and the accepted at each depth.
     totals: Tensor
-    # int64 [R, 3], written: each request's accepted drafts, by kind. None: not requested.
-    by_kind: Tensor | None = None
     # int32 [max_reqs, >= K + 1], unit stride in its rows, written: each request's accepted path, as `accept` returns it
     # of trees; of a chain each column's own index. None where all drafts are chains for good.
     path: Tensor | None = None

@@ -56,8 +56,8 @@ def _loose_kind(
 
 
 @triton.jit
-def _count(is_counted, counts, totals_ptr, by_kind_ptr, req_idx, BLOCK: tl.constexpr, NUM_SUMS: tl.constexpr):
-    """Add a request's counts to the totals, and store those by kind; zeros where it `is_counted` not."""
+def _count(is_counted, counts, totals_ptr, BLOCK: tl.constexpr, NUM_SUMS: tl.constexpr):
+    """Add a request's counts to the totals, where it `is_counted`."""
     num_drafts, num_accepted, deepest, exact, loosened, shifted = counts
     place = tl.arange(0, 8)
     first = tl.where(place == 0, 1, tl.where(place == 1, num_drafts, 0))
@@ -69,9 +69,6 @@ def _count(is_counted, counts, totals_ptr, by_kind_ptr, req_idx, BLOCK: tl.const
     position, one = tl.arange(0, BLOCK), tl.full([BLOCK], 1, tl.int64)
     is_accepted = position < tl.where(is_counted, num_accepted, 0)
     tl.atomic_add(totals_ptr + NUM_SUMS + position, one, mask=is_accepted, sem="relaxed")
-    if by_kind_ptr is not None:
-        by_kind_ptr += req_idx * 3
-        tl.store(by_kind_ptr + place - 4, found, mask=(place >= 4) & (place < 7))
 
 
 # Vectors that may be slices of others: no variant for each alignment.
@@ -90,7 +87,6 @@ def _accept_kernel(
     # Rules, shares, windows, [max_reqs] each, the least entropy; out: kinds [R, num_cols]. None where all is strict
     loose,
     sums,  # Which rows have drafts [max_reqs]; in and out: totals [NUM_SUMS + num_cols - 1]. None: nothing is counted
-    by_kind_ptr,  # Out: [R, 3]; None: not requested
     # Out: paths by row, [max_reqs, num_cols], their stride, accepted drafts by row [max_reqs]. None: not requested
     kept,
     scores_ptr, entropies_ptr, may_loosen_ptr,  # [N]; None where all is strict
@@ -198,4 +194,4 @@ def _accept_kernel(
         has_draft_ptr, totals_ptr = sums
         is_counted = (num_logits > 1) & (tl.load(has_draft_ptr + req_state_idx) != 0)
         counts = (num_logits - 1, last_depth, deepest, last_depth - loosened - shifted, loosened, shifted)
-        _count(is_counted, counts, totals_ptr, by_kind_ptr, req_idx, BLOCK, NUM_SUMS)
+        _count(is_counted, counts, totals_ptr, BLOCK, NUM_SUMS)

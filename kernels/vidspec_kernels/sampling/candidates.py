@@ -136,7 +136,7 @@ def candidates(
     Scores are logits, or logits / temperature + noise of a request with a temperature: given the noise, which the
     target shares, the runner-up is the token that the target most likely draws instead, and a softmax over the scores
     says how likely. Rank 0 is what `draw` draws and what an argmax takes: of equal scores the lowest token. Further
-    ranks descend; of equal scores the kernel takes the lower token first, the reference any.
+    ranks descend; of equal scores the lower token comes first.
 
     Args:
         logits: float32, bfloat16 or float16 [n, V], unit stride in its rows; row i belongs to batch row
@@ -185,7 +185,7 @@ def _bind(
     if num_rows == 0:
         return lambda logits: None
     if not use_triton(impl, device):
-        return on_host(impl, device, "bind_candidates", _bind_reference)(
+        return on_host(impl, device, "bind_candidates")(
             temperature, seeds, pos, noise, log_probs=log_probs, ids=ids, width=width, first=first,
             with_log_probs=with_log_probs, apply_temperature=apply_temperature,
         )  # fmt: skip
@@ -218,11 +218,6 @@ def _bind(
         launch(_merge_candidates_kernel, (num_rows,), device, merge_args, merge_constants, scratch.plans, key)
 
     return run
-
-
-def _bind_reference(*args: Any, **kwargs: Any) -> Callable[[Tensor], None]:
-    """Return `candidates_reference` of logits alone, with everything else given."""
-    return lambda logits: candidates_reference(logits, *args, **kwargs)
 
 
 def candidates_reference(

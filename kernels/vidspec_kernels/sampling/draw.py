@@ -117,7 +117,7 @@ def _bind(
     if num_rows == 0:
         return lambda logits: None
     if not use_triton(impl, device):
-        return on_host(impl, device, "bind_draw", _bind_reference)(
+        return on_host(impl, device, "bind_draw")(
             temperature, seeds, pos, noise,
             level=level, out_tokens=out_tokens, out_ids=out_ids, apply_temperature=apply_temperature,
         )  # fmt: skip
@@ -142,11 +142,6 @@ def _bind(
         )  # fmt: skip
 
     return run
-
-
-def _bind_reference(*args: Any, **kwargs: Any) -> Callable[[Tensor], None]:
-    """Return `draw_reference` of logits alone, with everything else given."""
-    return lambda logits: draw_reference(logits, *args, **kwargs)
 
 
 def draw_reference(

@@ -14,13 +14,6 @@ static const char* COPY_NAMES[3][3] = {
     {"copy.d2h_pageable", "copy.d2h_pinned", "copy.d2d"},
 };
 
-// A real launch keeps the host busy for some microseconds; here as long as asked for.
-static void spend_launch_time() {
-  static const double seconds = ng_setting("NULLGPU_LAUNCH_NS", 0) * 1e-9;
-  if (seconds <= 0) return;
-  for (double end = ng_now() + seconds; ng_now() < end;) {}
-}
-
 // Clear memory without touching its pages where that is worth it.
 static void clear(char* begin, size_t bytes) {
   char *first = (char*)(((uintptr_t)begin + 4095) & ~4095ULL), *last = (char*)((uintptr_t)(begin + bytes) & ~4095ULL);
@@ -56,7 +49,6 @@ int ng_check_grid(unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned b
 int ng_launch(void* stream, const char* api, const char* kernel) {
   Node* node = nullptr;
   int entered = ng_enter(stream, KERNEL_NODE, kernel, &node);
-  spend_launch_time();
   if (entered > 0) return entered;
   if (entered == -1) {
     COUNT("captured.kernel");
@@ -84,7 +76,6 @@ int ng_memcpy(void* dst, const void* src, size_t bytes, void* handle, int is_blo
   }
   Node* node = nullptr;
   int entered = ng_enter(handle, MEMCPY_NODE, "memcpy", &node);
-  spend_launch_time();
   if (entered > 0) return entered;
   if (entered == -1) {
     node->dst = dst, node->src = src, node->bytes = bytes;
@@ -106,14 +97,12 @@ int ng_memset(void* dst, int value, size_t width, size_t bytes, void* stream, in
     if (int error = ng_unsafe(who)) return error;
   Node* node = nullptr;
   int entered = ng_enter(stream, MEMSET_NODE, "memset", &node);
-  spend_launch_time();
   if (entered > 0) return entered;
   if (entered == -1) {
     node->dst = dst, node->value = value, node->width = width, node->bytes = bytes;
     COUNT("captured.memset");
     return 0;
   }
-  COUNT("memset");
   fill(dst, value, width, bytes);
   return 0;
 }
@@ -126,7 +115,6 @@ int ng_host_function(void* stream, void (*function)(void*), void* argument) {
     node->function = function, node->argument = argument;
     return 0;
   }
-  COUNT("host_function");
   function(argument);
   return 0;
 }

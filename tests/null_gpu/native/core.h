@@ -7,7 +7,7 @@
 #include <vector>
 
 // What a trace can ask for.
-enum Category { SYNC, COPY, ALLOC, LAUNCH, ILLEGAL, QUERY, STUB, GRAPH, REPLAY };
+enum Category { SYNC, COPY, ALLOC, LAUNCH, ILLEGAL, GRAPH, REPLAY };
 enum NodeKind { KERNEL_NODE, MEMCPY_NODE, MEMSET_NODE, HOST_NODE, OTHER_NODE };
 enum MemoryKind { PAGEABLE, PINNED, DEVICE };
 // cudaStreamCaptureMode; also what a thread forbids itself while anyone captures.
@@ -31,6 +31,7 @@ enum {
   CAPTURED_EVENT = 907,
   CAPTURE_WRONG_THREAD = 908,
 };
+const int CAPABILITY = 90;  // an H100's, 9.0
 const unsigned STREAM_NON_BLOCKING = 1;
 
 struct Node {
@@ -88,7 +89,6 @@ double ng_now();  // s
 
 // ---- memory.cpp
 int ng_num_devices();
-int ng_capability();      // 90 for 9.0
 size_t ng_total_bytes();  // of one device
 int ng_device();
 int ng_set_device(int device);

@@ -24,6 +24,24 @@ struct Physical {  // memory without an address
   size_t bytes;
 };
 
+struct Attribute {  // CUdevice_attribute
+  int number, value;
+};
+
+static const Attribute ATTRIBUTES[] = {  // an H100's
+    {1, 1024}, {2, 1024}, {3, 1024}, {4, 64},                // threads of a block, its x, y and z
+    {5, 2147483647}, {6, 65535}, {7, 65535},                 // a grid's x, y and z
+    {8, 49152}, {97, 232448}, {111, 1024}, {81, 233472},     // shared bytes: a block's, by choice, reserved, of an SM
+    {9, 65536}, {12, 65536}, {82, 65536},                    // constant bytes, registers of a block, of an SM
+    {10, 32}, {16, 132}, {39, 2048}, {106, 32},              // lanes of a warp, SMs, threads of an SM, its blocks
+    {11, 2147483647}, {14, 512}, {40, 3}, {87, 2},           // pitch, texture alignment, copy engines, single to double
+    {13, 1980000}, {36, 2619000}, {37, 5120},                // kHz, memory's kHz, its bits
+    {38, 52428800}, {108, 32768000}, {109, 134213632},       // L2 bytes, those that persist, access policy window
+    {75, CAPABILITY / 10}, {76, CAPABILITY % 10},
+};
+// What it can do.
+static const int ABILITIES[] = {19, 31, 32, 41, 78,  79,  80,  83,  89,  90,  91,  92,
+                                93, 94, 95, 99, 100, 102, 103, 115, 120, 122, 127};
 static const int VERSION = 13000, MAX_DEVICES = 64;
 static char contexts[MAX_DEVICES];  // the address of element i stands for the context of device i
 
@@ -38,83 +56,23 @@ extern "C" {
 // ---- devices and contexts
 
 int ng_device_attribute(int attribute, int device) {
-  switch (attribute) {  // CUdevice_attribute, an H100's values
-    case 1:
-    case 2:
-    case 3: return 1024;  // threads of a block, its x, its y
-    case 4: return 64;    // its z
-    case 5:
-    case 11: return 2147483647;  // grid x, pitch
-    case 6:
-    case 7: return 65535;  // grid y, z
-    case 8: return 49152;  // shared bytes of a block
-    case 9:
-    case 12:
-    case 82: return 65536;  // constant bytes, registers of a block, of a multiprocessor
-    case 10:
-    case 106: return 32;         // lanes of a warp, blocks of a multiprocessor
-    case 13: return 1980000;     // kHz
-    case 14: return 512;         // texture alignment
-    case 16: return 132;         // multiprocessors
-    case 33: return 1 + device;  // PCI bus
-    case 36: return 2619000;     // memory's kHz
-    case 37: return 5120;        // memory's bits
-    case 38: return 52428800;    // L2 bytes
-    case 39: return 2048;        // threads of a multiprocessor
-    case 40: return 3;           // copy engines
-    case 75: return ng_capability() / 10;
-    case 76: return ng_capability() % 10;
-    case 81: return 233472;      // shared bytes of a multiprocessor
-    case 87: return 2;           // single to double precision, a ratio
-    case 97: return 232448;      // shared bytes of a block that opts in
-    case 108: return 32768000;   // persisting L2 bytes
-    case 109: return 134213632;  // access policy window
-    case 111: return 1024;       // shared bytes that are reserved
-    case 19:
-    case 31:
-    case 32:
-    case 41:
-    case 78:
-    case 79:
-    case 80:
-    case 83:
-    case 89:
-    case 90:
-    case 91:
-    case 92:
-    case 93:
-    case 94:
-    case 95:
-    case 99:
-    case 100:
-    case 102:
-    case 103:
-    case 115:
-    case 120:
-    case 122:
-    case 127: return 1;  // what it can do
-    default: return 0;
-  }
+  if (attribute == 33) return 1 + device;  // PCI bus
+  for (const Attribute& known : ATTRIBUTES)
+    if (known.number == attribute) return known.value;
+  for (int ability : ABILITIES)
+    if (ability == attribute) return 1;
+  return 0;
 }
 
 int cuInit(unsigned) { return ng_num_devices() ? 0 : NO_DEVICE; }
 int cuDriverGetVersion(int* version) { return give(version, VERSION); }
-int cuDeviceGetCount(int* count) { return give(count, ng_num_devices()); }
 int cuDeviceGet(int* device, int ordinal) {
   return ordinal < 0 || ordinal >= ng_num_devices() ? INVALID_DEVICE : give(device, ordinal);
 }
-int cuDeviceGetName(char* name, int size, int) { return snprintf(name, size, "Null H100") < 0; }
 int cuDeviceGetUuid(void* uuid, int device) { return memset(uuid, 0x11 + device, 16) == nullptr; }
-int cuDeviceGetUuid_v2(void* uuid, int device) { return cuDeviceGetUuid(uuid, device); }
-int cuDeviceTotalMem_v2(size_t* bytes, int) { return give(bytes, ng_total_bytes()); }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   return give(value, ng_device_attribute(attribute, device));
 }
-int cuDeviceComputeCapability(int* major, int* minor, int) {
-  return give(major, ng_capability() / 10) + give(minor, ng_capability() % 10);
-}
-int cuDeviceGetPCIBusId(char* id, int size, int device) { return snprintf(id, size, "0000:%02x:00.0", device + 1) < 0; }
-int cuDeviceCanAccessPeer(int* can, int first, int second) { return give(can, first != second); }
 int cuDevicePrimaryCtxRetain(void** context, int device) { return give(context, &contexts[device]); }
 int cuDevicePrimaryCtxGetState(int, unsigned* flags, int* is_active) { return give(flags, 0) + give(is_active, 1); }
 int cuCtxGetCurrent(void** context) { return give(context, &contexts[ng_device()]); }
@@ -122,56 +80,29 @@ int cuCtxSetCurrent(void* context) {
   ptrdiff_t device = (char*)context - contexts;
   return device < 0 || device >= MAX_DEVICES ? 0 : ng_set_device((int)device);
 }
-int cuCtxPushCurrent_v2(void* context) { return cuCtxSetCurrent(context); }
-int cuCtxPopCurrent_v2(void** context) { return cuCtxGetCurrent(context); }
-int cuCtxCreate_v2(void** context, unsigned, int device) { return give(context, &contexts[device]); }
-int cuCtxCreate_v4(void** context, void*, unsigned, int device) { return give(context, &contexts[device]); }
-int cuCtxGetDevice(int* device) { return give(device, ng_device()); }
-int cuCtxSynchronize() { return ng_device_synchronize(); }
-int cuCtxGetLimit(size_t* value, int) { return give(value, 1 << 20); }
-int cuCtxGetStreamPriorityRange(int* lowest, int* highest) { return give(lowest, 0) + give(highest, -5); }
-int cuCtxGetApiVersion(void*, unsigned* version) { return give(version, VERSION); }
 int cuGetErrorString(int error, const char** text) {
   static thread_local char buffer[64];
   snprintf(buffer, sizeof buffer, "null GPU's driver error %d", error);
   return give(text, buffer);
 }
-int cuGetErrorName(int error, const char** text) { return cuGetErrorString(error, text); }
 
 // ---- modules and launches
 
 int cuModuleLoadData(void** module, const void*) {
-  COUNT("module.load");
   if (int error = ng_unsafe("cuModuleLoadData")) return error;
   return give(module, handle());
 }
 int cuModuleLoadDataEx(void** module, const void* image, unsigned, void*, void*) {
   return cuModuleLoadData(module, image);
 }
-int cuModuleLoadFatBinary(void** module, const void* image) { return cuModuleLoadData(module, image); }
 int cuModuleLoad(void** module, const char*) { return cuModuleLoadData(module, nullptr); }
 int cuModuleGetFunction(void** function, void*, const char* name) { return give(function, new Function{name}); }
 int cuModuleGetGlobal_v2(Address* address, size_t* bytes, void*, const char*) {
   return give(address, (Address)ng_reserve(1 << 20)) + give(bytes, 1 << 20);
 }
-int cuLibraryLoadData(void** library, const void*, void*, void*, unsigned, void*, void*, unsigned) {
-  COUNT("module.load");
-  return give(library, handle());
-}
-int cuLibraryGetKernel(void** kernel, void*, const char* name) { return give(kernel, new Function{name}); }
-int cuLibraryGetModule(void** module, void* library) { return give(module, library); }
-int cuLibraryGetGlobal(Address* address, size_t* bytes, void* library, const char* name) {
-  return cuModuleGetGlobal_v2(address, bytes, library, name);
-}
-int cuKernelGetFunction(void** function, void* kernel) { return give(function, kernel); }
-int cuFuncGetName(const char** name, void* function) { return give(name, ((Function*)function)->name.c_str()); }
-int cuFuncGetModule(void** module, void*) { return give(module, handle()); }
 int cuFuncGetAttribute(int* value, int attribute, void*) {
   bool is_version = attribute == 5 || attribute == 6;  // of PTX and of the binary
-  return give(value, attribute == 0 ? 1024 : attribute == 4 ? 64 : is_version ? ng_capability() : 0);
-}
-int cuKernelGetAttribute(int* value, int attribute, void* kernel, int) {
-  return cuFuncGetAttribute(value, attribute, kernel);
+  return give(value, attribute == 0 ? 1024 : attribute == 4 ? 64 : is_version ? CAPABILITY : 0);
 }
 
 static int launch(void* function, const Launch& config, const char* api) {
@@ -191,38 +122,11 @@ int cuLaunchCooperativeKernel(void* function, unsigned gx, unsigned gy, unsigned
                               unsigned bz, unsigned shared_bytes, void* stream, void**) {
   return launch(function, {gx, gy, gz, bx, by, bz, shared_bytes, stream}, "cuLaunchCooperativeKernel");
 }
-int cuLaunchHostFunc(void* stream, void (*function)(void*), void* argument) {
-  return ng_host_function(stream, function, argument);
-}
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* count, void*, int, size_t) { return give(count, 2); }
-int cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* count, void*, int, size_t, unsigned) {
-  return give(count, 2);
-}
-int cuOccupancyMaxActiveClusters(int* count, void*, const void*) { return give(count, 16); }
-int cuOccupancyMaxPotentialClusterSize(int* count, void*, const void*) { return give(count, 8); }
 int cuTensorMapEncodeTiled(void* map) { return memset(map, 0, 128) == nullptr; }
-int cuTensorMapEncodeIm2col(void* map) { return memset(map, 0, 128) == nullptr; }
-int cuTensorMapReplaceAddress(void*, void*) { return 0; }
 
 // ---- memory
 
-int cuMemGetInfo_v2(size_t* free, size_t* total) {
-  return give(free, ng_free_bytes(ng_device())) + give(total, ng_total_bytes());
-}
-int cuMemAlloc_v2(Address* address, size_t bytes) { return ng_malloc((void**)address, bytes, "cuMemAlloc"); }
-int cuMemFree_v2(Address address) { return ng_free((void*)address, "cuMemFree"); }
-int cuMemHostAlloc(void** pointer, size_t bytes, unsigned) { return ng_host_alloc(pointer, bytes, "cuMemHostAlloc"); }
-int cuMemAllocHost_v2(void** pointer, size_t bytes) { return ng_host_alloc(pointer, bytes, "cuMemAllocHost"); }
-int cuMemFreeHost(void* pointer) { return ng_host_free(pointer, "cuMemFreeHost"); }
-int cuMemHostRegister_v2(void* pointer, size_t bytes, unsigned) { return ng_host_register(pointer, bytes); }
-int cuMemHostUnregister(void* pointer) { return ng_host_unregister(pointer); }
-int cuMemHostGetDevicePointer_v2(Address* address, void* pointer, unsigned) { return give(address, (Address)pointer); }
-int cuMemGetAddressRange_v2(Address* begin, size_t* bytes, Address address) {
-  uintptr_t base = 0;
-  size_t size = 0;
-  if (ng_where((void*)address, 0, &base, &size) == PAGEABLE) return INVALID_VALUE;
-  return give(begin, base) + give(bytes, size);
-}
 int cuPointerGetAttribute(void* out, int attribute, Address address) {
   int device = 0;
   uintptr_t base = 0;
@@ -244,11 +148,6 @@ int cuPointerGetAttribute(void* out, int attribute, Address address) {
     default: return give((int*)out, 0);
   }
 }
-int cuPointerGetAttributes(unsigned count, int* attributes, void** outs, Address address) {
-  for (unsigned i = 0; i < count; i++) cuPointerGetAttribute(outs[i], attributes[i], address);
-  return 0;
-}
-int cuPointerSetAttribute(const void*, int, Address) { return 0; }
 
 // Addresses and memory apart, as vLLM's sleep mode handles them: what is unmapped loses its values.
 int cuMemGetAllocationGranularity(size_t* bytes, const void*, int) { return give(bytes, 2 << 20); }
@@ -264,101 +163,15 @@ int cuMemCreate(Address* memory, size_t bytes, const void*, Address) {
   return give(memory, (Address) new Physical{ng_device(), bytes});
 }
 int cuMemRelease(Address memory) {
-  COUNT("free.physical");
   auto* physical = (Physical*)memory;
   ng_unuse(physical->device, physical->bytes);
   delete physical;
   return 0;
 }
-int cuMemMap(Address, size_t, size_t, Address, Address) { return 0; }
-int cuMemSetAccess(Address, size_t, const void*, size_t) { return 0; }
 int cuMemUnmap(Address address, size_t bytes) {
   ng_discard((void*)address, bytes);
   return 0;
 }
-
-int cuMemcpy(Address dst, Address src, size_t bytes) {
-  return ng_memcpy((void*)dst, (void*)src, bytes, nullptr, 1, "cuMemcpy");
-}
-int cuMemcpyHtoD_v2(Address dst, const void* src, size_t bytes) {
-  return ng_memcpy((void*)dst, src, bytes, nullptr, 1, "cuMemcpyHtoD");
-}
-int cuMemcpyDtoH_v2(void* dst, Address src, size_t bytes) {
-  return ng_memcpy(dst, (void*)src, bytes, nullptr, 1, "cuMemcpyDtoH");
-}
-int cuMemcpyDtoD_v2(Address dst, Address src, size_t bytes) {
-  return ng_memcpy((void*)dst, (void*)src, bytes, nullptr, 0, "cuMemcpyDtoD");
-}
-int cuMemcpyAsync(Address dst, Address src, size_t bytes, void* stream) {
-  return ng_memcpy((void*)dst, (void*)src, bytes, stream, 0, "cuMemcpyAsync");
-}
-int cuMemcpyHtoDAsync_v2(Address dst, const void* src, size_t bytes, void* stream) {
-  return ng_memcpy((void*)dst, src, bytes, stream, 0, "cuMemcpyHtoDAsync");
-}
-int cuMemcpyDtoHAsync_v2(void* dst, Address src, size_t bytes, void* stream) {
-  return ng_memcpy(dst, (void*)src, bytes, stream, 0, "cuMemcpyDtoHAsync");
-}
-int cuMemcpyDtoDAsync_v2(Address dst, Address src, size_t bytes, void* stream) {
-  return ng_memcpy((void*)dst, (void*)src, bytes, stream, 0, "cuMemcpyDtoDAsync");
-}
-int cuMemsetD8_v2(Address dst, unsigned char value, size_t count) {
-  return ng_memset((void*)dst, value, 1, count, nullptr, 1, "cuMemsetD8");
-}
-int cuMemsetD8Async(Address dst, unsigned char value, size_t count, void* stream) {
-  return ng_memset((void*)dst, value, 1, count, stream, 0, "cuMemsetD8Async");
-}
-int cuMemsetD16Async(Address dst, unsigned short value, size_t count, void* stream) {
-  return ng_memset((void*)dst, value, 2, count * 2, stream, 0, "cuMemsetD16Async");
-}
-int cuMemsetD32Async(Address dst, unsigned value, size_t count, void* stream) {
-  return ng_memset((void*)dst, (int)value, 4, count * 4, stream, 0, "cuMemsetD32Async");
-}
-
-// ---- streams, events, capture
-
-int cuStreamCreate(void** stream, unsigned flags) { return give(stream, ng_stream_create(flags, 0)); }
-int cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
-  return give(stream, ng_stream_create(flags, priority));
-}
-int cuStreamDestroy_v2(void* stream) { return ng_stream_destroy(stream); }
-int cuStreamSynchronize(void* stream) { return ng_stream_synchronize(stream); }
-int cuStreamQuery(void* stream) { return ng_stream_query(stream); }
-int cuStreamWaitEvent(void* stream, void* event, unsigned) { return ng_stream_wait(stream, (Event*)event); }
-int cuStreamGetCtx(void*, void** context) { return cuCtxGetCurrent(context); }
-int cuStreamGetCtx_v2(void*, void** context, void**) { return cuCtxGetCurrent(context); }
-int cuStreamGetDevice(void* stream, int* device) {
-  Stream* known = ng_stream(stream);
-  return known ? give(device, known->device) : INVALID_HANDLE;
-}
-int cuStreamIsCapturing(void* stream, int* status) { return ng_capture_info(stream, status, 0, 0, 0, 0); }
-int cuStreamGetCaptureInfo_v2(void* stream, int* status, uint64_t* id, void** graph, void*** nodes, size_t* count) {
-  give(count, 0);
-  return ng_capture_info(stream, status, id, (Graph**)graph, (Node***)nodes, count);
-}
-int cuStreamGetCaptureInfo_v3(void* stream, int* status, uint64_t* id, void** graph, void*** nodes, void** edges,
-                              size_t* count) {
-  give(edges, nullptr);
-  return cuStreamGetCaptureInfo_v2(stream, status, id, graph, nodes, count);
-}
-int cuStreamUpdateCaptureDependencies(void* stream, void** nodes, size_t count, unsigned flags) {
-  return ng_set_dependencies(stream, (Node**)nodes, count, flags == 1);
-}
-int cuStreamWriteValue32_v2(void* stream, Address address, unsigned value, unsigned) {
-  return ng_memset((void*)address, (int)value, 4, 4, stream, 0, "cuStreamWriteValue32");
-}
-int cuThreadExchangeStreamCaptureMode(int* mode) { return ng_exchange_mode(mode); }
-int cuEventCreate(void** event, unsigned flags) { return give(event, ng_event_create(flags)); }
-int cuEventDestroy_v2(void* event) {
-  delete (Event*)event;
-  return 0;
-}
-int cuEventRecord(void* event, void* stream) { return ng_event_record((Event*)event, stream); }
-int cuEventQuery(void* event) { return ng_event_query((Event*)event); }
-int cuEventSynchronize(void* event) { return ng_event_synchronize((Event*)event); }
-int cuEventElapsedTime_v2(float* ms, void* begin, void* end) {
-  return give(ms, ng_elapsed_ms((Event*)begin, (Event*)end));
-}
-int cuEventElapsedTime(float* ms, void* begin, void* end) { return cuEventElapsedTime_v2(ms, begin, end); }
 
 // ---- look-up
 
@@ -369,15 +182,12 @@ int cuGetProcAddress_v2(const char* symbol, void** function, int, uint64_t, int*
     dladdr((void*)cuInit, &info);
     self = dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
   }
-  *function = strcmp(symbol, "cuGetProcAddress") == 0 ? (void*)cuGetProcAddress_v2 : nullptr;
+  *function = nullptr;
   // The newest version that there is; names that carry a version already are found as they are.
   for (const char* suffix : {"_v4", "_v3", "_v2", ""})
     if (!*function) *function = dlsym(self, (std::string(symbol) + suffix).c_str());
   if (!*function) ng_log("cuGetProcAddress: no %s", symbol);
   give(status, *function ? 0 : 1);
   return *function ? 0 : NOT_FOUND;
-}
-int cuGetProcAddress(const char* symbol, void** function, int version, uint64_t flags) {
-  return cuGetProcAddress_v2(symbol, function, version, flags, nullptr);
 }
 }

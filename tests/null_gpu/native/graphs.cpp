@@ -102,7 +102,6 @@ int ng_begin_capture(void* handle, int mode, Graph* into) {
     ng_illegal("a second cudaStreamBeginCapture");
     return CAPTURE_UNSUPPORTED;
   }
-  COUNT("capture");
   ng_event(GRAPH, "cudaStreamBeginCapture", 0);
   auto* capture = new Capture{next_id++, mode, this_thread(), stream, {stream}, into ? into : new Graph, false};
   stream->capture = capture;

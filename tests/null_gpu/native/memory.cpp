@@ -4,11 +4,10 @@
 #include <map>
 #include <mutex>
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
-static const size_t PAGE = 4096, LARGE = 2 << 20, MODULES = 64ull << 30;
+static const size_t PAGE = 4096;
 static const int MAX_DEVICES = 64;
 static const size_t DRIVER_BYTES = 500u << 20;  // what a real driver keeps for itself
 
@@ -32,62 +31,30 @@ static std::map<uintptr_t, Range>& ranges() {  // by address: all memory that is
 }
 static size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) & ~(to - 1); }
 
-// Free address ranges by address. All devices share one arena, which is only reserved.
-static std::map<uintptr_t, size_t>& holes() {
-  static std::map<uintptr_t, size_t>* map = nullptr;
-  if (!map) {
-    size_t bytes = ng_total_bytes() * ng_num_devices() + MODULES;
-    void* arena = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (arena == MAP_FAILED) {
-      perror("[null GPU] reserving device memory");
-      abort();
-    }
-    madvise(arena, bytes, MADV_NOHUGEPAGE);
-    uintptr_t begin = round_up((uintptr_t)arena, LARGE);
-    map = new std::map<uintptr_t, size_t>{{begin, (uintptr_t)arena + bytes - begin}};
-  }
-  return *map;
-}
-
-static uintptr_t take(size_t bytes, size_t alignment) {
-  for (auto& [hole, size] : holes()) {
-    uintptr_t begin = round_up(hole, alignment), end = hole + size;
-    if (begin + bytes > end) continue;
-    uintptr_t first = hole;
-    holes().erase(first);
-    if (begin > first) holes()[first] = begin - first;
-    if (end > begin + bytes) holes()[begin + bytes] = end - begin - bytes;
-    return begin;
-  }
+// Take a new range of addresses.
+static int take(void** pointer, size_t bytes, MemoryKind kind) {
+  void* begin = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (begin == MAP_FAILED) return OUT_OF_MEMORY;
+  madvise(begin, bytes, MADV_NOHUGEPAGE);
+  ranges()[(uintptr_t)begin] = {bytes, current_device, kind};
+  *pointer = begin;
   return 0;
 }
 
-static void give_back(uintptr_t begin, size_t bytes) {
-  madvise((void*)begin, bytes, MADV_DONTNEED);  // reads as zeros again and takes no memory
-  auto next = holes().lower_bound(begin);
-  if (next != holes().end() && next->first == begin + bytes) {
-    bytes += next->second;
-    next = holes().erase(next);
-  }
-  if (next != holes().begin()) {
-    auto before = std::prev(next);
-    if (before->first + before->second == begin) {
-      before->second += bytes;
-      return;
-    }
-  }
-  holes()[begin] = bytes;
+// Give a range back whose memory was counted as used, or not.
+static int give_back(void* pointer, MemoryKind kind, bool is_counted) {
+  auto found = ranges().find((uintptr_t)pointer);
+  if (found == ranges().end() || found->second.kind != kind) return INVALID_VALUE;
+  if (is_counted) used[found->second.device] -= found->second.bytes;
+  munmap(pointer, found->second.bytes);
+  ranges().erase(found);
+  return 0;
 }
 
 extern "C" {
 int ng_num_devices() {
   static const int count = (int)ng_setting("NULLGPU_DEVICES", 1);
   return count < MAX_DEVICES ? count : MAX_DEVICES;
-}
-
-int ng_capability() {
-  static const int capability = (int)ng_setting("NULLGPU_SM", 90);
-  return capability;
 }
 
 size_t ng_total_bytes() {
@@ -113,59 +80,38 @@ int ng_malloc(void** pointer, size_t bytes, const char* who) {
   bytes = round_up(bytes, PAGE);
   Lock lock(guard());
   if (used[current_device] + bytes > ng_total_bytes()) return OUT_OF_MEMORY;
-  uintptr_t begin = take(bytes, bytes >= LARGE ? LARGE : PAGE);
-  if (!begin) return OUT_OF_MEMORY;
-  ranges()[begin] = {bytes, current_device, DEVICE};
+  if (int error = take(pointer, bytes, DEVICE)) return error;
   used[current_device] += bytes;
-  *pointer = (void*)begin;
   return 0;
 }
 
 int ng_free(void* pointer, const char* who) {
   if (!pointer) return 0;
   if (int error = ng_unsafe(who)) return error;
-  COUNT("free.device");
   ng_event(ALLOC, who, 0);
   Lock lock(guard());
-  auto found = ranges().find((uintptr_t)pointer);
-  if (found == ranges().end() || found->second.kind != DEVICE) return INVALID_VALUE;
-  used[found->second.device] -= found->second.bytes;
-  give_back(found->first, found->second.bytes);
-  ranges().erase(found);
-  return 0;
+  return give_back(pointer, DEVICE, true);
 }
 
 int ng_host_alloc(void** pointer, size_t bytes, const char* who) {
   if (int error = ng_unsafe(who)) return error;
   COUNT("alloc.pinned");
-  COUNT_N("alloc.pinned_bytes", bytes);
   ng_event(ALLOC, who, bytes);
   *pointer = nullptr;
   if (!bytes) return 0;
-  bytes = round_up(bytes, PAGE);
-  void* begin = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (begin == MAP_FAILED) return OUT_OF_MEMORY;
   Lock lock(guard());
-  ranges()[(uintptr_t)begin] = {bytes, current_device, PINNED};
-  *pointer = begin;
-  return 0;
+  return take(pointer, round_up(bytes, PAGE), PINNED);
 }
 
 int ng_host_free(void* pointer, const char* who) {
   if (!pointer) return 0;
   if (int error = ng_unsafe(who)) return error;
-  COUNT("free.pinned");
   Lock lock(guard());
-  auto found = ranges().find((uintptr_t)pointer);
-  if (found == ranges().end()) return INVALID_VALUE;
-  munmap(pointer, found->second.bytes);
-  ranges().erase(found);
-  return 0;
+  return give_back(pointer, PINNED, false);
 }
 
 int ng_host_register(void* pointer, size_t bytes) {
   if (int error = ng_unsafe("cudaHostRegister")) return error;
-  COUNT("alloc.host_register");
   ng_event(ALLOC, "cudaHostRegister", bytes);
   Lock lock(guard());
   ranges()[(uintptr_t)pointer] = {bytes, current_device, PINNED};
@@ -178,20 +124,15 @@ int ng_host_unregister(void* pointer) {
 }
 
 void* ng_reserve(size_t bytes) {
+  void* begin = nullptr;
   Lock lock(guard());
-  bytes = round_up(bytes, LARGE);
-  uintptr_t begin = take(bytes, LARGE);
-  if (begin) ranges()[begin] = {bytes, current_device, DEVICE};
-  return (void*)begin;
+  take(&begin, round_up(bytes, PAGE), DEVICE);
+  return begin;
 }
 
 int ng_unreserve(void* pointer) {
   Lock lock(guard());
-  auto found = ranges().find((uintptr_t)pointer);
-  if (found == ranges().end()) return INVALID_VALUE;
-  give_back(found->first, found->second.bytes);
-  ranges().erase(found);
-  return 0;
+  return give_back(pointer, DEVICE, false);
 }
 
 int ng_use(int device, size_t bytes) {

@@ -17,7 +17,7 @@ static const int MAX_RANKS = 8;
 static const size_t CHUNK = 1 << 20;
 enum { SUCCESS, UNHANDLED_ERROR, SYSTEM_ERROR, INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR };
 enum DataType { INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16 };
-enum Operator { SUM, PRODUCT, MAXIMUM, MINIMUM, AVERAGE };
+static const int SUM = 0;  // ncclRedOp_t
 
 struct UniqueId {
   char name[128];
@@ -116,26 +116,21 @@ struct Bfloat16 {
   }
 };
 
-template <class T, class Wide>
-static void fold(T* out, const T* in, size_t count, int op) {
-  for (size_t i = 0; i < count; i++) {
-    Wide a = out[i], b = in[i];
-    out[i] = op == PRODUCT ? a * b : op == MAXIMUM ? (a > b ? a : b) : op == MINIMUM ? (a < b ? a : b) : a + b;
-  }
+template <class T>
+static bool add(void* out, const void* in, size_t count) {
+  for (size_t i = 0; i < count; i++) ((T*)out)[i] = ((T*)out)[i] + ((const T*)in)[i];
+  return true;
 }
 
-static void fold_any(void* out, const void* in, size_t count, int type, int op) {
+// Add what engines add; false for any other type.
+static bool add_any(void* out, const void* in, size_t count, int type) {
   switch (type) {
-    case INT8: return fold<int8_t, int>((int8_t*)out, (const int8_t*)in, count, op);
-    case UINT8: return fold<uint8_t, int>((uint8_t*)out, (const uint8_t*)in, count, op);
-    case INT32: return fold<int32_t, int64_t>((int32_t*)out, (const int32_t*)in, count, op);
-    case UINT32: return fold<uint32_t, uint64_t>((uint32_t*)out, (const uint32_t*)in, count, op);
-    case INT64: return fold<int64_t, int64_t>((int64_t*)out, (const int64_t*)in, count, op);
-    case UINT64: return fold<uint64_t, uint64_t>((uint64_t*)out, (const uint64_t*)in, count, op);
-    case FLOAT16: return fold<_Float16, float>((_Float16*)out, (const _Float16*)in, count, op);
-    case FLOAT32: return fold<float, float>((float*)out, (const float*)in, count, op);
-    case FLOAT64: return fold<double, double>((double*)out, (const double*)in, count, op);
-    case BFLOAT16: return fold<Bfloat16, float>((Bfloat16*)out, (const Bfloat16*)in, count, op);
+    case INT32: return add<int32_t>(out, in, count);
+    case INT64: return add<int64_t>(out, in, count);
+    case FLOAT16: return add<_Float16>(out, in, count);
+    case FLOAT32: return add<float>(out, in, count);
+    case BFLOAT16: return add<Bfloat16>(out, in, count);
+    default: return false;
   }
 }
 
@@ -153,13 +148,15 @@ struct Collective {
 static int all_reduce(const Collective& c) {
   size_t width = width_of(c.type);
   std::string sum(c.count * width, 0);
+  bool is_known = c.op == SUM;
   int error =
       exchange(c.comm, "ncclAllReduce", c.send, sum.size(), [&](int rank, char* data, size_t offset, size_t part) {
         if (rank == 0)
           memcpy(&sum[offset], data, part);
         else
-          fold_any(&sum[offset], data, part / width, c.type, c.op);
+          is_known &= add_any(&sum[offset], data, part / width, c.type);
       });
+  if (!error && !is_known) error = complain(c.comm, "ncclAllReduce that is no sum, or of a type that is not added here");
   if (!error) memcpy(c.receive, sum.data(), sum.size());
   return error;
 }
@@ -170,15 +167,6 @@ static int all_gather(const Collective& c) {
     memcpy(&all[rank * bytes + offset], data, part);
   });
   if (!error) memcpy(c.receive, all.data(), all.size());
-  return error;
-}
-static int reduce_scatter(const Collective& c) {
-  size_t width = width_of(c.type), bytes = c.count * width;
-  std::string sum(bytes * c.comm->num_ranks, 0);
-  Collective whole = c;
-  whole.count = c.count * c.comm->num_ranks, whole.receive = &sum[0];
-  int error = all_reduce(whole);
-  if (!error) memcpy(c.receive, &sum[c.comm->rank * bytes], bytes);
   return error;
 }
 static int broadcast(const Collective& c) {
@@ -249,10 +237,8 @@ int ncclCommDestroy(Communicator* comm) {
   return SUCCESS;
 }
 int ncclCommAbort(Communicator* comm) { return ncclCommDestroy(comm); }
-int ncclCommFinalize(Communicator*) { return SUCCESS; }
 int ncclCommCount(Communicator* comm, int* count) { return (*count = comm->num_ranks, SUCCESS); }
 int ncclCommUserRank(Communicator* comm, int* rank) { return (*rank = comm->rank, SUCCESS); }
-int ncclCommCuDevice(Communicator* comm, int* device) { return (*device = comm->device, SUCCESS); }
 int ncclCommGetAsyncError(Communicator* comm, int* error) { return (*error = comm->error, SUCCESS); }
 int ncclMemAlloc(void**, size_t) { return INVALID_USAGE; }
 
@@ -262,10 +248,6 @@ int ncclAllReduce(const void* send, void* receive, size_t count, int type, int o
 int ncclAllGather(const void* send, void* receive, size_t count, int type, Communicator* comm, void* stream) {
   return submit({all_gather, send, receive, count, type, 0, 0, comm}, stream, "ncclAllGather");
 }
-int ncclReduceScatter(const void* send, void* receive, size_t count, int type, int op, Communicator* comm,
-                      void* stream) {
-  return submit({reduce_scatter, send, receive, count, type, op, 0, comm}, stream, "ncclReduceScatter");
-}
 int ncclBroadcast(const void* send, void* receive, size_t count, int type, int root, Communicator* comm, void* stream) {
   return submit({broadcast, send, receive, count, type, 0, root, comm}, stream, "ncclBroadcast");
 }
@@ -274,6 +256,7 @@ int ncclBcast(void* data, size_t count, int type, int root, Communicator* comm, 
 }
 // What vLLM uses between pipeline stages only, or not at all.
 int ncclReduce(const void*, void*, size_t, int, int, int, Communicator*, void*) { return INVALID_USAGE; }
+int ncclReduceScatter(const void*, void*, size_t, int, int, Communicator*, void*) { return INVALID_USAGE; }
 int ncclSend(const void*, size_t, int, int, Communicator*, void*) { return INVALID_USAGE; }
 int ncclRecv(void*, size_t, int, int, Communicator*, void*) { return INVALID_USAGE; }
 int ncclCommSplit(Communicator*, int, int, Communicator**, void*) { return INVALID_USAGE; }

@@ -123,9 +123,6 @@ void __cudaRegisterVar(void**, char* variable, char*, const char*, int, size_t b
   std::lock_guard<std::mutex> lock(guard());
   variables()[variable] = {nullptr, bytes};
 }
-void __cudaRegisterManagedVar(void**, void** pointer, char*, const char*, int, size_t bytes, int, int) {
-  *pointer = calloc(1, bytes + 64);
-}
 cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
   return give(kernel, (cudaKernel_t)kernel_of(function));
 }
@@ -160,22 +157,15 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   memset(attributes, 0, sizeof *attributes);
   attributes->maxThreadsPerBlock = 1024;
   attributes->numRegs = 64;
-  attributes->ptxVersion = attributes->binaryVersion = ng_capability();
+  attributes->ptxVersion = attributes->binaryVersion = CAPABILITY;
   attributes->maxDynamicSharedSizeBytes = 227 * 1024;
   return cudaSuccess;
 }
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, const void*, int, size_t) {
   return give(count, 1);
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* count, const void*, int, size_t, unsigned) {
   return give(count, 1);
-}
-cudaError_t cudaOccupancyMaxActiveClusters(int* count, const void*, const cudaLaunchConfig_t*) {
-  return give(count, 16);
-}
-cudaError_t cudaOccupancyMaxPotentialClusterSize(int* count, const void*, const cudaLaunchConfig_t*) {
-  return give(count, 8);
 }
 cudaError_t cudaGetSymbolAddress(void** pointer, const void* symbol) {
   std::lock_guard<std::mutex> lock(guard());
@@ -197,8 +187,6 @@ cudaError_t cudaLibraryLoadData(cudaLibrary_t* library, const void*, cudaJitOpti
 cudaError_t cudaLibraryGetKernel(cudaKernel_t* kernel, cudaLibrary_t, const char* name) {
   return give(kernel, (cudaKernel_t) new Kernel{name});
 }
-cudaError_t cudaLibraryUnload(cudaLibrary_t) { return cudaSuccess; }
-cudaError_t cudaKernelSetAttributeForDevice(cudaKernel_t, cudaFuncAttribute, int, int) { return cudaSuccess; }
 
 // ---- devices
 
@@ -208,7 +196,6 @@ cudaError_t cudaGetDeviceCount(int* count) {
 }
 cudaError_t cudaGetDevice(int* device) { return give(device, ng_device()); }
 cudaError_t cudaSetDevice(int device) { return result(ng_set_device(device)); }
-cudaError_t cudaInitDevice(int device, unsigned, unsigned) { return result(ng_set_device(device)); }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   if (device < 0 || device >= ng_num_devices()) return result(INVALID_DEVICE);
   return give(value, ng_device_attribute((int)attribute, device));
@@ -223,7 +210,6 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* out, int device) {
   properties.sharedMemPerBlock = attribute(cudaDevAttrMaxSharedMemoryPerBlock);
   properties.regsPerBlock = attribute(cudaDevAttrMaxRegistersPerBlock);
   properties.warpSize = attribute(cudaDevAttrWarpSize);
-  properties.memPitch = attribute(cudaDevAttrMaxPitch);
   properties.maxThreadsPerBlock = attribute(cudaDevAttrMaxThreadsPerBlock);
   properties.maxThreadsDim[0] = attribute(cudaDevAttrMaxBlockDimX);
   properties.maxThreadsDim[1] = attribute(cudaDevAttrMaxBlockDimY);
@@ -231,29 +217,16 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* out, int device) {
   properties.maxGridSize[0] = attribute(cudaDevAttrMaxGridDimX);
   properties.maxGridSize[1] = attribute(cudaDevAttrMaxGridDimY);
   properties.maxGridSize[2] = attribute(cudaDevAttrMaxGridDimZ);
-  properties.totalConstMem = attribute(cudaDevAttrTotalConstantMemory);
-  properties.major = ng_capability() / 10;
-  properties.minor = ng_capability() % 10;
-  properties.textureAlignment = attribute(cudaDevAttrTextureAlignment);
+  properties.major = CAPABILITY / 10;
+  properties.minor = CAPABILITY % 10;
   properties.multiProcessorCount = attribute(cudaDevAttrMultiProcessorCount);
-  properties.canMapHostMemory = properties.concurrentKernels = properties.ECCEnabled = 1;
   properties.pciBusID = attribute(cudaDevAttrPciBusId);
-  properties.asyncEngineCount = attribute(cudaDevAttrAsyncEngineCount);
-  properties.unifiedAddressing = properties.streamPrioritiesSupported = 1;
   properties.memoryBusWidth = attribute(cudaDevAttrGlobalMemoryBusWidth);
   properties.l2CacheSize = attribute(cudaDevAttrL2CacheSize);
-  properties.persistingL2CacheMaxSize = attribute(cudaDevAttrMaxPersistingL2CacheSize);
   properties.maxThreadsPerMultiProcessor = attribute(cudaDevAttrMaxThreadsPerMultiProcessor);
-  properties.globalL1CacheSupported = properties.localL1CacheSupported = 1;
   properties.sharedMemPerMultiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   properties.regsPerMultiprocessor = attribute(cudaDevAttrMaxRegistersPerMultiprocessor);
-  properties.managedMemory = properties.concurrentManagedAccess = properties.computePreemptionSupported = 1;
-  properties.canUseHostPointerForRegisteredMem = properties.cooperativeLaunch = 1;
   properties.sharedMemPerBlockOptin = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  properties.maxBlocksPerMultiProcessor = attribute(cudaDevAttrMaxBlocksPerMultiprocessor);
-  properties.reservedSharedMemPerBlock = attribute(cudaDevAttrReservedSharedMemoryPerBlock);
-  properties.hostRegisterSupported = properties.memoryPoolsSupported = 1;
-  properties.clusterLaunch = properties.ipcEventSupported = 1;
   return give(out, properties);
 }
 cudaError_t cudaDeviceGetPCIBusId(char* id, int size, int device) {
@@ -265,12 +238,9 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
   return give(highest, -5);
 }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int first, int second) { return give(can, first != second); }
-cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() { return result(ng_device_synchronize()); }
 cudaError_t cudaDriverGetVersion(int* version) { return give(version, VERSION); }
 cudaError_t cudaRuntimeGetVersion(int* version) { return give(version, VERSION); }
-cudaError_t cudaProfilerStart() { return cudaSuccess; }
-cudaError_t cudaProfilerStop() { return cudaSuccess; }
 
 // ---- errors and look-up
 
@@ -290,10 +260,6 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
   lookup(symbol, function, version, flags, &ignored);
   return give(status, *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound);
 }
-cudaError_t cudaGetDriverEntryPoint(const char* symbol, void** function, unsigned long long flags,
-                                    cudaDriverEntryPointQueryResult* status) {
-  return cudaGetDriverEntryPointByVersion(symbol, function, VERSION, flags, status);
-}
 
 // ---- memory
 
@@ -302,15 +268,9 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   return give(total, ng_total_bytes());
 }
 cudaError_t cudaMalloc(void** pointer, size_t bytes) { return result(ng_malloc(pointer, bytes, "cudaMalloc")); }
-cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) {
-  return result(ng_malloc(pointer, bytes, "cudaMallocManaged"));
-}
 cudaError_t cudaFree(void* pointer) { return result(ng_free(pointer, "cudaFree")); }
 cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) {
   return relaxed([&] { return ng_malloc(pointer, bytes, "cudaMallocAsync"); });
-}
-cudaError_t cudaMallocFromPoolAsync(void** pointer, size_t bytes, cudaMemPool_t, cudaStream_t stream) {
-  return cudaMallocAsync(pointer, bytes, stream);
 }
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) {
   return relaxed([&] { return ng_free(pointer, "cudaFreeAsync"); });
@@ -328,7 +288,6 @@ cudaError_t cudaHostGetDevicePointer(void** address, void* pointer, unsigned) {
   give(address, pointer);
   return result(ng_where(pointer, 0, 0, 0) == PAGEABLE ? INVALID_VALUE : 0);
 }
-cudaError_t cudaHostGetFlags(unsigned* flags, void*) { return give(flags, 0); }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
   static const cudaMemoryType TYPES[] = {cudaMemoryTypeUnregistered, cudaMemoryTypeHost, cudaMemoryTypeDevice};
   memset(attributes, 0, sizeof *attributes);
@@ -359,10 +318,6 @@ cudaError_t cudaMemcpy2DAsync(void* dst, size_t to, const void* src, size_t from
                               cudaMemcpyKind, cudaStream_t stream) {
   return copy_rows(dst, to, src, from, width, height, stream, 0, "cudaMemcpy2DAsync");
 }
-cudaError_t cudaMemcpy2D(void* dst, size_t to, const void* src, size_t from, size_t width, size_t height,
-                         cudaMemcpyKind) {
-  return copy_rows(dst, to, src, from, width, height, nullptr, 1, "cudaMemcpy2D");
-}
 cudaError_t cudaMemset(void* dst, int value, size_t bytes) {
   return result(ng_memset(dst, value, 1, bytes, nullptr, 1, "cudaMemset"));
 }
@@ -370,7 +325,5 @@ cudaError_t cudaMemsetAsync(void* dst, int value, size_t bytes, cudaStream_t str
   return result(ng_memset(dst, value, 1, bytes, stream, 0, "cudaMemsetAsync"));
 }
 cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) { return give(pool, POOL); }
-cudaError_t cudaDeviceGetMemPool(cudaMemPool_t* pool, int) { return give(pool, POOL); }
-cudaError_t cudaMemPoolCreate(cudaMemPool_t* pool, const cudaMemPoolProps*) { return give(pool, POOL); }
 cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void* value) { return give((uint64_t*)value, 0); }
 }

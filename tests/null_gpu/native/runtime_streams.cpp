@@ -17,17 +17,6 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
   Stream* known = ng_stream(stream);
   return known ? give(priority, known->priority) : result(INVALID_HANDLE);
 }
-cudaError_t cudaStreamGetFlags(cudaStream_t stream, unsigned* flags) {
-  Stream* known = ng_stream(stream);
-  return known ? give(flags, known->flags) : result(INVALID_HANDLE);
-}
-cudaError_t cudaStreamGetDevice(cudaStream_t stream, int* device) {
-  Stream* known = ng_stream(stream);
-  return known ? give(device, known->device) : result(INVALID_HANDLE);
-}
-cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
-  return give(id, (unsigned long long)stream);
-}
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return result(ng_stream_synchronize(stream)); }
 cudaError_t cudaStreamQuery(cudaStream_t stream) { return result(ng_stream_query(stream)); }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
@@ -91,11 +80,9 @@ cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t stream, cudaGraphNo
 
 // ---- graphs
 
-cudaError_t cudaGraphCreate(cudaGraph_t* graph, unsigned) { return give(graph, (cudaGraph_t) new Graph); }
 cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }  // its nodes live on in the executable graph
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
   COUNT("graph.instantiate");
-  COUNT_N("graph.nodes", ((Graph*)graph)->nodes.size());
   return give(executable, (cudaGraphExec_t) new Graph(*(Graph*)graph));
 }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long flags) {
@@ -104,7 +91,6 @@ cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaGraph
 cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
   return result(ng_graph_launch((Graph*)executable, stream));
 }
-cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
   delete (Graph*)executable;
   return cudaSuccess;
@@ -119,11 +105,6 @@ cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* out, size_t* c
 cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t node, cudaGraphNode_t* out, cudaGraphEdgeData*,
                                          size_t* count) {
   return list(((Node*)node)->dependencies, out, count);
-}
-cudaError_t cudaGraphNodeGetType(cudaGraphNode_t node, cudaGraphNodeType* type) {
-  static const cudaGraphNodeType TYPES[] = {cudaGraphNodeTypeKernel, cudaGraphNodeTypeMemcpy, cudaGraphNodeTypeMemset,
-                                            cudaGraphNodeTypeHost, cudaGraphNodeTypeEmpty};
-  return give(type, TYPES[((Node*)node)->kind]);
 }
 cudaError_t cudaGraphAddNode(cudaGraphNode_t* out, cudaGraph_t graph, const cudaGraphNode_t* dependencies,
                              const cudaGraphEdgeData*, size_t count, cudaGraphNodeParams*) {

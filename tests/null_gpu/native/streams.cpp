@@ -30,7 +30,6 @@ Stream* ng_stream(void* handle) {
 }
 
 void* ng_stream_create(unsigned flags, int priority) {
-  COUNT("stream.create");
   return new Stream{MAGIC, ng_device(), flags, priority, nullptr, {}};
 }
 
@@ -58,8 +57,6 @@ int ng_stream_synchronize(void* handle) {
 int ng_stream_query(void* handle) {
   Stream* stream = ng_stream(handle);
   if (!stream) return INVALID_HANDLE;
-  COUNT("stream.query");
-  ng_event(QUERY, "cudaStreamQuery", 0);
   if (stream->capture) return refuse(stream->capture, "cudaStreamQuery of a capturing stream", CAPTURE_UNSUPPORTED);
   return 0;
 }
@@ -74,7 +71,6 @@ int ng_device_synchronize() {
 int ng_stream_wait(void* handle, Event* event) {
   Stream* stream = ng_stream(handle);
   if (!stream || !event) return INVALID_HANDLE;
-  COUNT("stream.wait_event");
   Capture* of_event = event->capture_id ? ng_find_capture(event->capture_id) : nullptr;
   if (stream->capture && event->is_recorded && !of_event)
     return refuse(stream->capture, "cudaStreamWaitEvent on an event from outside the capture", CAPTURE_ISOLATION);
@@ -85,7 +81,6 @@ int ng_stream_wait(void* handle, Event* event) {
   }
   if (!stream->capture) {
     if (is_legacy(handle)) return refuse(of_event, "the legacy stream waits for a capture", CAPTURE_IMPLICIT);
-    COUNT("capture.forked_streams");
     stream->capture = of_event;
     stream->tails.clear();
     of_event->streams.push_back(stream);
@@ -99,14 +94,12 @@ int ng_stream_wait(void* handle, Event* event) {
 }
 
 Event* ng_event_create(unsigned flags) {
-  COUNT("event.create");
   return new Event{flags, 0, {}, 0, false};
 }
 
 int ng_event_record(Event* event, void* handle) {
   Stream* stream = ng_stream(handle);
   if (!stream || !event) return INVALID_HANDLE;
-  COUNT("event.record");
   if (stream->capture && stream->capture->is_invalid) return CAPTURE_INVALIDATED;
   event->is_recorded = true;
   event->seconds = ng_now();
@@ -117,8 +110,6 @@ int ng_event_record(Event* event, void* handle) {
 
 int ng_event_query(Event* event) {
   if (!event) return INVALID_HANDLE;
-  COUNT("event.query");
-  ng_event(QUERY, "cudaEventQuery", 0);
   if (Capture* capture = ng_find_capture(event->capture_id))
     return refuse(capture, "cudaEventQuery of a captured event", CAPTURED_EVENT);
   return ng_unsafe("cudaEventQuery");

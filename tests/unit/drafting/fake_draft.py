@@ -45,18 +45,17 @@ def paths_of(tree, row, num_nodes):
     return paths
 
 
-def drive(policy, rows, candidates_of, max_nodes=64, fill=False, num_accepted=None):
-    """Drive one step; return its number of draft forwards. `candidates_of(level, nodes [R, F])` returns
-    log-probabilities and token ids of the nodes' candidates, `[R * F, C]`. `num_accepted` int32 `[R]` is the acceptance
-    of the last trees; None: there was no verify step."""
+def drive(policy, rows, candidates_of, max_nodes=64, fill=False):
+    """Drive one step after which nothing was verified; return its number of draft forwards.
+
+    `candidates_of(level, nodes [R, F])` returns log-probabilities and token ids of the nodes' candidates, `[R * F, C]`.
+    """
     device = policy.tree.device
     rows_np = np.array(rows)
     rows = torch.tensor(rows, device=device)
     num_levels = policy.num_levels(rows_np, max_nodes)
     assert 1 <= num_levels <= policy.depth(max_nodes) <= policy.max_depth
-    if num_accepted is None:
-        num_accepted = torch.full((len(rows),), -1, dtype=torch.int32, device=device)
-    policy.begin(rows, num_accepted, max_nodes)
+    policy.begin(rows, torch.full((len(rows),), -1, dtype=torch.int32, device=device), max_nodes)
     frontier = torch.zeros(len(rows), 1, dtype=torch.int64, device=device)
     for level in range(num_levels):
         result = policy.extend(level, *candidates_of(level, frontier), rows=rows, max_nodes=max_nodes)

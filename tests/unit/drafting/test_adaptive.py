@@ -1,4 +1,4 @@
-"""The adaptive tree (SAGE): growth against a slow specification, plans and history, numbers that are none."""
+"""The adaptive tree (SAGE): growth against a slow specification, plans and history."""
 
 import math
 from fractions import Fraction
@@ -9,18 +9,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.drafting.fake_draft import (
-    FakeDraft,
-    candidates,
-    check_greedy_first,
-    check_tree,
-    drive,
-    grow,
-    paths_of,
-    quick,
-)
-from vidspec_kernels.draft_tree.plan import confidence
-from vllm_vidspec.drafting import AdaptiveTree, StaticTree
+from tests.unit.drafting.fake_draft import FakeDraft, check_greedy_first, check_tree, drive, grow, paths_of, quick
+from vllm_vidspec.drafting import AdaptiveTree
 from vllm_vidspec.drafting import adaptive as adaptive_module
 from vllm_vidspec.drafting.adaptive import SAGE, THRESHOLD
 
@@ -126,69 +116,6 @@ def test_growth_is_the_specification(seed, sureness, plans, budget, max_nodes, t
         check_grown(policy, row, draft, plan, budget, fill, fed, threshold)
 
 
-def grown_example():
-    """Grow one wide tree of depth 6; return what `check_grown` wants."""
-    policy, draft, plan = AdaptiveTree(1, 64, "cpu"), FakeDraft(5, 10, 1.0), (6, 8)
-    set_plans(policy, [plan])
-    return policy, 0, draft, plan, 64, False, grow(policy, [draft], [0], 64)
-
-
-def last_threshold(right):
-    """Give every level the last one's threshold."""
-
-    def mutated(rules, threshold):
-        return right(rules, threshold)[:, :1].expand(-1, rules.depth_max).contiguous() + math.log(rules.depth_max)
-
-    return mutated
-
-
-def first_width(right):
-    """Make every level as wide as the first (no eq. 12)."""
-    return lambda rules, num: right(rules, num)[:, :1].expand(-1, rules.depth_max, -1).contiguous()
-
-
-@pytest.mark.parametrize(("name", "mutation"), [("log_thresholds", last_threshold), ("width_bounds", first_width)])
-def test_mutations_of_growth(monkeypatch, name, mutation):
-    """Each is seen to fail `check_grown`, which the example passes without them; of the kernel: tests/kernels."""
-    check_grown(*grown_example())
-    monkeypatch.setattr(adaptive_module, name, mutation(getattr(adaptive_module, name)))
-    with pytest.raises(AssertionError):
-        check_grown(*grown_example())
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: AdaptiveTree(3, 25, "cpu"), lambda: StaticTree(3, "cpu")], ids=["sage", "static"]
-)
-@quick
-@given(
-    seed=st.integers(0, 10**6),
-    poison=st.sampled_from([math.nan, math.inf, -math.inf]),
-    share=st.sampled_from([0.02, 0.5, 1.0]),
-    fill=st.booleans(),
-)
-def test_logits_that_are_no_numbers(make, seed, poison, share, fill):
-    """A draft whose arithmetic overflows: no plan, confidence, parent or token is out of its range."""
-    generator, num_tokens = torch.Generator().manual_seed(seed), 40
-    rows = [2, 0]
-
-    def candidates_of(level, nodes):
-        shape = (nodes.numel(), num_tokens)
-        logits = torch.randn(shape, generator=generator)
-        logits = logits.masked_fill(torch.rand(shape, generator=generator) < share, poison)
-        return candidates(logits, policy.num_candidates, policy.needs_log_probs)
-
-    policy = make()
-    for num_accepted in ([-1, 3], [0, 5], [2, -1]):
-        accepted = torch.tensor(num_accepted, dtype=torch.int32)
-        drive(policy, rows, candidates_of, policy.max_nodes, fill, accepted)
-        for row in range(len(rows)):
-            check_tree(policy.tree, row)
-            used = policy.tree.tokens[row, 1 : 1 + int(policy.tree.num_nodes[row])]
-            assert ((used >= 0) & (used < num_tokens)).all()
-        if isinstance(policy, AdaptiveTree):
-            assert ((policy.confidence >= 0) & (policy.confidence <= 1)).all()
-
-
 def sure_table(num_rows, num_candidates, sureness):
     """Return log-probabilities from uniform (0) to one sure token (1), and tokens."""
     probs = torch.full((num_candidates,), (1.0 - sureness) / num_candidates)
@@ -220,24 +147,6 @@ def test_tables_are_the_papers_formulas(rules, threshold):
                 allowed = (bounds[width, level - 1] <= parent_log_prob).tolist()
                 limit = min(width_by_hand(width, level, parent_log_prob), rules.width_max)
                 assert allowed == [True] * limit + [False] * (rules.width_max - limit)
-
-
-@quick
-@given(sureness=st.floats(0.0, 1.0), low=st.integers(1, 4), high=st.integers(4, 12))
-def test_a_plan_follows_confidence(sureness, low, high):
-    """Catches: eq. 10 and 11 swapped, rounded up or to nearest, minimum and maximum confused."""
-    rules = SAGE._replace(depth_min=low, depth_max=high, width_min=low, width_max=high, history=0)
-    policy = AdaptiveTree(3, 64, "cpu", rules)
-    assert plans_of(policy, [0]) == [((low + high) // 2, (low + high) // 2)]  # alpha 0.5
-    step_with(policy, sureness, rows=(2,))
-    alpha = policy.confidence[2]
-    # The loop adds in another order.
-    by_formula = confidence(sure_table(1, policy.num_candidates, sureness)[0], 10)
-    assert alpha.item() == pytest.approx(by_formula.item(), abs=2e-6)
-    expected = int(low + alpha * (high - low)), int(low + (1 - alpha) * (high - low))
-    assert plans_of(policy, [0, 2]) == [((low + high) // 2, (low + high) // 2), expected]
-    assert step_with(policy, sureness, rows=(2,)) == expected[0]
-    assert step_with(policy, sureness, rows=(0, 2)) == max(expected[0], (low + high) // 2)
 
 
 def test_lookahead_uses_the_confidence_of_the_step_before():
@@ -285,17 +194,3 @@ def test_depths_from_the_device_are_not_trusted(garbage):
     policy = AdaptiveTree(3, 64, "cpu")
     policy._host_depths.send(np.array([1, 2]), torch.tensor([5, garbage]))
     assert SAGE.depth_min <= step_with(policy, 0.5, [1, 2]) <= SAGE.depth_max
-
-
-def test_the_plan_is_sent_after_the_first_forward():
-    """Catches: a host that waits for the last level, a plan that changes the tree whose root made it."""
-    policy = AdaptiveTree(1, 64, "cpu")
-    before = plans_of(policy, [0])
-    rows = torch.tensor([0])
-    policy.begin(rows, torch.tensor([-1], dtype=torch.int32), 64)
-    policy.extend(0, *sure_table(1, policy.num_candidates, 1.0), rows=rows, max_nodes=64)
-    policy.send(np.array([0]))
-    assert policy._host_depths.read()[0] == policy.rules.depth_max != before[0][0]
-    assert plans_of(policy, [0]) == before
-    policy.finish(False, rows=rows, max_nodes=64)
-    assert plans_of(policy, [0]) == [(policy.rules.depth_max, policy.rules.width_min)]

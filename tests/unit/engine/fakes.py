@@ -63,12 +63,12 @@ def new_request(
     return NewRequest(f"request-{req_state_idx}", req_state_idx, tokens, features, sampling, **more)
 
 
-def batch_of(*rows: int, start: int = 0, count: int = NUM_TOKENS) -> SimpleNamespace:
+def batch_of(*rows: int, count: int = NUM_TOKENS) -> SimpleNamespace:
     num_reqs = len(rows)
     return SimpleNamespace(
         idx_mapping_np=np.array(rows, dtype=np.int32),
         is_prefilling_np=np.ones(num_reqs, dtype=bool),
-        num_computed_tokens_np=np.full(num_reqs, start),
+        num_computed_tokens_np=np.zeros(num_reqs, dtype=np.int64),
         num_scheduled_tokens=np.full(num_reqs, count),
         query_start_loc_np=np.arange(num_reqs + 1) * count,
     )

@@ -14,7 +14,7 @@ OPTIONS = (*CHAINS, NONE)
 @dataclass
 class Running:
     """A request: `chance` that a draft is accepted, tokens of its answer and those `left`, `context`, if it is
-    `admitted`, drafts in flight; whether the draft has read its prompt, and lacks tokens that came since.
+    `admitted`, drafts in flight; whether the draft has read its prompt.
     """
 
     chance: float
@@ -23,7 +23,6 @@ class Running:
     context: float
     admitted: bool
     is_read: bool = False
-    is_behind: bool = False
     in_flight: int = 0
 
 
@@ -71,22 +70,15 @@ class SimulatedEngine:
         fixed: Length of a chain that is always drafted, 0 for none; None for the policy.
         cost: `(requests, [n] thousands of tokens, [n] drafts to verify, levels of the draft) -> seconds`.
         start_s: Of the draft's prefill, by thousands of visual tokens.
-        catch_up_s: Of a step in which the draft reads tokens that came while it was paused.
         seed: Of what is accepted.
     """
 
     def __init__(
-        self,
-        fixed: int | None = None,
-        cost: Callable[..., float] = memory_bound,
-        start_s: float = 5e-3,
-        seed: int = 0,
-        catch_up_s: float = 0.0,
+        self, fixed: int | None = None, cost: Callable[..., float] = memory_bound, start_s: float = 5e-3, seed: int = 0
     ):
         self.policy = Policy(OPTIONS, measured(cost), 64, False)
         self._fixed = None if fixed is None else Decision(Option("chain", fixed, fixed, True) if fixed else NONE)
         self._cost, self._start_s, self._random = cost, start_s, np.random.default_rng(seed)
-        self._catch_up_s = catch_up_s
         self.running: dict[str, Running] = {}
         self.seconds, self.tokens, self.num_added, self.num_admitted = 0.0, 0, 0, 0
         self._last: Decision | None = None
@@ -97,17 +89,16 @@ class SimulatedEngine:
         cost = self._cost
         self._cost, self._start_s = lambda *batch: factor * cost(*batch), factor * self._start_s
 
-    def add(self, num_visual: int, chance: float, length: int, kind: tuple = (), max_tokens: int = 1024) -> Running:
-        """Let a request come, about a video of so many tokens; `kind` is what else tells its class from others."""
+    def add(self, num_visual: int, chance: float, length: int) -> None:
+        """Let a request come, about a video of so many tokens."""
         self._last = None
         req_id = f"r{self.num_added}"
         sizes = num_visual + 50, num_visual // 10 + 50
-        admitted = self.policy.add(req_id, class_label(num_visual, 0), kind, *sizes, max_tokens)
+        admitted = self.policy.add(req_id, class_label(num_visual, 0), (), *sizes, 1024)
         if self._fixed is not None:
             admitted = self._fixed.option.num_tokens > 0
-        request = self.running[req_id] = Running(chance, length, length, (num_visual + 50) / 1e3, admitted)
+        self.running[req_id] = Running(chance, length, length, (num_visual + 50) / 1e3, admitted)
         self.num_added, self.num_admitted = self.num_added + 1, self.num_admitted + admitted
-        return request
 
     def step(self) -> Decision:
         """Let every request decode."""
@@ -115,23 +106,20 @@ class SimulatedEngine:
         decision = self._fixed or self.policy.decide(ids, 5)
         drafted = np.array([request.in_flight for request in requests])
         accepted = np.array([self._accepted(request) for request in requests])
-        starters, late = [], []
+        starters = []
         for req_id, request in zip(ids, requests, strict=True):
             request.in_flight = 0
             if decision.option.num_tokens and request.admitted and req_id not in decision.paused:
                 starters += [] if request.is_read else [req_id]
-                late += [req_id] if request.is_behind else []
                 request.is_read, request.in_flight = True, decision.option.num_tokens
-            request.is_behind = request.is_read and not request.in_flight
         levels = decision.option.num_levels if any(request.in_flight for request in requests) else 0
         seconds = self._cost(len(ids), np.array([request.context for request in requests]), drafted, levels)
         reading_s = sum(self._start_s * self.running[req_id].context for req_id in starters)
-        reading_s += self._catch_up_s * bool(late)
         seconds += reading_s
         self.seconds += seconds
         if self._fixed is None:
             known = seconds if self._last is not None else None
-            step = Observed(decision, self._last, ids, 1 + accepted, drafted > 0, known, starters + late, reading_s)
+            step = Observed(decision, self._last, ids, 1 + accepted, drafted > 0, known, starters, reading_s)
             self.policy.observe(step)
         self._last = decision
         self.decisions.append(decision)
@@ -145,16 +133,12 @@ class SimulatedEngine:
                 del self.running[req_id]
         return decision
 
-    def serve(self, *kinds: tuple, batch: int = 1, requests: int = 20, lengths: Sequence[int] = (128,)) -> float:
-        """Run `requests` of these kinds (visual tokens, chance, what else tells a class) and lengths in turn, so many
-        at a time; return tokens a second.
-        """
+    def serve(self, *kinds: tuple, batch: int = 1, requests: int = 20, length: int = 128) -> float:
+        """Run requests of these kinds (visual tokens, chance) in turn, `batch` at a time; return tokens a second."""
         tokens, seconds, last = self.tokens, self.seconds, self.num_added + requests
         while self.num_added < last or self.running:
             while len(self.running) < batch and self.num_added < last:
-                num_visual, chance, *kind = kinds[self.num_added % len(kinds)]
-                length = lengths[self.num_added % len(lengths)]
-                self.add(num_visual, chance, length, tuple(kind))
+                self.add(*kinds[self.num_added % len(kinds)], length)
             self.step()
         return (self.tokens - tokens) / (self.seconds - seconds)
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from vllm.model_executor.models import qwen3_vl
@@ -313,10 +312,3 @@ def test_a_twin_leaves_what_its_kernel_does(monkeypatch, name):
             assert one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num()), seed
         num_changed += not tensors or not all(map(torch.equal, tensors, found[0])) or len(found[0]) > len(tensors)
     assert num_changed > 5, "the kernel does nothing"
-
-
-def test_gumbel_noise_is_gumbel():
-    """Catches: noise with the wrong distribution in both (mean and variance of a standard Gumbel, 300k draws)."""
-    noise = kernels.gumbel_noise(np.arange(300), np.arange(300) * 7, np.arange(1000, dtype=np.uint32))
-    assert abs(noise.mean(dtype=np.float64) - np.euler_gamma) < 0.01
-    assert abs(noise.var(dtype=np.float64) - np.pi**2 / 6) < 0.02

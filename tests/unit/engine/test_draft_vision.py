@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,8 +10,7 @@ import torch
 from tests.unit.engine.test_draft_prefill import ENCODER_BUDGET, Line
 from tests.unit.engine.test_frames import FRAMES, GUIDED, SIZE, TEXT, SeeingModel, as_images, as_video, measured, read
 from vllm_vidspec.engine.draft.messages import PrefillMessage
-from vllm_vidspec.engine.draft.vision import DraftVision, Part
-from vllm_vidspec.engine.draft.vision_cache import VisionCache
+from vllm_vidspec.engine.draft.vision import Part
 from vllm_vidspec.pruning import budget
 
 # A step's budget of 100 tokens is four frames of 24: a video of 8 takes two steps.
@@ -50,44 +48,6 @@ def test_frames_of_several_steps_are_what_the_whole_would_be(pruner, cache_bytes
     assert looks == HALVES
     monkeypatch.setattr(SeeingModel, "max_encoder_tokens", 10_000)
     assert shown_of(pruner, cache_bytes) == ([None], kept)
-
-
-next_part = DraftVision._next_part
-
-
-def cut_otherwise(change):
-    """Return what cuts a video otherwise: `change(frames, item)` are the fields of a part that are changed."""
-
-    def mutated(self, item, start, left):
-        part = next_part(self, item, start, left)
-        return part if part.frames is None else part._replace(**change(part.frames, item))
-
-    return mutated
-
-
-def begins_late(frames, item):
-    return {} if frames.start else {"frames": range(2, 4), "start": 0, "end": item.num_tokens}
-
-
-PARTS = {
-    "in the wrong order": cut_otherwise(lambda seen, item: {"frames": range(FRAMES - seen.stop, FRAMES - seen.start)}),
-    "a frame short": cut_otherwise(lambda seen, item: {"frames": seen[:-1]}),
-    "a part left out": cut_otherwise(begins_late),
-    "the budget ignored": lambda self, item, start, left: next_part(self, item, start, 10_000),
-}
-MUTATIONS = {name: (DraftVision, "_next_part", mutated) for name, mutated in PARTS.items()} | {
-    "what is not cut": (DraftVision, "_frames_of", lambda self, item: None),
-    "a part read for the whole": (VisionCache, "num_here", lambda self, name, n: n if name in self._items else 0),
-}
-
-
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_mutations_are_seen(name):
-    with mock.patch.object(*MUTATIONS[name]), pytest.raises((AssertionError, IndexError, ValueError)):
-        for cache_bytes in (ROOM, NO_ROOM):
-            looks, kept = shown_of("uniform", cache_bytes)
-            assert looks == HALVES and [number for number, _ in kept] == sorted(number for number, _ in kept)
-            assert len(kept) == budget(FRAMES * SIZE, 0.5)
 
 
 def test_two_requests_with_one_video_are_one_look():

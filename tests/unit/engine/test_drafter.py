@@ -12,6 +12,7 @@ from tests.unit.engine.fakes import CPU, Counts, staged
 from vllm_vidspec.engine.draft import drafter as drafter_module
 from vllm_vidspec.engine.draft.drafter import UNBOUNDED, Drafter
 from vllm_vidspec.engine.draft.kv import DraftKV
+from vllm_vidspec.engine.draft.messages import DraftMessage
 
 K, BLOCK, ROWS, LONGEST = 5, 4, 6, 60
 
@@ -111,7 +112,7 @@ def test_a_run_has_room_as_long_as_it_goes_on(monkeypatch):
     monkeypatch.setattr(drafter_module, "begin_step", lambda *_, max_drafts, **__: brought.append(max_drafts))
     drafter._sample, drafter._tables = SimpleNamespace(temperature=None, seeds=None), None
     drafter.buffers = SimpleNamespace(step=None)
-    drafter._begin(torch.zeros(1), None, torch.zeros(1), None, 1)
+    drafter._begin(DraftMessage(torch.zeros(1), None, rows, torch.zeros(1), None, 1), 1)
     assert brought == [K + 7]
     drafter.chains = SimpleNamespace(go_on=lambda *args: ran.append(args))
     drafter.counters, drafter._graphs = Counts(), SimpleNamespace(is_wanted=False)

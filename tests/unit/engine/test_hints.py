@@ -37,6 +37,14 @@ def test_where_graphs_end_is_said(knobs, max_num_seqs, ends):
     assert line.count("a draft forward") == sum("draft forward" in end for end in ends)
 
 
+@pytest.mark.parametrize(("group", "fits"), [(4, 31), (5, 24), (7, 17), (8, 15)])
+def test_the_tree_that_fits_a_tile_is_said(group, fits):
+    """Catches: a root that is not counted; a line where all is well."""
+    assert not [*hints.tile_hint(fits, group)]
+    (line,) = hints.tile_hint(fits + 1, group)
+    assert line.endswith(f"num_speculative_tokens {fits} would fit")
+
+
 def model(size: str, quantization: str | None = None, stored: dict | None = None) -> SimpleNamespace:
     config = config_of(f"Qwen/Qwen2.5-VL-{size}-Instruct") | {"quantization_config": stored}
     return SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: config), quantization=quantization)

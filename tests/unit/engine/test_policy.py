@@ -155,7 +155,7 @@ def test_short_answers_are_not_admitted():
 def test_an_answer_is_as_long_as_its_class_or_its_bound():
     """Catches: a request with a prefill that its few tokens never earn, admitted as longer ones earn theirs."""
     engine = SimulatedEngine(cost=memory_bound, start_s=0.3)
-    engine.serve((256, 0.9), requests=12, lengths=(256,))
+    engine.serve((256, 0.9), requests=12, length=256)
     kind = class_label(256, 0), (), 306, 75
     assert engine.policy.add("long", *kind, 512) and not engine.policy.add("bounded", *kind, 20)
 
@@ -180,8 +180,7 @@ def test_placeholders_are_no_rejected_drafts():
     policy.add("a", 0, (), 50, 50, 128)
     decision = policy.decide(["a"], 5)
     policy.observe(Observed(decision, decision, ["a"], np.array([1]), np.array([False]), 0.01))
-    policy.remove("a", 1)
-    assert policy.acceptance.verify_steps[0] == 0 and policy.ended[0].verify_steps == 0
+    assert policy.remove("a", 1).verify_steps == policy.acceptance.verify_steps[0] == 0
 
 
 def test_what_the_draft_reads_is_shared_by_length():
@@ -196,10 +195,8 @@ def test_what_the_draft_reads_is_shared_by_length():
     policy.observe(Observed(decision, decision, reqs, np.array([2, 2]), ~none, None))
     policy.decide(reqs[:1], 5)
     policy.observe(Observed(decision, decision, reqs, np.array([1, 1]), none, None, reqs, 7.0))
-    for req_id in reqs:
-        policy.remove(req_id, 5)
+    assert [policy.remove(req_id, 5).verify_tokens for req_id in reqs] == [2, 2]
     assert [known.start_s for known in policy.classes] == pytest.approx([0.01, 0.09])
-    assert [ended.verify_tokens for ended in policy.ended] == [2, 2]
 
 
 def test_a_tree_is_chosen_where_it_gains_more():
@@ -258,9 +255,8 @@ def test_more_requests_than_slots_share_one():
     reqs = [f"r{number}" for number in range(5)]
     assert all(policy.add(req_id, 0, (), 50, 50, 128) for req_id in reqs)
     policy.decide(reqs, 5)
-    for req_id in [*reqs, *reqs]:
-        policy.remove(req_id, 5)
-    assert len(policy.ended) == 2 and sorted(policy._free) == [1, 2]
+    ended = [policy.remove(req_id, 5) for req_id in [*reqs, *reqs]]
+    assert len(ended) - ended.count(None) == 2 and sorted(policy._free) == [1, 2]
 
 
 def test_a_decision_can_be_explained():

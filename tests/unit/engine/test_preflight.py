@@ -61,25 +61,6 @@ def test_translation_and_its_idempotence():
     assert args.worker_cls.startswith("vllm_vidspec.engine.") and "worker.VidSpec" in args.worker_cls
 
 
-def test_flags_work_like_the_dict():
-    """`--spec-method vidspec --spec-model self --spec-tokens 3`."""
-    args = engine_args()
-    args.speculative_config = None
-    args.spec_method, args.spec_model, args.spec_tokens = "vidspec", "self", 3
-    config = preflight.translate(args)
-    assert (config.model, config.num_speculative_tokens) == ("self", 3)
-    assert args.speculative_config["model"] == args.model
-    assert args.spec_method is None
-
-
-def test_other_methods_are_left_alone():
-    args = engine_args()
-    args.speculative_config = {"method": "ngram", "num_speculative_tokens": 2}
-    assert preflight.translate(args) is None
-    assert args.speculative_config == {"method": "ngram", "num_speculative_tokens": 2}
-    assert args.worker_cls == "auto"
-
-
 @pytest.mark.parametrize(
     ("versions", "wanted"),
     [
@@ -107,9 +88,8 @@ def test_what_the_draft_cannot_follow(spec, overrides, message):
     assert re.search(message, refusal(spec=spec, **overrides))
 
 
-def test_a_draft_that_cannot_be_read_or_followed(tmp_path, monkeypatch):
-    """A Qwen2.5-VL whose patches or tokens differ is named with both values; a name that is not cached as such."""
-    assert refusal({"model": str(tmp_path / "none")}).startswith("the draft model's path does not exist")
+def test_a_draft_that_cannot_be_read_or_followed(tmp_path):
+    """A Qwen2.5-VL whose patches or tokens differ is named with both values."""
     draft = pairs.Path(pairs.checkpoint(FAMILY, "draft"))
     shutil.copy(draft / "tokenizer.json", tmp_path)
     assert refusal({"model": str(tmp_path)}).startswith("cannot read the draft model")
@@ -123,10 +103,6 @@ def test_a_draft_that_cannot_be_read_or_followed(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text(tokenizer.replace('"circle"', '"circus"'))
     message = refusal({"model": str(tmp_path)})
     assert message.startswith("the draft's tokenizer is not the target's: token") and "circus" in message
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    message = refusal({"model": "some/draft"})
-    assert message.startswith("cannot read the draft model 'some/draft': it is no folder here, and not in the Hugging")
-    assert "HF_HUB_OFFLINE" in message
 
 
 KNOWN = SimpleNamespace(architectures=["Qwen2VLForConditionalGeneration"])
@@ -260,25 +236,13 @@ def test_a_drafter_has_a_device_and_its_share_of_it(on_gpu, drafter, pool, messa
     check_refused(finished(world_size=2), message, parallel=drafter, **pool)
 
 
-@pytest.mark.parametrize(
-    ("more", "schedule"),
-    [
-        ({}, [(1, 2, 25), (3, 16, 4), (17, 32, 0)]),
-        ({"num_speculative_tokens_per_batch_size": [[1, 8, 3]]}, [(1, 2, 3), (3, 16, 3), (17, 32, 0)]),
-        (
-            {"draft_shape": "chain", "draft_table": None}
-            | {"num_speculative_tokens_per_batch_size": [[1, 8, 3], [20, 30, 0]]},
-            [(1, 19, 3), (20, 30, 0)],
-        ),
-    ],
-)  # fmt: skip
-def test_what_is_drafted_by_load_becomes_vllms_own_schedule(more, schedule):
+def test_what_is_drafted_by_load_becomes_vllms_own_schedule():
     """Catches: a scheduler that plans another number of drafts than the draft makes; two owners of one schedule."""
     table = [[1, 2, "tree-static", 25], [3, 16, "chain", 4], [17, 32, "none", 0]]
-    spec = {"draft_shape": "auto", "draft_table": table, "num_speculative_tokens": 25, "adaptive_tokens": False} | more
-    args = engine_args(spec=spec)
+    spec = {"draft_shape": "auto", "draft_table": table, "num_speculative_tokens": 25, "adaptive_tokens": False}
+    args = engine_args(spec=spec | {"num_speculative_tokens_per_batch_size": [[1, 2, 25], [3, 8, 3]]})
     preflight.translate(args)
-    assert args.speculative_config["num_speculative_tokens_per_batch_size"] == schedule
+    assert args.speculative_config["num_speculative_tokens_per_batch_size"] == [(1, 2, 25), (3, 16, 3), (17, 32, 0)]
     assert "needs one number of tokens" in refusal(spec=spec, data_parallel_size=2)
 
 
@@ -323,14 +287,13 @@ WRONG = [
     ),
     (
         {"model": "models/draft"},
-        "cannot read the draft model 'models/draft': it is no folder here, and not in the Hugging",
+        "cannot read the draft model 'models/draft': it is no folder here, and not in the Hugging Face cache, and "
+        "HF_HUB_OFFLINE=1 is set",
     ),
     ({"model": "./models/draft"}, "the draft model's path does not exist: ./models/draft"),
     ({"model": "~/draft"}, "the draft model's path does not exist: ~/draft (~ is not expanded)"),
     ({"model": "/nonexistent"}, "the draft model's path does not exist: /nonexistent"),
     ({"model": __file__}, f"the draft model's path is a file, and not a checkpoint's folder: {__file__}"),
-    ({"model": "Self"}, "speculative config: model: 'Self' (did you mean 'self'?)"),
-    ({"model": "self", "quantization": "fp8"}, "speculative config: quantization is a draft model's"),
     (
         {"linear_backend_per_quant": {"fp8_w8a8": "Marln"}},
         "linear_backend_per_quant: vLLM has no linear backend 'Marln' (did you mean 'marlin'?); auto, cutlass, ",
@@ -338,13 +301,6 @@ WRONG = [
     (
         {"linear_backend_per_quant": {"w4a16": "marlin"}},
         "linear_backend_per_quant: vLLM has no quantisation of linear layers 'w4a16'",
-    ),
-    ({"draft_table": [[1, 4, "chain", 4]]}, "speculative config: draft_table needs"),
-    ({"pruner": "SpecVLM"}, "speculative config: prune"),
-    ({"parallel": {"device": "gpu1"}}, "speculative config: parallel.device: expected cpu or cuda:N"),
-    (
-        {"parallel": "cuda:1"},
-        'speculative config: parallel: expected an object, such as {"device": "cuda:1"}',
     ),
     ({"prune_ratio": 2, "pruner": "x", "scorer": "y", "foo": 1}, "speculative config: unknown key 'foo'; "),
 ]
@@ -376,10 +332,7 @@ def test_how_a_draft_computes_is_checked_against_the_vllm_that_is_there(whole, m
     assert refusal(backends).startswith("linear_backend_per_quant: this vLLM chooses no backend by quantisation")
 
 
-@pytest.mark.parametrize(
-    ("spec", "named"),
-    [({"method": None}, True), ({"method": "draft_model"}, False), ({}, False)],
-)
+@pytest.mark.parametrize(("spec", "named"), [({"method": None}, True), ({"method": "draft_model"}, False), ({}, False)])
 def test_a_blind_draft_that_nobody_asked_for_is_told(whole, warned, monkeypatch, spec, named):
     """Without a method vLLM drafts by itself. Catches: silence about a draft that sees no video; a refusal of it."""
     args = engine_args(spec=spec, dtype="float32")
@@ -395,6 +348,7 @@ def test_other_methods_stay_vllms(whole):
     args = engine_args(dtype="float32")
     args.speculative_config = theirs
     assert whole(args).speculative_config.method == "ngram"
+    assert args.worker_cls == "auto"
 
 
 @pytest.fixture

@@ -11,12 +11,15 @@ import torch
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.output_processor import RequestState
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from vllm_vidspec.config import REQUEST_RECORD, ScoreKnobs
 from vllm_vidspec.engine.compat import api, scheduler
+from vllm_vidspec.engine.report.request_metrics import RequestMetrics
 from vllm_vidspec.engine.report.request_records import MAX_VISUAL_TOKENS, AnswerRecord, RequestRecorder
 from vllm_vidspec.engine.requests import NewRequest, RequestRows
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.metrics import KINDS
 from vllm_vidspec.pruning import TokenGrid
 from vllm_vidspec.pruning.frames import PruneUnit
 from vllm_vidspec.scoring import Scored
@@ -25,11 +28,11 @@ from vllm_vidspec.scoring.choices import choose
 CPU = torch.device("cpu")
 
 
-def make(*asking, drafted=(), salt=""):
+def make(*asking, drafted=(), salt="", for_all=False):
     """Return a recorder of four rows, those of `asking` with requests that ask, the others with such that do not."""
     rows = RequestRows(4, CPU)
     rows.has_draft_np[list(drafted)] = True
-    recorder = RequestRecorder(rows, CPU, "qwen3-vl")
+    recorder = RequestRecorder(rows, CPU, "qwen3-vl", for_all)
     for row in range(4):
         sampling = SimpleNamespace(extra_args={REQUEST_RECORD: True} if row in asking else None)
         recorder.add(NewRequest(f"r{row}", row, [], [], sampling, cache_salt=salt))
@@ -68,6 +71,19 @@ def test_a_step_is_told_to_those_that_ask_and_to_each_its_own():
     assert nobody.publisher() is None
 
 
+def test_kinds_are_told_of_all_where_their_metrics_speak_of_them():
+    """Catches: a record for one who has not asked, a row's last request for its present one."""
+    recorder = make(1, drafted=(0, 1), for_all=True)
+    see(recorder, [0, 1, 2], [4, 4, 1], [3, 2, 1])
+    asked, plain = {"kinds": [1, 0], "drafted": 3}, {"kinds": [1, 1, 0]}
+    assert recorder.publisher()() == {"r0": plain, "r1": asked, "r2": {"kinds": [0]}}
+    for row in (0, 1):  # one is preempted and resumes on another row
+        recorder.remove(row)
+    recorder.add(NewRequest("r0", 1, [], [], None))
+    see(recorder, [1, 0], [4, 1], [3, 1])
+    assert recorder.publisher()() == {"r0": plain} and recorder.publisher() is None
+
+
 def test_what_the_draft_saw_is_told_once_and_bounded():
     recorder, long = make(1), TokenGrid(MAX_VISUAL_TOKENS, 1, 2)
     units = [PruneUnit(range(1), TokenGrid(2, 1, 2), 2), PruneUnit(range(1, 2), long, 1)]
@@ -102,7 +118,8 @@ def test_a_record_leaves_with_its_own_requests_tokens():
 
     first, second, third, stranger = output("a", [1, 2], {"x": 1}), output("b", [3]), output("c", []), output("d", [4])
     outputs = {0: SimpleNamespace(outputs=[first, stranger]), 1: SimpleNamespace(outputs=[second, third])}
-    scheduler._hand_over({req_id: {"kinds": [], "drafted": ord(req_id)} for req_id in "abc"}, outputs)
+    records = {req_id: {"kinds": [], "drafted": ord(req_id)} for req_id in "abc"}
+    scheduler._hand_over(records, outputs)
     assert first.kv_transfer_params == {"x": 1, REQUEST_RECORD: {"kinds": [], "drafted": 97, "tokens": [1, 2]}}
     assert second.kv_transfer_params == {REQUEST_RECORD: {"kinds": [], "drafted": 98, "tokens": [3]}}
     assert third.kv_transfer_params is None and stranger.kv_transfer_params is None
@@ -135,6 +152,7 @@ def test_a_response_has_the_record_only_of_a_request_that_asks(monkeypatch):
         return SimpleNamespace(kv=kv_transfer_params, error=error) if finish_reason else None
 
     monkeypatch.setattr(RequestState, "make_request_output", output)
+    monkeypatch.setattr(api, "_hearers", {})
     monkeypatch.setattr(RequestOutput, "add", RequestOutput.add)
 
     async def lines(self, request, result_generator):
@@ -144,7 +162,7 @@ def test_a_response_has_the_record_only_of_a_request_that_asks(monkeypatch):
 
     for name in ("chat_completion_stream_generator", "chat_completion_full_generator"):  # put back afterwards
         monkeypatch.setattr(OpenAIServingChat, name, lines)
-    api.show_request_records(REQUEST_RECORD, AnswerRecord)
+    api.show_request_records(AnswerRecord)
 
     # As vLLM does for a step, for the last one, and for an abort: there by name.
     state = RequestState.__new__(RequestState)
@@ -173,6 +191,35 @@ def test_a_response_has_the_record_only_of_a_request_that_asks(monkeypatch):
     assert asked[1] == "data: [DONE]\n\n"
     for extra, n in ((None, 1), ({}, 1), ({REQUEST_RECORD: False}, 1), ({REQUEST_RECORD: True}, 2)):
         assert asyncio.run(told(extra, n)) == ['data: {"text": "éTrue"}\n\n', asked[1]]
+
+
+def test_a_finished_request_has_its_own_counts_and_nobody_elses(monkeypatch):
+    """Catches: a step that is lost or told twice, counts left among what a KV connector says, ours without any."""
+    names = ("make_request_output", "_new_completion_output")
+    reported = RequestSpecDecodeMetrics(num_spec_tokens=3)
+
+    def output(self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params=None):
+        completion = self._new_completion_output(new_token_ids, finish_reason, stop_reason)
+        return kv_transfer_params, completion.spec_decode_metrics
+
+    def completion(self, token_ids, finish_reason, stop_reason):
+        return SimpleNamespace(spec_decode_metrics=reported if finish_reason else None)
+
+    def raises(state, what):
+        raise ValueError(what)
+
+    for name, function in zip(names, (output, completion), strict=True):
+        monkeypatch.setattr(RequestState, name, function)
+    monkeypatch.setattr(api, "_hearers", {"broken": raises})
+    api.extend_request_metrics(RequestMetrics.of)
+    state, other = RequestState.__new__(RequestState), RequestState.__new__(RequestState)
+    step = {REQUEST_RECORD: {"kinds": [1, 2, 0]}, "x": 1}
+    assert state.make_request_output([1], None, None, None, step) == ({"x": 1}, None)
+    kv, told = state.make_request_output([1], None, "stop", None, {REQUEST_RECORD: {"kinds": [1, 3, 3, 0]}})
+    of_other = other.make_request_output([1], None, "stop", None)[1].to_dict()
+    assert kv is None and told.num_spec_tokens == 3
+    for kind, count in zip(KINDS, (2, 1, 2), strict=True):
+        assert told.to_dict()[f"num_{kind}_draft_tokens"] == count and of_other[f"num_{kind}_draft_tokens"] == 0
 
 
 @pytest.mark.parametrize(("value", "said"), [(True, "start it with request_records"), ("yes", "true or false")])

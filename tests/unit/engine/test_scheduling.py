@@ -1,6 +1,5 @@
 """What sits beside the scheduler: every bound on draft tokens, the breaker, and which request is given which pruner."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from tests.unit.engine.simulated import measured, memory_bound
 from vllm_vidspec.config import METHOD, parse_config
 from vllm_vidspec.engine import scheduling
-from vllm_vidspec.engine.compat.scheduler import _DECISION, StepReport, attach
+from vllm_vidspec.engine.compat.scheduler import _DECISION, Attached, StepReport, attach
 from vllm_vidspec.engine.policy import Decision, Policy
 from vllm_vidspec.engine.scheduling import SchedulerSide
 from vllm_vidspec.errors import VidSpecError
@@ -76,7 +75,7 @@ class World:
             req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
             sampled_token_ids=[[7] * (1 + count) for count in accepted.values()],
         )
-        attach(output, StepReport(frozenset(ids if num_drafts else ())), None)
+        attach(output, Attached(StepReport(frozenset(ids if num_drafts else ()))))
         self.side.observe(step, output)
 
 
@@ -176,11 +175,10 @@ def test_a_draft_that_fails_too_often_is_paused(world):
     assert planned_after(0, seconds=61, num_drafts=0) == 2
 
 
-def test_requests_are_given_pruners(world, tmp_path):
+def test_requests_are_given_pruners(world):
     """Catches: a variant written into parameters that several requests share, a text given a pruner, another's
     tokens, an abort not learned from."""
-    path = tmp_path / "learned.json"
-    it = world(pruner="auto", auto_pruners=["uniform", "uv"], auto_file=str(path))
+    it = world(pruner="auto", auto_pruners=["uniform", "uv"])
     assert it.add("text", num_visual=0).sampling_params is it.sampling_params
     variants = {}
     for i in range(40):
@@ -192,30 +190,10 @@ def test_requests_are_given_pruners(world, tmp_path):
         del it.scheduler.requests[f"r{i}"]
     assert list(variants.values())[:6] == [0, 1] * 3 and list(variants.values())[-20:] == [0] * 20
     it.side.close()
-    learned = json.loads(path.read_text())
-    assert learned["config"] == {"pruner": "uniform", "prune_ratio": 0.9}
-    assert [arm["num_requests"] for arm in learned["learned"]] == [37, 3]
+    assert [arm.num_requests for arm in it.side._pruners._bandit.arms] == [37, 3]
     assert it.file.value("auto_requests_uniform") == 37 and it.file.value("auto_requests_uv") == 3
     assert it.file.value("auto_tokens_uniform") == 37 * 10 * 6 and it.file.value("auto_verify_steps_uv") == 30
     assert not it.side._pruners._running
-    later = world(pruner="auto", auto_pruners=["uv", "uniform"], auto_file=str(path))
-    assert later.side._pruners._bandit.best() == 1 and later.side._pruners._bandit.arms[1].num_requests == 37
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"learned": 3}', "[" * 100_000])
-def test_a_file_that_tells_nothing_is_a_line_in_the_log(world, tmp_path, text, warned):
-    path = tmp_path / "learned.json"
-    path.write_text(text)
-    it = world(pruner="auto", auto_file=str(path))
-    assert len(warned) == 1 and "pruners are tried anew" in warned[0]
-    assert prune_variant_of(it.add("a").sampling_params) == 0
-
-
-def test_a_folder_that_takes_no_file_costs_the_file_alone(world, tmp_path, warned):
-    it = world(pruner="auto", auto_file=str(tmp_path / "nowhere" / "learned.json"))
-    it.add("a")
-    it.side.close()
-    assert "is not written" in warned[-1]
 
 
 def test_a_fixed_pruner_teaches_nothing(world):
@@ -227,16 +205,6 @@ def test_a_fixed_pruner_teaches_nothing(world):
     it.retune(pruner="auto")
     it.sampling_params.extra_args = None
     assert PRUNE_VARIANT in it.add("b").sampling_params.extra_args
-
-
-def test_ratios_cost(world):
-    """Of two ratios with the same acceptance the draft that reads less is better; bytes are those of the gauges."""
-    it = world(pruner="auto", auto_pruners=["uniform"], auto_ratios=[0.0, 0.9])
-    assert it.side._pruners._costs() is None, "before anything is loaded"
-    for name, value in (("target_load_bytes", 1000), ("draft_load_bytes", 100), ("draft_kv_bytes_per_token", 2)):
-        it.file.set(name, value)
-    it.add("a", num_visual=100)
-    assert it.side._pruners._costs() == pytest.approx([1 + K * 0.3, 1 + K * 0.12])
 
 
 @pytest.mark.parametrize("knobs", [{}, {"pruner": "auto", "auto_pruners": ["uniform", "uv"]}])

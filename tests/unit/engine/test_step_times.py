@@ -10,17 +10,24 @@ from vllm_vidspec.engine.policy import StepCosts
 
 
 @pytest.mark.parametrize(
-    ("slow", "fails", "sizes"), [(None, 64, [1, 4, 16]), (2048, None, [1, 4]), (None, 2048, [1, 4])]
+    ("slow", "fails", "sizes", "long_size"),
+    [
+        (None, [(64, 48)], [1, 4, 16], 4),
+        (2048, [], [1, 4], 4),
+        (None, [(4, 2048)], [1, 4, 16, 64], 1),
+        (None, [(4, 48)], [1, 16, 64], 1),
+        (None, [(1, 2048), (4, 2048)], [1, 4, 16, 64], None),
+    ],
 )
-def test_costs_follow_from_whatever_was_measured(monkeypatch, slow, fails, sizes):
-    """A prompt that takes minutes, a size without room. Catches: a context of a size that was never measured without
-    it, by which the engine would not start."""
+def test_costs_follow_from_whatever_was_measured(monkeypatch, slow, fails, sizes, long_size):
+    """A prompt that takes minutes, sizes without room. Catches: a context of a size that was never measured without
+    it, by which the engine would not start; what has room and is left out."""
     now = 0.0
 
     def of_size(core, trial, options, is_parallel, size, num_tokens):
         nonlocal now
         now += 61.0 if num_tokens == slow else 1.0
-        return None if fails in (size, num_tokens) else [1e-3 * size + 1e-6 * num_tokens] * len(options)
+        return None if (size, num_tokens) in fails else [1e-3 * size + 1e-6 * num_tokens] * len(options)
 
     monkeypatch.setattr(step_times, "_of_size", of_size)
     monkeypatch.setattr(step_times.time, "monotonic", lambda: now)
@@ -33,3 +40,4 @@ def test_costs_follow_from_whatever_was_measured(monkeypatch, slow, fails, sizes
     )
     measured = step_times.measure(core, step_times.Trial(OPTIONS[0]), OPTIONS, False)
     assert StepCosts(len(OPTIONS), measured).sizes == sizes
+    assert [size for index, size, context in measured if index == 0 and context > 1] == [long_size] * bool(long_size)

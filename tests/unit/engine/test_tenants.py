@@ -1,21 +1,14 @@
 """What is kept of one request and given to another: never to another tenant (`cache_salt`), adapter or beginning."""
 
 import dataclasses
-import pickle
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import NewRequestData
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
 
 from tests.unit.engine.fakes import HIDDEN, NUM_TOKENS, VIDEO, batch_of, in_list, new_request
 from tests.unit.engine.listening import hear, make_guidance, make_states
-from vllm_vidspec.engine import scheduling
-from vllm_vidspec.engine.compat import scheduler
 from vllm_vidspec.engine.hooks import prompts, visual_states
 from vllm_vidspec.engine.hooks.attention import AttentionGuidance
 from vllm_vidspec.engine.hooks.hidden_states import HiddenStateGuidance
@@ -112,17 +105,3 @@ def test_what_is_only_heard_counts_too():
         features = [SimpleNamespace(identifier=name, modality="audio"), *found.features]
         keys.append(without(features=features)(found, found.features, [int(VIDEO[-1]) + 1]))
     assert keys[0] != keys[1] and len(keys[0]) == 1
-
-
-def test_the_salt_travels_to_the_workers():
-    """From vLLM's request to what a worker is told, pickled on the way, in engines of ours. Catches: a lost field."""
-    scheduler.hook_scheduler(scheduling.SchedulerSide)
-    request = Request("id", [1, 2], SamplingParams(max_tokens=3), None, cache_salt="mine")
-    told = {}
-    for method in ("vidspec", "other"):
-        config = SimpleNamespace(additional_config={method: {}})
-        with pytest.raises(TypeError):  # our note of the configuration comes before vLLM's own work
-            Scheduler.__init__(object.__new__(Scheduler), config)
-        made = NewRequestData.from_request(request, ())
-        told[method] = scheduler.salt_of(pickle.loads(pickle.dumps(made)))
-    assert told == {"vidspec": "mine", "other": ""}

@@ -6,6 +6,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+from vllm.v1.attention.ops import triton_unified_attention
 
 from tests.unit.engine import fakes
 from vidspec_kernels.tree_attention.reference import tree_attention_reference
@@ -33,17 +35,9 @@ def flash_layer(version: int | None, **changes):
     return layer
 
 
-def triton_layer(monkeypatch, bound: int | None):
-    """Return a layer of vLLM's Triton backend, whose kernel's module names the rows that it splits keys for, or not."""
-    kernels, backend = (ModuleType(f"stands_in_for.{name}") for name in ("triton_unified_attention", "triton_attn"))
-    exec("def unified_attention(q): pass", kernels.__dict__)
-    if bound is not None:
-        kernels.MAX_3D_QUERY_LEN = bound
-    backend.unified_attention = kernels.unified_attention
-    for module in (kernels, backend):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+def triton_layer():
     layer = fakes.attention_layer(name="TRITON_ATTN")
-    impl = type("Impl", (), {"__module__": backend.__name__})()
+    impl = object.__new__(TritonAttentionImpl)
     vars(impl).update(vars(layer.impl))
     layer.impl = impl
     return layer
@@ -72,8 +66,10 @@ def test_flash_attention_by_its_version(version):
 @pytest.mark.parametrize("bound", [None, 8])
 def test_tritons_kernel_by_its_bound(monkeypatch, bound):
     """0.32 has no constant and splits for single rows alone; 0.33 names 8."""
-    layer = triton_layer(monkeypatch, bound)
-    most = bound or 1
+    layer, most = triton_layer(), bound or 1
+    monkeypatch.setattr(triton_unified_attention, "MAX_3D_QUERY_LEN", bound, raising=False)
+    if bound is None:
+        monkeypatch.delattr(triton_unified_attention, "MAX_3D_QUERY_LEN")
     assert backends.splits_keys(layer, most) and not backends.splits_keys(layer, most + 1)
     assert make(layer, num_rows=most) is None and make(layer, num_rows=most + 1) is not None
 
@@ -137,18 +133,6 @@ def test_scales_are_vllms_own_tensors(shape, isa):
         assert isa or scale.data_ptr() == part.data_ptr()
     layer.kv_cache_dtype = "auto"
     assert kv_views.cache_scales(layer, query) == (None, None, None)
-
-
-def test_flashinfers_metadata_says_its_block_table():
-    """Catches: a batch whose table is not its own; the result of the builder lost."""
-    made = []
-    builder = SimpleNamespace(build=lambda common_prefix_len, common_attn_metadata, fast_build=False: made[-1])
-    compat.keep_block_table(builder)
-    for table in (torch.ones(1, 2), torch.ones(3, 2)):
-        made.append(SimpleNamespace(num_decodes=len(table)))
-        common = SimpleNamespace(block_table_tensor=table)
-        found = builder.build(common_prefix_len=0, common_attn_metadata=common)
-        assert found is made[-1] and found.block_table is table
 
 
 NUM_HEADS, HEAD_SIZE, NUM_TOKENS = 4, 8, 6

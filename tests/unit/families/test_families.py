@@ -59,7 +59,6 @@ def minicpm():
 
 # vLLM shows it videos, and it has no adapter.
 unknown = made("Exaone4_5_")
-SMALL_TOWER = {"model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14}
 NAMES = {
     qwen: "qwen2.5-vl",
     llava: "llava-onevision",
@@ -257,30 +256,13 @@ def test_each_difference_is_named(make, path, value, label, shown):
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("target", "draft", "parts"),
-    [
-        # Catches: a check that stops at the first problem; attribute paths that hold for our namespaces only.
-        (
-            qwen(),
-            changed(qwen(), image_token_id=7, vision_config__spatial_merge_size=4),
-            ("image token id is 151655", "spatial merge size is 2 in the target but 4"),
-        ),
-        (
-            llava(),
-            llava(image_token_index=5, vision_config=SMALL_TOWER),
-            ("image token id is 151646", "frame size in pixels is 384 in the target but 56"),
-        ),
-        # Catches: a pair across families compared property by property, or let through.
-        (qwen(), llava(), ("different families: the target is qwen2.5-vl, the draft llava-onevision",)),
-    ],
-)
-def test_pairs_that_do_not_fit(target, draft, parts):
-    """Catches what the comment above each case says, and a message of more than one line."""
+def test_all_differences_are_named_in_one_line():
+    """Catches: a check that stops at the first problem."""
+    draft = changed(qwen(), image_token_id=7, vision_config__spatial_merge_size=4)
     with pytest.raises(VidSpecError) as caught:
-        check_pair(target, draft)
+        check_pair(qwen(), draft)
     message = str(caught.value)
-    assert all(part in message for part in parts) and "\n" not in message
+    assert "image token id is 151655" in message and "spatial merge size is 2" in message and "\n" not in message
 
 
 @pytest.mark.parametrize(

@@ -148,15 +148,6 @@ def test_a_drafter_knows_no_secret_of_the_server(monkeypatch):
     assert not environment.keys() & set(SECRETS) and environment.keys() >= set(needed)
 
 
-def test_weights_that_need_a_token_are_there_before_the_drafter(monkeypatch):
-    """Catches: a gated draft, which a process without the token cannot download."""
-    loader, config = mock.Mock(), SimpleNamespace(speculative_config=SimpleNamespace(draft_model_config="the draft's"))
-    monkeypatch.setattr(launch, "get_draft_load_config", lambda vllm_config: "as the draft loads")
-    monkeypatch.setattr(launch, "get_model_loader", {"as the draft loads": loader}.get)
-    launch.fetch_weights(config)
-    loader.download_model.assert_called_once_with("the draft's")
-
-
 def test_the_thread_of_commits_outlives_an_exception(monkeypatch):
     """Catches: a loop that ends, a buffer that is lost with it, an event that polls the driver."""
     event = mock.Mock()  # each is there at once

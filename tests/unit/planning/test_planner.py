@@ -45,34 +45,6 @@ def test_a_tree_runs_as_often_and_as_wide_as_ours():
         assert tuple(map(len, topology_of(paths).frontiers())) == level_widths(paths)
 
 
-def test_bounds():
-    """K = 0 is vanilla; a gain stays below tau; the prefill only costs. Catches: a free lunch."""
-    planner = Planner(question(draft_gpus=1))
-    zero = planner.chain(4, 0, 0.9)
-    assert (zero.shape, zero.speedup, zero.answer_speedup, zero.acceptance_length) == ("none", 1.0, 1.0, 1.0)
-    for batch in (1, 16, 200):
-        for one in planner.candidates(batch):
-            assert one.answer_speedup <= (max(1, one.speedup) if one.shape == "parallel" else one.speedup)
-            if one.shape in ("chain", "tree-static"):
-                assert one.speedup <= one.acceptance_length
-            if one.shape == "parallel":
-                assert one.speedup <= one.num_tokens + 1
-            assert one.verify_s >= one.target_s
-
-
-def test_the_best_is_the_best_that_fits():
-    """Every candidate again, by hand. Catches: a faster one passed over, one that has no room, a gain below WORTH."""
-    planner = Planner(question(draft_gpus=1))
-    for batch in (1, 40, 90, 97, 300):
-        best = planner.best(batch)
-        fits = [one for one in planner.candidates(batch) if one.fits]
-        fastest = max(one.answer_speedup for one in fits)
-        if fastest >= WORTH:
-            assert best.answer_speedup == fastest
-        else:
-            assert best.shape == "none"
-
-
 def test_limits_are_exact():
     """The last batch size that pays and the next one; the last that fits and the next. Catches: powers of two only."""
     planner = Planner(question())

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from benchmarks import captioned, captions
-from benchmarks.training.tiny_labels import LABELS, labels_of
 from vllm_vidspec.shapeworld import world
 
 SEEDS = range(8)
@@ -16,40 +15,17 @@ def samples() -> list[captioned.Captioned]:
 
 
 def test_samples(samples: list[captioned.Captioned]) -> None:
-    """Shapes, dtypes and ranges; a closed vocabulary; captions that say all their facts; and what is to be seen."""
-    cells, vocabulary = (world.NUM_FRAMES, world.GRID_SIZE**2), set(captioned.vocabulary())
+    """Shapes, dtypes and ranges; a closed vocabulary; captions that say all their facts."""
+    vocabulary = set(captioned.vocabulary())
     assert len(captioned.vocabulary()) == len(vocabulary) <= 1024
     for sample in samples:
         assert sample.frames.shape == (32, 112, 112, 3) and sample.frames.dtype == np.uint8
-        labels = labels_of(sample)
-        assert set(labels) == set(LABELS)
-        for name, num_classes in LABELS.items():
-            assert labels[name].shape == cells
-            assert labels[name].min() >= 0 and labels[name].max() < num_classes
         assert 2 <= len(sample.facts) <= 4
-        assert np.array_equal(np.unique(sample.scene_of_frame), np.arange(len(sample.facts)))
         words = sample.caption.split()
         assert 80 <= len(words) <= 200 and set(words) <= vocabulary
         assert captions.parse_caption(sample.caption) == list(sample.facts)
         assert all(right == total for right, total in captions.score_caption(sample.caption, sample.facts).values())
         assert all(right == 0 for right, _ in captions.score_caption("", sample.facts).values())
-        # A tenth of the cells holds (nearly) all shapes: a good choice of a tenth loses little, a random one much.
-        is_shape = labels["color"] > 0
-        assert 0.03 <= is_shape.mean() <= 0.12
-        # Every described shape is on screen for VISIBLE_FRAMES frames of its scene, and no longer.
-        for scene_idx, scene in enumerate(sample.facts):
-            shown = is_shape[sample.scene_of_frame == scene_idx].any(1).sum()
-            assert world.VISIBLE_FRAMES <= shown <= world.VISIBLE_FRAMES * len(scene.objects)
-
-
-@pytest.mark.parametrize("style", captioned.STYLES[1:])
-def test_other_styles_say_the_same_facts(samples: list[captioned.Captioned], style: str) -> None:
-    """Catches: a filler that reads as a fact, a word that no tokenizer has, a style that changes what is to be seen."""
-    styled = [captioned.make_sample(world.HELD_OUT_SEED + seed, style=style) for seed in SEEDS]
-    for ours, usual in zip(styled, samples, strict=True):
-        assert ours.facts == usual.facts and np.array_equal(ours.frames, usual.frames)
-        assert ours.caption != usual.caption and set(ours.caption.split()) <= set(captioned.vocabulary())
-        assert captions.parse_caption(ours.caption) == list(ours.facts)
 
 
 FACTS = (

@@ -2,14 +2,17 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from vllm_vidspec.config import REQUEST_RECORD
 from vllm_vidspec.engine.compat.contract import wrap
 from vllm_vidspec.errors import VidSpecError
 
 _RECORD = "_vidspec_record"  # on vLLM's outputs of requests that ask for one
+_KINDS = "_vidspec_kinds"  # on vLLM's state of a request
+_hearers: dict[str, Callable[[Any, dict[str, Any]], None]] = {}  # see `_hear_steps`
 # Our parameters of the HTTP request that is being served.
 _asked: ContextVar[dict[str, Any]] = ContextVar("vidspec_asked", default={})  # noqa: B039 - it is never written
 
@@ -55,30 +58,61 @@ def _clients_error() -> Iterator[None]:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
 
-def extend_request_metrics(extend: Callable) -> None:
-    """Let the last function given extend what `--per-request-spec-decode-metrics` reports of a finished request.
+def _hear_steps(purpose: str, hear: Callable[[Any, dict[str, Any]], None]) -> None:
+    """Let `hear(state, step)` (of each purpose the last given) have what the engine says of a request's steps, given
+    vLLM's `RequestState` of the answer.
+
+    Why: vLLM passes what the engine says of a step on in types of its own; ours travels in `kv_transfer_params`
+    (`scheduler._hand_over`), and is taken out of it here, where an output becomes a client's.
+    Until: a worker's output may carry a plugin's fields to the response.
+    """
+    from vllm.v1.engine.output_processor import RequestState
+
+    def made(
+        original, self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params=None, *args, **kw
+    ):  # vLLM's own names: an abort gives all by name
+        if step := (kv_transfer_params or {}).get(REQUEST_RECORD):
+            kv_transfer_params = {key: of for key, of in kv_transfer_params.items() if key != REQUEST_RECORD} or None
+            for each in _hearers.values():
+                with contextlib.suppress(Exception):  # here vLLM serves all requests: nothing is worth their answers
+                    each(self, step)
+        given = (new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params)
+        output = original(self, *given, *args, **kw)
+        if output is not None and hasattr(self, _RECORD):
+            setattr(output, _RECORD, getattr(self, _RECORD).take())
+        return output
+
+    _hearers[purpose] = hear
+    outputs = ("new_token_ids", "pooling_output", "finish_reason", "stop_reason", "kv_transfer_params")
+    wrap(RequestState, "make_request_output", made, "self", *outputs)
+
+
+def extend_request_metrics(extend: Callable[[Any, Sequence[int]], Any]) -> None:
+    """Let what `--per-request-spec-decode-metrics` reports of a finished request be `extend(reported, kinds)`, given
+    the kinds of its tokens.
 
     Why: vLLM's scheduler counts accepted tokens; which of them were loosened, only our scorer knows.
     Until: a rejection sampler can report counts of its own.
     """
     from vllm.v1.engine.output_processor import RequestState
 
+    def hear(state, step):
+        vars(state).setdefault(_KINDS, []).extend(step["kinds"])
+
     def extended(original, self, *args, **kwargs):
         output = original(self, *args, **kwargs)
         if output.spec_decode_metrics is not None:
-            output.spec_decode_metrics = self._vidspec_extend(output.spec_decode_metrics, self.request_id)
+            output.spec_decode_metrics = extend(output.spec_decode_metrics, getattr(self, _KINDS, ()))
         return output
 
-    RequestState._vidspec_extend = staticmethod(extend)
+    _hear_steps("metrics", hear)
     wrap(RequestState, "_new_completion_output", extended)
 
 
-def show_request_records(field: str, make: Callable[[Any], Any]) -> None:
-    """Let the response of a chat request that asks with `field` have its record under the same name.
+def show_request_records(make: Callable[[Any], Any]) -> None:
+    """Let the response of a chat request that asks with `REQUEST_RECORD` have its record under the same name.
 
-    Why: vLLM passes what the engine says of a step on in types of its own; a record travels in `kv_transfer_params`
-    (`scheduler._hand_over`), is taken out of it here, where an output becomes a client's, and reaches the response
-    beside it. Until: a worker's output may carry a plugin's fields to the response.
+    Why: a response has no place for a plugin's fields. Until: it has.
 
     In a stream each chunk has the steps since the last; of `n` answers there are none. `make(state)` is the record of
     one answer, given vLLM's `RequestState`: `add` takes a step in, `take` returns what is new.
@@ -86,22 +120,13 @@ def show_request_records(field: str, make: Callable[[Any], Any]) -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.outputs import RequestOutput
-    from vllm.v1.engine.output_processor import RequestState
 
-    def made(
-        original, self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params=None, *args, **kw
-    ):  # vLLM's own names: an abort gives all by name
-        if step := (kv_transfer_params or {}).get(field):
-            kv_transfer_params = {key: kv_transfer_params[key] for key in kv_transfer_params.keys() - {field}} or None
-            with contextlib.suppress(Exception):  # here vLLM serves all requests: no record is worth their answers
-                if not hasattr(self, _RECORD):
-                    setattr(self, _RECORD, make(self))
-                getattr(self, _RECORD).add(step)
-        given = (new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params)
-        output = original(self, *given, *args, **kw)
-        if output is not None and hasattr(self, _RECORD):
-            setattr(output, _RECORD, getattr(self, _RECORD).take())
-        return output
+    def hear(state, step):
+        if "drafted" not in step:
+            return  # another request's than one that asks
+        if not hasattr(state, _RECORD):
+            setattr(state, _RECORD, make(state))
+        getattr(state, _RECORD).add(step)
 
     def add(original, self, next_output, aggregate):
         original(self, next_output, aggregate)
@@ -113,12 +138,13 @@ def show_request_records(field: str, make: Callable[[Any], Any]) -> None:
             yield result
 
     def asks(request):
-        return (request.n or 1) == 1 and _ours(request.model_extra, field).get(field) is True
+        return (request.n or 1) == 1 and (request.model_extra or {}).get(REQUEST_RECORD) is True
 
     async def with_steps(lines, steps):
         async for line in lines:
             if steps and line.startswith("data: {"):
-                line = f"data: {json.dumps(json.loads(line[6:]) | {field: steps.copy()}, ensure_ascii=False)}\n\n"
+                chunk = json.loads(line[6:]) | {REQUEST_RECORD: steps.copy()}
+                line = f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
                 steps.clear()
             yield line
 
@@ -133,11 +159,10 @@ def show_request_records(field: str, make: Callable[[Any], Any]) -> None:
         results = watched(result_generator, steps) if asks(request) else result_generator
         response = await original(self, request, results, *args, **kwargs)
         if steps and isinstance(response, ChatCompletionResponse):
-            setattr(response, field, steps)
+            setattr(response, REQUEST_RECORD, steps)
         return response
 
-    outputs = ("new_token_ids", "pooling_output", "finish_reason", "stop_reason", "kv_transfer_params")
-    wrap(RequestState, "make_request_output", made, "self", *outputs)
+    _hear_steps("records", hear)
     wrap(RequestOutput, "add", add, "self", "next_output", "aggregate")
     wrap(OpenAIServingChat, "chat_completion_stream_generator", stream, "self", "request", "result_generator")
     wrap(OpenAIServingChat, "chat_completion_full_generator", full, "self", "request", "result_generator")

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-FLASH_ROWS = 128  # of a KV head, that FlashAttention 3 holds in one tile: for more it reads the keys again
-
 
 def splits_keys(layer: Any, num_rows: int) -> bool:
     """Return whether a layer's backend shares a request's keys out among programs for `num_rows` query rows of it.

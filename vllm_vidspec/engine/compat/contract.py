@@ -1,8 +1,11 @@
-"""What every patch is made of: a check of the names that it relies on, and a wrapper that is put on once."""
+"""What every patch is made of: a check of the names that it relies on, and a wrapper that is put on once, or a value
+that is put in for a while.
+"""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_vidspec import SUPPORTED_VLLM
@@ -44,3 +47,14 @@ def wrap(owner: Any, name: str, around: Callable, *parameters: str) -> bool:
         return lambda *args, **kwargs: around(original, *args, **kwargs)
 
     return replace(owner, name, make, *parameters)
+
+
+@contextlib.contextmanager
+def put_in(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let an attribute, which must be there, have another value meanwhile."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,29 +1,23 @@
 """Patches of the CPU engine alone: its runner, and kernels that Triton's interpreter cannot run, or not in time."""
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from vllm_vidspec.engine.compat.contract import MARK, expect_parameters, replace, wrap
+from vllm_vidspec.engine.compat.contract import MARK, expect_parameters, put_in, replace, wrap
 
 
-@contextlib.contextmanager
-def cpu_model_runner(make: Callable) -> Iterator[None]:
+def cpu_model_runner(make: Callable) -> AbstractContextManager[None]:
     """Let `CPUWorker.init_device` build the runner that `make` returns.
 
     Why: it has no method for that to override. Until: it has `_make_model_runner`, as the GPU's worker does.
     """
     import vllm.v1.worker.cpu.model_runner as module
 
-    original = module.CPUModelRunner
-    module.CPUModelRunner = make  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        module.CPUModelRunner = original  # type: ignore[misc]
+    return put_in(module, "CPUModelRunner", make)
 
 
 def keep_caches_readable() -> None:

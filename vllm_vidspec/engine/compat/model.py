@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from vllm.distributed import parallel_state
 
-from vllm_vidspec.engine.compat.contract import NEEDED_VLLM, expect_parameters, wrap
+from vllm_vidspec.engine.compat.contract import NEEDED_VLLM, expect_parameters, put_in, wrap
 from vllm_vidspec.errors import VidSpecError
 
 _ATTENTION_FORWARD = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
@@ -234,24 +234,17 @@ def intercept_penalties(penalties: Any, penalise: Callable[[torch.Tensor, Any], 
     wrap(penalties, "apply", apply_to_paths, "logits", "ctx")
 
 
-@contextlib.contextmanager
-def one_stage() -> Iterator[None]:
+def one_stage() -> contextlib.AbstractContextManager[None]:
     """Build or run a model that has no stages.
 
     Why: vLLM's model classes ask the process's pipeline group which layers they have, and whether embeddings or another
     stage's states are their input. The target's last stage has few layers and no embeddings, the draft has all of its.
     Until: a model class takes its stage as an argument.
     """
-    group = parallel_state._PP
-    parallel_state._PP = _ONE_STAGE  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        parallel_state._PP = group
+    return put_in(parallel_state, "_PP", _ONE_STAGE)
 
 
-@contextlib.contextmanager
-def without_kv_connector() -> Iterator[None]:
+def without_kv_connector() -> contextlib.AbstractContextManager[None]:
     """Run a forward that no KV connector sees.
 
     Why: vLLM's attention operator offers every layer of every forward to the connector, and a draft's layers are not
@@ -260,8 +253,4 @@ def without_kv_connector() -> Iterator[None]:
     """
     from vllm.distributed.kv_transfer import kv_transfer_state
 
-    connector, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, None
-    try:
-        yield
-    finally:
-        kv_transfer_state._KV_CONNECTOR_AGENT = connector
+    return put_in(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)

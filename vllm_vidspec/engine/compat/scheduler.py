@@ -26,12 +26,12 @@ class StepReport(NamedTuple):
 class Attached(NamedTuple):
     """What a step's output brings along."""
 
-    report: StepReport | None = None
+    report: StepReport = StepReport()
     carried: Changes | None = None  # what was counted on another host
-    records: dict[str, dict[str, Any]] | None = None  # by request id, of requests that ask for one
+    records: dict[str, dict[str, Any]] | None = None  # by request id, of requests whose responses say something
 
 
-_NOTHING, _NO_REPORT = Attached(), StepReport()
+_NOTHING = Attached()
 
 
 def hook_scheduler(attach: Callable) -> None:
@@ -159,9 +159,9 @@ def decision_of(scheduler_output: Any) -> Decision | None:
     return getattr(scheduler_output, _DECISION, None)
 
 
-def attach(output: Any, *what: Any) -> None:
-    """Attach to vLLM's `ModelRunnerOutput` what a worker has to say of a step: the fields of `Attached`."""
-    setattr(output, _ATTACHED, Attached(*what))
+def attach(output: Any, what: Attached) -> None:
+    """Attach to vLLM's `ModelRunnerOutput` what a worker has to say of a step."""
+    setattr(output, _ATTACHED, what)
 
 
 def attached_to(output: Any) -> Attached:
@@ -171,11 +171,11 @@ def attached_to(output: Any) -> Attached:
 
 def report_of(output: Any) -> StepReport:
     """Return the report of vLLM's `ModelRunnerOutput`; an empty one where it has none."""
-    return attached_to(output).report or _NO_REPORT
+    return attached_to(output).report
 
 
 def _hand_over(records: dict[str, dict[str, Any]], outputs: Any) -> None:
-    """Put each request's record beside its own new tokens, where `api.show_request_records` takes it out."""
+    """Put each request's record beside its own new tokens, where `api._hear_steps` takes it out."""
     for client in outputs.values():
         for output in client.outputs:
             if (record := records.get(output.request_id)) is not None and output.new_token_ids:

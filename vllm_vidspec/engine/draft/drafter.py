@@ -177,7 +177,7 @@ class Drafter:
         if message.draft_batch is None or message.draft_batch is not self._draft_batch:
             self._draft_batch, self._is_processed = message.draft_batch, self._sample.needs_processors(rows_np)
         num_reqs = self._graphs.size_for(len(rows_np), self._width(message.shape), self._is_processed)
-        self._begin(message.batch_rows, message.picked, message.num_sampled, message.was_verified, num_reqs)
+        self._begin(message, num_reqs)
         rows, drafts = buffers.of(len(rows_np))
         processed = Processed(self._sample, rows, rows_np) if self._is_processed else None
         num_drafts, tree, num_forwards = message.max_drafts, None, max(1, message.max_drafts)
@@ -214,19 +214,12 @@ class Drafter:
             self.counters.add("draft_eager_steps")
         self.counters.add("draft_decode_us", int(1e6 * (time.perf_counter() - start)))
 
-    def _begin(
-        self,
-        batch_rows: torch.Tensor,
-        picked: torch.Tensor | None,
-        num_sampled: torch.Tensor,
-        was_verified: torch.Tensor | None,
-        num_reqs: int,
-    ) -> None:
+    def _begin(self, message: messages.DraftMessage, num_reqs: int) -> None:
         begin_step(
-            batch_rows,
-            picked,
-            num_sampled,
-            was_verified,
+            message.batch_rows,
+            message.picked,
+            message.num_sampled,
+            message.was_verified,
             self._sample.temperature,
             self._sample.seeds,
             self._tables,
@@ -272,10 +265,11 @@ class Drafter:
                 parts |= drafter.parts(num_reqs, plan.num_tokens, is_processed)
             num_processed = len(parts) - num_others
 
-        empty = self.buffers.step.rows[:0]
+        rows = self.buffers.step.rows[:0]
+        nobody = messages.DraftMessage(rows, None, np.zeros(0, dtype=np.int64), rows.int(), None, 0)
 
         def prepare(key: Part) -> Run:
-            self._begin(empty, None, empty.int(), None, key.num_tokens)
+            self._begin(nobody, key.num_tokens)
             return parts[key]
 
         start, before = time.perf_counter(), _free_bytes(self.model.device)

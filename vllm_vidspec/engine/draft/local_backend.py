@@ -36,8 +36,6 @@ _Proposals = list[tuple[messages.Drafts, torch.Tensor | None]]
 class LocalBackend(DraftBackend):
     """See `DraftBackend`."""
 
-    graphs_class = DraftGraphs
-
     def __init__(
         self,
         runner: Any,  # the model runner
@@ -87,7 +85,7 @@ class LocalBackend(DraftBackend):
         self.draft_model.use_cudagraph_mode(mode_of_draft(cudagraph_mode))
         config, num_rows = self._vllm_config, len(self._requests.phase)
         by_default = self._sample.processes_by_default(config.model_config)
-        self._graphs = self.graphs_class(config, self._device, cudagraph_mode, num_rows, by_default)
+        self._graphs = DraftGraphs(config, self._device, cudagraph_mode, num_rows, by_default)
         return self._graphs
 
     def init_kv(

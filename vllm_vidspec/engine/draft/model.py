@@ -98,13 +98,16 @@ class DraftModel:
         self.model: nn.Module
         self.config: VllmConfig
 
-    def load(self, target: nn.Module | None, knobs: VidSpecConfig) -> None:
-        """Load the draft, or share `target`, the network of a self-draft; `knobs` say how its layers compute."""
+    def load(self, target: Any, knobs: VidSpecConfig) -> int:
+        """Load the draft's weights, or take the `target`'s where it drafts for itself; return the bytes they hold.
+
+        `knobs` say how its layers and its output head compute.
+        """
+        before = held_bytes(self.device)
         self.config = draft_config(self.target_config, self.is_self_draft, knobs.linear_backend_per_quant)
         if self.is_self_draft:
             # Attention finds its layer, and so its KV cache, by name in the forward context: the same network run under
             # a context of copied attention layers is a second model without a second copy of any weight.
-            assert target is not None
             self.model = target
             ours, theirs = (it.compilation_config.static_forward_context for it in (self.config, self.target_config))
             ours.update({name: own_cache(layer) for name, layer in theirs.items()})
@@ -127,6 +130,7 @@ class DraftModel:
         max_num_seqs = self.config.scheduler_config.max_num_seqs
         self._never_prefilling = torch.zeros(max_num_seqs, dtype=torch.bool)
         self._longest = torch.zeros(max_num_seqs, dtype=torch.int32)  # bounds of what the host does not know
+        return max(0, held_bytes(self.device) - before)
 
     def use_cudagraph_mode(self, mode: CUDAGraphMode) -> None:
         """Take the draft's mode, for its metadata builders, which the next `init_kv` makes."""

@@ -16,8 +16,8 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vidspec_kernels import Noise, SampleScratch, candidates, draw, warm_up
 
 DRAFT_NOISE_SALT = 1 << 30  # added to positions by vLLM's sampler where a draft's noise is its own (`is_drafting`)
-# Up to here drafts that ignore a parameter stand as often, to within a hundredth (benchmarks/bench_draft_parameters.py,
-# docs/architecture.md), and a step of them is one graph.
+# Up to here drafts that ignore a parameter stand as often, to within a hundredth (docs/notebook/draft-parameters.md),
+# and a step of them is one graph.
 MOST_REPETITION, NEARLY_GREEDY = 1.05, 0.01
 LEAST_TOP_K, LEAST_TOP_P = 20, 0.95
 _ALL_TOKENS, _NO_PENALTIES = 1 << 30, {"repetition": 1.0, "frequency": 0.0, "presence": 0.0}

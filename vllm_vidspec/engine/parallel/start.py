@@ -19,7 +19,7 @@ from vllm_vidspec.engine.draft.drafter import DraftContext, Drafter
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, mode_of_draft
 from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.draft.messages import Committed
-from vllm_vidspec.engine.draft.model import DraftModel, held_bytes
+from vllm_vidspec.engine.draft.model import DraftModel
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.kv_views import attention_layers
@@ -50,9 +50,7 @@ def build(plan: Plan, vllm_config: Any, config: VidSpecConfig, tables: Tables) -
         knobs, counters = Knobs(config), DrafterCounters(tables.counters if plan.rank == 0 else None)
         agreement = Agreement(get_tp_group())
         model = DraftModel(vllm_config, device, is_self_draft=False, agreement=agreement)
-        before = held_bytes(device)
-        model.load(None, config)
-        counters.set("draft_load_bytes", max(0, held_bytes(device) - before))
+        counters.set("draft_load_bytes", model.load(None, config))
         with torch.inference_mode():  # as vLLM's workers profile, capture and serve; not what loads weights
             drafter, mirror = _make_drafter(plan, vllm_config, knobs, counters, model, agreement)
             drafter.capture()

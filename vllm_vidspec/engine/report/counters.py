@@ -27,43 +27,29 @@ SOUND = 1.0  # the log speaks again only after a window as good as this
 
 
 class Counters:
-    """Counts of one worker, in all and by request. Only tensor-parallel rank 0 publishes."""
+    """Counts of one worker. Only tensor-parallel rank 0 publishes."""
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        device: torch.device,
-        max_num_reqs: int,
-        num_speculative_tokens: int,
-        requests: RequestRows,
-    ):
+    def __init__(self, vllm_config: Any, device: torch.device, num_speculative_tokens: int, requests: RequestRows):
         # [7 + K] see `Tally.totals`
         self._totals = torch.zeros(len(_TOTALS) + num_speculative_tokens, dtype=torch.int64, device=device)
         self._requests = requests
         self._launches: dict = {}  # see `Tally.known`
-        self._on_gpu = device.type == "cuda"
+        on_gpu = device.type == "cuda"
         # On the host: the totals themselves, or where a copy of them goes.
-        self._host = torch.zeros_like(self._totals, device="cpu", pin_memory=True) if self._on_gpu else self._totals
+        self._host = torch.zeros_like(self._totals, device="cpu", pin_memory=True) if on_gpu else self._totals
         self._host_np = self._host.numpy()
-        self._copied = torch.cuda.Event() if self._on_gpu else None
+        self._copied = torch.cuda.Event() if on_gpu else None
         self._has_news = self._is_copying = False  # since the last copy was begun; whether one is under way
         self._published = np.zeros(len(self._host), dtype=np.int64)
         positions = (f"accepted_at_pos_{i}" for i in range(num_speculative_tokens))
         self._file_slots = metrics.slots_of((*_TOTALS, *positions))  # of each total
         self._file = self._open(vllm_config)
-        # What a response says of its own request, where the server was asked for that.
-        level = vllm_config.observability_config.per_request_spec_decode_metrics
-        is_asked = isinstance(self._file, metrics.MetricsFile) and level != "none"
-        self._by_request: Any = self._file if is_asked else None
         self._logged: set[str] = set()
         self._alarm = AcceptanceAlarm()
         self.is_paused = False  # whether nothing is counted: what runs is no client's request
         # Requests that have begun and not ended: what they will count as, "" while they are not drafted for.
         self._fates: dict[str, str] = {}
         self._last_drafted = frozenset[str]()  # the last who were
-        self._slots = np.zeros(max_num_reqs, dtype=np.int64)  # [max_num_reqs] in the file, by persistent row
-        self._held: dict[str, int] = {}  # slots of requests that have not finished, running or preempted
-        self._pending: list[tuple[np.ndarray, torch.Tensor]] = []  # slots and counts of the step in flight
 
     @staticmethod
     def _open(vllm_config: Any) -> Counts | None:
@@ -74,46 +60,28 @@ class Counters:
             return CarriedCounts()
         return open_for(vllm_config) or CarriedCounts()
 
-    @property
-    def counts_requests(self) -> bool:
-        return self._by_request is not None
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing, log nothing and give no request a slot within: vLLM's warm-up steps real requests."""
+        """Count nothing and log nothing within: vLLM's warm-up steps real requests."""
         self.flush()
         totals, self.is_paused = self._totals.clone(), True
         try:
             yield
         finally:
             self._totals.copy_(totals)
-            self._pending.clear()
             self.is_paused = False
 
     def tally(self, idx_mapping: torch.Tensor) -> Tally:
         """Return what the scorer is to count of `[num_reqs]` int64 persistent rows of a verify step."""
-        by_kind = None
-        if self._by_request is not None and not self.is_paused:
-            by_kind = self._totals.new_empty(len(idx_mapping), len(metrics.KINDS))
-        return Tally(idx_mapping, self._requests.has_draft, self._totals, by_kind, known=self._launches)
-
-    def counted(self, idx_mapping_np: np.ndarray, tally: Tally) -> None:
-        """Take note of a tally that has been made, for `[num_reqs]` persistent rows."""
         self._has_news = True
-        if tally.by_kind is not None:
-            self._count_requests(idx_mapping_np, tally.by_kind)
+        return Tally(idx_mapping, self._requests.has_draft, self._totals, known=self._launches)
 
     # ---- by request ------------------------------------------------------------------------------------------------
 
     def begin_request(self, request: NewRequest) -> None:
-        """Count a request, and its draft tokens, from here on. One that was preempted goes on where it was."""
+        """Take note of a request, to count it once it has ended; one that was preempted is known already."""
         if not self.is_paused:
             self._fates.setdefault(request.req_id, "admitted" if request.is_admitted else "undrafted_paused")
-        if self._by_request is not None and not self.is_paused:
-            req_id = request.req_id
-            if req_id not in self._held:
-                self._held[req_id] = self._by_request.begin_request(req_id, self._held.values())
-            self._slots[request.req_state_idx] = self._held[req_id]
 
     def drafted(self, req_ids: frozenset[str]) -> None:
         """Take note of the requests that a step has drafted for; the same object while they are the same."""
@@ -125,33 +93,14 @@ class Counters:
 
     def end_requests(self, req_ids: Iterable[str], was_paused: Callable[[str], bool]) -> None:
         """Count requests that have finished, or were aborted, once: as drafted for, as skipped (which they are already)
-        or why they were neither, given whether one without drafts `was_paused`; their slots are the next ones'.
+        or why they were neither, given whether one without drafts `was_paused`.
         """
         for req_id in req_ids:
-            self._held.pop(req_id, None)
             fate = self._fates.pop(req_id, "skipped")
             if fate == "admitted":
                 fate = "undrafted_paused" if was_paused(req_id) else "undrafted_short"
             if fate != "skipped":
                 self.add(fate)
-
-    def _count_requests(self, idx_mapping_np: np.ndarray, counts: torch.Tensor) -> None:
-        """Begin to copy `[num_reqs, 3]` counts of a step, or of a slice of its batch, to the host."""
-        host = torch.empty_like(counts, device="cpu", pin_memory=self._on_gpu)
-        host.copy_(counts, non_blocking=True)
-        self._pending.append((self._slots[idx_mapping_np], host))
-
-    def publisher(self) -> Callable[[], None] | None:
-        """Return what publishes the step's counts once the device is done with it, None if nothing was counted."""
-        file, pending, self._pending = self._by_request, self._pending, []
-        if file is None or not pending:
-            return None
-
-        def publish() -> None:
-            for slots, counts in pending:
-                file.add_to_requests(slots, counts.numpy())
-
-        return publish
 
     def carried(self) -> Changes | None:
         """Return what a step's output is to carry to the server; None where its file is here, or for nothing."""

@@ -24,14 +24,18 @@ _NUM_PRIMING = 8  # tokens of the prompt's end that say how the first piece of t
 
 
 class RequestRecorder(Observer):
-    """The worker's side: what its steps do for the requests that ask. A `RowTable`; without any it does nothing."""
+    """The worker's side: what its steps do for the requests that ask, and `for_all` the kinds of each request's tokens,
+    of which its metrics speak. A `RowTable`; without any request to speak of it does nothing.
+    """
 
-    def __init__(self, requests: RequestRows, device: torch.device, family: str):
+    def __init__(self, requests: RequestRows, device: torch.device, family: str, for_all: bool = False):
         self._requests, self._on_gpu, self._family = requests, device.type == "cuda", family
+        self._for_all = for_all
         self._asking: dict[int, str] = {}  # request id by persistent row
+        self._req_ids = np.full(len(requests.phase), "", dtype=object)  # [max_num_reqs] that are told of; "": not
         self._unsalted: set[int] = set()  # rows whose requests share what is cached with all others
-        # Of the step in flight: requests by place in a slice, drafts of each, and copies of what was accepted.
-        self._pending: list[tuple[dict[int, str], np.ndarray, torch.Tensor, torch.Tensor | None]] = []
+        # Of the step in flight: requests of a slice, drafts of each, and copies of what was accepted.
+        self._pending: list[tuple[np.ndarray, np.ndarray, torch.Tensor, torch.Tensor | None]] = []
         self._pruned: dict[str, list[dict[str, Any]]] = {}
 
     def add(self, request: NewRequest) -> None:
@@ -39,8 +43,11 @@ class RequestRecorder(Observer):
             self._asking[request.req_state_idx] = request.req_id
             if not request.cache_salt:
                 self._unsalted.add(request.req_state_idx)
+        if self._for_all or request.req_state_idx in self._asking:
+            self._req_ids[request.req_state_idx] = request.req_id
 
     def remove(self, req_state_idx: int) -> None:
+        self._req_ids[req_state_idx] = ""
         self._unsalted.discard(req_state_idx)
         if (req_id := self._asking.pop(req_state_idx, None)) is not None:
             self._pruned.pop(req_id, None)
@@ -49,14 +56,14 @@ class RequestRecorder(Observer):
         return self._asking
 
     def verified(self, part: Any, scored: Scored) -> None:
-        """Begin to copy what was accepted in a slice to the host, if one of its requests asks."""
-        if not self._asking:
+        """Begin to copy what was accepted in a slice to the host, if one of its requests is told of."""
+        if not (self._asking or self._for_all):
             return
-        rows = part.idx_mapping_np.tolist()
-        if asking := {place: self._asking[row] for place, row in enumerate(rows) if row in self._asking}:
+        req_ids = self._req_ids[part.idx_mapping_np]
+        if req_ids.any():
             drafts = np.where(self._requests.has_draft_np[part.idx_mapping_np], part.num_logits_np - 1, 0)
             kinds = None if scored.kinds is None else self._to_host(scored.kinds)
-            self._pending.append((asking, drafts, self._to_host(scored.num_sampled), kinds))
+            self._pending.append((req_ids, drafts, self._to_host(scored.num_sampled), kinds))
 
     def _to_host(self, values: torch.Tensor) -> torch.Tensor:
         host = torch.empty_like(values, device="cpu", pin_memory=self._on_gpu)
@@ -79,17 +86,18 @@ class RequestRecorder(Observer):
 
     def publisher(self) -> Callable[[], dict[str, dict[str, Any]]] | None:
         """Return what makes the step's records by request id, once the device is done with it; None for none."""
-        if not self._asking:
-            self._pending = []
+        if not (self._asking or self._pending):
             return None
-        req_ids = list(self._asking.values())
+        asking = list(self._asking.values())
         (pending, self._pending), (pruned, self._pruned) = (self._pending, []), (self._pruned, {})
 
         def records() -> dict[str, dict[str, Any]]:
-            found: dict[str, dict[str, Any]] = {req_id: {"kinds": [], "drafted": 0} for req_id in req_ids}
-            for asking, drafts, num_sampled, kinds in pending:
-                for place, req_id in asking.items():
-                    found[req_id] = _verified(int(drafts[place]), int(num_sampled[place]), kinds, place)
+            found: dict[str, dict[str, Any]] = {req_id: {"kinds": [], "drafted": 0} for req_id in asking}
+            for req_ids, drafts, num_sampled, kinds in pending:
+                for place, req_id in enumerate(req_ids):
+                    if req_id:
+                        told = _verified(int(drafts[place]), int(num_sampled[place]), kinds, place)
+                        found[req_id] = told if req_id in found else {"kinds": told["kinds"]}
             for req_id, items in pruned.items():
                 found[req_id]["pruned"] = items
             return found

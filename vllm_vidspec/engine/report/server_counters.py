@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 
 from vllm_vidspec import metrics
 from vllm_vidspec.engine.compat import api
-from vllm_vidspec.engine.report.request_metrics import RequestMetricsReader
+from vllm_vidspec.engine.report.request_metrics import RequestMetrics
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics.files import CounterFiles
 
@@ -41,7 +41,7 @@ def publish(vllm_config: Any) -> None:
     served_name = vllm_config.model_config.served_model_name
     api.show_to_every_api_server(metrics.register_collector(_current, served_name))
     if vllm_config.observability_config.per_request_spec_decode_metrics != "none":
-        api.extend_request_metrics(RequestMetricsReader(_current))
+        api.extend_request_metrics(RequestMetrics.of)
 
 
 def local_engines(parallel: Any) -> Sequence[int]:

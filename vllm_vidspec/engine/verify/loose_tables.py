@@ -32,7 +32,6 @@ class LooseRules:
         # [4, max_num_reqs]: rules, windows, the bits of the float32 shares, and where the scores come from
         self._table_np = np.zeros((4, max_num_reqs), dtype=np.int32)
         self._launches: dict = {}  # see `LooseTables.known`
-        self._loose: set[int] = set()  # rows whose rule is not 0
         self._table: tuple[torch.Tensor, ...] | None = None  # the same on the device, until a request comes or goes
         self._shape = (max_num_reqs, num_words(vocab_size))
         self._protect_words(knobs.current)
@@ -86,7 +85,6 @@ class LooseRules:
         if self._choices.pop(req_state_idx, None) is not None and self._table_np[0, req_state_idx]:
             self._table_np[:, req_state_idx] = 0
             self._table = None
-            self._loose.discard(req_state_idx)
 
     def active_rows(self) -> Iterable[int]:
         return self._choices
@@ -98,7 +96,6 @@ class LooseRules:
         source = {"loose": RELEVANCE, "random": CHANCE}.get(scorer, 0)
         self._table_np[:, req_state_idx] = (RULES[scorer] | shift, window, np.float32(share).view(np.int32), source)
         self._table = None
-        self._loose.add(req_state_idx)
 
     @property
     def is_predicting(self) -> bool:
@@ -107,11 +104,11 @@ class LooseRules:
 
     def any_loose(self, idx_mapping_np: np.ndarray) -> bool:
         """Whether a mismatch of any of `[num_reqs]` persistent rows may stand."""
-        return bool(self._loose) and bool(self._table_np[0, idx_mapping_np].any())
+        return bool(self._table_np[0, idx_mapping_np].any())
 
     def any_by_relevance(self, idx_mapping_np: np.ndarray) -> bool:
         """Whether any of `[num_reqs]` persistent rows is verified by LVSpec's rule."""
-        return bool(self._loose) and bool((self._table_np[3, idx_mapping_np] == RELEVANCE).any())
+        return bool((self._table_np[3, idx_mapping_np] == RELEVANCE).any())
 
     def looseness(self, part: VerifySlice, target_tokens: torch.Tensor, logits: torch.Tensor) -> Looseness:
         """Return what may stand of a slice's drafts, given `[num_logits]` int64 target samples and their logits."""

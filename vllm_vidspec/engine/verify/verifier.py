@@ -123,7 +123,6 @@ class CoupledVerifier(RejectionSampler):
             tally = self._trees.remember(tally)
         rows = (target_tokens, part.drafts, part.cu_num_logits)
         scored = self._score(ScoreInputs(*rows, self.num_speculative_steps, part.shapes, looseness, tally))
-        self._counters.counted(part.idx_mapping_np, tally)
         for observer in self._observers:
             observer.verified(part, scored)
         return scored

@@ -45,13 +45,10 @@ class Sweep:
     requests: int = 8  # held-out videos, one request each, in one batch queue
     max_tokens: int = 256  # longest answer in tokens
     batch_size: int = pairs.MAX_NUM_SEQS  # vLLM's max_num_seqs
-    seed: int | None = 0  # request i samples with seed + i; None: unseeded
-    ignore_eos: bool = False  # go on to `max_tokens` whatever is generated
+    seed: int = 0  # request i samples with seed + i
     target: str | None = None  # A checkpoint in place of the bundled target
     question: str = pairs.DEFAULT_QUESTION  # what is asked about each video
     knobs: dict[str, Any] = field(default_factory=dict)  # further knobs of VidSpecConfig, of all rows
-    # Without vLLM's async scheduling, under which trees that may be smaller than K are filled up
-    sync_scheduling: bool = False
 
     def samplings(self) -> list[dict[str, Any]]:
         return list(_combinations(self.axes, SAMPLING_AXES))
@@ -66,20 +63,18 @@ class Sweep:
 
     def job(self, family: str, configuration: dict[str, Any]) -> dict[str, Any]:
         """Return what `session_job` reads; vanilla's configuration is empty."""
-        overrides = {"max_num_seqs": self.batch_size} | ({"async_scheduling": False} if self.sync_scheduling else {})
         knobs = configuration | self.knobs if configuration else {}
         draft = knobs.pop("draft", None)
-        llm = pairs.llm_kwargs(family, draft, target=self.target, overrides=overrides, **knobs)
+        llm = pairs.llm_kwargs(family, draft, target=self.target, overrides={"max_num_seqs": self.batch_size}, **knobs)
         # The warm-up is one video outside the measured ones: what happens once is not part of any figure.
         videos = {"held_out": list(range(self.requests)), "warm_up": self.requests}
         return {"llm": llm, "prompts": {"family": family, "question": self.question, **videos}}
 
     def commands(self) -> Iterator[dict[str, Any]]:
         """Yield what every engine is asked, for each sampling."""
-        shared: dict[str, Any] = {"max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos}
         for sampling in self.samplings():
             sent = {name: value for name, value in sampling.items() if value != SAMPLING_AXES[name]}
-            yield answer_command(seed=self.seed, **shared, **sent)
+            yield answer_command(seed=self.seed, max_tokens=self.max_tokens, **sent)
 
 
 def _combinations(axes: dict[str, list[Any]], names: Sequence[str] | dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -144,7 +139,6 @@ def make_rows(
     rows = []
     for sampling, result, reference in zip(sweep.samplings(), results, vanilla, strict=True):
         counters = result["metrics"]
-        comparable = sweep.seed is not None or sampling["temperature"] == 0
         rows.append(
             {
                 **asked,
@@ -154,7 +148,7 @@ def make_rows(
                 **{name: getattr(sweep, name) for name in ("requests", "max_tokens", "batch_size", "seed")},
                 **summarize(counters),
                 **shape_figures(counters),
-                "identical_frac": identical_frac(result["token_ids"], reference["token_ids"]) if comparable else None,
+                "identical_frac": identical_frac(result["token_ids"], reference["token_ids"]),
                 "output_tokens": sum(map(len, result["token_ids"])),
                 **{name: counters[name] for name in _SHOWN_COUNTERS},
                 "skipped": {reason: counters[f"skipped_{reason}"] for reason in SKIP_REASONS},

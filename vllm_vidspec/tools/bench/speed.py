@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
+from vllm_vidspec.assets import FAR
 from vllm_vidspec.config import parse_config
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.metrics import summarize
@@ -88,8 +88,7 @@ class Benchmark:
     seed: int = 0  # request i of all samples with seed + i
     draft: str = "draft"  # which model drafts: "draft", "target" (itself), another role of the bundled pair, or a path
     draft_device: str = "cpu"  # where the parallel drafter runs
-    # Further knobs of VidSpecConfig; those named parallel_* are of parallel variants alone
-    knobs: dict[str, Any] = field(default_factory=dict)
+    knobs: dict[str, Any] = field(default_factory=dict)  # further ones of VidSpecConfig
     question: str = pairs.DEFAULT_QUESTION  # what is asked about each video
 
     @property
@@ -127,15 +126,10 @@ class Variant:
 
     def knobs(self, benchmark: Benchmark) -> dict[str, Any]:
         """Return the knobs of this engine; `parallel` names the drafter's place."""
-        prefix = "parallel_"
-        ours = {name: value for name, value in benchmark.knobs.items() if not name.startswith(prefix)}
-        found = {"prune_ratio": benchmark.prune_ratio, "on_draft_error": "raise"} | (self.spec or {}) | ours
+        found = {"prune_ratio": benchmark.prune_ratio, "on_draft_error": "raise"} | (self.spec or {}) | benchmark.knobs
         if self.mode == PARALLEL:
-            place: dict[str, Any] = {"device": benchmark.draft_device}
-            if benchmark.draft_device == "cpu":
-                place["cpu_cores"] = str(cores()[1])
-            more = benchmark.knobs.keys() - ours.keys()
-            found["parallel"] = place | {name.removeprefix(prefix): benchmark.knobs[name] for name in more}
+            place = {"cpu_cores": str(cores()[1])} if benchmark.draft_device == "cpu" else {}
+            found["parallel"] = {"device": benchmark.draft_device, **place}
         return found
 
 
@@ -180,14 +174,9 @@ class Workload:
 
 
 def draft_model(family: str, draft: str) -> str:
-    if draft == SELF_DRAFT:
-        return draft
-    try:
-        return pairs.checkpoint(family, draft)
-    except ValueError:
-        if not Path(draft, "config.json").is_file():
-            raise VidSpecError(f"--draft: {draft!r} is neither a role of the bundled pair nor a checkpoint") from None
-        return draft
+    """Return the checkpoint of a draft, `SELF_DRAFT` for the target itself; a VidSpecError for one that is none."""
+    pairs.check_draft(family, draft)
+    return pairs.checkpoint(family, draft) if draft in ("draft", FAR) else draft
 
 
 def cores() -> list[int]:
@@ -291,7 +280,6 @@ def order(benchmark: Benchmark, variants: Sequence[Variant]) -> Iterator[tuple[i
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
-SPREAD = ("p20", "p80")
 # What drafting takes of a request, by our counters; the rest is the target's and the host's.
 PHASES = ("guidance", "draft_prefill", "draft_decode", "relevance")
 _SHARED = ("requests", "rounds", "max_tokens", "temperature", "seed", "knobs")  # fields of `Benchmark`

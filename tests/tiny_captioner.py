@@ -1,4 +1,4 @@
-"""Plain-torch forward of the bundled models, with vLLM's positions: for training and tests.
+"""Plain-torch forward of the bundled models, with vLLM's positions: what was trained, and no engine.
 
 It reads the weights of a Hugging Face model object and computes batches of videos that share one prompt and one kept
 set, which makes it several times faster than the generic forward. It touches nothing outside the model it is given.
@@ -7,7 +7,6 @@ set, which makes it several times faster than the generic forward. It touches no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -49,49 +48,41 @@ NORMALISATION = {  # mean and standard deviation of a pixel's channels, [2, 3]
 _OF_MODEL_TYPE = {"qwen2_5_vl": "qwen2.5-vl", "llava_onevision": "llava-onevision", "qwen3_vl": "qwen3-vl"}
 
 
-def token_ids(family: str = FAMILIES[0], vocabulary: tuple[str, ...] = ()) -> dict[str, int]:
-    """Token -> id, the same for every bundled model of every family but Qwen3-VL, which can tell the time besides.
-
-    `vocabulary` is the words of captions; those of shape world if empty.
-    """
+def token_ids(family: str = FAMILIES[0]) -> dict[str, int]:
+    """Token -> id, the same for every bundled model of every family but Qwen3-VL, which can tell the time besides."""
     words = (*PROMPT_WORDS, *(TIME_WORDS if family == "qwen3-vl" else ()))
-    tokens = ["<unk>", *(vocabulary or captioned.vocabulary()), *words]
+    tokens = ["<unk>", *captioned.vocabulary(), *words]
     return {token: i for i, token in enumerate(dict.fromkeys([*tokens, *SPECIAL_TOKENS]))}
 
 
-def load(path: str | Path, vocabulary: tuple[str, ...] = ()) -> Captioner:
-    """Load a checkpoint directory in fp32; `vocabulary` as of `token_ids`."""
+def load(path: str | Path) -> Captioner:
+    """Load a checkpoint directory in fp32."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(path)
     model = getattr(transformers, config.architectures[0]).from_pretrained(path, dtype=torch.float32)
-    return Captioner(model, _OF_MODEL_TYPE[config.model_type], vocabulary)
+    return Captioner(model, _OF_MODEL_TYPE[config.model_type])
 
 
 class Captioner:
-    """Batched forward of one bundled model, whose weights are used in place: training it trains the captioner."""
+    """Batched forward of one bundled model."""
 
-    def __init__(self, model: torch.nn.Module, family: str, vocabulary: tuple[str, ...] = ()) -> None:
+    def __init__(self, model: torch.nn.Module, family: str) -> None:
         self.model, self.family = model, family
         self.text, self.lm_head = model.model.language_model, model.lm_head
         self.embed = self.text.embed_tokens
-        self.ids = token_ids(family, vocabulary)
+        self.ids = token_ids(family)
         self.words = {i: word for word, i in self.ids.items()}
         self.eos = self.ids["<|im_end|>"]
         self.num_video_tokens = QWEN_GROUPS * CELLS + (family == "llava-onevision")  # + image_newline
         # What a video token brings: its embedding and, in Qwen3-VL, what is added after the first layers (deepstack).
         self.num_levels = 1 + len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
-        self.decoder_layer: Callable = decoder_layer  # training swaps in a compiled one
 
     def encode(self, text: str) -> list[int]:
         return [self.ids[word] for word in text.split()]
 
     def decode(self, ids: list[int]) -> str:
         return " ".join(self.words[i] for i in ids if i != self.eos)
-
-    def prompt(self) -> tuple[list[int], list[int]]:
-        before, after = PROMPTS[self.family]
-        return self.encode(before), self.encode(after)
 
     # Vision
 
@@ -118,12 +109,9 @@ class Captioner:
 
     # Text
 
-    def segments(self, prompt: tuple[list[int], list[int]] | None = None) -> list[list[int]]:
-        """Ids before, between and after the parts of a video; only Qwen3-VL has more than one part, with their times.
-
-        `prompt` is the ids before and after the video, the usual ones if None.
-        """
-        before, after = prompt or self.prompt()
+    def segments(self) -> list[list[int]]:
+        """Ids before, between and after the parts of a video; only Qwen3-VL has several parts, with their times."""
+        before, after = map(self.encode, PROMPTS[self.family])
         if self.family != "qwen3-vl":
             return [before, after]
         # Two frames at 2 fps: the k-th pair was shown at k + 0.25 s.
@@ -136,9 +124,9 @@ class Captioner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Where text and kept video tokens stand, as vLLM has it: pruning leaves gaps.
 
-        Of `segments`, `kept` (int64 [num_kept] or [batch, num_kept], sorted) and `num_more` text tokens after the
-        prompt. Returns for each place of the sequence its token, int64 [..., num_tokens], an index into the text
-        followed by the kept video tokens; and rotary positions [3, ..., num_tokens].
+        Of `segments`, `kept` (int64 [num_kept], sorted) and `num_more` text tokens after the prompt. Returns for each
+        place of the sequence its token, int64 [num_tokens], an index into the text followed by the kept video tokens;
+        and rotary positions [3, num_tokens].
         """
         size = self.num_video_tokens // (len(segments) - 1)
         part = self._part_positions(size)
@@ -152,7 +140,7 @@ class Captioner:
                 places[kind].append(torch.arange(what.shape[1]) + place)
                 place, resume = place + what.shape[1], int(positions[-1].max()) + 1
         text, video = (torch.cat(found) for found in places.values())
-        at = torch.cat([text.expand(*kept.shape[:-1], -1), video[kept]], -1)
+        at = torch.cat([text, video[kept]])
         return at.argsort(-1), torch.cat(positions, 1)[:, at.sort(-1).values]
 
     def _part_positions(self, size: int) -> torch.Tensor:
@@ -163,7 +151,7 @@ class Captioner:
         return torch.stack(torch.meshgrid(times, torch.arange(4), torch.arange(4), indexing="ij")).reshape(3, -1)
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine [num_tokens, head_dim] of positions [3, num_tokens]; [batch, 1, ...] of [3, batch, ...]."""
+        """Cosine and sine [num_tokens, head_dim] of positions [3, num_tokens]."""
         rope, head_dim = self.text.config.rope_parameters, self.text.layers[0].self_attn.head_dim
         frequency = rope["rope_theta"] ** (-torch.arange(0, head_dim, 2).float() / head_dim)  # [head_dim / 2]
         sections = rope.get("mrope_section") or [head_dim // 2, 0, 0]
@@ -173,7 +161,6 @@ class Captioner:
             axis[1 : 3 * sections[1] : 3], axis[2 : 3 * sections[2] : 3] = 1, 2
         angle = positions[axis].movedim(0, -1).float() * frequency
         angle = torch.cat([angle, angle], -1)
-        angle = angle[:, None] if positions.ndim == 3 else angle
         return angle.cos(), angle.sin()
 
     def hidden(
@@ -181,22 +168,18 @@ class Captioner:
         embeds: torch.Tensor,
         positions: torch.Tensor,
         cache: list | None = None,
-        states: list | None = None,
         deeper: tuple[torch.Tensor, ...] = (),
     ) -> torch.Tensor:
         """Final hidden states of `embeds`, both [batch, num_tokens, hidden], at `positions` [3, num_tokens].
 
-        `cache` is one (k, v) pair or None per layer, extended in place; a later call must bring one token. `states`
-        receives `embeds` and every layer's output; `deeper` is what the first layers' outputs have added (deepstack).
+        `cache` is one (k, v) pair or None per layer, extended in place; a later call must bring one token.
+        `deeper` is what the first layers' outputs have added (deepstack).
         """
         (cos, sin), x = self.rotary(positions), embeds
-        states = [] if states is None else states
-        states.append(x)
         for i, layer in enumerate(self.text.layers):
             past = cache[i] if cache else None
-            x, k, v = self.decoder_layer(x, layer_weights(layer), cos, sin, past, layer.self_attn.head_dim)
+            x, k, v = decoder_layer(x, layer_weights(layer), cos, sin, past, layer.self_attn.head_dim)
             x = x + deeper[i] if i < len(deeper) else x
-            states.append(x)
             if cache is not None:
                 cache[i] = (k, v)
         return rms_norm(x, self.text.norm.weight)
@@ -206,7 +189,7 @@ class Captioner:
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
         """Embeddings of a prompt with a pruned video [batch, num_kept, num_levels * hidden] and the ids `more`.
 
-        Returns embeds [batch, num_tokens, hidden], positions [3, ..., num_tokens], what is added after the first layers
+        Returns embeds [batch, num_tokens, hidden], positions [3, num_tokens], what is added after the first layers
         (of the shape of embeds each), and where the kept video tokens are, int64 [batch, num_kept].
         """
         batch = len(video)
@@ -222,25 +205,15 @@ class Captioner:
         )
         return embeds, positions, tuple(deeper), order.argsort(-1)[:, text.shape[1] :]
 
-    def teacher_forced(
-        self,
-        video: torch.Tensor,
-        captions: torch.Tensor,
-        kept: torch.Tensor,
-        prompt: tuple[list[int], list[int]] | None = None,
-        states: list | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden states that predict each caption token, those at the kept video tokens and at the prompt's end.
+    def teacher_forced(self, video: torch.Tensor, captions: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """Hidden states that predict each caption token, [batch, length, hidden].
 
         Of `video` [batch, num_kept, num_levels * hidden], already pruned, `captions` int64 [batch, length], padded with
-        -100, `kept` int64 [num_kept] or [batch, num_kept], sorted, `prompt` as of `segments`, `states` as of `hidden`.
-        Returns [batch, length, hidden], [batch, num_kept, hidden] and [batch, len(prompt after the video), hidden].
+        -100, and `kept` int64 [num_kept], sorted.
         """
-        length, segments = captions.shape[1], self.segments(prompt)
-        embeds, positions, deeper, at = self.sequence(video, kept, segments, captions.clamp(min=0)[:, :-1])
-        x = self.hidden(embeds, positions, states=states, deeper=deeper)
-        end = x.shape[1] - (length - 1)
-        return x[:, -length:], x[torch.arange(len(x))[:, None], at], x[:, end - len((prompt or self.prompt())[1]) : end]
+        more = captions.clamp(min=0)[:, :-1]
+        embeds, positions, deeper, _ = self.sequence(video, kept, self.segments(), more)
+        return self.hidden(embeds, positions, deeper=deeper)[:, -captions.shape[1] :]
 
     @torch.no_grad()
     def greedy(self, video: torch.Tensor, max_tokens: int = 200) -> list[list[int]]:
@@ -270,16 +243,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """Rotary embedding of x [batch, heads, num_tokens, head_dim]."""
     half = x.shape[-1] // 2
     return x * cos.to(x.dtype) + torch.cat([-x[..., half:], x[..., :half]], -1) * sin.to(x.dtype)
-
-
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """Attention of [batch, heads, num_tokens, head_dim]; written out in bf16 training: 2-4x faster on a CPU."""
-    if not (torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-    if is_causal:
-        scores = scores + torch.full(scores.shape[-2:], float("-inf"), dtype=scores.dtype).triu(1)
-    return scores.softmax(-1) @ v
 
 
 def layer_weights(layer: torch.nn.Module) -> tuple[torch.Tensor | None, ...]:
@@ -315,7 +278,8 @@ def decoder_layer(
     if past is not None:
         k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
     groups = q.shape[1] // k.shape[1]
-    attended = attention(q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), is_causal=past is None)
+    k_all, v_all = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    attended = F.scaled_dot_product_attention(q, k_all, v_all, is_causal=past is None)
     x = x + F.linear(attended.transpose(1, 2).reshape(batch, num_tokens, -1), wo)
     y = rms_norm(x, norm2)
     return x + F.linear(F.silu(F.linear(y, gate)) * F.linear(y, up), down), k, v
@@ -330,13 +294,12 @@ def _embed_patches(patches: torch.Tensor, conv: torch.nn.Module, family: str) ->
     bias = -(weight * shift.repeat_interleave(repeats)).sum(1)
     if conv.bias is not None:
         bias = bias + conv.bias
-    dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32
-    return F.linear(patches.to(dtype), weight * scale.repeat_interleave(repeats), bias)
+    return F.linear(patches.float(), weight * scale.repeat_interleave(repeats), bias)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Full attention inside each frame: [num_frames, heads, 64, head_dim] -> [num_frames, 64, hidden]."""
-    return attention(q, k, v, is_causal=False).transpose(1, 2).flatten(2)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 def _qwen_vision(model: torch.nn.Module, patches: torch.Tensor) -> torch.Tensor:
