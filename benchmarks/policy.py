@@ -50,7 +50,7 @@ def side_of(num_reqs: int) -> Any:
 def host_time(options: argparse.Namespace) -> Iterator[harness.Row]:
     from tests.unit.engine.simulated import memory_bound
     from vllm_vidspec.engine import scheduling
-    from vllm_vidspec.engine.compat.scheduler import _DECISION, StepReport, attach
+    from vllm_vidspec.engine.compat.scheduler import _DECISION, Attached, StepReport, attach
 
     random, names = np.random.default_rng(0), itertools.count()
     chances: dict[str, float] = {}  # of running requests, by their names
@@ -96,7 +96,7 @@ def host_time(options: argparse.Namespace) -> Iterator[harness.Row]:
                 for req_id, chance in chances.items()
             ]
             output = SimpleNamespace(req_ids=list(chances), sampled_token_ids=[[7] * (1 + count) for count in accepted])
-            attach(output, StepReport(frozenset(in_flight)), None)
+            attach(output, Attached(StepReport(frozenset(in_flight))))
             begin = time.perf_counter()
             side.observe(step, output)
             observed = time.perf_counter() - begin

@@ -193,7 +193,7 @@ def cases() -> tuple[Case, ...]:
     add("guidance_scores", "14/2 d64 nq32 1k fp32", guide, (14, 2, 64), 32, 1_000, FP32)
     for num_drafts, in_trees, is_loose in itertools.product((10, 25, 64), (False, True), (False, True)):
         label = f"{'loose' if is_loose else 'strict'} {'tree' if in_trees else 'chain'} K{num_drafts}"
-        add("accept", label, warm_up.accept_once, num_drafts, MAX_REQS, in_trees, is_loose, True, keeps=in_trees)
+        add("accept", label, warm_up.accept_once, num_drafts, MAX_REQS, in_trees, is_loose, keeps=in_trees)
     add("accept", "loose tree K1", warm_up.accept_once, 1, MAX_REQS, True, True)
     words = i32(MAX_REQS, 152_064 // 32)
     add("loosen", "152k bits", warm_up.warm_loosen, 64, words, FP32, in_trees=True, is_measured=True)

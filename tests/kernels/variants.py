@@ -114,7 +114,7 @@ def step(rng: random.Random) -> None:
     settings = (vectors[0], i32(MAX_REQS), floats(MAX_REQS), i32(MAX_REQS))
     signals = (cut(floats(rows), rng), cut(floats(rows), rng), cut(floats(rows, dtype=torch.bool), rng))
     trees, looseness = kernels.TreeShapes(vectors[0], *TREES), kernels.Looseness(*settings, *signals, rng.random())
-    tally = kernels.Tally(vectors[0], floats(MAX_REQS, dtype=torch.bool), TOTALS, i64(num_reqs, 3), *KEPT, ACCEPTS)
+    tally = kernels.Tally(vectors[0], floats(MAX_REQS, dtype=torch.bool), TOTALS, *KEPT, ACCEPTS)
     for mode in itertools.product((None, trees), (None, looseness)):
         kernels.accept(*tokens, NUM_DRAFTS, *mode, tally)
     draft_step(rng, num_reqs, width)

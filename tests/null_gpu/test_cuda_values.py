@@ -25,7 +25,7 @@ from vllm_vidspec.scoring import top_entropy
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 # Beside those of engines: a request's own figures for its response; which requests were verified or are drafted for.
-STEP = (*TRANSFERS, "counters.py _count_requests", "local_backend.py _draft", "local_backend.py _places_of")
+STEP = (*TRANSFERS, "request_records.py _to_host", "local_backend.py _draft", "local_backend.py _places_of")
 # Once requests have come or gone: who has drafts, whose rule applies.
 CHANGES = ("requests.py publish", "loose_tables.py _on_device")
 PLANNED = "adaptive.py send"

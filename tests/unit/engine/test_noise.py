@@ -144,7 +144,7 @@ def test_draws_are_vllms(monkeypatch, vocab_size, noise_name, apply_temperature,
     )
     sampler = make_sampler(noise_name, use_fp64)
     sampler._scratch = noise.SampleScratch(6, vocab_size, DEVICE, min(4, vocab_size), use_fp64)
-    for impl in ("triton", "torch"):
+    for impl in ("triton", "numba"):
         tokens, ids = torch.zeros(6, 2, device=DEVICE).long(), torch.zeros(6, device=DEVICE).int()
         monkeypatch.setattr(noise, "draw", functools.partial(draw, impl=impl))
         sampler.draw_into(
