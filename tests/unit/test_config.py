@@ -116,7 +116,11 @@ REFUSED = [
     ),
     *(
         ({"model": "self", key: "fp8"}, f'{key} is a draft model\'s, and with "model": "self" there is none')
-        for key in sorted(PASS_THROUGH_KEYS)
+        for key in (*sorted(PASS_THROUGH_KEYS), "draft_lm_head_quantization")
+    ),
+    (
+        {"model": "self", "linear_backend_per_quant": {"fp8_w8a8": "marlin"}},
+        'linear_backend_per_quant is a draft model\'s, and with "model": "self" there is none',
     ),
     # Catches: one of two that contradict each other silently dropped.
     ({"request_scorers": ["fly"], "scorer": "loose"}, "leaves out the server's own scorer, 'loose'"),
@@ -186,6 +190,7 @@ ELABORATE = {
     "tree_paths": ((0,), (1,)),
     "request_scorers": ("loose", "strict"),
     "protected_tokens": ("no",),
+    "linear_backend_per_quant": {"fp8_w8a8": "marlin"},
 }
 
 
@@ -204,7 +209,7 @@ def test_a_worker_gets_what_was_configured():
         ("frames_as_video", True), ("auto_pruners", []), ("auto_pruners", ["auto"]),
         ("fly_entropy", float("inf")), ("lambda_r", float("nan")), ("guidance_layers", []),
         ("guidance_layers", [-1]), ("tree_paths", [[0.5]]), ("request_scorers", ["lax"]), ("adaptive_tokens", "so"),
-        ("on_draft_error", "shrug"),
+        ("on_draft_error", "shrug"), ("draft_lm_head_quantization", "int4"), ("linear_backend_per_quant", "marlin"),
     ],
 )  # fmt: skip
 def test_wrong_values_are_named(key, value):

@@ -271,6 +271,11 @@ class Fields(PruneKnobs, ScoreKnobs):
     tree_fill: bool | None = _experts(default=None)
     """Fill every tree of `tree-adaptive` up to `num_speculative_tokens` with the next-best nodes, as leaves. Default:
     where vLLM schedules asynchronously and so verifies that many tokens anyway."""
+    linear_backend_per_quant: dict[str, str] | None = _experts(default=None)
+    """vLLM's own key of `--kernel-config`, for the draft's layers alone: kernels by how these are quantised, such as
+    `{"fp8_w8a8": "marlin"}` or `{"mixed_precision": "marlin"}`. Default: what the target's layers have."""
+    draft_lm_head_quantization: Literal["fp8", "nvfp4"] | None = _experts(default=None)
+    """vLLM's own key (from 0.33 on): the draft's output head is quantised as it loads. The target's stays as it is."""
     draft_noise: Literal["shared", "independent", "greedy"] = _experts(default="shared")
     """How the draft samples when temperature > 0. `shared`: with the target's own noise (highest acceptance);
     `independent`: with noise of its own; `greedy`: argmax. The output is the same with each."""

@@ -8,7 +8,7 @@ from typing import Any
 from vllm_vidspec.config import NONE, VidSpecConfig
 from vllm_vidspec.config.static_tree import GROWN_DEPTHS, TILE_ROWS
 from vllm_vidspec.drafting.adaptive import SAGE
-from vllm_vidspec.planning.draft_cost import cost_hint, stored_weights
+from vllm_vidspec.planning.draft_cost import cost_hint, four_bit_checkpoint, stored_weights
 
 logger = logging.getLogger("vllm.vidspec")
 
@@ -27,7 +27,10 @@ def say_hints(vllm_config: Any, config: VidSpecConfig) -> None:
     if not config.is_self_draft and not config.is_parallel:
         models = (vllm_config.model_config, vllm_config.speculative_config.draft_model_config)
         target, draft = (stored_weights(model.hf_config.to_dict(), model.quantization) for model in models)
-        if target is not None and draft is not None and (found := cost_hint(target, draft, config.max_path)):
+        four_bits = four_bit_checkpoint(models[1].hf_config.to_dict())
+        if target is None or draft is None:
+            return
+        if found := cost_hint(target, draft, config.max_path, four_bits):
             logger.info("vidspec: the draft's weights are dear: %s: docs/models.md, A quantised draft", found)
 
 

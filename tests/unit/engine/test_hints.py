@@ -67,11 +67,13 @@ def said(target: SimpleNamespace, draft: SimpleNamespace, **knobs) -> list[str]:
 
 
 def test_a_dear_draft_is_named_with_what_would_help():
-    """Five forwards of a 7B in bf16 read more than a 32B; no hint where it is quantised, elsewhere, or unknown."""
+    """Five forwards of a 7B in bf16 read more than a 32B; no hint where it has four bits, elsewhere, or unknown."""
     (line,) = said(model("32B"), model("7B"))
     assert line.startswith("vidspec: the draft's weights are dear: a draft step of 5 forwards reads 111 % of the")
-    assert '"quantization": "fp8_per_tensor" for the draft 60 % (modelled)' in line
-    assert not said(model("32B"), model("7B", "fp8_per_tensor"))
+    assert "in four bits 35 % (RedHatAI/Qwen2.5-VL-7B-Instruct-quantized.w4a16)" in line
+    assert '"quantization": "fp8_per_tensor" 60 % (modelled)' in line
+    (line,) = said(model("32B"), model("7B", "fp8_per_tensor"))
+    assert "in four bits 35 %" in line and "fp8_per_tensor" not in line
     assert not said(model("32B"), model("7B", stored={"quant_method": "awq", "bits": 4}))
     assert not said(model("32B"), model("7B", "unheard-of"))
     assert not said(model("32B"), model("7B"), model="self")
