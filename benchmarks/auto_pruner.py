@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from benchmarks import harness, reel
+from benchmarks import harness
+from benchmarks.session import BenchEngine
 from vllm_vidspec import assets, metrics
+from vllm_vidspec.config import METHOD
 from vllm_vidspec.tools import pairs
 
 BATCH = 16
@@ -48,8 +50,7 @@ def start(family: str, tokens: int) -> harness.Engine:
 def prompts(family: str, numbers: range, tokens: int) -> list[harness.Row]:
     if family not in assets.LONG_PAIRS:
         return harness.videos(family, numbers)
-    reels = (reel.held_out(i, tokens) for i in numbers)
-    return [pairs.video_prompt(family, frames, question.text) for frames, question in reels]
+    return BenchEngine.bundled_requests({"family": family, "held_out": numbers, "reel_tokens": tokens})
 
 
 def ask(engine: harness.Engine, family: str, numbers: range, tokens: int) -> tuple[float, list[list[int]]]:
@@ -67,7 +68,7 @@ def ask(engine: harness.Engine, family: str, numbers: range, tokens: int) -> tup
 def race(family: str, learn: int, measure: int, tokens: int) -> harness.Row:
     with start(family, tokens) as engine:
         config = engine.llm.llm_engine.vllm_config
-        pruners = config.additional_config["vidspec"]["prune"]["auto_pruners"]
+        pruners = config.additional_config[METHOD]["auto_pruners"]
         while_learning, _ = ask(engine, family, range(learn), tokens)
         numbers = range(learn, learn + measure)
         with_auto, answers = ask(engine, family, numbers, tokens)
