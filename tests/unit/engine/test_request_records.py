@@ -222,6 +222,23 @@ def test_a_finished_request_has_its_own_counts_and_nobody_elses(monkeypatch):
         assert told.to_dict()[f"num_{kind}_draft_tokens"] == count and of_other[f"num_{kind}_draft_tokens"] == 0
 
 
+def test_counts_that_fail_cost_no_answer(monkeypatch):
+    """Catches: an error of ours in the loop that serves every request, or one that nobody is told of."""
+    reported, lines = RequestSpecDecodeMetrics(num_spec_tokens=3), []
+
+    def completion(self, token_ids, finish_reason, stop_reason):
+        return SimpleNamespace(spec_decode_metrics=reported)
+
+    monkeypatch.setattr(RequestState, "_new_completion_output", completion)
+    monkeypatch.setattr(RequestState, "make_request_output", RequestState.make_request_output)  # put back afterwards
+    monkeypatch.setattr(api, "_hearers", {})
+    monkeypatch.setattr(api.logger, "warning_once", lambda line, *values: lines.append(line % values))
+    api.extend_request_metrics(lambda reported, kinds: 1 / 0)
+    output = RequestState.__new__(RequestState)._new_completion_output([1], "stop", None)
+    assert output.spec_decode_metrics is reported
+    assert lines == ["vidspec: responses go without our counts and records: <class 'ZeroDivisionError'>"]
+
+
 @pytest.mark.parametrize(("value", "said"), [(True, "start it with request_records"), ("yes", "true or false")])
 def test_a_server_without_the_opt_in_refuses(value, said):
     with pytest.raises(VidSpecError, match=said):

@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from vllm.logger import init_logger
+
 from vllm_vidspec.config import REQUEST_RECORD
 from vllm_vidspec.engine.compat.contract import wrap
 from vllm_vidspec.errors import VidSpecError
+
+logger = init_logger("vllm.vidspec")
 
 _RECORD = "_vidspec_record"  # on vLLM's outputs of requests that ask for one
 _KINDS = "_vidspec_kinds"  # on vLLM's state of a request
@@ -58,6 +62,17 @@ def _clients_error() -> Iterator[None]:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
 
+@contextlib.contextmanager
+def _spared() -> Iterator[None]:
+    """Log an error within, one of each kind, and go on: here vLLM serves all requests, and no figure is worth their
+    answers.
+    """
+    try:
+        yield
+    except Exception as error:
+        logger.warning_once("vidspec: responses go without our counts and records: %s", repr(type(error)))
+
+
 def _hear_steps(purpose: str, hear: Callable[[Any, dict[str, Any]], None]) -> None:
     """Let `hear(state, step)` (of each purpose the last given) have what the engine says of a request's steps, given
     vLLM's `RequestState` of the answer.
@@ -74,7 +89,7 @@ def _hear_steps(purpose: str, hear: Callable[[Any, dict[str, Any]], None]) -> No
         if step := (kv_transfer_params or {}).get(REQUEST_RECORD):
             kv_transfer_params = {key: of for key, of in kv_transfer_params.items() if key != REQUEST_RECORD} or None
             for each in _hearers.values():
-                with contextlib.suppress(Exception):  # here vLLM serves all requests: nothing is worth their answers
+                with _spared():
                     each(self, step)
         given = (new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params)
         output = original(self, *given, *args, **kw)
@@ -102,7 +117,8 @@ def extend_request_metrics(extend: Callable[[Any, Sequence[int]], Any]) -> None:
     def extended(original, self, *args, **kwargs):
         output = original(self, *args, **kwargs)
         if output.spec_decode_metrics is not None:
-            output.spec_decode_metrics = extend(output.spec_decode_metrics, getattr(self, _KINDS, ()))
+            with _spared():
+                output.spec_decode_metrics = extend(output.spec_decode_metrics, getattr(self, _KINDS, ()))
         return output
 
     _hear_steps("metrics", hear)
