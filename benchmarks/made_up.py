@@ -59,10 +59,23 @@ _FP8 = {
     },
     "ignore": ["re:.*lm_head", "re:.*visual.*"],
 }  # fmt: skip
+# Weights alone in four bits, with a scale for a group: as compressed-tensors publishes w4a16.
+_W4A16 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True},
+        }
+    },
+    "ignore": ["re:.*lm_head", "re:.*visual.*"],
+}
 _FOUR_BITS = {"bits": 4, "group_size": 128}
 # What a checkpoint says of its language model's layers, by name.
 QUANTISED: dict[str, dict[str, Any]] = {
     "fp8": _FP8,
+    "w4a16": _W4A16,
     "awq": _FOUR_BITS
     | {"quant_method": "awq", "zero_point": True, "version": "gemm", "modules_to_not_convert": ["visual"]},
     "gptq": _FOUR_BITS
@@ -119,18 +132,20 @@ def write_checkpoint(
 
 def write_pair(
     family: str, folder: Path, names: Sequence[str | None] = (), *, pixels: Sequence[int] = (),
-    weights: str | None = None, share: int = 1,
+    weights: str | None = None, draft_weights: str | None = None, share: int = 1,
 ) -> dict[str, str]:  # fmt: skip
     """Write a target's and a draft's checkpoint, with a family's tokenizer and processor; return them by role.
 
-    `names` are keys of `VISION`, None for the bundled shapes; they and `pixels` are those of `PAIRS` if empty. `share`
-    says which part of the language models' layers to have, for a small device: a half, a third, ...
+    `names` are keys of `VISION`, None for the bundled shapes; they and `pixels` are those of `PAIRS` if empty.
+    `draft_weights` are the target's `weights` if None. `share` says which part of the language models' layers to have,
+    for a small device: a half, a third, ...
     """
+    by_role = {"target": weights, "draft": draft_weights or weights}
     names, (image, video) = names or PAIRS[family][:2], pixels or PAIRS[family][2:]
     return {
         role: str(
             write_checkpoint(
-                assets.checkpoint(family, role), folder / role, name, pixels=(image, video), weights=weights,
+                assets.checkpoint(family, role), folder / role, name, pixels=(image, video), weights=by_role[role],
                 num_layers=SHAPES[name].layers // share if name else None,
             )
         )

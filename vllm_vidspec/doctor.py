@@ -84,13 +84,17 @@ def _draft_cost(target: str, draft: str) -> Iterator[Check]:
     """What a draft step reads beside its target's."""
     from vllm_vidspec.planning import draft_cost
 
-    weights = [draft_cost.stored_weights(_hf_config(model).to_dict()) for model in (target, draft)]
+    configs = [_hf_config(model).to_dict() for model in (target, draft)]
+    weights = [draft_cost.stored_weights(config) for config in configs]
     if weights[0] is None or weights[1] is None:
         return
-    found = draft_cost.cost_hint(weights[0], weights[1])
+    four_bits = draft_cost.four_bit_checkpoint(configs[1])
+    found = draft_cost.cost_hint(weights[0], weights[1], four_bits=four_bits)
     share = draft_cost.draft_share(weights[0], weights[1], draft_cost.USUAL_FORWARDS)
     detail = f"a step of {draft_cost.USUAL_FORWARDS} forwards reads {100 * share:.0f} % of a target step's weights"
-    remedy = 'on a GPU quantise it: "quantization": "fp8_per_tensor", or a checkpoint of four bits'
+    remedy = f"on a GPU draft with a checkpoint in four bits{f', such as {four_bits}' if four_bits else ''}"
+    if weights[1].layer_bytes > 1:
+        remedy += ', or quantise it as it loads: "quantization": "fp8_per_tensor"'
     yield Check("draft cost", "warn", found, remedy) if found else Check("draft cost", "ok", detail)
 
 

@@ -3,6 +3,7 @@
     python -m benchmarks.gpu --smoke          # the checks alone, 26 minutes at most
     python -m benchmarks.gpu                  # kernels and engines, 25 minutes at most
     python -m benchmarks.gpu --half 2         # engines only; kernels are half 1
+    python -m benchmarks.gpu --decode         # what decides how fast drafts decode, 14 minutes at most
 
 Each step is a process of its own with its own time-out. A step that fails, crashes or hangs is recorded with its
 reason, and the next one runs. The JSON is written after each step. Run it in the clone; needs a Python with torch and
@@ -118,6 +119,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument("--smoke", action="store_true", help="the checks")
+    parts.add_argument("--decode", action="store_true", help="attention, products and shapes of drafts")
     parts.add_argument("--half", type=int, choices=plan.HALVES, help="1: kernels, 2: engines; default: both")
     parser.add_argument("--out", type=Path, help="the result; default: gpu-smoke.json or gpu-suite.json")
     parser.add_argument("--only", default="", help="names of steps, with commas; default: all")
@@ -131,8 +133,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     args = parser.parse_args(argv)
     args.argv = list(sys.argv[1:] if argv is None else argv)
-    args.out = args.out or Path("gpu-smoke.json" if args.smoke else "gpu-suite.json")
-    chosen = ["smoke"] if args.smoke else [part for half, part in plan.HALVES.items() if args.half in (None, half)]
+    alone = "smoke" if args.smoke else "decode" if args.decode else None
+    args.out = args.out or Path(f"gpu-{alone or 'suite'}.json")
+    chosen = [alone] if alone else [part for half, part in plan.HALVES.items() if args.half in (None, half)]
     planned, only = list(dict.fromkeys(step for part in chosen for step in PLAN[part])), args.only.split(",")
     if unknown := set(filter(None, only)) - {step.name for step in planned}:
         parser.error(f"--only: no step {sorted(unknown)[0]!r}; there are {', '.join(step.name for step in planned)}")

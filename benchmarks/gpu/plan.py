@@ -113,6 +113,15 @@ PLAN: dict[str, tuple[Step, ...]] = {
         *(Step(f"kernel-{name}", _KERNEL_S.get(name, 15), "measure:kernel_rows", name) for name in KERNELS),
     ),
     "engines": (_ENVIRONMENT, *(Step(f"engine-{name}", 200, "measure:engine_rows", name) for name in ENGINES)),
+    "decode": (
+        _ENVIRONMENT,
+        Step("decode-rates", 25, "decode:rates"),
+        Step("decode-engine-32b", 300, "decode:roles_in_turn", "32b"),
+        Step("decode-attention", 130, "decode:attention"),
+        Step("decode-products-7B", 60, "decode:products", "7B"),
+        Step("decode-products-32B", 60, "decode:products", "32B"),
+        Step("decode-engine-7b", 200, "decode:roles_in_turn", "7b"),
+    ),
 }
 HALVES = {1: "kernels", 2: "engines"}
 STEPS = {step.name: step for part in PLAN.values() for step in part}

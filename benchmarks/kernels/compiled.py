@@ -81,9 +81,12 @@ def programs_per_sm(registers: int, num_warps: int, shared_bytes: int, arch: int
 
 
 def memory_operations(ptx: str) -> list[str]:
-    """Return global loads, stores (".v": several words at once), atomics and barriers in their order, runs as one."""
-    found = re.findall(r"\b(?:(ld|st)\.global\S*?(\.v\d)?\.[bsuf]\d+|(bar)\.sync|(atom)\.global)", ptx)
-    names = [other or atomic or name + (".v" if vector else "") for name, vector, other, atomic in found]
+    """Return global loads, stores (".v": several words at once), atomics, barriers, and what overlaps launches, in
+    their order, runs as one.
+    """
+    ordering = r"(bar)\.sync|(atom)\.global|griddepcontrol\.(wait|launch_dependents)"
+    found = re.findall(rf"\b(?:(ld|st)\.global\S*?(\.v\d)?\.[bsuf]\d+|{ordering})", ptx)
+    names = ["".join(others) or name + (".v" if vector else "") for name, vector, *others in found]
     return [name for name, _ in itertools.groupby(names)]
 
 
@@ -126,6 +129,7 @@ def measured(arch: int, kernel: JITFunction, compiled: Any, log: str, seconds: f
         "tensor_cores": next((name for name in ("wgmma", "tcgen05", "mma.sync") if name in ptx), "none"),
         "copies_ahead": "cp.async.cg" in ptx,
         "memory": memory_operations(ptx),
+        "waits": ptx.count("griddepcontrol.wait"),
         "compile_cpu_s": round(seconds, 2),
     }
 
@@ -136,7 +140,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--cases", default="", help="only cases whose label matches this expression")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     arguments = parser.parse_args(argv)
-    root = Path(knobs.cache.dir) / "vidspec-compile-report-3"  # a cache of its own: every binary in it has its row
+    root = Path(knobs.cache.dir) / "vidspec-compile-report-4"  # a cache of its own: every binary in it has its row
     knobs.cache.dir, knobs.nvidia.dump_ptxas_log = str(root), True
     folder = root / "rows"
     folder.mkdir(parents=True, exist_ok=True)

@@ -116,14 +116,20 @@ def flash_and_nodes(inputs: Inputs) -> Bound:
 
 def _paged_prefix(inputs: Inputs) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """Return a call that finds output [tokens, heads, D] and log-sum-exp [heads, tokens] of the prefix alone."""
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+    from vllm.v1.attention.backends import fa_utils
 
     starts = torch.arange(inputs.batch + 1, dtype=torch.int32, device=DEVICE) * inputs.num_rows
     lens = torch.full((inputs.batch,), inputs.context, dtype=torch.int32, device=DEVICE)
+    version, schedule = fa_utils.get_flash_attn_version(), None
+    if version == 3:  # made once, as all layers of a forward share it
+        schedule = fa_utils.get_scheduler_metadata(
+            inputs.batch, inputs.num_rows, inputs.context, inputs.query.shape[1], *inputs.keys.shape[2:], lens,
+            qkv_dtype=inputs.dtype, cu_seqlens_q=starts, page_size=inputs.keys.shape[1],
+        )  # fmt: skip
     return functools.partial(
-        flash_attn_varlen_func, inputs.query, inputs.keys, inputs.values, inputs.num_rows, starts, inputs.context,
-        seqused_k=lens, softmax_scale=inputs.scale, causal=False, block_table=inputs.block_table,
-        return_softmax_lse=True, fa_version=get_flash_attn_version(),
+        fa_utils.flash_attn_varlen_func, inputs.query, inputs.keys, inputs.values, inputs.num_rows, starts,
+        inputs.context, seqused_k=lens, softmax_scale=inputs.scale, causal=False, block_table=inputs.block_table,
+        return_softmax_lse=True, scheduler_metadata=schedule, fa_version=version,
     )  # fmt: skip
 
 

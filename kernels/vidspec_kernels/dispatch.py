@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -143,7 +143,7 @@ def _is_hooked() -> bool:
 
 def launch(
     kernel: Any, grid: tuple[int, ...], device: torch.device, args: tuple[Any, ...], constants: dict[str, Any],
-    plans: dict[Any, Any], key: Hashable = None, options: dict[str, int] | None = None,
+    plans: dict[Any, Any], key: Hashable = None, options: Mapping[str, int] | None = None,
     changing: tuple[str, ...] | None = None,
 ) -> None:  # fmt: skip
     """Launch a kernel as `launcher` does; a launch made before goes by its `LaunchPlan`.

@@ -40,11 +40,12 @@ def scales_of(keys: Tensor, query: Tensor) -> kernels.Scales:
 
 def warm_tree_attention(
     keys: Tensor, values: Tensor, block_table: Tensor, num_heads: int, is_query_fp8: bool, dtype: torch.dtype,
-    max_queries: int, scratch: kernels.TreeAttentionScratch,
+    max_queries: int, scratch: kernels.TreeAttentionScratch, with_prefix: bool = False,
 ) -> None:  # fmt: skip
     """Prepare `tree_attention` for 1 to `max_queries` rows a request; one layer's caches, the layers' block table.
 
-    `dtype` is that of outputs, and of queries that are not float8.
+    `dtype` is that of outputs, and of queries that are not float8. `with_prefix`: for calls whose prefix is given, in
+    the output itself.
     """
     keys, values, block_table, head_size = as_meta(keys), as_meta(values), as_meta(block_table), keys.shape[3]
     scratch = scratch.as_meta()
@@ -54,6 +55,7 @@ def warm_tree_attention(
         kernels.tree_attention(
             query, keys, values, block_table, i64(1), i32(1), i32(1), i32(1), i64(1, num_queries), out, scale=1.0,
             max_queries=num_queries, scratch=scratch, scales=scales_of(keys, query),
+            prefix=(out, floats(num_heads, num_queries)) if with_prefix else None,
         )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def requests(name: str, number: int, max_tokens: int = 16) -> list[tuple[dict, d
 def batches(engine: Engine, asked: list[tuple[dict, dict]]) -> tuple[list[Any], dict[str, int]]:
     """Run the first request by itself and the others in two batches, one for each kind of tree."""
     outputs, counted = [], {}
-    trees = engine.speculator.backend.drafter.trees
+    (trees,) = engine.speculator.backend.drafter.trees.values()
     static = make_policy("tree-static", engine.config, 8, engine.draft.device)
     for part, policy in ((asked[:1], trees.policy), (asked[1:4], static), (asked[4:], trees.policy)):
         with mock.patch.object(trees, "policy", policy):

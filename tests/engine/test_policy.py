@@ -90,7 +90,7 @@ def test_answers_are_vanillas_whatever_is_decided(reference, is_async, shape):
         outputs, counted = engine.measured(harness.mixed_batch(QWEN))
         assert_same_answers(mixed, outputs)
         assert skipped(counted) == {} and counted["accepted_tokens"] > 0
-        for shape in ("chain", "tree-adaptive", "auto") if knobs else ():  # an operator's choice
+        for shape in ("chain", "tree-2", "tree-4", "auto") if knobs else ():  # an operator's choice
             engine.begin(harness.videos_and_texts(QWEN), steps=5)
             engine.retune(draft_shape=shape)  # while they run
             assert engine.finish() == endless

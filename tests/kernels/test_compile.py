@@ -122,6 +122,24 @@ def test_programs_fill_a_multiprocessor(rows, arch):
     assert all(row["programs_per_sm"] >= 2 for row in attention), attention
 
 
+def test_a_share_is_found_without_waiting(rows):
+    """Catches: sums over the requests that cross warps, at a barrier each, in every program of every layer."""
+    merges = [row for row in rows if row["kernel"] == "merge_parts"]
+    assert merges and all(not row["shared_bytes"] and "bar" not in row["memory"] for row in merges), merges
+
+
+def test_parts_are_merged_by_a_launch_that_begins_early(rows):
+    """Catches: parts that are read before all are written; a program that waits for nothing, so that what comes next
+    may start too early; instructions that only Hopper and later have.
+    """
+    merges = {row["arch"]: row for row in rows if row["kernel"] == "merge_parts"}
+    attention = [row for row in rows if row["kernel"] == "tree_attention" and "prefix given" not in row["case"]]
+    assert {(row["arch"], row["memory"][0]) for row in attention} == {(80, "ld"), (90, "launch_dependents")}
+    assert [merges[arch]["waits"] for arch in ARCHS] == [0, 2]  # programs with rows and without
+    # Lengths, which other launches have written, and then the parts.
+    assert merges[90]["memory"][:4] == ["ld", "wait", "ld", "ld.v"]
+
+
 def test_products_take_tensor_cores_and_fuse(rows):
     """Catches: half-precision products in plain arithmetic; FP fusion left to a default that the next Triton turns."""
     products = {"tree_attention", "visual_relevance", "row_stats", "guidance_scores"}

@@ -84,7 +84,8 @@ def shares(case: Case, num_sms: int) -> Counter[int]:
 
 
 RAGGED = {
-    "one long among many": [(2, 40 * BLOCK)] + 31 * [(2, 30)],
+    # More than a program looks at at once.
+    "one long among many": 20 * [(2, 30)] + [(2, 40 * BLOCK)] + 20 * [(1, 30)],
     "one tree among chains": [(40, 100)] + 7 * [(1, 300)],
     "padding between": [(0, 900), (3, 200), (0, 0), (0, 50), (3, 700), (0, 5)],
     "less work than programs": [(1, 10), (2, 0)],

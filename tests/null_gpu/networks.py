@@ -96,7 +96,7 @@ class FakeDraft:
         self.config = SimpleNamespace(cache=self.cache)
         self.attention: FakeAttention | None = None
 
-    def load(self, _target: None) -> int:
+    def load(self, _target: None, _config: Any) -> int:
         """Load; the weights hold no bytes."""
         return 0
 

@@ -41,6 +41,7 @@ def test_all_time_outs_fit_into_what_the_pages_say():
     assert plan.SECONDS["smoke"] == 26 * 60 and "26 minutes in all" in page and "a GPU, 26 at most" in makefile
     assert all(f"| {half} | {plan.SECONDS[part]:,} s |" in page for half, part in plan.HALVES.items())
     assert sum(plan.SECONDS[part] for part in plan.HALVES.values()) <= 25 * 60
+    assert plan.SECONDS["decode"] <= 14 * 60 and "in 14 minutes" in page
     assert all("25 minutes at most" in text for text in (page, makefile))
 
 

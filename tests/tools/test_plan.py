@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tools.common import invoke, printed
+from vllm_vidspec.planning.candidates import TREES
 
 QUICK = ("plan", "--video-tokens", "1000", "--draft-gpus", "0", "--prune-ratio", "0.9")
 ROW = {
@@ -23,7 +24,7 @@ def test_json_is_all_that_is_printed():
     result = planned("--target", "Qwen/Qwen2.5-VL-72B-Instruct", "--draft", "7B", "--tp", "4", "--batch", "1,100")
     assert set(result) == {
         *("kind", "target", "draft", "gpu", "tp", "draft_gpus", "video_tokens", "text_tokens", "answer_tokens", "rows"),
-        *("when", "paying", "notes", "agreement", "measured", "assumed", "fitted", "provenance", "quantised_draft"),
+        *("when", "paying", "notes", "agreement", "measured", "assumed", "fitted", "provenance", "quantised_drafts"),
     }
     asked = [result[name] for name in ("kind", "target", "draft", "gpu", "tp")]
     assert asked == ["modelled", "Qwen2.5-VL 72B", "Qwen2.5-VL 7B", "h100", 4]
@@ -31,7 +32,7 @@ def test_json_is_all_that_is_printed():
     assert all(set(row) == ROW for row in result["rows"])
     memory = {"target_weights", "draft_weights", "target_kv", "draft_kv", "draft_media", "reserved", "left"}
     assert result["rows"][0]["memory"].keys() == memory
-    assert result["rows"][0]["shape"] in ("chain", "tree-static") and result["rows"][0]["speedup"] > 1.5
+    assert result["rows"][0]["shape"] in ("chain", *TREES) and result["rows"][0]["speedup"] > 1.5
 
 
 def test_options_reach_the_plan():
@@ -53,7 +54,7 @@ def test_options_reach_the_plan():
     for options, name in changed.items():
         assert planned("--batch", "4", *options)["rows"][0][name] != row[name], options
     parallel = planned("--batch", "4", "--draft-gpus", "1")["rows"][0]
-    assert parallel["alternatives"].keys() == {"chain", "tree-static", "parallel"}
+    assert parallel["alternatives"].keys() == {"chain", *TREES, "parallel"}
     (agreement,) = printed("plan", "--acceptance", "0.9,0.8,0.7", "--draft-gpus", "0")["agreement"]
     assert agreement["prune_ratio"] == 0.9 and agreement["rates"] == pytest.approx([0.9, 0.8 / 0.9, 0.7 / 0.8])
 
@@ -64,7 +65,7 @@ def test_tables_and_files(tmp_path):
     words = " ".join(result.stdout.split())
     for said in (
         "(modelled)",
-        "tree-static 25",
+        "tree-3 24",
         "does not fit",
         "Drafts pay at batch sizes 1 to",
         "no draft gains 5 %",

@@ -168,7 +168,7 @@ def test_the_page_is_told_what_holds_and_which_shapes_there_are(page):
     told = it.post("/api/knobs", headers=GUARD, json={"draft_shape": "chain", studio.LIMIT: 3}).json()
     for knobs in (told, it.get("/api/setup", headers=GUARD | {"Authorization": "Bearer a"}).json()["knobs"]):
         assert (knobs["draft_shape"], knobs[studio.LIMIT], knobs["most"]) == ("chain", 3, 25)
-        assert knobs["shapes"] == ["auto", "chain", "tree-static"]
+        assert knobs["shapes"] == ["auto", "chain", "tree-2", "tree-3", "tree-4"]
 
 
 @pytest.fixture
@@ -252,4 +252,4 @@ def test_its_own_server_records_and_may_be_loose():
     assert spec["num_speculative_tokens"] == pairs.num_speculative_tokens("tree-static")
     args = studio.own_args(studio.Show(draft_shape="auto"), 1234)
     config, _ = parse_config(json.loads(args[args.index("--speculative-config") + 1]))
-    assert config.choosable_shapes == ("auto", "chain", "tree-static")
+    assert config.choosable_shapes == ("auto", "chain", "tree-2", "tree-3", "tree-4")

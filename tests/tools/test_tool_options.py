@@ -105,7 +105,12 @@ OF_ONE = {
         ("--target InternVL3-8B", "--target: no model 'InternVL3-8B' is known"),
         ("--target 72B", "--target: no model '72B' is known"),
         ("--target Qwen2.5-VL-13B", "there are Qwen2.5-VL 3B, Qwen2.5-VL 7B"),
-        ("--target Qwen2.5-VL-72B-Instruct-AWQ", "--target: 'Qwen2.5-VL-72B-Instruct-AWQ' is quantised"),
+        ("--target Qwen2.5-VL-72B-GPTQ-Int8", "--target: 'Qwen2.5-VL-72B-GPTQ-Int8': plans are made for weights of 16"),
+        ("--draft 7B-AWQ", "--draft: no model '7B-AWQ' is known"),
+        (
+            "--draft Qwen2.5-VL-7B-Instruct-AWQ --draft-quantization int4",
+            "--draft-quantization: Qwen2.5-VL 7B (int4) is quantised already",
+        ),
         ("--target /", "--target: / has no config.json"),
         ("--draft 8B", "--draft: no model '8B' is known"),
         ("--draft Qwen3-VL-2B", "--draft: Qwen3-VL 2B is of the family qwen3-vl"),

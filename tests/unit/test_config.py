@@ -57,7 +57,6 @@ NEAREST = {
 }
 TABLE = [[1, 4, "tree-static", 25], [5, 16, "chain", 5]]
 SCHEDULE = "num_speculative_tokens_per_batch_size"
-TWO_TREES = [[1, 4, "tree-static", 5], [5, 16, "tree-adaptive", 5]]
 STATIC = {"draft_shape": "tree-static"}
 # Changes, and what the message says of them.
 REFUSED = [
@@ -117,7 +116,11 @@ REFUSED = [
     ),
     *(
         ({"model": "self", key: "fp8"}, f'{key} is a draft model\'s, and with "model": "self" there is none')
-        for key in sorted(PASS_THROUGH_KEYS)
+        for key in (*sorted(PASS_THROUGH_KEYS), "draft_lm_head_quantization")
+    ),
+    (
+        {"model": "self", "linear_backend_per_quant": {"fp8_w8a8": "marlin"}},
+        'linear_backend_per_quant is a draft model\'s, and with "model": "self" there is none',
     ),
     # Catches: one of two that contradict each other silently dropped.
     ({"request_scorers": ["fly"], "scorer": "loose"}, "leaves out the server's own scorer, 'loose'"),
@@ -130,7 +133,6 @@ REFUSED = [
     ({"draft_shape": "auto", "adaptive_tokens": False}, "needs draft_table"),
     ({"draft_shape": "auto", "draft_table": [[2, 4, "chain", 5]]}, "must follow each other"),
     ({"draft_shape": "auto", "draft_table": TABLE}, "num_speculative_tokens is 5"),
-    ({"draft_shape": "auto", "draft_table": TWO_TREES}, "one tree shape"),
     # Catches: a row that drafts nothing in some shape, or something in none.
     *(
         ({"draft_shape": "auto", "draft_table": [[1, 4, *row]]}, f"got {row[0]} with {row[1]}")
@@ -188,6 +190,7 @@ ELABORATE = {
     "tree_paths": ((0,), (1,)),
     "request_scorers": ("loose", "strict"),
     "protected_tokens": ("no",),
+    "linear_backend_per_quant": {"fp8_w8a8": "marlin"},
 }
 
 
@@ -206,7 +209,7 @@ def test_a_worker_gets_what_was_configured():
         ("frames_as_video", True), ("auto_pruners", []), ("auto_pruners", ["auto"]),
         ("fly_entropy", float("inf")), ("lambda_r", float("nan")), ("guidance_layers", []),
         ("guidance_layers", [-1]), ("tree_paths", [[0.5]]), ("request_scorers", ["lax"]), ("adaptive_tokens", "so"),
-        ("on_draft_error", "shrug"),
+        ("on_draft_error", "shrug"), ("draft_lm_head_quantization", "int4"), ("linear_backend_per_quant", "marlin"),
     ],
 )  # fmt: skip
 def test_wrong_values_are_named(key, value):
@@ -280,7 +283,7 @@ def test_a_wrong_calibration_is_refused(tmp_path, content, words):
 def test_the_shapes_of_a_draft():
     """Catches: a user's tree that is not the one drafted; a table's row taken for another's, or off by one."""
     config = parsed(draft_shape="tree-static", tree_paths=[[0], [1], [0, 0]], num_speculative_tokens=3)
-    assert config.static_paths == ((0,), (1,), (0, 0)) and config.max_path == 2
+    assert config.paths_of("tree-static") == ((0,), (1,), (0, 0)) and config.max_path == 2
     config = parsed(num_speculative_tokens=25, draft_shape="auto", draft_table=TABLE)
     tree, chain, none = ("tree-static", 25), ("chain", 5), ("none", 0)
     assert [config.plan_for(n) for n in (1, 4, 5, 16, 99)] == [tree] * 2 + [chain] * 3

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from vllm_vidspec.config.schedule import Shape
-from vllm_vidspec.config.static_tree import SPECVLM_PATHS, Path, parse_paths
+from vllm_vidspec.config.static_tree import GROWN_DEPTHS, SPECVLM_PATHS, Path, grow_paths, parse_paths
 from vllm_vidspec.errors import nearest, quoted
 from vllm_vidspec.names import PRUNERS
 
@@ -225,16 +225,18 @@ class Fields(PruneKnobs, ScoreKnobs):
     weights (shared, not loaded twice) over the pruned video."""
     num_speculative_tokens: int = _first(ge=1, le=64)
     """K: draft tokens proposed, and verified, per step."""
-    draft_shape: Literal["chain", "tree-static", "tree-adaptive", "auto"] = _first(default="chain")
-    """Shape of the draft: `chain` proposes K tokens one after another; `tree-static` always the same tree of K tokens
+    draft_shape: Literal["chain", "tree-2", "tree-3", "tree-4", "tree-static", "tree-adaptive", "auto"] = _first(
+        default="chain"
+    )
+    """Shape of the draft: `chain` proposes K tokens one after another; `tree-2`, `tree-3` and `tree-4` a tree of K
+    tokens in as many draft forwards; `tree-static` SpecVLM's tree of 25 tokens in 5 forwards, or your own
     (`tree_paths`); `tree-adaptive` (SAGE) at most K, deep and narrow where the draft is confident, shallow and wide
-    where it is not; `auto` chains or trees, whichever gains most (`adaptive_tokens`; the tree is `tree-static` where K
-    is its number of nodes), or one of these by batch size (`draft_table`). Requests with structured outputs draft
-    chains only: with trees they run without speculation."""
+    where it is not; `auto` the first three, short chains or nothing, whichever gains most (`adaptive_tokens`), or a
+    shape by batch size (`draft_table`). Requests with structured outputs draft chains only: with trees they run
+    without speculation."""
     draft_table: tuple[tuple[_Positive, _Positive, Shape, _Natural], ...] | None = _sometimes(default=None)
-    """`auto`: rows `[first batch size, last, shape, tokens per step]`, what is drafted by batch
-    size. One tree shape at most beside `chain`. `none` with 0 tokens: batches of these sizes run without
-    speculation, and take it up again when fewer requests run."""
+    """`auto`: rows `[first batch size, last, shape, tokens per step]`, what is drafted by batch size. `none` with 0
+    tokens: batches of these sizes run without speculation, and take it up again when fewer requests run."""
     num_speculative_tokens_per_batch_size: tuple[tuple[_Positive, _Positive, _Natural], ...] | None = _sometimes(
         default=None
     )
@@ -269,6 +271,11 @@ class Fields(PruneKnobs, ScoreKnobs):
     tree_fill: bool | None = _experts(default=None)
     """Fill every tree of `tree-adaptive` up to `num_speculative_tokens` with the next-best nodes, as leaves. Default:
     where vLLM schedules asynchronously and so verifies that many tokens anyway."""
+    linear_backend_per_quant: dict[str, str] | None = _experts(default=None)
+    """vLLM's own key of `--kernel-config`, for the draft's layers alone: kernels by how these are quantised, such as
+    `{"fp8_w8a8": "marlin"}` or `{"mixed_precision": "marlin"}`. Default: what the target's layers have."""
+    draft_lm_head_quantization: Literal["fp8", "nvfp4"] | None = _experts(default=None)
+    """vLLM's own key (from 0.33 on): the draft's output head is quantised as it loads. The target's stays as it is."""
     draft_noise: Literal["shared", "independent", "greedy"] = _experts(default="shared")
     """How the draft samples when temperature > 0. `shared`: with the target's own noise (highest acceptance);
     `independent`: with noise of its own; `greedy`: argmax. The output is the same with each."""
@@ -279,7 +286,8 @@ class Fields(PruneKnobs, ScoreKnobs):
     """Exceptions on the draft's side within a minute after which speculation is disabled for a minute; a failed batch
     counts once."""
 
-    @property
-    def static_paths(self) -> tuple[Path, ...]:
-        """The static tree's rank paths; a VidSpecError if `tree_paths` is no tree."""
+    def paths_of(self, shape: str) -> tuple[Path, ...]:
+        """Return the rank paths of a tree shape that is not adaptive; a VidSpecError if `tree_paths` is no tree."""
+        if shape in GROWN_DEPTHS:
+            return grow_paths(self.num_speculative_tokens, GROWN_DEPTHS[shape])
         return SPECVLM_PATHS if self.tree_paths is None else parse_paths(self.tree_paths)

@@ -9,11 +9,13 @@ from pydantic import ValidationError, field_validator, model_validator
 from vllm_vidspec.config.fields import AUTO, Fields, ParallelKnobs
 from vllm_vidspec.config.schedule import ADAPTIVE_DEPTHS, Cap, Plan, PlanRow, capped, check_table, without_gaps
 from vllm_vidspec.config.spelling import explain, refusal
+from vllm_vidspec.config.static_tree import GROWN_DEPTHS
 from vllm_vidspec.errors import VidSpecError, quoted
 
 METHOD = "vidspec"
 SELF = "self"
-MAX_AUTO_CHAIN = 8  # of `draft_shape: auto`, which has trees for more
+AUTO_CHAINS = (5, 3, 2, 1)  # lengths of `draft_shape: auto`, which has trees for more
+AUTO_CHAINS_IN_GRAPHS = (3, 1)
 MAX_FLY_WINDOW = 6  # vLLM's own FLy's
 # How `state_bytes` is split between what is kept.
 _STATE_PARTS = {"guidance": 5, "relevance": 5, "embeddings": 2}
@@ -69,8 +71,6 @@ class VidSpecConfig(Fields):
             yield "draft_shape auto with adaptive_tokens false needs draft_table"
         if self.draft_table:
             check_table(self.draft_table, self.num_speculative_tokens)
-            if len(self.shapes - {"chain"}) > 1:
-                yield "draft_table: chain and one tree shape, not two"
         if self.is_parallel and self.in_trees:
             yield (
                 "parallel drafting streams a chain: a tree would be of text that the target has not reached; use "
@@ -82,7 +82,7 @@ class VidSpecConfig(Fields):
                 f"{self.num_speculative_tokens}"
             )
         if "tree-static" in self.shapes:
-            num_nodes = len(self.static_paths)
+            num_nodes = len(self.paths_of("tree-static"))
             if wrong := {num for _, _, shape, num in self._rows if shape == "tree-static"} - {num_nodes}:
                 yield (
                     f"this static tree has {num_nodes} nodes: num_speculative_tokens must be {num_nodes}, not "
@@ -91,14 +91,19 @@ class VidSpecConfig(Fields):
 
     @property
     def _rows(self) -> tuple[tuple[int, int, str, int], ...]:
-        """The rows of `draft_table`, or the single row of one shape; of `auto` without a table its tree."""
+        """The rows of `draft_table`, or the single row of one shape; of `auto` without a table its deepest tree."""
         if self.draft_table:
             return self.draft_table
-        shape: str = self.draft_shape
-        if shape == "auto":
-            is_static = len(self.static_paths) == self.num_speculative_tokens
-            shape = "tree-static" if is_static else "tree-adaptive"
+        shape = self._free_trees[0] if self.draft_shape == "auto" else self.draft_shape
         return ((1, 1, shape, self.num_speculative_tokens),)
+
+    @property
+    def _free_trees(self) -> tuple[str, ...]:
+        """The trees of `auto` without a table, deep before shallow: a user's own, or those with two nodes a level."""
+        if self.tree_paths is not None:
+            return ("tree-static",)
+        fits = [shape for shape, depth in GROWN_DEPTHS.items() if 2 * depth <= self.num_speculative_tokens]
+        return tuple(reversed(fits or ["tree-2"]))
 
     @property
     def _is_free(self) -> bool:
@@ -109,7 +114,7 @@ class VidSpecConfig(Fields):
     def shapes(self) -> frozenset[str]:
         """Every shape that this configuration can draft; a chain where it never drafts."""
         found = frozenset(row.plan.shape for row in self.plans if row.plan.num_tokens) or frozenset({"chain"})
-        return found | {"chain"} if self._is_free else found
+        return found | {"chain", *self._free_trees} if self._is_free else found
 
     @property
     def in_trees(self) -> bool:
@@ -119,7 +124,8 @@ class VidSpecConfig(Fields):
     @property
     def max_path(self) -> int:
         """The most drafts that can follow each other in one step."""
-        return max(row.plan.depth(self) for row in self.plans)
+        free = self.choices(has_graphs=False) if self._is_free else ()
+        return max(plan.depth(self) for plan in (*free, *(row.plan for row in self.plans)))
 
     @property
     def fly_window(self) -> int:
@@ -144,14 +150,16 @@ class VidSpecConfig(Fields):
     def choices(self, has_graphs: bool) -> tuple[Plan, ...]:
         """Return the plans that the policy chooses from besides none: trees first, then chains, long before short.
 
-        Where each number of tokens takes CUDA graphs, chains are whole or half.
+        Where each number of tokens takes CUDA graphs, chains are whole or half, or two of `auto`.
         """
         plans = {row.plan for row in self.plans if row.plan.num_tokens}
         trees = sorted(plan for plan in plans if plan.shape != "chain")
         longest = max((plan.num_tokens for plan in plans if plan.shape == "chain"), default=0)
         if self._is_free:
-            longest = min(self.num_speculative_tokens, MAX_AUTO_CHAIN)
-        if has_graphs:
+            most = max((plan.num_tokens for plan in plans), default=0)
+            trees = [Plan(shape, most) for shape in self._free_trees] if most else []
+            lengths = {min(length, most) for length in (AUTO_CHAINS_IN_GRAPHS if has_graphs else AUTO_CHAINS)}
+        elif has_graphs:
             lengths = {longest, -(-longest // 2)}
         else:
             lengths = {longest >> shift for shift in range(7)} | {length for length in (3, 5) if length <= longest}
@@ -195,7 +203,7 @@ class VidSpecConfig(Fields):
         if shape not in self.choosable_shapes:
             known = ", ".join(self.choosable_shapes)
             raise VidSpecError(f"draft_shape: {known} while the engine runs, got {quoted(shape)}")
-        most = min(self.num_speculative_tokens, MAX_AUTO_CHAIN) if shape == "chain" else self.num_speculative_tokens
+        most = min(self.num_speculative_tokens, AUTO_CHAINS[0]) if shape == "chain" else self.num_speculative_tokens
         return self.changed({"draft_shape": shape, "num_speculative_tokens": most})
 
     def summary(self) -> str:

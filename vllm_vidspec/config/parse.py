@@ -9,6 +9,8 @@ from vllm_vidspec.config.model import SELF, VidSpecConfig
 from vllm_vidspec.config.spelling import MAX_MESSAGE, PASS_THROUGH_KEYS
 from vllm_vidspec.errors import VidSpecError, quoted
 
+# Ours that say how a draft model computes.
+_OF_A_DRAFT = ("draft_lm_head_quantization", "linear_backend_per_quant")
 CALIBRATED_KEYS = frozenset({"lambda_r", "guidance_layers", "uv_layer"})  # what `vidspec calibrate` measures
 
 
@@ -24,7 +26,8 @@ def parse_config(raw: dict[str, Any]) -> tuple[VidSpecConfig, dict[str, Any]]:
     if given.get("draft_table") is not None and shape != AUTO:
         problems.append(f'draft_table needs "draft_shape": "{AUTO}", this is {quoted(shape)}')
     if given.get("model") == SELF:
-        of_a_draft = sorted(key for key, value in passed.items() if value is not None)
+        theirs = passed | {key: given[key] for key in _OF_A_DRAFT if key in given}
+        of_a_draft = sorted(key for key, value in theirs.items() if value is not None)
         problems += [f'{key} is a draft model\'s, and with "model": "{SELF}" there is none' for key in of_a_draft]
     if given.get("calibration") is not None:
         given = _read_calibration(given["calibration"]) | given

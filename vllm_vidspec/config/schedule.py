@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 NONE = "none"  # the shape of a step that drafts nothing
 
-Shape = Literal["chain", "tree-static", "tree-adaptive", "none"]
+Shape = Literal["chain", "tree-static", "tree-2", "tree-3", "tree-4", "tree-adaptive", "none"]
 
 # The least and the greatest depth of adaptive trees (SAGE, section 5.1).
 ADAPTIVE_DEPTHS = (3, 8)
@@ -21,9 +21,11 @@ class Plan(NamedTuple):
 
     def depth(self, config: Any) -> int:
         """Return the most drafts that can follow each other in one step of a configuration; 1 where there are none."""
-        if self.shape == "tree-static":
-            return max(map(len, config.static_paths))
-        return max(1, min(self.num_tokens, ADAPTIVE_DEPTHS[1]) if self.shape == "tree-adaptive" else self.num_tokens)
+        if self.shape in ("chain", NONE):
+            return max(1, self.num_tokens)
+        if self.shape == "tree-adaptive":
+            return min(self.num_tokens, ADAPTIVE_DEPTHS[1])
+        return max(map(len, config.paths_of(self.shape)))
 
 
 class PlanRow(NamedTuple):

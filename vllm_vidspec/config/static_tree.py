@@ -1,9 +1,11 @@
-"""Static draft trees as rank paths: SpecVLM's, and the check of a user's; plain Python.
+"""Static draft trees as rank paths: SpecVLM's, grown ones, and the check of a user's; plain Python.
 
 A rank path names a node: 010 is the best child of the second-best child of the best child of the root.
 """
 
-from collections.abc import Sequence
+import functools
+import heapq
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_vidspec.errors import VidSpecError
@@ -23,6 +25,46 @@ SPECVLM_PATHS: tuple[Path, ...] = tuple(
         *("00000", "00001"),
     )
 )
+
+TILE_ROWS = 128  # of a KV head that an attention kernel holds at a time: a tree that fits reads the keys once
+# Shapes whose trees are grown to K nodes of so many levels, which is as many draft forwards.
+GROWN_DEPTHS = {"tree-2": 2, "tree-3": 3, "tree-4": 4}
+# Where the draft's best candidate is right, and its next best where that is wrong, and so on: a pair of the papers, on
+# whose side the second is (SpecVLM's chains and trees). Trees grown by these are within 1 % of the best of their size
+# and depth for pairs that agree on 0.6 to 0.8 of the tokens; at 0.5 the one of two levels is, which is fastest there.
+_BEST, _NEXT_BEST = 0.7, 0.4
+
+Chance = Callable[[int, int], float]
+
+
+def typical_chance(depth: int, rank: int) -> float:
+    """Return how likely the candidate of a rank is the target's token, where its parent is; at every depth the same."""
+    return _BEST if rank == 0 else (1 - _BEST) * _NEXT_BEST * (1 - _NEXT_BEST) ** (rank - 1)
+
+
+@functools.cache
+def grow_paths(num_nodes: int, depth: int, chance: Chance = typical_chance) -> tuple[Path, ...]:
+    """Return the tree with the most accepted tokens of all with so many nodes (1 to 64) and at most `depth` levels.
+
+    `chance(d, rank)` is how likely a candidate at depth d, 1 below the root, is right where its parent is: above 0,
+    below 1, and falling with the rank. The paths come likeliest first: the first n are the best tree of n nodes.
+    """
+    paths: list[Path] = []
+    heap: list[tuple[float, Path, float]] = [(-chance(1, 0), (0,), 1.0)]  # of each: its own chance and its parent's
+    while heap and len(paths) < num_nodes:
+        found, path, of_parent = heapq.heappop(heap)
+        paths.append(path)
+        level, rank = len(path), path[-1] + 1
+        if rank < MAX_NODES:
+            heapq.heappush(heap, (_rounded(of_parent * chance(level, rank)), (*path[:-1], rank), of_parent))
+        if level < depth:
+            heapq.heappush(heap, (_rounded(-found * chance(level + 1, 0)), (*path, 0), -found))
+    return tuple(paths)
+
+
+def _rounded(chance: float) -> float:
+    """Return the place of a node in the heap; the same factors in another order are the same chance."""
+    return -round(chance, 12)
 
 
 def parse_paths(paths: Sequence[Sequence[int]]) -> tuple[Path, ...]:

@@ -9,7 +9,7 @@ from vllm_vidspec.drafting.tree import DraftTree, TreePolicy, topology_tables
 
 
 def make_policy(shape: str, config: VidSpecConfig, max_num_reqs: int, device: torch.device) -> TreePolicy:
-    """Return the policy of a tree shape, "tree-static" or "tree-adaptive"."""
-    if shape == "tree-static":
-        return StaticTree(max_num_reqs, device, config.static_paths, config.num_speculative_tokens)
-    return AdaptiveTree(max_num_reqs, config.num_speculative_tokens, device)
+    """Return the policy of a tree shape."""
+    if shape == "tree-adaptive":
+        return AdaptiveTree(max_num_reqs, config.num_speculative_tokens, device)
+    return StaticTree(max_num_reqs, device, config.paths_of(shape), config.num_speculative_tokens)

@@ -23,6 +23,11 @@ class Option(NamedTuple):
     num_levels: int  # Forwards of the draft, one after another; 0 where they run elsewhere, at the same time
     is_prefix: bool  # Whether fewer tokens are the first of these, as of a chain: acceptance is then known by position
 
+    @property
+    def depth(self) -> int:
+        """The most draft tokens that can be accepted in a step."""
+        return self.num_levels if self.num_levels else self.num_tokens
+
 
 NONE = Option("none", 0, 0, True)
 
@@ -139,9 +144,10 @@ class Acceptance:
     """
 
     def __init__(self, options: Sequence[Option]):
-        self._options, most = options, max(option.num_tokens for option in options)
-        self._passed, self._reached = np.zeros((2, MAX_CLASSES, most))  # by position, of chains
-        self._sum, self._tries = np.zeros((2, MAX_CLASSES, len(options)))  # of the others
+        self._options, most = options, max(option.depth for option in options)
+        # By position, of chains and of all trees together, as what one has shown is expected of another.
+        self._passed, self._reached = np.zeros((2, MAX_CLASSES, 2, most))
+        self._sum, self._tries = np.zeros((2, MAX_CLASSES, len(options)))  # of an option that is no chain
         self.verify_steps = np.zeros(MAX_CLASSES)
         self.mean, self.expected = np.zeros((2, MAX_CLASSES, len(options)))
         self._expect(np.arange(MAX_CLASSES))
@@ -151,13 +157,14 @@ class Acceptance:
         those, places, counts = np.unique(classes, return_inverse=True, return_counts=True)
         self._remember(those, np.maximum(0.0, 1 - counts / _MEMORY))
         self.verify_steps[those] += counts
-        if self._options[option].is_prefix:
-            most = self._options[option].num_tokens
+        one = self._options[option]
+        if one.is_prefix or one.num_levels:
+            most, kind = one.depth, int(not one.is_prefix)
             found = np.bincount(places * (most + 1) + accepted, minlength=len(those) * (most + 1))
             at_least = found.reshape(-1, most + 1)[:, ::-1].cumsum(axis=1)[:, ::-1]  # `[classes, most + 1]` steps
-            self._passed[those, :most] += at_least[:, 1:]
-            self._reached[those, :most] += at_least[:, :most]
-        else:
+            self._passed[those, kind, :most] += at_least[:, 1:]
+            self._reached[those, kind, :most] += at_least[:, :most]
+        if not one.is_prefix:
             self._sum[those, option] += np.bincount(places, accepted)
             self._tries[those, option] += counts
         self._expect(those)
@@ -168,9 +175,8 @@ class Acceptance:
         self._remember(those, np.minimum(1.0, _PAUSED_MEMORY / np.maximum(self.verify_steps[those], 1.0)))
 
     def _remember(self, classes: np.ndarray, share: np.ndarray) -> None:
-        for counts in (self._passed, self._reached, self._sum, self._tries):
-            counts[classes] *= share[:, None]
-        self.verify_steps[classes] *= share
+        for counts in (self._passed, self._reached, self._sum, self._tries, self.verify_steps):
+            counts[classes] *= share.reshape(-1, *[1] * (counts.ndim - 1))
 
     def _expect(self, classes: np.ndarray) -> None:
         """Keep what classes are expected to accept: at a position as at the one before, where it is not known."""
@@ -178,20 +184,21 @@ class Acceptance:
         tries = reached + _PRIOR_STEPS
         chances = np.empty_like(passed)
         before = np.full(len(classes), _PRIOR)
-        for position in range(passed.shape[1]):
-            before = (passed[:, position] + _PRIOR_STEPS * before) / tries[:, position]
-            chances[:, position] = before
+        for position in range(passed.shape[2]):
+            before = (passed[:, 0, position] + _PRIOR_STEPS * before) / tries[:, 0, position]
+            chances[:, 0, position] = before
+        twins = 1 - (1 - chances[:, 0]) ** 2  # before any tree is tried: two candidates a level
+        chances[:, 1] = (passed[:, 1] + _PRIOR_STEPS * twins) / tries[:, 1]
         for found, errors in ((self.mean, 0.0), (self.expected, 1.0)):
             likely = np.minimum(1.0, chances + errors * np.sqrt(chances * (1 - chances) / tries))
-            in_chains = np.cumsum(np.cumprod(likely, axis=1), axis=1)
-            with_twins = np.cumsum(np.cumprod(1 - (1 - likely) ** 2, axis=1), axis=1)  # a tree not tried: two a level
+            lengths = np.cumsum(np.cumprod(likely, axis=2), axis=2)
             for index, option in enumerate(self._options[:-1]):
-                is_tree = option.num_levels and not option.is_prefix
-                prior = with_twins[:, option.num_levels - 1] if is_tree else in_chains[:, option.num_tokens - 1]
+                is_tree = not option.is_prefix and option.num_levels > 0
+                prior = lengths[:, int(is_tree), option.depth - 1]
                 if option.is_prefix:
                     found[classes, index] = prior
                     continue
                 num = self._tries[classes, index] + _PRIOR_STEPS
                 mean = (self._sum[classes, index] + _PRIOR_STEPS * prior) / num
                 mean = mean + errors * np.sqrt(mean * (1 + mean) / num)
-                found[classes, index] = np.minimum(option.num_tokens, mean)
+                found[classes, index] = np.minimum(option.depth, mean)

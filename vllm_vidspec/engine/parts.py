@@ -39,7 +39,7 @@ class RunnerParts:
         draft_model = None
         if not config.is_parallel:
             draft_model = DraftModel(vllm_config, device, config.is_self_draft, agreement)
-            counters.set("draft_load_bytes", draft_model.load(model))
+            counters.set("draft_load_bytes", draft_model.load(model, config))
         layers, K, in_trees = attention_layers(vllm_config).values(), runner.num_speculative_steps, config.in_trees
         attention = make_attention(layers, vllm_config, device, num_rows=K + 1, in_trees=in_trees, whose="target")
         # Chains need its attention alone: the other parts get it only where trees are drafted.

@@ -361,7 +361,7 @@ class Policy:
             counts = np.arange(1, len(order) + 1)
             for index in allowed:
                 tokens = np.minimum(
-                    own * self.acceptance.expected[self._rows["class"][slots], index], self.options[index].num_tokens
+                    own * self.acceptance.expected[self._rows["class"][slots], index], self.options[index].depth
                 )
                 ranked = order[np.argsort(-(share * tokens * sticky)[order])]
                 draft_context = np.cumsum(self._rows["draft_context"][slots[ranked]])

@@ -13,7 +13,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm_vidspec import SUPPORTED_CPU, SUPPORTED_VLLM, families, supported_releases, supports_vllm
 from vllm_vidspec.config import MAX_MESSAGE, METHOD, VidSpecConfig, parse_config
 from vllm_vidspec.engine import kv_views, tree_attention
-from vllm_vidspec.engine.compat import api
+from vllm_vidspec.engine.compat import api, linear
 from vllm_vidspec.engine.compat import config as compat
 from vllm_vidspec.engine.hints import say_hints
 from vllm_vidspec.engine.hooks import attention as attention_guidance
@@ -60,6 +60,10 @@ def translate(args: Any) -> VidSpecConfig | None:
         raise VidSpecError(problem)
     config, passed = parse_config(raw)
     _check_args(args)
+    if config.linear_backend_per_quant is not None:
+        linear.check_linear_backends(config.linear_backend_per_quant)
+    if config.draft_lm_head_quantization is not None:
+        linear.check_head_quantization(config.draft_lm_head_quantization)
     _check_pair(args, config, passed.get("revision"))
 
     draft = args.model if config.is_self_draft else config.model

@@ -3,6 +3,7 @@
 Chains, trees of width 1, get it where a layer's own backend would not split their keys (`compat.backends`).
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from vidspec_kernels import CacheList, TreeAttentionScratch, tree_attention, warm_up
+from vllm_vidspec.config.static_tree import TILE_ROWS
 from vllm_vidspec.engine import kv_views
 from vllm_vidspec.engine.compat import backends
 from vllm_vidspec.engine.compat import model as compat
@@ -44,9 +46,13 @@ class TreeAttention:
         self.layers = list(layers)
         self.scratch = TreeAttentionScratch(max((layer.impl.head_size for layer in self.layers), default=1), device)
         self.step: TreeStep | None = None  # of the forward that runs next
+        self._reads_prefix = False  # whether a layer's own attention may read the prefix
+        schedules: dict[tuple[int, ...], torch.Tensor | None] = {}
         for layer in self.layers:
             kv_views.check_readable(layer, READER)
-            compat.intercept_attention(layer, self._forward)
+            read_prefix = backends.prefix_attention(layer, schedules)
+            self._reads_prefix |= read_prefix is not None
+            compat.intercept_attention(layer, functools.partial(self._forward, read_prefix))
 
     def outruns(self, num_rows: int) -> bool:
         """Return whether a layer's own backend would not split the keys of requests with so many query rows."""
@@ -55,7 +61,10 @@ class TreeAttention:
     def warm_up(self, block_table: torch.Tensor, dtype: torch.dtype, max_queries: int) -> None:
         """Prepare every variant of 1 to `max_queries` rows a request, of outputs of a dtype."""
         for keys, values, num_heads, is_fp8 in kv_views.distinct_views(self.layers):
-            warm_up.warm_tree_attention(keys, values, block_table, num_heads, is_fp8, dtype, max_queries, self.scratch)
+            shape = (keys, values, block_table, num_heads, is_fp8, dtype, max_queries, self.scratch)
+            warm_up.warm_tree_attention(*shape)
+            if self._reads_prefix:
+                warm_up.warm_tree_attention(*shape, with_prefix=True)
 
     def caches(self) -> CacheList:
         """Return every layer's keys and values, for compaction; the caches must exist."""
@@ -64,6 +73,7 @@ class TreeAttention:
 
     def _forward(
         self,
+        read_prefix: backends.Prefix | None,
         original: Callable,
         layer: Any,
         query: torch.Tensor,
@@ -75,7 +85,11 @@ class TreeAttention:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Compute what vLLM's backend cannot, after what it can; keys and values are in the cache already."""
+        """Compute what vLLM's backend cannot, after what it can; keys and values are in the cache already.
+
+        Where one tile of FlashAttention 3 holds a request's rows it reads the prefix, and the nodes alone are ours: it
+        reads at the memory's rate, and ours at two thirds of it.
+        """
         step = self.step
         if step is None or metadata is None:
             return original(layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
@@ -83,20 +97,27 @@ class TreeAttention:
             original(layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
         impl = layer.impl
         shape = (-1, impl.num_heads, impl.head_size)
+        query, out = query.view(shape), output.view(shape)
+        keys, values = kv_views.cache_views(kv_cache, layer)
+        prefix, num_rows = None, step.max_queries * impl.num_heads // impl.num_kv_heads
+        if read_prefix is not None and step.is_whole_batch and num_rows <= TILE_ROWS:
+            prefix = read_prefix(query, keys, values, metadata, step.prefix_lens, step.max_queries, out)
         tree_attention(
-            query.view(shape),
-            *kv_views.cache_views(kv_cache, layer),
+            query,
+            keys,
+            values,
             metadata.block_table,
             step.rows,
             step.query_start,
             step.num_queries,
             step.prefix_lens,
             step.masks,
-            output.view(shape),
+            out,
             scale=impl.scale,
             scales=kv_views.cache_scales(layer, query),
             max_queries=step.max_queries,
             scratch=self.scratch,
+            prefix=prefix,
         )
         return output
 

@@ -55,7 +55,9 @@ def check_pair(target_hf: Any, draft_hf: Any) -> FamilyAdapter:
 
 
 def check_ranks(draft_hf: Any, num_ranks: int) -> None:
-    """Refuse a draft whose heads the tensor-parallel ranks cannot share; the VidSpecError names sizes that would do."""
+    """Refuse a draft whose heads, or groups of quantised weights, the tensor-parallel ranks cannot share; the
+    VidSpecError names sizes that would do.
+    """
     text = draft_hf.get_text_config()
     heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
     vision_heads = read_field(draft_hf, adapter_for(draft_hf).vision_heads) or num_ranks  # unknown: vLLM will say
@@ -68,9 +70,29 @@ def check_ranks(draft_hf: Any, num_ranks: int) -> None:
         is_even = not max(kv_heads, size) % min(kv_heads, size)
         return found if is_even else {**found, "language model (keys and values)": kv_heads}
 
+    group, inputs = _group_size(draft_hf), getattr(text, "intermediate_size", None) or 0
+
+    def would_do() -> str:
+        even = (size for size in range(1, heads + 1) if not uneven(size) and not (group and inputs % (group * size)))
+        return f"--tensor-parallel-size {', '.join(map(str, even))} would do"
+
     for whose, count in uneven(num_ranks).items():
-        sizes = ", ".join(str(size) for size in range(1, heads + 1) if not uneven(size))
         raise VidSpecError(
             f"the draft's {whose} has {count} heads, which {num_ranks} tensor-parallel ranks cannot share evenly; "
-            f"--tensor-parallel-size {sizes} would do"
+            f"{would_do()}"
         )
+    if num_ranks > 1 and group and inputs % (group * num_ranks):  # vLLM's kernels take whole groups alone
+        raise VidSpecError(
+            f"the draft's MLPs have {inputs} inputs in groups of {group} weights, which {num_ranks} tensor-parallel "
+            f"ranks cannot share evenly; {would_do()}"
+        )
+
+
+def _group_size(hf_config: Any) -> int | None:
+    """Return how many weights of a row share a scale in a checkpoint of few bits; None where that is not said."""
+    stored = getattr(hf_config, "quantization_config", None)
+    if not isinstance(stored, dict):
+        return None
+    weights = [group.get("weights") or {} for group in (stored.get("config_groups") or {}).values()]
+    sizes = [found for one in (stored, *weights) if isinstance(found := one.get("group_size"), int) and found > 0]
+    return max(sizes, default=None)

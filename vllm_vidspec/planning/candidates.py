@@ -1,11 +1,11 @@
 """Candidates: a pair, cards and requests to plan for, and what each way of drafting comes to; plain Python."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from vllm_vidspec.config.fields import PruneKnobs
-from vllm_vidspec.config.static_tree import SPECVLM_PATHS
+from vllm_vidspec.config.static_tree import GROWN_DEPTHS, SPECVLM_PATHS, Path, grow_paths
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.planning import pool
 from vllm_vidspec.planning.acceptance import Agreement, default_agreement
@@ -18,6 +18,7 @@ from vllm_vidspec.planning.roofline import (
     forward_seconds,
     kv_bytes,
     memory_split,
+    most_nodes,
     prefill_seconds,
     weight_bytes,
 )
@@ -109,15 +110,21 @@ def notes(question: Question) -> Iterator[str]:
 
 # ---- what each way of drafting comes to ------------------------------------------------------------------------------
 
-NONE, CHAIN, TREE, PARALLEL = SHAPES = ("none", "chain", "tree-static", "parallel")
+NONE, CHAIN, TREE, PARALLEL = "none", "chain", "tree-static", "parallel"
+TREES = (*GROWN_DEPTHS, TREE)
+SHAPES = (NONE, CHAIN, *TREES, PARALLEL)
 MOST_CHAIN = 10
 WINDOWS = (16, 8, 4, 2)  # greatest windows that are tried
-# Nodes that have children, by level: what each draft forward of SpecVLM's tree computes; the root first.
-TREE_WIDTHS = (1, *(len({p[:-1] for p in SPECVLM_PATHS if len(p) == depth}) for depth in range(2, 6)))
 _IMAGES_KEPT = 1 - PruneKnobs().ratio_for("image")
 _BLOCK = 16  # tokens of a KV block, as vLLM has it by default
 # Tokens that a parallel run is followed for: of a row, and where only its place among others counts.
 LONG, SHORT = 20_000, 3000
+
+
+def level_widths(paths: Iterable[Path]) -> tuple[int, ...]:
+    """Return the nodes that have children, by level: what each draft forward of a tree computes; the root first."""
+    parents = Counter(map(len, {path[:-1] for path in paths}))
+    return tuple(parents[depth] for depth in range(len(parents)))
 
 
 @dataclass(frozen=True)
@@ -182,16 +189,20 @@ class Candidates:
         length = agreement.chain_length(num_tokens)
         return self._sequential(CHAIN, batch, num_tokens, prune_ratio, length, widths)
 
-    def tree(self, batch: int, prune_ratio: float, agreement: Agreement | None = None) -> Candidate:
-        """Return what SpecVLM's static tree, drafted sequentially, comes to."""
+    def tree(self, batch: int, prune_ratio: float, agreement: Agreement | None = None, shape: str = TREE) -> Candidate:
+        """Return what a static tree, drafted sequentially, comes to: SpecVLM's, or one grown to the target's tile."""
         agreement = agreement or self.question.agreement_at(prune_ratio)
-        widths = Counter((2, *TREE_WIDTHS[1:]))
-        return self._sequential(TREE, batch, len(SPECVLM_PATHS), prune_ratio, agreement.tree_length(), widths)
+        paths = SPECVLM_PATHS
+        if shape != TREE:
+            paths = grow_paths(most_nodes(self.question.target), GROWN_DEPTHS[shape])
+        # The first forward has a request's last two tokens.
+        widths = Counter((2, *level_widths(paths)[1:]))
+        return self._sequential(shape, batch, len(paths), prune_ratio, agreement.tree_length(paths), widths)
 
     def _sequential(
         self, shape: str, batch: int, num_tokens: int, prune_ratio: float, length: float, widths: Mapping[int, int]
     ) -> Candidate:
-        is_tree, assumed = shape == TREE, self.question.assumed
+        is_tree, assumed = shape in TREES, self.question.assumed
         target, verify = self.target_seconds(batch, 1), self.target_seconds(batch, num_tokens + 1, is_tree)
         draft = sum(
             number * self.draft_seconds(batch, rows, prune_ratio, self._place) for rows, number in widths.items()
@@ -266,7 +277,8 @@ class Candidates:
             for ratio in self.question.prune_ratios:
                 for num_tokens in range(1, MOST_CHAIN + 1):
                     yield self.chain(batch, num_tokens, ratio)
-                yield self.tree(batch, ratio)
+                for shape in TREES:
+                    yield self.tree(batch, ratio, shape=shape)
         if self.question.draft_gpus:
             for ratio in self.question.prune_ratios:
                 window = WINDOWS[0] + 1

@@ -7,6 +7,15 @@ DEAR = 1 / 3  # a draft step that reads more than this of the target's bytes is 
 USUAL_FORWARDS = 5  # of a draft step, where nobody has said
 FP8 = "fp8_per_tensor"
 WEIGHT_BYTES = 2  # of a weight that is not quantised, as those of the output head
+INT4_BYTES = 0.5 + 2.5 / 128  # of a weight of four bits, with a scale and a zero for each group of 128
+# Released checkpoints of drafts in four bits that vLLM reads as they are, by what a config.json says of the model:
+# its type, decoder layers and hidden size.
+FOUR_BITS = {
+    ("qwen2_5_vl", 36, 2048): "RedHatAI/Qwen2.5-VL-3B-Instruct-quantized.w4a16",
+    ("qwen2_5_vl", 28, 3584): "RedHatAI/Qwen2.5-VL-7B-Instruct-quantized.w4a16",
+    ("qwen3_vl", 36, 2560): "cyankiwi/Qwen3-VL-4B-Instruct-AWQ-4bit",
+    ("qwen3_vl", 36, 4096): "cyankiwi/Qwen3-VL-8B-Instruct-AWQ-4bit",
+}
 
 
 def part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -79,15 +88,32 @@ def draft_share(target: Weights, draft: Weights, num_forwards: int) -> float:
     return num_forwards * draft.read_bytes / target.read_bytes
 
 
-def cost_hint(target: Weights, draft: Weights, num_forwards: int = USUAL_FORWARDS) -> str | None:
-    """Return a line on a draft, not the target itself, of 16 bits whose step reads more than `DEAR`; else None."""
-    share = draft_share(target, draft, num_forwards)
-    if draft == target or draft.layer_bytes < WEIGHT_BYTES or share <= DEAR:
+def four_bit_checkpoint(config: Mapping[str, Any]) -> str | None:
+    """Return a released checkpoint in four bits of the model that a configuration, as JSON has it, is of; or None."""
+    try:
+        decoder = Decoder.of(config)
+    except (LookupError, ValueError, TypeError, AttributeError, ZeroDivisionError):
         return None
-    less = draft_share(target, draft._replace(layer_bytes=1.0), num_forwards)
+    return FOUR_BITS.get((str(config.get("model_type")), decoder.layers, decoder.hidden))
+
+
+def cost_hint(
+    target: Weights, draft: Weights, num_forwards: int = USUAL_FORWARDS, four_bits: str | None = None
+) -> str | None:
+    """Return a line on a draft, not the target itself, of more than four bits whose step reads more than `DEAR`; else
+    None. `four_bits` is a checkpoint of it in four bits, where one is known.
+    """
+    share = draft_share(target, draft, num_forwards)
+    if draft == target or draft.layer_bytes < 1 or share <= DEAR:
+        return None
+
+    def percent(layer_bytes: float) -> str:
+        return f"{100 * draft_share(target, draft._replace(layer_bytes=layer_bytes), num_forwards):.0f} %"
+
+    fp8 = f', with "quantization": "{FP8}" {percent(1.0)}' if draft.layer_bytes > 1 else ""
     return (
-        f"a draft step of {num_forwards} forwards reads {100 * share:.0f} % of the bytes of its target's weights, with "
-        f'"quantization": "{FP8}" for the draft {100 * less:.0f} % (modelled)'
+        f"a draft step of {num_forwards} forwards reads {100 * share:.0f} % of the bytes of its target's weights, of a "
+        f"checkpoint in four bits {percent(INT4_BYTES)}{f' ({four_bits})' if four_bits else ''}{fp8} (modelled)"
     )
 
 
@@ -98,14 +124,14 @@ def stored_weights(config: Mapping[str, Any], quantization: str | None = None) -
     """
     try:
         decoder = Decoder.of(config)
-        layer_bytes = _layer_bytes(quantization, config.get("quantization_config") or {})
+        layer_bytes = bytes_of_layers(quantization, config.get("quantization_config") or {})
         found = Weights(decoder.layer_params(decoder.active_experts), decoder.head_params)
     except (LookupError, ValueError, TypeError, AttributeError, ZeroDivisionError):
         return None
     return found._replace(layer_bytes=layer_bytes) if layer_bytes and min(found) > 0 else None
 
 
-def _layer_bytes(quantization: str | None, stored: Mapping[str, Any]) -> float | None:
+def bytes_of_layers(quantization: str | None, stored: Mapping[str, Any]) -> float | None:
     """Return the bytes of a layer's weight; None of a method that is not known here."""
     method = str(stored.get("quant_method") or quantization or "")
     if not method:

@@ -6,13 +6,14 @@ from itertools import pairwise
 from typing import Any
 
 from vllm_vidspec.planning.acceptance import bisect, with_rate
-from vllm_vidspec.planning.candidates import CHAIN, LONG, NONE, PARALLEL, TREE, Candidate, Candidates, Question, notes
+from vllm_vidspec.planning.candidates import CHAIN, LONG, NONE, PARALLEL, TREES, Candidate, Candidates, Question, notes
 from vllm_vidspec.planning.roofline import FITTED
-from vllm_vidspec.planning.shapes import FP8, WEIGHT_BYTES
+from vllm_vidspec.planning.shapes import FP8, INT4, QUANTISATIONS, WEIGHT_BYTES
 
 WORTH = 1.05  # a gain below this is within the model's error: it does not pay
 _GAIN = f"{100 * (WORTH - 1):.0f} %"
 MOST_BATCH = 1024
+_HOW = {FP8: f'quantised as it loads ("quantization": "{FP8}")', INT4: "in four bits, as a checkpoint of its own,"}
 
 
 class Planner(Candidates):
@@ -75,8 +76,8 @@ class Planner(Candidates):
             given = with_rate(agreement, rate)
             if plan.shape == CHAIN:
                 return self.chain(batch, plan.num_tokens, plan.prune_ratio, given).answer_speedup
-            if plan.shape == TREE:
-                return self.tree(batch, plan.prune_ratio, given).answer_speedup
+            if plan.shape in TREES:
+                return self.tree(batch, plan.prune_ratio, given, plan.shape).answer_speedup
             return self.parallel(batch, plan.prune_ratio, given, plan.num_tokens).answer_speedup
 
         return bisect(gain, WORTH) if gain(1.0) >= WORTH else None
@@ -144,40 +145,43 @@ def _last(holds: Callable[[int], bool], most: int, low: int = 0) -> int:
     return low
 
 
-def _quantised_draft(question: Question, batches: Sequence[int]) -> dict[str, Any] | None:
-    """Return what a draft of 16-bit weights would gain quantised: `quantization`, and `answer_speedup` a batch size.
+def _quantised_drafts(question: Question, batches: Sequence[int]) -> dict[str, list[float | None]] | None:
+    """Return what a draft of 16-bit weights would gain quantised: `answer_speedup` by batch size, by QUANTISATIONS.
 
     None where it is quantised, shares the target's weights, or was measured as it is.
     """
     if question.is_self or question.draft.linear_bytes < WEIGHT_BYTES or question.draft_ms is not None:
         return None
-    planner = Planner(replace(question, draft=question.draft.quantised(FP8)))
-    best = [planner.best(batch) for batch in batches]
-    return {"quantization": FP8, "answer_speedup": [None if one is None else one.answer_speedup for one in best]}
+    found: dict[str, list[float | None]] = {}
+    for kind in QUANTISATIONS:
+        planner = Planner(replace(question, draft=question.draft.quantised(kind)))
+        best = [planner.best(batch) for batch in batches]
+        found[kind] = [None if one is None else one.answer_speedup for one in best]
+    return found
 
 
-def _quantised_note(rows: Sequence[Mapping[str, Any]], quantised: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield a line if a quantised draft gains more at any batch size."""
-    found = [
-        f"{better:.2f}x instead of {row['answer_speedup']:.2f}x at batch {row['batch']}"
-        for row, better in zip(rows, quantised["answer_speedup"] if quantised else (), strict=False)
-        if row["fits"] and better is not None and better > 1.01 * row["answer_speedup"]
-    ]
-    if found:
-        yield (
-            f'The draft quantised as it loads ("quantization": "{FP8}") would gain {", ".join(found)}, if it agrees as '
-            "often."
-        )
+def _quantised_notes(
+    rows: Sequence[Mapping[str, Any]], quantised: Mapping[str, Sequence[float | None]] | None
+) -> Iterator[str]:
+    """Yield a line for each quantisation of the draft that gains more at any batch size."""
+    for kind, speedups in (quantised or {}).items():
+        found = [
+            f"{better:.2f}x instead of {row['answer_speedup']:.2f}x at batch {row['batch']}"
+            for row, better in zip(rows, speedups, strict=True)
+            if row["fits"] and better is not None and better > 1.01 * row["answer_speedup"]
+        ]
+        if found:
+            yield f"The draft {_HOW[kind]} would gain {', '.join(found)}, if it agrees as often."
 
 
 def plan(question: Question, batches: Sequence[int]) -> dict[str, Any]:
-    """Return the answer to a question: `rows` by batch size, `quantised_draft` (None where it is no question), `when`
+    """Return the answer to a question: `rows` by batch size, `quantised_drafts` (None where it is no question), `when`
     (a sentence), `paying` (ranges of batch sizes), `notes`, `agreement` by prune ratio, `assumed` and which of it is
     `fitted`, and what was asked.
     """
     planner = Planner(question)
     rows, ranges = [planner.row(batch) for batch in batches], planner.paying()
-    quantised = _quantised_draft(question, batches)
+    quantised = _quantised_drafts(question, batches)
     asked = ("draft_gpus", "video_tokens", "text_tokens", "answer_tokens")
     return {
         "kind": "modelled",
@@ -189,8 +193,8 @@ def plan(question: Question, batches: Sequence[int]) -> dict[str, Any]:
         "rows": rows,
         "when": planner.sentence(ranges),
         "paying": [list(one) for one in ranges],
-        "quantised_draft": quantised,
-        "notes": [*notes(question), *_quantised_note(rows, quantised)],
+        "quantised_drafts": quantised,
+        "notes": [*notes(question), *_quantised_notes(rows, quantised)],
         "agreement": [{"prune_ratio": ratio} | asdict(question.agreement_at(ratio)) for ratio in question.prune_ratios],
         "measured": {"target_ms": question.target_ms, "draft_ms": question.draft_ms},
         "assumed": asdict(question.assumed),

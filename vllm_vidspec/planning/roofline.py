@@ -7,9 +7,10 @@ keys, as tree attention does where vLLM's own does not. A prefill is its product
 
 from dataclasses import dataclass
 
+from vllm_vidspec.config.static_tree import TILE_ROWS
 from vllm_vidspec.errors import VidSpecError, quoted
 from vllm_vidspec.planning.draft_cost import FP8
-from vllm_vidspec.planning.shapes import KV_BYTES, QUANTISATIONS, WEIGHT_BYTES, ModelShape
+from vllm_vidspec.planning.shapes import INT4, KV_BYTES, QUANTISATIONS, WEIGHT_BYTES, ModelShape
 
 # ---- cards, as their makers specify them -----------------------------------------------------------------------------
 
@@ -81,9 +82,13 @@ class Assumptions:
     link_frac: float = 0.7  # of the link's peak
     layer_s: float = 40e-6  # of a layer beside its bytes: its kernels' starts and ends, compiled, in a CUDA graph
     fp8_layer_s: float = 60e-6  # the same of a layer in fp8, whose inputs are quantised by kernels of their own
-    # A tree's verification: a layer beside the above, and how often its KV cache is read, by tiles of rows
+    int4_layer_s: float = 52e-6  # the same in four bits, for 12 kernels where fp8 has 18
+    # A tree's verification: a layer beside the above, and what share of its KV cache's time a tile of 64 rows takes,
+    # or of 128, which reads it from the second-level cache; and a layer where FlashAttention 3 reads the prefix, once
     tree_layer_s: float = 40e-6
-    tree_kv_passes: float = 1.64
+    tile_passes: float = 0.547
+    wide_tile_passes: float = 0.95
+    flash_tree_layer_s: float = 28e-6
     level_layer_s: float = 13e-6  # of a layer in a draft forward of a tree's level, beside the above
     step_s: float = 0.5e-3  # host time of a target's step that no kernel hides, with drafts or without
     speculation_s: float = 0.3e-3  # the same of a step with drafts, on top
@@ -92,7 +97,8 @@ class Assumptions:
 
 
 ASSUMED = Assumptions()
-FITTED = ("memory_frac", "layer_s", "fp8_layer_s", "tree_layer_s", "tree_kv_passes", "level_layer_s")
+FITTED = ("memory_frac", "layer_s", "fp8_layer_s", "tree_layer_s", "tile_passes", "level_layer_s")
+_FP8_FROM = 89  # compute capability of the first cards with products in fp8
 
 
 @dataclass(frozen=True)
@@ -113,20 +119,45 @@ def forward_seconds(
     gpu, ranks, assumed = place.gpu, place.ranks, place.assumed
     bandwidth, flops = gpu.bandwidth * assumed.memory_frac, gpu.flops * assumed.flops_frac
     tokens = batch * rows
-    matrices = max(shape.read_bytes(tokens) / ranks / bandwidth, 2 * shape.active_params * tokens / ranks / flops)
+    matrices = max(
+        shape.read_bytes(tokens) / ranks / bandwidth,
+        2 * shape.active_params * tokens / ranks / (flops * _rate(shape, gpu)),
+    )
     entry_bytes = 2 * shape.layers * _kv_heads(shape, ranks) * shape.head_dim * KV_BYTES
     products = 4 * shape.layers * shape.heads / ranks * shape.head_dim
-    passes = assumed.tree_kv_passes if is_tree else 1.0
+    passes, tree_layer_s = _tree_reads(rows * shape.heads // shape.kv_heads, place) if is_tree else (1.0, 0.0)
     attention = max(passes * batch * context * entry_bytes / bandwidth, tokens * context * products / flops)
-    layer_s = assumed.fp8_layer_s if shape.linear_bytes == QUANTISATIONS[FP8] else assumed.layer_s
-    layers = shape.layers * (layer_s + (assumed.tree_layer_s if is_tree else 0.0))
+    by_bytes = {QUANTISATIONS[FP8]: assumed.fp8_layer_s, QUANTISATIONS[INT4]: assumed.int4_layer_s}
+    layers = shape.layers * (by_bytes.get(shape.linear_bytes, assumed.layer_s) + tree_layer_s)
     return matrices + attention + layers + _all_reduces(shape, place, tokens)
+
+
+def most_nodes(shape: ModelShape) -> int:
+    """Return the nodes of the largest tree whose rows, the root's included, are one tile for a KV head."""
+    return TILE_ROWS // (shape.heads // shape.kv_heads) - 1
+
+
+def _tree_reads(num_rows: int, place: Placement) -> tuple[float, float]:
+    """Return how often a tree's verification reads a KV cache, for so many rows of a KV head, and what a layer takes
+    beside that: as tree attention cuts tiles, and with FlashAttention 3 where one tile holds all (Hopper).
+    """
+    is_hopper, assumed = place.gpu.arch == 90, place.assumed
+    if is_hopper and num_rows <= TILE_ROWS:
+        return 1.0, assumed.flash_tree_layer_s
+    is_wide = place.gpu.arch in (90, 100) and -num_rows % TILE_ROWS < TILE_ROWS // 2
+    tiles = -(-num_rows // (TILE_ROWS if is_wide else TILE_ROWS // 2))
+    return max(1.0, tiles * (assumed.wide_tile_passes if is_wide else assumed.tile_passes)), assumed.tree_layer_s
 
 
 def prefill_seconds(shape: ModelShape, place: Placement, tokens: float) -> float:
     """Return what the decoder takes to read a prompt, in seconds: its products, attention over half the square."""
     products = 2 * shape.active_params * tokens + 2 * shape.layers * shape.heads * shape.head_dim * tokens**2
-    return products / place.ranks / (place.gpu.flops * place.assumed.flops_frac)
+    return products / place.ranks / (place.gpu.flops * place.assumed.flops_frac * _rate(shape, place.gpu))
+
+
+def _rate(shape: ModelShape, gpu: Gpu) -> int:
+    """Return the rate of a model's products, of bf16's: in fp8 twice that, where a card has such."""
+    return 2 if shape.linear_bytes == QUANTISATIONS[FP8] and gpu.arch >= _FP8_FROM else 1
 
 
 def _kv_heads(shape: ModelShape, ranks: int) -> int:

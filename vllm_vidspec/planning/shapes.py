@@ -10,13 +10,13 @@ from typing import Any
 from vllm_vidspec.errors import VidSpecError, quoted
 from vllm_vidspec.families import known_families
 from vllm_vidspec.families.base import read_field
-from vllm_vidspec.planning.draft_cost import FP8, WEIGHT_BYTES, Decoder, part
+from vllm_vidspec.planning.draft_cost import FP8, INT4_BYTES, WEIGHT_BYTES, Decoder, bytes_of_layers, part
 
 KV_BYTES = 2  # of a number: bf16
-# Bytes of a weight of a layer: vLLM's `quantization: fp8_per_tensor` makes it of a 16-bit checkpoint; four bits, with a
-# scale and a zero for each group of 128, are a checkpoint's own (AWQ, GPTQ, compressed-tensors).
+# Bytes of a weight of a layer: vLLM's `quantization: fp8_per_tensor` makes it of a 16-bit checkpoint, or the checkpoint
+# has it; four bits are a checkpoint's own (AWQ, GPTQ, compressed-tensors).
 INT4 = "int4"
-QUANTISATIONS = {FP8: 1.0, INT4: 0.5 + 2.5 / 128}
+QUANTISATIONS = {FP8: 1.0, INT4: INT4_BYTES}
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class ModelShape:
     active_experts: int = 0  # that a token goes through
     vision_params: int = 0  # weights of the vision tower, roughly; they take memory, and no time while text is decoded
     vision_heads: int = 16  # heads of a layer of the tower; 0: ranks do not share them
-    # Of a weight of the layers and of the tower; embedding and output head have 16 bits
+    # Of a weight of the layers, and of one of the tower; embedding and output head have 16 bits
     linear_bytes: float = WEIGHT_BYTES
+    vision_bytes: float = WEIGHT_BYTES
 
     def _decoder_params(self, experts: float) -> float:
         """Return the weights of all layers and of the output head, with so many experts in a layer."""
@@ -68,17 +69,29 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> float:
-        vocab = self.vocab * self.hidden * (1 if self.tied else 2)
-        return (self.params - vocab) * self.linear_bytes + vocab * WEIGHT_BYTES
+        vocab, vision = self.vocab * self.hidden * (1 if self.tied else 2), self.vision_params
+        layers = self.params - vocab - vision
+        return layers * self.linear_bytes + vision * self.vision_bytes + vocab * WEIGHT_BYTES
 
     def read_bytes(self, tokens: int) -> float:
         head = self.vocab * self.hidden
         return (self.read_params(tokens) - head) * self.linear_bytes + head * WEIGHT_BYTES
 
     def quantised(self, name: str) -> "ModelShape":
-        """Return the same with its layers quantised as one of QUANTISATIONS, or refuse (VidSpecError)."""
+        """Return the same with its layers quantised as one of QUANTISATIONS, or refuse (VidSpecError); what vLLM
+        quantises as it loads has its tower quantised too.
+        """
         if name not in QUANTISATIONS:
             raise VidSpecError(f"--draft-quantization {quoted(name)} is none of {', '.join(QUANTISATIONS)}")
+        if self.linear_bytes < WEIGHT_BYTES:
+            raise VidSpecError(f"--draft-quantization: {self.name} is quantised already")
+        found = self.stored(name)
+        return replace(found, vision_bytes=found.linear_bytes) if name == FP8 else found
+
+    def stored(self, name: str | None) -> "ModelShape":
+        """Return the same as a checkpoint of one of QUANTISATIONS has it, whose tower keeps 16 bits; None: as it is."""
+        if name is None:
+            return self
         return replace(self, name=f"{self.name} ({name})", linear_bytes=QUANTISATIONS[name])
 
     @property
@@ -95,14 +108,15 @@ class ModelShape:
 
 def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """Return the shape of a Hugging Face configuration, as JSON has it; KeyError: what it lacks, VidSpecError: a family
-    that is not supported, a quantised model, or numbers that are none.
+    that is not supported, weights neither of 16 bits, of four nor in fp8, or numbers that are none.
     """
     families = {model_type: known for known in known_families() for model_type in sorted(known.model_types)}
     adapter = families.get(config["model_type"])
     if adapter is None:
         raise VidSpecError(f"model_type {quoted(config['model_type'])} is none of {', '.join(families)}")
-    if config.get("quantization_config"):
-        raise VidSpecError("it is quantised; plans are made for 16-bit weights")
+    kind = _stored_as(config.get("quantization_config") or {})
+    if kind == "":
+        raise VidSpecError(f"how it is quantised is not known here; {_PLANNED}")
     text, vision = part(config, "text_config") or config, part(config, "vision_config")
     shape = ModelShape(
         name,
@@ -115,7 +129,14 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     sizes = (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.intermediate, shape.vocab)
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         raise VidSpecError("its sizes are not all positive integers")
-    return shape
+    return shape.stored(kind)
+
+
+def _stored_as(stored: Mapping[str, Any]) -> str | None:
+    """Return the key of QUANTISATIONS that a checkpoint's own quantisation is; None: 16 bits, "": another."""
+    is_float = "fp8" in str(stored.get("quant_method")) or "float" in str(stored.get("format"))
+    kinds: dict[float | None, str | None] = {WEIGHT_BYTES: None, 1.0: FP8 if is_float else "", 0.5: INT4}
+    return kinds.get(bytes_of_layers(None, stored), "")
 
 
 def _vision_params(vision: Mapping[str, Any]) -> int:
@@ -154,7 +175,13 @@ KNOWN: tuple[ModelShape, ...] = (
     _known("llava-onevision", "72B", 400, (80, 8192, 64, 8, 128, 29_568, 152_128)),
 )
 _SIZE = re.compile(r"(\d+(?:\.\d+)?b(?:-a\d+b)?)(?![a-z0-9])")
-_QUANTISED = re.compile(r"awq|gptq|fp8|int[48]|w[48]a|[34]bit|gguf")
+_PLANNED = "plans are made for weights of 16 bits, of four bits and in fp8"
+# What a checkpoint's name says of its weights, the first that holds; 8 bits of AWQ and GPTQ are integers.
+_FORMATS = (
+    (re.compile(r"int[38]|w8a|[38]-?bit|gguf"), ""),
+    (re.compile(r"fp8"), FP8),
+    (re.compile(r"awq|gptq|int4|w4a16|4-?bit"), INT4),
+)
 
 
 def target_shape(name: str) -> ModelShape:
@@ -176,14 +203,15 @@ def _shape(name: str, option: str, family: str | None) -> ModelShape:
     if Path(name).is_dir():
         return from_folder(name, option)
     words = name.lower().rsplit("/", 1)[-1]
-    if _QUANTISED.search(words):
-        raise VidSpecError(f"{option}: {quoted(name)} is quantised; plans are made for 16-bit weights")
+    kind = next((kind for pattern, kind in _FORMATS if pattern.search(words)), None)
+    if kind == "":
+        raise VidSpecError(f"{option}: {quoted(name)}: {_PLANNED}")
     named = next((known.family for known in KNOWN if known.family in words), None)
     sizes = _SIZE.findall(words)
     is_short = bool(sizes) and words == sizes[0]
     for known in KNOWN:
         if sizes and known.family == (family if is_short else named) and known.name.lower().endswith(f" {sizes[-1]}"):
-            return known
+            return known.stored(kind)
     shown = [known.name for known in KNOWN if known.family == (named or family)] or [known.name for known in KNOWN]
     raise VidSpecError(
         f"{option}: no model {quoted(name)} is known; there are {', '.join(shown)}, or a local directory"

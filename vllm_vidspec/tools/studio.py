@@ -384,7 +384,7 @@ def own_args(show: Show, port: int) -> list[str]:
     """Return what follows `vllm serve` on the bundled pair: requests may be recorded, and loose."""
     spec: dict[str, Any] = {"request_scorers": ["strict", "loose", "fly"], "request_records": True}
     shape = show.draft_shape
-    if shape == AUTO:  # between a chain and the static tree, by the policy
+    if shape == AUTO:  # among chains and trees, by the policy
         shape, spec["adaptive_tokens"] = "tree-static", True
     spec["num_speculative_tokens"] = show.num_speculative_tokens or pairs.num_speculative_tokens(shape)
     parse_config(pairs.speculative_config(show.family, "draft", drafting=show.draft_shape, **spec))  # before it starts

@@ -24,8 +24,8 @@ from vidspec_kernels.tree_attention.reference import tree_attention_reference
 from vidspec_kernels.tree_attention.tiles import _MAX_BLOCK_ROWS, _padded, tile_shape
 from vidspec_kernels.tree_attention.triton import _merge_parts_kernel, _tree_attention_kernel
 
-# Requests that a program looks at at once to find its share.
-_BLOCK_REQS = 128
+# Requests that a program looks at at once to find its share: a warp's lanes, as sums over more wait for other warps.
+_BLOCK_REQS = 32
 # A share of fewer tiles of keys writes about as much of its partial results as it reads of K and V.
 MIN_UNITS = 4
 # Rows that a program merges, a part of every tile's, and parts of them that are under way.
@@ -33,7 +33,11 @@ _MERGE_ROWS = 8
 _MERGE_PARTS = 4
 _LOG2E = 1.4426950408889634
 # Of both kernels.
-_SHARED_CONSTANTS = ("GROUP", "HEAD_SIZE", "BLOCK_DIM", "BLOCK_ROWS", "BLOCK_KEYS", "BLOCK_REQS", "MIN_UNITS")
+_SHARED_CONSTANTS = (
+    *("GROUP", "HEAD_SIZE", "BLOCK_DIM", "BLOCK_ROWS", "BLOCK_KEYS", "BLOCK_REQS", "MIN_UNITS", "IS_OVERLAPPED"),
+)
+# Compute capability from which on a launch can begin before the one ahead of it has ended.
+_OVERLAPS_FROM = 90
 # Shapes of calls that are remembered as checked: most are of a few batch sizes.
 _MAX_PLANS = 1024
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, FP8)
@@ -181,8 +185,9 @@ def _plan(
     device, num_reqs, (_, num_heads, head_size) = query.device, rows.shape[0], query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
     group = num_heads // num_kv_heads
-    widen = widens(query, key_cache)
-    tile = tile_shape(max_queries * group, head_size, widen, prefix is None, device_limits(device))
+    widen, limits = widens(query, key_cache), device_limits(device)
+    tile = tile_shape(max_queries * group, head_size, widen, prefix is None, limits)
+    is_overlapped = device.type != "cpu" and limits.capability >= _OVERLAPS_FROM
     num_row_tiles = triton.cdiv(max_queries * group, tile.block_rows)
     most_units = num_reqs * num_kv_heads * num_row_tiles * (block_table.shape[1] * block_size // tile.block_keys + 2)
     assert most_units < 2**31, f"{most_units} units of work"
@@ -199,11 +204,13 @@ def _plan(
     constants = {
         "GROUP": group, "HEAD_SIZE": head_size, "BLOCK_SIZE": block_size, "BLOCK_DIM": _padded(head_size),
         "BLOCK_ROWS": tile.block_rows, "BLOCK_KEYS": tile.block_keys, "BLOCK_NODES": tile.block_nodes,
-        "BLOCK_REQS": _BLOCK_REQS, "MIN_UNITS": MIN_UNITS, "WIDEN": widen,
+        "BLOCK_REQS": _BLOCK_REQS, "MIN_UNITS": MIN_UNITS, "IS_OVERLAPPED": is_overlapped,
+        "WIDEN": widen,
     }  # fmt: skip
     merge_constants = {name: constants[name] for name in _SHARED_CONSTANTS}
     merge_constants |= {"MERGE_ROWS": _MERGE_ROWS, "MERGE_PARTS": _MERGE_PARTS}
     options = {"num_stages": tile.num_stages, "num_warps": tile.num_warps}
+    merge_options = {"launch_pdl": True} if is_overlapped else None
     scale_strides = [0 if scale is None else scale.stride(0) for scale in scales]
     dtypes = (query.dtype, key_cache.dtype, out.dtype, *(scale is None for scale in scales))
     variant = (*dtypes, prefix is None, lse is None, num_kv_heads, *strides, *table_strides, tile)
@@ -226,7 +233,7 @@ def _plan(
         launch(_tree_attention_kernel, (num_programs,), device, args, constants, scratch.variants, key, options)
         if prefix is None:
             args = (*vectors[1:], out, *outs, lse, *lses, *parts, *numbers, num_programs)
-            launch(_merge_parts_kernel, merge_grid, device, args, merge_constants, scratch.variants, key)
+            launch(_merge_parts_kernel, merge_grid, device, args, merge_constants, scratch.variants, key, merge_options)
 
     return launch_one
 

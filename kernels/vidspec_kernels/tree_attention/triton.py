@@ -103,6 +103,12 @@ def _shares(
 
 
 @triton.jit
+def _first_unit(program, total, num_programs):
+    """Return program * total // num_programs without its product, which takes 64 bits: such a division is a call."""
+    return program * (total // num_programs) + program * (total % num_programs) // num_programs
+
+
+@triton.jit
 def _programs_of(item_begin, item_units, total, num_programs):
     """Return the first and the last program that has a share of an item, given its first unit and how many it has."""
     first = ((item_begin + 1).to(tl.int64) * num_programs - 1) // total
@@ -211,11 +217,14 @@ def _tree_attention_kernel(
     scale_log2, num_reqs, num_kv_heads, max_entries, max_queries, num_row_tiles,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_NODES: tl.constexpr, BLOCK_REQS: tl.constexpr,
-    MIN_UNITS: tl.constexpr, WIDEN: tl.constexpr,
+    MIN_UNITS: tl.constexpr, IS_OVERLAPPED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """An equal share of all the work: units of consecutive items, an item being a row tile of a request's KV head."""
     program = tl.program_id(0)
     reads_prefix: tl.constexpr = prefix_out_ptr is None
+    if IS_OVERLAPPED and reads_prefix:
+        # From now on programs that merge may start where there is room.
+        tl.extra.cuda.gdc_launch_dependents()
     some_reqs = tl.arange(0, BLOCK_REQS)
     total, num_items, smallest, num_programs = _shares(
         tl.num_programs(0), num_reqs, num_queries_ptr, prefix_lens_ptr, num_kv_heads, max_entries, max_queries,
@@ -223,9 +232,8 @@ def _tree_attention_kernel(
     )  # fmt: skip
     if program >= num_programs:
         return
-    # Units fit into 32 bits, their products with programs into 64.
-    unit = (program.to(tl.int64) * total // num_programs).to(tl.int32)
-    end = ((program + 1).to(tl.int64) * total // num_programs).to(tl.int32)
+    unit = _first_unit(program, total, num_programs)
+    end = _first_unit(program + 1, total, num_programs)
 
     dims = tl.arange(0, BLOCK_DIM)
     dim_mask = dims < HEAD_SIZE
@@ -402,15 +410,21 @@ def _merge_parts_kernel(
     part_lse_ptr,  # [2 * num_programs, BLOCK_ROWS], base 2
     num_reqs, num_kv_heads, max_entries, max_queries, num_row_tiles, most_programs,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr, BLOCK_REQS: tl.constexpr, MIN_UNITS: tl.constexpr, MERGE_ROWS: tl.constexpr,
-    MERGE_PARTS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, BLOCK_REQS: tl.constexpr, MIN_UNITS: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of MERGE_ROWS rows of an item (program axes: rows of all row tiles, KV head, request)."""
+    """Merge the parts of MERGE_ROWS rows of an item (program axes: rows of all row tiles, KV head, request).
+
+    Where it is overlapped with the launch that makes the parts, every program waits for that one's end, also one that
+    merges nothing: what comes next waits for this launch alone.
+    """
     kv_head, req_idx = tl.program_id(1), tl.program_id(2)
     first_row = tl.program_id(0) * MERGE_ROWS
     row_tile = first_row // BLOCK_ROWS
     num_rows = tl.minimum(tl.load(num_queries_ptr + req_idx), max_queries) * GROUP
     if first_row >= num_rows:
+        if IS_OVERLAPPED:
+            tl.extra.cuda.gdc_wait()
         return
     total, _, _, num_programs = _shares(
         most_programs, num_reqs, num_queries_ptr, prefix_lens_ptr, num_kv_heads, max_entries, max_queries,
@@ -430,6 +444,8 @@ def _merge_parts_kernel(
         item_units += tl.sum(tl.where(some_reqs == req_idx, num_units, 0), axis=0)
     item_begin = units_before * num_kv_heads + kv_head * item_units
     first_program, last_program = _programs_of(item_begin, item_units, total, num_programs)
+    if IS_OVERLAPPED:
+        tl.extra.cuda.gdc_wait()
     if first_program == last_program:
         return
     row = first_row % BLOCK_ROWS + tl.arange(0, MERGE_ROWS)

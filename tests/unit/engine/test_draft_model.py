@@ -7,16 +7,20 @@ import pytest
 import torch
 import vllm.model_executor.warmup.deep_gemm_warmup as vllms
 import vllm.utils.deep_gemm as support
+from vllm.config import CompilationConfig, get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from tests.unit.engine.fakes import CPU
+from tests.unit.engine.fakes import CPU, make_knobs
+from vllm_vidspec.engine.compat import linear
 from vllm_vidspec.engine.draft import model as draft_model
+from vllm_vidspec.engine.draft import model_config
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, batch_sizes, mode_of_draft
 from vllm_vidspec.engine.draft.model import DraftModel, rope_positions
+from vllm_vidspec.errors import VidSpecError
 
 
 def test_a_draft_is_built_as_its_target_is(monkeypatch):
@@ -32,13 +36,70 @@ def test_a_draft_is_built_as_its_target_is(monkeypatch):
     )
     monkeypatch.setattr(draft_model, "draft_config", lambda *_: config)
     model = DraftModel(config, CPU, is_self_draft=False, agreement=None)
-    model.load(torch.nn.Module())
+    model.load(None, make_knobs().current)
     name = "visual.blocks.0.attn.proj"
     full_name = f"{given['prefix']}.{name}" if given.get("prefix") else name
     layer = object.__new__(LinearBase)
     quantisation = Fp8Config(is_checkpoint_fp8_serialized=True, ignored_layers=[name])
     assert isinstance(quantisation.get_quant_method(layer, full_name), UnquantizedLinearMethod)
     assert model._positions.stride() == (65, 1)
+
+
+class Config(SimpleNamespace):
+    """Stands for a `VllmConfig` while a model is built."""
+
+
+def test_a_drafts_kernels_are_chosen_by_its_own_configuration(monkeypatch):
+    """And its head's by vLLM, whatever its layers have. Catches: the target's backend for the draft, or the draft's
+    for the target; a choice that is made outside of the draft's configuration, or stays after it.
+    """
+    seen = []
+    base = Config(
+        kernel_config=SimpleNamespace(linear_backend="cutlass", linear_backend_per_quant=None),
+        compilation_config=CompilationConfig(),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8, max_num_seqs=2, max_num_encoder_input_tokens=8),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        load_config=None,
+        speculative_config=SimpleNamespace(
+            kv_cache_dtype=None,
+            draft_model_config=SimpleNamespace(uses_mrope=False, max_model_len=128, is_moe=False),
+            draft_parallel_config=SimpleNamespace(rank=0),
+        ),
+        model_config=SimpleNamespace(multimodal_config=None),
+        parallel_config=SimpleNamespace(rank=1),
+    )
+    language, draft = torch.nn.Module(), mock.Mock()
+    language.lm_head = head = torch.nn.Module()
+    draft.get_language_model = lambda: language
+
+    def note(*_: object, **__: object):
+        config = get_current_vllm_config().kernel_config
+        seen.append((config.linear_backend, config.linear_backend_per_quant))
+        return draft
+
+    copied = torch.nn.Module()
+    helper = SimpleNamespace(quantized_lm_head_copy=lambda *given: note() and copied, _SOURCES={copied: head})
+    monkeypatch.setattr(linear, "_head_quantisation", lambda: helper)
+    monkeypatch.setattr(draft_model, "get_model", note)
+    monkeypatch.setattr(model_config, "get_draft_load_config", lambda config: None)
+    monkeypatch.setattr(model_config, "get_pp_safe_draft_load_config", lambda config: None)
+    monkeypatch.setattr(model_config.VllmConfig, "get_quantization_config", lambda *_: None)
+    backends = {"fp8_w8a8": "marlin"}
+    model = DraftModel(base, CPU, is_self_draft=False, agreement=None)
+    model.load(None, make_knobs(linear_backend_per_quant=backends, draft_lm_head_quantization="fp8").current)
+    assert seen == [("cutlass", backends), ("auto", None)]
+    assert language.lm_head is copied and helper._SOURCES == {}, "the head of 16 bits is nobody's any more"
+    assert base.kernel_config.linear_backend_per_quant is None and get_current_vllm_config_or_none() is None
+    model.load(None, make_knobs().current)
+    assert seen[2:] == [("cutlass", None)]
+    for wrong, line in (
+        (ValueError("of 16 bits"), "draft_lm_head_quantization: of 16 bits"),
+        (None, "has no output head"),
+    ):
+        helper.quantized_lm_head_copy = mock.Mock(side_effect=wrong)
+        language.lm_head = None if wrong is None else head
+        with pytest.raises(VidSpecError, match=line):
+            linear.quantise_head(draft, "fp8")
 
 
 @pytest.mark.parametrize(("supported", "mode", "warmed"), [(True, "relax", 1), (False, "relax", 0), (True, "skip", 0)])

@@ -37,6 +37,14 @@ def test_where_graphs_end_is_said(knobs, max_num_seqs, ends):
     assert line.count("a draft forward") == sum("draft forward" in end for end in ends)
 
 
+@pytest.mark.parametrize(("group", "fits"), [(4, 31), (5, 24), (7, 17), (8, 15)])
+def test_the_tree_that_fits_a_tile_is_said(group, fits):
+    """Catches: a root that is not counted; a line where all is well."""
+    assert not [*hints.tile_hint(fits, group)]
+    (line,) = hints.tile_hint(fits + 1, group)
+    assert line.endswith(f"num_speculative_tokens {fits} would fit")
+
+
 def model(size: str, quantization: str | None = None, stored: dict | None = None) -> SimpleNamespace:
     config = config_of(f"Qwen/Qwen2.5-VL-{size}-Instruct") | {"quantization_config": stored}
     return SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: config), quantization=quantization)
@@ -59,11 +67,13 @@ def said(target: SimpleNamespace, draft: SimpleNamespace, **knobs) -> list[str]:
 
 
 def test_a_dear_draft_is_named_with_what_would_help():
-    """Five forwards of a 7B in bf16 read more than a 32B; no hint where it is quantised, elsewhere, or unknown."""
+    """Five forwards of a 7B in bf16 read more than a 32B; no hint where it has four bits, elsewhere, or unknown."""
     (line,) = said(model("32B"), model("7B"))
     assert line.startswith("vidspec: the draft's weights are dear: a draft step of 5 forwards reads 111 % of the")
-    assert '"quantization": "fp8_per_tensor" for the draft 60 % (modelled)' in line
-    assert not said(model("32B"), model("7B", "fp8_per_tensor"))
+    assert "in four bits 35 % (RedHatAI/Qwen2.5-VL-7B-Instruct-quantized.w4a16)" in line
+    assert '"quantization": "fp8_per_tensor" 60 % (modelled)' in line
+    (line,) = said(model("32B"), model("7B", "fp8_per_tensor"))
+    assert "in four bits 35 %" in line and "fp8_per_tensor" not in line
     assert not said(model("32B"), model("7B", stored={"quant_method": "awq", "bits": 4}))
     assert not said(model("32B"), model("7B", "unheard-of"))
     assert not said(model("32B"), model("7B"), model="self")

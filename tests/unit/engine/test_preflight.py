@@ -1,6 +1,7 @@
 """What is refused before any weight loads, and how our method becomes vLLM's own terms."""
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import inspect
 import json
@@ -11,12 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import PretrainedConfig
+from vllm.config import kernel
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.unit.engine.fakes import make_knobs
 from vllm_vidspec.config import METHOD, VidSpecConfig
 from vllm_vidspec.engine import preflight, tree_attention
+from vllm_vidspec.engine.compat import linear
 from vllm_vidspec.engine.hooks import attention
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.plugin import register
@@ -291,6 +294,14 @@ WRONG = [
     ({"model": "~/draft"}, "the draft model's path does not exist: ~/draft (~ is not expanded)"),
     ({"model": "/nonexistent"}, "the draft model's path does not exist: /nonexistent"),
     ({"model": __file__}, f"the draft model's path is a file, and not a checkpoint's folder: {__file__}"),
+    (
+        {"linear_backend_per_quant": {"fp8_w8a8": "Marln"}},
+        "linear_backend_per_quant: vLLM has no linear backend 'Marln' (did you mean 'marlin'?); auto, cutlass, ",
+    ),
+    (
+        {"linear_backend_per_quant": {"w4a16": "marlin"}},
+        "linear_backend_per_quant: vLLM has no quantisation of linear layers 'w4a16'",
+    ),
     ({"prune_ratio": 2, "pruner": "x", "scorer": "y", "foo": 1}, "speculative config: unknown key 'foo'; "),
 ]
 
@@ -301,6 +312,24 @@ def test_a_wrong_input_is_one_line_before_anything_loads(whole, monkeypatch, spe
     that is accepted."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert refusal(spec, whole, dtype="float32").startswith(message)
+
+
+def test_how_a_draft_computes_is_checked_against_the_vllm_that_is_there(whole, monkeypatch):
+    """Catches: a key that this vLLM would never read, accepted; one of ours that its own configuration refuses."""
+    backends = {"linear_backend_per_quant": {"fp8_w8a8": "marlin", "mixed_precision": "machete"}}
+    config = whole(engine_args(spec=backends, dtype="float32"))
+    assert config.additional_config[METHOD]["linear_backend_per_quant"] == backends["linear_backend_per_quant"]
+    assert config.kernel_config.linear_backend_per_quant is None, "the target's are its own"
+    head = {"draft_lm_head_quantization": "fp8"}
+    assert refusal(head, whole, dtype="float32").startswith("draft_lm_head_quantization: this vLLM quantises no")
+    helper = SimpleNamespace(_LM_HEAD_METHODS={"nvfp4": None})
+    monkeypatch.setattr(linear, "_head_quantisation", lambda: helper)
+    assert "makes no output head in fp8" in refusal(head, whole, dtype="float32")
+    helper._LM_HEAD_METHODS["fp8"] = None
+    config = whole(engine_args(spec=head, dtype="float32"))
+    assert config.additional_config[METHOD]["draft_lm_head_quantization"] == "fp8"
+    monkeypatch.setattr(kernel, "KernelConfig", dataclasses.make_dataclass("KernelConfig", ["linear_backend"]))
+    assert refusal(backends).startswith("linear_backend_per_quant: this vLLM chooses no backend by quantisation")
 
 
 @pytest.mark.parametrize(("spec", "named"), [({"method": None}, True), ({"method": "draft_model"}, False), ({}, False)])

@@ -98,7 +98,7 @@ def draft(drafter, num_reqs: int, width: int, device: str, vocab_size: int, dtyp
         return (buffers.drafts[:, 0].clone(),)
     policy = mock.Mock(num_candidates=10, needs_log_probs=True, trims=False, max_frontier=width)
     policy.extend.return_value = None
-    made = TreeDrafter(forwards, Sampler(), SimpleNamespace(is_on=True), policy, fills=False)
+    made = TreeDrafter(forwards, Sampler(), SimpleNamespace(is_on=True), "tree-static", policy, fills=False)
     made._frontiers[num_reqs, 0, 1] = (places.view(num_reqs, width), None)
     made._grow(num_reqs, 0, 1, None)
     _, *found = policy.extend.call_args.args

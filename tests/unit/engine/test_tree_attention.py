@@ -1,6 +1,7 @@
 """Whose attention it is: which layers' chains take tree attention; the sums that guidance takes from a layer's own."""
 
 import sys
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from vllm.v1.attention.ops import triton_unified_attention
 
 from tests.unit.engine import fakes
+from vidspec_kernels.tree_attention.reference import tree_attention_reference
 from vllm_vidspec.engine import kv_views, tree_attention
 from vllm_vidspec.engine.compat import backends
 from vllm_vidspec.engine.compat import model as compat
@@ -202,3 +204,89 @@ def test_where_there_is_none_the_kernel_finds_it(backend, layer, calls):
     """Another variant to compile, rows in an order of their own, attention in parts, another backend: no LSE."""
     assert run(make_layer(backend, **layer))[1] is None
     assert backend.calls == calls
+
+
+def flash_over(monkeypatch):
+    """Return two layers of FlashAttention 3, as vLLM's module has it: the call is torch's attention over `seqused_k`
+    keys of each request, causal or not; `calls` has the most rows of each, and what made its schedule.
+    """
+    module = ModuleType("a_flash_attention_3")
+    module.calls = []
+    module.canonicalize_singleton_dim_strides = lambda tensor: tensor
+
+    def flash_attn_varlen_func(
+        *, q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal, block_table,
+        return_softmax_lse, fa_version, num_splits, scheduler_metadata,
+    ):  # fmt: skip
+        assert return_softmax_lse and fa_version == 3 and seqused_k.max() <= max_seqlen_k
+        sizes = (len(seqused_k), max_seqlen_q, max_seqlen_k, *q.shape[1:], *k.shape[1:3], causal, num_splits)
+        made, scheduled, lens = scheduler_metadata
+        assert scheduled == sizes and torch.equal(lens, seqused_k)
+        module.calls.append((max_seqlen_q, made))
+        lse, group = torch.full((q.shape[1], len(q)), torch.inf), q.shape[1] // k.shape[2]
+        for request, (low, high) in enumerate(pairwise(cu_seqlens_q.tolist())):
+            if not (num_keys := int(seqused_k[request])):
+                continue
+            keys, values = (
+                cache[block_table[request].long()].flatten(0, 1)[:num_keys].repeat_interleave(group, dim=1)
+                for cache in (k, v)
+            )
+            logits = torch.einsum("qhd,khd->hqk", q[low:high], keys) * softmax_scale
+            if causal:
+                logits += torch.full(logits.shape[1:], -torch.inf).triu(1 + num_keys - (high - low))
+            lse[:, low:high] = logits.logsumexp(dim=2)
+            out[low:high] = torch.einsum("hqk,khd->qhd", logits.softmax(dim=2), values)
+        return out, lse
+
+    def get_scheduler_metadata(
+        *, batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, qkv_dtype,
+        cu_seqlens_q, page_size, causal, num_splits,
+    ):  # fmt: skip
+        assert qkv_dtype == torch.float32 and len(cu_seqlens_q) == batch_size + 1
+        heads = (num_heads_q, headdim, page_size, num_heads_kv)
+        scheduled.append((batch_size, max_seqlen_q, max_seqlen_k, *heads, causal, num_splits))
+        return len(scheduled), scheduled[-1], cache_seqlens.clone()
+
+    scheduled: list[tuple] = []
+    module.flash_attn_varlen_func, module.get_scheduler_metadata = flash_attn_varlen_func, get_scheduler_metadata
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    layers = [flash_layer(3), flash_layer(3)]
+    for layer in layers:
+        impl = type("Impl", (), {"__module__": module.__name__})()
+        vars(impl).update(vars(layer.impl))
+        layer.impl = impl
+    return layers, module.calls
+
+
+@pytest.mark.parametrize(("max_queries", "is_read"), [(3, True), (64, True), (65, False)])
+def test_flash_attention_reads_the_prefix_where_a_tile_holds_the_rows(monkeypatch, max_queries, is_read):
+    """Catches: nodes read twice or not at all, a causal prefix, another request's keys, a prefix of nothing, the tile's
+    bound off by one; a schedule by layer, or one of an earlier forward.
+    """
+    generator = torch.Generator().manual_seed(0)
+    layers, calls = flash_over(monkeypatch)
+    attention = tree_attention.TreeAttention(layers, fakes.CPU)
+    blocks, size, (heads, kv_heads, dim) = 12, 4, (2, 1, 4)
+    cache = torch.randn(blocks, kv_heads, size, 2 * dim, generator=generator)
+    table = torch.randperm(blocks, generator=generator)[:9].view(3, 3).int()
+    lens, counts = torch.tensor([5, 0, 8, 99], dtype=torch.int32), torch.tensor([3, 2, 1, 9], dtype=torch.int32)
+    starts = torch.tensor([0, 3, 5, 6], dtype=torch.int32)
+    masks = torch.zeros(4, 65, dtype=torch.int64)
+    masks[:3, :3] = torch.tensor([[0, 1, 2], [1, 3, 0], [0, 0, 0]])
+    query = torch.randn(6, heads, dim, generator=generator)
+    metadata = SimpleNamespace(query_start_loc=starts, block_table=table, max_seq_len=12, max_num_splits=0)
+    attention.step = tree_attention.TreeStep(torch.arange(3), starts, counts, lens, masks, max_queries, True)
+    keys, values = kv_views.cache_views(cache, layers[0])
+    for first_lens in ([5, 0, 8], [4, 9, 0]):
+        lens[:3] = torch.tensor(first_lens)
+        wanted = torch.zeros_like(query)
+        tree_attention_reference(
+            query, keys, values, table, torch.arange(3), starts, counts, lens, masks, wanted,
+            scale=layers[0].impl.scale, max_queries=max_queries,
+        )  # fmt: skip
+        assert wanted.abs().sum() > 0
+        for layer in layers:
+            found = torch.zeros_like(query)
+            layer.impl.forward(layer, query, None, None, cache, metadata, found)
+            torch.testing.assert_close(found, wanted)
+    assert calls == [(max_queries, forward) for forward in (1, 1, 2, 2)] * is_read

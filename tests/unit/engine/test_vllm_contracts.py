@@ -18,6 +18,7 @@ import vllm
 from vllm.platforms import current_platform
 
 from vllm_vidspec.config import VidSpecConfig
+from vllm_vidspec.engine.compat import linear
 from vllm_vidspec.engine.compat.contract import MARK
 from vllm_vidspec.scoring import FLY_TOP_K, top_entropy
 
@@ -28,6 +29,7 @@ SOURCES = ("vllm_vidspec", "kernels", "scripts", *(() if IS_CPU else ("benchmark
 # What the engine room relies on. A path is `module:Name.attribute`; where a version differs, `engine/compat` meets it.
 GPU = "vllm.v1.worker.gpu"
 _RUNNER = f"{GPU}.model_runner:GPUModelRunner"
+LM_HEAD = "vllm.model_executor.layers.quantization.online.lm_head"
 
 LOGITS_ROWS = "self logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos"
 ATTENTION_FORWARD = "self layer query key value kv_cache attn_metadata output"
@@ -64,7 +66,10 @@ vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward {ATTENTION_F
 vllm.v1.attention.backends.triton_attn:TritonAttentionImpl.forward {ATTENTION_FORWARD}
 vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward {ATTENTION_FORWARD}
 vllm.v1.attention.ops.triton_unified_attention:unified_attention q max_seqlen_q
-vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func q max_seqlen_q return_softmax_lse fa_version
+vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func q max_seqlen_q seqused_k causal block_table
+    return_softmax_lse scheduler_metadata num_splits fa_version
+vllm.vllm_flash_attn.flash_attn_interface:get_scheduler_metadata batch_size max_seqlen_q max_seqlen_k num_heads_q
+    num_heads_kv headdim cache_seqlens qkv_dtype cu_seqlens_q page_size causal num_splits
 vllm.model_executor.models.interfaces:EagleModelMixin._set_aux_hidden_state_layers self layers
 vllm.model_executor.models.utils:extract_layer_index layer_name
 # Sampling and verification
@@ -124,6 +129,10 @@ SOMETIMES = {
     "vllm.v1.outputs:AsyncModelRunnerOutput.get_kv_connector_output": ("0.33",),
     # `compat/backends.py`: up to how many rows keys are split, where that is more than one
     "vllm.v1.attention.ops.triton_unified_attention:MAX_3D_QUERY_LEN": ("0.33",),
+    # `compat/linear.py`: refused in a line
+    **dict.fromkeys(
+        (f"{LM_HEAD}:{name}" for name in ("quantized_lm_head_copy", "_SOURCES", "_LM_HEAD_METHODS")), ("0.33",)
+    ),
     # `compat/cpu.py`, which only the CPU engine imports
     f"{GPU}.structured_outputs:_build_grammar_mapping": ("0.32",),
 }
@@ -181,6 +190,7 @@ vllm.config.cache:CacheConfig cache_dtype block_size user_specified_block_size n
     kv_cache_memory_bytes gpu_memory_utilization kv_cache_dtype_skip_layers
 vllm.config.compilation:CompilationConfig static_forward_context static_all_moe_layers cudagraph_mode
     cudagraph_capture_sizes max_cudagraph_capture_size ir_enable_torch_wrap
+vllm.config.kernel:KernelConfig linear_backend linear_backend_per_quant
 vllm.config.vllm:VllmConfig additional_config instance_id watermark_config kv_transfer_config offload_config
     attention_config kernel_config use_v2_model_runner
 vllm.v1.attention.selector:AttentionSelectorConfig head_size dtype kv_cache_dtype block_size use_kv_connector
@@ -379,6 +389,13 @@ def test_nothing_else_is_told_of_a_request(path, names):
     told = resolve(path)
     fields = getattr(told, "_fields", None) or [field.name for field in dataclasses.fields(told)]
     assert set(fields) <= set(names.split())
+
+
+def test_the_quantisations_that_kernels_are_chosen_by_are_known():
+    """Catches: a name that vLLM adds, and that a draft of ours would be refused for; one that it no longer reads."""
+    source = inspect.getsource(importlib.import_module("vllm.model_executor.kernels.linear"))
+    named = re.findall(r'quantization ?= ?(?:"(\w+)"(?: if \w+ else "(\w+)")?)', source)
+    assert {name for pair in named for name in pair if name} == {*linear.SCHEMES}
 
 
 def test_the_sampler_keeps_nothing_else():

@@ -289,6 +289,27 @@ def test_the_sizes_that_a_draft_works_at_are_named(text, vision_heads, num_ranks
         check_ranks(draft, num_ranks)
 
 
+@pytest.mark.parametrize(("inputs", "num_ranks", "sizes"), [(11_008, 2, None), (11_008, 4, "1, 2"), (18_944, 4, None)])
+@pytest.mark.parametrize("where", ["awq", "compressed-tensors"])
+def test_ranks_share_whole_groups_of_a_draft_in_few_bits(where, inputs, num_ranks, sizes):
+    """3B and 7B of Qwen2.5-VL. Catches: a layer for which vLLM finds no kernel, once the target has loaded."""
+    stored: dict = {"quant_method": where, "group_size": 128}
+    if where == "compressed-tensors":
+        stored = {"config_groups": {"group_0": {"weights": {"group_size": 128}, "input_activations": None}}}
+    text = SimpleNamespace(num_attention_heads=28, num_key_value_heads=4, intermediate_size=inputs)
+    draft = SimpleNamespace(
+        architectures=["Qwen2_5_VLForConditionalGeneration"],
+        vision_config=SimpleNamespace(num_heads=16),
+        quantization_config=stored,
+        get_text_config=lambda: text,
+    )
+    message = f"MLPs have {inputs} inputs in groups of 128 weights, which {num_ranks} .*-size {sizes} would do"
+    with pytest.raises(VidSpecError, match=message) if sizes else contextlib.nullcontext():
+        check_ranks(draft, num_ranks)
+    draft.quantization_config = {"group_size": -1}
+    check_ranks(draft, num_ranks)
+
+
 @pytest.mark.parametrize(
     ("target", "draft", "problem"),
     [

@@ -4,7 +4,14 @@ import pytest
 
 from tests.released import config_of
 from vllm_vidspec.planning.candidates import Question
-from vllm_vidspec.planning.draft_cost import Weights, cost_hint, draft_share, stored_weights
+from vllm_vidspec.planning.draft_cost import (
+    FOUR_BITS,
+    Weights,
+    cost_hint,
+    draft_share,
+    four_bit_checkpoint,
+    stored_weights,
+)
 from vllm_vidspec.planning.planner import plan
 from vllm_vidspec.planning.roofline import GPUS
 from vllm_vidspec.planning.shapes import FP8, INT4, from_config, target_shape
@@ -39,7 +46,23 @@ def test_when_a_word_is_said():
     assert cost_hint(target, draft, 1) is None
     assert cost_hint(target, draft, 2) is not None
     assert cost_hint(target, target, 5) is None
-    assert cost_hint(target, drafts[1], 5) is None
+    line = "111 % of the bytes of its target's weights, of a checkpoint in four bits 35 %"
+    fp8 = ', with "quantization": "fp8_per_tensor" 60 % (modelled)'
+    assert cost_hint(target, draft, 5).endswith(f"{line}{fp8}")
+    assert cost_hint(target, draft, 5, "a/b-AWQ").endswith(f"{line} (a/b-AWQ){fp8}")
+    assert cost_hint(target, drafts[1], 5).endswith("a checkpoint in four bits 35 % (modelled)")
+    assert cost_hint(target, drafts[2], 5) is None, "there is nothing smaller"
+
+
+@pytest.mark.parametrize("name", FOUR_BITS.values())
+def test_a_checkpoint_in_four_bits_is_of_the_model_whose_place_it_takes(name):
+    """Catches: a draft that is told to take another size, or a name that the planner cannot read."""
+    shape = target_shape(name)
+    plain = shape.name.removesuffix(" (int4)")
+    assert shape == target_shape(plain).stored(INT4)
+    config = config_of(f"Qwen/{plain.replace(' ', '-')}-Instruct")
+    assert four_bit_checkpoint(config) == name
+    assert four_bit_checkpoint(config | {"model_type": "llama"}) is four_bit_checkpoint({}) is None
 
 
 def test_stored_weights():
@@ -63,20 +86,20 @@ def test_stored_weights():
     assert stored_weights(config, "fp8_per_tensor").layer_bytes == 1.0
 
 
-def test_a_plan_compares_a_quantised_draft():
-    """Its own figures, from the planner asked with that draft; no note where it is quantised, own, or measured."""
+def test_a_plan_compares_quantised_drafts():
+    """Their own figures, from the planner asked with such a draft; no note where it is quantised, own, or measured."""
     question = Question(TARGET, DRAFT, GPUS["h200"], draft_gpus=0, prune_ratios=(0.9,))
     result = plan(question, (1, 4))
-    (note,) = [line for line in result["notes"] if FP8 in line]
-    fp8 = Question(TARGET, DRAFT.quantised(FP8), GPUS["h200"], draft_gpus=0, prune_ratios=(0.9,))
-    better = plan(fp8, (1, 4))
-    assert result["quantised_draft"] == {
-        "quantization": FP8, "answer_speedup": [row["answer_speedup"] for row in better["rows"]],
-    }  # fmt: skip
-    for plain, row in zip(result["rows"], better["rows"], strict=True):
-        assert row["answer_speedup"] > plain["answer_speedup"]
-        assert f"{row['answer_speedup']:.2f}x instead of {plain['answer_speedup']:.2f}x" in note
-    assert better["quantised_draft"] is None and not any(FP8 in line for line in better["notes"])
+    assert [*result["quantised_drafts"]] == [FP8, INT4]
+    for kind, words in ((FP8, f'("quantization": "{FP8}")'), (INT4, "in four bits, as a checkpoint of its own,")):
+        (note,) = [line for line in result["notes"] if words in line]
+        asked = Question(TARGET, DRAFT.quantised(kind), GPUS["h200"], draft_gpus=0, prune_ratios=(0.9,))
+        better = plan(asked, (1, 4))
+        assert result["quantised_drafts"][kind] == [row["answer_speedup"] for row in better["rows"]]
+        for plain, row in zip(result["rows"], better["rows"], strict=True):
+            assert row["answer_speedup"] > plain["answer_speedup"]
+            assert f"{row['answer_speedup']:.2f}x instead of {plain['answer_speedup']:.2f}x" in note
+        assert better["quantised_drafts"] is None and not any("would gain" in line for line in better["notes"])
     own = Question(TARGET, TARGET, GPUS["h200"], prune_ratios=(0.9,))
     timed = Question(TARGET, DRAFT, GPUS["h200"], prune_ratios=(0.9,), draft_ms=4.0)
-    assert plan(own, (1,))["quantised_draft"] is plan(timed, (1,))["quantised_draft"] is None
+    assert plan(own, (1,))["quantised_drafts"] is plan(timed, (1,))["quantised_drafts"] is None

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_vidspec.config.static_tree import SPECVLM_PATHS
+from vllm_vidspec.config.static_tree import SPECVLM_PATHS, grow_paths
 from vllm_vidspec.drafting.static import topology_of
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.planning.acceptance import Agreement, default_agreement
-from vllm_vidspec.planning.candidates import TREE_WIDTHS, Question, notes
+from vllm_vidspec.planning.candidates import Question, level_widths, notes
 from vllm_vidspec.planning.planner import WORTH, Planner, plan
 from vllm_vidspec.planning.roofline import ASSUMED, GPUS, Placement, forward_seconds, prefill_seconds
 from vllm_vidspec.planning.shapes import draft_shape, target_shape
@@ -41,7 +41,8 @@ def test_a_chain_by_hand():
 
 def test_a_tree_runs_as_often_and_as_wide_as_ours():
     """Catches: widths of another tree than the engine's."""
-    assert tuple(map(len, topology_of(SPECVLM_PATHS).frontiers())) == TREE_WIDTHS
+    for paths in (SPECVLM_PATHS, grow_paths(24, 2), grow_paths(17, 4)):
+        assert tuple(map(len, topology_of(paths).frontiers())) == level_widths(paths)
 
 
 def test_limits_are_exact():
@@ -196,8 +197,11 @@ def test_the_page_says_what_the_planner_says():
     for words in (
         f"| {100 * ASSUMED.memory_frac:.0f} % (fitted) |",
         f"| {100 * ASSUMED.flops_frac:.0f} % and {100 * ASSUMED.link_frac:.0f} % |",
-        f"| {1e6 * ASSUMED.layer_s:g} µs, in fp8 {1e6 * ASSUMED.fp8_layer_s:g} µs (fitted) |",
-        f"| {1e6 * ASSUMED.tree_layer_s:g} µs a layer, and {ASSUMED.tree_kv_passes:g} times the bytes of its KV cache",
+        f"| {1e6 * ASSUMED.layer_s:g} µs, in fp8 {1e6 * ASSUMED.fp8_layer_s:g} µs (fitted), "
+        f"in four bits {1e6 * ASSUMED.int4_layer_s:g} µs |",
+        f"| {1e6 * ASSUMED.tree_layer_s:g} µs a layer, and a read of its KV cache's bytes takes "
+        f"{ASSUMED.tile_passes:g} for each 64 rows of a KV head (fitted), {ASSUMED.wide_tile_passes:g} for 128 |",
+        f"| {1e6 * ASSUMED.flash_tree_layer_s:g} µs a layer, and the KV cache is read once |",
         f"| {1e6 * ASSUMED.level_layer_s:g} µs a layer (fitted) |",
         f"| {1e3 * ASSUMED.step_s:g} ms a step, {1e3 * ASSUMED.speculation_s:g} ms more with drafts |",
         f"| memory for weights and KV | {100 * ASSUMED.usable_frac:.0f} % |",

@@ -15,11 +15,15 @@ from vllm_vidspec.planning.roofline import (
     prefill_seconds,
     weight_bytes,
 )
-from vllm_vidspec.planning.shapes import ModelShape
+from vllm_vidspec.planning.shapes import INT4, ModelShape
 
 # 1 TB/s, 100 TFLOP/s, 10 GB, links of 100 GB/s and 1 us; nothing is lost and nothing comes on top.
 CARD = Gpu("by hand", 90, 10e9, 1e12, 1e14, 1e11, 1e-6)
-EXACT = Assumptions(1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
+EXACT = Assumptions(
+    memory_frac=1.0, flops_frac=1.0, link_frac=1.0, layer_s=0.0, fp8_layer_s=0.0, int4_layer_s=0.0, tree_layer_s=0.0,
+    tile_passes=1.0, wide_tile_passes=1.0, flash_tree_layer_s=0.0, level_layer_s=0.0, step_s=0.0, speculation_s=0.0,
+    usable_frac=1.0,
+)  # fmt: skip
 # Attention 2 x 100 x 10 x (8 + 4), MLP 3 x 100 x 200, head 50 x 100: 84,000 a layer, 5,000.
 TINY = ModelShape("tiny", "qwen2.5-vl", 2, 100, 8, 4, 10, 200, 50)
 TINY_PARAMS = 2 * (24_000 + 60_000) + 5000
@@ -60,13 +64,35 @@ def test_what_comes_on_top():
     assert forward_seconds(TINY, place(flops_frac=0.5), 1, 1, 0) == pytest.approx(base), "bytes bind"
 
 
-def test_a_trees_rows_read_the_cache_more_than_once():
-    """Catches: a tree verified at a chain's price; passes over weights, or where there is no context."""
-    one, tree = (forward_seconds(TINY, place(tree_kv_passes=1.5, tree_layer_s=7e-6), 1, 26, n) for n in (1000, 0))
-    base = forward_seconds(TINY, place(), 1, 26, 0)
-    assert (one, tree) == pytest.approx((base + 1000 * 320 / 1e12, base))
-    passes = forward_seconds(TINY, place(tree_kv_passes=1.5, tree_layer_s=7e-6), 1, 26, 1000, is_tree=True)
-    assert passes == pytest.approx(base + 1.5 * 1000 * 320 / 1e12 + 14e-6)
+@pytest.mark.parametrize(
+    ("arch", "num_rows", "passes", "layer_us"),
+    [
+        (80, 65, 2 * 0.8, 7), (80, 128, 2 * 0.8, 7), (80, 129, 3 * 0.8, 7),
+        (90, 128, 1.0, 3), (90, 130, 3 * 0.8, 7), (90, 193, 2 * 0.9, 7), (100, 128, 1.0, 7), (100, 60, 1.0, 7),
+    ],
+)  # fmt: skip
+def test_a_trees_rows_read_the_cache_by_tiles(arch, num_rows, passes, layer_us):
+    """Catches: a tree verified at a chain's price, a tile too many or too few; passes over weights, or no context."""
+    given = {"tile_passes": 0.8, "wide_tile_passes": 0.9, "tree_layer_s": 7e-6, "flash_tree_layer_s": 3e-6}
+    at = place(**given)
+    at = dataclasses.replace(at, gpu=dataclasses.replace(at.gpu, arch=arch, flops=1e20))  # bytes bind
+    one_head = dataclasses.replace(TINY, kv_heads=TINY.heads)  # as many rows as queries
+    base = forward_seconds(one_head, at, 1, num_rows, 0)
+    chain, tree = (forward_seconds(one_head, at, 1, num_rows, 1000, is_tree=tree) for tree in (False, True))
+    assert tree == pytest.approx(base + max(1.0, passes) * (chain - base) + 2e-6 * layer_us)
+
+
+def test_products_in_fp8_are_twice_as_fast_where_a_card_has_them():
+    """Catches: an fp8 target's verification of many rows at bf16's rate; a card before them, or four bits, taken so."""
+    at = place()
+    for shape, arch, times in (
+        (TINY.quantised(FP8), 89, 2),
+        (TINY.quantised(FP8), 80, 1),
+        (TINY.quantised(INT4), 90, 1),
+    ):
+        card = dataclasses.replace(at, gpu=dataclasses.replace(at.gpu, arch=arch))
+        bf16, found = (prefill_seconds(each, card, 10_000) for each in (TINY, shape))
+        assert bf16 == pytest.approx(times * found)
 
 
 def test_ranks_halve_the_work_and_reduce():

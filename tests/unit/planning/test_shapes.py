@@ -8,7 +8,7 @@ import pytest
 from tests.released import config_of
 from vllm_vidspec import families
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.planning.shapes import KNOWN, draft_shape, from_config, target_shape
+from vllm_vidspec.planning.shapes import FP8, INT4, KNOWN, QUANTISATIONS, draft_shape, from_config, target_shape
 
 
 def test_kv_of_a_token_is_what_the_papers_say():
@@ -50,6 +50,45 @@ FLAT = config_of("Qwen/Qwen2.5-VL-72B-Instruct")
 
 
 @pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Qwen/Qwen2.5-VL-7B-Instruct-AWQ", INT4),
+        ("RedHatAI/Qwen2.5-VL-7B-Instruct-quantized.w4a16", INT4),
+        ("hfl/Qwen2.5-VL-7B-Instruct-GPTQ-Int4", INT4),
+        ("cyankiwi/Qwen3-VL-4B-Instruct-AWQ-4bit", INT4),
+        ("RedHatAI/Qwen2.5-VL-7B-Instruct-FP8-dynamic", FP8),
+        ("Qwen/Qwen3-VL-8B-Instruct-FP8", FP8),
+        ("cyankiwi/Qwen3-VL-4B-Instruct-AWQ-8bit", ""),
+        ("RedHatAI/Qwen2.5-VL-7B-Instruct-quantized.w8a8", ""),
+        ("Qwen2-VL-7B-Instruct-GPTQ-Int8", ""),
+    ],
+)
+def test_a_checkpoints_name_says_how_its_layers_are_stored(name, kind):
+    """A draft's and a target's. Catches: a tower that a checkpoint leaves in 16 bits counted in four; eight bits of an
+    integer for fp8's.
+    """
+    if not kind:
+        with pytest.raises(VidSpecError, match=r"plans are made for weights of 16 bits, of four bits and in fp8$"):
+            target_shape(name)
+        return
+    found = target_shape(name)
+    plain = target_shape(found.name.split(" (")[0])
+    assert found.linear_bytes == QUANTISATIONS[kind] and draft_shape(name, plain) == found
+    layers = plain.read_params(1) - plain.vocab * plain.hidden
+    assert plain.weight_bytes - found.weight_bytes == pytest.approx((2 - QUANTISATIONS[kind]) * layers)
+    with pytest.raises(VidSpecError, match="is quantised already"):
+        found.quantised(FP8)
+
+
+def test_a_configuration_says_how_its_layers_are_stored():
+    awq, block = {"quant_method": "awq", "bits": 4}, {"quant_method": "fp8"}
+    dynamic = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    dynamic |= {"config_groups": {"group_0": {"weights": {"num_bits": 8}}}}
+    for stored, kind in ((awq, INT4), (block, FP8), (dynamic, FP8)):
+        assert from_config(FLAT | {"quantization_config": stored}, "").linear_bytes == QUANTISATIONS[kind]
+
+
+@pytest.mark.parametrize(
     ("config", "words"),
     [
         ("{", "it is no configuration of a model"),
@@ -59,7 +98,8 @@ FLAT = config_of("Qwen/Qwen2.5-VL-72B-Instruct")
         (json.dumps(FLAT | {"num_hidden_layers": 0}), "not all positive integers"),
         (json.dumps(FLAT | {"hidden_size": "much"}), "it is no configuration of a model"),
         (json.dumps(FLAT | {"num_attention_heads": 0}), "it is no configuration of a model"),
-        (json.dumps(FLAT | {"quantization_config": {"quant_method": "fp8"}}), "it is quantised"),
+        (json.dumps(FLAT | {"quantization_config": {"quant_method": "torchao"}}), "how it is quantised is not known"),
+        (json.dumps(FLAT | {"quantization_config": {"quant_method": "gptq", "bits": 8}}), "how it is quantised is not"),
     ],
 )
 def test_a_wrong_config_is_one_line(tmp_path, config, words):

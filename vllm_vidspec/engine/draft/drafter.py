@@ -77,7 +77,7 @@ class Drafter:
         num_blocks = model.init_kv(context.memory.pool_bytes, context.allocation())
         if why := model.why_no_graphs:
             graphs.give_up(why)
-        tree_shapes = config.shapes - {"chain"}
+        tree_shapes = sorted(config.shapes - {"chain"})
         caches = attention.caches() if attention is not None and tree_shapes else None
         max_slots = max_slots_per_request(context.max_model_len, K)
         self.kv = DraftKV(num_blocks, model.block_size, max_num_reqs, max_slots, model.device, caches)
@@ -92,14 +92,15 @@ class Drafter:
             context.pixels,
             context.observers,
         )
-        policy = make_policy(next(iter(tree_shapes)), config, max_num_reqs, model.device) if tree_shapes else None
-        width = 0 if policy is None else policy.max_frontier
+        policies = {shape: make_policy(shape, config, max_num_reqs, model.device) for shape in tree_shapes}
+        width = max((policy.max_frontier for policy in policies.values()), default=0)
         self.buffers = DraftBuffers(model, self.kv, max_num_reqs, width, K)
         (num_tokens, text, last_sampled, path), kv = context.committed, self.kv
         of_draft = (kv.num_dropped, kv.pos_delta, kv.block_tables, kv.fed)
         self._tables = StepTables(num_tokens, text, last_sampled, *of_draft, path)
         num_rows = min(max_num_reqs * max(width, 1), rows_per_block(model.vocab_size))
-        sample.reserve(num_rows, model.vocab_size, model.device, 0 if policy is None else policy.num_candidates)
+        num_candidates = max((policy.num_candidates for policy in policies.values()), default=0)
+        sample.reserve(num_rows, model.vocab_size, model.device, num_candidates)
         forwards = Forwards(model, self.kv, self.buffers, attention)
         # [max_num_reqs] see `has_room`; rows without drafts need none
         self._capacity_limit = np.full(max_num_reqs, UNBOUNDED, dtype=np.int64)
@@ -110,10 +111,11 @@ class Drafter:
         self._step: tuple[int, Processed | None, messages.Drafts] | None = None
         self._num_more = 0
         self.chains = ChainDrafter(forwards, sample, graphs, self._max_run > 0) if "chain" in config.shapes else None
-        self.trees: TreeDrafter | None = None
-        if policy is not None:
-            trees = (context.fills_trees, context.take_trees)
-            self.trees = TreeDrafter(forwards, sample, graphs, policy, *trees)
+        fills, take = context.fills_trees, context.take_trees
+        self.trees = {  # by shape
+            shape: TreeDrafter(forwards, sample, graphs, shape, policy, fills, take)
+            for shape, policy in policies.items()
+        }
         counters.set("draft_pool_blocks_total", num_blocks - 1)
         counters.set("draft_pool_bytes", num_blocks * model.bytes_per_block)
         counters.set("draft_encoder_bytes", cache.num_bytes)
@@ -131,8 +133,8 @@ class Drafter:
     def enter(self, req_state_idx: int) -> None:
         """Expect steps of a row's new request: they need room, and its trees begin anew."""
         self._capacity_limit[req_state_idx] = -1
-        if self.trees is not None:
-            self.trees.policy.reset_rows(np.array([req_state_idx]))
+        for trees in self.trees.values():
+            trees.policy.reset_rows(np.array([req_state_idx]))
 
     def prefill(self, step: messages.PrefillStep) -> messages.Prefilled:
         start = time.perf_counter()
@@ -183,9 +185,9 @@ class Drafter:
             assert self.chains is not None
             is_graph = self.chains.draft(num_reqs, num_drafts, processed)
         else:
-            assert self.trees is not None
-            tree = self.trees.policy.tree
-            num_forwards, is_graph = self.trees.draft(num_reqs, num_drafts, rows_np, processed)
+            trees = self.trees[message.shape]
+            tree = trees.policy.tree
+            num_forwards, is_graph = trees.draft(num_reqs, num_drafts, rows_np, processed)
         self._count(num_forwards, is_graph, start)
         found = messages.Drafts(rows, drafts, tree)
         self._step, self._num_more = (num_reqs, processed, found), self._max_run
@@ -231,19 +233,21 @@ class Drafter:
     def warm_up(self) -> None:
         """Compile and load what every step launches of its own, and the draft's matrices, on CUDA."""
         self.model.warm_up()
-        step, level, trees = self.buffers.step, self.buffers.level, self.trees
+        step, level = self.buffers.step, self.buffers.level
         warm_up.warm_begin_step(self._tables, step, self._sample.temperature is None)
         if self.chains is not None:
             warm_up.warm_next_level(step, level, self.kv.fed)
-        if trees is not None:
-            warm_up.warm_next_level(step, level, self.kv.fed, trees.policy.tree.num_cols)
+        if self.trees:
+            warm_up.warm_next_level(step, level, self.kv.fed, self._num_speculative_tokens + 1)
         if self.attention is not None:
-            self.attention.warm_up(self.kv.block_tables, self.model.dtype, 2 if trees is None else self._width("tree"))
-        needs_log_probs = None if trees is None else trees.policy.needs_log_probs
-        self._sample.warm_up(self.model.dtype, self.chains is not None, needs_log_probs)
-        if trees is not None:
-            assert self.kv.caches is not None
+            width = max((self._width(shape) for shape in self.trees), default=2)
+            self.attention.warm_up(self.kv.block_tables, self.model.dtype, width)
+        wants_log_probs = {trees.policy.needs_log_probs for trees in self.trees.values()}
+        self._sample.warm_up(self.model.dtype, self.chains is not None, wants_log_probs)
+        for trees in self.trees.values():
             trees.policy.warm_up(trees.fills)
+        if self.trees:
+            assert self.kv.caches is not None
             warm_up.warm_kv_compact(self.kv.caches, self.kv.block_tables, self._num_speculative_tokens)
 
     # ---- graphs ----------------------------------------------------------------------------------------------------
@@ -256,7 +260,7 @@ class Drafter:
         for is_processed in (False, True):
             num_others = len(parts)
             for num_reqs, plan in self._plans(is_processed):
-                drafter = self.chains if plan.shape == "chain" else self.trees
+                drafter = self.chains if plan.shape == "chain" else self.trees[plan.shape]
                 assert drafter is not None
                 parts |= drafter.parts(num_reqs, plan.num_tokens, is_processed)
             num_processed = len(parts) - num_others
@@ -293,7 +297,7 @@ class Drafter:
                 low = size + 1
 
     def _width(self, shape: str) -> int:
-        return 2 if self.trees is None or shape == "chain" else max(2, self.trees.policy.max_frontier)
+        return 2 if shape == "chain" else max(2, self.trees[shape].policy.max_frontier)
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 

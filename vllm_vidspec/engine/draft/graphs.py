@@ -23,6 +23,7 @@ class Part(BatchExecutionDescriptor):
     name: str = ""
     level: int = 0  # of a tree, where the part is one of its levels
     max_drafts: int = 0  # draft tokens of the step, where the part depends on them
+    shape: str = ""  # of a tree's part, whose
 
 
 def mode_of_draft(mode: CUDAGraphMode) -> CUDAGraphMode:
@@ -35,8 +36,8 @@ def mode_of_draft(mode: CUDAGraphMode) -> CUDAGraphMode:
 
 
 @functools.cache
-def part(name: str, num_reqs: int, level: int = 0, max_drafts: int = 0) -> Part:
-    return Part(CUDAGraphMode.FULL, num_reqs, num_reqs, name=name, level=level, max_drafts=max_drafts)
+def part(name: str, num_reqs: int, level: int = 0, max_drafts: int = 0, shape: str = "") -> Part:
+    return Part(CUDAGraphMode.FULL, num_reqs, num_reqs, name=name, level=level, max_drafts=max_drafts, shape=shape)
 
 
 class DraftGraphs(CudaGraphManager):

@@ -34,8 +34,10 @@ from vllm.v1.worker.gpu.attn_utils import (
 
 from vidspec_kernels import candidates_reference
 from vllm_vidspec import families
+from vllm_vidspec.config import VidSpecConfig
 from vllm_vidspec.engine.agreement import Agreement
 from vllm_vidspec.engine.compat import model as compat
+from vllm_vidspec.engine.compat.linear import quantise_head
 from vllm_vidspec.engine.compat.moved import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm_vidspec.engine.draft.model_config import (
     draft_config,
@@ -43,6 +45,7 @@ from vllm_vidspec.engine.draft.model_config import (
     kv_bytes_per_token,
     of_two_rows,
     own_cache,
+    with_usual_kernels,
     without_override,
 )
 from vllm_vidspec.engine.draft.score_blocks import rows_per_block
@@ -95,10 +98,13 @@ class DraftModel:
         self.model: nn.Module
         self.config: VllmConfig
 
-    def load(self, target: Any) -> int:
-        """Load the draft's weights, or take the `target`'s where it drafts for itself; return the bytes they hold."""
+    def load(self, target: Any, knobs: VidSpecConfig) -> int:
+        """Load the draft's weights, or take the `target`'s where it drafts for itself; return the bytes they hold.
+
+        `knobs` say how its layers and its output head compute.
+        """
         before = held_bytes(self.device)
-        self.config = draft_config(self.target_config, self.is_self_draft)
+        self.config = draft_config(self.target_config, self.is_self_draft, knobs.linear_backend_per_quant)
         if self.is_self_draft:
             # Attention finds its layer, and so its KV cache, by name in the forward context: the same network run under
             # a context of copied attention layers is a second model without a second copy of any weight.
@@ -106,9 +112,13 @@ class DraftModel:
             ours, theirs = (it.compilation_config.static_forward_context for it in (self.config, self.target_config))
             ours.update({name: own_cache(layer) for name, layer in theirs.items()})
         else:
-            # No prefix: what a quantised checkpoint leaves out, it names as its own modules are called.
-            with set_model_tag("draft_model"), compat.one_stage():
+            # No prefix: what a quantised checkpoint leaves out, it names as its own modules are called. Kernels are
+            # chosen by the current configuration, of some formats only once weights are there.
+            with set_model_tag("draft_model"), compat.one_stage(), set_current_vllm_config(self.config):
                 self.model = get_model(vllm_config=self.config)
+            if knobs.draft_lm_head_quantization is not None:
+                with compat.one_stage(), set_current_vllm_config(with_usual_kernels(self.config)):
+                    quantise_head(self.model, knobs.draft_lm_head_quantization)
         model_config = self.config.model_config
         self.num_positions = rope_positions(self.model.get_language_model(), model_config.max_model_len)
         self.uses_mrope = model_config.uses_mrope

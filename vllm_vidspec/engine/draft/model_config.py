@@ -16,8 +16,11 @@ def kv_bytes_per_token(vllm_config: VllmConfig) -> int:
     return sum(spec.page_size_bytes // spec.block_size for spec in get_kv_cache_spec(vllm_config).values())
 
 
-def draft_config(base: VllmConfig, is_self_draft: bool) -> VllmConfig:
-    """Return the draft's configuration, with a forward context of its own, given the target's."""
+def draft_config(base: VllmConfig, is_self_draft: bool, linear_backends: dict[str, str] | None = None) -> VllmConfig:
+    """Return the draft's configuration, with a forward context of its own, given the target's.
+
+    `linear_backends` are the kernels of its layers by quantisation; None: the target's.
+    """
     speculative = base.speculative_config
     compilation = copy.copy(base.compilation_config)
     compilation.static_forward_context = {}
@@ -31,6 +34,9 @@ def draft_config(base: VllmConfig, is_self_draft: bool) -> VllmConfig:
     config.cache_config = copy.copy(base.cache_config)
     if speculative.kv_cache_dtype is not None:
         config.cache_config.cache_dtype = speculative.kv_cache_dtype
+    if linear_backends is not None:
+        config.kernel_config = copy.copy(base.kernel_config)
+        config.kernel_config.linear_backend_per_quant = linear_backends
     config.model_config = copy.copy(speculative.draft_model_config)
     config.model_config.multimodal_config = _media_config(base.model_config.multimodal_config)
     config.parallel_config = copy.copy(speculative.draft_parallel_config)
@@ -81,6 +87,14 @@ def of_two_rows(config: VllmConfig, speculative_config: Any) -> VllmConfig:
     config = copy.copy(config)
     config.speculative_config = copy.copy(speculative_config)
     config.speculative_config.num_speculative_tokens = 1
+    return config
+
+
+def with_usual_kernels(config: VllmConfig) -> VllmConfig:
+    """Let vLLM choose kernels: what quantises an output head takes few, and Marlin's for fp8 are not among them."""
+    config = copy.copy(config)
+    config.kernel_config = copy.copy(config.kernel_config)
+    config.kernel_config.linear_backend, config.kernel_config.linear_backend_per_quant = "auto", None
     return config
 
 

@@ -1,5 +1,6 @@
 """How the draft samples: with the target's own sampling parameters and noise, so that both tend to the same token."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,12 +160,12 @@ class CoupledSampler:
         out |= {"scratch": self._scratch, "apply_temperature": not is_processed}
         candidates(logits, temperature, seeds, pos, self.noise, **out)
 
-    def warm_up(self, dtype: torch.dtype, draws: bool, needs_log_probs: bool | None) -> None:
-        """Compile and load what is launched on logits of a dtype: draws, and candidates unless that is None."""
+    def warm_up(self, dtype: torch.dtype, draws: bool, with_log_probs: Collection[bool]) -> None:
+        """Compile and load what is launched on logits of a dtype: draws, and each kind of candidates."""
         if draws:
             warm_up.warm_draw(self.noise, self._scratch, dtype)
-        if needs_log_probs is not None:
-            warm_up.warm_candidates(self.noise, self._scratch, dtype, needs_log_probs)
+        for kind in with_log_probs:
+            warm_up.warm_candidates(self.noise, self._scratch, dtype, kind)
 
     # ---- eager -------------------------------------------------------------------------------------------------------
 

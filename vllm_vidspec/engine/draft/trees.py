@@ -28,13 +28,14 @@ class TreeDrafter:
         forwards: Forwards,
         sample: CoupledSampler,
         graphs: DraftGraphs,
+        shape: str,
         policy: TreePolicy,
         fills: bool,  # up to the budget, because vLLM will verify that many tokens anyway (async scheduling)
         take: TakeTrees | None = None,
     ):
         self._forwards, self._sample, self._graphs, self._take = forwards, sample, graphs, take
         self._buffers = forwards.buffers
-        self.policy, self.fills = policy, fills
+        self._shape, self.policy, self.fills = shape, policy, fills
         policy.trims &= not graphs.is_on
         # Of a level: its nodes `[R, F]` and their tokens. A graph that was captured goes on writing there.
         self._frontiers: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -86,13 +87,12 @@ class TreeDrafter:
             found.append(("finish", self._finish))
         return dict(self._part(name, function, num_reqs, max_nodes, *at) for name, function, *at in found)
 
-    @staticmethod
     def _part(
-        name: str, function: Callable[..., None], num_reqs: int, max_nodes: int, level: int | None = None
+        self, name: str, function: Callable[..., None], num_reqs: int, max_nodes: int, level: int | None = None
     ) -> tuple[Part, Run]:
         """Return a part's key and what it runs; `level` of one that is a level."""
         size = (num_reqs, max_nodes) if level is None else (num_reqs, max_nodes, level)
-        return part(name, num_reqs, level or 0, max_nodes), functools.partial(function, *size)
+        return part(name, num_reqs, level or 0, max_nodes, self._shape), functools.partial(function, *size)
 
     def _run(self, *which: Any) -> bool:
         return self._graphs.run(*self._part(*which))

@@ -50,7 +50,7 @@ def build(plan: Plan, vllm_config: Any, config: VidSpecConfig, tables: Tables) -
         knobs, counters = Knobs(config), DrafterCounters(tables.counters if plan.rank == 0 else None)
         agreement = Agreement(get_tp_group())
         model = DraftModel(vllm_config, device, is_self_draft=False, agreement=agreement)
-        counters.set("draft_load_bytes", model.load(None))
+        counters.set("draft_load_bytes", model.load(None, config))
         with torch.inference_mode():  # as vLLM's workers profile, capture and serve; not what loads weights
             drafter, mirror = _make_drafter(plan, vllm_config, knobs, counters, model, agreement)
             drafter.capture()
