@@ -216,10 +216,8 @@ def test_graphs_hold_the_kernels_of_the_same_step_without_them(measured, name):
 
 @pytest.mark.cases("static graphs")
 def test_flash_attention_is_scheduled_once_a_forward(measured):
-    """For a draft's level by vLLM, and once more for the trees' prefix. Catches: a schedule by layer, which is a launch
-    of its own.
-    """
+    """For a draft's level, by vLLM. Catches: one more for the prefix that trees share, which is short in a draft."""
     kernels = measured["static graphs"]["extra"]["replayed"]
     num_levels = kernels.count("_next_level_kernel")
     assert num_levels == 4 and kernels.count("_tree_attention_kernel") > num_levels
-    assert sum("prepare_varlen_num_blocks" in kernel for kernel in kernels) == 1 + 2 * num_levels
+    assert sum("prepare_varlen_num_blocks" in kernel for kernel in kernels) == 1 + num_levels

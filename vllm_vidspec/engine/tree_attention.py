@@ -42,7 +42,7 @@ class TreeStep:
 class TreeAttention:
     """Gives a model's attention layers (none that it shares) tree masks; without trees vLLM's path is untouched."""
 
-    def __init__(self, layers: Iterable[Any], device: torch.device):
+    def __init__(self, layers: Iterable[Any], device: torch.device, *, is_targets: bool = False):
         self.layers = list(layers)
         self.scratch = TreeAttentionScratch(max((layer.impl.head_size for layer in self.layers), default=1), device)
         self.step: TreeStep | None = None  # of the forward that runs next
@@ -50,7 +50,8 @@ class TreeAttention:
         schedules: dict[tuple[int, ...], torch.Tensor | None] = {}
         for layer in self.layers:
             kv_views.check_readable(layer, READER)
-            read_prefix = backends.prefix_attention(layer, schedules)
+            # A draft's prefix, a tenth of the video, is not worth three launches in place of two.
+            read_prefix = backends.prefix_attention(layer, schedules) if is_targets else None
             self._reads_prefix |= read_prefix is not None
             compat.intercept_attention(layer, functools.partial(self._forward, read_prefix))
 
@@ -130,9 +131,9 @@ def make_attention(
 
     A layer that it cannot stand for keeps its own backend, which loses nothing but time, and one line says so.
     """
-    layers = list(layers)
+    layers, is_targets = list(layers), whose == "target"
     if in_trees:
-        return TreeAttention(layers, device)
+        return TreeAttention(layers, device, is_targets=is_targets)
     slow = [layer for layer in layers if not backends.splits_keys(layer, num_rows)]
     taken = []
     for layer in slow:
@@ -146,7 +147,7 @@ def make_attention(
     logger.info_once(
         "vidspec: the %s's chains take tree attention, as its own does not split keys over %d rows", whose, num_rows
     )
-    return TreeAttention(taken, device)
+    return TreeAttention(taken, device, is_targets=is_targets)
 
 
 def _obstacles(layer: Any, config: VllmConfig) -> Iterator[str]:

@@ -265,7 +265,7 @@ def test_flash_attention_reads_the_prefix_where_a_tile_holds_the_rows(monkeypatc
     """
     generator = torch.Generator().manual_seed(0)
     layers, calls = flash_over(monkeypatch)
-    attention = tree_attention.TreeAttention(layers, fakes.CPU)
+    attention = tree_attention.TreeAttention(layers, fakes.CPU, is_targets=True)
     blocks, size, (heads, kv_heads, dim) = 12, 4, (2, 1, 4)
     cache = torch.randn(blocks, kv_heads, size, 2 * dim, generator=generator)
     table = torch.randperm(blocks, generator=generator)[:9].view(3, 3).int()
