@@ -1,6 +1,7 @@
 """The planner beside what one H100 took (docs/results/gpu-h100.json), to which a part of its assumptions is fitted."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,27 @@ def test_no_plan_says_yes_where_the_device_said_no():
     for asked in (short, long):
         (row,) = plan(asked.question, (1,))["rows"]
         assert row["shape"] in ("none", "tree-2") or (row["shape"] == "chain" and row["num_speculative_tokens"] <= 2)
+
+
+def test_the_page_says_what_was_measured_and_what_is_modelled():
+    """docs/notebook/planning.md, beside the measured steps. Catches: rows of another record, an error above 5 %."""
+    page = (Path(__file__).resolve().parents[3] / "docs" / "notebook" / "planning.md").read_text()
+    rows = re.findall(
+        r"^\| (.+) \| (\d) \| (a step|drafting|verifying) \| ([\d.]+) \| ([\d.]+) \| (\S+) % \|$", page, re.M
+    )
+    assert len(rows) == 17 and all(abs(float(error)) <= 5 for *_, error in rows)
+    engines, asked = {"SpecVLM's tree": "tree-static", "chain of 5": "chain", "vanilla": "vanilla"}, suite()
+    for name, requests, what, measured, modelled, error in rows:
+        assert float(error) == pytest.approx(100 * (float(modelled) / float(measured) - 1), abs=0.3)
+        if (shape := engines.get(name)) is None:
+            continue
+        row, batch = ROWS[shape, int(requests)], int(requests)
+        tree, chain = asked.tree(batch, 0.9), asked.chain(batch, 5, 0.9)
+        found = {"vanilla": asked.vanilla(batch), "chain": chain, "tree-static": tree}[shape]
+        took_ms, modelled_s = row["step_ms"], found.target_s
+        if what == "drafting":
+            took_ms, modelled_s = row["propose_ms"], found.draft_s
+        elif what == "verifying":
+            took_ms -= row["propose_ms"]
+            modelled_s = found.verify_s + asked.question.assumed.speculation_s
+        assert (measured, modelled) == (f"{took_ms:.2f}", f"{1e3 * modelled_s:.2f}")

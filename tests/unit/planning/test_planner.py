@@ -10,11 +10,11 @@ import pytest
 from vllm_vidspec.config.static_tree import SPECVLM_PATHS, grow_paths
 from vllm_vidspec.drafting.static import topology_of
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.planning.acceptance import Agreement, default_agreement
+from vllm_vidspec.planning.acceptance import RUNNER_UP, Agreement, default_agreement
 from vllm_vidspec.planning.candidates import Question, level_widths, notes
 from vllm_vidspec.planning.planner import WORTH, Planner, plan
 from vllm_vidspec.planning.roofline import ASSUMED, GPUS, Placement, forward_seconds, prefill_seconds
-from vllm_vidspec.planning.shapes import draft_shape, target_shape
+from vllm_vidspec.planning.shapes import FP8, INT4, draft_shape, target_shape
 
 
 def question(target="Qwen2.5-VL-32B", draft="7B", gpu="h200", ranks=2, **given):
@@ -222,3 +222,31 @@ def test_the_page_says_what_the_planner_says():
         for cell, row in zip(cells, result["rows"], strict=True):
             assert cell.startswith(f"{row['shape']} {row['num_speculative_tokens']}, r {row['prune_ratio']:g}"), target
             assert cell.endswith(f": {row['answer_speedup']:.2f}x"), target
+
+
+@pytest.mark.parametrize("is_now", [False, True])
+def test_the_page_says_what_trees_of_one_tile_come_to(is_now):
+    """docs/notebook/planning.md, before and now. Catches: a shape, time or gain that has changed, and the page not."""
+    plan_cells = r" \| (\S+) (\d+) \| ([\d.]+) \+ ([\d.]+) \| ([\d., ]+)"
+    cells = r"^\| (\S+ \S+), (\S+) \| (\d) x (\w+) \| (\d+)( \(no room\))? \| ([\d.]+)" + 2 * plan_cells + r" \|$"
+    rows = re.findall(cells, page_of("planning"), re.M)
+    assert len(rows) == 14
+    assumed = ASSUMED if is_now else dataclasses.replace(ASSUMED, flash_tree_layer_s=ASSUMED.tree_layer_s)
+    shapes, lengths = (("tree-2", "tree-3", "tree-4"), range(1, 6)) if is_now else (("tree-static",), (5,))
+    for target, draft, ranks, gpu, requests, no_room, vanilla, *cells in rows:
+        shape, number, draft_ms, verify_ms, gains = cells[5 * is_now : 5 * is_now + 5]
+        whole = target_shape("Qwen/" + target.replace(" ", "-") + "-Instruct")
+        small = draft_shape(draft, whole).quantised(INT4 if is_now else FP8)
+        whole = whole.quantised(FP8) if "32B" in target else whole
+        for rate, gain in zip((0.6, 0.7, 0.77), gains.split(", "), strict=True):
+            agreement = Agreement((rate,), RUNNER_UP)
+            given = {"draft_gpus": 0, "prune_ratios": (0.9,), "agreement": agreement, "assumed": assumed}
+            planner = Planner(Question(whole, small, GPUS[gpu], int(ranks), **given))
+            chains = [planner.chain(int(requests), length, 0.9) for length in lengths]
+            found = [*chains, *(planner.tree(int(requests), 0.9, shape=name) for name in shapes)]
+            best = max(found, key=lambda one: one.speedup)
+            assert f"{best.speedup:.2f}" == gain, (target, requests, rate)
+            if rate == 0.7:
+                times = [f"{1e3 * seconds:.1f}" for seconds in (best.target_s, best.draft_s, best.verify_s)]
+                assert (best.shape, best.num_tokens) == (shape, int(number)) and times == [vanilla, draft_ms, verify_ms]
+                assert not is_now or best.fits is not bool(no_room)
