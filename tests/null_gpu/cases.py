@@ -174,6 +174,7 @@ _COMMITS = ("commits.py _write_down", "commits.py _write_down")
 # What the drafter says, the device reads itself: a copy of it would be a line of shared.py.
 _STREAMS = ("commits.py _send", "remote_backend.py _cut")
 _CONTROLLED = {"adaptive_tokens": True}
+_AUTO = {"drafting": "auto", "num_speculative_tokens": 24, "adaptive_tokens": True}
 
 _OMNI = "Qwen/Qwen2.5-Omni-7B", "Qwen/Qwen2.5-Omni-3B"
 _OMNI3 = "Qwen/Qwen3-Omni-30B-A3B-Thinking", "Qwen/Qwen3-Omni-30B-A3B-Instruct"
@@ -246,6 +247,8 @@ _ALL = (
          after=situations.decide_by_chance),
     Case("static graphs", _STATIC, "vanilla graphs", overrides=GRAPHS_104, most_launches=36, after=kernels_of_drafts),
     Case("static graphs batch", _STATIC, _BESIDE_THREE, overrides=GRAPHS_104, **_THREE, most_launches=39),
+    Case("auto graphs", _AUTO, "vanilla graphs", overrides=GRAPHS_104, **_VARIANT, most_launches=36,
+         decide=situations.pause_the_first, after=situations.decide_by_chance),
     Case("adaptive graphs", _ADAPTIVE, "vanilla graphs", overrides=GRAPHS_65, **_PLANNED, **_LONG_STEPS,
          most_launches=38, after=kernels_of_drafts),
     Case("self graphs", _SELF, "vanilla graphs", **_GRAPHS, **_SLOW, **_VARIANT, most_launches=30),

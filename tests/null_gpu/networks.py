@@ -127,7 +127,7 @@ class FakeDraft:
 class FakeAttention:
     """Stands in for `TreeAttention`: one layer whose keys are the cache, and whose values follow them."""
 
-    def __init__(self, layers: Any, device: torch.device):
+    def __init__(self, layers: Any, device: torch.device, *, is_targets: bool = False):
         [self._cache] = layers
         self.layers = [SimpleNamespace(layer_name="layer")]
         self.step: Any = None

@@ -52,6 +52,14 @@ def test_every_row_of_the_plan_starts(tmp_path):
     assert kernels == set(KERNELS)
 
 
+def test_the_quarter_hour_of_decode_starts(tmp_path):
+    """Catches: a step of `--decode` that no longer starts, or whose rows no longer come."""
+    found, log = dry_run(tmp_path, 4 * TIMEOUT_S, "--decode")
+    assert not found["failed"] + found["skipped"] + found["to_come"], log
+    assert {step["name"] for step in found["steps"]} == {"environment", *(step.name for step in plan.PLAN["decode"])}
+    assert {row["outcome"] for row in found["rows"]} == {"measured"}
+
+
 def test_what_runs_without_numbers_runs(tmp_path):
     """Catches: a step that no longer starts, or is skipped, which would cost a minute of a real GPU."""
     steps = ["--only", ",".join(STEPS), "--work-dir", str(tmp_path)]

@@ -46,13 +46,11 @@ class TreeAttention:
         self.layers = list(layers)
         self.scratch = TreeAttentionScratch(max((layer.impl.head_size for layer in self.layers), default=1), device)
         self.step: TreeStep | None = None  # of the forward that runs next
-        self._reads_prefix = False  # whether a layer's own attention may read the prefix
-        schedules: dict[tuple[int, ...], torch.Tensor | None] = {}
-        for layer in self.layers:
+        # A draft's prefix, a tenth of the video, is not worth three launches in place of two.
+        prefixes = backends.prefix_attentions(self.layers) if is_targets else [None] * len(self.layers)
+        self._reads_prefix = any(prefixes)  # whether a layer's own attention may read the prefix
+        for layer, read_prefix in zip(self.layers, prefixes, strict=True):
             kv_views.check_readable(layer, READER)
-            # A draft's prefix, a tenth of the video, is not worth three launches in place of two.
-            read_prefix = backends.prefix_attention(layer, schedules) if is_targets else None
-            self._reads_prefix |= read_prefix is not None
             compat.intercept_attention(layer, functools.partial(self._forward, read_prefix))
 
     def outruns(self, num_rows: int) -> bool:

@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,28 +24,43 @@ def splits_keys(layer: Any, num_rows: int) -> bool:
 
 
 Prefix = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Shape = tuple[int, int, int]  # heads, KV heads, head size
 
 
-def prefix_attention(layer: Any, schedules: dict[tuple[int, ...], torch.Tensor | None]) -> Prefix | None:
-    """Return a layer's FlashAttention 3 over keys that all query rows of a request see; None if it has another backend,
-    or a quantised cache.
+def prefix_attentions(layers: Sequence[Any]) -> list[Prefix | None]:
+    """Return each layer's FlashAttention 3 over keys that all query rows of a request see; None for a layer that has
+    another backend, or a quantised cache.
 
-    A call that brings no schedule launches a kernel that makes one. Layers that run after each other in every forward
-    share `schedules`, by shape: the first of a shape, in the order of these calls, makes it for all, in the forward
-    itself, so that a graph that holds the forward makes it too.
+    A call that brings no schedule launches a kernel that makes one. Layers are those that run in every forward, in this
+    order: the first of a shape makes it for all, in the forward itself, so that a graph that holds the forward makes it
+    too, and the last one lets it go, as it lies in that graph's memory.
 
     It takes queries `[num_tokens, num_heads, head_size]`, keys and values `[num_blocks, block_size, num_kv_heads,
     head_size]`, the layer's metadata, the keys of each request `[>= num_reqs]` int32, the most rows of a request, and
     the output, like the queries; it returns that and the natural LSE `[num_heads, num_tokens]` float32.
     """
+    shapes = [_shape(layer) if _is_flash_3(layer) else None for layer in layers]
+    schedules: dict[Shape, torch.Tensor | None] = {}
+    return [
+        shape and _prefix_attention(layer, shape, schedules, shape not in shapes[:i], shape not in shapes[i + 1 :])
+        for i, (layer, shape) in enumerate(zip(layers, shapes, strict=True))
+    ]
+
+
+def _is_flash_3(layer: Any) -> bool:
+    is_version_3 = getattr(layer.impl, "vllm_flash_attn_version", None) == 3
+    return layer.get_attn_backend().get_name() == "FLASH_ATTN" and is_version_3 and "fp8" not in layer.kv_cache_dtype
+
+
+def _shape(layer: Any) -> Shape:
+    return layer.impl.num_heads, layer.impl.num_kv_heads, layer.impl.head_size
+
+
+def _prefix_attention(
+    layer: Any, shape: Shape, schedules: dict[Shape, torch.Tensor | None], is_first: bool, is_last: bool
+) -> Prefix:
     impl = layer.impl
-    is_version_3 = getattr(impl, "vllm_flash_attn_version", None) == 3
-    if layer.get_attn_backend().get_name() != "FLASH_ATTN" or not is_version_3 or "fp8" in layer.kv_cache_dtype:
-        return None
     backend, scale = sys.modules[type(impl).__module__], impl.scale
-    shape = (impl.num_heads, impl.num_kv_heads, impl.head_size)
-    is_first = shape not in schedules
-    schedules[shape] = None
 
     def attend(
         query: torch.Tensor,
@@ -63,9 +78,9 @@ def prefix_attention(layer: Any, schedules: dict[tuple[int, ...], torch.Tensor |
                 batch_size=len(num_keys),
                 max_seqlen_q=max_queries,
                 max_seqlen_k=metadata.max_seq_len,
-                num_heads_q=impl.num_heads,
-                num_heads_kv=impl.num_kv_heads,
-                headdim=impl.head_size,
+                num_heads_q=shape[0],
+                num_heads_kv=shape[1],
+                headdim=shape[2],
                 cache_seqlens=num_keys,
                 qkv_dtype=query.dtype,
                 cu_seqlens_q=starts,
@@ -87,7 +102,7 @@ def prefix_attention(layer: Any, schedules: dict[tuple[int, ...], torch.Tensor |
             block_table=metadata.block_table,
             return_softmax_lse=True,
             fa_version=3,
-            scheduler_metadata=schedules[shape],
+            scheduler_metadata=schedules.pop(shape) if is_last else schedules[shape],
             num_splits=num_splits,
         )
 
