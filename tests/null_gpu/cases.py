@@ -214,7 +214,7 @@ _ALL = (
     Case("chain batch", {}, "vanilla batch", **_BATCH, most_launches=357),
     Case("chain sampled", {}, "vanilla sampled", **_TOP_P, **_VARIANT, most_launches=417),
     Case("planted", {}, steps=3, timed_steps=0, after=plant_each, is_planted=True),
-    Case("static", _STATIC, **_VARIANT, most_launches=357),
+    Case("static", _STATIC, **_VARIANT, most_launches=364),
     Case("adaptive", _ADAPTIVE, **_PLANNED, **_FEW_STEPS, **_SLOW, most_launches=255),
     Case("adaptive batch", _ADAPTIVE, "vanilla batch", batch=2, **_PLANNED, **_FEWER_STEPS, **_SLOW, most_launches=256),
     Case("adaptive sampled", _ADAPTIVE, **_WARM, **_PLANNED, **_FEWER_STEPS, **_SLOW, most_launches=254),
