@@ -82,7 +82,7 @@ class Assumptions:
     link_frac: float = 0.7  # of the link's peak
     layer_s: float = 40e-6  # of a layer beside its bytes: its kernels' starts and ends, compiled, in a CUDA graph
     fp8_layer_s: float = 60e-6  # the same of a layer in fp8, whose inputs are quantised by kernels of their own
-    int4_layer_s: float = 52e-6  # the same in four bits, for 12 kernels where fp8 has 18
+    int4_layer_s: float = 52e-6  # the same in four bits, for 15 kernels where fp8 has 18
     # A tree's verification: a layer beside the above, and what share of its KV cache's time a tile of 64 rows takes,
     # or of 128, which reads it from the second-level cache; and a layer where FlashAttention 3 reads the prefix, once
     tree_layer_s: float = 40e-6
