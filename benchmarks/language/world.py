@@ -28,11 +28,12 @@ MOTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1), "sti
 POSITIONS = {"left": (0.25, 0.5), "right": (0.75, 0.5), "top": (0.5, 0.25), "bottom": (0.5, 0.75)}
 NUMBERS = {"one": 1, "two": 2, "three": 3}
 EVENTS = ("remains", "turns", "vanishes")
+PLURALS = {shape: shape + ("es" if shape == "cross" else "s") for shape in SHAPES}
 # What a marked word can be: the right value is one of these, and all values of a kind begin with different tokens.
 VALUES = {
     "color": tuple(COLORS), "background": tuple(BACKGROUNDS), "pattern": PATTERNS, "shape": SHAPES,
     "size": tuple(SIZES), "motion": tuple(MOTIONS), "position": tuple(POSITIONS), "number": tuple(NUMBERS),
-    "truth": ("Yes", "No"),
+    "shapes": tuple(PLURALS.values()), "truth": ("Yes", "No"),
 }  # fmt: skip
 
 
@@ -86,7 +87,9 @@ def _draw_thing(rng: np.random.Generator, position: str) -> Thing:
 
 def render(rng: np.random.Generator, scenes: tuple[Scene, ...], num_frames: int) -> np.ndarray:
     """Draw a video, uint8 [num_frames, FRAME_SIZE, FRAME_SIZE, 3]; scenes have a fifth of its frames or more each."""
-    inner = np.sort(rng.dirichlet([4.0] * len(scenes)).cumsum()[:-1]) * 0.4 + np.arange(1, len(scenes)) / len(scenes) * 0.6
+    inner = (
+        np.sort(rng.dirichlet([4.0] * len(scenes)).cumsum()[:-1]) * 0.4 + np.arange(1, len(scenes)) / len(scenes) * 0.6
+    )
     cuts = [0, *np.round(inner * num_frames).astype(int).tolist(), num_frames]
     frames = _noise()[rng.integers(0, len(_noise()), num_frames)]  # int16
     for scene, start, end in zip(scenes, cuts[:-1], cuts[1:], strict=True):
@@ -134,14 +137,25 @@ ASIDES = (
     "It could be an exercise for a class on drawing.", "If you blink, you might miss it.",
 )  # fmt: skip
 GROUNDS = ("background", "backdrop", "setting", "wall", "surface")
-MOVES = {
-    True: ("moving [{}]", "drifting to the [{}]", "sliding [{}]", "gliding slowly to the [{}]", "on its way to the [{}]"),
+MOVES = {  # by whether it is sideways, None where there is none
+    True: ("moving [{}]", "drifting to the [{}]", "sliding [{}]", "gliding slowly to the [{}]",
+        "on its way to the [{}]"),
     False: ("moving [{}]", "drifting [{}]", "sliding [{}]", "gliding slowly [{}]", "on its way [{}]"),
     None: ("standing [{}]", "staying [{}]", "remaining perfectly [{}]", "sitting [{}]", "holding [{}]"),
 }  # fmt: skip
-TURNS = (" before turning [{}]", " until it turns [{}]", ", whose color changes to [{}] after a while", " and later on turning [{}]")
-VANISHES = (" before vanishing", " until it is gone", " and disappearing in the end", ", of which nothing is left in the end")
-PLURALS = {"its way": "their way", "it turns": "they turn", "it is gone": "they are gone"}
+TURNS = (
+    " before turning [{}]",
+    " until it turns [{}]",
+    ", whose color changes to [{}] after a while",
+    " and later on turning [{}]",
+)
+VANISHES = (
+    " before vanishing",
+    " until it is gone",
+    " and disappearing in the end",
+    ", of which nothing is left in the end",
+)
+OF_MANY = {"its way": "their way", "it turns": "they turn", "it is gone": "they are gone"}
 GENERAL = (
     ("How many sides does a triangle have?", "A triangle has three sides."),
     ("What is a circle?", "A circle is a round shape: all of its points are equally far from its center."),
@@ -177,8 +191,8 @@ def _noun(rng: np.random.Generator, thing: Thing) -> str:
     many = thing.number != "one"
     first = f"[number:{thing.number}] " if many else "a "
     size = f"[size:{thing.size}] " if rng.random() < 0.6 else ""
-    noun = f"{first}{size}[color:{thing.color}] [shape:{thing.shape}]"
-    return noun + ("es" if thing.shape == "cross" else "s") * many
+    shape = f"[shapes:{PLURALS[thing.shape]}]" if many else f"[shape:{thing.shape}]"
+    return f"{first}{size}[color:{thing.color}] {shape}"
 
 
 def _tell_thing(rng: np.random.Generator, thing: Thing) -> str:
@@ -188,14 +202,16 @@ def _tell_thing(rng: np.random.Generator, thing: Thing) -> str:
     text += " " + pick(rng, MOVES[sideways]).format(f"motion:{thing.motion}")
     if thing.event != "remains":
         text += pick(rng, TURNS if thing.event == "turns" else VANISHES).format(f"color:{thing.new_color}")
-    for one, many in PLURALS.items() if thing.number != "one" else ():
+    for one, many in OF_MANY.items() if thing.number != "one" else ():
         text = text.replace(one, many)
     return text
 
 
 def _tell_scene(rng: np.random.Generator, scene: Scene) -> str:
     pattern = f"[pattern:{scene.pattern}] " if rng.random() < 0.5 else ""
-    ground = f"{pick(rng, ('on', 'in front of', 'over'))} a {pattern}[background:{scene.background}] {pick(rng, GROUNDS)}"
+    ground = (
+        f"{pick(rng, ('on', 'in front of', 'over'))} a {pattern}[background:{scene.background}] {pick(rng, GROUNDS)}"
+    )
     told = pick(rng, (", and ", ", together with ", "; besides, there is ")).join(
         _tell_thing(rng, thing) for thing in scene.things
     )
@@ -216,7 +232,7 @@ def ask(rng: np.random.Generator, scenes: tuple[Scene, ...]) -> Text:
     """Draw a question about one thing, the whole, or nothing in the video, with its answer."""
     things = [thing for scene in scenes for thing in scene.things]
     thing, kind = things[rng.integers(len(things))], rng.integers(7)
-    name = f"{thing.color} {thing.shape}" + ("es" if thing.shape == "cross" else "s") * (thing.number != "one")
+    name = f"{thing.color} {thing.shape if thing.number == 'one' else PLURALS[thing.shape]}"
     alone = sum((t.color, t.shape) == (thing.color, thing.shape) for t in things) == 1
     is_are, does = ("is", "does") if thing.number == "one" else ("are", "do")
     if kind == 0 and alone:
@@ -224,18 +240,33 @@ def ask(rng: np.random.Generator, scenes: tuple[Scene, ...]) -> Text:
         return parse(f"Which way {does} the {name} move?", f"The {name} {is_are} {how} [motion:{thing.motion}].")
     if kind == 1 and alone:
         more = f"There {is_are} [number:{thing.number}] of that kind."
-        return parse(f"How many {thing.color} {thing.shape}{'es' if thing.shape == 'cross' else 's'} are there?", more)
+        return parse(f"How many {thing.color} {PLURALS[thing.shape]} are there?", more)
     if kind == 2 and len(things) > 1 and sum(t.shape == thing.shape for t in things) == 1:
         return parse(f"What color did the {thing.shape} have at first?", f"It was [color:{thing.color}].")
     if kind in (3, 4):
         there = rng.random() < 0.5
-        color = thing.color if there else pick(rng, [c for c in COLORS if all(c not in (t.color, t.new_color) for t in things)])
+        color = (
+            thing.color
+            if there
+            else pick(rng, [c for c in COLORS if all(c not in (t.color, t.new_color) for t in things)])
+        )
         asked = f"Is there anything {color} among the shapes?"
-        more = f"[truth:Yes], I can see a {color} [shape:{thing.shape}]." if there else f"[truth:No], nothing {color} is there."
-        return parse(asked, more) if not there or sum(color in (t.color, t.new_color) for t in things) == 1 else ask(rng, scenes)
+        more = (
+            f"[truth:Yes], I can see a {color} [shape:{thing.shape}]."
+            if there
+            else f"[truth:No], nothing {color} is there."
+        )
+        return (
+            parse(asked, more)
+            if not there or sum(color in (t.color, t.new_color) for t in things) == 1
+            else ask(rng, scenes)
+        )
     if kind == 5:
         which, scene = ("first", scenes[0]) if rng.random() < 0.5 else ("last", scenes[-1])
-        return parse(f"What is the {which} background like?", f"It is [pattern:{scene.pattern}] and [background:{scene.background}].")
+        return parse(
+            f"What is the {which} background like?",
+            f"It is [pattern:{scene.pattern}] and [background:{scene.background}].",
+        )
     return parse(*GENERAL[rng.integers(len(GENERAL))]) if kind == 6 else ask(rng, scenes)
 
 
