@@ -7,6 +7,7 @@ FILE has tower, projector and adapters in bf16; a checkpoint needs SmolLM2 (`ben
 """
 
 import argparse
+import re
 from pathlib import Path
 
 import torch
@@ -58,6 +59,10 @@ def write_checkpoint(model: torch.nn.Module, language: Path, folder: Path) -> No
         bos_token_id=tokens.bos_token_id, eos_token_id=tokens.eos_token_id, pad_token_id=tokens.pad_token_id
     )
     model.save_pretrained(folder)
+    # vLLM knows SigLIP's weights by the names of published checkpoints only.
+    weights = load_file(folder / "model.safetensors")
+    named = {re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", k): w for k, w in weights.items()}
+    save_file(named, folder / "model.safetensors", {"format": "pt"})
     processor = transformers.AutoProcessor.from_pretrained(assets.checkpoint(models.FAMILY, "target"))
     processor.tokenizer, processor.chat_template = tokens, CHAT_TEMPLATE
     processor.image_token_id, processor.video_token_id = map(tokens.convert_tokens_to_ids, (models.IMAGE, models.VIDEO))

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.language import export, measure, train, world
 from benchmarks.language import model as language_model
+from vllm_vidspec import assets
 from vllm_vidspec.families import adapter_for
 
 MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<video>", "<image>"]
@@ -140,6 +141,11 @@ def test_an_exported_checkpoint_computes_what_was_trained(language, tmp_path):
     assert not [name for name in load_file(file) if "exp_avg" in name or "embed_tokens" in name]
     model = language_model.build(language, ROLE.layers, ROLE.tower, ROLE.rank, ROLE.seed)
     export.write_checkpoint(export.merged(model, file), language, folder)
+    assert {name for name in load_file(folder / "model.safetensors") if "vision" in name} == {
+        name
+        for name in load_file(assets.checkpoint("llava-onevision", "draft") / "model.safetensors")
+        if "vision" in name
+    }  # as vLLM wants them
     loaded = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16)
     config = transformers.AutoConfig.from_pretrained(folder)
     assert adapter_for(config).name == "llava-onevision"
