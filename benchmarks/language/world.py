@@ -236,7 +236,7 @@ def ask(rng: np.random.Generator, scenes: tuple[Scene, ...]) -> Text:
     alone = sum((t.color, t.shape) == (thing.color, thing.shape) for t in things) == 1
     is_are, does = ("is", "does") if thing.number == "one" else ("are", "do")
     if kind == 0 and alone:
-        how = {"still": "standing"}.get(thing.motion, "moving")
+        how = "standing" if thing.motion == "still" else "moving"
         return parse(f"Which way {does} the {name} move?", f"The {name} {is_are} {how} [motion:{thing.motion}].")
     if kind == 1 and alone:
         more = f"There {is_are} [number:{thing.number}] of that kind."
@@ -244,29 +244,18 @@ def ask(rng: np.random.Generator, scenes: tuple[Scene, ...]) -> Text:
     if kind == 2 and len(things) > 1 and sum(t.shape == thing.shape for t in things) == 1:
         return parse(f"What color did the {thing.shape} have at first?", f"It was [color:{thing.color}].")
     if kind in (3, 4):
-        there = rng.random() < 0.5
-        color = (
-            thing.color
-            if there
-            else pick(rng, [c for c in COLORS if all(c not in (t.color, t.new_color) for t in things)])
-        )
+        others = [c for c in COLORS if all(c not in (t.color, t.new_color) for t in things)]
+        color = thing.color if rng.random() < 0.5 else pick(rng, others)
+        shown = [t for t in things if color in (t.color, t.new_color)]
         asked = f"Is there anything {color} among the shapes?"
-        more = (
-            f"[truth:Yes], I can see a {color} [shape:{thing.shape}]."
-            if there
-            else f"[truth:No], nothing {color} is there."
-        )
-        return (
-            parse(asked, more)
-            if not there or sum(color in (t.color, t.new_color) for t in things) == 1
-            else ask(rng, scenes)
-        )
+        if not shown:
+            return parse(asked, f"[truth:No], nothing {color} is there.")
+        if len(shown) == 1:
+            return parse(asked, f"[truth:Yes], I can see a {color} [shape:{thing.shape}].")
     if kind == 5:
         which, scene = ("first", scenes[0]) if rng.random() < 0.5 else ("last", scenes[-1])
-        return parse(
-            f"What is the {which} background like?",
-            f"It is [pattern:{scene.pattern}] and [background:{scene.background}].",
-        )
+        looks = f"It is [pattern:{scene.pattern}] and [background:{scene.background}]."
+        return parse(f"What is the {which} background like?", looks)
     return parse(*GENERAL[rng.integers(len(GENERAL))]) if kind == 6 else ask(rng, scenes)
 
 
