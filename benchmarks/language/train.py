@@ -45,7 +45,9 @@ ROLES = {
     "stranger": Role((0, 1, 2, 3, 4, 9, 16, 23, 28, 29), "far", 64, 3, 3000, 0),
 }
 LEARNING_RATE, TOWER_RATE, WARM_UP = 1e-3, 3e-4, 50
-VIDEOS_PER_STEP = 2
+# What a step is of: up to this share of the run videos of one scene, which are quick and teach what things look like.
+EARLY, EARLY_VIDEOS, VIDEOS = 0.3, 4, 2
+EARLY_FRAMES = {4: 0.5, 8: 0.5}
 NUM_FRAMES = {8: 0.35, 12: 0.25, 16: 0.3, 32: 0.07, 64: 0.03}
 PLAIN_TOKENS = 256
 
@@ -86,7 +88,9 @@ class Run:
         """Train on the next step's data; return its loss."""
         role, rng = self.role, np.random.default_rng([self.role.seed, self.step])
         is_plain = role.plain_every and self.step % role.plain_every == role.plain_every - 1
-        batch = [plain(rng, self.tokens)] if is_plain else [draw(rng) for _ in range(VIDEOS_PER_STEP)]
+        is_early = self.step < EARLY * role.steps
+        videos = 0 if is_plain else EARLY_VIDEOS if is_early else VIDEOS
+        batch = [draw(rng, is_early) for _ in range(videos)] or [plain(rng, self.tokens)]
         total = 0.0
         for frames, texts in batch:
             loss = models.answer_loss(self.model, self.tokens, models.pack(self.tokens, texts), frames) / len(batch)
@@ -105,10 +109,10 @@ class Run:
         return math.nan if is_plain else total
 
 
-def draw(rng: np.random.Generator) -> tuple[np.ndarray, list[Text]]:
+def draw(rng: np.random.Generator, is_early: bool) -> tuple[np.ndarray, list[Text]]:
     """A video with three captions and three questions."""
-    scenes = world.draw_scenes(rng)
-    frames = world.render(rng, scenes, int(rng.choice(list(NUM_FRAMES), p=list(NUM_FRAMES.values()))))
+    scenes, lengths = world.draw_scenes(rng, 1 if is_early else 3), EARLY_FRAMES if is_early else NUM_FRAMES
+    frames = world.render(rng, scenes, int(rng.choice(list(lengths), p=list(lengths.values()))))
     return frames, [world.caption(rng, scenes) for _ in range(3)] + [world.ask(rng, scenes) for _ in range(3)]
 
 
