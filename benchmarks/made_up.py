@@ -132,20 +132,18 @@ def write_checkpoint(
 
 def write_pair(
     family: str, folder: Path, names: Sequence[str | None] = (), *, pixels: Sequence[int] = (),
-    weights: str | None = None, draft_weights: str | None = None, share: int = 1,
+    weights: str | None = None, share: int = 1,
 ) -> dict[str, str]:  # fmt: skip
     """Write a target's and a draft's checkpoint, with a family's tokenizer and processor; return them by role.
 
-    `names` are keys of `VISION`, None for the bundled shapes; they and `pixels` are those of `PAIRS` if empty.
-    `draft_weights` are the target's `weights` if None. `share` says which part of the language models' layers to have,
-    for a small device: a half, a third, ...
+    `names` are keys of `VISION`, None for the bundled shapes; they and `pixels` are those of `PAIRS` if empty. `share`
+    says which part of the language models' layers to have, for a small device: a half, a third, ...
     """
-    by_role = {"target": weights, "draft": draft_weights or weights}
     names, (image, video) = names or PAIRS[family][:2], pixels or PAIRS[family][2:]
     return {
         role: str(
             write_checkpoint(
-                assets.checkpoint(family, role), folder / role, name, pixels=(image, video), weights=by_role[role],
+                assets.checkpoint(family, role), folder / role, name, pixels=(image, video), weights=weights,
                 num_layers=SHAPES[name].layers // share if name else None,
             )
         )

@@ -20,7 +20,6 @@ collect_ignore_glob = [] if IN_ENVIRONMENT else ["test_*.py"]
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cases(*names): the engine configurations that a test reads")
-    config.addinivalue_line("markers", "every_version: it runs on every supported vLLM, whatever it reads")
 
 
 def cases_of(item):
@@ -49,7 +48,6 @@ def pytest_collection_modifyitems(config, items):
         if any(case.is_slow and (case.is_whole or not has_all_rows) for case in cases):
             item.add_marker(pytest.mark.slow)
         is_everywhere = cases and {case.name for case in cases} <= set(ON_EVERY_VERSION)
-        is_everywhere = is_everywhere or item.get_closest_marker("every_version")
         if HERE in item.path.parents and not is_everywhere and not is_oldest():
             item.add_marker(pytest.mark.skip(reason="the oldest supported vLLM runs it"))
 
