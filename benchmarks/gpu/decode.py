@@ -4,7 +4,6 @@ and kernel, and one engine that plays vanilla, chains and trees in turn.
 
 import functools
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,6 +36,8 @@ def in_graphs(calls: dict[str, Callable[[], Any]], rounds: int = ROUNDS) -> Iter
     """Yield of each call the microseconds of its replays in a CUDA graph, taken in turn, with cold caches."""
     import torch
 
+    from benchmarks.kernels.timing import measure_us
+
     graphs = {}
     for name, call in calls.items():
         for _ in range(3):
@@ -45,21 +46,8 @@ def in_graphs(calls: dict[str, Callable[[], Any]], rounds: int = ROUNDS) -> Iter
         graphs[name] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[name]):
             call()
-    flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, graph in graphs.items():
-            flush.zero_()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(1e3 * begin.elapsed_time(end))
-    for name, found in times.items():
-        found.sort()
-        quantiles = statistics.median(found), found[len(found) // 5], found[len(found) * 4 // 5]
-        yield name, dict(zip(("median", "p20", "p80"), (round(us, 2) for us in quantiles), strict=True))
+    for name, found in measure_us({name: graph.replay for name, graph in graphs.items()}, rounds).items():
+        yield name, dict(zip(("median", "p20", "p80"), (round(us, 2) for us in found), strict=True))
 
 
 def rates(context: Context) -> None:
