@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks import harness, reel
+from benchmarks import harness
+from benchmarks.session import BenchEngine
 from vllm_vidspec.config.static_tree import GROWN_DEPTHS, SPECVLM_PATHS, Path, grow_paths
 from vllm_vidspec.drafting.static import topology_of
 from vllm_vidspec.engine.report.observer import Observer
@@ -41,9 +42,10 @@ class PathCounts(Observer):
                 for place in range(1, int(scored.num_sampled[request])):
                     self.paths[self._names[int(scored.path[request, place])]] += 1
 
-    def length(self, paths: Sequence[Path]) -> float:
-        """Return the tokens of a step over a tree whose nodes are all among those that were counted."""
-        return 1 + sum(self.paths[path] for path in paths) / self.steps
+    def length(self, paths: Sequence[Path]) -> tuple[float, int]:
+        """Return the tokens of a step over a tree, and how many of its nodes were not counted and left out."""
+        known = [path for path in paths if path in WIDE]
+        return 1 + sum(self.paths[path] for path in known) / self.steps, len(paths) - len(known)
 
     def chance(self, depth: int, rank: int) -> float:
         """Return how often the candidate of a rank was the target's token, at all nodes of a depth whose parent was."""
@@ -62,8 +64,10 @@ def shapes(num_nodes: int) -> dict[str, tuple[Path, ...]]:
 
 def prompts_of(options: argparse.Namespace) -> list[Any]:
     if options.tokens:
-        reels = [reel.held_out(number, options.tokens) for number in range(options.requests)]
-        return [pairs.video_prompt(options.family, frames, question.text) for frames, question in reels]
+        numbers = range(options.requests)
+        return BenchEngine.bundled_requests(
+            {"family": options.family, "held_out": numbers, "reel_tokens": options.tokens}
+        )
     return harness.videos(options.family, range(options.requests))
 
 
@@ -88,26 +92,26 @@ def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
     for name, paths in shapes(options.nodes).items():
         shape, _, number = name.partition("/")
         depth = max(map(len, paths))
-        best = grow_paths(len(paths), depth, counts.chance)
-        known = [path for path in best if path in WIDE]
+        tokens, missing = counts.length(paths)
+        steps = counts.steps
         row = {
-            **common, "shape": shape, "num_drafts": int(number), "forwards": depth, "verify_steps": counts.steps,
-            "counted": round(counts.length([path for path in paths if path in WIDE]), 4),
-            "not_counted_nodes": len(paths) - len([path for path in paths if path in WIDE]),
+            **common, "shape": shape, "num_drafts": int(number), "forwards": depth, "verify_steps": steps,
+            "counted": round(tokens, 4), "not_counted_nodes": missing,
         }  # fmt: skip
         if shape != "chain":
-            row |= {"best": round(counts.length(known), 4), "best_not_counted_nodes": len(best) - len(known)}
+            best, missing = counts.length(grow_paths(len(paths), depth, counts.chance))
+            row |= {"best": round(best, 4), "best_not_counted_nodes": missing}
         if options.engines:
             knobs = {"drafting": shape, "num_speculative_tokens": int(number), "adaptive_tokens": False}
             with engine(**knobs) as running:
                 answers, gained = running.measure(running.answer, prompts, **sampling)
             steps = gained["drafts"]
+            tokens = 1 + gained["accepted_tokens"] / steps
             row |= {
-                "measured": round(1 + gained["accepted_tokens"] / steps, 4), "measured_steps": steps,
+                "measured": round(tokens, 4), "measured_steps": steps,
                 "identical": sum(map(list.__eq__, answers, vanilla)) / len(answers),
             }  # fmt: skip
-        tokens = 1 + sum(counts.paths.values()) / counts.steps
-        row["ci95"] = round(1.96 * math.sqrt(tokens / counts.steps), 3)  # of a count as of Poisson's
+        row["ci95"] = round(1.96 * math.sqrt(tokens / steps), 3)  # of a count as of Poisson's: `measured`, or `counted`
         yield row
 
 
