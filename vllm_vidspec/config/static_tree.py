@@ -5,7 +5,8 @@ A rank path names a node: 010 is the best child of the second-best child of the 
 
 import functools
 import heapq
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vllm_vidspec.errors import VidSpecError
@@ -60,6 +61,17 @@ def grow_paths(num_nodes: int, depth: int, chance: Chance = typical_chance) -> t
         if level < depth:
             heapq.heappush(heap, (_rounded(-found * chance(level + 1, 0)), (*path, 0), -found))
     return tuple(paths)
+
+
+def most_nodes(group: int) -> int:
+    """Return the nodes of the largest tree whose rows, the root's included, are one tile: `group` heads a KV head."""
+    return min(MAX_NODES, TILE_ROWS // group - 1)
+
+
+def level_widths(paths: Iterable[Path]) -> tuple[int, ...]:
+    """Return the nodes that have children, by level: what each draft forward of a tree computes; the root first."""
+    parents = Counter(map(len, {path[:-1] for path in paths}))
+    return tuple(parents[depth] for depth in range(len(parents)))
 
 
 def _rounded(chance: float) -> float:

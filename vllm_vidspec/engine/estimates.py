@@ -26,7 +26,7 @@ class Option(NamedTuple):
     @property
     def depth(self) -> int:
         """The most draft tokens that can be accepted in a step."""
-        return self.num_levels if self.num_levels else self.num_tokens
+        return self.num_levels or self.num_tokens
 
 
 NONE = Option("none", 0, 0, True)

@@ -1,12 +1,11 @@
 """What is said at start-up of a configuration that is accepted and could be faster; a line each."""
 
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from vllm_vidspec.config import NONE, VidSpecConfig
-from vllm_vidspec.config.static_tree import GROWN_DEPTHS, TILE_ROWS
+from vllm_vidspec.config.static_tree import GROWN_DEPTHS, TILE_ROWS, level_widths, most_nodes
 from vllm_vidspec.drafting.adaptive import SAGE
 from vllm_vidspec.planning.draft_cost import cost_hint, four_bit_checkpoint, stored_weights
 
@@ -36,7 +35,7 @@ def say_hints(vllm_config: Any, config: VidSpecConfig) -> None:
 
 def tile_hint(num_nodes: int, group: int) -> Iterator[str]:
     """Yield a line if trees of so many nodes take a tile of rows more than smaller ones, of `group` heads a KV head."""
-    fits = TILE_ROWS // group - 1
+    fits = most_nodes(group)
     if num_nodes > fits:
         yield (
             f"trees of {num_nodes} nodes take more than one tile of {TILE_ROWS} rows, as the target has {group} query "
@@ -68,4 +67,4 @@ def level_width(config: VidSpecConfig, shape: str) -> int:
         return 1
     if shape == "tree-adaptive":
         return SAGE.width_max
-    return max(Counter(map(len, {path[:-1] for path in config.paths_of(shape)})).values())
+    return max(level_widths(config.paths_of(shape)))

@@ -1,11 +1,11 @@
 """Candidates: a pair, cards and requests to plan for, and what each way of drafting comes to; plain Python."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from vllm_vidspec.config.fields import PruneKnobs
-from vllm_vidspec.config.static_tree import GROWN_DEPTHS, SPECVLM_PATHS, Path, grow_paths
+from vllm_vidspec.config.static_tree import GROWN_DEPTHS, SPECVLM_PATHS, grow_paths, level_widths, most_nodes
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.planning import pool
 from vllm_vidspec.planning.acceptance import Agreement, default_agreement
@@ -18,7 +18,6 @@ from vllm_vidspec.planning.roofline import (
     forward_seconds,
     kv_bytes,
     memory_split,
-    most_nodes,
     prefill_seconds,
     weight_bytes,
 )
@@ -121,12 +120,6 @@ _BLOCK = 16  # tokens of a KV block, as vLLM has it by default
 LONG, SHORT = 20_000, 3000
 
 
-def level_widths(paths: Iterable[Path]) -> tuple[int, ...]:
-    """Return the nodes that have children, by level: what each draft forward of a tree computes; the root first."""
-    parents = Counter(map(len, {path[:-1] for path in paths}))
-    return tuple(parents[depth] for depth in range(len(parents)))
-
-
 @dataclass(frozen=True)
 class Candidate:
     """What one way of drafting comes to at a batch size, all of it modelled."""
@@ -194,7 +187,8 @@ class Candidates:
         agreement = agreement or self.question.agreement_at(prune_ratio)
         paths = SPECVLM_PATHS
         if shape != TREE:
-            paths = grow_paths(most_nodes(self.question.target), GROWN_DEPTHS[shape])
+            target = self.question.target
+            paths = grow_paths(most_nodes(target.heads // target.kv_heads), GROWN_DEPTHS[shape])
         # The first forward has a request's last two tokens.
         widths = Counter((2, *level_widths(paths)[1:]))
         return self._sequential(shape, batch, len(paths), prune_ratio, agreement.tree_length(paths), widths)

@@ -132,11 +132,6 @@ def forward_seconds(
     return matrices + attention + layers + _all_reduces(shape, place, tokens)
 
 
-def most_nodes(shape: ModelShape) -> int:
-    """Return the nodes of the largest tree whose rows, the root's included, are one tile for a KV head."""
-    return TILE_ROWS // (shape.heads // shape.kv_heads) - 1
-
-
 def _tree_reads(num_rows: int, place: Placement) -> tuple[float, float]:
     """Return how often a tree's verification reads a KV cache, for so many rows of a KV head, and what a layer takes
     beside that: as tree attention cuts tiles, and with FlashAttention 3 where one tile holds all (Hopper).

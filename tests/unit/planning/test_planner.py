@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_vidspec.config.static_tree import SPECVLM_PATHS, grow_paths
+from vllm_vidspec.config.static_tree import SPECVLM_PATHS, grow_paths, level_widths, most_nodes
 from vllm_vidspec.drafting.static import topology_of
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.planning.acceptance import RUNNER_UP, Agreement, default_agreement
-from vllm_vidspec.planning.candidates import Question, level_widths, notes
+from vllm_vidspec.planning.candidates import Question, notes
 from vllm_vidspec.planning.planner import WORTH, Planner, plan
 from vllm_vidspec.planning.roofline import ASSUMED, GPUS, Placement, forward_seconds, prefill_seconds
 from vllm_vidspec.planning.shapes import FP8, INT4, draft_shape, target_shape
@@ -43,6 +43,11 @@ def test_a_tree_runs_as_often_and_as_wide_as_ours():
     """Catches: widths of another tree than the engine's."""
     for paths in (SPECVLM_PATHS, grow_paths(24, 2), grow_paths(17, 4)):
         assert tuple(map(len, topology_of(paths).frontiers())) == level_widths(paths)
+
+
+def test_trees_of_one_tile_are_those_that_can_be_configured():
+    """By query heads to a KV head. Catches: a plan for a target of group 1 whose K is refused, above 64."""
+    assert [most_nodes(group) for group in (8, 7, 5, 4, 2, 1)] == [15, 17, 24, 31, 63, 64]
 
 
 def test_limits_are_exact():
