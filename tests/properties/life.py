@@ -82,7 +82,7 @@ class NotingDrafter(Drafter):
         self._max_model_len, self._num_speculative_tokens = MAX_LEN, K
         self.kv = DraftKV(NUM_BLOCKS, BLOCK, NUM_ROWS, MAX_LEN + K + 1, CPU)
         cache = VisionCache(3 * PAGE_ROWS * HIDDEN * 4, HIDDEN, torch.float32, CPU)
-        self.prefills = DraftPrefill(network, knobs, counters, self.kv, cache, {}, ALONE)
+        self.prefills = DraftPrefill(network, knobs, counters, self.kv, cache, ALONE)
         self.trees = {}
         self._capacity_limit = np.full(NUM_ROWS, UNBOUNDED, dtype=np.int64)
 

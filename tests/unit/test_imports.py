@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # From the lowest layer up. A room imports from lower layers only, never from its neighbours; a new room goes in here.
 LAYERS = (
     {"", "errors", "names", "devices", "assets", "setup", "vidspec_kernels"},
-    {"config", "metrics", "streams", "shapeworld"},
+    {"config", "metrics", "streams", "shapeworld", "visual_map"},
     {"pruning", "drafting", "scoring"},
     {"families"},
     {"planning"},

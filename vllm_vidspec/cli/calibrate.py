@@ -16,26 +16,40 @@ def calibrate(
         list[str] | None, typer.Option(help="A video of yours; repeat for more. Default: synthetic.")
     ] = None,
     question: Annotated[str, typer.Option(help="What to ask about each video.")] = "describe the video",
-    prompts: Annotated[int, typer.Option(min=1, help="How many synthetic videos, without --video.")] = 4,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="How many synthetic videos, without --video: 4, --eyes: 64.")
+    ] = None,
     prune_ratio: options.PruneRatio = 0.9,
     num_speculative_tokens: options.NumTokens = 5,
     max_tokens: options.MaxTokensOfTwo = 256,
     engine_args: options.EngineArgs = "{}",
+    eyes: Annotated[
+        bool,
+        typer.Option("--eyes", help="Fit a map from the target's vision embeddings to the draft's instead; 64 videos."),
+    ] = False,
     out: Annotated[str, typer.Option(metavar="PATH", help="The calibration file to write.")] = "calibration.json",
     json_path: options.Json = None,
 ) -> None:
     """Choose a pair's pruning knobs by measured acceptance length; write them for the key `calibration`."""
-    given = locals()
+    given = {name: value for name, value in locals().items() if value is not None}
     from vllm_vidspec.tools import calibrate as calibration
-    from vllm_vidspec.tools import progress, views
+    from vllm_vidspec.tools import calibrate_eyes, progress, views
 
     own = {"videos": tuple(video or ()), "engine_args": options.engine_args(engine_args)}
-    what = options.pick(calibration.Calibration, given, **own)
-    calibration.check(what, out)
-    result = running.with_bars(calibration.run, what, progress.View)
+    if eyes:
+        fit = options.pick(calibrate_eyes.Eyes, given, **own)
+        calibrate_eyes.check(fit)
+        result = running.with_bars(calibrate_eyes.run, fit, progress.View)
+    else:
+        what = options.pick(calibration.Calibration, given, **own)
+        calibration.check(what, out)
+        result = running.with_bars(calibration.run, what, progress.View)
     running.write_json(out, result)
     running.write_json(json_path, result)
     console = running.console(stderr=json_path == "-")
-    console.print(views.calibration_table(result))
-    console.print(views.calibration_words(result), highlight=False)
+    if eyes:
+        console.print(views.eyes_words(result), highlight=False)
+    else:
+        console.print(views.calibration_table(result))
+        console.print(views.calibration_words(result), highlight=False)
     console.print(f'Use it with "calibration": "{out}" in the speculative config.', highlight=False, soft_wrap=True)

@@ -12,7 +12,7 @@ from vllm_vidspec.config.fields import (
     PruneKnobs,
     ScoreKnobs,
 )
-from vllm_vidspec.config.model import METHOD, SELF, VidSpecConfig
+from vllm_vidspec.config.model import METHOD, OWN_TOWER, SELF, TARGET_TOWER, VidSpecConfig
 from vllm_vidspec.config.parse import CALIBRATED_KEYS, parse_config
 from vllm_vidspec.config.schedule import NONE, Plan
 from vllm_vidspec.config.spelling import MAX_MESSAGE, PASS_THROUGH_KEYS

@@ -248,6 +248,11 @@ class Fields(PruneKnobs, ScoreKnobs):
     whose drafts do not pay, the draft does not prefill requests of a class that has not paid, and both are probed from
     time to time. The output is the same. `draft_table` and `num_speculative_tokens_per_batch_size` are upper bounds
     then. `false` always drafts K tokens, or what these say."""
+    draft_vision: str = _sometimes(default="auto")
+    """Whose vision tower the draft sees through. `own`: its own, which reads every frame once more. `target`: the
+    target's, where both towers have the same weights. A file of `vidspec calibrate --eyes`: the target's, whose
+    embeddings it maps to the draft's. With these two no tower of the draft is loaded. `auto`: `target` where that can
+    be, else `own`."""
     calibration: str | None = _sometimes(default=None)
     """A file that `vidspec calibrate` wrote: its values replace the defaults of `guidance_layers`, `lambda_r` and
     `uv_layer`; what is given beside it wins."""

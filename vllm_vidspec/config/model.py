@@ -14,6 +14,7 @@ from vllm_vidspec.errors import VidSpecError, quoted
 
 METHOD = "vidspec"
 SELF = "self"
+OWN_TOWER, TARGET_TOWER = "own", "target"  # `draft_vision`, besides `auto` and a file
 AUTO_CHAINS = (5, 3, 2, 1)  # lengths of `draft_shape: auto`, which has trees for more
 AUTO_CHAINS_IN_GRAPHS = (3, 1)
 MAX_FLY_WINDOW = 6  # vLLM's own FLy's
@@ -178,6 +179,16 @@ class VidSpecConfig(Fields):
     def is_self_draft(self) -> bool:
         """Whether the target drafts for itself."""
         return self.model == SELF
+
+    @property
+    def has_own_tower(self) -> bool:
+        """Whether the draft has a vision tower of its own. Start-up replaces `auto`, as far as it can."""
+        return self.draft_vision in (AUTO, OWN_TOWER) and not self.is_self_draft
+
+    @property
+    def draft_map(self) -> str | None:
+        """The file of the map from the target's vision embeddings to the draft's; None where there is none."""
+        return None if self.draft_vision in (AUTO, OWN_TOWER, TARGET_TOWER) else self.draft_vision
 
     def state_bytes_for(self, what: str) -> int | None:
         """Return how much of `state_bytes` "guidance", "relevance" or "embeddings" has; None where it is not given."""

@@ -11,7 +11,8 @@ from vllm_vidspec.errors import VidSpecError, quoted
 
 # Ours that say how a draft model computes.
 _OF_A_DRAFT = ("draft_lm_head_quantization", "linear_backend_per_quant")
-CALIBRATED_KEYS = frozenset({"lambda_r", "guidance_layers", "uv_layer"})  # what `vidspec calibrate` measures
+# What `vidspec calibrate` measures.
+CALIBRATED_KEYS = frozenset({"lambda_r", "guidance_layers", "uv_layer", "draft_vision"})
 
 
 def parse_config(raw: dict[str, Any]) -> tuple[VidSpecConfig, dict[str, Any]]:
@@ -52,4 +53,6 @@ def _read_calibration(path: Any) -> dict[str, Any]:
         raise VidSpecError(
             f"speculative config: calibration: {shown} sets {quoted(unknown[0])}, which is not calibrated"
         )
+    if "draft_vision" in values:  # a file that lies beside it
+        values["draft_vision"] = str(Path(path).parent / values["draft_vision"])
     return values

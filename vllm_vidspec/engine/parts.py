@@ -14,6 +14,7 @@ from vllm_vidspec.engine.hooks.hidden_states import HiddenStateGuidance
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.hooks.prompts import Guidance
 from vllm_vidspec.engine.hooks.protocol import TargetHooks
+from vllm_vidspec.engine.hooks.target_vision import TargetVision
 from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.hooks.visual_states import VisualStates
 from vllm_vidspec.engine.knobs import Knobs
@@ -76,11 +77,14 @@ class RunnerParts:
         if draft_model is None:
             return ParallelBackend(runner, is_guided=bool(self.guides))
         config = runner.knobs.current
-        # A target that drafts for itself encodes once.
-        shares = not config.is_self_draft and runner.encoder_cache is not None
-        pixels = SharedPixels(runner.model_state, runner.device, runner.counters) if shares else None
+        pixels, vision = None, None
+        if runner.encoder_cache is not None and config.has_own_tower:
+            pixels = SharedPixels(runner.model_state, runner.device, runner.counters)
+        elif runner.encoder_cache is not None:
+            outputs = runner.encoder_cache.encoder_outputs
+            vision = TargetVision(runner.model_state, outputs, draft_model.as_own, runner.agreement)
         sample = CoupledSampler(runner.sampler, config.draft_noise)
-        return LocalBackend(runner, draft_model, sample, self.trees, failures, pixels)
+        return LocalBackend(runner, draft_model, sample, self.trees, failures, pixels, vision)
 
 
 def make_guides(

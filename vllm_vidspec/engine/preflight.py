@@ -5,13 +5,22 @@ import importlib.metadata
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import vllm.platforms as platforms
 from vllm.distributed.utils import get_pp_indices
 
 from vllm_vidspec import SUPPORTED_CPU, SUPPORTED_VLLM, families, supported_releases, supports_vllm
-from vllm_vidspec.config import MAX_MESSAGE, METHOD, VidSpecConfig, parse_config
+from vllm_vidspec.config import (
+    AUTO,
+    MAX_MESSAGE,
+    METHOD,
+    OWN_TOWER,
+    TARGET_TOWER,
+    VidSpecConfig,
+    parse_config,
+)
 from vllm_vidspec.engine import kv_views, tree_attention
 from vllm_vidspec.engine.compat import api, linear
 from vllm_vidspec.engine.compat import config as compat
@@ -25,6 +34,7 @@ from vllm_vidspec.errors import VidSpecError, nearest, quoted, shortened
 from vllm_vidspec.families.generic import GenericAdapter
 from vllm_vidspec.pruning import needs_of
 from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose
+from vllm_vidspec.visual_map.maps import read_about
 
 logger = logging.getLogger("vllm.vidspec")
 
@@ -65,6 +75,7 @@ def translate(args: Any) -> VidSpecConfig | None:
     if config.draft_lm_head_quantization is not None:
         linear.check_head_quantization(config.draft_lm_head_quantization)
     _check_pair(args, config, passed.get("revision"))
+    config = config.model_copy(update={"draft_vision": _draft_vision(args, config, passed.get("revision"))})
 
     draft = args.model if config.is_self_draft else config.model
     args.speculative_config = {
@@ -420,9 +431,44 @@ def _check_pair(args: Any, config: VidSpecConfig, draft_revision: str | None) ->
             target_revision=args.tokenizer_revision or args.revision,
             draft_revision=draft_revision,
         )
-    families.check_ranks(
-        draft, config.parallel.tensor_parallel_size if config.is_parallel else args.tensor_parallel_size
-    )
+    num_ranks = config.parallel.tensor_parallel_size if config.is_parallel else args.tensor_parallel_size
+    families.check_ranks(draft, num_ranks)
+
+
+def _draft_vision(args: Any, config: VidSpecConfig, draft_revision: str | None) -> str:
+    """Return whose tower the draft sees through, without `auto`; a VidSpecError where it cannot be the one named."""
+    asked = config.draft_vision
+    if asked == OWN_TOWER or config.is_self_draft:
+        return OWN_TOWER
+    for is_so, what in (
+        (config.is_parallel, "a parallel drafter, whose process has no embeddings of the target's"),
+        (args.pipeline_parallel_size > 1, "pipeline stages, the last of which has none"),
+    ):
+        if is_so and asked != AUTO:
+            raise VidSpecError(f"speculative config: draft_vision {quoted(asked)} does not work with {what}")
+        if is_so:
+            return OWN_TOWER
+    towers = (families.tower_of(args.model, args.revision), families.tower_of(config.model, draft_revision))
+    are_one = towers[0] is not None and towers[0] == towers[1]
+    if asked == AUTO:
+        return TARGET_TOWER if are_one else OWN_TOWER
+    if asked == TARGET_TOWER:
+        if not are_one:
+            raise VidSpecError(
+                "speculative config: draft_vision: the draft's vision tower is not known to be the target's: fit a map "
+                "with `vidspec calibrate --eyes`, or drop it"
+            )
+        return asked
+    fitted = read_about(Path(asked))["towers"]
+    for role, tower, expected in zip(("target", "draft"), towers, fitted, strict=True):
+        if tower is None:
+            logger.warning("vidspec: %s is not here yet: whether its tower fits %s is not checked", role, asked)
+        elif tower != expected:
+            raise VidSpecError(
+                f"speculative config: draft_vision: {asked} was fitted to another {role}'s vision tower; fit it anew "
+                "with `vidspec calibrate --eyes`"
+            )
+    return os.path.abspath(asked)
 
 
 def _hf_config(model: str, revision: str | None, args: Any, role: str) -> Any:

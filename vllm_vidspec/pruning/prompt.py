@@ -27,8 +27,8 @@ class PromptItem:
 
     @property
     def name(self) -> str:
-        """Its content hash, without the target's LoRA adapter, which the draft's tower does not have."""
-        return self.feature.mm_hash or self.feature.identifier
+        """See `content_name`."""
+        return content_name(self.feature)
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +75,11 @@ class PrunedPrompt:
     token_ids: torch.Tensor  # `[num_kept]` int32, those of visual tokens too
     positions: torch.Tensor  # `[num_axes, num_kept]` int64 rope positions
     media_at: torch.Tensor  # `[num_media]` int64, where the visual tokens are, ascending
+
+
+def content_name(feature: Any) -> str:
+    """Return the content hash of a feature, without the target's LoRA adapter, which the draft does not have."""
+    return feature.mm_hash or feature.identifier
 
 
 def plan_prompt(

@@ -111,7 +111,7 @@ class Engine:
     `requests` are a prompt per video, or with `is_chat` a conversation; `job` see `_answers`.
     """
 
-    commands: ClassVar[tuple[str, ...]] = ("answer", "look", "clock")
+    commands: ClassVar[tuple[str, ...]] = ("answer", "look", "clock", "fit")
 
     llm: Any
     requests: list[Any]
@@ -184,13 +184,17 @@ class Engine:
         return self.answered(**asked)[0]
 
     def answered(
-        self, knobs: dict[str, Any] | None, sampling: dict[str, Any], seed: int | None
+        self,
+        knobs: dict[str, Any] | None,
+        sampling: dict[str, Any],
+        seed: int | None,
+        indices: Sequence[int] | None = None,
     ) -> tuple[dict[str, Any], list[Any]]:
-        """Answer every prompt; return the answer, and vLLM's outputs."""
+        """Answer every prompt, or those of `indices`; return the answer, and vLLM's outputs."""
         if knobs:
             self.retune(knobs)
         before, start = self.counters(), time.perf_counter()
-        outputs = self.ask(sampling, seed)
+        outputs = self.ask(sampling, seed, indices)
         answer = {
             "seconds": time.perf_counter() - start,
             "texts": [output.outputs[0].text for output in outputs],
@@ -228,6 +232,16 @@ class Engine:
                 if record["grids"]
             ]
         }
+
+    def fit(self, path: str, about: dict[str, Any], held_out: list[int]) -> dict[str, Any]:
+        """Fit a map between the towers to all videos but those that are held out; see `fitting.finish`."""
+        from vllm_vidspec.tools import fitting
+
+        seen = [i for i in range(len(self.requests)) if i not in set(held_out)]
+        for step, indices in ((fitting.begin, seen), (fitting.hold_out, held_out)):
+            self.llm.collective_rpc(step)
+            self.ask({"max_tokens": 1}, indices=indices)
+        return self.llm.collective_rpc(fitting.finish, args=(path, about))[0]
 
     def clock(self, index: int, sampling: dict[str, Any], seed: int | None) -> dict[str, Any]:
         """Answer one request alone; return when its tokens came.

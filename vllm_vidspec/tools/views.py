@@ -213,6 +213,20 @@ def calibration_words(result: dict[str, Any]) -> str:
     return text + (f" Without guidance (lambda_r 0): {uniform[0]:.3f}." if uniform else "")
 
 
+def eyes_words(result: dict[str, Any]) -> str:
+    """Return what came out in a few sentences."""
+    eyes = result["eyes"]
+    kind, r2 = max(eyes["r2"].items(), key=lambda item: item[1])
+    text = (
+        f"{kind} map, fitted to {eyes['tokens']} tokens of {eyes['videos']} videos: R2 {r2:.3f} on {eyes['held_out']} "
+        f"others.\nTokens per verify step on {eyes['asked']} of these: {eyes['mapped']['acceptance_length']:.2f}, with "
+        f"the draft's own tower {eyes['own']['acceptance_length']:.2f} ({eyes['share']:.0%})."
+    )
+    if "draft_vision" in result["config"]:
+        return text
+    return f"{text}\nThat is too little: the draft keeps its own tower, unless draft_vision names the map."
+
+
 # ---- vidspec plan ----------------------------------------------------------------------------------------------------
 
 # What to do by batch size, times in ms; "answer" has the draft's prefill.

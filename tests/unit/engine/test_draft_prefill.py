@@ -58,7 +58,7 @@ class Line:
         self.kv = DraftKV(200, BLOCK, 8, MAX_LEN + 4, CPU)
         cache = VisionCache(cache_bytes, HIDDEN, torch.float32, CPU)
         chosen = make_knobs(**{"pruner": "uniform", "prune_ratio": 0.5} | knobs)
-        self.prefills = DraftPrefill(self.model, chosen, self.counted, self.kv, cache, {}, ALONE, observers=[])
+        self.prefills = DraftPrefill(self.model, chosen, self.counted, self.kv, cache, ALONE, observers=[])
         self.text = torch.full((8, MAX_LEN), 7_777_777, dtype=torch.int32)  # an id outside the vocabulary
 
     def add(self, row: int, token_ids: list[int], features: Sequence[Any] = (), scores: Any = None) -> Any:

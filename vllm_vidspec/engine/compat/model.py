@@ -181,6 +181,25 @@ def take_over_pixels(model_state: Any, share: Callable) -> None:
     wrap(encoder, "prepare_mm_inputs", prepare, "scheduled_encoder_inputs")
 
 
+def observe_encoder(model_state: Any, observe: Callable) -> None:
+    """Call `observe(outputs)` with what a step's encoder has just made, a dict by identifier.
+
+    Why: a draft that is shown the target's embeddings needs them before vLLM frees them, which may be a step later.
+    Until: vLLM hands a speculator the outputs of its encoder.
+    """
+    if getattr(model_state, "encoder_runner", None) is None:
+        return
+    outputs = model_state.encoder_cache.encoder_outputs
+
+    def execute(execute_mm_encoder, scheduled_encoder_inputs):
+        before = set(outputs) if scheduled_encoder_inputs else ()
+        execute_mm_encoder(scheduled_encoder_inputs)
+        if scheduled_encoder_inputs:
+            observe({name: made for name, made in outputs.items() if name not in before})
+
+    wrap(model_state, "execute_mm_encoder", execute, "scheduled_encoder_inputs")
+
+
 def expose_hidden_states(target: Any, layers: tuple[int, ...]) -> None:
     """Make a target return the hidden states that enter these layers beside its output, as it does for EAGLE-3.
 

@@ -2,9 +2,9 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from vllm_vidspec.engine.draft.prefill import DraftPrefill
 from vllm_vidspec.engine.draft.score_blocks import rows_per_block
 from vllm_vidspec.engine.draft.trees import TakeTrees, TreeDrafter
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
+from vllm_vidspec.engine.hooks.target_vision import TargetVision
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.report.observer import Observer
@@ -53,8 +54,7 @@ class DraftContext:
     max_num_reqs: int
     max_model_len: int
     allocation: Callable[[], AbstractContextManager] = contextlib.nullcontext
-    # The target's embeddings by identifier, where it drafts for itself.
-    shared: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    target_vision: TargetVision | None = None  # whose embeddings the draft is shown; None: its own tower's
     pixels: SharedPixels | None = None  # what the target has copied to the device; None in a process of its own
     fills_trees: bool = False  # see `TreeDrafter`; `take_trees` too
     take_trees: TakeTrees | None = None
@@ -87,8 +87,8 @@ class Drafter:
             counters,
             self.kv,
             cache,
-            context.shared,
             context.agreement,
+            context.target_vision,
             context.pixels,
             context.observers,
         )

@@ -20,6 +20,7 @@ from vllm_vidspec.engine.draft.waiting import WaitingRoom
 from vllm_vidspec.engine.draft_backend import DraftBackend, Reading, Step
 from vllm_vidspec.engine.failures import DraftFailures
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
+from vllm_vidspec.engine.hooks.target_vision import TargetVision
 from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.kv_views import attention_layers
@@ -44,6 +45,7 @@ class LocalBackend(DraftBackend):
         trees: TargetTrees | None,  # the target's side of tree drafts; None where drafts are chains
         failures: DraftFailures,
         pixels: SharedPixels | None = None,  # None where the draft has no tower of its own
+        vision: TargetVision | None = None,  # None where it has
     ):
         self._knobs: Knobs = runner.knobs
         self._requests: RequestRows = runner.requests
@@ -52,7 +54,8 @@ class LocalBackend(DraftBackend):
         self._observers: list[Observer] = runner.observers
         self._vllm_config, self._req_states = runner.vllm_config, runner.req_states
         self.draft_model, self._sample, self._trees = draft_model, sample, trees
-        self._failures, self._pixels, self._placed = failures, pixels, places_of(runner)
+        self._failures, self._placed = failures, places_of(runner)
+        self._pixels, self._vision = pixels, vision
         self._device = draft_model.device
         # vLLM makes these in phases: the memory is profiled, graphs have a mode, then there is a KV cache.
         self._memory: DraftMemory | None = None
@@ -102,7 +105,6 @@ class LocalBackend(DraftBackend):
             )
         path = None if self._trees is None else self._trees.path
         committed = messages.Committed(states.total_len.gpu, states.all_token_ids.gpu, states.last_sampled_tokens, path)
-        shares = config.is_self_draft and encoder_cache is not None
         context = DraftContext(
             model=model,
             knobs=self._knobs,
@@ -116,7 +118,7 @@ class LocalBackend(DraftBackend):
             max_num_reqs=len(self._requests.phase),
             max_model_len=vllm_config.model_config.max_model_len,
             allocation=allocation,
-            shared=encoder_cache.encoder_outputs if shares else {},
+            target_vision=self._vision,
             pixels=self._pixels,
             fills_trees=is_async if config.tree_fill is None else config.tree_fill,
             take_trees=None if self._trees is None else self._trees.take,
@@ -139,20 +141,24 @@ class LocalBackend(DraftBackend):
     # ---- both ends of a request's life -----------------------------------------------------------------------------
 
     def add(self, request: NewRequest) -> None:
-        """Keep a request's pixels on the device, if the draft may see it; its prompt waits in `RequestRows`."""
+        """Keep what the draft will be shown of a request, if it may see it; its prompt waits in `RequestRows`."""
         if not request.is_admitted:
             self._requests.skip(request.req_state_idx, "unadmitted")
-        elif self._pixels is not None:
-            self._pixels.add(request.req_state_idx, request.features)
+            return
+        for part in (self._pixels, self._vision):
+            if part is not None:
+                part.add(request.req_state_idx, request.features)
 
     def remove(self, req_state_idx: int) -> None:
-        if self._pixels is not None:
-            self._pixels.remove(req_state_idx)
+        for part in (self._pixels, self._vision):
+            if part is not None:
+                part.remove(req_state_idx)
         if self._drafter is not None:
             self._drafter.remove(req_state_idx)
 
     def active_rows(self) -> Iterable[int]:
-        return (row for part in (self._pixels, self._drafter) if part is not None for row in part.active_rows())
+        parts = (self._pixels, self._vision, self._drafter)
+        return (row for part in parts if part is not None for row in part.active_rows())
 
     def give_up_all(self) -> None:
         rows = np.arange(len(self._requests.phase))
@@ -297,9 +303,10 @@ class LocalBackend(DraftBackend):
         rows = step.batch.idx_mapping_np[indices]
         done = self.drafter.prefill(messages.PrefillStep(rows, step.bound[indices], self._req_states.all_token_ids.gpu))
         self._requests.enter(done.ready, Phase.DRAFTING)
-        if self._pixels is not None:
-            for row in done.ready:
-                self._pixels.remove(row)
+        for part in (self._pixels, self._vision):
+            if part is not None:
+                for row in done.ready:
+                    part.remove(row)
         for row in done.failed:
             self._requests.skip(row, "draft_error")
 

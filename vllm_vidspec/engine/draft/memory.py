@@ -48,7 +48,7 @@ class DraftMemory:
             raise VidSpecError(f"state_bytes: {vision} for vision embeddings {left}")
         tables = table_bytes(config, vllm_config, model)
         # Pixels are shared where both towers run in one process, on a device that they must be copied to.
-        shares = has_media and model.device.type != "cpu" and not config.is_parallel and not config.is_self_draft
+        shares = has_media and model.device.type != "cpu" and not config.is_parallel and config.has_own_tower
         pixels = int(pool.PIXEL_SHARE * available_bytes) if shares else 0
         rest = available_bytes - vision - pixels - tables
         size = _pool_bytes(config, vllm_config, model, rest)

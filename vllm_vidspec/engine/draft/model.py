@@ -5,6 +5,7 @@ import gc
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ from vllm_vidspec.engine.draft.model_config import (
 from vllm_vidspec.engine.draft.score_blocks import rows_per_block
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.visual_map import VisualMap
 
 
 def rope_positions(language_model: nn.Module, max_model_len: int) -> int:
@@ -95,7 +97,10 @@ class DraftModel:
         self.max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.max_encoder_tokens = vllm_config.scheduler_config.max_num_encoder_input_tokens
         self.num_positions: int  # rope positions that the draft has, from 0 on
+        self.has_own_tower = True
         self.model: nn.Module
+        self._encoder: nn.Module  # the network whose tower encodes: the target's where the draft has none of its own
+        self._map: VisualMap | None = None  # from the target's embeddings to the draft's; None where they are the same
         self.config: VllmConfig
 
     def load(self, target: Any, knobs: VidSpecConfig) -> int:
@@ -104,7 +109,10 @@ class DraftModel:
         `knobs` say how its layers and its output head compute.
         """
         before = held_bytes(self.device)
-        self.config = draft_config(self.target_config, self.is_self_draft, knobs.linear_backend_per_quant)
+        self.has_own_tower = knobs.has_own_tower
+        self.config = draft_config(
+            self.target_config, self.is_self_draft, knobs.linear_backend_per_quant, self.has_own_tower
+        )
         if self.is_self_draft:
             # Attention finds its layer, and so its KV cache, by name in the forward context: the same network run under
             # a context of copied attention layers is a second model without a second copy of any weight.
@@ -120,6 +128,9 @@ class DraftModel:
                 with compat.one_stage(), set_current_vllm_config(with_usual_kernels(self.config)):
                     quantise_head(self.model, knobs.draft_lm_head_quantization)
         model_config = self.config.model_config
+        self._encoder = self.model if self.has_own_tower else target
+        if knobs.draft_map is not None:
+            self._map = VisualMap.load(Path(knobs.draft_map), self.dtype, self.device)
         self.num_positions = rope_positions(self.model.get_language_model(), model_config.max_model_len)
         self.uses_mrope = model_config.uses_mrope
         self.num_axes = model_config.mrope_num_dims if self.uses_mrope else 1
@@ -187,10 +198,14 @@ class DraftModel:
         """Embeddings side by side that the tower makes of a visual token; see `FamilyAdapter`."""
         return self.family.num_media_levels(self.hf_config)
 
+    @property
+    def media_width(self) -> int:
+        """Of a visual token's embeddings, all levels."""
+        return self.num_media_levels * self.config.model_config.get_inputs_embeds_size()
+
     def make_vision_cache(self, num_bytes: int) -> VisionCache:
         """Allocate a cache of vision embeddings, of so many bytes a rank."""
-        width = self.num_media_levels * self.config.model_config.get_inputs_embeds_size()
-        return VisionCache(_smallest_of_ranks(num_bytes), width, self.dtype, self.device)
+        return VisionCache(_smallest_of_ranks(num_bytes), self.media_width, self.dtype, self.device)
 
     @functools.cached_property
     def block_size(self) -> int:
@@ -281,7 +296,7 @@ class DraftModel:
         """Run the largest forwards, so that the memory profile (and compilation) sees the draft."""
         multimodal = self.target_config.model_config.multimodal_config
         held: list[torch.Tensor] = []  # as many of the largest items as a step may hold
-        if multimodal is not None and not multimodal.skip_mm_profiling:
+        if multimodal is not None and not multimodal.skip_mm_profiling and self.has_own_tower:
             budget = MultiModalBudget(self.target_config, MULTIMODAL_REGISTRY, enable_cache=False)
             held = self._encode(budget.get_dummy_encoder_profile_inputs())
         width = self.config.model_config.get_inputs_embeds_size()
@@ -356,7 +371,7 @@ class DraftModel:
         return embeds
 
     def encode(self, features: list[Any], frames: Sequence[range | None]) -> list[torch.Tensor]:
-        """Run the draft's vision tower over vLLM's multimodal features, of each over some frames of its grid (see
+        """Run the vision tower over vLLM's multimodal features, of each over some frames of its grid (see
         `FamilyAdapter.frames`), None for all; return `[m_i, num_media_levels * hidden_size]` of each, in their order.
         """
         items = zip(features, frames, strict=True)
@@ -375,10 +390,16 @@ class DraftModel:
         groups = group_and_batch_mm_kwargs([items[i] for i in order], device=self.device, pin_memory=PIN_MEMORY)
         for _, _, kwargs in groups:
             with self._agreement.collective():
-                embeddings = self.model.embed_multimodal(**kwargs)
-            # LLaVA-OneVision's videos of unequal length come as [1, m, hidden_size].
-            outputs.extend(output.flatten(0, -2) for output in embeddings)
+                embeddings = self._encoder.embed_multimodal(**kwargs)
+            outputs.extend(map(self.as_own, embeddings))
         return [outputs[i] for i in np.argsort(order)]
+
+    def as_own(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """Return `[m, num_media_levels * hidden_size]` of an item's embeddings as the encoder's tower has made them."""
+        embeddings = embeddings.flatten(0, -2)  # LLaVA-OneVision's videos of unequal length come as [1, m, hidden_size]
+        if self._map is not None:
+            return self._map(embeddings.to(self.dtype))
+        return embeddings if self.has_own_tower else embeddings[:, : self.media_width]  # positions may come behind
 
     def full_positions(self, token_ids: list[int], features: list[Any]) -> tuple[torch.Tensor, int]:
         """Return the full prompt's rope positions `[num_axes, num_tokens]` and the delta of the text after it."""

@@ -16,10 +16,16 @@ def kv_bytes_per_token(vllm_config: VllmConfig) -> int:
     return sum(spec.page_size_bytes // spec.block_size for spec in get_kv_cache_spec(vllm_config).values())
 
 
-def draft_config(base: VllmConfig, is_self_draft: bool, linear_backends: dict[str, str] | None = None) -> VllmConfig:
+def draft_config(
+    base: VllmConfig,
+    is_self_draft: bool,
+    linear_backends: dict[str, str] | None = None,
+    has_own_tower: bool = True,
+) -> VllmConfig:
     """Return the draft's configuration, with a forward context of its own, given the target's.
 
-    `linear_backends` are the kernels of its layers by quantisation; None: the target's.
+    `linear_backends` are the kernels of its layers by quantisation; None: the target's. A tower that is not to be its
+    own is not loaded.
     """
     speculative = base.speculative_config
     compilation = copy.copy(base.compilation_config)
@@ -38,7 +44,7 @@ def draft_config(base: VllmConfig, is_self_draft: bool, linear_backends: dict[st
         config.kernel_config = copy.copy(base.kernel_config)
         config.kernel_config.linear_backend_per_quant = linear_backends
     config.model_config = copy.copy(speculative.draft_model_config)
-    config.model_config.multimodal_config = _media_config(base.model_config.multimodal_config)
+    config.model_config.multimodal_config = _media_config(base.model_config.multimodal_config, has_own_tower)
     config.parallel_config = copy.copy(speculative.draft_parallel_config)
     config.parallel_config.rank = base.parallel_config.rank
     # vLLM leaves this open, and a forward that may have experts is agreed upon by all data-parallel engines.
@@ -48,7 +54,7 @@ def draft_config(base: VllmConfig, is_self_draft: bool, linear_backends: dict[st
     return config
 
 
-def _media_config(target: Any) -> Any:
+def _media_config(target: Any, has_own_tower: bool) -> Any:
     """Return the draft's multimodal configuration: the target's, for which its pixels are made, but without the scales
     that were measured on the target's tower, and without `--video-pruning-rate`: the draft sees what the target kept.
     """
@@ -57,6 +63,7 @@ def _media_config(target: Any) -> Any:
     config = copy.copy(target)
     config.mm_encoder_fp8_scale_path = config.mm_encoder_fp8_scale_save_path = None
     config.video_pruning_rate = None
+    config.language_model_only |= not has_own_tower
     return config
 
 

@@ -9,7 +9,7 @@ from what the host knows, so tensor-parallel ranks take the same ones.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from vllm_vidspec.engine.draft.prefill_job import PrefillJob, PrefillPiece
 from vllm_vidspec.engine.draft.vision import DraftVision
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
+from vllm_vidspec.engine.hooks.target_vision import TargetVision
 from vllm_vidspec.engine.knobs import Knobs
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.report.observer import Observer
@@ -44,16 +45,16 @@ class DraftPrefill:
         counters: Counters,
         kv: DraftKV,
         cache: VisionCache,
-        shared: Mapping[str, torch.Tensor],  # the target's embeddings, where its tower is the draft's; else empty
         agreement: Agreement,
-        pixels: SharedPixels | None = None,  # what the target has copied to the device, if it runs here
+        target_vision: TargetVision | None = None,  # see `DraftVision`, as for `pixels`
+        pixels: SharedPixels | None = None,
         observers: Sequence[Observer] = (),
     ):
         self.model, self.counters = model, counters
         self._knobs, self._kv, self._agreement = knobs, kv, agreement
         self._adapter = adapter_for(model.hf_config)
         self.vision = DraftVision(
-            model, self._adapter, counters, cache, shared, agreement, self._fail, pixels, observers
+            model, self._adapter, counters, cache, agreement, self._fail, target_vision, pixels, observers
         )
         self._jobs: dict[int, PrefillJob] = {}  # by row
         self._queue: dict[int, PrefillJob] = {}  # by row, those that are not read whole, in order
@@ -117,7 +118,7 @@ class DraftPrefill:
 
     def _as_seen(self, item: PromptItem, positions: torch.Tensor) -> PromptItem:
         """Return an item with what the target has kept of it, given `[num_axes, num_tokens]` positions of a prompt."""
-        if item.feature.modality != "video":
+        if item.feature.modality != "video" or not self.model.has_own_tower:  # which are those that it kept
             return item
         data = {key: element.data for key, element in item.feature.data.items()}
         found = self._adapter.whole_video(data, self.model.hf_config)

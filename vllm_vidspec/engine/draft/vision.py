@@ -1,11 +1,11 @@
-"""DraftVision: the vision embeddings that prompts in the queue lack, from a cache or of the draft's own tower.
+"""DraftVision: the vision embeddings that prompts in the queue lack, from a cache or of a tower.
 
 A step encodes at most the encoder budget's tokens. A video that is longer is encoded some frames at a time, where its
 family's tower encodes each frame by itself, else whole. The frames of a video gather in the cache, which shares them
 once they are all there; of one that it cannot hold, each request gathers what it keeps.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from vllm_vidspec.engine.draft.model import DraftModel
 from vllm_vidspec.engine.draft.prefill_job import PrefillJob
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
+from vllm_vidspec.engine.hooks.target_vision import TargetVision
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.report.observer import Observer
 from vllm_vidspec.families import FamilyAdapter
@@ -51,15 +52,17 @@ class DraftVision:
         adapter: FamilyAdapter,
         counters: Counters,
         cache: VisionCache,
-        shared: Mapping[str, torch.Tensor],  # the target's own, by identifier, where its tower is the draft's
         agreement: Agreement,
         fail: Callable[[PrefillJob, Exception], None],  # called with a job whose item could not be encoded
+        target: TargetVision | None = None,  # whose embeddings the draft is shown, where it has no tower of its own
         pixels: SharedPixels | None = None,  # what the target has copied to the device, if it runs here
         observers: Sequence[Observer] = (),
     ):
         self.model, self.cache = model, cache
-        self._adapter, self._counters, self._shared = adapter, counters, shared
+        self._adapter, self._counters, self._target = adapter, counters, target
         self._agreement, self._fail, self._pixels, self._observers = agreement, fail, pixels, observers
+        if target is not None:
+            target.keep = lambda name, embeddings: cache.extend(name, len(embeddings), 0, embeddings)
 
     # ---- what a step encodes ---------------------------------------------------------------------------------------
 
@@ -214,11 +217,9 @@ class DraftVision:
 
     def _lookup(self, job: PrefillJob, i: int) -> bool:
         item, kept = job.plan.items[i], job.kept[i]
-        shared = self._shared.get(item.feature.identifier)
-        if shared is not None and shared.shape[:-1].numel() == item.num_tokens:
-            self._assign(job, i, 0, shared.flatten(0, -2))
-            return True
         rows = self.cache.read(item.name, item.num_tokens, None if kept is None else kept.numpy())
+        if rows is None and self._target is not None:
+            rows = self._target.find(item.feature.identifier, item.num_tokens, kept)
         if rows is None:
             return False
         if kept is None:

@@ -1,0 +1,59 @@
+"""Fits a visual map inside a running engine of ours: what the target's tower makes of an item, and what the draft's.
+
+By `LLM.collective_rpc`: `begin`, then requests; `hold_out`, then requests of videos to judge by; `finish`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_vidspec.engine.compat.model import observe_encoder
+from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.visual_map import Fit
+
+
+class Gathering:
+    """Shows the draft's tower what the target's has just encoded, and gathers both."""
+
+    def __init__(self, runner: Any):
+        draft, target = runner.speculator.backend.draft_model, runner.model_config
+        levels, of_target = draft.num_media_levels, draft.family.num_media_levels(target.hf_config)
+        if levels != of_target:
+            raise VidSpecError(f"the target's tower makes {of_target} embeddings of a token, the draft's {levels}")
+        self._draft, self._features = draft, runner.encoder_cache.mm_features
+        self._width_in = levels * target.get_inputs_embeds_size()
+        self.fit = Fit(target.get_inputs_embeds_size(), draft.media_width // levels, levels, runner.device)
+        self.is_held_out = False
+        observe_encoder(runner.model_state, self._add)
+
+    def _add(self, outputs: dict[str, torch.Tensor]) -> None:
+        known = {feature.identifier: feature for features in self._features.values() for feature in features}
+        for identifier, output in outputs.items():
+            (wanted,) = self._draft.encode([known[identifier]], [None])
+            given = output.flatten(0, -2)[:, : self._width_in]
+            self.fit.add(given, wanted, is_held_out=self.is_held_out)
+
+
+def begin(worker: Any) -> None:
+    """Gather from here on."""
+    runner = worker.model_runner
+    runner.gathering = Gathering(runner)
+
+
+def hold_out(worker: Any) -> None:
+    """Gather from here on what the fit is judged by."""
+    worker.model_runner.gathering.is_held_out = True
+
+
+def finish(worker: Any, path: str, about: dict[str, Any]) -> dict[str, Any]:
+    """Fit both kinds of map and write the better one; return how good each is, `r2` by kind, and the rows seen."""
+    runner = worker.model_runner
+    fit: Fit = runner.gathering.fit
+    linear = fit.linear()
+    hidden = fit.with_hidden_layer(linear.map, fit.width_out)
+    best = max(linear, hidden, key=lambda fitted: fitted.r2)
+    found = {"r2": {"linear": linear.r2, "hidden layer": hidden.r2}, "tokens": fit.num_rows}
+    if runner.agreement.is_first:
+        best.map.to(runner.speculator.backend.draft_model.dtype).save(Path(path), {**about, **found})
+    return found
