@@ -89,6 +89,28 @@ def adaptive(num_ranks: int, num_stages: int) -> dict:
     return {"token_ids": harness.token_ids(outputs), "counters": counted}
 
 
+def shown() -> dict:
+    """Answer by a draft equal to the target, that sees through its tower: as it encodes, and by encoding again."""
+    engine = start(2, draft=pairs.checkpoint(FAMILY, "target"), pruner="none", on_draft_error="raise")
+    found = []
+    for _ in range(2):
+        outputs, counted = engine.measured(harness.greedy_and_sampled(FAMILY))
+        found.append({"token_ids": harness.token_ids(outputs), "counters": counted})
+        engine.llm.collective_rpc(forget_embeddings)
+        engine.scheduler.encoder_cache_manager.reset()
+        engine.llm.reset_prefix_cache()
+    return {"vision": engine.config.draft_vision, "found": found}
+
+
+def forget_embeddings(worker: Any) -> None:
+    runner = worker.model_runner
+    runner.encoder_cache.encoder_outputs.clear()
+    runner.speculator.backend.forget_media()
+    runner.parts.speculator.backend.drafter.prefills.vision._target.keep = None  # nothing is handed on any more
+    find = runner.speculator.backend.drafter.prefills.vision._target
+    find.find = lambda *_: None
+
+
 def stages() -> dict:
     """Answer on two pipeline stages, prompts in chunks, by a draft equal to the target: guided, loosely, unpruned."""
     from vllm.sampling_params import StructuredOutputsParams

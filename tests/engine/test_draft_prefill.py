@@ -41,9 +41,8 @@ def llava(reference):
     for scenario in ("videos", "endless"):  # an engine of its own, and only one lives at a time
         reference(LLAVA, scenario)
     overrides = {"enable_prompt_embeds": True, "enable_mm_embeds": True, "mm_encoder_attn_backend": "TORCH_SDPA"}
-    with harness.engine(
-        LLAVA, pairs.checkpoint(LLAVA, "target"), overrides=overrides, pruner="none", on_draft_error="skip"
-    ) as engine:
+    spec = {"pruner": "none", "on_draft_error": "skip", "draft_vision": "own"}
+    with harness.engine(LLAVA, pairs.checkpoint(LLAVA, "target"), overrides=overrides, **spec) as engine:
         yield engine
 
 

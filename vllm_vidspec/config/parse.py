@@ -10,7 +10,7 @@ from vllm_vidspec.config.spelling import MAX_MESSAGE, PASS_THROUGH_KEYS
 from vllm_vidspec.errors import VidSpecError, quoted
 
 # Ours that say how a draft model computes.
-_OF_A_DRAFT = ("draft_lm_head_quantization", "linear_backend_per_quant")
+_OF_A_DRAFT = ("draft_lm_head_quantization", "draft_vision", "linear_backend_per_quant")
 # What `vidspec calibrate` measures.
 CALIBRATED_KEYS = frozenset({"lambda_r", "guidance_layers", "uv_layer", "draft_vision"})
 
@@ -27,6 +27,8 @@ def parse_config(raw: dict[str, Any]) -> tuple[VidSpecConfig, dict[str, Any]]:
     if given.get("draft_table") is not None and shape != AUTO:
         problems.append(f'draft_table needs "draft_shape": "{AUTO}", this is {quoted(shape)}')
     if given.get("model") == SELF:
+        if given.get("draft_vision", AUTO) == AUTO:
+            given.pop("draft_vision", None)
         theirs = passed | {key: given[key] for key in _OF_A_DRAFT if key in given}
         of_a_draft = sorted(key for key, value in theirs.items() if value is not None)
         problems += [f'{key} is a draft model\'s, and with "model": "{SELF}" there is none' for key in of_a_draft]

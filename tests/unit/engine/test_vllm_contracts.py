@@ -165,7 +165,7 @@ vllm.v1.worker.gpu_worker:Worker vllm_config device model_runner
 {GPU}.spec_decode.speculator:BaseSpeculator num_extra_query_per_req
 {GPU}.cudagraph_utils:CudaGraphManager compilation_config graphs _capture_descs
 {GPU}.cudagraph_utils:BatchExecutionDescriptor cg_mode num_tokens num_reqs
-{GPU}.mm.encoder_cache:EncoderCache encoder_outputs reset_encoder_cache
+{GPU}.mm.encoder_cache:EncoderCache encoder_outputs mm_features reset_encoder_cache
 vllm.v1.attention.backend:AttentionLayer _q_scale _k_scale _v_scale
 vllm.model_executor.layers.attention.attention:Attention query_quant kv_cache_dtype
 vllm.v1.core.sched.output:SchedulerOutput scheduled_new_reqs finished_req_ids total_num_scheduled_tokens
@@ -180,7 +180,7 @@ vllm.v1.engine.output_processor:RequestState detokenizer prompt_token_ids
 vllm.v1.engine.detokenizer:FastIncrementalDetokenizer tokenizer num_output_tokens
 vllm.multimodal.inputs:MultiModalFeatureSpec data modality identifier mm_position mm_hash
 vllm.config.multimodal:MultiModalConfig skip_mm_profiling mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
-    video_pruning_rate
+    video_pruning_rate language_model_only
 vllm.config.speculative:SpeculativeConfig draft_model_config draft_parallel_config num_speculative_tokens
     num_speculative_tokens_per_batch_size method kv_cache_dtype
 vllm.config.parallel:ParallelConfig rank tensor_parallel_size pipeline_parallel_size data_parallel_size

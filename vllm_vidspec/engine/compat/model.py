@@ -200,6 +200,20 @@ def observe_encoder(model_state: Any, observe: Callable) -> None:
     wrap(model_state, "execute_mm_encoder", execute, "scheduled_encoder_inputs")
 
 
+def keep_deepstack(network: Any, num_layers: int, max_tokens: int, like: torch.Tensor) -> None:
+    """Give a model that was loaded without its vision tower the buffers by which embeddings reach its first decoder
+    layers: `num_layers` of `[max_tokens, like.shape[-1]]`.
+
+    Why: vLLM takes a model without a tower for one that is shown nothing, and leaves them out. Until: it makes them
+    wherever embeddings may come in.
+    """
+    if not hasattr(network, "_set_deepstack_input_embeds"):
+        raise VidSpecError(f"{type(network).__name__} takes no embeddings of several levels in vLLM: draft_vision own")
+    network.use_deepstack, network.deepstack_num_level = True, num_layers
+    network.deepstack_input_embeds = [like.new_zeros(max_tokens, like.shape[-1]) for _ in range(num_layers)]
+    network.deepstack_input_embeds_num_tokens = 0
+
+
 def expose_hidden_states(target: Any, layers: tuple[int, ...]) -> None:
     """Make a target return the hidden states that enter these layers beside its output, as it does for EAGLE-3.
 

@@ -129,6 +129,9 @@ class DraftModel:
                     quantise_head(self.model, knobs.draft_lm_head_quantization)
         model_config = self.config.model_config
         self._encoder = self.model if self.has_own_tower else target
+        if not self.has_own_tower and not self.is_self_draft and self.num_media_levels > 1:
+            like = torch.empty(0, model_config.get_inputs_embeds_size(), dtype=self.dtype, device=self.device)
+            compat.keep_deepstack(self.model, self.num_media_levels - 1, self.max_num_tokens, like)
         if knobs.draft_map is not None:
             self._map = VisualMap.load(Path(knobs.draft_map), self.dtype, self.device)
         self.num_positions = rope_positions(self.model.get_language_model(), model_config.max_model_len)
