@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks import watching
 from tests.engine import harness
+from tests.engine.conftest import QUESTION
 from vllm_vidspec.engine.policy import NONE
 from vllm_vidspec.tools import pairs
 
@@ -90,25 +91,21 @@ def adaptive(num_ranks: int, num_stages: int) -> dict:
 
 
 def shown() -> dict:
-    """Answer by a draft equal to the target, that sees through its tower: as it encodes, and by encoding again."""
+    """Answer by a draft equal to the target, which sees through its tower: as that encodes, and when it has forgotten."""
     engine = start(2, draft=pairs.checkpoint(FAMILY, "target"), pruner="none", on_draft_error="raise")
-    found = []
+    requests, found = harness.videos(FAMILY, 4, QUESTION * 2), []
     for _ in range(2):
-        outputs, counted = engine.measured(harness.greedy_and_sampled(FAMILY))
+        outputs, counted = engine.measured(requests)
         found.append({"token_ids": harness.token_ids(outputs), "counters": counted})
         engine.llm.collective_rpc(forget_embeddings)
         engine.scheduler.encoder_cache_manager.reset()
-        engine.llm.reset_prefix_cache()
-    return {"vision": engine.config.draft_vision, "found": found}
+    config = engine.core.vllm_config.additional_config["vidspec"]
+    return {"vision": config["draft_vision"], "found": found}
 
 
 def forget_embeddings(worker: Any) -> None:
-    runner = worker.model_runner
-    runner.encoder_cache.encoder_outputs.clear()
-    runner.speculator.backend.forget_media()
-    runner.parts.speculator.backend.drafter.prefills.vision._target.keep = None  # nothing is handed on any more
-    find = runner.speculator.backend.drafter.prefills.vision._target
-    find.find = lambda *_: None
+    worker.model_runner.encoder_cache.encoder_outputs.clear()
+    worker.model_runner.speculator.backend.forget_media()
 
 
 def stages() -> dict:

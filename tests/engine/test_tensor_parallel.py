@@ -179,3 +179,13 @@ def test_target_and_drafter_have_ranks_of_their_own(vanilla, of_target, of_draft
     expected, counted = vanilla[0][0], result["counters_long"]
     assert result["long"][: len(expected)] == expected
     assert counted["accepted_tokens"] > 50, "of 400 tokens"
+
+
+def test_two_ranks_show_a_draft_what_both_have_encoded():
+    """A draft without a tower. Catches: ranks of which one encodes again and waits for the other for good."""
+    found, _ = _run("shown")
+    first, again = found["found"]
+    assert found["vision"] == "target" and first["token_ids"] == again["token_ids"]
+    for part, misses in ((first, 0), (again, 4)):
+        assert part["counters"]["accepted_tokens"] == part["counters"]["draft_tokens"] > 0
+        assert part["counters"]["draft_encoder_misses"] == misses

@@ -95,7 +95,10 @@ class VidSpecModelRunner(GPUModelRunner):
     def reserve(self, available_bytes: int) -> int:
         """Return how many of a rank's bytes of KV memory are not for the target's cache."""
         observed = self.hooks.reserve(available_bytes)
-        return observed + self.speculator.backend.reserve(available_bytes - observed)
+        taken = observed + self.speculator.backend.reserve(available_bytes - observed)
+        self.counters.set("observed_bytes", observed)
+        self.counters.set("target_kv_bytes", available_bytes - taken)
+        return taken
 
     def initialize_kv_cache(self, kv_cache_config, is_profiling: bool = False, **kwargs) -> None:
         super().initialize_kv_cache(kv_cache_config, is_profiling=is_profiling, **kwargs)

@@ -20,7 +20,7 @@ from vllm_vidspec.metrics.catalogue import GAUGE_NAMES, NAMES, SLOT
 from vllm_vidspec.metrics.counts import Changes, Counts
 
 _MAGIC = int.from_bytes(b"vidspec\0", "little")
-VERSION = 16
+VERSION = 17
 _HEADER = 8  # int64 words: magic, version, number of slots, sequence, four spare
 _SEQUENCE = 3  # odd while a writer is between values that belong together
 _NUM_TRIES = 50  # of a reader that meets such a writer; one that died there must not keep it

@@ -24,6 +24,17 @@ _PHASES = {
     "relevance": "relevance_us",
 }
 
+# Bytes per rank, by owner. The rest of a device is activations, graphs and what vLLM leaves free.
+_MEMORY = {
+    "target": "target_load_bytes",
+    "its KV": "target_kv_bytes",
+    "draft": "draft_load_bytes",
+    "its KV pool": "draft_pool_bytes",
+    "vision embeddings": "draft_encoder_bytes",
+    "pixels": "draft_pixel_bytes",
+    "hidden states": "observed_bytes",
+}
+
 _PARALLEL = ("stream_tokens", "late_drafts", "stale_streams", "streams_to_come", "drafter_restarts")
 
 Figures = dict[str, Any]
@@ -152,6 +163,7 @@ def figures(ours: Mapping[str, int], vllm: Mapping[str, float]) -> Figures:
             "bytes": values["draft_pool_bytes"],
             "used_bytes": round(values["draft_pool_bytes"] * used / blocks) if blocks else 0,
         },
+        "memory": {owner: values[name] for owner, name in _MEMORY.items()},
         "draft_steps": values["draft_steps"],
         "draft_eager_steps": values["draft_eager_steps"],
         "undrafted_steps": values["undrafted_steps"],

@@ -92,6 +92,7 @@ _STATUS: dict[str, str | Callable[[Figures], str | None]] = {
     "strict requests": lambda f: _by_reason(f["strict_requests"]),
     "draft pool, blocks": lambda f: _pool(f["pool"]),
     "draft pool, per rank": "{pool[used_bytes]:MiB} of {pool[bytes]:MiB}",
+    "memory per rank": lambda f: _memory(f["memory"]),
     "draft time (host)": lambda f: f"{sum(f['draft_seconds'].values()):.1f} s",
     "  its phases": lambda f: _shares(f["draft_seconds"]),
     "  per batch, per prompt": "{draft_seconds_per_step:ms}, {draft_seconds_per_prompt:ms}",
@@ -155,6 +156,10 @@ def _by_reason(counts: dict[str, int]) -> str:
 def _pool(pool: dict[str, int]) -> str:
     share = pool["used_blocks"] / pool["blocks"] if pool["blocks"] else None
     return f"{pool['used_blocks']} of {pool['blocks']} ({percent(share)})"
+
+
+def _memory(memory: dict[str, int]) -> str | None:
+    return ", ".join(f"{owner} {fill('{size:MiB}', {'size': size})}" for owner, size in memory.items() if size) or None
 
 
 def _by_position(shares: list[float]) -> str:

@@ -22,8 +22,11 @@ from vllm_vidspec.engine import preflight, tree_attention
 from vllm_vidspec.engine.compat import linear
 from vllm_vidspec.engine.hooks import attention
 from vllm_vidspec.errors import VidSpecError
+from vllm_vidspec.families import tower_of
 from vllm_vidspec.plugin import register
 from vllm_vidspec.tools import pairs
+from vllm_vidspec.visual_map import VisualMap
+from vllm_vidspec.visual_map.maps import Shape
 
 FAMILY = "qwen2.5-vl"
 
@@ -103,6 +106,41 @@ def test_a_draft_that_cannot_be_read_or_followed(tmp_path):
     (tmp_path / "tokenizer.json").write_text(tokenizer.replace('"circle"', '"circus"'))
     message = refusal({"model": str(tmp_path)})
     assert message.startswith("the draft's tokenizer is not the target's: token") and "circus" in message
+
+
+def written(path, target: str = FAMILY, draft: str = FAMILY) -> str:
+    """Write a map of no use between the towers of a family's target and another's draft."""
+    towers = [tower_of(pairs.checkpoint(target, "target")), tower_of(pairs.checkpoint(draft, "draft"))]
+    VisualMap(Shape(4, 4, 1, 0)).save(path, {"towers": towers})
+    return str(path)
+
+
+def test_whose_tower_the_draft_sees_through(tmp_path):
+    """Catches: `auto` that shares towers which differ, or loads one twice; a map of another pair that is taken."""
+
+    def vision(spec: dict, **overrides) -> str:
+        return preflight.translate(engine_args(spec=spec, **overrides)).draft_vision
+
+    twin, fitted = {"model": pairs.checkpoint(FAMILY, "target")}, written(tmp_path / "map.safetensors")
+    assert vision({}) == "own" and vision(twin) == "target" and vision(twin | {"draft_vision": "own"}) == "own"
+    assert vision({"draft_vision": fitted}) == fitted
+    (tmp_path / "calibration.json").write_text(json.dumps({"config": {"draft_vision": "map.safetensors"}}))
+    assert vision({"calibration": str(tmp_path / "calibration.json")}) == fitted
+    for elsewhere in ({"parallel": {"device": "cpu"}}, {}):
+        overrides = {} if elsewhere else {"pipeline_parallel_size": 2}
+        assert vision(twin | elsewhere, **overrides) == "own"
+        for asked in (fitted, "target"):
+            message = refusal(twin | elsewhere | {"draft_vision": asked}, **overrides)
+            assert message.startswith("speculative config: draft_vision") and "does not work with" in message
+
+
+def test_a_map_of_other_towers_is_refused(tmp_path):
+    assert "is not known to be the target's" in refusal({"draft_vision": "target"})
+    for whose in ("target", "draft"):
+        path = written(tmp_path / whose, **{whose: "llava-onevision"})
+        assert f"was fitted to another {whose}'s vision tower" in refusal({"draft_vision": path})
+    assert "no such file" in refusal({"draft_vision": str(tmp_path / "none")})
+    assert "draft_vision is a draft model's" in refusal({"model": "self", "draft_vision": "own"})
 
 
 KNOWN = SimpleNamespace(architectures=["Qwen2VLForConditionalGeneration"])

@@ -127,6 +127,7 @@ class LocalBackend(DraftBackend):
         self._drafter = Drafter(context)
         if self._pixels is not None:
             self._pixels.num_bytes = memory.pixel_bytes
+            self._counters.set("draft_pixel_bytes", memory.pixel_bytes)
         self._counters.set("target_kv_bytes_per_token", kv_bytes_per_token(vllm_config))
 
     def capture(self) -> None:

@@ -79,8 +79,9 @@ def _pool_bytes(config: VidSpecConfig, vllm_config: Any, model: DraftModel, avai
         wanted = config.draft_kv_bytes
     else:
         draft, target = kv_bytes_per_token(model.config), kv_bytes_per_token(vllm_config)
-        modalities = _media(vllm_config) or ("video", "image")
-        kept = 1 - min(variant.ratio_for(modality) for variant in config.variants for modality in modalities)
+        # Of images more is kept, but videos are what fills a cache: a server that takes both has the room of videos.
+        modality = "image" if _media(vllm_config) == ["image"] else "video"
+        kept = 1 - min(variant.ratio_for(modality) for variant in config.variants)
         wanted = pool.pool_bytes(available_bytes, target, draft, kept, max_slots, model.block_size)
     if wanted < 2 * per_block:
         raise VidSpecError(f"a draft KV pool of {wanted} bytes holds nothing; one block takes {per_block} bytes")
