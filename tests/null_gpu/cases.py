@@ -7,16 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import AutoConfig
 
 from benchmarks import made_up
 from null_gpu import situations
 from null_gpu.plants import allocate_while_capturing, plant_each
 from null_gpu.situations import kernels_of_a_step, kernels_of_drafts, sums_of_guidance
 from tests.engine import family_models
+from vllm_vidspec import families
 from vllm_vidspec.tools import pairs
+from vllm_vidspec.visual_map import VisualMap
+from vllm_vidspec.visual_map.maps import Shape
 
 QWEN, LLAVA, QWEN3 = pairs.FAMILIES
 NUM_FRAMES, FRAME_SIZE = 8, 112
+MAPPED = "mapped"  # of `draft_vision`: by a map that is written for the case
 # The host reads how deep the next trees are, as planned a step ago; this step's target forward is launched by then.
 PLANNED_DEPTHS = "adaptive.py read"
 # Counters on their way to /metrics; a block more for the draft, every sixteenth token.
@@ -107,6 +112,8 @@ class Case:
             if self.spec is None:
                 return made_up.user_kwargs(where, None)
             spec = {"draft": where["draft"], "on_draft_error": "raise", **self.spec}
+            if spec.get("draft_vision") == MAPPED:
+                spec["draft_vision"] = _write_map(where["target"], where["draft"])
             return made_up.user_kwargs(where, pairs.speculative_config(self.family, **spec))
         released = self._write_released() if self.released else {}
         overrides = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": True}
@@ -114,6 +121,8 @@ class Case:
         if self.spec is None:
             return pairs.llm_kwargs(self.family, overrides=overrides)
         spec = {"calibration": None, "on_draft_error": "raise", "draft": "draft"} | self.spec | released
+        if spec.get("draft_vision") == MAPPED:
+            spec["draft_vision"] = _write_map(*(pairs.checkpoint(self.family, role) for role in ("target", "draft")))
         return pairs.llm_kwargs(self.family, spec.pop("draft"), overrides=overrides, **spec)
 
     def _write_released(self) -> dict[str, Any]:
@@ -136,6 +145,16 @@ class Case:
             name, few = self.released[0], slice(NUM_FRAMES // 2)
             return [family_models.prompt(name, "what is it?", [clip[few] for clip in clips]) for clips in videos]
         return [pairs.media_prompt(self.family, pairs.DEFAULT_QUESTION, videos=list(clips)) for clips in videos]
+
+
+def _write_map(target: str, draft: str) -> str:
+    """Write a map with a hidden layer between the towers of two checkpoints; its weights mean nothing."""
+    configs = [AutoConfig.from_pretrained(path) for path in (target, draft)]
+    widths = [config.get_text_config().hidden_size for config in configs]
+    shape = Shape(*widths, families.adapter_for(configs[0]).num_media_levels(configs[0]), widths[1])
+    path = Path(tempfile.mkdtemp(prefix="null-gpu-"), "map.safetensors")
+    VisualMap(shape).bfloat16().save(path, {"towers": [families.tower_of(target), families.tower_of(draft)]})
+    return str(path)
 
 
 _ONE_STEP = {"steps": 1, "timed_steps": 0}
@@ -199,6 +218,7 @@ def _whole(name: str, family: str, device_gb: int) -> tuple[Case, ...]:
         Case(f"vanilla {name}", None, f"vanilla {name}", **shared),
         Case(f"chain {name}", chain, f"vanilla {name}", most_launches=30, **shared),
         Case(f"static {name}", static, f"vanilla {name}", most_launches=36, **shared),
+        Case(f"chain {name} mapped", chain | {"draft_vision": MAPPED}, f"vanilla {name}", most_launches=30, **shared),
     )
 
 
@@ -207,6 +227,7 @@ def _whole(name: str, family: str, device_gb: int) -> tuple[Case, ...]:
 _ALL = (
     # First, while no earlier engine has left anything in the process.
     Case("eight clips", {}, **_EIGHT_CLIPS),
+    Case("eight clips mapped", {"draft_vision": MAPPED}, **_EIGHT_CLIPS),
     Case("vanilla"),
     Case("vanilla batch", **_BATCH),
     Case("vanilla sampled", **_TOP_P, **_VARIANT),
@@ -225,6 +246,7 @@ _ALL = (
     Case("vanilla graphs batch", **_GRAPHS, **_THREE),
     Case("vanilla graphs sampled", **_GRAPHS, **_WARM, **_VARIANT),
     Case("chain graphs", {}, "vanilla graphs", **_GRAPHS, most_launches=30, after=kernels_of_drafts),
+    Case("chain graphs mapped", {"draft_vision": MAPPED}, "vanilla graphs", **_GRAPHS, **_VARIANT, most_launches=30),
     Case("chain graphs batch", {}, _BESIDE_THREE, **_GRAPHS, **_THREE, most_launches=30, after=kernels_of_a_step),
     Case("chain graphs sampled", {}, "vanilla graphs sampled", **_GRAPHS, **_WARM, **_VARIANT, most_launches=28),
     Case("chain graphs processed", {}, "vanilla graphs sampled", **_GRAPHS, **_TOP_P, **_VARIANT, most_launches=105),

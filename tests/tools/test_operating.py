@@ -102,6 +102,7 @@ LEFT_OUT = {
         *("reused_guidance_total", "relevance_prompts_total", "relevance_tokens_total", "relevance_reused_total"),
     ),
     "their sum is vLLM's own, of the requests that have ended": ("drafted_requests_total", "undrafted_requests_total"),
+    "`vidspec status` prints them by owner": ("target_kv_bytes", "draft_pixel_bytes", "observed_bytes"),
     "`vidspec status` prints them by class": (
         *("class_verify_steps_total", "class_verify_tokens_total", "class_best_tokens"),
         *("class_best_length_thousandths", "class_best_step_microseconds", "class_undrafted_step_microseconds"),

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.unit.engine.fakes import ALONE
-from tests.unit.engine.test_draft_vision import ROOM, cuttable
 from tests.unit.engine.test_draft_prefill import Line
+from tests.unit.engine.test_draft_vision import ROOM, cuttable
 from tests.unit.engine.test_frames import SeeingModel, measured, read
 from vllm_vidspec.engine.compat.model import observe_encoder
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
