@@ -76,7 +76,7 @@ class RunnerParts:
         if draft_model is None:
             return ParallelBackend(runner, is_guided=bool(self.guides))
         config = runner.knobs.current
-        # A target that drafts for itself encodes once.
+        # A target that drafts for itself encodes once, for itself.
         shares = not config.is_self_draft and runner.encoder_cache is not None
         pixels = SharedPixels(runner.model_state, runner.device, runner.counters) if shares else None
         sample = CoupledSampler(runner.sampler, config.draft_noise)

@@ -10,19 +10,21 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.draft import messages
 from vllm_vidspec.engine.draft.drafter import DraftContext, Drafter, without_room
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, mode_of_draft
 from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler
+from vllm_vidspec.engine.draft.target_kv import READER, TargetBlocks, TargetKV
 from vllm_vidspec.engine.draft.waiting import WaitingRoom
 from vllm_vidspec.engine.draft_backend import DraftBackend, Reading, Step
 from vllm_vidspec.engine.failures import DraftFailures
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.kv_views import attention_layers
+from vllm_vidspec.engine.kv_views import attention_layers, cache_views, check_layout, check_readable
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.report.observer import Observer
 from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Phase, Request, RequestRows
@@ -58,6 +60,7 @@ class LocalBackend(DraftBackend):
         self._memory: DraftMemory | None = None
         self._graphs: Any = None
         self._drafter: Drafter | None = None
+        self._own_blocks = range(0)  # of the target's cache, where the target drafts for itself
         self._attention: TreeAttention | None = None  # of the draft's layers, where they need it
         self._room = WaitingRoom(self._requests, self._counters)
         self._picked: tuple[DraftBatch | None, torch.Tensor] = (None, torch.zeros(0))  # see `_places_of`
@@ -88,8 +91,24 @@ class LocalBackend(DraftBackend):
         self._graphs = DraftGraphs(config, self._device, cudagraph_mode, num_rows, by_default)
         return self._graphs
 
+    def widen_kv(self, kv_cache_config: Any) -> Any:
+        if not self._knobs.current.is_self_draft:
+            return kv_cache_config
+        assert self._memory is not None
+        first, num_own = kv_cache_config.num_blocks, self.draft_model.num_blocks_in(self._memory.pool_bytes)
+        self._own_blocks = range(first, first + num_own)
+        return self.draft_model.widened(kv_cache_config, num_own)
+
+    def _target_blocks(self) -> TargetBlocks:
+        """Return what a target that drafts for itself has; a VidSpecError for a cache of which entries can't be copied."""
+        layers = attention_layers(self._vllm_config).values()
+        for layer in layers:
+            check_readable(layer, READER)
+        check_layout(layers, READER)
+        return TargetBlocks(self._own_blocks, [cache_views(layer.kv_cache, layer) for layer in layers])
+
     def init_kv(
-        self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
+        self, block_tables: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
     ) -> None:
         model, config, vllm_config = self.draft_model, self._knobs.current, self._vllm_config
         memory = self._memory = DraftMemory.least(model) if is_profiling else self._memory
@@ -102,7 +121,6 @@ class LocalBackend(DraftBackend):
             )
         path = None if self._trees is None else self._trees.path
         committed = messages.Committed(states.total_len.gpu, states.all_token_ids.gpu, states.last_sampled_tokens, path)
-        shares = config.is_self_draft and encoder_cache is not None
         context = DraftContext(
             model=model,
             knobs=self._knobs,
@@ -116,13 +134,15 @@ class LocalBackend(DraftBackend):
             max_num_reqs=len(self._requests.phase),
             max_model_len=vllm_config.model_config.max_model_len,
             allocation=allocation,
-            shared=encoder_cache.encoder_outputs if shares else {},
             pixels=self._pixels,
+            target=self._target_blocks() if config.is_self_draft else None,
             fills_trees=is_async if config.tree_fill is None else config.tree_fill,
             take_trees=None if self._trees is None else self._trees.take,
             observers=self._observers,
         )
         self._drafter = Drafter(context)
+        if isinstance(self._drafter.kv, TargetKV):
+            compat.observe_block_ids(block_tables, self._drafter.kv.append)
         if self._pixels is not None:
             self._pixels.num_bytes = memory.pixel_bytes
         self._counters.set("target_kv_bytes_per_token", kv_bytes_per_token(vllm_config))
@@ -271,6 +291,7 @@ class LocalBackend(DraftBackend):
         rows_np = step.batch.idx_mapping_np
         everyone = slice(None) if step.paused is None else ~step.paused
         if self.drafter.has_room(rows_np[everyone], step.bound[everyone]):
+            self.drafter.kv.apply()
             return
         is_known = self._are_in(step, Phase.PREFILLING, Phase.DRAFTING, Phase.PREFILL_STALLED)
         known = np.flatnonzero(step.active(is_known))

@@ -44,12 +44,13 @@ from vllm_vidspec.engine.draft.model_config import (
     follow,
     kv_bytes_per_token,
     of_two_rows,
-    own_cache,
+    unhooked,
     with_usual_kernels,
     without_override,
 )
 from vllm_vidspec.engine.draft.score_blocks import rows_per_block
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
+from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.errors import VidSpecError
 
 
@@ -106,11 +107,11 @@ class DraftModel:
         before = held_bytes(self.device)
         self.config = draft_config(self.target_config, self.is_self_draft, knobs.linear_backend_per_quant)
         if self.is_self_draft:
-            # Attention finds its layer, and so its KV cache, by name in the forward context: the same network run under
-            # a context of copied attention layers is a second model without a second copy of any weight.
+            # Attention finds its layer by name in the forward context: the same network run under a context of copied
+            # attention layers is a second model without a second copy of any weight, which the target's hooks pass by.
             self.model = target
             ours, theirs = (it.compilation_config.static_forward_context for it in (self.config, self.target_config))
-            ours.update({name: own_cache(layer) for name, layer in theirs.items()})
+            ours.update({name: unhooked(layer) for name, layer in theirs.items()})
         else:
             # No prefix: what a quantised checkpoint leaves out, it names as its own modules are called. Kernels are
             # chosen by the current configuration, of some formats only once weights are there.
@@ -216,26 +217,50 @@ class DraftModel:
 
     def init_kv(self, num_bytes: int, allocation: AbstractContextManager) -> int:
         """Allocate the KV cache of so many bytes a rank, inside `allocation`, and bind it; return its blocks."""
-        num_blocks = _smallest_of_ranks(num_bytes // self.bytes_per_block)
         with set_current_vllm_config(self.config):
-            groups = self._kv_groups()
-            self._kv_config = get_kv_cache_config_from_groups(
-                without_override(self.config), groups, num_blocks * self.bytes_per_block
-            )
-            builders_config = of_two_rows(self.config, self.target_config.speculative_config)
-            self._attn_groups, self._graph_support, kernel_block_sizes = init_attn_backend(
-                self._kv_config, builders_config, self.device
-            )
+            self._kv_config = self._plan_kv(self.num_blocks_in(num_bytes))
             init_kv_cache(
                 self.config.compilation_config.static_forward_context,
                 self._kv_config,
                 self.device,
-                kernel_block_sizes,
+                self._init_attention(),
                 self.config,
                 kv_cache_allocation_context=allocation,
                 attn_groups=(attn_group for groups in self._attn_groups for attn_group in groups),
             )
         return self._kv_config.num_blocks
+
+    def share_kv(self) -> None:
+        """Bind the KV cache of a target that drafts for itself, which has the blocks of `widened`."""
+        with set_current_vllm_config(self.config):
+            self._kv_config = self._plan_kv(1)
+            self._init_attention()
+        layers = attention_layers(self.target_config)
+        for name, layer in attention_layers(self.config).items():
+            layer.bind_kv_cache(layers[name].kv_cache)
+
+    def widened(self, kv_cache_config: Any, num_own: int) -> Any:
+        """Return the `KVCacheConfig` of a target that drafts for itself with so many blocks behind its own, of which its
+        scheduler never hears.
+        """
+        with set_current_vllm_config(self.config):
+            more = self._plan_kv(kv_cache_config.num_blocks + num_own)
+        return replace(kv_cache_config, num_blocks=more.num_blocks, kv_cache_tensors=more.kv_cache_tensors)
+
+    def num_blocks_in(self, num_bytes: int) -> int:
+        """Return how many blocks so many bytes of a rank hold, the same on all ranks."""
+        return _smallest_of_ranks(num_bytes // self.bytes_per_block)
+
+    def _plan_kv(self, num_blocks: int) -> Any:
+        """Return vLLM's `KVCacheConfig` of a cache of so many blocks."""
+        size = num_blocks * self.bytes_per_block
+        return get_kv_cache_config_from_groups(without_override(self.config), self._kv_groups(), size)
+
+    def _init_attention(self) -> list[int]:
+        """Make the metadata builders of the planned cache; return the block sizes of its groups' kernels."""
+        config = of_two_rows(self.config, self.target_config.speculative_config)
+        self._attn_groups, self._graph_support, sizes = init_attn_backend(self._kv_config, config, self.device)
+        return sizes
 
     def forward(
         self,
