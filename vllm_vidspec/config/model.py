@@ -70,7 +70,7 @@ class VidSpecConfig(Fields):
         if self.is_self_draft and self.is_parallel:
             yield f'parallel with "model": "{SELF}": the draft is in the target\'s own KV cache; name a draft model'
         if self.is_self_draft and self.draft_positions != "original":
-            yield f'draft_positions {self.draft_positions} with "model": "{SELF}": entries stay where the target put them'
+            yield f'draft_positions {self.draft_positions} with "model": "{SELF}": its entries have the target\'s'
         if self._is_free and not self.adaptive_tokens:
             yield "draft_shape auto with adaptive_tokens false needs draft_table"
         if self.draft_table:

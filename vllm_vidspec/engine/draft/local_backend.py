@@ -100,7 +100,7 @@ class LocalBackend(DraftBackend):
         return self.draft_model.widened(kv_cache_config, num_own)
 
     def _target_blocks(self) -> TargetBlocks:
-        """Return what a target that drafts for itself has; a VidSpecError for a cache of which entries can't be copied."""
+        """Return what a target that drafts for itself has; a VidSpecError for a cache that is not plain."""
         layers = attention_layers(self._vllm_config).values()
         for layer in layers:
             check_readable(layer, READER)

@@ -240,8 +240,8 @@ class DraftModel:
             layer.bind_kv_cache(layers[name].kv_cache)
 
     def widened(self, kv_cache_config: Any, num_own: int) -> Any:
-        """Return the `KVCacheConfig` of a target that drafts for itself with so many blocks behind its own, of which its
-        scheduler never hears.
+        """Return the `KVCacheConfig` of a target that drafts for itself, with so many blocks behind its own that its
+        scheduler never hears of.
         """
         with set_current_vllm_config(self.config):
             more = self._plan_kv(kv_cache_config.num_blocks + num_own)

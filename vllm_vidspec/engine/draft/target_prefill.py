@@ -1,4 +1,4 @@
-"""TargetPrefill: what a draft that is the target sees of a prompt, which the target has read: nothing is encoded or read."""
+"""TargetPrefill: what a draft that is the target sees of a prompt. The target has read it: nothing is left to read."""
 
 import torch
 
