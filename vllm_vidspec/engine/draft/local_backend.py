@@ -92,7 +92,7 @@ class LocalBackend(DraftBackend):
         return self._graphs
 
     def widen_kv(self, kv_cache_config: Any) -> Any:
-        if not self._knobs.current.is_self_draft:
+        if not self.draft_model.is_self_draft:
             return kv_cache_config
         assert self._memory is not None
         first, num_own = kv_cache_config.num_blocks, self.draft_model.num_blocks_in(self._memory.pool_bytes)
@@ -135,7 +135,7 @@ class LocalBackend(DraftBackend):
             max_model_len=vllm_config.model_config.max_model_len,
             allocation=allocation,
             pixels=self._pixels,
-            target=self._target_blocks() if config.is_self_draft else None,
+            target=self._target_blocks() if model.is_self_draft else None,
             fills_trees=is_async if config.tree_fill is None else config.tree_fill,
             take_trees=None if self._trees is None else self._trees.take,
             observers=self._observers,

@@ -61,7 +61,7 @@ class TargetKV(DraftKV):
         `block_size`, and all tokens after them; return False where the pool is full.
         """
         size, table = self.block_size, np.array(self._tables[req_state_idx])
-        is_whole: np.ndarray = keep.reshape(-1, size).all(axis=1)
+        is_whole = np.logical_and.reduce(keep.reshape(-1, size), axis=1)
         copied = np.flatnonzero(keep & ~is_whole.repeat(size))
         num_own = len(copied) // size
         if num_own > len(self._free):
