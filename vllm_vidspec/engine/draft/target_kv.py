@@ -68,7 +68,11 @@ class TargetKV(DraftKV):
             return False
         own = self._blocks[req_state_idx] = [self._free.pop() for _ in range(num_own)]
         self._copy(table[copied // size], copied % size, np.repeat(own, size), np.arange(len(copied)) % size)
-        self._tables[req_state_idx] = [*table[: len(is_whole)][is_whole], *own, *table[len(is_whole) :]]
+        self._tables[req_state_idx] = [
+            *table[: len(is_whole)][is_whole].tolist(),
+            *own,
+            *table[len(is_whole) :].tolist(),
+        ]
         self._changed[req_state_idx], self.capacity_np[req_state_idx] = 0, _UNBOUNDED
         return True
 
