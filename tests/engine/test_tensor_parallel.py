@@ -81,7 +81,7 @@ def test_ranks_follow_one_decision(answered, num_ranks, num_stages):
 
 
 def test_ranks_draft_for_themselves(vanilla):
-    """Each copies the entries of its own heads. Catches: ranks that see different tokens, or number blocks otherwise."""
+    """Each copies the entries of its own heads. Catches: ranks that see different tokens, or other blocks."""
     found, _ = _run("itself")
     for name in ("pruned", "whole"):
         assert found[name]["token_ids"] == vanilla

@@ -60,19 +60,16 @@ class TargetKV(DraftKV):
         """Let a row's draft see those of its prompt's first tokens that `[n * block_size]` bool says, a multiple of
         `block_size`, and all tokens after them; return False where the pool is full.
         """
-        size, table = self.block_size, np.array(self._tables[req_state_idx])
+        size, table = self.block_size, self._tables[req_state_idx]
         is_whole = np.logical_and.reduce(keep.reshape(-1, size), axis=1)
+        first = np.array(table[: len(is_whole)], dtype=np.int64)
         copied = np.flatnonzero(keep & ~is_whole.repeat(size))
         num_own = len(copied) // size
         if num_own > len(self._free):
             return False
         own = self._blocks[req_state_idx] = [self._free.pop() for _ in range(num_own)]
-        self._copy(table[copied // size], copied % size, np.repeat(own, size), np.arange(len(copied)) % size)
-        self._tables[req_state_idx] = [
-            *table[: len(is_whole)][is_whole].tolist(),
-            *own,
-            *table[len(is_whole) :].tolist(),
-        ]
+        self._copy(first[copied // size], copied % size, np.repeat(own, size), np.arange(len(copied)) % size)
+        self._tables[req_state_idx] = [*first[is_whole].tolist(), *own, *table[len(is_whole) :]]
         self._changed[req_state_idx], self.capacity_np[req_state_idx] = 0, _UNBOUNDED
         return True
 
