@@ -24,8 +24,8 @@ NUM_OFFERS = 60  # batches of which the best is taken
 # What an engine is started with, what is set on a running one before a batch, and what a request brings.
 ENGINE = {
     "family": (*FAMILIES, "qwen3-vl", *UNTRAINED_FAMILIES),
-    # The target's own weights; or others, of a pair that errs often, or of no training, which are always wrong.
-    "draft": ("self", "other"),
+    # The target itself; a twin of it; or others, of a pair that errs often, or of no training, which are always wrong.
+    "draft": ("self", "twin", "other"),
     "shape": ("chain", *TREES),
     "drafting": ("sequential", "parallel"),
     "scheduler": ("in-step", "ahead"),
@@ -64,6 +64,9 @@ class Refusal(NamedTuple):
 REFUSALS = (
     # A stream runs ahead of the target: a tree would be of text that it has not reached.
     Refusal({"drafting": ("parallel",), "shape": TREES}, "engine", "parallel drafting streams a chain"),
+    # Over the target's own cache there is nothing that another process could draft, nor does a tower encode.
+    Refusal({"draft": ("self",), "drafting": ("parallel",)}, "engine", 'parallel with "model": "self"'),
+    Refusal({"draft": ("self",), "pruner": ("fastvid", "dycoke")}, "retune", "no tower encodes for the draft"),
     # Clients cannot ask for less than the operator allows.
     Refusal({"allows": ("strict",), "scorer": LOSSY}, "request", "this server allows strict, got"),
     # What is read of the target is read by an engine that was started for it.
@@ -112,7 +115,7 @@ def is_guided(cell: Cell) -> bool | None:
 def is_equal(cell: Cell) -> bool:
     """Return whether the draft is the target itself, sees all that it sees and knows what it samples by."""
     knows = cell["sampling"] in ("greedy", "sampled", "truncated", "logprobs")
-    return cell["draft"] == "self" and cell["pruner"] == "none" and knows
+    return cell["draft"] != "other" and cell["pruner"] == "none" and knows
 
 
 def is_able(cell: Cell) -> bool:
@@ -121,7 +124,7 @@ def is_able(cell: Cell) -> bool:
     # Without a video no pair says anything that it was trained for: here and there it repeats a word, and drafts none.
     is_trained &= cell["input"] != "text"
     is_free = cell["sampling"] not in ("grammar", "banned")
-    is_near = cell["drafting"] == "sequential" or (cell["draft"] == "self" and cell["sampling"] == "greedy")
+    is_near = cell["drafting"] == "sequential" or (cell["draft"] == "twin" and cell["sampling"] == "greedy")
     return is_drafted(cell) and (is_equal(cell) or (is_trained and is_free and is_near))
 
 
@@ -149,12 +152,13 @@ class Row(NamedTuple):
     batches: tuple[Batch, ...]
 
 
-# Each family drafts for itself, unpruned, in each way: whatever is lost or misplaced on the way, a rejection tells.
+# Each family drafts for itself, unpruned, and so does its twin: whatever is lost or misplaced, a rejection tells.
 # Where one shape will do, it is the one that leaves fewest pairs to further engines.
 EQUAL_ENGINES = [
     *({"family": f, "draft": "self", "drafting": "sequential", "shape": s} for f in FAMILIES for s in ENGINE["shape"]),
     *({"family": f, "draft": "self", "drafting": "sequential", "shape": TREES[0]} for f in ENGINE["family"][2:]),
-    *({"family": f, "draft": "self", "drafting": "parallel"} for f in ENGINE["family"]),
+    *({"family": f, "draft": "twin", "drafting": "sequential"} for f in ENGINE["family"]),
+    *({"family": f, "draft": "twin", "drafting": "parallel"} for f in ENGINE["family"]),
 ]
 EQUAL_BATCHES = [{"pruner": "none", "prefill": way, "requests": "several"} for way in BATCH["prefill"]]
 EQUAL_REQUESTS = [

@@ -34,7 +34,8 @@ PREEMPTED_MAX_TOKENS = 60
 NUM_FRAMES = 6  # that are sent as images
 CHUNK = 32  # tokens
 # Blocks of 32 tokens, so that the shortest prompt here fills one: prefix hits.
-OVERRIDES = {"limit_mm_per_prompt": {"video": 2, "image": NUM_FRAMES}, "block_size": 32}
+BLOCK_SIZE = 32
+OVERRIDES = {"limit_mm_per_prompt": {"video": 2, "image": NUM_FRAMES}, "block_size": BLOCK_SIZE}
 SHAPES: dict[str, dict[str, Any]] = {"tree-adaptive": {"num_speculative_tokens": 16}}
 OBSERVES = {"attention": {"pruner": "specvlm"}, "uv": {"pruner": "uv"}, "both": {"pruner": "auto"}}
 # A target that is never sure, and one match after a mismatch: as loose as can be.
@@ -60,6 +61,8 @@ class Checkpoints:
         family = cell["family"]
         if cell["draft"] == "self":
             return "target"
+        if cell["draft"] == "twin":
+            return self.target(family)
         if family not in UNTRAINED_FAMILIES:
             return "far"
         # A target with experts has a dense draft.
@@ -285,7 +288,8 @@ def _saying(texts: dict[str, list[int]]) -> Iterator[dict[str, dict[int, int]]]:
 def _ask_engine(cell: Cell) -> None:
     family = cell.get("family", QWEN)
     defaults = {"allows": "strict", "observes": "attention", "drafting": "sequential", "shape": "chain"}
-    kwargs = pairs.llm_kwargs(prompts_of(family), "draft", **spec_of(defaults | cell))
+    draft = "target" if cell.get("draft") == "self" else "draft"
+    kwargs = pairs.llm_kwargs(prompts_of(family), draft, **spec_of(defaults | cell))
     preflight.translate(EngineArgs(**kwargs))
 
 
@@ -295,7 +299,8 @@ def _ask_request(cell: Cell) -> None:
 
 
 def _ask_retune(cell: Cell) -> None:
-    config, _ = parse_config({"model": "x", "num_speculative_tokens": 5, **OBSERVES[cell["observes"]]})
+    model, observed = cell.get("draft", "x"), OBSERVES[cell.get("observes", "attention")]
+    config, _ = parse_config({"model": model, "num_speculative_tokens": 5, **observed})
     Knobs(config).retune({"pruner": cell["pruner"]})
 
 

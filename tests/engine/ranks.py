@@ -72,6 +72,19 @@ def two() -> dict[str, dict]:
     return ask_all(start(2, **SPEC))
 
 
+def itself() -> dict[str, dict]:
+    """Let a target of two ranks draft for itself over a tenth of the video, and over all of it."""
+    engine = start(2, {"block_size": 32}, "target", pruner="specvlm", on_draft_error="raise")
+    tell, found = engine.llm.collective_rpc, {}
+    for name, ratio in (("pruned", 0.9), ("whole", 0.0)):
+        engine.retune(prune_ratio=ratio)
+        tell(watching.pruning, args=(True,))
+        outputs, counted = engine.measured(harness.greedy_and_sampled(FAMILY))
+        pruned = tell(watching.pruning, args=(False, True))
+        found[name] = {"token_ids": harness.token_ids(outputs), "counters": counted} | seen(outputs, pruned)
+    return found
+
+
 def adaptive(num_ranks: int, num_stages: int) -> dict:
     """Answer videos and texts under the policy, half of the steps with the first request paused, some with all."""
     overrides = {"pipeline_parallel_size": num_stages}
@@ -91,7 +104,7 @@ def adaptive(num_ranks: int, num_stages: int) -> dict:
 
 
 def shown() -> dict:
-    """Answer by a draft equal to the target, which sees through its tower: as that encodes, and when it has forgotten."""
+    """Answer by a draft equal to the target, through its tower: as that encodes, and when it has forgotten."""
     engine = start(2, draft=pairs.checkpoint(FAMILY, "target"), pruner="none", on_draft_error="raise")
     requests, found = harness.videos(FAMILY, 4, QUESTION * 2), []
     for _ in range(2):

@@ -96,9 +96,8 @@ def test_trees_over_late_scores_and_slow_prefills(reference, monkeypatch):
     expected = harness.token_ids(reference(QWEN, "videos"))
     requests = SCENARIOS["videos"](QWEN)[:4]
     monkeypatch.setattr(attention_guidance, "PendingScores", Late)
-    with harness.engine(
-        QWEN, "target", pruner="specvlm", drafting="tree-adaptive", num_speculative_tokens=16, prune_ratio=0.0
-    ) as engine:
+    spec = {"drafting": "tree-adaptive", "num_speculative_tokens": 16, "prune_ratio": 0.0}
+    with harness.engine(QWEN, pairs.checkpoint(QWEN, "target"), pruner="specvlm", **spec) as engine:
         with monkeypatch.context() as patch:
             steps = slow_down(patch, engine, 100)
             outputs, whole = engine.measured(requests[:3])

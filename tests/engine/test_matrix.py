@@ -13,6 +13,7 @@ import pytest
 from tests.engine import harness, matrix, matrix_run
 from tests.engine.harness import in_place_of
 from tests.engine.matrix import ENGINE, LOSSY, TREES, Row
+from tests.engine.matrix_run import BLOCK_SIZE
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import budget
@@ -92,12 +93,15 @@ def complaints(found: matrix_run.Answered) -> Iterator[tuple]:
         if counted["guided_prompts"] != guided:
             yield "guided", counted["guided_prompts"], "instead of", guided, cells
     budgets: Counter = Counter()
+    spare = 0  # tokens that a target which drafts for itself may see besides, to make whole blocks of what is copied
     for cell, num_runs, num_visual in zip(cells, found.num_runs, found.num_visual, strict=True):
         num_items, ratio = ITEMS[cell["input"]]
         kept = num_items * budget(num_visual // num_items, 0.0 if cell["pruner"] == "none" else ratio)
         if matrix.is_drafted(cell):
             budgets.update(full=num_runs * num_visual, kept=num_runs * kept)
-    if budgets != Counter(full=counted["visual_tokens_full"], kept=counted["visual_tokens_kept"]):
+            spare += num_runs * 2 * (BLOCK_SIZE - 1) * (cell["draft"] == "self")
+    more = counted["visual_tokens_kept"] - budgets["kept"]
+    if budgets["full"] != counted["visual_tokens_full"] or not 0 <= more <= spare:
         yield "pruned to", counted["visual_tokens_kept"], counted["visual_tokens_full"], "instead of", budgets, cells
     for cell, num_drafts, kinds in zip(cells, found.num_drafts, found.kinds, strict=True):
         if (num_drafts > 0) != matrix.is_drafted(cell):

@@ -20,6 +20,7 @@ from tests.engine.harness import LLAVA, Engine, assert_all_stands, assert_same_a
 from vllm_vidspec import metrics
 from vllm_vidspec.engine.parallel import supervisor
 from vllm_vidspec.streams import StreamState
+from vllm_vidspec.tools import pairs
 
 pytestmark = pytest.mark.engine
 
@@ -89,9 +90,8 @@ def own(reference) -> Iterator[Engine]:
     """The target's own checkpoint as the draft, unpruned: it is always right. One for all tests."""
     for scenario in ("videos", "endless"):
         reference(LLAVA, scenario)  # before: two engines of one process are one too many
-    with harness.engine(
-        LLAVA, "target", pruner="none", parallel=PARALLEL, on_draft_error="skip", overrides=harness.NO_CACHE
-    ) as engine:
+    spec = {"pruner": "none", "parallel": PARALLEL, "on_draft_error": "skip"}
+    with harness.engine(LLAVA, pairs.checkpoint(LLAVA, "target"), harness.NO_CACHE, **spec) as engine:
         yield engine
 
 

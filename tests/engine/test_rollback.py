@@ -1,6 +1,6 @@
 """A draft after rejections and full acceptances: its text, its KV and its logits are what the target's would be.
 
-The check needs no second implementation of ours. With the target drafting greedily for itself at T = 1, the draft must
+The check needs no second implementation of ours. With the target's twin drafting greedily at T = 1, the draft must
 propose exactly the most likely tokens along the true text; vanilla vLLM's own top-1 logprobs say which those are, so
 the number of verify steps and of accepted tokens follow from vanilla's output alone. And its logits must be the
 target's, at every position whose text both have seen. Rejections are frequent there, so every step after one depends
@@ -20,6 +20,7 @@ from vllm_vidspec.engine.draft import drafter
 from vllm_vidspec.engine.draft.drafter import Drafter
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.verify.verifier import CoupledVerifier
+from vllm_vidspec.tools import pairs
 
 pytestmark = pytest.mark.engine
 
@@ -56,9 +57,10 @@ def expected_chain(outputs: list) -> tuple[int, int]:
 
 @pytest.fixture(scope="module", params=[QWEN, pytest.param(LLAVA, marks=pytest.mark.slow)])
 def drafted(request, reference):
-    """A greedy self-draft on the whole video, and what vanilla says it must achieve."""
+    """A greedy twin of the target on the whole video, and what vanilla says it must achieve."""
     family, vanilla = request.param, reference(request.param, "endless sampled")
-    with harness.engine(family, "target", pruner="none", draft_noise="greedy", num_speculative_tokens=K) as engine:
+    twin = pairs.checkpoint(family, "target")
+    with harness.engine(family, twin, pruner="none", draft_noise="greedy", num_speculative_tokens=K) as engine:
         yield engine, vanilla
 
 

@@ -112,13 +112,14 @@ def test_every_request_counts_as_something():
 def test_full_pool_means_fewer_drafts_not_other_answers(reference):
     """A pool with room for two of eight: the rest wait, who outgrows it too; nobody waits for what there is not."""
     expected, endless = reference(QWEN, "videos"), reference(QWEN, "endless")
-    with harness.engine(QWEN, "target") as engine:
+    twin = pairs.checkpoint(QWEN, "target")
+    with harness.engine(QWEN, twin) as engine:
         per_block = engine.draft.bytes_per_block
         del engine.kv._free[2:]
         _, counted = engine.measured(harness.videos(QWEN, 4, max_tokens=2))
     assert counted["guided_prompts"] == counted["prompts"] == 4 - counted["skipped_pool_full"] == 2
     # Each prompt takes 3 blocks of 128; at 384 tokens each needs a fourth, and only one is left.
-    with harness.engine(QWEN, "target", pruner="none", draft_kv_bytes=8 * per_block) as engine:
+    with harness.engine(QWEN, twin, pruner="none", draft_kv_bytes=8 * per_block) as engine:
         outputs, counted = engine.measured(SCENARIOS["videos"](QWEN))
         grown, grown_counted = engine.measured(harness.videos(QWEN, 2, max_tokens=140, ignore_eos=True))
         del engine.kv._free[3:]

@@ -70,7 +70,7 @@ def test_no_draft_of_an_equal_model_is_rejected(equal, reference):
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory) -> dict[str, Any]:
-    """Maps of the bundled Qwen2.5-VL pair by name, fitted to a dozen videos; one of them to other videos' embeddings."""
+    """Maps of the bundled Qwen2.5-VL pair by name, fitted to a dozen videos; one to other tokens' embeddings."""
     folder = tmp_path_factory.mktemp("maps")
     found: dict[str, Any] = {}
     with harness.engine(QWEN, "draft", NO_CACHE, draft_vision="own") as engine:

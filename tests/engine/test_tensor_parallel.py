@@ -80,6 +80,19 @@ def test_ranks_follow_one_decision(answered, num_ranks, num_stages):
     assert num_stages > 1 or found["counters"]["undrafted_steps"] > 0, "nobody was at rest"
 
 
+def test_ranks_draft_for_themselves(vanilla):
+    """Each copies the entries of its own heads. Catches: ranks that see different tokens, or other blocks."""
+    found, _ = _run("itself")
+    for name in ("pruned", "whole"):
+        assert found[name]["token_ids"] == vanilla
+        assert len(found[name]["kept_indices"]) == 2
+        assert found[name]["kept_indices"][0] == found[name]["kept_indices"][1]
+        assert harness.skipped(found[name]["counters"]) == {}
+    harness.assert_all_stands(found["whole"]["counters"])
+    counted = found["pruned"]["counters"]
+    assert counted["accepted_tokens"] > 0 and counted["visual_tokens_kept"] < 0.3 * counted["visual_tokens_full"]
+
+
 def test_loose_ranks_decide_alike(one, two):
     """Each rank holds half of the video's states; the merged relevance, and so the text, is that of one rank."""
     one, two = one["loose"], two["loose"]

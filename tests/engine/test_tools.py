@@ -28,7 +28,7 @@ def test_knobs_reach_the_pruner_of_a_pair_of_ones_own():
     """The bundled checkpoints, named as a user names their own: each measurement's knobs reach the pruner."""
     own = Calibration(
         target=pairs.checkpoint("qwen2.5-vl", "target"),
-        draft="self",
+        draft=pairs.checkpoint("qwen2.5-vl", "target"),
         videos=(str(pairs.sample_video()),),
         max_tokens=8,
         engine_args={"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 2}

@@ -26,6 +26,7 @@ from vllm_vidspec.engine import tree_attention
 from vllm_vidspec.engine.compat import backends
 from vllm_vidspec.engine.draft.noise import CoupledSampler
 from vllm_vidspec.engine.hooks.trees import TargetTrees
+from vllm_vidspec.tools import pairs
 
 pytestmark = pytest.mark.engine
 
@@ -35,7 +36,7 @@ DECOYS = [[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]]
 
 
 class Subject(NamedTuple):
-    """An engine whose target drafts for itself, and what must hold of it."""
+    """An engine whose draft is the target's twin, and what must hold of it."""
 
     engine: Engine
     check: Callable[[Engine, Any], None]
@@ -49,12 +50,12 @@ def subject(request, reference) -> Iterator[Subject]:
         reference(family, scenario)
     if request.param == "trees":
         shape = {"drafting": "tree-static", "tree_paths": DECOYS, "num_speculative_tokens": len(DECOYS)}
-        with harness.engine(LLAVA, "target", pruner="none", **shape) as engine:
+        with harness.engine(LLAVA, pairs.checkpoint(LLAVA, "target"), pruner="none", **shape) as engine:
             yield Subject(engine, check_decoys)
     else:
         with (
             mock.patch.object(backends, "splits_keys", lambda layer, num_rows: False),
-            harness.engine(QWEN, "target", pruner="none", num_speculative_tokens=K) as engine,
+            harness.engine(QWEN, pairs.checkpoint(QWEN, "target"), pruner="none", num_speculative_tokens=K) as engine,
         ):
             yield Subject(engine, check_chains)
 

@@ -21,7 +21,9 @@ def positions_of(num_axes, num_columns, device):
     return torch.zeros(num_axes, num_columns + 3, dtype=torch.int64, device=device)[:, 2:]
 
 
-def begin_case(device, num_reqs=5, num_picked=None, in_trees=False, max_blocks=8, num_axes=3, extra=2, heats=True):
+def begin_case(
+    device, num_reqs=5, num_picked=None, in_trees=False, max_blocks=8, num_axes=3, extra=2, heats=True, has_fed=True
+):
     """A step of which `num_picked` draft (None: all); texts end past the block table, positions past the highest."""
     generator = torch.Generator().manual_seed(num_reqs + 1)
     max_reqs, longest = num_reqs + 5, BLOCK_SIZE * max_blocks + 3
@@ -41,7 +43,7 @@ def begin_case(device, num_reqs=5, num_picked=None, in_trees=False, max_blocks=8
         pos_delta=pos_delta,
         # Slices of a wider buffer: rows that do not lie together.
         block_table=ints(1, 1000, max_reqs, max_blocks + 7)[:, :max_blocks],
-        fed=ints(0, 2**MAX_DRAFTS, max_reqs + 1, dtype=torch.int64),
+        fed=ints(0, 2**MAX_DRAFTS, max_reqs + 1, dtype=torch.int64) if has_fed else None,
         path=ints(0, MAX_DRAFTS + 1, max_reqs, MAX_DRAFTS + 1) if in_trees else None,
     )
     m = num_reqs if num_picked is None else num_picked

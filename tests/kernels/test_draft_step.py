@@ -32,6 +32,14 @@ def test_block_tables(device, max_blocks, num_axes, heats):
 
 
 @pytest.mark.parametrize("in_trees", [False, True])
+def test_a_draft_over_verified_entries_feeds_none_again(device, in_trees):
+    """Catches: a verified entry that the draft writes over."""
+    left = agree(begin_case, device, 20, 17, in_trees, has_fed=False)
+    slots = left[".out.slot_mapping"][:34].view(-1, 2)
+    assert (slots[:, 0] == 0).all() and (slots[:, 1] > 0).any()
+
+
+@pytest.mark.parametrize("in_trees", [False, True])
 def test_begin_by_hand(device, impl, in_trees):
     """Two of its drafts stand of which the last was never fed; none; none that were verified, at slots past 2 ** 31."""
     step, given = begin_case(device, 4, 3, in_trees, extra=1)

@@ -88,7 +88,7 @@ class FakeDraft:
     vocab_size, max_model_len, num_positions = VOCAB, MAX_LEN, MAX_LEN
     hidden_size, dtype = 3, torch.int64
     hf_config = full_positions = None
-    bytes_per_block, is_self_draft, why_no_graphs = 0, True, ""
+    bytes_per_block, is_self_draft, model, why_no_graphs = 0, False, None, ""
 
     def __init__(self, device: torch.device, launch: Callable):
         self.device, self._launch = device, launch

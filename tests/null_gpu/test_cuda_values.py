@@ -64,7 +64,7 @@ def run(
     folder: Path, name: str, on: torch.device, num_changes: int = 2, goes_on: bool = False, **options
 ) -> tuple[World, list[str]]:
     """Decode for requests that come and go `num_changes` times; return the end, and complaints of the steps."""
-    config = VidSpecConfig(model="self", on_draft_error="raise", **SCENARIOS[name])
+    config = VidSpecConfig(model="draft", on_draft_error="raise", **SCENARIOS[name])
     rng, wrong = np.random.default_rng(len(name)), []
     with world(on, folder, config, temperature=1.0, fills_trees="loose" in name, **options) as here:
         if goes_on:
@@ -189,7 +189,7 @@ def test_a_planted_error_is_seen(tmp_path, monkeypatch, name, plant):
 
 def test_a_new_budget_waits_once(tmp_path):
     """A static tree's tables for a budget are uploaded when the budget is first asked for, and never again."""
-    config = VidSpecConfig(model="self", on_draft_error="raise", **SCENARIOS["tree-static, random"])
+    config = VidSpecConfig(model="draft", on_draft_error="raise", **SCENARIOS["tree-static, random"])
     with world(GPU, tmp_path, config) as here:
         here.add(0, np.arange(9), 2)
         here.step([0])

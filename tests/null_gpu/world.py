@@ -95,7 +95,7 @@ class World:
         self.hooks.init_kv(self)
         self.graphs = self.speculator.backend._graphs = PaddedGraphs() if device.type == "cpu" else StepGraphs()
         self.speculator.backend._memory = DraftMemory(pool_bytes=0, vision_bytes=1)
-        self.speculator.backend.init_kv(None, contextlib.nullcontext)
+        self.speculator.backend.init_kv(self.block_tables, contextlib.nullcontext)
         self.draft.attention = self.speculator.backend.drafter.attention
         self.log: list[Any] = []
 

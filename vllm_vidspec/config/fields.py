@@ -221,8 +221,8 @@ class Fields(PruneKnobs, ScoreKnobs):
     """All fields of the speculative configuration."""
 
     model: str = _first()
-    """Draft model: a Hugging Face name or a path, of the target's family; or "self" to draft with the target's own
-    weights (shared, not loaded twice) over the pruned video."""
+    """Draft model: a Hugging Face name or a path, of the target's family; or "self" to draft with the target itself
+    over a part of its own KV cache."""
     num_speculative_tokens: int = _first(ge=1, le=64)
     """K: draft tokens proposed, and verified, per step."""
     draft_shape: Literal["chain", "tree-2", "tree-3", "tree-4", "tree-static", "tree-adaptive", "auto"] = _first(
@@ -260,7 +260,7 @@ class Fields(PruneKnobs, ScoreKnobs):
     """The parallel drafter."""
     draft_kv_bytes: _Positive | None = _sometimes(default=None)
     """Size of the draft's KV pool in bytes per rank, out of the KV memory. Default: as much as lets the draft hold its
-    pruned copy of whatever fits in the target's cache."""
+    pruned copy of whatever fits in the target's cache. With "model": "self" that is a copy of the target's entries."""
     request_records: bool = _sometimes(default=False)
     """Whether a request may ask for a record of itself with `vllm_xargs: {"vidspec_record": true}`: which of its tokens
     were accepted drafts, and which video tokens the draft saw. Its response has it then as `vidspec_record`."""

@@ -68,6 +68,10 @@ class VidSpecConfig(Fields):
             yield f"request_scorers leaves out the server's own scorer, {self.scorer!r}"
         if self.parallel.device is None and self.parallel != ParallelKnobs():
             yield "parallel: device is missing"
+        if self.is_self_draft and self.is_parallel:
+            yield f'parallel with "model": "{SELF}": the draft is in the target\'s own KV cache; name a draft model'
+        if self.is_self_draft and self.draft_positions != "original":
+            yield f'draft_positions {self.draft_positions} with "model": "{SELF}": its entries have the target\'s'
         if self._is_free and not self.adaptive_tokens:
             yield "draft_shape auto with adaptive_tokens false needs draft_table"
         if self.draft_table:
@@ -194,7 +198,11 @@ class VidSpecConfig(Fields):
         """Return how much of `state_bytes` "guidance", "relevance" or "embeddings" has; None where it is not given."""
         if self.state_bytes is None:
             return None
-        kept = {"guidance": any(way.pruner == "uv" for way in self.variants), "relevance": "loose" in self.scorers}
+        kept = {
+            "guidance": any(way.pruner == "uv" for way in self.variants),
+            "relevance": "loose" in self.scorers,
+            "embeddings": not self.is_self_draft,
+        }
         whole = sum(parts for name, parts in _STATE_PARTS.items() if kept.get(name, True) or name == what)
         return self.state_bytes * _STATE_PARTS[what] // whole
 

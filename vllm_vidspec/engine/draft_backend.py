@@ -82,11 +82,16 @@ class DraftBackend(RowTable):
         """Return the manager of the draft's CUDA graphs in the mode that vLLM has resolved; None if there is none."""
         return None
 
+    def widen_kv(self, kv_cache_config: Any) -> Any:
+        """Return vLLM's `KVCacheConfig` of the target's cache with the blocks of it that are the draft's."""
+        return kv_cache_config
+
     def init_kv(
-        self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
+        self, block_tables: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
     ) -> None:
         """Allocate what was reserved, inside `allocation()`, and be ready; a VidSpecError if it cannot draft. While it
-        is profiling, nothing is reserved yet: allocate the least with which graphs can be captured.
+        is profiling, nothing is reserved yet: allocate the least with which graphs can be captured. `block_tables` are
+        those of the target's cache.
         """
 
     def capture(self) -> None:

@@ -11,6 +11,8 @@ from vllm_vidspec.pruning import SCORE_NEEDS, needs_of
 _PRUNING = {"pruner", "lambda_r", "guidance_layers", "prune_ratio", "image_prune_ratio", "frames_as_video"}
 _RULES = {"scorer", "lambda_loose", "position_shift", "relevance_rows", "fly_entropy", "protected_tokens"}
 
+NO_FEATURES = 'with "model": "self" no tower encodes for the draft, and it compares what one puts out; use specvlm'
+
 # The scheduler's side changes these; the workers change all others.
 LIMIT, SHAPE = SCHEDULER_KNOBS = ("num_speculative_tokens", "draft_shape")
 
@@ -43,6 +45,8 @@ class Knobs:
                 f"pruner cannot change to {config.pruner}: this engine does not observe the target's "
                 f"{' and '.join(sorted(unobserved))}"
             )
+        if config.is_self_draft and "features" in needs_of(config):
+            raise VidSpecError(f"pruner {config.pruner}: {NO_FEATURES}")
         if "loose" in config.scorers - self._first.scorers:
             raise VidSpecError("scorer cannot change to loose: the engine keeps no hidden states")
         self.change(config)

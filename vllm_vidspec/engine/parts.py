@@ -78,11 +78,12 @@ class RunnerParts:
             return ParallelBackend(runner, is_guided=bool(self.guides))
         config = runner.knobs.current
         pixels, vision = None, None
-        if runner.encoder_cache is not None and config.has_own_tower:
-            pixels = SharedPixels(runner.model_state, runner.device, runner.counters)
-        elif runner.encoder_cache is not None:
-            outputs = runner.encoder_cache.encoder_outputs
-            vision = TargetVision(runner.model_state, outputs, draft_model.as_own, runner.agreement)
+        if runner.encoder_cache is not None and not config.is_self_draft:  # who drafts for itself has seen the video
+            if config.has_own_tower:
+                pixels = SharedPixels(runner.model_state, runner.device, runner.counters)
+            else:
+                outputs = runner.encoder_cache.encoder_outputs
+                vision = TargetVision(runner.model_state, outputs, draft_model.as_own, runner.agreement)
         sample = CoupledSampler(runner.sampler, config.draft_noise)
         return LocalBackend(runner, draft_model, sample, self.trees, failures, pixels, vision)
 

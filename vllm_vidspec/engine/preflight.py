@@ -24,15 +24,17 @@ from vllm_vidspec.config import (
 from vllm_vidspec.engine import kv_views, tree_attention
 from vllm_vidspec.engine.compat import api, linear
 from vllm_vidspec.engine.compat import config as compat
+from vllm_vidspec.engine.draft import target_kv
 from vllm_vidspec.engine.hints import say_hints
 from vllm_vidspec.engine.hooks import attention as attention_guidance
+from vllm_vidspec.engine.knobs import NO_FEATURES
 from vllm_vidspec.engine.parallel import launch
 from vllm_vidspec.engine.report import server_counters
 from vllm_vidspec.engine.report.request_records import AnswerRecord
 from vllm_vidspec.engine.target_pruning import prunes_videos
 from vllm_vidspec.errors import VidSpecError, nearest, quoted, shortened
 from vllm_vidspec.families.generic import GenericAdapter
-from vllm_vidspec.pruning import needs_of
+from vllm_vidspec.pruning import get_pruner, needs_of
 from vllm_vidspec.scoring.choices import CALLS_TOOLS, PREFIX, choose
 from vllm_vidspec.visual_map.maps import read_about
 
@@ -124,8 +126,8 @@ def finish(vllm_config: Any, config: VidSpecConfig) -> None:
 def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
     """Yield a line for each property of the target or the engine that drafts, trees or a scorer cannot live with."""
     model, scheduler, offload = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.offload_config
-    if config.is_self_draft and vllm_config.lora_config is not None:
-        yield 'LoRA adapters cannot be used with "model": "self"; name a draft model instead'
+    if config.is_self_draft:
+        yield from _drafts_for_itself(vllm_config, config)
     if model.is_encoder_decoder:
         yield "encoder-decoder targets are not supported"
     if model.is_hybrid:
@@ -187,6 +189,18 @@ def refusals(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
         yield "vidspec needs Model Runner V2; unset VLLM_USE_V2_MODEL_RUNNER=0"
     if not vllm_config.use_v2_model_runner:
         yield "vidspec needs Model Runner V2, which vLLM does not use here: run `vidspec doctor`"
+
+
+def _drafts_for_itself(vllm_config: Any, config: VidSpecConfig) -> Iterator[str]:
+    if vllm_config.lora_config is not None:
+        yield 'LoRA adapters cannot be used with "model": "self"; name a draft model instead'
+    if vllm_config.kv_transfer_config is not None:
+        yield (
+            'KV connectors cannot be used with "model": "self": they take all of the target\'s cache for the '
+            "scheduler's; name a draft model instead"
+        )
+    if comparing := [way.pruner for way in config.variants if "features" in get_pruner(way.pruner).needs]:
+        yield f"pruner {comparing[0]}: {NO_FEATURES}"
 
 
 def _without_adapter(model: Any, scheduler: Any) -> Iterator[str]:
@@ -275,6 +289,8 @@ def check_reading(vllm_config: Any, config: VidSpecConfig) -> None:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     num_layers = model.get_total_num_hidden_layers()
     readers = []
+    if config.is_self_draft:
+        readers.append(target_kv.READER)
     if config.in_trees:  # first: guidance reads every backend that trees read
         readers.append(tree_attention.READER)
         kv_views.check_dtype(vllm_config.speculative_config.kv_cache_dtype or "auto", tree_attention.READER)

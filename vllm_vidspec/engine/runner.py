@@ -101,10 +101,12 @@ class VidSpecModelRunner(GPUModelRunner):
         return taken
 
     def initialize_kv_cache(self, kv_cache_config, is_profiling: bool = False, **kwargs) -> None:
+        if not is_profiling:  # while it is, nothing is reserved yet
+            kv_cache_config = self.speculator.backend.widen_kv(kv_cache_config)
         super().initialize_kv_cache(kv_cache_config, is_profiling=is_profiling, **kwargs)
         if not is_profiling:
             self.hooks.init_kv(self)
-        self.speculator.backend.init_kv(self.encoder_cache, self.kv_allocation, is_profiling)
+        self.speculator.backend.init_kv(self.block_tables, self.kv_allocation, is_profiling)
 
     @torch.inference_mode()
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:

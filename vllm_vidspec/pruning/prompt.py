@@ -120,14 +120,23 @@ def plan_prompt(
     return plan
 
 
-def prune(plan: PromptPlan, kept_indices: Sequence[torch.Tensor]) -> PrunedPrompt:
-    """Return the pruned prompt, given one `[k_i]` int64 tensor of kept embeddings per item."""
+def kept_tokens(plan: PromptPlan, kept_indices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return which tokens of a prompt stay, `[num_tokens]` bool, given one `[k_i]` int64 tensor of kept embeddings per
+    item.
+    """
     keep = torch.ones(plan.num_tokens, dtype=torch.bool)
-    is_media = torch.zeros(plan.num_tokens, dtype=torch.bool)
     for item, kept in zip(plan.items, kept_indices, strict=True):
-        is_media[item.where] = True
         keep[item.where] = False
         keep[item.where[kept]] = True
+    return keep
+
+
+def prune(plan: PromptPlan, kept_indices: Sequence[torch.Tensor]) -> PrunedPrompt:
+    """Return the pruned prompt; see `kept_tokens`."""
+    keep = kept_tokens(plan, kept_indices)
+    is_media = torch.zeros(plan.num_tokens, dtype=torch.bool)
+    for item in plan.items:
+        is_media[item.where] = True
     if plan.positions is None:
         positions = torch.arange(plan.num_kept).expand(plan.num_axes, -1)
     else:

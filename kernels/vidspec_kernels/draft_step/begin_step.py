@@ -42,7 +42,7 @@ def _begin_step_kernel(
     last_sampled_ptr, last_sampled_stride,  # [max_reqs, 1]
     num_dropped_ptr, pos_delta_ptr,  # [max_reqs]
     block_table_ptr, block_table_stride, max_blocks,  # [max_reqs, max_blocks]
-    fed_ptr,  # [max_reqs + 1]
+    fed_ptr,  # [max_reqs + 1]; None: nothing is ever missing
     path_ptr, path_stride, num_cols,  # [max_reqs, num_cols]; None for chains
     # [M]
     out_rows_ptr, out_num_accepted_ptr, out_temperature_ptr, out_seeds_ptr, out_root_slot_ptr, out_root_pos_ptr,
@@ -123,9 +123,11 @@ def _begin_step_kernel(
         nodes = tl.load(path_ptr + path_col, mask=path_col < num_cols, other=0)
         tl.store(out_path_ptr + b * out_path_stride + path_col, nodes, mask=path_col < num_cols)
         last = tl.load(path_ptr + tl.minimum(accepted, num_cols - 1))
-    fed = tl.load(fed_ptr + row)
-    is_missing = (accepted > 0) & (((fed >> tl.maximum(last - 1, 0).to(tl.int64)) & 1) == 0)
-    tl.store(fed_ptr + row, tl.full([], 0, tl.int64))
+    is_missing = accepted < 0  # never
+    if fed_ptr is not None:
+        fed = tl.load(fed_ptr + row)
+        is_missing = (accepted > 0) & (((fed >> tl.maximum(last - 1, 0).to(tl.int64)) & 1) == 0)
+        tl.store(fed_ptr + row, tl.full([], 0, tl.int64))
 
     # The two tokens: 0 the one before the root, 1 the root.
     which = tl.arange(0, 2)
@@ -149,7 +151,8 @@ def begin_step(
 
     The first forward feeds the committed text's last two tokens of each request. The first of them is there because its
     KV is missing exactly when it is a draft that was proposed but not fed (the end of a chain, a leaf of a tree);
-    otherwise its KV is valid and this copy goes to slot 0, in the null block. `fed` is read for that, then set to 0.
+    otherwise its KV is valid and this copy goes to slot 0, in the null block. `fed` is read for that, then set to 0;
+    without it the KV of all committed text but the root is valid.
 
     Padding has row max_reqs, num_accepted -1, slots -1 and 0 everywhere else; its `batch_table` and `path` are left
     alone. Block tables are copied at least up to the entry of the last draft, root_slot + max_drafts.
@@ -161,7 +164,7 @@ def begin_step(
         is_verified: bool [m], whether the target has verified drafts of this request; None: of all.
         temperature: float32 [max_reqs]; None: 0 everywhere, the draft is greedy.
         seeds: int64 [max_reqs].
-        tables: Read by persistent row; `fed` of the m rows is set to 0.
+        tables: Read by persistent row; `fed` of the m rows, if there is one, is set to 0.
         out: Written.
         size: Batch rows to write, in [m, M].
         block_size: Tokens per KV block.

@@ -30,8 +30,8 @@ class StepTables(Tensors):
     pos_delta: Tensor  # int64 [max_reqs], rope position minus logical position
     block_table: Tensor  # int32 [max_reqs, max_blocks], unit stride in its rows
     # In and out, int64 [max_reqs + 1], last drafts' nodes with a valid KV entry: bit j - 1 is node j. Its last row is
-    # the padding's.
-    fed: Tensor
+    # the padding's. None: all committed text but the root has valid entries.
+    fed: Tensor | None
     # int32 [max_reqs, K + 1], accepted nodes of the last trees from column 1 on; None: only chains are drafted.
     path: Tensor | None = None
 

@@ -41,8 +41,10 @@ def begin_step(
             for col in range(num_cols):
                 out_path[b, col] = path[row, col]
             last = path[row, min(accepted, num_cols - 1)]
-        is_missing = accepted > 0 and (fed[row] >> max(last - 1, 0)) & 1 == 0
-        fed[row] = 0
+        is_missing = False
+        if len(fed) > 0:
+            is_missing = accepted > 0 and (fed[row] >> max(last - 1, 0)) & 1 == 0
+            fed[row] = 0
         # The two tokens: 0 the one before the root, 1 the root.
         for which in range(2):
             entry, place = root - 1 + which, 2 * b + which

@@ -246,6 +246,8 @@ STAGES = {"pipeline_parallel_size": 2, "async_scheduling": True}
         ({}, STAGES, None),
         (TREE, STAGES, "--pipeline-parallel-size: vLLM sends .* no tree's shape: draft chains"),
         ({"model": "self"}, STAGES, '--pipeline-parallel-size with "model": "self": .* name a draft model'),
+        ({"model": "self"}, {"kv_transfer_config": True}, 'KV connectors cannot be used with "model": "self"'),
+        ({"model": "self", "pruner": "dycoke"}, {}, 'pruner dycoke: with "model": "self" no tower encodes'),
         ({"pruner": "uv"}, STAGES, "--pipeline-parallel-size: the pruner uv compares .* use specvlm"),
         ({}, STAGES | {"async_scheduling": False}, "--pipeline-parallel-size: without asynchronous .* drop --no-async"),
         ({}, {"use_v2_model_runner": False}, "vidspec needs Model Runner V2, which vLLM does not use here"),
@@ -441,13 +443,17 @@ KIMI = {
 def test_a_target_with_mla_is_refused_before_it_loads(whole, tmp_path):
     """Catches: a bare StopIteration after minutes of loading, of a target that caches no keys of heads."""
     (tmp_path / "config.json").write_text(json.dumps(KIMI))
-    spec = {"method": "vidspec", "model": "self", "num_speculative_tokens": 3}
+    spec = {"method": "vidspec", "model": str(tmp_path), "num_speculative_tokens": 3}
     sizes = {"dtype": "float32", "max_model_len": 2048, "max_num_batched_tokens": 4096, "skip_tokenizer_init": True}
     tree = {"draft_shape": "tree-static", "num_speculative_tokens": 25, "pruner": "uniform"}
     for more, line in (
         ({}, "attention guidance reads the keys of heads, which a target with MLA does not cache: use a pruner that"),
         (tree, "tree attention reads the keys of heads, which a target with MLA does not cache: use draft chain"),
         ({"pruner": "uniform"}, None),
+        (
+            {"model": "self"},
+            "copying what the draft sees reads the keys of heads, .* cache: name a draft model",
+        ),
     ):
         args = EngineArgs(model=str(tmp_path), speculative_config=spec | more, **sizes)
         with pytest.raises(VidSpecError, match=line) if line else contextlib.nullcontext():

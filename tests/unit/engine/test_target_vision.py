@@ -109,7 +109,7 @@ def test_what_cannot_be_mapped_is_encoded_again_and_the_target_goes_on():
     """Catches: an exception of ours that ends the target's step; half of a video that stays."""
     target = Target()
     line = line_of(target)
-    token_ids, features = cuttable(measured(0)[1], "video")
+    _, features = cuttable(measured(0)[1], "video")
     target.vision.add(0, features)
     keep, target.vision.keep = target.vision.keep, lambda *_: 1 / 0
     target.encode(features[0])

@@ -91,6 +91,7 @@ vllm.config.model:ModelConfig.get_diff_sampling_param self
 {GPU}.states:RequestState.add_request self req_id prompt_len all_token_ids num_computed_tokens max_tokens
 # The draft's own forward
 vllm.model_executor.warmup.deep_gemm_warmup:deep_gemm_warmup model max_tokens
+{GPU}.block_table:BlockTables.append_block_ids req_index new_block_ids overwrite
 {GPU}.attn_utils:init_kv_cache forward_context kv_cache_config kv_cache_allocation_context
 {GPU}.attn_utils:build_attn_metadata attn_groups num_reqs num_tokens query_start_loc_gpu query_start_loc_cpu
     max_query_len seq_lens max_seq_len block_tables slot_mappings kv_cache_config seq_lens_cpu_upper_bound

@@ -214,6 +214,21 @@ def keep_deepstack(network: Any, num_layers: int, max_tokens: int, like: torch.T
     network.deepstack_input_embeds_num_tokens = 0
 
 
+def observe_block_ids(block_tables: Any, observe: Callable[[int, list[int], bool], None]) -> None:
+    """Call `observe(req_state_idx, block_ids, overwrite)` when a runner hears of blocks that its scheduler has given a
+    request; they replace those that it had if `overwrite`.
+
+    Why: a draft that reads the target's cache has tables of its own, and vLLM's are known to the device alone.
+    Until: vLLM keeps a request's blocks where a method can read them on the host.
+    """
+
+    def append(original, req_index, new_block_ids, overwrite):
+        original(req_index, new_block_ids, overwrite)
+        observe(req_index, new_block_ids[0], overwrite)
+
+    wrap(block_tables, "append_block_ids", append, "req_index", "new_block_ids", "overwrite")
+
+
 def expose_hidden_states(target: Any, layers: tuple[int, ...]) -> None:
     """Make a target return the hidden states that enter these layers beside its output, as it does for EAGLE-3.
 

@@ -25,6 +25,8 @@ from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler, Processed
 from vllm_vidspec.engine.draft.prefill import DraftPrefill
 from vllm_vidspec.engine.draft.score_blocks import rows_per_block
+from vllm_vidspec.engine.draft.target_kv import TargetBlocks, TargetKV
+from vllm_vidspec.engine.draft.target_prefill import TargetPrefill
 from vllm_vidspec.engine.draft.trees import TakeTrees, TreeDrafter
 from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.hooks.target_vision import TargetVision
@@ -58,6 +60,7 @@ class DraftContext:
     pixels: SharedPixels | None = None  # what the target has copied to the device; None in a process of its own
     fills_trees: bool = False  # see `TreeDrafter`; `take_trees` too
     take_trees: TakeTrees | None = None
+    target: TargetBlocks | None = None  # where the draft's KV lies in the target's cache; None: it has its own
     max_run: int = 0  # most tokens of a chain that `go_on` draws behind what `draft` has; 0: it is never asked
     observers: Sequence[Observer] = ()
 
@@ -74,14 +77,19 @@ class Drafter:
         self._max_model_len, self._max_run = context.max_model_len, context.max_run
         with context.allocation():
             cache = model.make_vision_cache(context.memory.vision_bytes)
-        num_blocks = model.init_kv(context.memory.pool_bytes, context.allocation())
+        tree_shapes = sorted(config.shapes - {"chain"})
+        sizes = (model.block_size, max_num_reqs, max_slots_per_request(context.max_model_len, K), model.device)
+        self.kv: DraftKV
+        if context.target is None:
+            num_blocks = model.init_kv(context.memory.pool_bytes, context.allocation())
+            caches = attention.caches() if attention is not None and tree_shapes else None
+            self.kv = DraftKV(num_blocks, *sizes, caches)
+        else:
+            model.share_kv()
+            self.kv = TargetKV(context.target, *sizes)
         if why := model.why_no_graphs:
             graphs.give_up(why)
-        tree_shapes = sorted(config.shapes - {"chain"})
-        caches = attention.caches() if attention is not None and tree_shapes else None
-        max_slots = max_slots_per_request(context.max_model_len, K)
-        self.kv = DraftKV(num_blocks, model.block_size, max_num_reqs, max_slots, model.device, caches)
-        self.prefills = DraftPrefill(
+        self.prefills = (DraftPrefill if context.target is None else TargetPrefill)(
             model,
             context.knobs,
             counters,
@@ -96,7 +104,7 @@ class Drafter:
         width = max((policy.max_frontier for policy in policies.values()), default=0)
         self.buffers = DraftBuffers(model, self.kv, max_num_reqs, width, K)
         (num_tokens, text, last_sampled, path), kv = context.committed, self.kv
-        of_draft = (kv.num_dropped, kv.pos_delta, kv.block_tables, kv.fed)
+        of_draft = (kv.num_dropped, kv.pos_delta, kv.block_tables, kv.fed if kv.feeds_again else None)
         self._tables = StepTables(num_tokens, text, last_sampled, *of_draft, path)
         num_rows = min(max_num_reqs * max(width, 1), rows_per_block(model.vocab_size))
         num_candidates = max((policy.num_candidates for policy in policies.values()), default=0)
@@ -116,8 +124,8 @@ class Drafter:
             shape: TreeDrafter(forwards, sample, graphs, shape, policy, fills, take)
             for shape, policy in policies.items()
         }
-        counters.set("draft_pool_blocks_total", num_blocks - 1)
-        counters.set("draft_pool_bytes", num_blocks * model.bytes_per_block)
+        counters.set("draft_pool_blocks_total", kv.num_blocks - 1)
+        counters.set("draft_pool_bytes", kv.num_blocks * model.bytes_per_block)
         counters.set("draft_encoder_bytes", cache.num_bytes)
         counters.set("draft_kv_bytes_per_token", kv_bytes_per_token(model.config))
 
@@ -246,8 +254,7 @@ class Drafter:
         self._sample.warm_up(self.model.dtype, self.chains is not None, wants_log_probs)
         for trees in self.trees.values():
             trees.policy.warm_up(trees.fills)
-        if self.trees:
-            assert self.kv.caches is not None
+        if self.kv.caches is not None:
             warm_up.warm_kv_compact(self.kv.caches, self.kv.block_tables, self._num_speculative_tokens)
 
     # ---- graphs ----------------------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ NULL_BLOCK = 0  # never handed out; tokens whose KV is already there write here
 class DraftKV:
     """Blocks and tables of every persistent row; ranks make the same calls in the same order."""
 
+    feeds_again = True  # whether the entry of an accepted draft may be missing: nothing but the draft writes here
+
     def __init__(
         self,
         num_blocks: int,  # blocks of the pool, the null block included

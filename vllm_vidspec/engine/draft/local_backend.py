@@ -10,12 +10,14 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_vidspec.engine.agreement import Agreement
+from vllm_vidspec.engine.compat import model as compat
 from vllm_vidspec.engine.draft import messages
 from vllm_vidspec.engine.draft.drafter import DraftContext, Drafter, without_room
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, mode_of_draft
 from vllm_vidspec.engine.draft.memory import DraftMemory
 from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler
+from vllm_vidspec.engine.draft.target_kv import READER, TargetBlocks, TargetKV
 from vllm_vidspec.engine.draft.waiting import WaitingRoom
 from vllm_vidspec.engine.draft_backend import DraftBackend, Reading, Step
 from vllm_vidspec.engine.failures import DraftFailures
@@ -23,7 +25,7 @@ from vllm_vidspec.engine.hooks.pixels import SharedPixels
 from vllm_vidspec.engine.hooks.target_vision import TargetVision
 from vllm_vidspec.engine.hooks.trees import TargetTrees
 from vllm_vidspec.engine.knobs import Knobs
-from vllm_vidspec.engine.kv_views import attention_layers
+from vllm_vidspec.engine.kv_views import attention_layers, cache_views, check_layout, check_readable
 from vllm_vidspec.engine.report.counters import Counters
 from vllm_vidspec.engine.report.observer import Observer
 from vllm_vidspec.engine.requests import DraftBatch, NewRequest, Phase, Request, RequestRows
@@ -61,6 +63,7 @@ class LocalBackend(DraftBackend):
         self._memory: DraftMemory | None = None
         self._graphs: Any = None
         self._drafter: Drafter | None = None
+        self._own_blocks = range(0)  # of the target's cache, where the target drafts for itself
         self._attention: TreeAttention | None = None  # of the draft's layers, where they need it
         self._room = WaitingRoom(self._requests, self._counters)
         self._picked: tuple[DraftBatch | None, torch.Tensor] = (None, torch.zeros(0))  # see `_places_of`
@@ -91,8 +94,24 @@ class LocalBackend(DraftBackend):
         self._graphs = DraftGraphs(config, self._device, cudagraph_mode, num_rows, by_default)
         return self._graphs
 
+    def widen_kv(self, kv_cache_config: Any) -> Any:
+        if not self.draft_model.is_self_draft:
+            return kv_cache_config
+        assert self._memory is not None
+        first, num_own = kv_cache_config.num_blocks, self.draft_model.num_blocks_in(self._memory.pool_bytes)
+        self._own_blocks = range(first, first + num_own)
+        return self.draft_model.widened(kv_cache_config, num_own)
+
+    def _target_blocks(self) -> TargetBlocks:
+        """Return what a target that drafts for itself has; a VidSpecError for a cache that is not plain."""
+        layers = attention_layers(self._vllm_config).values()
+        for layer in layers:
+            check_readable(layer, READER)
+        check_layout(layers, READER)
+        return TargetBlocks(self._own_blocks, [cache_views(layer.kv_cache, layer) for layer in layers])
+
     def init_kv(
-        self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
+        self, block_tables: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
     ) -> None:
         model, config, vllm_config = self.draft_model, self._knobs.current, self._vllm_config
         memory = self._memory = DraftMemory.least(model) if is_profiling else self._memory
@@ -120,11 +139,14 @@ class LocalBackend(DraftBackend):
             allocation=allocation,
             target_vision=self._vision,
             pixels=self._pixels,
+            target=self._target_blocks() if model.is_self_draft else None,
             fills_trees=is_async if config.tree_fill is None else config.tree_fill,
             take_trees=None if self._trees is None else self._trees.take,
             observers=self._observers,
         )
         self._drafter = Drafter(context)
+        if isinstance(self._drafter.kv, TargetKV):
+            compat.observe_block_ids(block_tables, self._drafter.kv.append)
         if self._pixels is not None:
             self._pixels.num_bytes = memory.pixel_bytes
             self._counters.set("draft_pixel_bytes", memory.pixel_bytes)
@@ -278,6 +300,7 @@ class LocalBackend(DraftBackend):
         rows_np = step.batch.idx_mapping_np
         everyone = slice(None) if step.paused is None else ~step.paused
         if self.drafter.has_room(rows_np[everyone], step.bound[everyone]):
+            self.drafter.kv.apply()
             return
         is_known = self._are_in(step, Phase.PREFILLING, Phase.DRAFTING, Phase.PREFILL_STALLED)
         known = np.flatnonzero(step.active(is_known))

@@ -40,15 +40,17 @@ class DraftMemory:
     @classmethod
     def plan(cls, config: VidSpecConfig, vllm_config: Any, model: DraftModel, available_bytes: int) -> "DraftMemory":
         """Choose the sizes, given the KV memory of this rank, target and draft together (`DraftBackend.reserve`)."""
-        vision, has_media = config.state_bytes_for("embeddings"), bool(_media(vllm_config))
+        # A target that drafts for itself sees entries of its own: no tower encodes for the draft.
+        encodes = bool(_media(vllm_config)) and not config.is_self_draft
+        vision = 0 if config.is_self_draft else config.state_bytes_for("embeddings")
         if vision is None:
-            vision = int(pool.VISION_SHARE * available_bytes) if has_media else 0
+            vision = int(pool.VISION_SHARE * available_bytes) if encodes else 0
         if vision >= available_bytes:
             left = f"leaves nothing of the {available_bytes} bytes of KV memory"
             raise VidSpecError(f"state_bytes: {vision} for vision embeddings {left}")
         tables = table_bytes(config, vllm_config, model)
         # Pixels are shared where both towers run in one process, on a device that they must be copied to.
-        shares = has_media and model.device.type != "cpu" and not config.is_parallel and config.has_own_tower
+        shares = encodes and model.device.type != "cpu" and not config.is_parallel and config.has_own_tower
         pixels = int(pool.PIXEL_SHARE * available_bytes) if shares else 0
         rest = available_bytes - vision - pixels - tables
         size = _pool_bytes(config, vllm_config, model, rest)

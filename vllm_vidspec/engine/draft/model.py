@@ -45,12 +45,13 @@ from vllm_vidspec.engine.draft.model_config import (
     follow,
     kv_bytes_per_token,
     of_two_rows,
-    own_cache,
+    unhooked,
     with_usual_kernels,
     without_override,
 )
 from vllm_vidspec.engine.draft.score_blocks import rows_per_block
 from vllm_vidspec.engine.draft.vision_cache import VisionCache
+from vllm_vidspec.engine.kv_views import attention_layers
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.visual_map import VisualMap
 
@@ -114,11 +115,11 @@ class DraftModel:
             self.target_config, self.is_self_draft, knobs.linear_backend_per_quant, self.has_own_tower
         )
         if self.is_self_draft:
-            # Attention finds its layer, and so its KV cache, by name in the forward context: the same network run under
-            # a context of copied attention layers is a second model without a second copy of any weight.
+            # Attention finds its layer by name in the forward context: the same network run under a context of copied
+            # attention layers is a second model without a second copy of any weight, which the target's hooks pass by.
             self.model = target
             ours, theirs = (it.compilation_config.static_forward_context for it in (self.config, self.target_config))
-            ours.update({name: own_cache(layer) for name, layer in theirs.items()})
+            ours.update({name: unhooked(layer) for name, layer in theirs.items()})
         else:
             # No prefix: what a quantised checkpoint leaves out, it names as its own modules are called. Kernels are
             # chosen by the current configuration, of some formats only once weights are there.
@@ -127,11 +128,12 @@ class DraftModel:
             if knobs.draft_lm_head_quantization is not None:
                 with compat.one_stage(), set_current_vllm_config(with_usual_kernels(self.config)):
                     quantise_head(self.model, knobs.draft_lm_head_quantization)
+            if not self.has_own_tower and self.num_media_levels > 1:
+                width = self.config.model_config.get_inputs_embeds_size()
+                like = torch.empty(0, width, dtype=self.dtype, device=self.device)
+                compat.keep_deepstack(self.model, self.num_media_levels - 1, self.max_num_tokens, like)
         model_config = self.config.model_config
         self._encoder = self.model if self.has_own_tower else target
-        if not self.has_own_tower and not self.is_self_draft and self.num_media_levels > 1:
-            like = torch.empty(0, model_config.get_inputs_embeds_size(), dtype=self.dtype, device=self.device)
-            compat.keep_deepstack(self.model, self.num_media_levels - 1, self.max_num_tokens, like)
         if knobs.draft_map is not None:
             self._map = VisualMap.load(Path(knobs.draft_map), self.dtype, self.device)
         self.num_positions = rope_positions(self.model.get_language_model(), model_config.max_model_len)
@@ -234,26 +236,50 @@ class DraftModel:
 
     def init_kv(self, num_bytes: int, allocation: AbstractContextManager) -> int:
         """Allocate the KV cache of so many bytes a rank, inside `allocation`, and bind it; return its blocks."""
-        num_blocks = _smallest_of_ranks(num_bytes // self.bytes_per_block)
         with set_current_vllm_config(self.config):
-            groups = self._kv_groups()
-            self._kv_config = get_kv_cache_config_from_groups(
-                without_override(self.config), groups, num_blocks * self.bytes_per_block
-            )
-            builders_config = of_two_rows(self.config, self.target_config.speculative_config)
-            self._attn_groups, self._graph_support, kernel_block_sizes = init_attn_backend(
-                self._kv_config, builders_config, self.device
-            )
+            self._kv_config = self._plan_kv(self.num_blocks_in(num_bytes))
             init_kv_cache(
                 self.config.compilation_config.static_forward_context,
                 self._kv_config,
                 self.device,
-                kernel_block_sizes,
+                self._init_attention(),
                 self.config,
                 kv_cache_allocation_context=allocation,
                 attn_groups=(attn_group for groups in self._attn_groups for attn_group in groups),
             )
         return self._kv_config.num_blocks
+
+    def share_kv(self) -> None:
+        """Bind the KV cache of a target that drafts for itself, which has the blocks of `widened`."""
+        with set_current_vllm_config(self.config):
+            self._kv_config = self._plan_kv(1)
+            self._init_attention()
+        layers = attention_layers(self.target_config)
+        for name, layer in attention_layers(self.config).items():
+            layer.bind_kv_cache(layers[name].kv_cache)
+
+    def widened(self, kv_cache_config: Any, num_own: int) -> Any:
+        """Return the `KVCacheConfig` of a target that drafts for itself, with so many blocks behind its own that its
+        scheduler never hears of.
+        """
+        with set_current_vllm_config(self.config):
+            more = self._plan_kv(kv_cache_config.num_blocks + num_own)
+        return replace(kv_cache_config, num_blocks=more.num_blocks, kv_cache_tensors=more.kv_cache_tensors)
+
+    def num_blocks_in(self, num_bytes: int) -> int:
+        """Return how many blocks so many bytes of a rank hold, the same on all ranks."""
+        return _smallest_of_ranks(num_bytes // self.bytes_per_block)
+
+    def _plan_kv(self, num_blocks: int) -> Any:
+        """Return vLLM's `KVCacheConfig` of a cache of so many blocks."""
+        size = num_blocks * self.bytes_per_block
+        return get_kv_cache_config_from_groups(without_override(self.config), self._kv_groups(), size)
+
+    def _init_attention(self) -> list[int]:
+        """Make the metadata builders of the planned cache; return the block sizes of its groups' kernels."""
+        config = of_two_rows(self.config, self.target_config.speculative_config)
+        self._attn_groups, self._graph_support, sizes = init_attn_backend(self._kv_config, config, self.device)
+        return sizes
 
     def forward(
         self,
@@ -299,7 +325,9 @@ class DraftModel:
         """Run the largest forwards, so that the memory profile (and compilation) sees the draft."""
         multimodal = self.target_config.model_config.multimodal_config
         held: list[torch.Tensor] = []  # as many of the largest items as a step may hold
-        if not self.has_own_tower:
+        if self.is_self_draft:
+            pass  # nothing is encoded for it
+        elif not self.has_own_tower:
             width = self.num_media_levels * self.target_config.model_config.get_inputs_embeds_size()
             held = [self.as_own(torch.zeros(self.max_encoder_tokens, width, dtype=self.dtype, device=self.device))]
         elif multimodal is not None and not multimodal.skip_mm_profiling:

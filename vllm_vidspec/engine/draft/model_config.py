@@ -3,7 +3,6 @@
 import copy
 from typing import Any
 
-import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.utils import get_draft_load_config
@@ -67,13 +66,12 @@ def _media_config(target: Any, has_own_tower: bool) -> Any:
     return config
 
 
-def own_cache(layer: Any) -> Any:
-    """Copy an attention layer without its parameters, so that another KV cache can be bound to it."""
+def unhooked(layer: Any) -> Any:
+    """Copy an attention layer without its parameters: what is done to the layer later is not done to the copy."""
     if not isinstance(layer, Attention):
         return layer
     layer = copy.copy(layer)
     layer.impl = copy.copy(layer.impl)
-    layer.kv_cache = torch.tensor([])
     return layer
 
 

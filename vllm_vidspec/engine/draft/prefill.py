@@ -73,25 +73,30 @@ class DraftPrefill:
         except Exception as error:
             self._count_error(message.req_id, error)
             return Admission.REFUSED
+        if (answer := self._take_blocks(job, num_tokens)) != Admission.ADMITTED:
+            return answer
         plan = job.plan
-        num_slots = max(plan.num_kept + 1, num_tokens - plan.num_dropped) + self._knobs.current.num_speculative_tokens
-        if num_slots > self._kv.num_slots:
-            why = f"its pruned prompt takes {num_slots} tokens of the draft's KV pool, which has {self._kv.num_slots}"
-            self.counters.skip("too_long", message.req_id, why)
-            return Admission.REFUSED
-        if not self._kv.reserve(np.array([job.req_state_idx]), np.array([num_slots]))[0]:
-            return Admission.FULL
-        self._kv.add(job.req_state_idx, plan.num_dropped, plan.pos_delta)
+        self._kv.add(job.req_state_idx, job.num_dropped, plan.pos_delta)
         self._jobs[job.req_state_idx] = self._queue[job.req_state_idx] = job
         self._drop_unfinished()
-        num_visual_kept = plan.num_visual - plan.num_dropped
+        num_visual_kept = plan.num_visual - job.num_dropped
         for name in ("prompts", *message.outcome):
             self.counters.add(name)
-        self.counters.add("text_tokens", plan.num_kept - num_visual_kept)
+        self.counters.add("text_tokens", plan.num_tokens - plan.num_visual)
         self.counters.add("visual_tokens_full", plan.num_visual)
         self.counters.add("visual_tokens_kept", num_visual_kept)
         self.counters.set("draft_pool_blocks_used", self._kv.num_used_blocks)
         return Admission.ADMITTED
+
+    def _take_blocks(self, job: PrefillJob, num_tokens: int) -> Admission:
+        """Stage the blocks of a prompt; see `add`."""
+        num_slots = max(job.num_kept + 1, num_tokens - job.num_dropped) + self._knobs.current.num_speculative_tokens
+        if num_slots > self._kv.num_slots:
+            why = f"its pruned prompt takes {num_slots} tokens of the draft's KV pool, which has {self._kv.num_slots}"
+            self.counters.skip("too_long", job.req_id, why)
+            return Admission.REFUSED
+        has_room = self._kv.reserve(np.array([job.req_state_idx]), np.array([num_slots]))[0]
+        return Admission.ADMITTED if has_room else Admission.FULL
 
     def _plan(self, message: PrefillMessage, is_ahead: bool = False) -> PrefillJob:
         placed, knobs = message.placed, self._knobs.current.variant(message.prune_variant)

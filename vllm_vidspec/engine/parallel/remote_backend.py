@@ -93,7 +93,7 @@ class ParallelBackend(DraftBackend):
     # ---- set-up ----------------------------------------------------------------------------------------------------
 
     def init_kv(
-        self, encoder_cache: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
+        self, block_tables: Any, allocation: Callable[[], AbstractContextManager], is_profiling: bool = False
     ) -> None:
         """Wait for the drafter, which has loaded beside the target; a VidSpecError if it has not."""
         if self._supervisor is not None and not is_profiling:
