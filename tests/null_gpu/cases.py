@@ -16,8 +16,7 @@ from null_gpu.situations import kernels_of_a_step, kernels_of_drafts, sums_of_gu
 from tests.engine import family_models
 from vllm_vidspec import families
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.visual_map import VisualMap
-from vllm_vidspec.visual_map.maps import Shape
+from vllm_vidspec.visual_map import Shape, VisualMap
 
 QWEN, LLAVA, QWEN3 = pairs.FAMILIES
 NUM_FRAMES, FRAME_SIZE = 8, 112
@@ -151,7 +150,8 @@ def _write_map(target: str, draft: str) -> str:
     """Write a map with a hidden layer between the towers of two checkpoints; its weights mean nothing."""
     configs = [AutoConfig.from_pretrained(path) for path in (target, draft)]
     widths = [config.get_text_config().hidden_size for config in configs]
-    shape = Shape(*widths, families.adapter_for(configs[0]).num_media_levels(configs[0]), widths[1])
+    levels = [families.adapter_for(config).num_media_levels(config) for config in configs]
+    shape = Shape(*widths, *levels, widths[1])
     path = Path(tempfile.mkdtemp(prefix="null-gpu-"), "map.safetensors")
     VisualMap(shape).bfloat16().save(path, {"towers": [families.tower_of(target), families.tower_of(draft)]})
     return str(path)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from vllm_vidspec.engine.compat.model import observe_encoder
-from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.visual_map import Fit
+from vllm_vidspec.visual_map import Fit, Shape
 
 
 class Gathering:
@@ -18,12 +17,11 @@ class Gathering:
 
     def __init__(self, runner: Any):
         draft, target = runner.speculator.backend.draft_model, runner.model_config
-        levels, of_target = draft.num_media_levels, draft.family.num_media_levels(target.hf_config)
-        if levels != of_target:
-            raise VidSpecError(f"the target's tower makes {of_target} embeddings of a token, the draft's {levels}")
+        widths = target.get_inputs_embeds_size(), draft.media_width // draft.num_media_levels
+        shape = Shape(*widths, draft.family.num_media_levels(target.hf_config), draft.num_media_levels, 0)
         self._draft, self._features = draft, runner.encoder_cache.mm_features
-        self._width_in = levels * target.get_inputs_embeds_size()
-        self.fit = Fit(target.get_inputs_embeds_size(), draft.media_width // levels, levels, runner.device)
+        self._width_in = shape.levels_in * shape.width_in
+        self.fit = Fit(shape, runner.device)
         self.is_held_out = False
         observe_encoder(runner.model_state, self._add)
 

@@ -27,12 +27,12 @@ class Fitted(NamedTuple):
 class Fit:
     """Gathers pairs, then solves; deterministic."""
 
-    def __init__(self, width_in: int, width_out: int, num_levels: int, device: torch.device):
-        self._shape, self._device = Shape(width_in, width_out, num_levels, 0), device
-        double = {"dtype": torch.float64, "device": device}
+    def __init__(self, shape: Shape, device: torch.device):
+        self._shape, self._device = shape._replace(num_hidden=0), device
+        double, width = {"dtype": torch.float64, "device": device}, shape.inputs[0].stop + 1
         # Of each level the sums of x x', x y' over all rows, an input of ones included.
-        self._xx = torch.zeros(num_levels, width_in + 1, width_in + 1, **double)
-        self._xy = torch.zeros(num_levels, width_in + 1, width_out, **double)
+        self._xx = torch.zeros(shape.levels_out, width, width, **double)
+        self._xy = torch.zeros(shape.levels_out, width, shape.width_out, **double)
         self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._held_out: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.num_rows = 0  # of the sums
@@ -44,20 +44,18 @@ class Fit:
         return self._shape.width_out
 
     def add(self, x: torch.Tensor, y: torch.Tensor, *, is_held_out: bool) -> None:
-        """Take a video's `[m, num_levels * width_in]` and `[m, num_levels * width_out]`."""
+        """Take a video's `[m, levels_in * width_in]` and `[m, levels_out * width_out]`."""
         some = torch.randperm(len(x), generator=self._generator)[:_ROWS_A_VIDEO].to(x.device)
         rows = self._held_out if is_held_out else self._seen
         rows.append((x[some].float().cpu(), y[some].float().cpu()))
         if is_held_out:
             return
         self.num_rows += len(x)
-        for level, (a, b) in enumerate(zip(self._of_levels(x), self._of_levels(y), strict=True)):
-            a = torch.nn.functional.pad(a.to(self._device).double(), (0, 1), value=1.0)
+        parts = zip(self._shape.inputs, y.chunk(self._shape.levels_out, dim=1), strict=True)
+        for level, (columns, b) in enumerate(parts):
+            a = torch.nn.functional.pad(x[:, columns].to(self._device).double(), (0, 1), value=1.0)
             self._xx[level] += a.T @ a
             self._xy[level] += a.T @ b.to(self._device).double()
-
-    def _of_levels(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return rows.chunk(self._shape.num_levels, dim=1)
 
     def linear(self) -> Fitted:
         """Return the ridge regression whose penalty is best on the held-out rows."""
@@ -83,12 +81,12 @@ class Fit:
         with torch.no_grad():
             for level, given in zip(made.levels, linear.levels, strict=True):
                 level.linear.load_state_dict({name: it.clone() for name, it in given.linear.state_dict().items()})
-                torch.nn.init.normal_(level.up.weight, std=1 / math.sqrt(self._shape.width_in))
+                torch.nn.init.normal_(level.up.weight, std=1 / math.sqrt(level.up.in_features))
                 torch.nn.init.zeros_(level.up.bias)
                 torch.nn.init.zeros_(level.down.weight)
         x, y = (torch.cat(part).to(self._device) for part in zip(*self._seen, strict=True))
         # Embeddings of a real tower have channels of very different size: one step suits all once they have one.
-        size = [part.square().mean().sqrt().item() or 1.0 for part in self._of_levels(x)]
+        size = [x[:, columns].square().mean().sqrt().item() or 1.0 for columns in self._shape.inputs]
         with torch.no_grad():
             for level, one in zip(made.levels, size, strict=True):
                 level.up.weight /= one

@@ -1,7 +1,7 @@
 """VisualMap: turns a target's visual embeddings, as they enter its language model, into what its draft's tower makes.
 
-Where a tower makes several embeddings of a token (deepstack), each level has a map of its own: the towers' levels are
-made at like depths, and one map over all of them would be larger by their number.
+Where towers make several embeddings of a token (deepstack), as many as each other, each level is mapped by itself: they
+are made at like depths, and a map of all to all would be larger by their number. Else each is of all.
 """
 
 import json
@@ -23,8 +23,17 @@ class Shape(NamedTuple):
 
     width_in: int  # of the target's embeddings, a level
     width_out: int  # of the draft's
-    num_levels: int
-    num_hidden: int  # units of the hidden layer; 0: linear
+    levels_in: int  # embeddings of a token that the target's tower makes
+    levels_out: int  # and the draft's
+    num_hidden: int  # units of each level's hidden layer; 0: linear
+
+    @property
+    def inputs(self) -> tuple[slice, ...]:
+        """By level of the draft's, which of the target's columns it is made of."""
+        if self.levels_in != self.levels_out:
+            return (slice(0, self.levels_in * self.width_in),) * self.levels_out
+        starts = range(0, self.levels_in * self.width_in, self.width_in)
+        return tuple(slice(start, start + self.width_in) for start in starts)
 
 
 class _Level(nn.Module):
@@ -32,12 +41,13 @@ class _Level(nn.Module):
 
     def __init__(self, shape: Shape):
         super().__init__()
-        self.linear = nn.Linear(shape.width_in, shape.width_out)
-        self.up = nn.Linear(shape.width_in, shape.num_hidden) if shape.num_hidden else None
+        width = shape.inputs[0].stop
+        self.linear = nn.Linear(width, shape.width_out)
+        self.up = nn.Linear(width, shape.num_hidden) if shape.num_hidden else None
         self.down = nn.Linear(shape.num_hidden, shape.width_out, bias=False) if shape.num_hidden else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[m, width_out]` of `[m, width_in]`."""
+        """Return `[m, width_out]` of the level's inputs."""
         y = self.linear(x)
         if self.up is not None and self.down is not None:
             y += self.down(nn.functional.gelu(self.up(x)))
@@ -50,15 +60,14 @@ class VisualMap(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
         self.shape = shape
-        self.levels = nn.ModuleList(_Level(shape) for _ in range(shape.num_levels))
+        self.levels = nn.ModuleList(_Level(shape) for _ in range(shape.levels_out))
 
     def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return the draft's `[m, num_levels * width_out]` of a target's `[m, num_levels * width_in + n]`; what comes
+        """Return the draft's `[m, levels_out * width_out]` of a target's `[m, levels_in * width_in + n]`; what comes
         behind the levels, as the positions of a target that prunes videos, is passed over.
         """
-        width = self.shape.width_in
-        parts = [level(embeddings[:, i * width : (i + 1) * width]) for i, level in enumerate(self.levels)]
-        return torch.cat(parts, dim=1)
+        parts = zip(self.levels, self.shape.inputs, strict=True)
+        return torch.cat([level(embeddings[:, columns]) for level, columns in parts], dim=1)
 
     def save(self, path: Path, about: dict[str, Any]) -> None:
         """Write a file; `about` says between which towers it maps, and whatever else JSON can."""

@@ -25,8 +25,7 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.families import tower_of
 from vllm_vidspec.plugin import register
 from vllm_vidspec.tools import pairs
-from vllm_vidspec.visual_map import VisualMap
-from vllm_vidspec.visual_map.maps import Shape
+from vllm_vidspec.visual_map import Shape, VisualMap
 
 FAMILY = "qwen2.5-vl"
 
@@ -111,7 +110,7 @@ def test_a_draft_that_cannot_be_read_or_followed(tmp_path):
 def written(path, target: str = FAMILY, draft: str = FAMILY) -> str:
     """Write a map of no use between the towers of a family's target and another's draft."""
     towers = [tower_of(pairs.checkpoint(target, "target")), tower_of(pairs.checkpoint(draft, "draft"))]
-    VisualMap(Shape(4, 4, 1, 0)).save(path, {"towers": towers})
+    VisualMap(Shape(4, 4, 1, 1, 0)).save(path, {"towers": towers})
     return str(path)
 
 

@@ -4,39 +4,40 @@ import pytest
 import torch
 
 from vllm_vidspec.errors import VidSpecError
-from vllm_vidspec.visual_map import Fit, VisualMap
-from vllm_vidspec.visual_map.maps import Shape, read_about
+from vllm_vidspec.visual_map import Fit, Shape, VisualMap
+from vllm_vidspec.visual_map.maps import read_about
 
 IN, OUT, LEVELS = 12, 6, 2
 CPU = torch.device("cpu")
 
 
-def truth(seed: int = 0, num_hidden: int = 0) -> VisualMap:
+def truth(seed: int = 0, num_hidden: int = 0, levels_in: int = LEVELS) -> VisualMap:
     """Return a map of random weights; `linear` never initialises so, so that nothing is right by chance."""
     torch.manual_seed(seed)
-    made = VisualMap(Shape(IN, OUT, LEVELS, num_hidden)).requires_grad_(False)
+    made = VisualMap(Shape(IN, OUT, levels_in, LEVELS, num_hidden)).requires_grad_(False)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter)
     return made
 
 
 def fitted_to(wanted: VisualMap, num_videos: int = 8, noise: float = 0.0) -> Fit:
-    fit = Fit(IN, OUT, LEVELS, CPU)
+    fit = Fit(wanted.shape, CPU)
     for video in range(num_videos):
         torch.manual_seed(100 + video)
-        x = torch.randn(200, LEVELS * IN) * 3 + 1
+        x = torch.randn(200, wanted.shape.levels_in * IN) * 3 + 1
         y = wanted(x)
         fit.add(x, y + noise * torch.randn_like(y), is_held_out=video % 4 == 0)
     return fit
 
 
-def test_a_linear_map_is_found_again():
-    """Level by level, constant included, and videos that are held out are in no sum."""
-    wanted = truth()
+@pytest.mark.parametrize("levels_in", [LEVELS, LEVELS + 1])
+def test_a_linear_map_is_found_again(levels_in):
+    """Level by level, or each of all; constant included, and videos that are held out are in no sum."""
+    wanted = truth(levels_in=levels_in)
     fit = fitted_to(wanted)
     found = fit.linear()
     assert found.r2 > 0.9999 and fit.num_rows == 6 * 200
-    x = torch.randn(50, LEVELS * IN)
+    x = torch.randn(50, levels_in * IN)
     torch.testing.assert_close(found.map(x), wanted(x), rtol=1e-3, atol=2e-2)
 
 

@@ -328,7 +328,8 @@ class DraftModel:
         if self.is_self_draft:
             pass  # nothing is encoded for it
         elif not self.has_own_tower:
-            width = self.num_media_levels * self.target_config.model_config.get_inputs_embeds_size()
+            target = self.target_config.model_config
+            width = self.family.num_media_levels(target.hf_config) * target.get_inputs_embeds_size()
             held = [self.as_own(torch.zeros(self.max_encoder_tokens, width, dtype=self.dtype, device=self.device))]
         elif multimodal is not None and not multimodal.skip_mm_profiling:
             budget = MultiModalBudget(self.target_config, MULTIMODAL_REGISTRY, enable_cache=False)
