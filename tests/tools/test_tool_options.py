@@ -98,7 +98,7 @@ OF_ONE = {
     "-m benchmarks.paper": (
         ("--methods SpecVML", "--methods: 'SpecVML' is none of autoregressive, SD-chain"),
         ("--methods ,", "--methods: no value given"),
-        ("--draft target --inflate 5", "--inflate: with --draft target there is no ratio to reach"),
+        ("--methods SD-chain --draft target --inflate 5", "--inflate: with --draft target there is no ratio to reach"),
         ("--knob lambda_lose=1", "did you mean 'lambda_loose'?"),
     ),
     "plan": (

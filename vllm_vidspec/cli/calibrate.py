@@ -43,7 +43,7 @@ def calibrate(
     else:
         what = options.pick(calibration.Calibration, given, **own)
         calibration.check(what, out)
-        result = running.with_bars(calibration.run, what, progress.View)
+        result = calibrate_eyes.with_map(running.with_bars(calibration.run, what, progress.View), out)
     running.write_json(out, result)
     running.write_json(json_path, result)
     console = running.console(stderr=json_path == "-")

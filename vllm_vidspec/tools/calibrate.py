@@ -88,20 +88,26 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Calibration(Subject):
-    """What to calibrate, and on what."""
+class OnVideos(Subject):
+    """A subject that is asked about videos of the user's, or about synthetic ones that no benchmark measures."""
 
-    pruner: str = "specvlm"  # "specvlm" (`lambda_r`, `guidance_layers`) or "uv" (`uv_layer`)
     videos: tuple[str, ...] = ()  # Files to ask about; none: `prompts` shape-world videos
     prompts: int = 4
     max_tokens: int = 256  # Longest answer in tokens
 
     @property
     def source(self) -> dict[str, Any]:
-        """The videos: files, or shape-world videos that no benchmark measures."""
+        """The videos: files, or shape-world videos."""
         if self.videos:
             return {"videos": list(self.videos)}
         return {"held_out": list(range(FIRST_VIDEO, FIRST_VIDEO + self.prompts))}
+
+
+@dataclass(frozen=True)
+class Calibration(OnVideos):
+    """What to calibrate, and on what."""
+
+    pruner: str = "specvlm"  # "specvlm" (`lambda_r`, `guidance_layers`) or "uv" (`uv_layer`)
 
     def llm_kwargs(self, **spec: Any) -> dict[str, Any]:
         return super().llm_kwargs(**{"pruner": self.pruner} | spec)

@@ -12,8 +12,7 @@ from typing import Any
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.families import tower_of
 from vllm_vidspec.metrics import summarize
-from vllm_vidspec.tools import pairs
-from vllm_vidspec.tools.calibrate import FIRST_VIDEO, Subject
+from vllm_vidspec.tools.calibrate import OnVideos
 from vllm_vidspec.tools.engine_session import EngineSession, answer_command
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
@@ -25,20 +24,11 @@ _MOST_ASKED = 12  # of these, about which answers are compared
 
 
 @dataclass(frozen=True)
-class Eyes(Subject):
+class Eyes(OnVideos):
     """What to fit, and on what."""
 
-    videos: tuple[str, ...] = ()  # Files; none: `prompts` shape-world videos
     prompts: int = 64
-    max_tokens: int = 256  # Longest answer in tokens
     out: str = "calibration.json"  # The calibration file to write, or to add to; the map lies beside it
-
-    @property
-    def source(self) -> dict[str, Any]:
-        """The videos: files, or shape-world videos that no benchmark measures."""
-        if self.videos:
-            return {"videos": list(self.videos)}
-        return {"held_out": list(range(FIRST_VIDEO, FIRST_VIDEO + self.prompts))}
 
     @property
     def num_videos(self) -> int:
@@ -55,11 +45,8 @@ class Eyes(Subject):
 
     def towers(self) -> list[str]:
         """Return the fingerprints of the target's tower and the draft's."""
-        if self.target is not None:
-            names = {"target": self.target, "draft": str(self.draft)}
-        else:
-            roles = {"target": "target", "draft": self.draft or "draft"}
-            names = {role: pairs.checkpoint(self.family, name) for role, name in roles.items()}
+        spec = self.llm_kwargs()
+        names = {"target": spec["model"], "draft": spec["speculative_config"]["model"]}
         found = {role: tower_of(name) for role, name in names.items()}
         if missing := next((role for role, tower in found.items() if tower is None), None):
             raise VidSpecError(f"the {missing}'s weights are not here as safetensors: {names[missing]}")
@@ -129,16 +116,27 @@ def _measure(session: EngineSession, asked: list[int], eyes: Eyes) -> dict[str, 
     return {name: figures[name] for name in ("acceptance_length", "num_drafts")}
 
 
+def with_map(result: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    """Return a calibration's result with the map of an earlier file of the same pair, if that is at `path`."""
+    before = _read(Path(path), {name: result[name] for name in ("target", "draft")}) or {}
+    if "eyes" not in before:
+        return result
+    named = {key: value for key, value in before["config"].items() if key == "draft_vision"}
+    return {**result, "config": {**result["config"], **named}, "eyes": before["eyes"]}
+
+
 def _before(eyes: Eyes) -> dict[str, Any]:
     """Return what a calibration file of the same pair holds already; a VidSpecError for one of another."""
-    path = Path(eyes.out)
-    if not path.exists():
-        return {}
+    found = _read(Path(eyes.out), eyes.pair)
+    if found is None and Path(eyes.out).exists():
+        raise VidSpecError(f"--out: {eyes.out} is no calibration of this pair; name another file")
+    return found or {}
+
+
+def _read(path: Path, pair: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a calibration file of a pair; None where it is none, or of another."""
     try:
         found = json.loads(path.read_text())
-        is_ours = {name: found[name] for name in eyes.pair} == eyes.pair
+        return found if {name: found[name] for name in pair} == pair else None
     except (OSError, ValueError, KeyError, TypeError):
-        is_ours = False
-    if not is_ours:
-        raise VidSpecError(f"--out: {path} is no calibration of this pair; name another file")
-    return found
+        return None

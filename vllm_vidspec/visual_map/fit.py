@@ -95,9 +95,9 @@ class Fit:
         num_stale = 0
         for step in range(_MOST_STEPS):
             some = torch.randint(len(x), (_BATCH,), generator=self._generator).to(self._device)
-            loss = torch.nn.functional.mse_loss(made(x[some]), y[some])
+            error = torch.nn.functional.mse_loss(made(x[some]), y[some])
             optimizer.zero_grad()
-            loss.backward()
+            error.backward()
             optimizer.step()
             if (step + 1) % _CHECK_EVERY:
                 continue
