@@ -108,7 +108,7 @@ def notes(question: Question) -> Iterator[str]:
         "Modelled, not measured: data sheets, and what decode steps of one H100 took beside them (fitted); prefills at "
         f"{100 * question.assumed.flops_frac:.0f} % of the products' peak (assumed), without reading the video file."
     )
-    yield "Not in this version yet: eyes, and self over the target's KV cache; their acceptance is taken to be the draft's."
+    yield "Not in this version yet: eyes (acceptance as with a tower is assumed), and self over the target's KV cache."
     if not question.may_be_sequential:
         yield (
             f"{question.draft.name} has {question.draft.heads} heads, which {question.ranks} ranks cannot share: it "

@@ -101,11 +101,11 @@ class Planner(Candidates):
             return "Not even one request fits beside the target's weights."
         limit = f"{most} requests fit" + (" or more" if most == MOST_BATCH else "")
         if not ranges:
-            return f"Do not speculate: no draft gains {_GAIN} at any batch size ({limit})."
+            return f"Do not draft for new videos: nothing gains {_GAIN}, however many at a time ({limit})."
         spans = " and ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in ranges)
         if list(ranges) == [(1, most)]:
-            return f"Drafts pay at every batch size that fits ({limit})."
-        words = [f"Drafts pay at batch sizes {spans} ({limit})."]
+            return f"Drafts pay for as many at a time as fit ({limit})."
+        words = [f"Drafts pay for {spans} at a time ({limit})."]
         if ranges[0][0] > 1:
             words.append(f"Below {ranges[0][0]} {self._why_not(ranges[0][0] - 1)}.")
         if ranges[-1][1] < most:
@@ -115,7 +115,7 @@ class Planner(Candidates):
     def _why_not(self, batch: int) -> str:
         if self.fastest(batch) is None:
             return "there is no room for the draft"
-        return f"no draft gains {_GAIN}: do not speculate there"
+        return f"no draft gains {_GAIN}"
 
 
 def _last(holds: Callable[[int], bool], most: int, low: int = 0) -> int:
@@ -244,9 +244,10 @@ def rows(planners: Mapping[str, Planner], batches: Sequence[int]) -> Iterator[di
 
 
 def plan(question: Question, batches: Sequence[int]) -> dict[str, Any]:
-    """Return the answer to a question: `rows` by batch size and choice, `when` drafts pay (a sentence; `paying`: ranges
-    of batch sizes), `serve` (a command; None: nothing fits), `break_even_agreement` of what it serves, `quantised_drafts` (None where it is
-    no question), `notes`, `agreement` by prune ratio, `assumed` and which of it is `fitted`, and what was asked.
+    """Return the answer to a question: `rows` by batch size and choice, `when` drafts pay for new videos (a sentence;
+    `paying`: ranges of batch sizes), `serve` (a command; None: nothing fits), `break_even_agreement` of what it serves,
+    `quantised_drafts` (None where it is no question), `notes`, `agreement` by prune ratio, `assumed` and which of it is
+    `fitted`, and what was asked.
     """
     planners = {choice: Planner(of) for choice, of in choices(question).items()}
     planner = next(iter(planners.values()))

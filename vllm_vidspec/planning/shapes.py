@@ -99,7 +99,7 @@ class ModelShape:
         """Return the same as a checkpoint of one of QUANTISATIONS has it, whose tower keeps 16 bits; None: as it is."""
         if name is None:
             return self
-        return replace(self, name=f"{self.name} ({name})", linear_bytes=QUANTISATIONS[name])
+        return replace(self, name=f"{self.name} ({name.split('_')[0]})", linear_bytes=QUANTISATIONS[name])
 
     def with_eyes_of(self, target: "ModelShape") -> "ModelShape":
         """Return the same without a tower: it reads the target's visual embeddings through a linear map."""
@@ -176,7 +176,11 @@ _Sizes = tuple[int, int, int, int, int, int, int]
 
 def _known(family: str, size: str, vision: int, sizes: _Sizes, tied: bool = False, experts: int = 0) -> ModelShape:
     """Return a model by its `sizes`, from `layers` to `vocab` of ModelShape, and `vision` millions of tower weights."""
-    more = {"experts": experts, "active_experts": 8 if experts else 0, "vision_params": vision * 1_000_000}
+    more: dict[str, Any] = {
+        "experts": experts,
+        "active_experts": 8 if experts else 0,
+        "vision_params": vision * 1_000_000,
+    }
     checkpoint = _CHECKPOINTS[family].format(size if family.startswith("qwen") else size.lower())
     return ModelShape(f"{_NAMES[family]} {size}", family, *sizes, tied=tied, checkpoint=checkpoint, **more)
 
@@ -228,7 +232,7 @@ def draft_shape(name: str, target: ModelShape) -> ModelShape:
     draft = _shape(name, "--draft", target.family)
     if draft.family != target.family:
         raise VidSpecError(f"--draft: {draft.name} is of the family {draft.family}, the target of {target.family}")
-    return draft
+    return replace(draft)  # never the target's object, which is "self"
 
 
 def _shape(name: str, option: str, family: str | None) -> ModelShape:
