@@ -82,13 +82,13 @@ class Clients:
     """Asks servers about videos, which are written as they are needed."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
-        self._args, self._folder = args, folder
+        self.args, self._folder = args, folder
         self._tokenizer = args.target or pairs.checkpoint(FAMILY, "target")
 
     def _entry(self, index: int) -> dict[str, Any]:
         """Return a video and its question, as a ShareGPT file has them."""
         path = self._folder / f"{index}.mp4"
-        frames, question = reel.held_out(index, self._args.tokens)
+        frames, question = reel.held_out(index, self.args.tokens)
         if not path.exists():
             world.write_mp4(frames, path)
         turns = [{"from": "human", "value": question.text}, {"from": "gpt", "value": question.answer}]
@@ -119,18 +119,17 @@ class Clients:
 
 def kv_tokens(server: VllmServer) -> int:
     """Return how many tokens the target's KV cache holds."""
-    text = server.metrics_text()
-    blocks, size = (int(re.search(f'{name}="(\\d+)"', text)[1]) for name in ("num_gpu_blocks", "block_size"))
-    return blocks * size
+    labels = dict(re.findall(r'(\w+)="(\d+)"', server.metrics_text()))
+    return int(labels["num_gpu_blocks"]) * int(labels["block_size"])
 
 
-def play(clients: Clients, server: VllmServer, cell: Cell, first: int, holds: int, rate: float, waves: int) -> Any:
+def play(clients: Clients, server: VllmServer, cell: Cell, first: int, holds: int, rate: float) -> harness.Row:
     """Let clients ask about videos from number `first` on, as many at a time as fit `holds` tokens of KV."""
     load, videos, answer = cell
-    fit = max(2, holds // (clients._args.tokens + TEXT_TOKENS + answer))
-    asked = [first + index for index in range(waves * fit)]
+    fit = max(2, holds // (clients.args.tokens + TEXT_TOKENS + answer))
+    asked = [first + index for index in range(clients.args.waves * fit)]
     if videos == "cached":
-        asked = [KEPT + index % (fit // 2) for index in range(waves * fit)]  # half of the memory keeps them
+        asked = [KEPT + index % (fit // 2) for index in range(len(asked))]  # half of the memory keeps them
         clients.ask(server, sorted(set(asked)), 1, "--max-concurrency", "2")
     how = ["--max-concurrency", str(fit)] if load == "closed" else ["--request-rate", f"{rate:.6f}"]
     found = clients.ask(server, asked, answer, *how)
@@ -152,8 +151,8 @@ def play(clients: Clients, server: VllmServer, cell: Cell, first: int, holds: in
 
 
 def measure(args: argparse.Namespace) -> Iterator[harness.Row]:
-    cells = list(itertools.product(args.loads, args.videos, args.answers))
-    cells.sort(key=lambda cell: cell[0] != "closed")  # what vanilla answers comes first
+    # What vanilla answers comes first: the rate of `poisson` is a share of it.
+    cells = [(load, *one) for load in ("closed", "poisson") for one in itertools.product(args.videos, args.answers)]
     holds: dict[str, int] = {}
     rates: dict[tuple[str, int], float] = {}
     with tempfile.TemporaryDirectory(prefix="vidspec-full-") as name, contextlib.ExitStack() as stack:
@@ -172,9 +171,8 @@ def measure(args: argparse.Namespace) -> Iterator[harness.Row]:
             load, videos, answer = cells[number]
             most = math.ceil(args.waves * holds[VANILLA] / args.tokens)  # videos of a cell, and more
             first = (turn * len(cells) + number) * most
-            found = play(
-                clients, server, cells[number], first, holds[VANILLA], rates.get((videos, answer), 0.0), args.waves
-            )
+            rate = rates.get((videos, answer), 0.0)
+            found = play(clients, server, cells[number], first, holds[VANILLA], rate)
             if which == VANILLA and load == "closed":
                 rates.setdefault((videos, answer), LOAD * found["answers_per_s"])
             return {"round": turn, "server": which, "kv_tokens": holds[which], **found}
@@ -205,7 +203,6 @@ if __name__ == "__main__":
         __doc__,
         measure,
         **sizes,
-        loads=["closed", "poisson"],
         videos=["new", "cached"],
         target="",
         draft="",

@@ -92,6 +92,8 @@ def test_no_plan_says_yes_where_the_device_said_no():
     for asked in (short, long):
         row = next(row for row in plan(asked.question, (1,))["rows"] if row["choice"] == "draft")
         assert row["shape"] == "tree-2" or (row["shape"] == "chain" and row["num_speculative_tokens"] <= 2)
+    measured = found.acceptance_length * vanilla["step_ms"] / chain["step_ms"]
+    assert found.speedup == pytest.approx(measured, rel=WITHIN) and measured < 1
     assert not long.pays(2), "a whole answer waits for two prefills of a draft that gains little"
 
 
