@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from vllm_vidspec.errors import VidSpecError, quoted
-from vllm_vidspec.families import known_families
-from vllm_vidspec.families.base import read_field
 from vllm_vidspec.planning.draft_cost import FOUR_BITS, FP8, INT4_BYTES, WEIGHT_BYTES, Decoder, bytes_of_layers, part
 
 KV_BYTES = 2  # of a number: bf16
@@ -126,6 +124,9 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """Return the shape of a Hugging Face configuration, as JSON has it; KeyError: what it lacks, VidSpecError: a family
     that is not supported, weights neither of 16 bits, of four nor in fp8, or numbers that are none.
     """
+    from vllm_vidspec.families import known_families  # with torch, which models by name do without
+    from vllm_vidspec.families.base import read_field
+
     families = {model_type: known for known in known_families() for model_type in sorted(known.model_types)}
     adapter = families.get(config["model_type"])
     if adapter is None:
