@@ -208,6 +208,8 @@ def full_server() -> str:
             server: {row["round"]: row for row in rows if row["server"] == server} for server in ("vanilla", "vidspec")
         }
         rounds = sorted(of["vanilla"].keys() & of["vidspec"].keys())
+        if not rounds:  # of a run that was cut
+            continue
         load, videos, answer, clients = cell
         line = [load, videos, str(answer), str(clients)]
         seen = [
@@ -219,7 +221,7 @@ def full_server() -> str:
         lengths = [length for one in rounds if (length := of["vidspec"][one]["acceptance_length"])]
         lines.append([*line, f"{np.mean(lengths):.2f}" if lengths else "-"])
     vanilla = "vanilla: answers/s, tokens/s; first token p50, p99; a token, ms"
-    head = ["requests come", "videos", "answer", "clients", vanilla, *(f"{one}, ours over vanilla" for one in figures)]
+    head = ["requests come", "videos", "answer", "clients", vanilla, *(f"ours over vanilla: {one}" for one in figures)]
     return f"{markdown([*head, 'tokens a verify step'], lines, words=2)}\n\n{origin(result)}"
 
 

@@ -10,7 +10,7 @@ from vllm_vidspec.config import parse_config
 from vllm_vidspec.planning.candidates import TREES
 
 QUICK = ("plan", "--video-tokens", "1000", "--prune-ratio", "0.9")
-APART = "--target Qwen2.5-VL-72B --draft 7B --tp 8 --draft-gpus 1 --batch 1"
+APART = "plan --target Qwen2.5-VL-72B --draft 7B --tp 8 --draft-gpus 1 --batch 1"
 TIMES = {
     *("ttft_ms", "answer_ms", "answer_speedup", "speedup", "videos_per_hour", "videos_per_hour_per_gpu"),
     *("acceptance_length", "t_target_ms", "t_verify_ms", "t_draft_ms"),
@@ -64,7 +64,7 @@ def test_options_reach_the_plan():
     }
     for options, name in changed.items():
         assert planned("--batch", "4", *options)["rows"][1][name] != row[name], options
-    apart = printed("plan", *APART.split())["rows"][1]
+    apart = printed(*APART.split())["rows"][1]
     assert (apart["shape"], apart["gpus"], apart["draft_forwards"]) == ("parallel", 9, 0)
     assert all(one["gpus"] == 1 for one in planned("--batch", "1,4")["rows"]), "no second card that nobody asked for"
     (agreement,) = printed("plan", "--acceptance", "0.9,0.8,0.7")["agreement"]
@@ -86,7 +86,7 @@ def test_minutes_are_tokens():
         "--target Qwen/Qwen2.5-VL-7B-Instruct-AWQ --draft 3B --draft-quantization fp8_per_tensor --minutes 3",
         "--target Qwen2.5-VL-7B --draft self --batch 16",
         "--target llava-onevision-7b --draft 0.5b --gpu l40s --prune-ratio 0.5",
-        APART,
+        APART.removeprefix("plan "),
         "--target Qwen2.5-VL-3B --draft 3B",
     ],
 )
@@ -125,5 +125,6 @@ def test_tables_and_files(tmp_path):
     written = json.loads((tmp_path / "plan.json").read_text())
     assert f"{written['rows'][1]['answer_speedup']:.2f}x" in words
     assert result.stdout.rstrip().endswith(written["serve"])
-    assert "…" not in result.stdout, "eighty columns hold the tables"
+    many = invoke(*APART.split(), "--video-tokens", "1000").stdout
+    assert "…" not in result.stdout + many, "eighty columns hold the tables"
     assert len(result.stdout.splitlines()) < 50, "one screen"

@@ -31,7 +31,7 @@ class Planner(Candidates):
         """Return the draft that fits with the fastest answers, whether it pays or not; None: none fits."""
         if batch not in self._fastest:
             fitting = (one for one in self.candidates(batch) if one.fits)
-            self._fastest[batch] = max(fitting, key=lambda one: one.answer_speedup, default=None)
+            self._fastest[batch] = max(fitting, key=lambda one: (one.answer_speedup, one.speedup), default=None)
         return self._fastest[batch]
 
     def fullest(self) -> Candidate | None:
@@ -40,7 +40,7 @@ class Planner(Candidates):
         for ratio, shape in itertools.product(self.question.prune_ratios, (CHAIN, PARALLEL)):
             batch = _last(lambda batch: self.has_room(batch, ratio, shape), self.most_requests())  # noqa: B023
             found += [one for one in self.candidates(batch, (ratio,)) if one.fits] if batch else []
-        return max(found, key=lambda one: one.videos_per_hour, default=None)
+        return max(found, key=lambda one: (one.videos_per_hour, one.speedup), default=None)
 
     def most_requests(self) -> int:
         """Return the largest batch whose KV fits beside the target's weights, at most MOST_BATCH; 0: not even one."""

@@ -217,14 +217,14 @@ def calibration_words(result: dict[str, Any]) -> str:
 
 # What each choice comes to, by requests at a time.
 _ANSWERS: Columns = {
-    "requests": lambda row: f"{row['batch']} (full)" if row["is_full"] else f"{row['batch']}",
+    "requests": lambda row: f"{row['batch']} full" if row["is_full"] else f"{row['batch']}",
     "choice": "{choice}",
     "drafts": lambda row: _drafts(row),
     "first\ntoken": "{ttft_ms:,.0f}",
     "whole\nanswer": "{answer_ms:,.0f}",
     "new\nvideo": "{answer_speedup:x}",
     "in\ncache": "{speedup:x}",
-    "videos/h\na GPU": "{videos_per_hour_per_gpu:,.0f}",
+    "videos/h\n(a GPU)": lambda row: _videos(row),
 }
 # A step of what was asked about.
 _STEPS: Columns = {
@@ -263,7 +263,7 @@ def show_plan(result: Figures, console: Console) -> None:
         "{video_tokens:,} video tokens, {text_tokens} of text, answers of {answer_tokens}; times in ms", result
     )
     rows = result["rows"]
-    console.print(by_columns(_ANSWERS, rows, 3, title=title, caption=asked))
+    console.print(by_columns(_ANSWERS, rows, 3, title=title, caption=asked, padding=(0, 1, 0, 0)))
     if drafting := [row for row in rows if row["choice"] == result["choice"]]:
         console.print(by_columns(_STEPS, drafting, 2, caption=f"a step of {result['choice']}, ms"))
     held = [row for row in rows if row["is_full"] or not row["fits"]]
@@ -272,6 +272,10 @@ def show_plan(result: Figures, console: Console) -> None:
         console.print(line, highlight=False)
     if result["serve"]:
         console.print(f"\n{result['serve']}", highlight=False, soft_wrap=True)
+
+
+def _videos(row: Figures) -> str:
+    return fill("{videos_per_hour:.0f}" + " ({videos_per_hour_per_gpu:.0f})" * (row["gpus"] > 1), row)
 
 
 def _drafts(row: Figures) -> str:
