@@ -28,7 +28,6 @@ from vllm_vidspec.tools.bench.speed import (
     draft_model,
     draft_ms,
 )
-from vllm_vidspec.tools.engine_session import EngineSession
 from vllm_vidspec.tools.progress import Report, silent
 from vllm_vidspec.tools.provenance import provenance
 
@@ -104,7 +103,7 @@ def step_times(
         sessions = []
         for point in points:
             report("loading", {"label": f"to measure step times: layers appended {point[1]} and {point[2]}"})
-            sessions.append(stack.enter_context(EngineSession(job(*point))))
+            sessions.append(stack.enter_context(BenchSession(job(*point))))
         report("measuring", {})
         for index in range(num_prompts):
             for session, (drafts, _, _), one in zip(sessions, points, found_ms, strict=True):

@@ -1,4 +1,4 @@
-"""Write what is generated in README.md and docs/: tables of recorded results, and the configuration's keys.
+"""Write what is generated in README.md and docs/: tables of recorded results, plans, the configuration's keys.
 
     python -m benchmarks.pages             # write
     python -m benchmarks.pages --check     # only name the pages that differ
@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from benchmarks.pages import configuration, results
+from benchmarks.pages import configuration, plans, results
 from benchmarks.pages.results import ROOT
 
-SECTIONS = results.SECTIONS | configuration.SECTIONS
+SECTIONS = results.SECTIONS | configuration.SECTIONS | plans.SECTIONS
 
 
 def written(page: str, sections: Mapping[str, Callable[[], str]]) -> str:

@@ -2,14 +2,14 @@
 
 import functools
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vllm_vidspec import assets
-from vllm_vidspec.tools.tables import Row, fill, markdown
+from vllm_vidspec.tools.tables import Row, by, fill, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -179,6 +179,52 @@ def wall_clock() -> str:
     )
 
 
+# ---- a full server ---------------------------------------------------------------------------------------------------
+
+_T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's, of 1 to 9 degrees of freedom
+
+
+def ratio_with_interval(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Return the mean ratio of rounds that were played in turn, and its 95 % interval, of logarithms."""
+    logs = np.log(np.array(ours) / np.array(theirs))
+    if len(logs) < 2:
+        return f"{np.exp(logs.mean()):.2f}"
+    half = _T_975[min(len(logs) - 2, 8)] * logs.std(ddof=1) / np.sqrt(len(logs))
+    return "{:.2f} ({:.2f} to {:.2f})".format(*np.exp(logs.mean() + half * np.array([0, -1, 1])))
+
+
+def full_server() -> str:
+    """Return each cell's figures of vanilla, medians of rounds, and ours over them."""
+    result = read("R19")
+    figures = {
+        "tokens/s": "tokens_per_s",
+        "first token, p50": "ttft_p50_ms",
+        "p99": "ttft_p99_ms",
+        "a token": "tpot_ms",
+    }
+    lines = []
+    for cell, rows in by(result["rows"], "load", "videos", "answer_tokens", "clients").items():
+        of = {
+            server: {row["round"]: row for row in rows if row["server"] == server} for server in ("vanilla", "vidspec")
+        }
+        rounds = sorted(of["vanilla"].keys() & of["vidspec"].keys())
+        if not rounds:  # of a run that was cut
+            continue
+        load, videos, answer, clients = cell
+        line = [load, videos, str(answer), str(clients)]
+        seen = [
+            np.median([of["vanilla"][one][name] for one in rounds]) for name in ("answers_per_s", *figures.values())
+        ]
+        line.append("{:.2f}, {:.0f}; {:,.0f}, {:,.0f}; {:.1f}".format(*seen))
+        for name in figures.values():
+            line.append(ratio_with_interval(*([of[s][one][name] for one in rounds] for s in ("vidspec", "vanilla"))))
+        lengths = [length for one in rounds if (length := of["vidspec"][one]["acceptance_length"])]
+        lines.append([*line, f"{np.mean(lengths):.2f}" if lengths else "-"])
+    vanilla = "vanilla: answers/s, tokens/s; first token p50, p99; a token, ms"
+    head = ["requests come", "videos", "answer", "clients", vanilla, *(f"ours over vanilla: {one}" for one in figures)]
+    return f"{markdown([*head, 'tokens a verify step'], lines, words=2)}\n\n{origin(result)}"
+
+
 # ---- reliability and coexistence -------------------------------------------------------------------------------------
 
 
@@ -260,5 +306,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "wall-clock": wall_clock,
     "pruners": pruners,
     "pruner-differences": pruner_differences,
+    "full-server": full_server,
     **{one.__name__: one for one in (soak, restarts, faults, auto, coexistence)},
 }

@@ -133,7 +133,7 @@ ENGINES = {"torch", "triton", "vllm", "transformers"}
 WITHOUT = {
     "vllm_vidspec.engine.triton_cpu": ENGINES | {"numpy"},
     "vllm_vidspec.config": ENGINES | {"numpy", "vidspec_kernels"},
-    "vllm_vidspec.planning": ENGINES | {"rich", "typer", "vidspec_kernels"},
+    "vllm_vidspec.planning.planner": ENGINES | {"rich", "typer", "vidspec_kernels"},
     **{f"vllm_vidspec.{name}": ENGINES for name in ("setup.fixups", "doctor", "metrics", "plugin", "cli")},
     "benchmarks.pages.__main__": ENGINES,  # pages are built where vLLM is not installed
     "vidspec_kernels": {"vllm", "vllm_vidspec.engine.worker", "transformers"},

@@ -37,7 +37,7 @@ add(app, doctor.doctor, "vidspec doctor", f"vidspec doctor --target {_BUNDLED}/t
 add(app, status.status, "vidspec status --server http://127.0.0.1:8000")
 add(app, calibrate.calibrate, "vidspec calibrate --prompts 1 --max-tokens 32 --out calibration.json")
 add(app, studio.studio, "vidspec studio", "vidspec studio --server http://127.0.0.1:8000 --port 8010")
-add(app, plan.plan, "vidspec plan --target Qwen/Qwen2.5-VL-32B-Instruct --draft 7B --gpu h100 --tp 2")
+add(app, plan.plan, "vidspec plan --target Qwen/Qwen3-VL-8B-Instruct --draft 2B --gpu h100 --minutes 10 --fps 1")
 add(app, show_pruning.show_pruning, "vidspec show-pruning --pruner uniform,specvlm --out pruning.png")
 _bench = typer.Typer(help="Measure acceptance and speed of a pair.", no_args_is_help=True, rich_markup_mode=None)
 add(_bench, bench.acceptance, "vidspec bench acceptance --prune-ratio 0,0.9 --requests 2 --max-tokens 32")

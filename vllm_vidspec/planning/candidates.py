@@ -1,8 +1,9 @@
 """Candidates: a pair, cards and requests to plan for, and what each way of drafting comes to; plain Python."""
 
+import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from vllm_vidspec.config.fields import PruneKnobs
 from vllm_vidspec.config.static_tree import GROWN_DEPTHS, SPECVLM_PATHS, grow_paths, level_widths, most_nodes
@@ -30,17 +31,18 @@ RATIOS = (0.0, 0.5, 0.8, 0.9, 0.95)
 @dataclass(frozen=True)
 class Question:
     target: ModelShape  # the target's shape
-    draft: ModelShape  # the draft's; the target's own object: it drafts for itself
+    draft: ModelShape  # the draft's; the target's own object: it drafts for itself, over its own KV cache
     gpu: Gpu  # the card
     ranks: int = 1  # tensor-parallel ranks of the target; a sequential draft has as many
-    draft_gpus: int = 1  # cards of a parallel drafter's own; 0: none, so no parallel drafting
+    draft_gpus: int = 0  # cards of a parallel drafter's own; 0: none, so no parallel drafting
     video_tokens: int = 25_000  # of a request's prompt
     text_tokens: int = 512  # the prompt's text and what of the answer is written on average
-    answer_tokens: int = 256  # of an answer, over which the draft's prefill is spread
+    answer_tokens: int = 256  # of an answer
     prune_ratios: tuple[float, ...] = RATIOS  # r to choose from
     agreement: Agreement | None = None  # of the pair, at the one ratio; None: what the papers tell
     target_ms: float | None = None  # measured T_t of one request; None: by the roofline
     draft_ms: float | None = None  # measured T_d of one request, at the one ratio; None: by the roofline
+    fps: float | None = None  # frames a second that videos are sampled at; None: as the server does
     assumed: Assumptions = ASSUMED  # what cards reach of their data sheets
 
     @property
@@ -61,6 +63,11 @@ class Question:
     def may_be_sequential(self) -> bool:
         return self.is_self or self.draft.is_shared_by(self.ranks)
 
+    @property
+    def may_be_parallel(self) -> bool:
+        """A drafter on cards of its own has neither the target's KV cache nor its visual embeddings."""
+        return self.draft_gpus > 0 and not self.is_self and not self.draft.has_map
+
 
 def check(question: Question) -> None:
     for ratio in question.prune_ratios:
@@ -73,7 +80,7 @@ def check(question: Question) -> None:
         if is_given is not None and len(question.prune_ratios) > 1:
             raise VidSpecError(f"{option}: it was measured at one prune ratio; give that one as --prune-ratio")
     if not question.target.is_shared_by(question.ranks):
-        sizes = ", ".join(str(size) for size in range(1, 65) if question.target.is_shared_by(size))
+        sizes = ", ".join(map(str, _rank_numbers(question.target)))
         raise VidSpecError(f"--tp {question.ranks}: ranks cannot share the target's heads evenly; {sizes} would do")
     if question.draft_gpus and not question.draft.is_shared_by(question.draft_gpus):
         raise VidSpecError(f"--draft-gpus {question.draft_gpus}: ranks cannot share the draft's heads evenly")
@@ -82,28 +89,30 @@ def check(question: Question) -> None:
             f"the draft's {question.draft.heads} heads cannot be shared by --tp {question.ranks} ranks: choose another "
             "--tp, or give it GPUs of its own, --draft-gpus 1"
         )
-    weights = weight_bytes(question.target, question.ranks)
-    if weights > question.assumed.usable_frac * question.gpu.memory_bytes:
+    usable = question.assumed.usable_frac * question.gpu.memory_bytes
+    if weight_bytes(question.target, question.ranks) > usable:
+        weights = weight_bytes(question.target, question.ranks) / 1e9
+        more = [ranks for ranks in _rank_numbers(question.target) if weight_bytes(question.target, ranks) < usable]
         raise VidSpecError(
-            f"--tp {question.ranks}: a rank of {question.target.name} has {weights / 1e9:.0f} GB of weights, "
-            f"more than {question.gpu.name} takes"
+            f"--tp {question.ranks}: a rank of {question.target.name} has {weights:.0f} GB of weights, "
+            f"more than {question.gpu.name} takes" + (f"; --tp {more[0]} would do" if more else "")
         )
+
+
+def _rank_numbers(shape: ModelShape) -> list[int]:
+    return [ranks for ranks in range(1, 65) if shape.is_shared_by(ranks)]
 
 
 def notes(question: Question) -> Iterator[str]:
     yield (
-        "Modelled, not measured: data sheets, and what steps of one H100 took beside them (fitted). "
-        "The vision tower is left out."
+        "Modelled, not measured: data sheets, and what decode steps of one H100 took beside them (fitted); prefills at "
+        f"{100 * question.assumed.flops_frac:.0f} % of the products' peak (assumed), without reading the video file."
     )
+    yield "Not in this version yet: eyes (acceptance as with a tower is assumed), and self over the target's KV cache."
     if not question.may_be_sequential:
         yield (
             f"{question.draft.name} has {question.draft.heads} heads, which {question.ranks} ranks cannot share: it "
             "cannot draft sequentially, but in parallel on GPUs of its own or not at all."
-        )
-    if question.draft_gpus:
-        yield (
-            f"Parallel drafting takes {question.draft_gpus} GPU{'s' * (question.draft_gpus > 1)} more than vanilla; "
-            "what vanilla would gain by as many is not counted."
         )
 
 
@@ -116,8 +125,7 @@ MOST_CHAIN = 10
 WINDOWS = (16, 8, 4, 2)  # greatest windows that are tried
 _IMAGES_KEPT = 1 - PruneKnobs().ratio_for("image")
 _BLOCK = 16  # tokens of a KV block, as vLLM has it by default
-# Tokens that a parallel run is followed for: of a row, and where only its place among others counts.
-LONG, SHORT = 20_000, 3000
+_FOLLOWED = 6000  # tokens that a parallel run is followed for
 
 
 @dataclass(frozen=True)
@@ -127,14 +135,43 @@ class Candidate:
     shape: str  # one of SHAPES
     num_tokens: int  # K, drafts of a step
     prune_ratio: float  # r
-    speedup: float  # decode speed over vanilla's at this batch size
-    answer_speedup: float  # the same with the draft's prefill spread over the answer: what candidates are compared by
+    batch: int  # requests that decode at once
+    speedup: float  # decode speed over vanilla's at this batch size: that of answers about a video in the prefix cache
     acceptance_length: float  # tau
     target_s: float  # T_t, vanilla's step
     verify_s: float  # T_t^K, the target's step over all drafts
-    draft_s: float  # all draft forwards of a step; in parallel one
     memory: MemorySplit  # of a card of the target's
+    vanilla_s: float  # decoding an answer without drafts
+    read_s: float  # the target's prefill and tower
+    draft_s: float = 0.0  # T_d, a draft forward, the mean of a step's
+    forwards: int = 0  # draft forwards of a step that the target waits for; 0 in parallel
+    waited_s: float = 0.0  # a draft's prefill and tower, if the target waits for them
+    alone_s: float = 0.0  # of `vanilla_s`, how long a target decodes without its drafter, which still reads
     drafter_memory: MemorySplit | None = None  # of a card of the parallel drafter's own, else None
+
+    @property
+    def drafting_s(self) -> float:
+        """What drafting adds to a step."""
+        return self.forwards * self.draft_s
+
+    @property
+    def ttft_s(self) -> float:
+        """The first token of a request that waits for no other."""
+        return self.read_s + self.waited_s
+
+    @property
+    def answer_s(self) -> float:
+        """A whole answer, while each of the batch's requests brings a new video, which all wait for."""
+        return self.batch * self.ttft_s + self.alone_s + (self.vanilla_s - self.alone_s) / self.speedup
+
+    @property
+    def answer_speedup(self) -> float:
+        """Vanilla's whole answer over this one, at this batch size: what candidates are compared by."""
+        return (self.batch * self.read_s + self.vanilla_s) / self.answer_s
+
+    @property
+    def videos_per_hour(self) -> float:
+        return 3600 * self.batch / self.answer_s
 
     @property
     def fits(self) -> bool:
@@ -156,6 +193,8 @@ class Candidates:
             place = self._place if question.may_be_sequential else self._own_place
             modelled = self.draft_seconds(1, 1, question.prune_ratios[0], place)
             self._draft_scale = question.draft_ms / 1e3 / modelled
+        elif question.is_self:
+            self._draft_scale = self._target_scale
 
     def target_seconds(self, batch: int, rows: int, is_tree: bool = False) -> float:
         """Return T_t of `rows` tokens a request, the host's share included; scaled to what was measured, if it was."""
@@ -168,9 +207,27 @@ class Candidates:
         context = asked.draft_context(prune_ratio)
         return self._draft_scale * forward_seconds(asked.draft, place, batch, rows, context)
 
+    @functools.cached_property
+    def _read_s(self) -> float:
+        """What the target takes to read a prompt."""
+        asked = self.question
+        return prefill_seconds(asked.target, self._place, asked.context, asked.video_tokens)
+
+    def _draft_read_s(self, prune_ratio: float, place: Placement) -> float:
+        """Return what a draft takes to read a prompt: its tower sees the whole video, its decoder what is kept. A
+        target that drafts for itself copies what it has.
+        """
+        asked = self.question
+        if asked.is_self:
+            return 0.0
+        return prefill_seconds(asked.draft, place, asked.draft_context(prune_ratio), asked.video_tokens)
+
     def vanilla(self, batch: int) -> Candidate:
         seconds = self.target_seconds(batch, 1)
-        return Candidate(NONE, 0, 0.0, 1.0, 1.0, 1.0, seconds, seconds, 0.0, self._memory(batch, None))
+        answer = self.question.answer_tokens * seconds
+        return Candidate(
+            *(NONE, 0, 0.0, batch, 1.0, 1.0, seconds, seconds), self._memory(batch, None), answer, self._read_s
+        )
 
     def chain(self, batch: int, num_tokens: int, prune_ratio: float, agreement: Agreement | None = None) -> Candidate:
         """Return what sequential chains of K drafts come to; K = 0 is vanilla."""
@@ -196,20 +253,27 @@ class Candidates:
     def _sequential(
         self, shape: str, batch: int, num_tokens: int, prune_ratio: float, length: float, widths: Mapping[int, int]
     ) -> Candidate:
-        is_tree, assumed = shape in TREES, self.question.assumed
-        target, verify = self.target_seconds(batch, 1), self.target_seconds(batch, num_tokens + 1, is_tree)
-        draft = sum(
+        is_tree, assumed, vanilla = shape in TREES, self.question.assumed, self.vanilla(batch)
+        verify = self.target_seconds(batch, num_tokens + 1, is_tree)
+        forwards = sum(widths.values())
+        drafting = sum(
             number * self.draft_seconds(batch, rows, prune_ratio, self._place) for rows, number in widths.items()
         )
         if is_tree:
-            draft += (sum(widths.values()) - 1) * self.question.draft.layers * assumed.level_layer_s
-        found = speedup(length, target, draft, verify, assumed.speculation_s)
-        # A draft's prefill keeps all requests waiting, and each brings one.
-        prefill = batch * prefill_seconds(self.question.draft, self._place, self.question.draft_context(prune_ratio))
-        vanilla = self.question.answer_tokens * target
-        over_answer = vanilla / (vanilla / found + prefill)
-        memory = self._memory(batch, prune_ratio)
-        return Candidate(shape, num_tokens, prune_ratio, found, over_answer, length, target, verify, draft, memory)
+            drafting += (forwards - 1) * self.question.draft.layers * assumed.level_layer_s
+        return replace(
+            vanilla,
+            shape=shape,
+            num_tokens=num_tokens,
+            prune_ratio=prune_ratio,
+            speedup=speedup(length, vanilla.target_s, drafting, verify, assumed.speculation_s),
+            acceptance_length=length,
+            verify_s=verify,
+            draft_s=drafting / forwards,
+            forwards=forwards,
+            waited_s=self._draft_read_s(prune_ratio, self._place),
+            memory=self._memory(batch, prune_ratio),
+        )
 
     def parallel(
         self,
@@ -217,7 +281,6 @@ class Candidates:
         prune_ratio: float,
         agreement: Agreement | None = None,
         most: int = WINDOWS[0],
-        tokens: int = SHORT,
     ) -> Candidate:
         """Return what a drafter on cards of its own comes to, its window by the rule that the engine follows.
 
@@ -234,47 +297,65 @@ class Candidates:
             # vLLM verifies K rows in every step, whatever the stream has.
             step = self.target_seconds(batch, window + 1) + asked.assumed.speculation_s
             window = window_of(step, turn, agreement.rates[-1], most)
-        run = run_streams(agreement, window, step, turn, answer=tokens)
-        target, verify = self.target_seconds(batch, 1), self.target_seconds(batch, window + 1)
-        ranks, seen = self._own_place.ranks, asked.draft_context(prune_ratio)
-        draft = (weight_bytes(asked.draft, ranks), kv_bytes(asked.draft, ranks, batch, seen), 0.0)
-        own = memory_split(self._own_place, draft=draft)
-        found = run.speedup(target)
-        vanilla = asked.answer_tokens * target
-        alone = min(batch * prefill_seconds(asked.draft, self._own_place, seen), vanilla)
-        over_answer = vanilla / (alone + (vanilla - alone) / found)
-        gains = (found, over_answer, run.acceptance_length, target, verify, turn)
-        return Candidate(PARALLEL, window, prune_ratio, *gains, self._memory(batch, None), own)
+        run = run_streams(agreement, window, step, turn, answer=_FOLLOWED)
+        vanilla = self.vanilla(batch)
+        return replace(
+            vanilla,
+            shape=PARALLEL,
+            num_tokens=window,
+            prune_ratio=prune_ratio,
+            speedup=run.speedup(vanilla.target_s),
+            acceptance_length=run.acceptance_length,
+            verify_s=self.target_seconds(batch, window + 1),
+            draft_s=turn,
+            alone_s=min(batch * self._draft_read_s(prune_ratio, self._own_place), vanilla.vanilla_s),
+            drafter_memory=self._drafter_memory(batch, prune_ratio),
+        )
 
     def _memory(self, batch: int, prune_ratio: float | None) -> MemorySplit:
         """Return what a card of the target's holds; None: no draft beside it.
 
         The draft's part is the engine's (`DraftMemory.plan`), with its defaults: a pool that follows from the memory
-        and not from the requests, in which images keep what they do by default.
+        and not from the requests, in which images keep what they do by default. A target that drafts for itself copies
+        the kept share of each request's video.
         """
         asked, ranks = self.question, self.question.ranks
         target = (weight_bytes(asked.target, ranks), kv_bytes(asked.target, ranks, batch, asked.context))
         if prune_ratio is None:
             return memory_split(self._place, target)
-        weights = 0.0 if asked.is_self else weight_bytes(asked.draft, ranks)
+        if asked.is_self:
+            kept_tokens = (1 - prune_ratio) * asked.video_tokens
+            return memory_split(self._place, target, (0.0, kv_bytes(asked.target, ranks, batch, kept_tokens), 0.0))
+        weights = weight_bytes(asked.draft, ranks)
         free = max(0.0, asked.assumed.usable_frac * asked.gpu.memory_bytes - target[0] - weights)
-        media = (pool.VISION_SHARE + (0.0 if asked.is_self else pool.PIXEL_SHARE)) * free
+        media = (pool.VISION_SHARE + (0.0 if asked.draft.has_map else pool.PIXEL_SHARE)) * free
         of_target, of_draft = (kv_bytes(shape, ranks, 1, 1) for shape in (asked.target, asked.draft))
         kept = max(1 - prune_ratio, _IMAGES_KEPT)
         size = pool.pool_bytes(int(free - media), of_target, of_draft, kept, asked.context, _BLOCK)
         return memory_split(self._place, target, (weights, size, media))
 
-    def candidates(self, batch: int) -> Iterator[Candidate]:
-        """Yield everything that could be done at a batch size, whether it fits or not; vanilla first."""
-        yield self.vanilla(batch)
+    def has_room(self, batch: int, prune_ratio: float, shape: str) -> bool:
+        """Return whether so many requests fit, on the cards of the target and of a parallel drafter."""
+        if shape == PARALLEL:
+            return self._memory(batch, None).fits and self._drafter_memory(batch, prune_ratio).fits
+        return self._memory(batch, prune_ratio).fits
+
+    def _drafter_memory(self, batch: int, prune_ratio: float) -> MemorySplit:
+        draft, ranks = self.question.draft, self._own_place.ranks
+        kv = kv_bytes(draft, ranks, batch, self.question.draft_context(prune_ratio))
+        return memory_split(self._own_place, draft=(weight_bytes(draft, ranks), kv, 0.0))
+
+    def candidates(self, batch: int, ratios: Sequence[float] | None = None) -> Iterator[Candidate]:
+        """Yield every way to draft at a batch size, whether it fits or not, with these prune ratios or all."""
+        ratios = self.question.prune_ratios if ratios is None else ratios
         if self.question.may_be_sequential:
-            for ratio in self.question.prune_ratios:
+            for ratio in ratios:
                 for num_tokens in range(1, MOST_CHAIN + 1):
                     yield self.chain(batch, num_tokens, ratio)
-                for shape in TREES:
+                for shape in () if self.question.is_self else TREES:
                     yield self.tree(batch, ratio, shape=shape)
-        if self.question.draft_gpus:
-            for ratio in self.question.prune_ratios:
+        if self.question.may_be_parallel:
+            for ratio in ratios:
                 window = WINDOWS[0] + 1
                 for most in WINDOWS:
                     if most < window:

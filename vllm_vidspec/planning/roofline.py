@@ -2,9 +2,11 @@
 
 A forward is its weights' matrices and its attention, one after the other; each takes the longer of its bytes and its
 products, and what a layer takes beside them and all-reduces come on top. Attention is that of a kernel that splits
-keys, as tree attention does where vLLM's own does not. A prefill is its products alone. The vision tower is left out.
+keys, as tree attention does where vLLM's own does not. A prefill is the products and all-reduces of a decoder, and the
+products of a vision tower.
 """
 
+import re
 from dataclasses import dataclass
 
 from vllm_vidspec.config.static_tree import TILE_ROWS
@@ -38,8 +40,8 @@ ARCHITECTURES = {
 class Gpu:
     """A card, from its data sheet."""
 
-    name: str  # as users write it
-    arch: int  # A key of ARCHITECTURES
+    name: str  # as users write it, in words
+    arch: int  # compute capability
     memory_bytes: float  # of its memory
     bandwidth: float  # bytes per second from memory, peak
     flops: float  # dense bf16 operations per second, peak
@@ -52,20 +54,38 @@ GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
         Gpu("a100", 80, 80e9, 2.04e12, 312e12, 300e9, _NVLINK_S),
+        Gpu("a100-40gb", 80, 40e9, 1.555e12, 312e12, 300e9, _NVLINK_S),
+        Gpu("a10", 86, 24e9, 0.6e12, 125e12, 32e9, _PCIE_S),
+        Gpu("a10g", 86, 24e9, 0.6e12, 70e12, 32e9, _PCIE_S),
         Gpu("h100", 90, 80e9, 3.35e12, 989e12, 450e9, _NVLINK_S),
         Gpu("h200", 90, 141e9, 4.8e12, 989e12, 450e9, _NVLINK_S),
         Gpu("h20", 90, 96e9, 4.0e12, 148e12, 450e9, _NVLINK_S),
-        Gpu("l40s", 89, 48e9, 0.864e12, 362e12, 32e9, _PCIE_S),
         Gpu("b200", 100, 180e9, 8.0e12, 2250e12, 900e9, _NVLINK_S),
+        Gpu("l4", 89, 24e9, 0.3e12, 121e12, 32e9, _PCIE_S),
+        Gpu("l40s", 89, 48e9, 0.864e12, 362e12, 32e9, _PCIE_S),
+        Gpu("rtx-4090", 89, 24e9, 1.008e12, 165e12, 32e9, _PCIE_S),
+        Gpu("rtx-6000-ada", 89, 48e9, 0.96e12, 364e12, 32e9, _PCIE_S),
+        Gpu("rtx-pro-6000", 120, 96e9, 1.792e12, 504e12, 64e9, _PCIE_S),
     )
 }
+_OTHER_CARDS = re.compile(r"\bmi\d{2,3}x?\b|radeon|instinct|gaudi|tpu|trainium")
 
 
 def gpu_named(name: str) -> Gpu:
-    found = GPUS.get(name.strip().lower())
-    if found is None:
-        raise VidSpecError(f"--gpu: unknown GPU {quoted(name)}; expected one of {', '.join(GPUS)}")
-    return found
+    """Return a card by its name, or as its driver calls it ("NVIDIA A100-SXM4-80GB"); refuse others in one line."""
+    words = _words(name)
+    known = [gpu for gpu in GPUS.values() if _words(gpu.name) <= words]
+    if known:
+        return max(known, key=lambda gpu: len(_words(gpu.name)))
+    if _OTHER_CARDS.search(name.lower()):
+        raise VidSpecError(f"--gpu: {quoted(name)} is not supported: vidspec runs on NVIDIA's GPUs, by CUDA")
+    raise VidSpecError(f"--gpu: unknown GPU {quoted(name)}; expected one of {', '.join(GPUS)}")
+
+
+def _words(name: str) -> set[str]:
+    """Return the words that tell a card from others: 4090 is enough of rtx-4090, RTX4090 is the same."""
+    text = name.lower().replace("rtx", " ").replace("pro", " pro ")
+    return set(re.findall(r"\d+gb|[a-z]+\d+[a-z]?|\d+|[a-z]+", text))
 
 
 # ---- forwards --------------------------------------------------------------------------------------------------------
@@ -144,10 +164,14 @@ def _tree_reads(num_rows: int, place: Placement) -> tuple[float, float]:
     return max(1.0, tiles * (assumed.wide_tile_passes if is_wide else assumed.tile_passes)), assumed.tree_layer_s
 
 
-def prefill_seconds(shape: ModelShape, place: Placement, tokens: float) -> float:
-    """Return what the decoder takes to read a prompt, in seconds: its products, attention over half the square."""
-    products = 2 * shape.active_params * tokens + 2 * shape.layers * shape.heads * shape.head_dim * tokens**2
-    return products / place.ranks / (place.gpu.flops * place.assumed.flops_frac * _rate(shape, place.gpu))
+def prefill_seconds(shape: ModelShape, place: Placement, tokens: float, video_tokens: float = 0.0) -> float:
+    """Return what a model takes to read a prompt, in seconds: its tower or map sees `video_tokens`, whole videos, its
+    decoder `tokens`, with attention over half the square. Weights alone have fp8's rate.
+    """
+    flops = place.gpu.flops * place.assumed.flops_frac * place.ranks
+    attention = 2 * shape.layers * shape.heads * shape.head_dim * tokens**2
+    products = 2 * shape.active_params * tokens / _rate(shape, place.gpu) + attention
+    return (products + shape.vision_flops * video_tokens) / flops + _all_reduces(shape, place, tokens)
 
 
 def _rate(shape: ModelShape, gpu: Gpu) -> int:
@@ -160,7 +184,7 @@ def _kv_heads(shape: ModelShape, ranks: int) -> int:
     return max(1, -(-shape.kv_heads // ranks))
 
 
-def _all_reduces(shape: ModelShape, place: Placement, tokens: int) -> float:
+def _all_reduces(shape: ModelShape, place: Placement, tokens: float) -> float:
     """Return the seconds of two ring all-reduces a layer, of one row of the residual stream a token."""
     ranks, gpu = place.ranks, place.gpu
     if ranks == 1:
@@ -184,7 +208,9 @@ class MemorySplit:
     target_weights: float  # of this rank
     draft_weights: float  # of this rank; 0 where the target drafts for itself
     target_kv: float  # of all requests
-    draft_kv: float  # the draft's KV pool; of a parallel drafter what its requests take, over the tokens that it sees
+    # The draft's KV pool; of a target that drafts for itself what is copied of the requests' KV, of a parallel drafter
+    # what they take over the tokens that it sees
+    draft_kv: float
     draft_media: float  # what the draft keeps of pictures: vision embeddings and pixels
     reserved: float  # what weights and KV may not take
     left: float  # of the card; negative: it does not fit

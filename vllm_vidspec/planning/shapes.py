@@ -3,16 +3,17 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_vidspec.errors import VidSpecError, quoted
-from vllm_vidspec.families import known_families
-from vllm_vidspec.families.base import read_field
-from vllm_vidspec.planning.draft_cost import FP8, INT4_BYTES, WEIGHT_BYTES, Decoder, bytes_of_layers, part
+from vllm_vidspec.planning.draft_cost import FOUR_BITS, FP8, INT4_BYTES, WEIGHT_BYTES, Decoder, bytes_of_layers, part
 
 KV_BYTES = 2  # of a number: bf16
+PATCHES = 4  # of a visual token, which a tower sees one by one
+# Visual tokens of a frame: of LLaVA-OneVision whatever its size, of the others at 640 x 360.
+FRAME_TOKENS = {"qwen2.5-vl": 150, "qwen3-vl": 110, "llava-onevision": 196}
 # Bytes of a weight of a layer: vLLM's `quantization: fp8_per_tensor` makes it of a 16-bit checkpoint, or the checkpoint
 # has it; four bits are a checkpoint's own (AWQ, GPTQ, compressed-tensors).
 INT4 = "int4"
@@ -35,11 +36,13 @@ class ModelShape:
     tied: bool = False  # whether the two are one matrix
     experts: int = 0  # of a layer; 0: dense
     active_experts: int = 0  # that a token goes through
-    vision_params: int = 0  # weights of the vision tower, roughly; they take memory, and no time while text is decoded
+    vision_params: int = 0  # weights of the vision tower, roughly, or of a map; no time while text is decoded
+    has_map: bool = False  # a linear map of the target's visual embeddings is in the tower's place
     vision_heads: int = 16  # heads of a layer of the tower; 0: ranks do not share them
     # Of a weight of the layers, and of one of the tower; embedding and output head have 16 bits
     linear_bytes: float = WEIGHT_BYTES
     vision_bytes: float = WEIGHT_BYTES
+    checkpoint: str = field(default="", compare=False)  # as `vllm serve` takes it; "": none is known
 
     def _decoder_params(self, experts: float) -> float:
         """Return the weights of all layers and of the output head, with so many experts in a layer."""
@@ -85,14 +88,25 @@ class ModelShape:
             raise VidSpecError(f"--draft-quantization {quoted(name)} is none of {', '.join(QUANTISATIONS)}")
         if self.linear_bytes < WEIGHT_BYTES:
             raise VidSpecError(f"--draft-quantization: {self.name} is quantised already")
-        found = self.stored(name)
-        return replace(found, vision_bytes=found.linear_bytes) if name == FP8 else found
+        if name == FP8:
+            return replace(self.stored(name), vision_bytes=QUANTISATIONS[name])
+        of_family = self.family.replace("-", "_").replace(".", "_")
+        return replace(self.stored(name), checkpoint=FOUR_BITS.get((of_family, self.layers, self.hidden), ""))
 
     def stored(self, name: str | None) -> "ModelShape":
         """Return the same as a checkpoint of one of QUANTISATIONS has it, whose tower keeps 16 bits; None: as it is."""
         if name is None:
             return self
-        return replace(self, name=f"{self.name} ({name})", linear_bytes=QUANTISATIONS[name])
+        return replace(self, name=f"{self.name} ({name.split('_')[0]})", linear_bytes=QUANTISATIONS[name])
+
+    def with_eyes_of(self, target: "ModelShape") -> "ModelShape":
+        """Return the same without a tower: it reads the target's visual embeddings through a linear map."""
+        return replace(self, vision_params=self.hidden * target.hidden, vision_bytes=WEIGHT_BYTES, has_map=True)
+
+    @property
+    def vision_flops(self) -> float:
+        """Operations of the tower, or of the map, for one visual token; a tower's attention is left out."""
+        return 2 * self.vision_params * (1 if self.has_map else PATCHES)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -110,6 +124,9 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """Return the shape of a Hugging Face configuration, as JSON has it; KeyError: what it lacks, VidSpecError: a family
     that is not supported, weights neither of 16 bits, of four nor in fp8, or numbers that are none.
     """
+    from vllm_vidspec.families import known_families  # with torch, which models by name do without
+    from vllm_vidspec.families.base import read_field
+
     families = {model_type: known for known in known_families() for model_type in sorted(known.model_types)}
     adapter = families.get(config["model_type"])
     if adapter is None:
@@ -125,6 +142,7 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         vision_params=_vision_params(vision),
         vision_heads=read_field(config, adapter.vision_heads) or 0,  # 0: any number of ranks
+        checkpoint=name,
     )
     sizes = (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.intermediate, shape.vocab)
     if not all(isinstance(size, int) and size > 0 for size in sizes):
@@ -149,13 +167,23 @@ def _vision_params(vision: Mapping[str, Any]) -> int:
 # ---- models by name --------------------------------------------------------------------------------------------------
 
 _NAMES = {"qwen2.5-vl": "Qwen2.5-VL", "qwen3-vl": "Qwen3-VL", "llava-onevision": "LLaVA-OneVision"}
+_CHECKPOINTS = {
+    "qwen2.5-vl": "Qwen/Qwen2.5-VL-{}-Instruct",
+    "qwen3-vl": "Qwen/Qwen3-VL-{}-Instruct",
+    "llava-onevision": "llava-hf/llava-onevision-qwen2-{}-ov-hf",
+}
 _Sizes = tuple[int, int, int, int, int, int, int]
 
 
 def _known(family: str, size: str, vision: int, sizes: _Sizes, tied: bool = False, experts: int = 0) -> ModelShape:
     """Return a model by its `sizes`, from `layers` to `vocab` of ModelShape, and `vision` millions of tower weights."""
-    more = {"experts": experts, "active_experts": 8 if experts else 0, "vision_params": vision * 1_000_000}
-    return ModelShape(f"{_NAMES[family]} {size}", family, *sizes, tied=tied, **more)
+    more: dict[str, Any] = {
+        "experts": experts,
+        "active_experts": 8 if experts else 0,
+        "vision_params": vision * 1_000_000,
+    }
+    checkpoint = _CHECKPOINTS[family].format(size if family.startswith("qwen") else size.lower())
+    return ModelShape(f"{_NAMES[family]} {size}", family, *sizes, tied=tied, checkpoint=checkpoint, **more)
 
 
 # From the config.json of each model's public checkpoint; a test holds the sums to the sizes that the models go by.
@@ -184,6 +212,15 @@ _FORMATS = (
 )
 
 
+def video_tokens(family: str, minutes: float, fps: float) -> int:
+    """Return the visual tokens of a video of 640 x 360 pixels, sampled at so many frames a second."""
+    if family not in FRAME_TOKENS:
+        raise VidSpecError(f"--minutes: how many tokens a frame has of {family} is not known here; give --video-tokens")
+    if not 0 < fps < float("inf"):
+        raise VidSpecError(f"--fps must be above 0 and finite, not {fps:g}")
+    return round(60 * minutes * fps * FRAME_TOKENS[family])
+
+
 def target_shape(name: str) -> ModelShape:
     """Return the shape of a known model, as `Qwen/Qwen2.5-VL-72B-Instruct`, or of a directory with a config.json."""
     return _shape(name, "--target", None)
@@ -196,7 +233,7 @@ def draft_shape(name: str, target: ModelShape) -> ModelShape:
     draft = _shape(name, "--draft", target.family)
     if draft.family != target.family:
         raise VidSpecError(f"--draft: {draft.name} is of the family {draft.family}, the target of {target.family}")
-    return draft
+    return replace(draft)  # never the target's object, which is "self"
 
 
 def _shape(name: str, option: str, family: str | None) -> ModelShape:
@@ -211,7 +248,7 @@ def _shape(name: str, option: str, family: str | None) -> ModelShape:
     is_short = bool(sizes) and words == sizes[0]
     for known in KNOWN:
         if sizes and known.family == (family if is_short else named) and known.name.lower().endswith(f" {sizes[-1]}"):
-            return known.stored(kind)
+            return replace(known.stored(kind), checkpoint=name) if kind or "/" in name else known
     shown = [known.name for known in KNOWN if known.family == (named or family)] or [known.name for known in KNOWN]
     raise VidSpecError(
         f"{option}: no model {quoted(name)} is known; there are {', '.join(shown)}, or a local directory"

@@ -234,45 +234,73 @@ def eyes_words(result: dict[str, Any]) -> str:
 
 # ---- vidspec plan ----------------------------------------------------------------------------------------------------
 
-# What to do by batch size, times in ms; "answer" has the draft's prefill.
-_PLAN: Columns = {
-    "batch": "{batch}",
+# What each choice comes to, by requests at a time.
+_ANSWERS: Columns = {
+    "requests": lambda row: f"{row['batch']} full" if row["is_full"] else f"{row['batch']}",
+    "choice": "{choice}",
+    "drafts": lambda row: _drafts(row),
+    "first\ntoken": "{ttft_ms:,.0f}",
+    "whole\nanswer": "{answer_ms:,.0f}",
+    "new\nvideo": "{answer_speedup:x}",
+    "in\ncache": "{speedup:x}",
+    "videos/h\n(a GPU)": lambda row: _videos(row),
+}
+# A step of what was asked about.
+_STEPS: Columns = {
+    "requests": "{batch}",
     "drafts": lambda row: _drafts(row),
     "r": "{prune_ratio:.2f}",
-    "decode": "{speedup:x}",
-    "answer": "{answer_speedup:x}",
     "tau": "{acceptance_length:.2f}",
     "T_t": "{t_target_ms:.1f}",
     "T_t^K": "{t_verify_ms:.1f}",
     "T_d": "{t_draft_ms:.1f}",
-    "p min": "{break_even_agreement:.2f}",
+    "forwards": lambda row: f"{row['draft_forwards'] or 'beside'}",
 }
-# What the memory of one of the target's GPUs holds, and of one of the drafter's own.
+# What the memory of one of the target's GPUs holds on a full server, and of one of the drafter's own.
 _MEMORY: Columns = {
-    "batch": "{batch}",
-    "weights": "{memory[target_weights]:GB} + {memory[draft_weights]:GB}",
-    "KV": "{memory[target_kv]:GB} + {memory[draft_kv]:GB}",
+    "choice": "{choice}",
+    "requests": "{batch}",
+    "weights": "{memory[target_weights]:GB}",
+    "draft's": "{memory[draft_weights]:GB}",
+    "KV": "{memory[target_kv]:GB}",
+    "its KV": "{memory[draft_kv]:GB}",
     "pictures": "{memory[draft_media]:GB}",
     "left": "{memory[left]:GB}",
-    "fits": lambda row: "yes" if row["fits"] else "no",
-    "left on the drafter's": lambda row: fill("{left:GB}", row["drafter_memory"] or {"left": None}),
+    "drafter's": lambda row: fill("{left:GB}", row["drafter_memory"] or {"left": None}),
 }
+_LEGEND = (
+    "Gains: answers an hour over those of nothing, about new videos, and about one in the prefix cache (decode alone). "
+    "eyes: the draft without its tower, over the target's visual embeddings; self: the target drafts over its own KV "
+    "cache; N x tp M: N servers without drafts. r: share of the video not drafted from; tau: tokens of a step; T_t: a "
+    "step of vanilla; T_t^K: one that verifies; T_d: one draft forward."
+)
 
 
 def show_plan(result: Figures, console: Console) -> None:
-    title = fill("{target} with {draft} on {tp} {gpu} (modelled)", result)
-    times_of = "ms; T_d: all forwards of a step, of a drafter on +N GPUs one"
-    caption = f"{result['video_tokens']} video tokens; below p min drafts do not pay; {times_of}"
-    console.print(by_columns(_PLAN, result["rows"], 2, title=title, caption=caption))
-    console.print(by_columns(_MEMORY, result["rows"], caption="GB of a GPU, target + draft (modelled)"))
-    for line in (result["when"], *result["notes"]):
+    title = fill("{target} with {draft} on {tp} x {gpu} (modelled)", result)
+    asked = fill(
+        "{video_tokens:,} video tokens, {text_tokens} of text, answers of {answer_tokens}; times in ms", result
+    )
+    rows = result["rows"]
+    console.print(by_columns(_ANSWERS, rows, 3, title=title, caption=asked, padding=(0, 1, 0, 0)))
+    if drafting := [row for row in rows if row["choice"] == result["choice"]]:
+        console.print(by_columns(_STEPS, drafting, 2, caption=f"a step of {result['choice']}, ms"))
+    held = [row for row in rows if row["is_full"] or not row["fits"]]
+    console.print(by_columns(_MEMORY, held, caption="GB of a GPU; of a parallel drafter's own, what is left"))
+    for line in (result["when"], *result["notes"], _LEGEND):
         console.print(line, highlight=False)
+    if result["serve"]:
+        console.print(f"\n{result['serve']}", highlight=False, soft_wrap=True)
+
+
+def _videos(row: Figures) -> str:
+    return fill("{videos_per_hour:.0f}" + " ({videos_per_hour_per_gpu:.0f})" * (row["gpus"] > 1), row)
 
 
 def _drafts(row: Figures) -> str:
     if not row["fits"]:
         return "does not fit"
     if row["shape"] == "none":
-        return "do not"
+        return ""
     words = f"{row['shape']} {row['num_speculative_tokens']}"
     return f"{words} +{row['draft_gpus']}" if row["draft_gpus"] else words

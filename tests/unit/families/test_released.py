@@ -61,7 +61,7 @@ def test_a_pair_is_accepted_and_planned_for(target, draft, tmp_path):
     families.check_ranks(doctor._hf_config(other), 1)
     shapes = [from_folder(one) for one in (folder, other)]
     ranks = next(number for number in (8, 4, 2, 1) if shapes[0].is_shared_by(number))
-    question = Question(shapes[0], shapes[0] if draft == "self" else shapes[1], gpu_named(" H200 "), ranks=ranks)
+    question = Question(shapes[0], shapes[0] if draft == "self" else shapes[1], gpu_named("h200"), ranks, draft_gpus=1)
     assert Planner(question).most_requests() > 0
     bytes_each = [shape.kv_bytes_per_token for shape in shapes]
     pool = pool_bytes(40 << 30, bytes_each[0], bytes_each[1], 0.1, 32_768, 16)

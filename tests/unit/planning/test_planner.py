@@ -1,6 +1,5 @@
 """The planner: what it recommends follows from its candidates, its limits are exact, what cannot be is refused."""
 
-import contextlib
 import dataclasses
 import re
 from pathlib import Path
@@ -9,10 +8,9 @@ import pytest
 
 from vllm_vidspec.config.static_tree import SPECVLM_PATHS, grow_paths, level_widths, most_nodes
 from vllm_vidspec.drafting.static import topology_of
-from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.planning.acceptance import RUNNER_UP, Agreement, default_agreement
 from vllm_vidspec.planning.candidates import Question, notes
-from vllm_vidspec.planning.planner import WORTH, Planner, plan
+from vllm_vidspec.planning.planner import DRAFT, EYES, NOTHING, SELF, WORTH, Planner, choices, plan, replicas
 from vllm_vidspec.planning.roofline import ASSUMED, GPUS, Placement, forward_seconds, prefill_seconds
 from vllm_vidspec.planning.shapes import FP8, INT4, draft_shape, target_shape
 
@@ -33,10 +31,62 @@ def test_a_chain_by_hand():
     found = Planner(asked).chain(8, 3, 0.9)
     length = 1 + 0.8 + 0.64 + 0.512
     assert found.acceptance_length == pytest.approx(length)
-    assert (found.target_s, found.verify_s, found.draft_s) == pytest.approx((target, verify, draft))
+    assert (found.target_s, found.verify_s, found.drafting_s) == pytest.approx((target, verify, draft))
+    assert (found.forwards, found.draft_s) == (3, pytest.approx(draft / 3)), "T_d is one forward"
     assert found.speedup == pytest.approx(length * target / (verify + draft + 0.3e-3))
-    prefill = 8 * prefill_seconds(asked.draft, place, 612)
-    assert found.answer_speedup == pytest.approx(256 * target / (256 * target / found.speedup + prefill))
+
+
+def test_a_whole_answer_has_every_prefill_in_it():
+    """Eight requests read 1,512 tokens and see 1,000 each, the draft 612 and as many. Catches: an answer without the
+    target's prefill, a tower that sees what is kept, a prefill that keeps nobody else waiting.
+    """
+    asked = question(agreement=Agreement((0.8,)), prune_ratios=(0.9,))
+    place = Placement(asked.gpu, 2)
+    read = prefill_seconds(asked.target, place, 1512, 1000)
+    own = prefill_seconds(asked.draft, place, 612, 1000)
+    found, vanilla = Planner(asked).chain(8, 3, 0.9), Planner(asked).vanilla(8)
+    assert (vanilla.ttft_s, found.ttft_s) == pytest.approx((read, read + own))
+    assert vanilla.answer_s == pytest.approx(8 * read + 256 * found.target_s)
+    assert found.answer_s == pytest.approx(8 * (read + own) + 256 * found.target_s / found.speedup)
+    assert found.answer_speedup == pytest.approx(vanilla.answer_s / found.answer_s)
+    assert found.videos_per_hour == pytest.approx(3600 * 8 / found.answer_s)
+
+
+def test_a_draft_with_the_targets_eyes_reads_faster_and_weighs_less():
+    """Catches: a tower that is left in, a map that takes a tower's time; `self` that reads, or holds weights."""
+    asked = question(prune_ratios=(0.9,))
+    found = {choice: Planner(of).chain(8, 3, 0.9) for choice, of in choices(asked).items()}
+    draft, eyes, own = found[DRAFT], found[EYES], found[SELF]
+    tower = asked.draft.vision_flops * 1000 / 2 / (ASSUMED.flops_frac * asked.gpu.flops)
+    mapped = asked.draft.with_eyes_of(asked.target).vision_flops * 1000 / 2 / (ASSUMED.flops_frac * asked.gpu.flops)
+    assert draft.waited_s - eyes.waited_s == pytest.approx(tower - mapped) and mapped < tower / 50
+    weights = asked.draft.vision_params - asked.draft.hidden * asked.target.hidden
+    assert draft.memory.draft_weights - eyes.memory.draft_weights == pytest.approx(2 * weights / 2)
+    assert eyes.memory.draft_media < draft.memory.draft_media and eyes.speedup == draft.speedup
+    assert (own.ttft_s, own.memory.draft_weights, own.memory.draft_media) == (own.read_s, 0, 0)
+    assert own.memory.draft_kv == pytest.approx(8 * 100 * 262_144 / 2), "a tenth of each request's video"
+
+
+@pytest.mark.parametrize(
+    ("target", "quantised", "batch", "gains"),
+    [
+        ("Qwen3-VL-8B", False, 8, (1.23, 1.32, 1.52)),
+        ("Qwen3-VL-8B", False, 16, (1.43, 1.59, 1.93)),
+        ("Qwen3-VL-8B", False, 24, (1.58, 1.78, 2.22)),
+        ("Qwen2.5-VL-7B", False, 24, (1.30, 1.42, 1.67)),
+        ("Qwen2.5-VL-32B", True, 8, (1.19, 1.28, 1.46)),
+    ],
+)
+def test_self_gains_what_another_model_of_it_says(target, quantised, batch, gains):
+    """Decoding on an H200 over 25k tokens, at 0.8, 0.87 and 0.95, as modelled apart from this planner (no measurement).
+    Catches: a draft forward over the whole video; a gain at one request, where there is none.
+    """
+    shape = target_shape(target).quantised(FP8) if quantised else target_shape(target)
+    asked = Question(shape, shape, GPUS["h200"], video_tokens=25_000, prune_ratios=(0.9,))
+    for rate, gain in zip((0.8, 0.87, 0.95), gains, strict=True):
+        planner = Planner(dataclasses.replace(asked, agreement=Agreement((rate,))))
+        assert planner.fastest(batch).speedup == pytest.approx(gain, rel=0.05)
+    assert planner.fastest(1).speedup < 1.1
 
 
 def test_a_tree_runs_as_often_and_as_wide_as_ours():
@@ -57,10 +107,14 @@ def test_limits_are_exact():
     assert planner.vanilla(most).fits and not planner.vanilla(most + 1).fits
     ((first, last),) = planner.paying()
     assert first == 1 and last < most and last & (last - 1), "no power of two, so the search has looked between"
-    assert planner.best(last).shape != "none" and planner.best(last + 1).shape == "none"
-    assert f"1 to {last} ({most} requests fit). From {last + 1} on no draft gains 5 %" in planner.sentence(
-        planner.paying()
+    assert planner.pays(last) and not planner.pays(last + 1)
+    assert (
+        f"for 1 to {last} at a time ({most} requests fit). From {last + 1} on no draft gains 5 %"
+        in planner.sentence(planner.paying())
     )
+    full = planner.fullest()
+    assert planner.has_room(full.batch, full.prune_ratio, full.shape)
+    assert not planner.has_room(full.batch + 1, full.prune_ratio, full.shape)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +122,10 @@ def test_limits_are_exact():
     [
         (
             dict(target="Qwen2.5-VL-7B", draft="self", gpu="h100", ranks=1, video_tokens=2000),
-            "Do not speculate: no draft",
+            "Do not draft for new videos: nothing gains 5 %",
         ),
         (dict(target="Qwen2.5-VL-7B", draft="self", gpu="h100", ranks=1, video_tokens=25_000), "Below "),
-        (dict(gpu="h100", video_tokens=25_000, draft_gpus=1), "Drafts pay at every batch size that fits"),
+        (dict(gpu="h100", video_tokens=25_000, draft_gpus=1), "Drafts pay for as many at a time as fit"),
         (dict(target="Qwen2.5-VL-72B", gpu="h100", ranks=4, video_tokens=24_000), "there is no room for the draft"),
         (dict(gpu="a100", ranks=1, video_tokens=100_000), "Not even one request fits"),
     ],
@@ -86,10 +140,11 @@ def test_break_even_is_where_the_gain_is_lost():
     """A little below the plan gains less than WORTH, a little above more. Catches: the plan's own agreement."""
     planner = Planner(question())
     found = planner.chain(16, 3, 0.9)
-    even = planner.break_even(16, found)
+    even = planner.break_even(found)
     for rate, gains in ((even - 0.01, False), (even + 0.01, True)):
-        assert (planner.chain(16, 3, 0.9, Agreement((rate,))).answer_speedup > WORTH) is gains
-    assert planner.break_even(400, planner.chain(400, 10, 0.9)) is None, "not even a perfect draft"
+        assert (planner.chain(16, 3, 0.9, Agreement((rate,))).speedup > WORTH) is gains
+    large = Planner(question(draft="32B"))
+    assert large.break_even(large.chain(1, 3, 0.9)) is None, "not even a perfect draft"
 
 
 def test_memory_of_both_places():
@@ -108,20 +163,18 @@ def test_memory_of_both_places():
     assert apart.drafter_memory.draft_weights == pytest.approx(2 * asked.draft.params)
     assert apart.drafter_memory.draft_kv == pytest.approx(8 * 612 * 57_344)
     assert turns.memory.target_kv == apart.memory.target_kv == pytest.approx(8 * 1512 * 262_144 / 2)
-    own = Planner(question(draft="self")).chain(8, 3, 0.9).memory
-    assert own.draft_weights == 0 and own.draft_kv > 0
-    assert own.draft_media == pytest.approx(0.02 * (0.9 * 141e9 - own.target_weights)), "it shares its own pixels"
 
 
 def test_a_parallel_drafter_reads_while_the_target_goes_on_alone():
     """Eight prompts of 612 tokens at the drafter's speed, vanilla's meanwhile. Catches: a prefill that is free."""
     asked = question(draft_gpus=1)
     found = Planner(asked).parallel(8, 0.9)
-    reading = 8 * prefill_seconds(asked.draft, Placement(asked.gpu, 1), 612)
+    reading = 8 * prefill_seconds(asked.draft, Placement(asked.gpu, 1), 612, 1000)
     vanilla = 256 * found.target_s
-    assert found.answer_speedup == pytest.approx(vanilla / (reading + (vanilla - reading) / found.speedup))
-    long = Planner(dataclasses.replace(asked, answer_tokens=1)).parallel(8, 0.9)
-    assert long.answer_speedup == pytest.approx(1.0), "the answer is over before its drafter begins"
+    decode = reading + (vanilla - reading) / found.speedup
+    assert (found.ttft_s, found.answer_s) == pytest.approx((found.read_s, 8 * found.read_s + decode))
+    short = Planner(dataclasses.replace(asked, answer_tokens=1)).parallel(8, 0.9)
+    assert short.answer_speedup == pytest.approx(1.0), "the answer is over before its drafter begins"
 
 
 def test_windows_come_to_rest():
@@ -149,7 +202,7 @@ def test_measured_times_are_met():
 def test_a_draft_that_ranks_cannot_share_drafts_apart():
     """28 heads on 8 ranks, which the engine refuses. Catches: a plan that the server would not start with."""
     asked = question(target="Qwen2.5-VL-72B", gpu="h100", ranks=8, draft_gpus=1)
-    assert {one.shape for one in Planner(asked).candidates(1)} == {"none", "parallel"}
+    assert {one.shape for one in Planner(asked).candidates(1)} == {"parallel"} and [*choices(asked)] == [DRAFT, SELF]
     assert any("28 heads, which 8 ranks cannot share" in note for note in notes(asked))
 
 
@@ -157,43 +210,41 @@ def test_rows_are_the_plan():
     """Catches: a row that says something else than its candidate; a batch that does not fit with a speed-up."""
     asked = question(gpu="h100", video_tokens=25_000)
     result = plan(asked, (1, 5000))
-    row, none = result["rows"]
-    best = Planner(asked).best(1)
-    said = (row["shape"], row["num_speculative_tokens"], row["prune_ratio"])
-    assert said == (best.shape, best.num_tokens, best.prune_ratio)
-    assert (row["speedup"], row["answer_speedup"]) == (best.speedup, best.answer_speedup)
-    assert (row["t_target_ms"], row["t_draft_ms"]) == pytest.approx((1e3 * best.target_s, 1e3 * best.draft_s))
-    assert row["memory"] == dataclasses.asdict(best.memory)
-    assert row["alternatives"][best.shape] == best.answer_speedup == max(row["alternatives"].values())
-    assert set(none) == set(row) and none["fits"] is False and none["speedup"] is None and none["memory"]["left"] < 0
+    groups = [[row for row in result["rows"] if row["batch"] == 1], [row for row in result["rows"] if row["is_full"]]]
+    assert [[row["choice"] for row in group] for group in groups] == 2 * [[NOTHING, DRAFT, EYES, SELF]]
+    planner = Planner(asked)
+    for (nothing, row, *_), best in zip(groups, (planner.fastest(1), planner.fullest()), strict=True):
+        said = (row["batch"], row["shape"], row["num_speculative_tokens"], row["prune_ratio"], row["draft_forwards"])
+        assert said == (best.batch, best.shape, best.num_tokens, best.prune_ratio, best.forwards)
+        times = (row["t_target_ms"], row["t_draft_ms"], row["ttft_ms"], row["answer_ms"])
+        assert times == pytest.approx([1e3 * s for s in (best.target_s, best.draft_s, best.ttft_s, best.answer_s)])
+        assert row["memory"] == dataclasses.asdict(best.memory)
+        assert row["videos_per_hour"] == best.videos_per_hour == 2 * row["videos_per_hour_per_gpu"]
+        assert row["answer_speedup"] == pytest.approx(best.videos_per_hour / nothing["videos_per_hour"])
+        assert nothing["answer_speedup"] == nothing["speedup"] == 1
+    assert groups[0][1]["speedup"] == pytest.approx(planner.fastest(1).speedup)
+    (none,) = [row for row in result["rows"] if row["batch"] == 5000]
+    assert none["fits"] is False and none["speedup"] is none["answer_ms"] is None and none["memory"]["left"] < 0
     assert result["kind"] == "modelled" and "not measured" in result["notes"][0]
+
+
+def test_more_cards_are_compared_with_more_servers():
+    """A target that one card holds, on two; and a parallel drafter's card. Catches: a second card that counts for
+    drafts alone; replicas where there is one card.
+    """
+    alone, two = question("Qwen2.5-VL-7B", "3B", ranks=1), question("Qwen2.5-VL-7B", "3B", ranks=2)
+    assert replicas(alone) is None
+    number, ranks, one = replicas(two)
+    assert (number, ranks) == (2, 1) and one.batch == Planner(alone).most_requests()
+    assert 2 * one.videos_per_hour > Planner(two).vanilla(Planner(two).most_requests()).videos_per_hour
+    assert replicas(dataclasses.replace(alone, draft_gpus=1))[:2] == (2, 1)
+    (row,) = [row for row in plan(two, (1,))["rows"] if row["choice"] == "2 x tp 1"]
+    assert row["is_full"] and row["gpus"] == 2 and row["answer_speedup"] > 1
+    assert row["videos_per_hour_per_gpu"] == pytest.approx(one.videos_per_hour)
 
 
 def page_of(name):
     return (Path(__file__).resolve().parents[3] / "docs" / "notebook" / f"{name}.md").read_text()
-
-
-def test_the_budgets_page_says_what_the_planner_says():
-    """docs/notebook/gpu-budget.md, how many requests fit. Catches: a page or a planner that leaves out what the engine
-    takes, as images' share of the pool.
-    """
-    rows = re.findall(r"^\| (\S+ \S+), (\S+) \| (\d) \| (.*\d.*) \|$", page_of("gpu-budget"), re.M)
-    assert len(rows) == 37
-    for target, draft, ranks, cells in rows:
-        for size, cell in zip((24, 48, 80, 96, 141), cells.split(" | "), strict=True):
-            gpu = dataclasses.replace(GPUS["h100"], memory_bytes=1e9 * size)
-            asked = dataclasses.replace(question(target, draft, ranks=int(ranks), draft_gpus=1), gpu=gpu)
-            asked = dataclasses.replace(asked, video_tokens=25_000, prune_ratios=(0.9,))
-            drafted, _, vanilla = cell.rpartition(" of ")
-            if vanilla == "-":
-                with contextlib.suppress(VidSpecError):  # weights alone do not fit
-                    assert not Planner(asked).vanilla(1).fits
-                continue
-            planner, most = Planner(asked), int(vanilla)
-            assert [planner.vanilla(batch).fits for batch in (most, most + 1)] == [True, False], (target, size)
-            assert asked.may_be_sequential is (drafted != "-"), (target, size)
-            for batch, fits in ((int(drafted), True), (int(drafted) + 1, False)) if drafted != "-" else ():
-                assert not batch or planner.chain(batch, 5, 0.9).fits is fits, (target, draft, ranks, size)
 
 
 def test_the_page_says_what_the_planner_says():
@@ -216,17 +267,6 @@ def test_the_page_says_what_the_planner_says():
     for family, *rates in re.findall(r"^\| `([\w.-]+)` \|" + r" (0\.\d+) \|" * 5, page, re.M):
         agreements = [default_agreement(family, ratio) for ratio in (0, 0.5, 0.9, 0.99, 1)]
         assert rates == [f"{one.rates[0]:.3f}" for one in agreements], family
-    plans = re.findall(
-        r"^\| (\S+ \S+), (\S+) \| (\d) x (\w+) \| ([\d,]+) \| (.*?) \| (.*?) \| (Drafts.*?) \|$", page, re.M
-    )
-    assert len(plans) == 8
-    for target, draft, ranks, gpu, tokens, *cells, when in plans:
-        given = {"video_tokens": int(tokens.replace(",", "")), "draft_gpus": 1}
-        result = plan(question(target, draft, gpu, int(ranks), **given), (1, 8))
-        assert result["when"] == when, target
-        for cell, row in zip(cells, result["rows"], strict=True):
-            assert cell.startswith(f"{row['shape']} {row['num_speculative_tokens']}, r {row['prune_ratio']:g}"), target
-            assert cell.endswith(f": {row['answer_speedup']:.2f}x"), target
 
 
 @pytest.mark.parametrize("is_now", [False, True])
@@ -252,6 +292,6 @@ def test_the_page_says_what_trees_of_one_tile_come_to(is_now):
             best = max(found, key=lambda one: one.speedup)
             assert f"{best.speedup:.2f}" == gain, (target, requests, rate)
             if rate == 0.7:
-                times = [f"{1e3 * seconds:.1f}" for seconds in (best.target_s, best.draft_s, best.verify_s)]
+                times = [f"{1e3 * seconds:.1f}" for seconds in (best.target_s, best.drafting_s, best.verify_s)]
                 assert (best.shape, best.num_tokens) == (shape, int(number)) and times == [vanilla, draft_ms, verify_ms]
                 assert not is_now or best.fits is not bool(no_room)

@@ -1,15 +1,19 @@
 """Rooflines: every term by hand on a card of round numbers."""
 
 import dataclasses
+import re
 
 import pytest
 
+from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.planning.draft_cost import FP8
 from vllm_vidspec.planning.roofline import (
+    GPUS,
     Assumptions,
     Gpu,
     Placement,
     forward_seconds,
+    gpu_named,
     kv_bytes,
     memory_split,
     prefill_seconds,
@@ -92,7 +96,47 @@ def test_products_in_fp8_are_twice_as_fast_where_a_card_has_them():
     ):
         card = dataclasses.replace(at, gpu=dataclasses.replace(at.gpu, arch=arch))
         bf16, found = (prefill_seconds(each, card, 10_000) for each in (TINY, shape))
-        assert bf16 == pytest.approx(times * found)
+        attention = 2 * 2 * 80 * 10_000**2 / 1e14  # of values and keys in 16 bits, at any target's rate
+        assert bf16 - attention == pytest.approx(times * (found - attention))
+
+
+def test_a_prefill_has_a_tower_and_all_reduces():
+    """Four patches a visual token through the tower, one token through a map. Catches: a tower that is left out."""
+    seeing = dataclasses.replace(TINY, vision_params=1000)
+    base = prefill_seconds(TINY, place(), 2000)
+    assert prefill_seconds(seeing, place(), 2000, 3000) == pytest.approx(base + 2 * 1000 * 4 * 3000 / 1e14)
+    mapped = seeing.with_eyes_of(dataclasses.replace(TINY, hidden=300))
+    assert mapped.vision_params == 100 * 300
+    assert prefill_seconds(mapped, place(), 2000, 3000) == pytest.approx(base + 2 * 30_000 * 3000 / 1e14)
+    assert prefill_seconds(TINY, place(2), 2000) == pytest.approx(base / 2 + 4 * (1e-6 + 2000 * 200 / 1e11))
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        *((name, name) for name in GPUS),
+        ("NVIDIA A100-SXM4-80GB", "a100"), ("A100-80GB", "a100"), ("A100-40GB", "a100-40gb"), ("NVIDIA A10G", "a10g"),
+        ("4090", "rtx-4090"), ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("RTX4090", "rtx-4090"), ("NVIDIA L4", "l4"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"), ("NVIDIA H100 80GB HBM3", "h100"), (" H200 ", "h200"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"), ("NVIDIA B200", "b200"),
+    ],
+)  # fmt: skip
+def test_cards_go_by_the_names_that_users_and_drivers_have_for_them(name, found):
+    assert gpu_named(name).name == found
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("v100", "unknown GPU 'v100'; expected one of a100, "),
+        ("MI300X", "'MI300X' is not supported: vidspec runs on NVIDIA's GPUs"),
+        ("AMD Instinct MI325", "is not supported"),
+    ],
+)
+def test_another_card_is_one_line(name, words):
+    with pytest.raises(VidSpecError, match=re.escape(words)) as error:
+        gpu_named(name)
+    assert "\n" not in str(error.value)
 
 
 def test_ranks_halve_the_work_and_reduce():
