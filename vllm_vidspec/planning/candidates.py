@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from vllm_vidspec.config.fields import PruneKnobs
 from vllm_vidspec.config.static_tree import GROWN_DEPTHS, SPECVLM_PATHS, grow_paths, level_widths, most_nodes
 from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.planning import pool
@@ -108,7 +107,7 @@ def notes(question: Question) -> Iterator[str]:
         "Modelled, not measured: data sheets, and what decode steps of one H100 took beside them (fitted); prefills at "
         f"{100 * question.assumed.flops_frac:.0f} % of the products' peak (assumed), without reading the video file."
     )
-    yield "Not in this version yet: eyes (acceptance as with a tower is assumed), and self over the target's KV cache."
+    yield "eyes: acceptance as with a tower is assumed; `vidspec calibrate --eyes` fits the map and measures it."
     if not question.may_be_sequential:
         yield (
             f"{question.draft.name} has {question.draft.heads} heads, which {question.ranks} ranks cannot share: it "
@@ -123,7 +122,6 @@ TREES = (*GROWN_DEPTHS, TREE)
 SHAPES = (NONE, CHAIN, *TREES, PARALLEL)
 MOST_CHAIN = 10
 WINDOWS = (16, 8, 4, 2)  # greatest windows that are tried
-_IMAGES_KEPT = 1 - PruneKnobs().ratio_for("image")
 _BLOCK = 16  # tokens of a KV block, as vLLM has it by default
 _FOLLOWED = 6000  # tokens that a parallel run is followed for
 
@@ -330,7 +328,7 @@ class Candidates:
         free = max(0.0, asked.assumed.usable_frac * asked.gpu.memory_bytes - target[0] - weights)
         media = (pool.VISION_SHARE + (0.0 if asked.draft.has_map else pool.PIXEL_SHARE)) * free
         of_target, of_draft = (kv_bytes(shape, ranks, 1, 1) for shape in (asked.target, asked.draft))
-        kept = max(1 - prune_ratio, _IMAGES_KEPT)
+        kept = 1 - prune_ratio
         size = pool.pool_bytes(int(free - media), of_target, of_draft, kept, asked.context, _BLOCK)
         return memory_split(self._place, target, (weights, size, media))
 

@@ -2,7 +2,7 @@
 
 import math
 
-TEXT_SHARE = 0.1  # over the kept share: for text, and for prompts without video
+TEXT_SHARE = 0.05  # over the kept share: for text, of prompts and answers
 # The pool has room for so many tokens of one request, if that takes no more than so much of the KV memory.
 LEAST_TOKENS = 8192
 MOST_LEAST_SHARE = 0.1
