@@ -225,6 +225,21 @@ def full_server() -> str:
     return f"{markdown([*head, 'tokens a verify step'], lines, words=2)}\n\n{origin(result)}"
 
 
+def eyes() -> str:
+    """Return tokens per verify step by whose tower the draft sees through, and the share of the own tower's."""
+    result = read("R20-eyes")
+    head = ["pair", "own tower"]
+    lines = []
+    for (family,), rows in by(result["rows"], "family").items():
+        line = [family]
+        for row in rows:
+            share = "" if row["vision"] == "own tower" else f" ({row['of_own']:.0%})"
+            line.append(f"{row['tokens_per_step']:.2f} ± {row['ci95']:.2f}{share}")
+        lines.append(line)
+        head[2:] = [f"{row['vision']}, {row['videos']} videos" for row in rows[1:-1]] + [rows[-1]["vision"]]
+    return f"{markdown(head, lines)}\n\n{origin(result)}"
+
+
 # ---- reliability and coexistence -------------------------------------------------------------------------------------
 
 
@@ -307,5 +322,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "pruners": pruners,
     "pruner-differences": pruner_differences,
     "full-server": full_server,
+    "eyes": eyes,
     **{one.__name__: one for one in (soak, restarts, faults, auto, coexistence)},
 }
