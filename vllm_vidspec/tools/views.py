@@ -267,7 +267,8 @@ def show_plan(result: Figures, console: Console) -> None:
     if drafting := [row for row in rows if row["choice"] == result["choice"]]:
         console.print(by_columns(_STEPS, drafting, 2, caption=f"a step of {result['choice']}, ms"))
     held = [row for row in rows if row["is_full"] or not row["fits"]]
-    console.print(by_columns(_MEMORY, held, caption="GB of a GPU; of a parallel drafter's own, what is left"))
+    left = "GB of a GPU; of a parallel drafter's own, what is left"
+    console.print(by_columns(_MEMORY, held, caption=left, padding=(0, 1, 0, 0)))
     for line in (result["when"], *result["notes"], _LEGEND):
         console.print(line, highlight=False)
     if result["serve"]:
