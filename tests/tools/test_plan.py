@@ -116,7 +116,8 @@ def test_the_line_to_serve_is_one_that_vllm_takes(options):
             assert config.model.count("/") == 1
 
 
-def test_tables_and_files(tmp_path):
+def test_tables_and_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     result = invoke(*QUICK, "--batch", "1,5000", "--json", str(tmp_path / "plan.json"))
     assert result.exit_code == 0, result.stderr
     words = " ".join(result.stdout.split())

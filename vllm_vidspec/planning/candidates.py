@@ -104,8 +104,8 @@ def _rank_numbers(shape: ModelShape) -> list[int]:
 
 def notes(question: Question) -> Iterator[str]:
     yield (
-        "Modelled, not measured: data sheets, and what decode steps of one H100 took beside them (fitted); prefills at "
-        f"{100 * question.assumed.flops_frac:.0f} % of the products' peak (assumed), without reading the video file."
+        "Modelled, not measured: data sheets, fitted to decode steps of one H100; prefills at "
+        f"{100 * question.assumed.flops_frac:.0f} % of the products' peak (assumed), from decoded videos on."
     )
     yield "eyes: acceptance as with a tower is assumed; `vidspec calibrate --eyes` fits the map and measures it."
     if not question.may_be_sequential:

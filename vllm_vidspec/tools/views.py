@@ -256,8 +256,8 @@ _STEPS: Columns = {
     "T_d": "{t_draft_ms:.1f}",
     "forwards": lambda row: f"{row['draft_forwards'] or 'beside'}",
 }
-# What the memory of one of the target's GPUs holds on a full server, and of one of the drafter's own.
-_MEMORY: Columns = {
+# What the memory of one of the target's GPUs holds on a full server; what is left of one of a parallel drafter's own.
+_MEMORY: dict[str, Any] = {
     "choice": "{choice}",
     "requests": "{batch}",
     "weights": "{memory[target_weights]:GB}",
@@ -266,8 +266,8 @@ _MEMORY: Columns = {
     "its KV": "{memory[draft_kv]:GB}",
     "pictures": "{memory[draft_media]:GB}",
     "left": "{memory[left]:GB}",
-    "drafter's": lambda row: fill("{left:GB}", row["drafter_memory"] or {"left": None}),
 }
+_DRAFTERS: dict[str, Any] = {"drafter's": lambda row: fill("{left:GB}", row["drafter_memory"] or {"left": None})}
 _LEGEND = (
     "Gains: answers an hour over those of nothing, about new videos, and about one in the prefix cache (decode alone). "
     "eyes: the draft without its tower, over the target's visual embeddings; self: the target drafts over its own KV "
@@ -282,11 +282,12 @@ def show_plan(result: Figures, console: Console) -> None:
         "{video_tokens:,} video tokens, {text_tokens} of text, answers of {answer_tokens}; times in ms", result
     )
     rows = result["rows"]
-    console.print(by_columns(_ANSWERS, rows, 3, title=title, caption=asked, padding=(0, 1, 0, 0)))
+    console.print(by_columns(_ANSWERS, rows, 3, title=title, caption=asked))
     if drafting := [row for row in rows if row["choice"] == result["choice"]]:
         console.print(by_columns(_STEPS, drafting, 2, caption=f"a step of {result['choice']}, ms"))
     held = [row for row in rows if row["is_full"] or not row["fits"]]
-    console.print(by_columns(_MEMORY, held, caption="GB of a GPU; of a parallel drafter's own, what is left"))
+    columns = _MEMORY | _DRAFTERS if any(row["drafter_memory"] for row in held) else _MEMORY
+    console.print(by_columns(columns, held, caption="GB of a GPU; drafter's: left of its own"))
     for line in (result["when"], *result["notes"], _LEGEND):
         console.print(line, highlight=False)
     if result["serve"]:
