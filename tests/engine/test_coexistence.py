@@ -22,14 +22,14 @@ SLOW = (
     *("Prefix caching", "KV connector: the decode side has no pixels", "Prompt embeddings", "Media limits"),
 )
 NEEDS_AVX512 = pytest.mark.skipif(
-    not torch.cpu._is_avx512_supported(), reason="vLLM's CPU cache in float8 needs AVX-512"
+    not torch.cpu._is_avx512_supported(), reason="vLLM's CPU kernels of eight bits and four need AVX-512"
 )
 
 
 def _marks(row):
     runs = row.expected == coexistence.WORKS
-    is_slow, is_fp8 = row.name.startswith(SLOW), row.feature == "FP8 KV cache"
-    return [pytest.mark.slow] * (runs and is_slow) + [NEEDS_AVX512] * (runs and is_fp8)
+    is_slow, needs = row.name.startswith(SLOW), row.feature in ("FP8 KV cache", "INT4 weights", "AWQ", "GPTQ")
+    return [pytest.mark.slow] * (runs and is_slow) + [NEEDS_AVX512] * (runs and needs)
 
 
 @pytest.mark.parametrize(

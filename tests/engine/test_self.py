@@ -106,7 +106,11 @@ def watched(engine: Engine) -> Iterator[Watch]:
     assert not watch.wrong, watch.wrong
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, id="ahead")])
+AHEAD = pytest.param(True, id="ahead")
+SLOWLY_AHEAD = pytest.param(True, id="ahead", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
 def small(request, reference) -> Iterator[Engine]:
     for scenario in ("endless", "endless sampled"):
         reference(QWEN, scenario)
@@ -137,6 +141,7 @@ def check(engine: Engine, reference) -> None:
         assert engine.used_blocks() == 0
 
 
+@pytest.mark.parametrize("small", [False, AHEAD], indirect=True)
 def test_a_draft_step_reads_and_writes_what_it_may(small, reference):
     """Catches: every mutation below, and entries that are not the target's own."""
     check(small, reference)
@@ -185,6 +190,7 @@ def behind_the_lookahead(monkeypatch) -> None:
         step.root_slot.sub_(1)
 
 
+@pytest.mark.parametrize("small", [False, SLOWLY_AHEAD], indirect=True)
 @pytest.mark.parametrize("mutation", [entries_of_another, stale_blocks, feed_again, behind_the_lookahead])
 def test_planted_bug_is_caught(small, reference, monkeypatch, mutation):
     """Each leaves the answers as they are, or spoils them."""

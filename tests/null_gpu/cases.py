@@ -227,7 +227,7 @@ def _whole(name: str, family: str, device_gb: int) -> tuple[Case, ...]:
 _ALL = (
     # First, while no earlier engine has left anything in the process.
     Case("eight clips", {}, **_EIGHT_CLIPS),
-    Case("eight clips mapped", {"draft_vision": MAPPED}, **_EIGHT_CLIPS),
+    Case("eight clips mapped", {"draft_vision": MAPPED}, **_EIGHT_CLIPS, **_SLOW),
     Case("vanilla"),
     Case("vanilla batch", **_BATCH),
     Case("vanilla sampled", **_TOP_P, **_VARIANT),

@@ -102,9 +102,9 @@ def test_any_change_of_what_is_drafted_ends_no_engine(row, name):
     assert row["extra"]["by_chance"] == [24] * 4 * CASES[name].batch
 
 
-@pytest.mark.cases("eight clips")
-def test_eight_clips_stay_within_the_profiled_peak(measured):
-    memory = measured["eight clips"]["extra"]
+@pytest.mark.parametrize("name", ["eight clips", "eight clips mapped"])
+def test_eight_clips_stay_within_the_profiled_peak(row):
+    memory = row["extra"]
     assert 0 < memory["peak"] <= memory["profiled"], memory
 
 

@@ -55,6 +55,6 @@ def _read_calibration(path: Any) -> dict[str, Any]:
         raise VidSpecError(
             f"speculative config: calibration: {shown} sets {quoted(unknown[0])}, which is not calibrated"
         )
-    if "draft_vision" in values:  # a file that lies beside it
+    if isinstance(values.get("draft_vision"), str):  # a file that lies beside it
         values["draft_vision"] = str(Path(path).parent / values["draft_vision"])
     return values
