@@ -191,7 +191,13 @@ def behind_the_lookahead(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("small", [False, SLOWLY_AHEAD], indirect=True)
-@pytest.mark.parametrize("mutation", [entries_of_another, stale_blocks, feed_again, behind_the_lookahead])
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        entries_of_another,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (stale_blocks, feed_again, behind_the_lookahead)),
+    ],
+)
 def test_planted_bug_is_caught(small, reference, monkeypatch, mutation):
     """Each leaves the answers as they are, or spoils them."""
     mutation(monkeypatch)

@@ -23,7 +23,8 @@ def forget(engine: Engine, *, both: bool = False) -> None:
         engine.speculator.backend.forget_media()
 
 
-@pytest.fixture(scope="module", params=[QWEN, LLAVA, QWEN3])
+# LLaVA-OneVision's is also what two ranks do (test_tensor_parallel.py).
+@pytest.fixture(scope="module", params=[QWEN, pytest.param(LLAVA, marks=pytest.mark.slow), QWEN3])
 def equal(request, reference) -> Iterator[Engine]:
     """A draft with the target's weights: its tower would be the target's, so that it has none."""
     reference(request.param, "videos")  # an engine of its own, and only one lives at a time
