@@ -19,9 +19,16 @@ from vllm_vidspec.errors import VidSpecError
 from vllm_vidspec.pruning import budget
 
 ENGINES = matrix.engines()
+# Experts on one core beside a drafter's process take longer than any other.
+LONGEST = {"family": "qwen3-vl-moe", "drafting": "parallel"}
+
+
+def _marks(engine: matrix.Cell) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] * (matrix.is_slow(engine) or LONGEST.items() <= engine.items())
+
+
 CASES = [
-    pytest.param(number, id="_".join(engine.values()), marks=[pytest.mark.slow] if matrix.is_slow(engine) else [])
-    for number, engine in enumerate(ENGINES)
+    pytest.param(number, id="_".join(engine.values()), marks=_marks(engine)) for number, engine in enumerate(ENGINES)
 ]
 
 
