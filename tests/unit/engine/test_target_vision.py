@@ -59,8 +59,13 @@ def line_of(target: Target, cache_bytes: int = ROOM, **knobs: Any) -> Line:
     return line
 
 
+def shows(seed: int) -> torch.Tensor:
+    """Return embeddings of a video: those of two have no number in common."""
+    return measured(seed)[1] + seed
+
+
 def shown_by(target: Target, line: Line, row: int, name: str, seed: int) -> list[tuple[int, int]]:
-    token_ids, features = cuttable(measured(seed)[1], name)
+    token_ids, features = cuttable(shows(seed), name)
     line.add(row, token_ids, features)
     held = read(line, row, len(token_ids))
     line.counted.update(visual_tokens_full=0, visual_tokens_kept=0)
@@ -76,7 +81,7 @@ def test_the_draft_is_shown_what_the_target_has_made_mapped(cache_bytes, kept_by
     """
     target = Target()
     line = line_of(target, cache_bytes, pruner="uniform")
-    videos = [cuttable(measured(seed)[1], f"video {seed}") for seed in range(2)]
+    videos = [cuttable(shows(seed), f"video {seed}") for seed in range(2)]
     for row, (_, features) in enumerate(videos):
         target.vision.add(row, features)
     target.encode(videos[0][1][0], videos[1][1][0])
