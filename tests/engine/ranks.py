@@ -106,7 +106,7 @@ def adaptive(num_ranks: int, num_stages: int) -> dict:
 def shown() -> dict:
     """Answer by a draft equal to the target, through its tower: as that encodes, and when it has forgotten."""
     engine = start(2, draft=pairs.checkpoint(FAMILY, "target"), pruner="none", on_draft_error="raise")
-    requests, found = harness.videos(FAMILY, 4, QUESTION * 2), []
+    requests, found = harness.videos(FAMILY, 4, QUESTION * 4), []  # it begins blocks behind the video
     for _ in range(2):
         outputs, counted = engine.measured(requests)
         found.append({"token_ids": harness.token_ids(outputs), "counters": counted})
