@@ -87,6 +87,7 @@ class World:
             num_speculative_tokens=self.K, enable_adaptive_verification=False, rejection_sample_method="standard"
         )
         self.model_state = fakes.model_state()
+        self.encoder_cache = self.block_tables = None  # nobody shows it a video, and its draft has a cache of its own
         self.counters = counters.Counters(self.vllm_config, device, self.K, self.requests)
         made = parts.RunnerParts(self)
         self.trees, self.rules, self.verifier, self.hooks = made.trees, made.rules, made.verifier, made.hooks

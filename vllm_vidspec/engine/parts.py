@@ -78,7 +78,8 @@ class RunnerParts:
             return ParallelBackend(runner, is_guided=bool(self.guides))
         config = runner.knobs.current
         pixels, vision = None, None
-        if runner.encoder_cache is not None and not config.is_self_draft:  # who drafts for itself has seen the video
+        # A target that drafts for itself has seen the video.
+        if not config.is_self_draft and runner.encoder_cache is not None:
             if config.has_own_tower:
                 pixels = SharedPixels(runner.model_state, runner.device, runner.counters)
             else:
