@@ -7,7 +7,6 @@ others, in an engine of its own, as the own tower and vanilla do. `random` is a 
 """
 
 import argparse
-import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,7 +71,7 @@ def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
             yield {
                 "family": options.family, "draft": options.draft, "vision": kind, "videos": number,
                 "r2": None if r2 is None else round(r2, 4), "tokens_per_step": round(tokens, 4), "verify_steps": steps,
-                "ci95": round(1.96 * math.sqrt(tokens / steps), 3), "of_own": round(tokens / own, 4),
+                "ci95": harness.ci95(tokens, steps), "of_own": round(tokens / own, 4),
                 "identical": sum(map(list.__eq__, answers, vanilla)) / len(answers),
             }  # fmt: skip
 

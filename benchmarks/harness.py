@@ -3,6 +3,7 @@
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import sys
@@ -148,6 +149,11 @@ class DecodeLoop:
         self._engine.abort_request(list(self.num_tokens))
         while self._engine.has_unfinished_requests():
             self._engine.step()
+
+
+def ci95(tokens: float, steps: int) -> float:
+    """Return half the 95 % interval of tokens per step, as of a count that is Poisson's."""
+    return round(1.96 * math.sqrt(tokens / steps), 3)
 
 
 def pair(family: str, **knobs: Any) -> Engine:

@@ -11,7 +11,6 @@ that are vanilla's.
 """
 
 import argparse
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -111,7 +110,7 @@ def measure(options: argparse.Namespace) -> Iterator[harness.Row]:
                 "measured": round(tokens, 4), "measured_steps": steps,
                 "identical": sum(map(list.__eq__, answers, vanilla)) / len(answers),
             }  # fmt: skip
-        row["ci95"] = round(1.96 * math.sqrt(tokens / steps), 3)  # of a count as of Poisson's: `measured`, or `counted`
+        row["ci95"] = harness.ci95(tokens, steps)  # of `measured`, or `counted`
         yield row
 
 

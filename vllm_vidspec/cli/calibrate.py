@@ -1,6 +1,6 @@
 """`vidspec calibrate`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,16 +40,15 @@ def calibrate(
         fit = options.pick(calibrate_eyes.Eyes, given, **own)
         calibrate_eyes.check(fit)
         result = running.with_bars(calibrate_eyes.run, fit, progress.View)
+        shown: list[Any] = [views.eyes_words(result)]
     else:
         what = options.pick(calibration.Calibration, given, **own)
         calibration.check(what, out)
         result = calibrate_eyes.with_map(running.with_bars(calibration.run, what, progress.View), out)
+        shown = [views.calibration_table(result), views.calibration_words(result)]
     running.write_json(out, result)
     running.write_json(json_path, result)
     console = running.console(stderr=json_path == "-")
-    if eyes:
-        console.print(views.eyes_words(result), highlight=False)
-    else:
-        console.print(views.calibration_table(result))
-        console.print(views.calibration_words(result), highlight=False)
+    for part in shown:
+        console.print(part, highlight=False)
     console.print(f'Use it with "calibration": "{out}" in the speculative config.', highlight=False, soft_wrap=True)

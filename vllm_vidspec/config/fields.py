@@ -254,8 +254,8 @@ class Fields(PruneKnobs, ScoreKnobs):
     embeddings it maps to the draft's. With these two no tower of the draft is loaded. `auto`: `target` where that can
     be, else `own`."""
     calibration: str | None = _sometimes(default=None)
-    """A file that `vidspec calibrate` wrote: its values replace the defaults of `guidance_layers`, `lambda_r` and
-    `uv_layer`; what is given beside it wins."""
+    """A file that `vidspec calibrate` wrote: its values replace the defaults of `draft_vision`, `guidance_layers`,
+    `lambda_r` and `uv_layer`; what is given beside it wins."""
     parallel: ParallelKnobs = _sometimes(default=ParallelKnobs())
     """The parallel drafter."""
     draft_kv_bytes: _Positive | None = _sometimes(default=None)

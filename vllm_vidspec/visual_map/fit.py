@@ -59,9 +59,10 @@ class Fit:
 
     def linear(self) -> Fitted:
         """Return the ridge regression whose penalty is best on the held-out rows."""
-        return max((self._ridge(penalty) for penalty in PENALTIES), key=lambda fitted: fitted.r2)
+        held_out = self._joined(self._held_out)
+        return max((self._ridge(penalty, *held_out) for penalty in PENALTIES), key=lambda fitted: fitted.r2)
 
-    def _ridge(self, penalty: float) -> Fitted:
+    def _ridge(self, penalty: float, *held_out: torch.Tensor) -> Fitted:
         made = VisualMap(self._shape).to(self._device).requires_grad_(False)
         for level, xx, xy in zip(made.levels, self._xx, self._xy, strict=True):
             strength = penalty * xx.diagonal()[:-1].mean()
@@ -70,7 +71,7 @@ class Fit:
             found = torch.linalg.solve(xx + torch.diag(added), xy)  # [width_in + 1, width_out]
             level.linear.weight.copy_(found[:-1].T)
             level.linear.bias.copy_(found[-1])
-        return Fitted(made, self._r2(made))
+        return Fitted(made, _r2(made, *held_out))
 
     @torch.inference_mode(False)  # a worker's calls are under it
     @torch.enable_grad()
@@ -84,14 +85,14 @@ class Fit:
                 torch.nn.init.normal_(level.up.weight, std=1 / math.sqrt(level.up.in_features))
                 torch.nn.init.zeros_(level.up.bias)
                 torch.nn.init.zeros_(level.down.weight)
-        x, y = (torch.cat(part).to(self._device) for part in zip(*self._seen, strict=True))
+        (x, y), held_out = self._joined(self._seen), self._joined(self._held_out)
         # Embeddings of a real tower have channels of very different size: one step suits all once they have one.
         size = [x[:, columns].square().mean().sqrt().item() or 1.0 for columns in self._shape.inputs]
         with torch.no_grad():
             for level, one in zip(made.levels, size, strict=True):
                 level.up.weight /= one
         optimizer = torch.optim.Adam(made.parameters(), lr=_LEARNING_RATE)
-        best = Fitted(linear, self._r2(linear))
+        best = Fitted(linear, _r2(linear, *held_out))
         num_stale = 0
         for step in range(_MOST_STEPS):
             some = torch.randint(len(x), (_BATCH,), generator=self._generator).to(self._device)
@@ -101,7 +102,7 @@ class Fit:
             optimizer.step()
             if (step + 1) % _CHECK_EVERY:
                 continue
-            if (r2 := self._r2(made)) > best.r2:
+            if (r2 := _r2(made, *held_out)) > best.r2:
                 copy = VisualMap(made.shape).to(self._device)
                 copy.load_state_dict(made.state_dict())
                 best, num_stale = Fitted(copy.requires_grad_(False), r2), 0
@@ -111,8 +112,12 @@ class Fit:
                 break
         return best
 
-    @torch.no_grad()
-    def _r2(self, made: VisualMap) -> float:
-        x, y = (torch.cat(part).to(self._device) for part in zip(*self._held_out, strict=True))
-        error, spread = (y - made(x)).square().sum(), (y - y.mean(dim=0)).square().sum()
-        return float(1 - error / spread)
+    def _joined(self, videos: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+        """Return the rows of videos together, inputs and outputs, on the device."""
+        return tuple(torch.cat(part).to(self._device) for part in zip(*videos, strict=True))
+
+
+@torch.no_grad()
+def _r2(made: VisualMap, x: torch.Tensor, y: torch.Tensor) -> float:
+    error, spread = (y - made(x)).square().sum(), (y - y.mean(dim=0)).square().sum()
+    return float(1 - error / spread)

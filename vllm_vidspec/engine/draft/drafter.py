@@ -19,7 +19,7 @@ from vllm_vidspec.engine.draft import messages
 from vllm_vidspec.engine.draft.chains import ChainDrafter
 from vllm_vidspec.engine.draft.forwards import DraftBuffers, Forwards
 from vllm_vidspec.engine.draft.graphs import DraftGraphs, Part, Run
-from vllm_vidspec.engine.draft.kv import DraftKV
+from vllm_vidspec.engine.draft.kv import UNBOUNDED, DraftKV
 from vllm_vidspec.engine.draft.memory import DraftMemory, max_slots_per_request
 from vllm_vidspec.engine.draft.model import DraftModel, kv_bytes_per_token
 from vllm_vidspec.engine.draft.noise import CoupledSampler, Processed
@@ -36,8 +36,6 @@ from vllm_vidspec.engine.report.observer import Observer
 from vllm_vidspec.engine.tree_attention import TreeAttention
 
 logger = init_logger("vllm.vidspec")
-
-UNBOUNDED = 1 << 60
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from vidspec_kernels import CacheList
 
 # A row that needs a block gets so many more, while half of the pool is free; all rows' are an eighth of it at most.
 _MOST_AHEAD, _AHEAD_SHARE = 16, 8
+UNBOUNDED = 1 << 60  # entries of a row that nothing limits
 NULL_BLOCK = 0  # never handed out; tokens whose KV is already there write here
 
 

@@ -58,6 +58,7 @@ class LocalBackend(DraftBackend):
         self.draft_model, self._sample, self._trees = draft_model, sample, trees
         self._failures, self._placed = failures, places_of(runner)
         self._pixels, self._vision = pixels, vision
+        self._media = [part for part in (pixels, vision) if part is not None]  # what waits for a request's draft
         self._device = draft_model.device
         # vLLM makes these in phases: the memory is profiled, graphs have a mode, then there is a KV cache.
         self._memory: DraftMemory | None = None
@@ -168,20 +169,18 @@ class LocalBackend(DraftBackend):
         if not request.is_admitted:
             self._requests.skip(request.req_state_idx, "unadmitted")
             return
-        for part in (self._pixels, self._vision):
-            if part is not None:
-                part.add(request.req_state_idx, request.features)
+        for part in self._media:
+            part.add(request.req_state_idx, request.features)
 
     def remove(self, req_state_idx: int) -> None:
-        for part in (self._pixels, self._vision):
-            if part is not None:
-                part.remove(req_state_idx)
+        for part in self._media:
+            part.remove(req_state_idx)
         if self._drafter is not None:
             self._drafter.remove(req_state_idx)
 
     def active_rows(self) -> Iterable[int]:
-        parts = (self._pixels, self._vision, self._drafter)
-        return (row for part in parts if part is not None for row in part.active_rows())
+        parts = self._media if self._drafter is None else [*self._media, self._drafter]
+        return (row for part in parts for row in part.active_rows())
 
     def give_up_all(self) -> None:
         rows = np.arange(len(self._requests.phase))
@@ -327,10 +326,9 @@ class LocalBackend(DraftBackend):
         rows = step.batch.idx_mapping_np[indices]
         done = self.drafter.prefill(messages.PrefillStep(rows, step.bound[indices], self._req_states.all_token_ids.gpu))
         self._requests.enter(done.ready, Phase.DRAFTING)
-        for part in (self._pixels, self._vision):
-            if part is not None:
-                for row in done.ready:
-                    part.remove(row)
+        for part in self._media:
+            for row in done.ready:
+                part.remove(row)
         for row in done.failed:
             self._requests.skip(row, "draft_error")
 

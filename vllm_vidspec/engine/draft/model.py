@@ -325,13 +325,11 @@ class DraftModel:
         """Run the largest forwards, so that the memory profile (and compilation) sees the draft."""
         multimodal = self.target_config.model_config.multimodal_config
         held: list[torch.Tensor] = []  # as many of the largest items as a step may hold
-        if self.is_self_draft:
-            pass  # nothing is encoded for it
-        elif not self.has_own_tower:
+        if not self.has_own_tower and not self.is_self_draft:  # for whom nothing is encoded
             target = self.target_config.model_config
             width = self.family.num_media_levels(target.hf_config) * target.get_inputs_embeds_size()
             held = [self.as_own(torch.zeros(self.max_encoder_tokens, width, dtype=self.dtype, device=self.device))]
-        elif multimodal is not None and not multimodal.skip_mm_profiling:
+        elif self.has_own_tower and multimodal is not None and not multimodal.skip_mm_profiling:
             budget = MultiModalBudget(self.target_config, MULTIMODAL_REGISTRY, enable_cache=False)
             held = self._encode(budget.get_dummy_encoder_profile_inputs())
         width = self.config.model_config.get_inputs_embeds_size()

@@ -16,11 +16,10 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_vidspec.engine.draft.kv import NULL_BLOCK, DraftKV
+from vllm_vidspec.engine.draft.kv import NULL_BLOCK, UNBOUNDED, DraftKV
 from vllm_vidspec.engine.kv_views import Reader
 
 READER = Reader("copying what the draft sees", "name a draft model")
-_UNBOUNDED = 1 << 60
 
 
 class TargetBlocks(NamedTuple):
@@ -45,7 +44,7 @@ class TargetKV(DraftKV):
 
     @property
     def num_slots(self) -> int:
-        return _UNBOUNDED
+        return UNBOUNDED
 
     def append(self, req_state_idx: int, block_ids: Sequence[int], overwrite: bool) -> None:
         """Take note of blocks that the scheduler has given a row: its first if `overwrite`, else its next."""
@@ -70,7 +69,7 @@ class TargetKV(DraftKV):
         own = self._blocks[req_state_idx] = [self._free.pop() for _ in range(num_own)]
         self._copy(first[copied // size], copied % size, np.repeat(own, size), np.arange(len(copied)) % size)
         self._tables[req_state_idx] = [*first[is_whole].tolist(), *own, *table[len(is_whole) :]]
-        self._changed[req_state_idx], self.capacity_np[req_state_idx] = 0, _UNBOUNDED
+        self._changed[req_state_idx], self.capacity_np[req_state_idx] = 0, UNBOUNDED
         return True
 
     def _copy(self, *places: np.ndarray) -> None:
